@@ -1,0 +1,157 @@
+"""Float64 NumPy reference of the Kronecker factors and of their solves.
+
+Conventions: `a` (batch, shared, d_in) are layer inputs with the bias's 1
+already appended last, `g` (batch, shared, d_out) are the gradients of the
+per-example losses l_n at the pre-activation, the loss is L = mean_n l_n and
+gradients are (d_in, d_out) matrices. Nothing here knows about TensorFlow.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+# ------------------------------------------------------------------ rows
+def append_one(a: Array) -> Array:
+    """Appends the bias's input, a 1, as the last feature."""
+    return np.concatenate([a, np.ones((*a.shape[:-1], 1))], axis=-1)
+
+
+def patches(
+    x: Array,
+    kernel_size: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+    padding: str,
+) -> Array:
+    """Patches of a channels-last input, (batch, shared, prod(k), c_in).
+
+    `same` puts the odd zero of an uneven padding at the end, `causal` puts
+    all of them at the beginning.
+    """
+    pads, starts, out = [(0, 0)], [], []
+    for n, k, s, d in zip(
+        x.shape[1:-1], kernel_size, strides, dilation, strict=True
+    ):
+        reach = (k - 1) * d + 1
+        before = after = 0
+        if padding == "same":
+            size = -(-n // s)
+            total = max((size - 1) * s + reach - n, 0)
+            before, after = total // 2, total - total // 2
+        else:
+            before = reach - 1 if padding == "causal" else 0
+            size = (n + before - reach) // s + 1
+        pads.append((before, after))
+        starts.append([i * d for i in range(k)])
+        out.append(size)
+    padded = np.pad(x, [*pads, (0, 0)])
+    columns = []
+    for offset in itertools.product(*starts):
+        window = tuple(
+            slice(o, o + (size - 1) * s + 1, s)
+            for o, size, s in zip(offset, out, strides, strict=True)
+        )
+        columns.append(padded[(slice(None), *window)])
+    stacked = np.stack(columns, axis=-2)
+    return stacked.reshape(len(x), math.prod(out), len(columns), x.shape[-1])
+
+
+# --------------------------------------------------------------- factors
+def factors(
+    a: Array,
+    g: Array,
+    weight_sharing: str = "expand",
+    keep: Array | None = None,
+) -> tuple[Array, Array]:
+    """A and G of one batch; `keep` (batch, shared) marks rows with a loss.
+
+    Rows that are not kept are missing from A's sum and count. G is divided
+    by the whole batch, as the loss is.
+    """
+    batch, shared = a.shape[:2]
+    if keep is None:
+        keep = np.ones((batch, shared), bool)
+    w = keep.astype(float)[..., None]
+    if weight_sharing == "expand":
+        A = np.einsum("nsi,nsj->ij", a * w, a) / w.sum()
+        G = np.einsum("nsi,nsj->ij", g * w, g) / batch
+        return A, G
+    count = w.sum(1)
+    mean_a = (a * w).sum(1) / np.maximum(count, 1)
+    sum_g = (g * w).sum(1)
+    A = mean_a.T @ mean_a / np.count_nonzero(count)
+    return A, sum_g.T @ sum_g / batch
+
+
+def gradient(a: Array, g: Array) -> Array:
+    """Gradient of the mean loss as a (d_in, d_out) matrix."""
+    return np.einsum("nsi,nso->io", a, g) / len(a)
+
+
+class RunningAverage:
+    """Bias-corrected exponential average; `decay` weighs the old value."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay, self.count = decay, 0
+        self.total: Any = 0.0
+
+    def update(self, value: Array) -> Array:
+        self.total = self.decay * self.total + (1 - self.decay) * value
+        self.count += 1
+        return np.asarray(self.total / (1 - self.decay**self.count))
+
+
+# ---------------------------------------------------------------- solves
+def dense_solve(W: Array, A: Array, G: Array, damping: float) -> Array:
+    """(A (x) G + damping I)^-1 vec(W), with the matrix written out."""
+    curvature = np.kron(A, G) + damping * np.eye(W.size)
+    return np.asarray(np.linalg.solve(curvature, W.ravel()).reshape(W.shape))
+
+
+def eigen_solve(W: Array, A: Array, G: Array, damping: float) -> Array:
+    """The same through the eigendecompositions of A and G."""
+    va, qa = np.linalg.eigh(A)
+    vg, qg = np.linalg.eigh(G)
+    d = np.outer(np.maximum(va, 0), np.maximum(vg, 0)) + damping
+    return np.asarray(qa @ ((qa.T @ W @ qg) / d) @ qg.T)
+
+
+def inverse_solve(W: Array, A: Array, G: Array, damping: float) -> Array:
+    """Factored damping, split by pi between the two factors."""
+    pi = math.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
+    root = math.sqrt(damping)
+    left = np.linalg.solve(A + pi * root * np.eye(len(A)), W)
+    return np.asarray(np.linalg.solve(G + root / pi * np.eye(len(G)), left.T).T)
+
+
+SOLVES = {"eigen": dense_solve, "inverse": inverse_solve}
+
+
+def clip_factor(
+    pairs: Sequence[tuple[Array, Array]],
+    learning_rate: float,
+    kl_clip: float | None,
+) -> float:
+    """nu for the (P, W) pairs of all preconditioned layers."""
+    dot = abs(sum(float(np.sum(p * w)) for p, w in pairs))
+    if kl_clip is None or dot == 0.0:
+        return 1.0
+    return min(1.0, math.sqrt(kl_clip / (learning_rate**2 * dot)))
+
+
+# ---------------------------------------------------------------- losses
+def softmax(logits: Array) -> Array:
+    e = np.exp(logits - logits.max(-1, keepdims=True))
+    return np.asarray(e / e.sum(-1, keepdims=True))
+
+
+def cross_entropy_gradient(logits: Array, labels: Array) -> Array:
+    """d l_n / d logits of the softmax cross-entropy, integer labels."""
+    return softmax(logits) - np.eye(logits.shape[-1])[labels]

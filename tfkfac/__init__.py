@@ -1,0 +1,12 @@
+"""Second-order optimizers for Keras on TensorFlow.
+
+>>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
+"""
+
+from tfkfac.optimizers import binding
+from tfkfac.optimizers.kfac import KFAC
+
+__version__ = "0.1.0"
+__all__ = ["KFAC"]
+
+binding.install()

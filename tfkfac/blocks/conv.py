@@ -1,0 +1,157 @@
+"""Blocks of convolutions of one to three dimensions."""
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+from typing_extensions import override
+
+from tfkfac.blocks.base import Record, Rows
+from tfkfac.blocks.dense import MatrixBlock, fold_positions
+from tfkfac.blocks.patches import extract_patches
+
+
+class ConvBlock(MatrixBlock):
+    """Convolution seen as a dense layer on patches (Grosse & Martens, 2016).
+
+    Patches are in the order of Keras' kernel, `(kernel size..., channels)`,
+    with the zeros of the padding. A grouped convolution has a pair of factors
+    for each of its groups.
+    """
+
+    kind = "Conv"
+
+    def __init__(self, layer: keras.layers.Layer, path: str) -> None:
+        super().__init__(layer, path)
+        if layer.groups > 1:
+            self.groups = layer.groups
+
+    def _output_size(self) -> int:
+        return self._kernel.shape[-1] // (self.groups or 1)
+
+    @override
+    def rows(self, record: Record) -> Rows:
+        slices = conv_slices(self.layer, self.cast(record.inputs))
+        gradient = channels_last(self.layer, self.cast(record.gradient))
+        g = fold_positions(gradient)
+        if not self.groups:
+            return Rows(fold_positions(tf.concat(slices, -1)), g, None)
+        return Rows(
+            split_channels(slices, self.groups),
+            split_features(g, self.groups),
+            None,
+        )
+
+
+class DepthwiseConvBlock(MatrixBlock):
+    """Depthwise convolution: a pair of small factors for each channel."""
+
+    kind = "DepthwiseConv"
+
+    def __init__(self, layer: keras.layers.Layer, path: str) -> None:
+        super().__init__(layer, path)
+        self.groups = self._kernel.shape[-2]
+
+    @override
+    def rows(self, record: Record) -> Rows:
+        slices = conv_slices(self.layer, self.cast(record.inputs))
+        gradient = channels_last(self.layer, self.cast(record.gradient))
+        return Rows(
+            split_channels(slices, self.groups),
+            split_features(fold_positions(gradient), self.groups),
+            None,
+        )
+
+
+class SeparableDepthwiseBlock(DepthwiseConvBlock):
+    """Depthwise half of a separable convolution; it has no bias."""
+
+    kind = "SeparableConv, depthwise"
+
+    def _find_kernel(self) -> keras.Variable:
+        return self.layer.depthwise_kernel
+
+    def _find_bias(self) -> keras.Variable | None:
+        return None
+
+    @override
+    def rows(self, record: Record) -> Rows:
+        slices = conv_slices(self.layer, self.cast(record.inputs))
+        gradient = channels_last(self.layer, self.cast(record.gradient))
+        # The gradient between the halves is one product away.
+        pointwise = self.layer.pointwise_kernel
+        pointwise = tf.reshape(pointwise, [-1, pointwise.shape[-1]])
+        gradient = tf.matmul(
+            fold_positions(gradient), self.cast(pointwise), transpose_b=True
+        )
+        return Rows(
+            split_channels(slices, self.groups),
+            split_features(gradient, self.groups),
+            None,
+        )
+
+
+class SeparablePointwiseBlock(MatrixBlock):
+    """Pointwise half of a separable convolution, with the bias."""
+
+    kind = "SeparableConv, pointwise"
+
+    def _find_kernel(self) -> keras.Variable:
+        return self.layer.pointwise_kernel
+
+    @override
+    def rows(self, record: Record) -> Rows:
+        slices = conv_slices(self.layer, self.cast(record.inputs))
+        kernel = self.cast(self.layer.depthwise_kernel)
+        *_, channels, multiplier = kernel.shape
+        taps = tf.unstack(tf.reshape(kernel, [-1, channels, multiplier]))
+        middle = tf.add_n(
+            [
+                part[..., None] * tap
+                for part, tap in zip(slices, taps, strict=True)
+            ]
+        )
+        shape = tf.shape(middle)
+        positions = tf.reduce_prod(shape[1:-2])
+        a = tf.reshape(middle, [shape[0], positions, channels * multiplier])
+        gradient = channels_last(self.layer, self.cast(record.gradient))
+        return Rows(a, fold_positions(gradient), None)
+
+
+def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
+    """Moves the channels of an image to the end if they are not there."""
+    if layer.data_format == "channels_last":
+        return tensor
+    rank = tensor.shape.rank
+    return tf.transpose(tensor, [0, *range(2, rank), 1])
+
+
+def conv_slices(
+    layer: keras.layers.Layer, inputs: tf.Tensor
+) -> list[tf.Tensor]:
+    """The layer's input under each offset of its kernel."""
+    return extract_patches(
+        channels_last(layer, inputs),
+        layer.kernel_size,
+        layer.strides,
+        layer.dilation_rate,
+        layer.padding,
+    )
+
+
+def split_channels(slices: Sequence[tf.Tensor], groups: int) -> tf.Tensor:
+    """Patches `(batch, shared, groups, offsets * channels of a group)`."""
+    folded = [fold_positions(part) for part in slices]
+    channels = folded[0].shape[-1] // groups
+    patches = tf.stack([split_features(f, groups) for f in folded], 3)
+    shape = tf.shape(patches)
+    return tf.reshape(
+        patches, [shape[0], shape[1], groups, len(slices) * channels]
+    )
+
+
+def split_features(rows: tf.Tensor, groups: int) -> tf.Tensor:
+    """`(batch, shared, features)` to `(batch, shared, groups, ...)`."""
+    shape = tf.shape(rows)
+    width = rows.shape[-1] // groups
+    return tf.reshape(rows, [shape[0], shape[1], groups, width])

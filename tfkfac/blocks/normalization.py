@@ -1,0 +1,106 @@
+"""Block of the scale and offset of normalisation layers."""
+
+from collections.abc import Mapping, Sequence
+
+import keras
+import tensorflow as tf
+from typing_extensions import override
+
+from tfkfac.blocks.base import Block, Record, Rows
+
+
+class NormalizationBlock(Block):
+    """Exact Fisher of each feature's scale and offset, one 2x2 matrix each.
+
+    An example's gradient for one feature is `u = sum_s g_s [xhat_s, 1]`, with
+    the normalised input `xhat` of the current step. The factor is the mean of
+    `u u^T` over examples, for both ways of weight sharing. There is no A.
+    """
+
+    kind = "Normalization"
+
+    def __init__(self, layer: keras.layers.Layer, path: str) -> None:
+        super().__init__(layer, path)
+        rms = isinstance(layer, keras.layers.RMSNormalization)
+        names = ("scale",) if rms else ("gamma", "beta")
+        weights = [getattr(layer, name, None) for name in names]
+        self._weights = [w for w in weights if w is not None and w.trainable]
+        self._gain = weights[0]
+        self._all = [w for w in weights if w is not None]
+
+    @staticmethod
+    @override
+    def unsupported(layer: keras.layers.Layer) -> str | None:
+        axes = layer.axis if isinstance(layer.axis, list) else [layer.axis]
+        if 0 in axes:
+            return "normalises over the batch axis"
+        if getattr(layer, "renorm", False):
+            return "batch renormalisation"
+        return None
+
+    @property
+    @override
+    def variables(self) -> list[keras.Variable]:
+        return list(self._weights)
+
+    @property
+    @override
+    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
+        features = tf.TensorShape(self._weights[0].shape).num_elements()
+        return {"G": (features, len(self._weights), len(self._weights))}
+
+    @override
+    def rows(self, record: Record) -> Rows:
+        g = self._features_last(self.cast(record.gradient))
+        parts = []
+        for weight in self._weights:
+            if weight is self._gain:
+                normalized = self._normalized(
+                    self.cast(record.inputs), record.kwargs
+                )
+                parts.append(g * self._features_last(self.cast(normalized)))
+            else:
+                parts.append(g)
+        # Summed here: one row an example, whatever the weight sharing.
+        u = tf.reduce_sum(tf.stack(parts, -1), 1, keepdims=True)
+        return Rows(None, u, None)
+
+    def _normalized(
+        self, inputs: tf.Tensor, kwargs: Mapping[str, object]
+    ) -> tf.Tensor:
+        """The layer's output with a scale of one and an offset of zero.
+
+        The layer itself computes it, in a scope that takes the substitutes
+        and keeps its moving statistics from being updated once more.
+        """
+        substitutes = [
+            (w, (tf.ones if w is self._gain else tf.zeros)(w.shape, w.dtype))
+            for w in self._all
+        ]
+        with keras.StatelessScope(state_mapping=substitutes):
+            return type(self.layer).call(self.layer, inputs, **kwargs)
+
+    def _features_last(self, tensor: tf.Tensor) -> tf.Tensor:
+        """`(batch, ...)` to `(batch, shared, features)`."""
+        axes = self.layer.axis
+        axes = axes if isinstance(axes, (list, tuple)) else [axes]
+        rank = tensor.shape.rank
+        axes = [axis % rank for axis in axes]
+        shared = [i for i in range(1, rank) if i not in axes]
+        tensor = tf.transpose(tensor, [0, *shared, *axes])
+        shape = tf.shape(tensor)
+        positions = tf.reduce_prod(shape[1 : 1 + len(shared)])
+        features = self.factor_shapes["G"][0]
+        return tf.reshape(tensor, [shape[0], positions, features])
+
+    @override
+    def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        flat = [tf.reshape(self.cast(g), [-1]) for g in gradients]
+        return tf.stack(flat, -1)[:, None, :]
+
+    @override
+    def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
+        return [
+            tf.reshape(matrix[:, 0, i], weight.shape)
+            for i, weight in enumerate(self._weights)
+        ]

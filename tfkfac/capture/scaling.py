@@ -1,0 +1,116 @@
+"""The loss batch: its size, and which of its examples carry loss.
+
+Keras' loss is a mean over the examples of a replica, divided by the number of
+replicas and multiplied by the loss scale. What the taps see must be multiplied
+by all three to be the gradient of one example's own loss, so that the factors
+have the scale of the Fisher matrix whatever the batch size.
+"""
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfkfac.capture.taps import (
+    TraceStore,
+    current_store,
+    replica_id,
+    visible_stores,
+)
+
+_TAP = "_tfkfac_loss_tap"
+
+
+@dataclasses.dataclass(frozen=True)
+class LossBatch:
+    """The batch over which the loss was averaged.
+
+    Attributes:
+        examples: Scalar integer, or None if it was not seen.
+        carries: Bool `(examples,)`, False where all sample weights are zero;
+            None without sample weights.
+    """
+
+    examples: tf.Tensor | None = None
+    carries: tf.Tensor | None = None
+
+
+class LossTap:
+    """Notes the batch that a model's `compute_loss` is called with.
+
+    In a custom loop without `compute_loss` nothing is noted: the leading
+    dimension of each layer's input is the batch, and all examples carry loss.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._eager = TraceStore()
+        original = model.compute_loss
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(*args, **kwargs).arguments
+            key = (id(self), replica_id())
+            current_store(self._eager)[key] = loss_batch(arguments)
+            return original(*args, **kwargs)
+
+        object.__setattr__(model, "compute_loss", compute_loss)
+
+    @classmethod
+    def open(cls, model: keras.Model) -> "LossTap":
+        """Returns the model's tap, made if need be."""
+        tap = vars(model).get(_TAP)
+        if tap is None:
+            tap = cls(model)
+            object.__setattr__(model, _TAP, tap)
+        return tap
+
+    @classmethod
+    def close(cls, model: keras.Model) -> None:
+        """Removes the tap."""
+        if _TAP in vars(model):
+            object.__delattr__(model, _TAP)
+            object.__delattr__(model, "compute_loss")
+
+    def take(self) -> LossBatch:
+        """Returns this replica's batch of the current trace."""
+        key = (id(self), replica_id())
+        batches = [
+            store.pop(key)
+            for store in visible_stores(self._eager)
+            if key in store
+        ]
+        return batches[0] if batches else LossBatch()
+
+
+def loss_batch(arguments: dict[str, Any]) -> LossBatch:
+    """Reads the batch off the arguments of `compute_loss`."""
+    sources = [arguments.get(name) for name in ("x", "y_pred", "y")]
+    tensors = [
+        t
+        for t in keras.tree.flatten(sources)
+        if tf.is_tensor(t) and t.shape.rank
+    ]
+    examples = tf.shape(tensors[0])[0] if tensors else None
+    weights = [
+        tf.convert_to_tensor(w)
+        for w in keras.tree.flatten(arguments.get("sample_weight"))
+        if w is not None
+    ]
+    nonzero = [
+        tf.reduce_any(tf.reshape(w != 0, [tf.shape(w)[0], -1]), axis=1)
+        for w in weights
+        if w.shape.rank
+    ]
+    if not nonzero:
+        return LossBatch(examples)
+    return LossBatch(examples, tf.reduce_any(tf.stack(nonzero), axis=0))
+
+
+def example_scale(loss_scale: tf.Tensor | None) -> tf.Tensor | float:
+    """Factor from a tape's gradient times the batch to an example's own."""
+    replicas = float(tf.distribute.get_strategy().num_replicas_in_sync)
+    return replicas if loss_scale is None else replicas / loss_scale

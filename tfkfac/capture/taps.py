@@ -1,0 +1,202 @@
+"""Taps on layers: inputs and pre-activation gradients of the current trace.
+
+A tap overrides `call` on one layer instance. It puts an identity between the
+linear part and the activation whose gradient function notes the gradient that
+flows through. The tape of `train_step`, or the user's own, does the rest. Only
+a call under a tape is touched; inference, saving and cloning are not.
+
+Records are Python objects that hold the tensors of one trace. They live on
+the graph that they belong to, so that no trace ever sees another's tensors,
+and on the tap when running eagerly.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.eager import record as tape_record
+
+from tfkfac.blocks import Record
+
+_STORE = "_tfkfac_records"
+_TAP = "_tfkfac_tap"
+_HOOK = "_tfkfac_first_call"
+
+
+class Tap:
+    """Records the calls of one layer.
+
+    Args:
+        layer: Any Keras layer whose first argument is its input.
+    """
+
+    def __init__(self, layer: keras.layers.Layer) -> None:
+        self._owners: set[int] = set()
+        self._eager = TraceStore()
+        self._overridden = vars(layer).get("call")
+        self._install(layer)
+
+    @classmethod
+    def open(cls, layer: keras.layers.Layer, owner: object) -> "Tap":
+        """Returns the layer's tap, made if need be, for one more owner."""
+        tap = vars(layer).get(_TAP)
+        if tap is None:
+            tap = cls(layer)
+            object.__setattr__(layer, _TAP, tap)
+        tap._owners.add(id(owner))
+        return tap
+
+    @classmethod
+    def close(cls, layer: keras.layers.Layer, owner: object) -> None:
+        """Takes an owner off the layer's tap and removes it with the last."""
+        tap = vars(layer).get(_TAP)
+        if tap is None:
+            return
+        tap._owners.discard(id(owner))
+        if not tap._owners:
+            object.__delattr__(layer, _TAP)
+            object.__delattr__(layer, "call")
+            if tap._overridden is not None:
+                object.__setattr__(layer, "call", tap._overridden)
+
+    @staticmethod
+    def records(layer: keras.layers.Layer) -> list[Record]:
+        """Takes this replica's records of a layer from the current trace."""
+        tap = vars(layer).get(_TAP)
+        if tap is None:
+            return []
+        key = (id(tap), replica_id())
+        records: list[Record] = []
+        for store in visible_stores(tap._eager):
+            records += store.pop(key, [])
+        return records
+
+    def _install(self, layer: keras.layers.Layer) -> None:
+        original = layer.call
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not tape_record.could_possibly_record():
+                return original(*args, **kwargs)
+            return self._tapped(layer, original, args, kwargs)
+
+        object.__setattr__(layer, "call", call)
+
+    def _tapped(
+        self,
+        layer: keras.layers.Layer,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        inputs, rest = args[0] if args else None, dict(kwargs)
+        if inputs is None:
+            inputs = rest.pop(next(iter(rest)))
+        mask = getattr(inputs, "_keras_mask", None)
+
+        def note(gradient: tf.Tensor) -> None:
+            store = current_store(self._eager)
+            key = (id(self), replica_id())
+            record = Record(inputs, gradient, mask, rest)
+            store.setdefault(key, []).append(record)
+
+        if not hasattr(layer, "activation"):
+            return watch(original(*args, **kwargs), note)
+        activation = layer.activation
+        passed = False
+
+        def tapped_activation(z: tf.Tensor) -> tf.Tensor:
+            nonlocal passed
+            passed = True
+            return activation(watch(z, note))
+
+        if activation is not None:
+            object.__setattr__(layer, "activation", tapped_activation)
+        try:
+            outputs = original(*args, **kwargs)
+        finally:
+            object.__setattr__(layer, "activation", activation)
+        return outputs if passed else watch(outputs, note)
+
+
+def before_first_call(
+    layer: keras.layers.Layer, action: Callable[[], None]
+) -> None:
+    """Runs `action` once when `layer` is called next, after it was built."""
+    if _HOOK in vars(layer):
+        return
+    overridden = vars(layer).get("call")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        object.__delattr__(layer, _HOOK)
+        object.__delattr__(layer, "call")
+        if overridden is not None:
+            object.__setattr__(layer, "call", overridden)
+        action()
+        return layer.call(*args, **kwargs)
+
+    object.__setattr__(layer, _HOOK, True)
+    object.__setattr__(layer, "call", call)
+
+
+class TraceStore(dict[tuple[int, int], Any]):
+    """What taps noted in one graph, by (tap, replica)."""
+
+
+def watch(tensor: tf.Tensor, note: Callable[[tf.Tensor], None]) -> tf.Tensor:
+    """Identity that calls `note` with the gradient when one flows back."""
+
+    @tf.custom_gradient
+    def identity(z: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
+        def backward(gradient: tf.Tensor) -> tf.Tensor:
+            note(gradient)
+            return gradient
+
+        return tf.identity(z), backward
+
+    watched = identity(tensor)
+    mask = getattr(tensor, "_keras_mask", None)
+    if mask is not None:
+        watched._keras_mask = mask
+    return watched
+
+
+def replica_id() -> int:
+    """Returns the static index of the replica being traced, 0 if alone."""
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        return 0
+    index = tf.get_static_value(context.replica_id_in_sync_group)
+    return 0 if index is None else int(index)
+
+
+def current_store(eager: TraceStore) -> TraceStore:
+    """Returns the store of the current graph, `eager` outside of graphs."""
+    if tf.executing_eagerly():
+        return eager
+    graph = tf.compat.v1.get_default_graph()
+    store = getattr(graph, _STORE, None)
+    if store is None:
+        store = TraceStore()
+        setattr(graph, _STORE, store)
+    return store
+
+
+def visible_stores(eager: TraceStore) -> list[TraceStore]:
+    """Returns the stores whose tensors can be used here.
+
+    Those are the current graph's and, from within a branch of a `tf.cond`,
+    the enclosing graphs'.
+    """
+    if tf.executing_eagerly():
+        return [eager]
+    stores = []
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        store = getattr(graph, _STORE, None)
+        if store is not None:
+            stores.append(store)
+        graph = getattr(graph, "outer_graph", None)
+    return stores

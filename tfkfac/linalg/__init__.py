@@ -1,0 +1,1 @@
+"""Linear algebra on symmetric matrices; depends on TensorFlow only."""

@@ -1,0 +1,74 @@
+"""Guarded decompositions of symmetric positive semi-definite matrices."""
+
+import tensorflow as tf
+
+
+def symmetrize(matrix: tf.Tensor) -> tf.Tensor:
+    """Returns `(M + M^T) / 2` for `matrix` of shape `(..., n, n)`."""
+    return (matrix + tf.linalg.matrix_transpose(matrix)) / 2
+
+
+def all_finite(tensors: list[tf.Tensor]) -> tf.Tensor:
+    """Returns a scalar bool: no NaN and no infinity in any tensor.
+
+    A sum carries every NaN and infinity of its terms, and one reduction is
+    several times cheaper than an element-wise test. Values so large that
+    their sum overflows count as not finite.
+    """
+    sums = [tf.cast(tf.reduce_sum(t), tf.float64) for t in tensors]
+    return tf.reduce_all(tf.math.is_finite(tf.stack(sums)))
+
+
+def eigh(matrix: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Eigen-decomposition with eigenvalues clamped at zero.
+
+    TensorFlow's CPU kernel raises on a matrix that is not finite, which would
+    end training; such a matrix yields NaN here, for the caller to reject.
+
+    Args:
+        matrix: Symmetric matrices of shape `(..., n, n)`.
+
+    Returns:
+        Eigenvalues `(..., n)`, ascending, and eigenvectors as columns.
+    """
+    finite = all_finite([matrix])
+    identity = tf.eye(tf.shape(matrix)[-1], dtype=matrix.dtype)
+    values, vectors = tf.linalg.eigh(
+        tf.where(finite, symmetrize(matrix), identity)
+    )
+    nan = tf.constant(float("nan"), matrix.dtype)
+    return tf.where(finite, tf.maximum(values, 0), nan), vectors
+
+
+def damped_inverse(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
+    """Computes `(M + damping I)^-1` by Cholesky.
+
+    The damping is kept above the rounding error of the factorisation, machine
+    epsilon times the trace, so that a singular matrix still has an inverse.
+    What cannot be factorised comes out as NaN, for the caller to reject.
+
+    Args:
+        matrix: Symmetric matrices of shape `(..., n, n)`.
+        damping: Non-negative numbers of shape `(...,)`.
+
+    Returns:
+        Symmetric matrices of shape `(..., n, n)`.
+    """
+    size = tf.shape(matrix)[-1]
+    trace = tf.linalg.trace(matrix)
+    floor = rounding(matrix.dtype) * trace
+    # A matrix of zeros without damping is inverted as the identity.
+    shift = tf.maximum(damping, floor)
+    shift = tf.where(shift > 0, shift, tf.ones_like(shift))
+    identity = tf.eye(size, dtype=matrix.dtype)
+    damped = symmetrize(matrix) + shift[..., None, None] * identity
+    inverse = tf.linalg.cholesky_solve(
+        tf.linalg.cholesky(damped),
+        tf.broadcast_to(identity, tf.shape(damped)),
+    )
+    return symmetrize(inverse)
+
+
+def rounding(dtype: tf.DType) -> float:
+    """Returns the machine epsilon of a floating point dtype."""
+    return 2.0**-52 if dtype == tf.float64 else 2.0**-23

@@ -1,0 +1,1 @@
+"""Optimizers: the algorithms, each around an inner Keras optimizer."""

@@ -1,0 +1,116 @@
+"""Checks of constructor arguments, and their form in a config."""
+
+import math
+import numbers
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from tfkfac.capture.registry import SkipRule
+from tfkfac.optimizers.hyperparameters import is_number
+
+_CLASS = "layer_class"
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """Returns `value` if it is one of `choices`.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(
+            f"Argument `{name}` must be one of {choices}. "
+            f"Received: {name}={value!r}"
+        )
+    return value
+
+
+def check_decay(value: Any) -> float:
+    """Returns `factor_decay` as a float in [0, 1).
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not is_number(value) or not 0 <= value < 1:
+        raise ValueError(
+            "Argument `factor_decay` must be a number in [0, 1). "
+            f"Received: factor_decay={value!r}"
+        )
+    return float(value)
+
+
+def default_inner(value: Any, rate: float, momentum: float) -> Any:
+    """Returns SGD for None or a float learning rate, else the value itself.
+
+    Raises:
+        ValueError: If the learning rate is negative or not finite.
+    """
+    if value is None:
+        value = rate
+    if not is_number(value) or isinstance(value, numbers.Integral):
+        return value
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(
+            "Argument `inner_optimizer` as a learning rate must be a float of "
+            f"at least 0. Received: inner_optimizer={value!r}"
+        )
+    return keras.optimizers.SGD(float(value), momentum=momentum)
+
+
+def check_skip_layers(value: Any) -> tuple[SkipRule, ...]:
+    """Returns `skip_layers` as a tuple of names, patterns and classes.
+
+    Raises:
+        ValueError: If an entry is none of these or not a regular expression.
+        TypeError: If the argument is not a sequence.
+    """
+    if isinstance(value, (str, type)) or not isinstance(value, Iterable):
+        raise TypeError(
+            "Argument `skip_layers` must be a list or tuple of layer names, "
+            "regular expressions or layer classes. "
+            f"Received: skip_layers={value!r}"
+        )
+    return tuple(check_skip_rule(rule) for rule in value)
+
+
+def check_skip_rule(rule: Any) -> SkipRule:
+    """Returns one entry of `skip_layers`, a class if it stands for one."""
+    if isinstance(rule, dict) and _CLASS in rule:
+        name = rule[_CLASS]
+        registered = keras.saving.get_registered_object(name)
+        rule = registered or getattr(keras.layers, name, name)
+    if isinstance(rule, re.Pattern):
+        return rule
+    if isinstance(rule, type) and issubclass(rule, keras.layers.Layer):
+        return rule
+    if isinstance(rule, str):
+        try:
+            re.compile(rule)
+        except re.error as error:
+            raise ValueError(
+                "Argument `skip_layers` must hold valid regular expressions. "
+                f"Received: {rule!r} ({error})"
+            ) from error
+        return rule
+    raise ValueError(
+        "Argument `skip_layers` must hold layer names, regular expressions or "
+        f"layer classes. Received: {rule!r} (of type {type(rule)})"
+    )
+
+
+def serialize_skip_rule(rule: SkipRule) -> Any:
+    """Returns the form of a rule in a config."""
+    if isinstance(rule, re.Pattern):
+        # Flags such as IGNORECASE travel inside the pattern.
+        flags = "".join(
+            letter
+            for letter, flag in (("i", re.I), ("m", re.M), ("s", re.S))
+            if rule.flags & flag
+        )
+        return f"(?{flags}){rule.pattern}" if flags else rule.pattern
+    if isinstance(rule, type):
+        return {_CLASS: keras.saving.get_registered_name(rule)}
+    return rule

@@ -1,0 +1,164 @@
+"""Numbers, schedules and callables as arguments of an optimizer."""
+
+import numbers
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeGuard
+
+import keras
+import tensorflow as tf
+
+from tfkfac.variables import state_variable
+
+Schedule = keras.optimizers.schedules.LearningRateSchedule
+# float | int | Schedule | Callable[[Any], Any] | None
+Value: TypeAlias = Any
+
+
+class Hyperparameter:
+    """One argument: a number, a schedule, a callable of the iteration or None.
+
+    A number lives in a variable, so that a new one takes effect in the next
+    step without a new trace. A schedule or callable is part of the trace.
+
+    Args:
+        name: Name of the argument, for messages.
+        value: The value.
+        integer: Whether only integers of at least 1 are allowed.
+        positive: Whether 0 is excluded.
+        optional: Whether None is allowed.
+
+    Raises:
+        ValueError: If the value is not allowed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        value: Value,
+        integer: bool = False,
+        positive: bool = False,
+        optional: bool = False,
+    ) -> None:
+        self.name = name
+        self._integer = integer
+        self._positive = positive
+        self._optional = optional
+        self._variable: tf.Variable | None = None
+        self._function: Callable[[Any], Any] | None = None
+        self._validate(value)
+        self._value = value
+
+    def get(self) -> Value:
+        """Returns the value as the user gave it."""
+        return self._value
+
+    def set(self, value: Value) -> None:
+        """Changes the value.
+
+        Raises:
+            ValueError: If it is not allowed, or if what is compiled into the
+                training step would have to change.
+        """
+        self._validate(value)
+        if self._variable is not None:
+            if not is_number(value):
+                raise ValueError(
+                    f"Argument `{self.name}` was a number when the training "
+                    "step was traced and can only be set to a number. "
+                    f"Received: {self.name}={value!r}"
+                )
+            self._variable.assign(value)
+        elif self._function is not None:
+            raise ValueError(
+                f"Argument `{self.name}` was a schedule or callable when the "
+                "training step was traced and cannot be set. Received: "
+                f"{self.name}={value!r}"
+            )
+        self._value = value
+
+    def at(self, iteration: tf.Tensor) -> tf.Tensor:
+        """Returns the value at an iteration, as a scalar tensor."""
+        if is_number(self._value):
+            if self._variable is None:
+                dtype = "int64" if self._integer else "float32"
+                self._variable = state_variable(self._value, dtype, self.name)
+            return tf.convert_to_tensor(self._variable)
+        if self._function is None:
+            function = self._value
+            if not isinstance(function, Schedule):
+                # AutoGraph lets a callable use Python's `if`.
+                function = tf.function(function)
+            self._function = function
+        value = self._function(iteration)
+        if self._integer:
+            return tf.maximum(tf.cast(value, tf.int64), 1)
+        return tf.cast(value, tf.float32)
+
+    def _validate(self, value: Value) -> None:
+        if value is None and self._optional:
+            return
+        if isinstance(value, Schedule):
+            return
+        if callable(value) and not isinstance(value, type):
+            return
+        if self._allowed(value):
+            return
+        if self._integer:
+            kind = "an integer of at least 1"
+        elif self._positive:
+            kind = "a positive number"
+        else:
+            kind = "a number of at least 0"
+        raise ValueError(
+            f"Argument `{self.name}` must be {kind}, a `LearningRateSchedule` "
+            f"or a callable of the iteration{' or None' * self._optional}. "
+            f"Received: {self.name}={value!r}"
+        )
+
+    def _allowed(self, value: Any) -> bool:
+        if not is_number(value) or not -float("inf") < value < float("inf"):
+            return False
+        if self._integer:
+            return value >= 1 and isinstance(value, numbers.Integral)
+        return value > 0 if self._positive else value >= 0
+
+
+class Tunable:
+    """Attribute of an optimizer that reads and writes a `Hyperparameter`."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        return instance._hyperparameters[self._name].get()
+
+    def __set__(self, instance: Any, value: Value) -> None:
+        instance._hyperparameters[self._name].set(value)
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a real number; a bool is not."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def dense_start(
+    iteration: tf.Tensor,
+    boundaries: tuple[int, int],
+    intervals: tuple[int, ...],
+) -> tf.Tensor:
+    """An interval that is short at first, when the curvature changes fast.
+
+    Args:
+        iteration: The iteration.
+        boundaries: Where the second and the third interval begin.
+        intervals: The three intervals.
+
+    Returns:
+        The interval, a scalar int64.
+    """
+    first, second = boundaries
+    short, middle, long = (tf.constant(i, tf.int64) for i in intervals)
+    late = tf.where(iteration < second, middle, long)
+    return tf.where(iteration < first, short, late)

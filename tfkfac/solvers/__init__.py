@@ -1,0 +1,12 @@
+"""Solvers: how factors become a preconditioner."""
+
+from tfkfac.solvers.base import Decomposition, Solver, decomposition_bytes
+from tfkfac.solvers.eigen import EigenSolver
+from tfkfac.solvers.inverse import InverseSolver
+
+SOLVERS: dict[str, type[Solver]] = {
+    "eigen": EigenSolver,
+    "inverse": InverseSolver,
+}
+
+__all__ = ["SOLVERS", "Decomposition", "Solver", "decomposition_bytes"]
