@@ -129,12 +129,8 @@ def tappable(
 
 
 def unbuilt(model: keras.Model) -> list[keras.layers.Layer]:
-    """Layers of no supported type whose sublayers may not exist yet."""
-    return [
-        node.layer
-        for node in walk(model)
-        if not node.layer.built and not block_types(node.layer)
-    ]
+    """Layers whose weights or sublayers may not exist yet."""
+    return [node.layer for node in walk(model) if not node.layer.built]
 
 
 def build_registry(

@@ -11,6 +11,7 @@ and on the tap when running eagerly.
 """
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ class Tap:
     """
 
     def __init__(self, layer: keras.layers.Layer) -> None:
-        self._owners: set[int] = set()
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._eager = TraceStore()
         self._overridden = vars(layer).get("call")
         self._install(layer)
@@ -45,16 +46,20 @@ class Tap:
         if tap is None:
             tap = cls(layer)
             object.__setattr__(layer, _TAP, tap)
-        tap._owners.add(id(owner))
+        tap._owners.add(owner)
         return tap
 
     @classmethod
-    def close(cls, layer: keras.layers.Layer, owner: object) -> None:
-        """Takes an owner off the layer's tap and removes it with the last."""
+    def close(cls, layer: keras.layers.Layer, owner: object | None) -> None:
+        """Takes an owner off the layer's tap and removes it with the last.
+
+        Owners that are gone are off by themselves.
+        """
         tap = vars(layer).get(_TAP)
         if tap is None:
             return
-        tap._owners.discard(id(owner))
+        if owner is not None:
+            tap._owners.discard(owner)
         if not tap._owners:
             object.__delattr__(layer, _TAP)
             object.__delattr__(layer, "call")
@@ -129,12 +134,16 @@ def before_first_call(
         return
     overridden = vars(layer).get("call")
 
+    @functools.wraps(layer.call)
     def call(*args: Any, **kwargs: Any) -> Any:
-        object.__delattr__(layer, _HOOK)
-        object.__delattr__(layer, "call")
-        if overridden is not None:
-            object.__setattr__(layer, "call", overridden)
-        action()
+        # Keras may hold on to the hook and call it more than once.
+        if vars(layer).get("call") is call:
+            object.__delattr__(layer, "call")
+            if overridden is not None:
+                object.__setattr__(layer, "call", overridden)
+            # The mark stays on meanwhile: `layer` may still not be built.
+            action()
+            object.__delattr__(layer, _HOOK)
         return layer.call(*args, **kwargs)
 
     object.__setattr__(layer, _HOOK, True)

@@ -11,7 +11,8 @@ from typing import Any
 
 import keras
 
-from tfkfac.optimizers.wrapper import WrappingOptimizer
+from tfkfac.capture.registry import unbuilt
+from tfkfac.optimizers.wrapper import WrappingOptimizer, detach
 
 _bound: weakref.WeakKeyDictionary[
     keras.Model, weakref.ref[WrappingOptimizer]
@@ -29,12 +30,17 @@ def bind(model: keras.Model) -> None:
     scaler = None
     if isinstance(outer, keras.optimizers.LossScaleOptimizer):
         outer, scaler = outer.inner_optimizer, outer
-    previous = _bound.pop(model, lambda: None)()
-    if previous is not None and previous is not outer:
-        previous.detach()
+    previous = _bound.pop(model, None)
+    if previous is not None and previous() is not outer:
+        # It may be gone already, but its taps are not.
+        detach(model, previous())
     if isinstance(outer, WrappingOptimizer):
         outer.attach(model, loss_scaler=scaler)
         _bound[model] = weakref.ref(outer)
+        if model.built and not unbuilt(model):
+            # Variables created in the first step would cost a second trace.
+            with keras.name_scope(outer.name):
+                outer.build(model.trainable_variables)
 
 
 def install() -> None:

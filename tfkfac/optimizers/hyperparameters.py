@@ -1,8 +1,9 @@
 """Numbers, schedules and callables as arguments of an optimizer."""
 
+import math
 import numbers
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -43,6 +44,7 @@ class Hyperparameter:
         self._integer = integer
         self._positive = positive
         self._optional = optional
+        self._built = False
         self._variable: tf.Variable | None = None
         self._function: Callable[[Any], Any] | None = None
         self._validate(value)
@@ -60,35 +62,37 @@ class Hyperparameter:
                 training step would have to change.
         """
         self._validate(value)
-        if self._variable is not None:
-            if not is_number(value):
-                raise ValueError(
-                    f"Argument `{self.name}` was a number when the training "
-                    "step was traced and can only be set to a number. "
-                    f"Received: {self.name}={value!r}"
-                )
+        if self._variable is not None and is_number(value):
             self._variable.assign(value)
-        elif self._function is not None:
+        elif self._built:
             raise ValueError(
-                f"Argument `{self.name}` was a schedule or callable when the "
-                "training step was traced and cannot be set. Received: "
+                f"Argument `{self.name}` is part of the training step: once "
+                "the optimizer is built, only a number can be changed, to "
+                f"another number. It is {self._value!r}. Received: "
                 f"{self.name}={value!r}"
             )
         self._value = value
 
+    def build(self) -> None:
+        """Fixes what kind of value it is, before the first trace."""
+        if self._built:
+            return
+        self._built = True
+        if is_number(self._value):
+            dtype = "int64" if self._integer else "float32"
+            self._variable = state_variable(self._value, dtype, self.name)
+        elif isinstance(self._value, Schedule):
+            self._function = self._value
+        elif self._value is not None:
+            # AutoGraph lets a callable use Python's `if`.
+            self._function = tf.function(self._value)
+
     def at(self, iteration: tf.Tensor) -> tf.Tensor:
         """Returns the value at an iteration, as a scalar tensor."""
-        if is_number(self._value):
-            if self._variable is None:
-                dtype = "int64" if self._integer else "float32"
-                self._variable = state_variable(self._value, dtype, self.name)
+        if self._variable is not None:
             return tf.convert_to_tensor(self._variable)
         if self._function is None:
-            function = self._value
-            if not isinstance(function, Schedule):
-                # AutoGraph lets a callable use Python's `if`.
-                function = tf.function(function)
-            self._function = function
+            raise ValueError(f"Argument `{self.name}` has no value.")
         value = self._function(iteration)
         if self._integer:
             return tf.maximum(tf.cast(value, tf.int64), 1)
@@ -116,7 +120,7 @@ class Hyperparameter:
         )
 
     def _allowed(self, value: Any) -> bool:
-        if not is_number(value) or not -float("inf") < value < float("inf"):
+        if not is_number(value) or not math.isfinite(value):
             return False
         if self._integer:
             return value >= 1 and isinstance(value, numbers.Integral)
@@ -138,7 +142,7 @@ class Tunable:
         instance._hyperparameters[self._name].set(value)
 
 
-def is_number(value: Any) -> TypeGuard[float]:
+def is_number(value: Any) -> bool:
     """Whether a value is a real number; a bool is not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 

@@ -404,7 +404,7 @@ class KFAC(WrappingOptimizer):
         return [f"{text}: {count}" for text, count in counts if count]
 
     def _check_built(self, model: keras.Model) -> None:
-        if self._tapped and not all(layer.built for layer in self._tapped):
+        if not all(layer.built for layer in self._layers_to_tap()):
             raise ValueError(
                 f"Model '{model.name}' is not built, so the sizes of its "
                 "layers are not known. Call `model.build(input_shape)` or "

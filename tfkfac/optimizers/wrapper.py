@@ -8,6 +8,7 @@ from typing import Any, Self
 import keras
 import tensorflow as tf
 
+from tfkfac.blocks import block_types
 from tfkfac.capture import registry
 from tfkfac.capture.scaling import LossTap
 from tfkfac.capture.taps import Tap, before_first_call
@@ -37,7 +38,6 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         self._hyperparameters: dict[str, Hyperparameter] = {}
         self._model: weakref.ref[keras.Model] | None = None
         self._scaler: weakref.ref[Any] | None = None
-        self._tapped: weakref.WeakSet[keras.layers.Layer] = weakref.WeakSet()
         self.skipped_steps = state_variable(0, "int64", "skipped_steps")
 
     # ----------------------------------------------------------- the model
@@ -74,22 +74,13 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
             )
         self._check_settings(model)
         self._check_variables(model)
-        if self._model is not None:
-            self.detach()
+        detach(model, self)
         self._model = weakref.ref(model)
         self._scaler = None if loss_scaler is None else weakref.ref(loss_scaler)
         LossTap.open(model)
         self._tap_layers()
         self._attached()
         return self
-
-    def detach(self) -> None:
-        """Removes the taps from the model; the state is kept."""
-        for layer in list(self._tapped):
-            Tap.close(layer, self)
-        self._tapped.clear()
-        if self._model is not None and self._model() is not None:
-            LossTap.close(self._model())
 
     def bound_model(self) -> keras.Model:
         """Returns the model that the optimizer is bound to.
@@ -111,9 +102,9 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         """Taps the layers there are, and again when more have been built."""
         for layer in self._layers_to_tap():
             Tap.open(layer, self)
-            self._tapped.add(layer)
         for layer in registry.unbuilt(self.bound_model()):
-            before_first_call(layer, self._tap_layers)
+            if not block_types(layer):
+                before_first_call(layer, self._tap_layers)
 
     @staticmethod
     def _check_settings(model: keras.Model) -> None:
@@ -146,6 +137,8 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         """Creates the state, for `variables` of the attached model."""
         if self.built:
             return
+        for parameter in self._hyperparameters.values():
+            parameter.build()
         self._create_state(self.bound_model())
         self.inner_optimizer.build(list(variables))
         super().build(list(variables))
@@ -183,7 +176,9 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         )
 
         def update() -> tf.Tensor:
-            self.inner_optimizer.apply(step(), variables)
+            # What is passed on as it is must be of this branch's graph too.
+            new = [None if g is None else tf.identity(g) for g in step()]
+            self.inner_optimizer.apply(new, variables)
             return tf.constant(0)
 
         tf.cond(finite, update, lambda: tf.constant(0))
@@ -287,6 +282,18 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
             for name, value in config.items()
         }
         return cls(**arguments)
+
+
+def detach(model: keras.Model, optimizer: WrappingOptimizer | None) -> None:
+    """Removes an optimizer's taps from a model; its state is kept.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer, or None for those that are gone.
+    """
+    for node in registry.walk(model):
+        Tap.close(node.layer, optimizer)
+    LossTap.close(model)
 
 
 def check_inner(identifier: Any) -> keras.optimizers.Optimizer:
