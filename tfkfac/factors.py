@@ -43,16 +43,21 @@ class Factors(tf.Module):
         counted; an empty batch just leaves them alone.
         """
         ordered = [statistics[name] for name in self.names]
-        batch = [tf.math.divide_no_nan(s.total, s.count) for s in ordered]
-        finite = all_finite(batch)
+        finite = all_finite([s.total for s in ordered])
         empty = tf.reduce_any(tf.stack([s.count for s in ordered]) <= 0)
-        take = tf.logical_and(finite, tf.logical_not(empty))
         decay = tf.cast(decay, self.weight.dtype)
-        for average, new in zip(self.averages, batch, strict=True):
-            mixed = decay * average + (1 - decay) * new
-            average.assign(tf.where(take, mixed, average))
-        mixed = decay * self.weight + (1 - decay)
-        self.weight.assign(tf.where(take, mixed, self.weight))
+
+        def take() -> tf.Tensor:
+            for average, new in zip(self.averages, ordered, strict=True):
+                share = (1 - decay) / new.count
+                average.assign(decay * average + share * new.total)
+            return self.weight.assign(decay * self.weight + (1 - decay))
+
+        tf.cond(
+            tf.logical_and(finite, tf.logical_not(empty)),
+            take,
+            lambda: tf.convert_to_tensor(self.weight),
+        )
         count_event(
             tf.logical_not(finite),
             self.rejected,

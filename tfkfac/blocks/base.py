@@ -39,9 +39,9 @@ class Rows(NamedTuple):
     """Inputs and pre-activation gradients as rows.
 
     Attributes:
-        a: Inputs `(batch, shared, [groups,] inputs)` without the bias' 1; for
-            a diagonal factor the integer tokens `(batch, shared)`; None for a
-            block without factor A.
+        a: Inputs `(batch, shared, [groups,] inputs)`, the bias' 1 included;
+            for a diagonal factor the integer tokens `(batch, shared)`; None
+            for a block without factor A.
         g: Gradients `(batch, shared, [groups,] outputs)`.
         mask: Bool `(batch, shared)`, False where padded, or None.
     """
@@ -103,11 +103,6 @@ class Block(abc.ABC):
         """Inverse of `to_matrix`."""
 
     # -------------------------------------------------------------- shared
-    @property
-    def has_bias(self) -> bool:
-        """Whether a 1 is appended to the inputs."""
-        return len(self.variables) > 1
-
     def cast(self, tensor: tf.Tensor) -> tf.Tensor:
         """Casts to the dtype of the statistics, float32 or better."""
         return tf.cast(tensor, self.dtype)
@@ -119,13 +114,13 @@ class Block(abc.ABC):
         a, count = weigh(a, weights, self.dtype)
         if sharing == "reduce":
             a, count = average_positions(a, weights, self.dtype)
-        return Statistic(gram(a, count if self.has_bias else None), count)
+        return Statistic(gram(a), count)
 
     def output_statistic(self, g: tf.Tensor, sharing: str) -> tf.Tensor:
         """Sum of `g g^T` over rows; "reduce" adds an example's rows first."""
         if sharing == "reduce":
             g = tf.reduce_sum(g, 1, keepdims=True)
-        return gram(g, None)
+        return gram(g)
 
     def dense(self, factors: Mapping[str, tf.Tensor]) -> tf.Tensor:
         """The block as an explicit matrix, for tests on small layers.
@@ -180,35 +175,27 @@ def average_positions(
     return mean, tf.reduce_sum(tf.cast(positions > 0, dtype))
 
 
-def gram(rows: tf.Tensor, ones: tf.Tensor | None) -> tf.Tensor:
-    """Sum of outer products of rows, with a 1 appended to each if asked.
-
-    The appended 1 adds the column sums and the count as a last row and
-    column, which saves a copy of the rows.
+def gram(rows: tf.Tensor) -> tf.Tensor:
+    """Sum of the outer products of rows with themselves.
 
     Args:
         rows: `(batch, shared, [groups,] n)`.
-        ones: Number of rows that have a 1 appended, or None for no such
-            column.
 
     Returns:
-        `([groups,] n or n + 1, n or n + 1)`.
+        `([groups,] n, n)`.
     """
     width = rows.shape[-1]
     if rows.shape.rank == 4:
-        groups = rows.shape[2]
-        rows = tf.reshape(rows, [-1, groups, width])
+        rows = tf.reshape(rows, [-1, rows.shape[2], width])
         rows = tf.transpose(rows, [1, 0, 2])
     else:
         rows = tf.reshape(rows, [-1, width])
-    product = tf.matmul(rows, rows, transpose_a=True)
-    if ones is None:
-        return product
-    sums = tf.reduce_sum(rows, -2)
-    corner = tf.broadcast_to(ones, tf.shape(sums[..., :1]))
-    top = tf.concat([product, sums[..., None]], -1)
-    last = tf.concat([sums, corner], -1)
-    return tf.concat([top, last[..., None, :]], -2)
+    return tf.matmul(rows, rows, transpose_a=True)
+
+
+def append_one(rows: tf.Tensor) -> tf.Tensor:
+    """Appends the bias' 1 to each row."""
+    return tf.concat([rows, tf.ones_like(rows[..., :1])], -1)
 
 
 def stack_bias(

@@ -35,9 +35,11 @@ class ConvBlock(MatrixBlock):
         gradient = channels_last(self.layer, self.cast(record.gradient))
         g = fold_positions(gradient)
         if not self.groups:
-            return Rows(fold_positions(tf.concat(slices, -1)), g, None)
+            # The bias' 1 in the same copy as the patches.
+            ones = [tf.ones_like(slices[0][..., :1])] if self._bias else []
+            return Rows(fold_positions(tf.concat(slices + ones, -1)), g, None)
         return Rows(
-            split_channels(slices, self.groups),
+            self._with_bias(split_channels(slices, self.groups)),
             split_features(g, self.groups),
             None,
         )
@@ -57,7 +59,7 @@ class DepthwiseConvBlock(MatrixBlock):
         slices = conv_slices(self.layer, self.cast(record.inputs))
         gradient = channels_last(self.layer, self.cast(record.gradient))
         return Rows(
-            split_channels(slices, self.groups),
+            self._with_bias(split_channels(slices, self.groups)),
             split_features(fold_positions(gradient), self.groups),
             None,
         )
@@ -115,7 +117,7 @@ class SeparablePointwiseBlock(MatrixBlock):
         positions = tf.reduce_prod(shape[1:-2])
         a = tf.reshape(middle, [shape[0], positions, channels * multiplier])
         gradient = channels_last(self.layer, self.cast(record.gradient))
-        return Rows(a, fold_positions(gradient), None)
+        return Rows(self._with_bias(a), fold_positions(gradient), None)
 
 
 def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:

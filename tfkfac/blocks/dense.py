@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Block, Record, Rows, stack_bias
+from tfkfac.blocks.base import Block, Record, Rows, append_one, stack_bias
 
 
 class MatrixBlock(Block):
@@ -80,6 +80,10 @@ class MatrixBlock(Block):
         bias = tf.reshape(matrix[..., -1, :], self._bias[0].shape)
         return [self._join(matrix[..., :-1, :]), bias]
 
+    def _with_bias(self, a: tf.Tensor) -> tf.Tensor:
+        """Appends the bias' 1 to the inputs if there is a bias."""
+        return append_one(a) if self._bias else a
+
     def _split(self, kernel: tf.Tensor) -> tf.Tensor:
         """Kernel to `([groups,] inputs, outputs)`."""
         if not self.groups:
@@ -106,7 +110,7 @@ class DenseBlock(MatrixBlock):
         if isinstance(inputs, tf.SparseTensor):
             inputs = tf.sparse.to_dense(inputs)
         return Rows(
-            fold_positions(self.cast(inputs)),
+            self._with_bias(fold_positions(self.cast(inputs))),
             fold_positions(self.cast(record.gradient)),
             fold_mask(record.mask, tf.shape(inputs)[:-1]),
         )

@@ -12,7 +12,7 @@ def batch_statistics(
     records: Sequence[Record],
     sharing: str,
     scale: tf.Tensor | float = 1.0,
-    carries: tf.Tensor | None = None,
+    weightless: Sequence[tf.Tensor] = (),
     examples: tf.Tensor | None = None,
 ) -> dict[str, Statistic]:
     """Sums the factors of one batch over all recorded calls of a layer.
@@ -29,8 +29,8 @@ def batch_statistics(
         records: Records of the layer's calls in this step.
         sharing: "expand" or "reduce".
         scale: What the gradients must be multiplied by, besides `B`.
-        carries: Bool of shape `(B,)`, False for examples whose loss has
-            weight zero. They do not count in A.
+        weightless: Bools of shape `(B, positions)`, True where a sample
+            weight is zero. What carries no loss does not count in A.
         examples: `B`, when it is not the leading dimension of the layer.
 
     Returns:
@@ -49,7 +49,7 @@ def batch_statistics(
             total += previous.total
         statistics["G"] = Statistic(total, batch)
         if rows.a is not None:
-            weights = _row_weights(block, rows, carries)
+            weights = _row_weights(block, rows, weightless)
             new = block.input_statistic(rows.a, weights, sharing)
             old = statistics.get("A")
             if old is not None:
@@ -59,23 +59,43 @@ def batch_statistics(
 
 
 def _row_weights(
-    block: Block, rows: Rows, carries: tf.Tensor | None
+    block: Block, rows: Rows, weightless: Sequence[tf.Tensor]
 ) -> tf.Tensor | None:
-    """1 for rows that carry loss, else 0; None when all do.
+    """1 for rows that carry loss, else 0; None when nothing says otherwise.
 
-    A padded position may still carry loss when a later layer ignores the
-    mask, so only those without a gradient are left out.
+    A padded position, or one of weight zero, may still carry loss: a later
+    layer may ignore the mask, another output may have another weight. So it is
+    left out only if it has no gradient either.
     """
-    if rows.mask is None and carries is None:
-        return None
     shape = tf.shape(rows.g)[:2]
-    keep = tf.ones(shape, tf.bool)
+    suspects = [_spread(w, shape) for w in weightless]
     if rows.mask is not None:
-        flat = tf.reshape(rows.g, [shape[0], shape[1], -1])
-        keep = tf.logical_or(rows.mask, tf.reduce_any(flat != 0, -1))
-    if carries is not None:
-        # A layer may see the batch folded with other dimensions.
-        owner = tf.range(shape[0]) * tf.shape(carries)[0]
-        owner //= tf.maximum(shape[0], 1)
-        keep = tf.logical_and(keep, tf.gather(carries, owner)[:, None])
-    return tf.cast(keep, block.dtype)
+        suspects.append(tf.logical_not(rows.mask))
+    if not suspects:
+        return None
+    features = list(range(2, rows.g.shape.rank))
+    idle = tf.reduce_all(tf.equal(rows.g, 0), features)
+    suspect = tf.reduce_any(tf.stack(suspects), 0)
+    return tf.cast(tf.logical_not(tf.logical_and(suspect, idle)), block.dtype)
+
+
+def _spread(weightless: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
+    """Zero weights of a loss as those of a layer's rows.
+
+    Args:
+        weightless: Bool `(B, positions)` of the loss.
+        shape: `(batch, shared)` of the layer, which may have other positions
+            and may see the batch folded with other dimensions.
+    """
+
+    def by_position() -> tf.Tensor:
+        return tf.reshape(weightless, shape)
+
+    def by_example() -> tf.Tensor:
+        example = tf.range(shape[0]) * tf.shape(weightless)[0]
+        example //= tf.maximum(shape[0], 1)
+        whole = tf.gather(tf.reduce_all(weightless, 1), example)
+        return tf.broadcast_to(whole[:, None], shape)
+
+    same = tf.equal(tf.size(weightless), tf.reduce_prod(shape))
+    return tf.cond(same, by_position, by_example)

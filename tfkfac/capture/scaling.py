@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import record as tape_record
 
 from tfkfac.capture.taps import (
     TraceStore,
@@ -30,19 +31,19 @@ class LossBatch:
 
     Attributes:
         examples: Scalar integer, or None if it was not seen.
-        carries: Bool `(examples,)`, False where all sample weights are zero;
-            None without sample weights.
+        weightless: For each output with sample weights, bool
+            `(examples, positions)`, True where the weight is zero.
     """
 
     examples: tf.Tensor | None = None
-    carries: tf.Tensor | None = None
+    weightless: tuple[tf.Tensor, ...] = ()
 
 
 class LossTap:
     """Notes the batch that a model's `compute_loss` is called with.
 
     In a custom loop without `compute_loss` nothing is noted: the leading
-    dimension of each layer's input is the batch, and all examples carry loss.
+    dimension of each layer's input is the batch, and no weight is zero.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -52,9 +53,10 @@ class LossTap:
 
         @functools.wraps(original)
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            arguments = signature.bind(*args, **kwargs).arguments
-            key = (id(self), replica_id())
-            current_store(self._eager)[key] = loss_batch(arguments)
+            if tape_record.could_possibly_record():
+                arguments = signature.bind(*args, **kwargs).arguments
+                key = (id(self), replica_id())
+                current_store(self._eager)[key] = loss_batch(arguments)
             return original(*args, **kwargs)
 
         object.__setattr__(model, "compute_loss", compute_loss)
@@ -100,14 +102,12 @@ def loss_batch(arguments: dict[str, Any]) -> LossBatch:
         for w in keras.tree.flatten(arguments.get("sample_weight"))
         if w is not None
     ]
-    nonzero = [
-        tf.reduce_any(tf.reshape(w != 0, [tf.shape(w)[0], -1]), axis=1)
+    weightless = tuple(
+        tf.reshape(w == 0, [tf.shape(w)[0], tf.reduce_prod(tf.shape(w)[1:])])
         for w in weights
         if w.shape.rank
-    ]
-    if not nonzero:
-        return LossBatch(examples)
-    return LossBatch(examples, tf.reduce_any(tf.stack(nonzero), axis=0))
+    )
+    return LossBatch(examples, weightless)
 
 
 def example_scale(loss_scale: tf.Tensor | None) -> tf.Tensor | float:

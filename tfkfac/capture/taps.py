@@ -5,6 +5,9 @@ linear part and the activation whose gradient function notes the gradient that
 flows through. The tape of `train_step`, or the user's own, does the rest. Only
 a call under a tape is touched; inference, saving and cloning are not.
 
+The records of a step are those of the last backward pass before it, with all
+calls of the forward pass that went ahead of it.
+
 Records are Python objects that hold the tensors of one trace. They live on
 the graph that they belong to, so that no trace ever sees another's tensors,
 and on the tap when running eagerly.
@@ -75,8 +78,16 @@ class Tap:
         key = (id(tap), replica_id())
         records: list[Record] = []
         for store in visible_stores(tap._eager):
-            records += store.pop(key, [])
+            records += store.pop(key, {}).values()
         return records
+
+    def _forget(self) -> None:
+        """Drops what an earlier backward pass noted and no step took.
+
+        That pass was not for this optimizer (a saliency map, the other half of
+        a GAN), or it was of an earlier micro-batch.
+        """
+        current_store(self._eager).pop((id(self), replica_id()), None)
 
     def _install(self, layer: keras.layers.Layer) -> None:
         original = layer.call
@@ -100,12 +111,15 @@ class Tap:
         if inputs is None:
             inputs = rest.pop(next(iter(rest)))
         mask = getattr(inputs, "_keras_mask", None)
+        self._forget()
+
+        one_call = object()
 
         def note(gradient: tf.Tensor) -> None:
             store = current_store(self._eager)
-            key = (id(self), replica_id())
-            record = Record(inputs, gradient, mask, rest)
-            store.setdefault(key, []).append(record)
+            calls = store.setdefault((id(self), replica_id()), {})
+            # A second gradient of the same call takes the place of the first.
+            calls[one_call] = Record(inputs, gradient, mask, rest)
 
         if not hasattr(layer, "activation"):
             return watch(original(*args, **kwargs), note)

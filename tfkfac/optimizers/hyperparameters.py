@@ -47,8 +47,7 @@ class Hyperparameter:
         self._built = False
         self._variable: tf.Variable | None = None
         self._function: Callable[[Any], Any] | None = None
-        self._validate(value)
-        self._value = value
+        self._value = self._validate(value)
 
     def get(self) -> Value:
         """Returns the value as the user gave it."""
@@ -61,7 +60,7 @@ class Hyperparameter:
             ValueError: If it is not allowed, or if what is compiled into the
                 training step would have to change.
         """
-        self._validate(value)
+        value = self._validate(value)
         if self._variable is not None and is_number(value):
             self._variable.assign(value)
         elif self._built:
@@ -93,20 +92,20 @@ class Hyperparameter:
             return tf.convert_to_tensor(self._variable)
         if self._function is None:
             raise ValueError(f"Argument `{self.name}` has no value.")
-        value = self._function(iteration)
+        # As a float, so that a callable can calculate with it.
+        value = self._function(tf.cast(iteration, tf.float32))
         if self._integer:
             return tf.maximum(tf.cast(value, tf.int64), 1)
         return tf.cast(value, tf.float32)
 
-    def _validate(self, value: Value) -> None:
+    def _validate(self, value: Value) -> Value:
+        """Returns an allowed value, a number as Python's own."""
         if value is None and self._optional:
-            return
-        if isinstance(value, Schedule):
-            return
+            return value
         if callable(value) and not isinstance(value, type):
-            return
+            return value
         if self._allowed(value):
-            return
+            return int(value) if self._integer else float(value)
         if self._integer:
             kind = "an integer of at least 1"
         elif self._positive:

@@ -174,7 +174,7 @@ class KFAC(WrappingOptimizer):
                     one.records,
                     self.weight_sharing,
                     scale,
-                    batch.carries,
+                    batch.weightless,
                     batch.examples,
                 )
                 one.state.factors.update(statistics, self.factor_decay)

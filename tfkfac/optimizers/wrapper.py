@@ -108,6 +108,12 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
 
     @staticmethod
     def _check_settings(model: keras.Model) -> None:
+        replicas = model.distribute_strategy.num_replicas_in_sync
+        if replicas > 1:
+            raise ValueError(
+                "This version trains on one replica. Received: model "
+                f"'{model.name}' under a strategy of {replicas} replicas."
+            )
         jit = getattr(model, "jit_compile", False)
         if jit is True and not tf.config.list_physical_devices("GPU"):
             raise ValueError(
@@ -143,6 +149,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer.build(list(variables))
         super().build(list(variables))
 
+    @tf.autograph.experimental.do_not_convert
     def apply(
         self,
         grads: Sequence[tf.Tensor | None],

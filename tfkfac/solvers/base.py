@@ -73,8 +73,13 @@ class Decomposition(tf.Module):
         """Decomposes anew; a result that is not finite is only counted."""
         new = self.solver.decompose(factors, damping)
         good = all_finite([new[name] for name in self.names])
-        for name, old in zip(self.names, self.tensors, strict=True):
-            old.assign(tf.where(good, new[name], old))
+
+        def replace() -> tf.Tensor:
+            for name, old in zip(self.names, self.tensors, strict=True):
+                old.assign(new[name])
+            return tf.constant(True)
+
+        tf.cond(good, replace, lambda: tf.constant(False))
         count_event(
             tf.logical_not(good),
             self.failures,

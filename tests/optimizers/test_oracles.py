@@ -12,10 +12,10 @@ import keras
 import numpy as np
 import pytest
 
-from .harness import assert_close, compiled, find
-from .reference import Array, clip_factor, eigen_solve, inverse_solve
+from tests.harness import assert_close, compiled, find
+from tests.reference import Array, clip_factor, eigen_solve, inverse_solve
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).parents[1] / "data"
 RUNS = [
     (solver, clip)
     for solver in ("eigen", "inverse")
