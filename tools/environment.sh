@@ -8,8 +8,10 @@ python="$environment/bin/python"
 # Start-up chatter of TensorFlow's C++ side; 0 shows all of it.
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 
+# TensorFlow 2.21 is built for no newer Python.
 is_supported() {
-  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+  "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+    2>/dev/null
 }
 
 find_python() {
@@ -20,8 +22,8 @@ find_python() {
       return
     fi
   done
-  echo "tfkfac needs Python 3.11 or newer, and ${PYTHON:-python3} is not" \
-    "(found: $("${PYTHON:-python3}" --version 2>&1 || true))." \
+  echo "tfkfac needs Python 3.11, 3.12 or 3.13, but ${PYTHON:-python3} is:" \
+    "$("${PYTHON:-python3}" --version 2>&1 | tail -n 1)." \
     "Install one, or name it: PYTHON=/path/to/python3.11 bash $0" >&2
   return 1
 }

@@ -1,0 +1,108 @@
+"""What a training run was like: losses, times, test accuracies."""
+
+import csv
+import dataclasses
+import pathlib
+import time
+from collections.abc import Mapping
+
+import keras
+import numpy as np
+
+COLUMNS = ("step", "epoch", "seconds", "loss", "test_accuracy", "test_loss")
+# The steps that the first one is compared with.
+FOLLOWING = slice(1, 11)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """The test metrics after `step` steps."""
+
+    step: int
+    accuracy: float
+    loss: float
+
+
+class Recorder(keras.callbacks.Callback):
+    """Times each training step and keeps its loss.
+
+    Only the steps are timed: evaluation, callbacks and the like are not. The
+    first step also traces and compiles the graph; it counts as the slowest of
+    the ten after it.
+
+    Args:
+        path: CSV file to write after each epoch; None writes none.
+    """
+
+    def __init__(self, path: pathlib.Path | None = None):
+        super().__init__()
+        self.evaluations: list[Evaluation] = []
+        self.losses: list[float] = []
+        self._durations: list[float] = []
+        self._epoch_starts: list[int] = []
+        self._epoch_loss = 0.0
+        self._path = path
+        self._started = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
+        self._epoch_starts.append(len(self.losses))
+        self._epoch_loss = 0.0
+
+    def on_train_batch_begin(
+        self, batch: int, logs: Mapping | None = None
+    ) -> None:
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, batch: int, logs: Mapping | None = None
+    ) -> None:
+        # Fetching the loss waits for the step.
+        mean_loss = float((logs or {})["loss"])
+        self._durations.append(time.perf_counter() - self._started)
+        # Keras shows the mean over the epoch so far, not the batch's loss.
+        steps = len(self.losses) - self._epoch_starts[-1] + 1
+        self.losses.append(mean_loss * steps - self._epoch_loss)
+        self._epoch_loss = mean_loss * steps
+
+    def on_epoch_end(self, epoch: int, logs: Mapping | None = None) -> None:
+        logs = logs or {}
+        self.evaluations.append(
+            Evaluation(len(self.losses), logs["val_accuracy"], logs["val_loss"])
+        )
+        if self._path:
+            self._write(self._path)
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Seconds of training up to the end of each step."""
+        durations = np.array(self._durations)
+        if len(durations) > 1:
+            durations[0] = durations[FOLLOWING].max()
+        return np.cumsum(durations)
+
+    @property
+    def seconds_per_step(self) -> float:
+        return float(np.median(self._durations[1:] or self._durations))
+
+    def steps_to(self, accuracy: float) -> int | None:
+        """Steps until the test accuracy was first reached, or None."""
+        for evaluation in self.evaluations:
+            if evaluation.accuracy >= accuracy:
+                return evaluation.step
+        return None
+
+    def _write(self, path: pathlib.Path) -> None:
+        tests = {test.step: test for test in self.evaluations}
+        starts = np.array(self._epoch_starts)
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            for step, (seconds, loss) in enumerate(
+                zip(self.seconds, self.losses, strict=True), start=1
+            ):
+                epoch = np.searchsorted(starts, step)
+                test = tests.get(step)
+                metrics = (test.accuracy, test.loss) if test else ("", "")
+                writer.writerow(
+                    [step, epoch, f"{seconds:.4f}", f"{loss:.6g}", *metrics]
+                )

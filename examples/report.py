@@ -1,0 +1,122 @@
+"""The table and the plot that compare several training runs."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recording import Recorder
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+HEADINGS = (
+    ("", "learning", "test", "test", "steps to", "seconds", "seconds", "total"),
+    (
+        "optimizer",
+        "rate",
+        "accuracy",
+        "loss",
+        "target",
+        "to target",
+        "per step",
+        "seconds",
+    ),
+)
+COLORS = {"kfac": "tab:blue", "sgd": "tab:orange", "adam": "tab:green"}
+# Points that the plotted mean runs over, as a share of the run.
+SMOOTHING = 1 / 40
+
+
+def make_table(
+    runs: Mapping[str, Recorder],
+    rates: Mapping[str, float],
+    target: float | None,
+) -> str:
+    """A line per optimizer, and how the numbers were taken."""
+    rows = [
+        (name, f"{rates[name]:g}", *measures(run, target))
+        for name, run in runs.items()
+    ]
+    cells = [*HEADINGS, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [align(row, widths) for row in cells]
+    lines.insert(len(HEADINGS), "-" * len(lines[0]))
+    return "\n".join([*lines, "", footnote(target)])
+
+
+def align(row: Sequence[str], widths: Sequence[int]) -> str:
+    """The first cell to the left, numbers to the right."""
+    numbers = zip(row[1:], widths[1:], strict=True)
+    cells = [f"{cell:>{width}}" for cell, width in numbers]
+    return "  ".join([f"{row[0]:<{widths[0]}}", *cells])
+
+
+def measures(run: Recorder, target: float | None) -> Sequence[str]:
+    """What the table says of a run."""
+    final = run.evaluations[-1]
+    steps = None if target is None else run.steps_to(target)
+    return (
+        f"{final.accuracy:.2%}",
+        f"{final.loss:.4f}",
+        "-" if steps is None else str(steps),
+        "-" if steps is None else f"{run.seconds[steps - 1]:.1f}",
+        f"{run.seconds_per_step:.4f}",
+        f"{run.seconds[-1]:.1f}",
+    )
+
+
+def footnote(target: float | None) -> str:
+    goal = (
+        "No target was given (--target)."
+        if target is None
+        else f"Target: {target:.2%} test accuracy, looked at after each epoch; "
+        "`-`: not reached."
+    )
+    return f"""\
+{goal}
+Each learning rate decays linearly to 0. Test metrics: after the last epoch.
+Seconds are those of the training steps, without evaluation; the first step,
+which also traces the graph, counts as the slowest of the next ten. Seconds per
+step are the median, without the first."""
+
+
+def save_plot(
+    path: pathlib.Path, runs: Mapping[str, Recorder], title: str
+) -> None:
+    """Plots each run's training loss against steps and against seconds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
+    for name, run in runs.items():
+        steps = np.arange(1, len(run.losses) + 1)
+        draw(by_steps, steps, run.losses, name)
+        draw(by_seconds, run.seconds, run.losses, name)
+    by_steps.set(xlabel="steps", ylabel="training loss", yscale="log")
+    by_seconds.set(xlabel="seconds of training")
+    for axes in (by_steps, by_seconds):
+        axes.grid(alpha=0.3)
+        axes.set_xlim(left=0)
+        axes.legend()
+    figure.suptitle(f"{title}\nthin: each step, thick: running mean")
+    figure.savefig(path, dpi=150)
+
+
+def draw(axes: "Axes", x: Any, losses: Sequence[float], name: str) -> None:
+    """Draws the losses faintly and their running mean on top."""
+    color = COLORS[name]
+    axes.plot(x, losses, color=color, alpha=0.2, linewidth=0.8)
+    axes.plot(x, running_mean(losses), color=color, linewidth=1.8, label=name)
+
+
+def running_mean(losses: Sequence[float]) -> np.ndarray:
+    """Mean over the steps just before each one."""
+    width = max(1, round(SMOOTHING * len(losses)))
+    return np.array(
+        [
+            np.mean(losses[max(0, end - width) : end])
+            for end in range(1, len(losses) + 1)
+        ]
+    )

@@ -1,0 +1,155 @@
+import gzip
+import struct
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+import image_data
+
+
+def write_idx(path, array, magic=0x08):
+    header = struct.pack(">BBBB", 0, 0, magic, array.ndim)
+    header += struct.pack(f">{array.ndim}I", *array.shape)
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wb") as file:
+        file.write(header + array.astype(np.uint8).tobytes())
+
+
+@pytest.fixture
+def idx_dir(tmp_path):
+    rng = np.random.default_rng(0)
+    directory = tmp_path / "idx"
+    directory.mkdir()
+    for prefix, size, suffix in [("train", 30, ".gz"), ("t10k", 12, "")]:
+        images = rng.integers(0, 256, (size, 6, 5))
+        stem = f"{directory}/{prefix}"
+        path = type(directory)
+        write_idx(path(f"{stem}-images-idx3-ubyte{suffix}"), images)
+        write_idx(
+            path(f"{stem}-labels-idx1-ubyte{suffix}"), np.arange(size) % 3
+        )
+    return directory
+
+
+def test_idx_files(idx_dir, tmp_path):
+    for _ in range(2):  # the second time from TFDS' cache
+        data = image_data.load("mnist", idx_dir, tmp_path / "cache")
+        with gzip.open(idx_dir / "train-images-idx3-ubyte.gz") as file:
+            pixels = np.frombuffer(file.read()[16:], np.uint8)
+        np.testing.assert_array_equal(
+            data.train.images, pixels.reshape(30, 6, 5, 1)
+        )
+        np.testing.assert_array_equal(data.train.labels, np.arange(30) % 3)
+        np.testing.assert_array_equal(data.test.labels, np.arange(12) % 3)
+        assert data.num_classes == 3
+
+
+def test_changed_idx_files_are_not_served_from_the_cache(idx_dir, tmp_path):
+    cache = tmp_path / "cache"
+    image_data.load("mnist", idx_dir, cache)
+    labels = np.full(12, 2)
+    write_idx(idx_dir / "t10k-labels-idx1-ubyte", labels)
+    data = image_data.load("mnist", idx_dir, cache)
+    np.testing.assert_array_equal(data.test.labels, labels)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("t10k-labels-idx1-ubyte", None, "holds no t10k-labels-idx1-ubyte"),
+        ("t10k-labels-idx1-ubyte", b"", "not an idx file of rank 1"),
+        ("t10k-labels-idx1-ubyte", b"\0\0\x0d\1" * 9, "not an idx file"),
+        ("t10k-labels-idx1-ubyte", b"\0\0\x08\1\0\0\0\x05", "cut short"),
+        ("train-labels-idx1-ubyte.gz", b"\0\0\x08\1", "cannot be read"),
+        (
+            "t10k-labels-idx1-ubyte",
+            b"\0\0\x08\1\0\0\0\x02\1\1",
+            "has 12 images but",
+        ),
+    ],
+)
+def test_bad_idx_file(idx_dir, tmp_path, file, content, message):
+    (idx_dir / file).unlink()
+    if content is not None:
+        (idx_dir / file).write_bytes(content)
+    with pytest.raises(image_data.DatasetError, match=message) as error:
+        image_data.load("mnist", idx_dir, tmp_path / "cache")
+    assert "Data sets to choose from" in str(error.value)
+
+
+def test_data_sets_that_cannot_be_had(idx_dir, tmp_path, monkeypatch):
+    def fails(name, *directories):
+        with pytest.raises(image_data.DatasetError) as error:
+            image_data.load(name, *directories)
+        return str(error.value)
+
+    assert "embedded" in fails("digits", tmp_path)
+    assert "Did you mean cifar10" in fails("cifra10")
+    assert "not a directory" in fails("mnist", tmp_path / "missing")
+    assert "holds no cifar10" in fails("cifar10", idx_dir)
+    assert "not a set of images" in fails("imdb_reviews", None, tmp_path)
+    monkeypatch.setattr(image_data, "can_reach", lambda host: False)
+    assert "cannot be reached" in fails("cifar10", None, tmp_path)
+
+
+def test_digits_split_keeps_every_class():
+    data = image_data.load("digits")
+    assert (len(data.train), len(data.test)) == (1437, 360)
+    assert data.image_shape == (8, 8, 1)
+    assert np.bincount(data.test.labels).min() > 30
+    images, _ = next(iter(data.test_batches()))
+    assert float(images.numpy().max()) == 1.0
+
+
+def test_batch_order_depends_on_seed_and_epoch_alone():
+    data = image_data.load("digits")
+
+    def labels(batches):
+        return np.concatenate([labels for _, labels in batches])
+
+    first, again = data.train_batches(100, 3), data.train_batches(100, 3)
+    epochs = [labels(first), labels(first)]
+    np.testing.assert_array_equal(epochs[0], labels(again))
+    np.testing.assert_array_equal(epochs[1], labels(again))
+    assert (epochs[0] != epochs[1]).any()
+    assert (epochs[0] != labels(data.train_batches(100, 4))).any()
+    assert len(epochs[0]) == 1400  # full batches only
+
+
+class UnevenImages(tfds.core.GeneratorBasedBuilder):
+    """Images of several sizes, without a test split."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict(
+                {
+                    "picture": tfds.features.Image(),
+                    "kind": tfds.features.ClassLabel(num_classes=4),
+                }
+            ),
+            supervised_keys=("picture", "kind"),
+        )
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self):
+        for index in range(10):
+            image = np.full((20 + index, 30, 3), index, np.uint8)
+            yield index, {"picture": image, "kind": index % 4}
+
+
+def test_uneven_images_without_test_split(tmp_path, capsys):
+    data = image_data.read("uneven", UnevenImages(data_dir=tmp_path))
+    assert data.train.images.shape == (8, 64, 64, 3)
+    assert len(data.test) == 2
+    assert data.num_classes == 4
+    images = np.concatenate([data.train.images, data.test.images])
+    assert sorted(images[:, 0, 0, 0]) == list(range(10))
+    said = capsys.readouterr().out
+    assert "resized" in said
+    assert "held out" in said
