@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
 from tfkfac.linalg.symmetric import all_finite
-from tfkfac.variables import count_event, state_variable
+from tfkfac.variables import state_variable
 
 
 class Factors(tf.Module):
@@ -25,7 +25,6 @@ class Factors(tf.Module):
 
     def __init__(self, block: Block) -> None:
         super().__init__(name="factors")
-        self._path = block.path
         self.names = tuple(block.factor_shapes)
         self.averages = [
             state_variable(np.zeros(shape), block.dtype, name)
@@ -35,35 +34,35 @@ class Factors(tf.Module):
         self.rejected = state_variable(0, "int64", "rejected_statistics")
 
     def update(
-        self, statistics: Mapping[str, Statistic], decay: tf.Tensor | float
-    ) -> None:
+        self, statistics: Mapping[str, Statistic], decay: float
+    ) -> tf.Tensor:
         """Takes in the statistics of one batch.
 
-        Statistics that are not finite leave the averages alone and are
-        counted; an empty batch just leaves them alone.
+        Statistics that are not finite, or of an empty batch, leave the
+        averages alone.
+
+        Args:
+            statistics: The statistics by name.
+            decay: Weight of the old average.
+
+        Returns:
+            Scalar bool, False if the statistics are not finite.
         """
         ordered = [statistics[name] for name in self.names]
         finite = all_finite([s.total for s in ordered])
-        empty = tf.reduce_any(tf.stack([s.count for s in ordered]) <= 0)
-        decay = tf.cast(decay, self.weight.dtype)
-
-        def take() -> tf.Tensor:
-            for average, new in zip(self.averages, ordered, strict=True):
-                share = (1 - decay) / new.count
-                average.assign(decay * average + share * new.total)
-            return self.weight.assign(decay * self.weight + (1 - decay))
-
-        tf.cond(
-            tf.logical_and(finite, tf.logical_not(empty)),
-            take,
-            lambda: tf.convert_to_tensor(self.weight),
-        )
-        count_event(
-            tf.logical_not(finite),
-            self.rejected,
-            f"the statistics of layer '{self._path}' are not finite; its "
-            "factors keep their last values.",
-        )
+        full = tf.reduce_all(tf.stack([s.count for s in ordered]) > 0)
+        take = tf.cast(tf.logical_and(finite, full), self.weight.dtype)
+        new_share = take * (1 - decay)
+        old_share = 1 - new_share
+        for average, new in zip(self.averages, ordered, strict=True):
+            share = tf.math.divide_no_nan(new_share, new.count)
+            average.assign(
+                old_share * average
+                # NaN times a share of zero is zero here.
+                + tf.math.multiply_no_nan(new.total, share)
+            )
+        self.weight.assign(old_share * self.weight + new_share)
+        return finite
 
     def values(self) -> dict[str, tf.Tensor]:
         """The factors by name; zeros before the first update."""

@@ -1,6 +1,7 @@
 """The optimizer's own state variables and event counters."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,21 +22,32 @@ def state_variable(value: Any, dtype: Any, name: str) -> tf.Variable:
         return tf.Variable(value, trainable=False, dtype=dtype, name=name)
 
 
-def count_event(
-    happened: tf.Tensor, counter: tf.Variable, message: str
+def count_events(
+    happened: Sequence[tf.Tensor],
+    counters: Sequence[tf.Variable],
+    names: Sequence[str],
+    message: str,
 ) -> None:
-    """Counts something that should not happen and reports it the first time.
+    """Counts things that should not happen and reports the first of each.
 
     Args:
-        happened: Scalar bool.
-        counter: Integer variable.
-        message: What to say on standard error.
+        happened: A scalar bool for each name.
+        counters: An integer variable for each name.
+        names: What it happened to.
+        message: What to say of the names on standard error.
     """
+    if not names:
+        return
+    flags = tf.stack(list(happened))
+    new = tf.logical_and(flags, tf.equal(tf.stack(list(counters)), 0))
 
     def report() -> tf.Tensor:
-        tf.print("tfkfac:", message, output_stream=sys.stderr)
+        which = tf.boolean_mask(tf.constant(list(names)), new)
+        which = tf.strings.reduce_join(which, separator=", ")
+        text = tf.strings.join(["tfkfac: ", which, f": {message}"])
+        tf.print(text, output_stream=sys.stderr)
         return tf.constant(0)
 
-    first = tf.logical_and(happened, tf.equal(counter, 0))
-    tf.cond(first, report, lambda: tf.constant(0))
-    counter.assign_add(tf.cast(happened, counter.dtype))
+    tf.cond(tf.reduce_any(new), report, lambda: tf.constant(0))
+    for flag, counter in zip(happened, counters, strict=True):
+        counter.assign_add(tf.cast(flag, counter.dtype))

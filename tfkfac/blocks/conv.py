@@ -143,12 +143,14 @@ def conv_slices(
 
 def split_channels(slices: Sequence[tf.Tensor], groups: int) -> tf.Tensor:
     """Patches `(batch, shared, groups, offsets * channels of a group)`."""
-    folded = [fold_positions(part) for part in slices]
-    channels = folded[0].shape[-1] // groups
-    patches = tf.stack([split_features(f, groups) for f in folded], 3)
-    shape = tf.shape(patches)
-    return tf.reshape(
-        patches, [shape[0], shape[1], groups, len(slices) * channels]
+    offsets, channels = len(slices), slices[0].shape[-1] // groups
+    patches = fold_positions(tf.concat(slices, -1))
+    shape = tf.shape(patches)[:2]
+    split = tf.concat([shape, [offsets, groups, channels]], 0)
+    patches = tf.transpose(tf.reshape(patches, split), [0, 1, 3, 2, 4])
+    joined = tf.concat([shape, [groups, offsets * channels]], 0)
+    return tf.ensure_shape(
+        tf.reshape(patches, joined), [None, None, groups, offsets * channels]
     )
 
 

@@ -35,7 +35,7 @@ from tfkfac.optimizers.summary import describe
 from tfkfac.optimizers.wrapper import Gradients, WrappingOptimizer
 from tfkfac.saving import Named, load_state, save_state
 from tfkfac.solvers import SOLVERS, decomposition_bytes
-from tfkfac.variables import state_variable
+from tfkfac.variables import count_events, state_variable
 
 # The measured schedule: where the second and third interval begin, and the
 # intervals of factors and decompositions.
@@ -168,6 +168,7 @@ class KFAC(WrappingOptimizer):
         """Takes this batch into the running averages, if they are due."""
 
         def update() -> tf.Tensor:
+            finite = []
             for one in active:
                 statistics = batch_statistics(
                     one.block,
@@ -177,7 +178,14 @@ class KFAC(WrappingOptimizer):
                     batch.weightless,
                     batch.examples,
                 )
-                one.state.factors.update(statistics, self.factor_decay)
+                factors = one.state.factors
+                finite.append(factors.update(statistics, self.factor_decay))
+            count_events(
+                [tf.logical_not(flag) for flag in finite],
+                [one.state.factors.rejected for one in active],
+                [one.block.path for one in active],
+                "statistics are not finite, the factors keep their values.",
+            )
             return self.factor_updates.assign_add(1)
 
         due = self._due(
@@ -190,9 +198,19 @@ class KFAC(WrappingOptimizer):
 
         def update() -> tf.Tensor:
             damping = self._value("damping")
-            for one in active:
-                factors = one.state.factors.values()
-                one.state.decomposition.update(factors, damping)
+            good = [
+                one.state.decomposition.update(
+                    one.state.factors.values(), damping
+                )
+                for one in active
+            ]
+            count_events(
+                [tf.logical_not(flag) for flag in good],
+                [one.state.decomposition.failures for one in active],
+                [one.block.path for one in active],
+                "the decomposition failed, the last good one stays in use; a "
+                "larger damping may help.",
+            )
             return self.inverse_updates.assign_add(1)
 
         due = self._due(

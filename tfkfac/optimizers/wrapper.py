@@ -14,7 +14,7 @@ from tfkfac.capture.scaling import LossTap
 from tfkfac.capture.taps import Tap, before_first_call
 from tfkfac.linalg.symmetric import all_finite
 from tfkfac.optimizers.hyperparameters import Hyperparameter
-from tfkfac.variables import count_event, state_variable
+from tfkfac.variables import count_events, state_variable
 
 Gradients = list[tf.Tensor | None]
 
@@ -175,11 +175,11 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         step = self._prepare(gradients, variables)
         finite = all_finite([values_of(g) for g in present])
 
-        count_event(
-            tf.logical_not(finite),
-            self.skipped_steps,
-            f"gradients are not finite; optimizer '{self.name}' skips the "
-            "step.",
+        count_events(
+            [tf.logical_not(finite)],
+            [self.skipped_steps],
+            [self.name],
+            "a step is skipped, its gradients are not finite.",
         )
 
         def update() -> tf.Tensor:

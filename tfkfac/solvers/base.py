@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block
 from tfkfac.linalg.symmetric import all_finite
-from tfkfac.variables import count_event, state_variable
+from tfkfac.variables import state_variable
 
 Tensors = Mapping[str, tf.Tensor]
 
@@ -61,7 +61,6 @@ class Decomposition(tf.Module):
         with tf.init_scope():
             initial = solver.initial(block)
         self.solver = solver
-        self._path = block.path
         self.names = tuple(initial)
         self.tensors = [
             state_variable(value, block.dtype, name)
@@ -69,23 +68,17 @@ class Decomposition(tf.Module):
         ]
         self.failures = state_variable(0, "int64", "failed_decompositions")
 
-    def update(self, factors: Tensors, damping: tf.Tensor) -> None:
-        """Decomposes anew; a result that is not finite is only counted."""
+    def update(self, factors: Tensors, damping: tf.Tensor) -> tf.Tensor:
+        """Decomposes anew; a result that is not finite is not taken.
+
+        Returns:
+            Scalar bool, False if the decomposition failed.
+        """
         new = self.solver.decompose(factors, damping)
         good = all_finite([new[name] for name in self.names])
-
-        def replace() -> tf.Tensor:
-            for name, old in zip(self.names, self.tensors, strict=True):
-                old.assign(new[name])
-            return tf.constant(True)
-
-        tf.cond(good, replace, lambda: tf.constant(False))
-        count_event(
-            tf.logical_not(good),
-            self.failures,
-            f"the decomposition of layer '{self._path}' failed; the last good "
-            "one stays in use. A larger damping may help.",
-        )
+        for name, old in zip(self.names, self.tensors, strict=True):
+            old.assign(tf.where(good, new[name], old))
+        return good
 
     def apply(self, matrix: tf.Tensor) -> tf.Tensor:
         """Preconditions a gradient matrix."""
