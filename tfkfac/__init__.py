@@ -3,10 +3,11 @@
 >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 """
 
+from tfkfac.distributed.strategy import MultiWorkerMirroredStrategy
 from tfkfac.optimizers import binding
 from tfkfac.optimizers.kfac import KFAC
 
 __version__ = "0.1.0"
-__all__ = ["KFAC"]
+__all__ = ["KFAC", "MultiWorkerMirroredStrategy"]
 
 binding.install()

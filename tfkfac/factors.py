@@ -1,13 +1,13 @@
 """Running averages of the Kronecker factors of one block."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.linalg.symmetric import all_finite
+from tfkfac.linalg.symmetric import all_finite, mean_eigenvalue
 from tfkfac.variables import state_variable
 
 
@@ -21,14 +21,28 @@ class Factors(tf.Module):
 
     Args:
         block: The block whose factors these are.
+        names: The factors to keep; None is all of them. Of the others only
+            the mean eigenvalue is kept.
+        dtype: Dtype of storage; None is that of the statistics.
     """
 
-    def __init__(self, block: Block) -> None:
+    def __init__(
+        self,
+        block: Block,
+        names: Sequence[str] | None = None,
+        dtype: tf.DType | None = None,
+    ) -> None:
         super().__init__(name="factors")
-        self.names = tuple(block.factor_shapes)
+        shapes = block.factor_shapes
+        self.names = tuple(shapes if names is None else names)
+        self.other_names = tuple(n for n in shapes if n not in self.names)
         self.averages = [
-            state_variable(np.zeros(shape), block.dtype, name)
-            for name, shape in block.factor_shapes.items()
+            state_variable(np.zeros(shapes[name]), dtype or block.dtype, name)
+            for name in self.names
+        ]
+        self.other_means = [
+            state_variable(np.zeros(shapes[name][:-2]), block.dtype, "mean")
+            for name in self.other_names
         ]
         self.weight = state_variable(0.0, block.dtype, "weight")
         self.rejected = state_variable(0, "int64", "rejected_statistics")
@@ -42,37 +56,63 @@ class Factors(tf.Module):
         averages alone.
 
         Args:
-            statistics: The statistics by name.
+            statistics: The statistics of all factors by name.
             decay: Weight of the old average.
 
         Returns:
             Scalar bool, False if the statistics are not finite.
         """
-        ordered = [statistics[name] for name in self.names]
-        finite = all_finite([s.total for s in ordered])
-        full = tf.reduce_all(tf.stack([s.count for s in ordered]) > 0)
+        finite = all_finite([s.total for s in statistics.values()])
+        counts = tf.stack([s.count for s in statistics.values()])
+        full = tf.reduce_all(counts > 0)
         take = tf.cast(tf.logical_and(finite, full), self.weight.dtype)
-        new_share = take * (1 - decay)
-        old_share = 1 - new_share
-        for average, new in zip(self.averages, ordered, strict=True):
-            share = tf.math.divide_no_nan(new_share, new.count)
-            average.assign(
-                old_share * average
-                # NaN times a share of zero is zero here.
-                + tf.math.multiply_no_nan(new.total, share)
-            )
-        self.weight.assign(old_share * self.weight + new_share)
+        share = take * (1 - decay)
+        for name, average in zip(self.names, self.averages, strict=True):
+            _mix(average, *statistics[name], share)
+        for name, mean in zip(self.other_names, self.other_means, strict=True):
+            total, count = statistics[name]
+            _mix(mean, mean_eigenvalue(total), count, share)
+        self.weight.assign((1 - share) * self.weight + share)
         return finite
 
     def values(self) -> dict[str, tf.Tensor]:
-        """The factors by name; zeros before the first update."""
+        """The factors kept, by name; zeros before the first update."""
         return {
-            name: tf.math.divide_no_nan(average, self.weight)
+            name: tf.math.divide_no_nan(
+                tf.cast(average, self.weight.dtype), self.weight
+            )
             for name, average in zip(self.names, self.averages, strict=True)
         }
 
+    def means(self, values: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Mean eigenvalue of every factor of the block.
 
-def factor_bytes(block: Block) -> int:
-    """Bytes of the averages of a block."""
-    sizes = [math.prod(shape) for shape in block.factor_shapes.values()]
-    return sum(sizes) * block.dtype.size
+        Args:
+            values: What `values` returned.
+        """
+        means = {name: mean_eigenvalue(v) for name, v in values.items()}
+        for name, mean in zip(self.other_names, self.other_means, strict=True):
+            means[name] = tf.math.divide_no_nan(mean, self.weight)
+        return means
+
+
+def _mix(
+    average: tf.Variable, total: tf.Tensor, count: tf.Tensor, share: tf.Tensor
+) -> None:
+    """Moves an average by `share` towards `total / count`."""
+    # NaN times a share of zero is zero here.
+    new = tf.math.multiply_no_nan(total, tf.math.divide_no_nan(share, count))
+    old = (1 - share) * tf.cast(average, share.dtype)
+    average.assign(tf.cast(old + new, average.dtype))
+
+
+def factor_bytes(
+    block: Block,
+    names: Sequence[str] | None = None,
+    dtype: tf.DType | None = None,
+) -> int:
+    """Bytes of the averages of a block's factors in storage."""
+    shapes = block.factor_shapes
+    kept = shapes if names is None else names
+    sizes = [math.prod(shapes[name]) for name in kept]
+    return sum(sizes) * (dtype or block.dtype).size

@@ -5,10 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 
 def state_variable(value: Any, dtype: Any, name: str) -> tf.Variable:
     """Creates a non-trainable variable, also in the middle of a trace.
+
+    Under a distribution strategy it is this worker's own: it is not mirrored,
+    and other workers may have one of another shape or none.
 
     Args:
         value: Initial value, evaluated outside of any graph.
@@ -16,10 +20,12 @@ def state_variable(value: Any, dtype: Any, name: str) -> tf.Variable:
         name: Name of the variable.
 
     Returns:
-        A `tf.Variable`.
+        A variable.
     """
     with tf.init_scope():
-        return tf.Variable(value, trainable=False, dtype=dtype, name=name)
+        return ResourceVariable(
+            tf.cast(value, dtype), trainable=False, name=name
+        )
 
 
 def count_events(

@@ -69,6 +69,13 @@ def damped_inverse(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
     return symmetrize(inverse)
 
 
+def mean_eigenvalue(factor: tf.Tensor) -> tf.Tensor:
+    """Trace over dimension, `(...,)`, of matrices or of one diagonal."""
+    if factor.shape.rank == 1:
+        return tf.reduce_mean(factor)
+    return tf.reduce_mean(tf.linalg.diag_part(factor), -1)
+
+
 def rounding(dtype: tf.DType) -> float:
     """Returns the machine epsilon of a floating point dtype."""
     return 2.0**-52 if dtype == tf.float64 else 2.0**-23

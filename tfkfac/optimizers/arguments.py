@@ -7,9 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfkfac.capture.registry import SkipRule
+from tfkfac.distributed.assignment import MODES, POLICIES
 from tfkfac.optimizers.hyperparameters import is_number
+from tfkfac.optimizers.placement import Settings
 
 _CLASS = "layer_class"
 
@@ -40,6 +43,74 @@ def check_decay(value: Any) -> float:
             f"Received: factor_decay={value!r}"
         )
     return float(value)
+
+
+def check_dtype(name: str, value: Any) -> tf.DType | None:
+    """Returns a floating point dtype, or None for None.
+
+    Raises:
+        ValueError: If it is not one of the three allowed.
+    """
+    if value is None:
+        return None
+    choices = ("float32", "bfloat16", "float16")
+    text = getattr(value, "name", value)
+    return tf.as_dtype(check_choice(name, text, choices))
+
+
+def make_settings(
+    distribution: Any,
+    fraction: Any,
+    assignment: Any,
+    symmetric: Any,
+    factor_dtype: Any,
+    inverse_dtype: Any,
+) -> Settings:
+    """Returns the distribution arguments of `KFAC` as checked settings.
+
+    Raises:
+        ValueError: If one is not allowed.
+    """
+    check_choice("distribution", distribution, MODES)
+    if assignment is not None:
+        check_choice("assignment", assignment, POLICIES)
+    if not isinstance(symmetric, bool):
+        raise ValueError(
+            "Argument `symmetric_communication` must be True or False. "
+            f"Received: symmetric_communication={symmetric!r}"
+        )
+    number = is_number(fraction) and 0 < fraction <= 1
+    if number != (distribution == "hybrid_opt") or (
+        fraction is not None and not number
+    ):
+        raise ValueError(
+            "Argument `gradient_worker_fraction` must be a number in (0, 1] "
+            "with distribution='hybrid_opt', and None with any other. "
+            f"Received: gradient_worker_fraction={fraction!r} with "
+            f"distribution={distribution!r}"
+        )
+    return Settings(
+        distribution,
+        fraction,
+        assignment,
+        symmetric,
+        check_dtype("factor_dtype", factor_dtype),
+        check_dtype("inverse_dtype", inverse_dtype),
+    )
+
+
+def settings_config(settings: Settings) -> dict[str, Any]:
+    """Returns settings as the arguments of `KFAC`."""
+    dtypes = (settings.factor_dtype, settings.inverse_dtype)
+    factor, inverse = (d.name if d is not None else None for d in dtypes)
+    return {
+        "distribution": settings.distribution,
+        "gradient_worker_fraction": settings.fraction,
+        "assignment": settings.assignment,
+        "symmetric_communication": settings.symmetric,
+        "factor_dtype": factor,
+        "inverse_dtype": inverse,
+    }
 
 
 def default_inner(value: Any, rate: float, momentum: float) -> Any:

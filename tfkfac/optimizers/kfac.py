@@ -9,15 +9,25 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks.statistics import batch_statistics
-from tfkfac.capture.registry import Registry, build_registry, tappable
-from tfkfac.capture.scaling import LossBatch, LossTap, example_scale
-from tfkfac.factors import factor_bytes
+from tfkfac.capture.registry import build_registry, tappable
+from tfkfac.capture.scaling import LossBatch, example_scale
+from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.topology import find_topology
+from tfkfac.optimizers.active import (
+    ActiveBlock,
+    active_blocks,
+    decompose_owned,
+    take_decompositions,
+    take_statistics,
+)
 from tfkfac.optimizers.arguments import (
     check_choice,
     check_decay,
     check_skip_layers,
     default_inner,
+    make_settings,
     serialize_skip_rule,
+    settings_config,
 )
 from tfkfac.optimizers.hyperparameters import (
     Hyperparameter,
@@ -25,17 +35,16 @@ from tfkfac.optimizers.hyperparameters import (
     Value,
     dense_start,
 )
-from tfkfac.optimizers.preconditioner import (
-    ActiveBlock,
-    Preconditioner,
-    active_blocks,
-    same_shape_key,
-)
+from tfkfac.optimizers.placement import Placement
+from tfkfac.optimizers.preconditioner import ReplicaState
 from tfkfac.optimizers.summary import describe
-from tfkfac.optimizers.wrapper import Gradients, WrappingOptimizer
+from tfkfac.optimizers.wrapper import (
+    Gradients,
+    WrappingOptimizer,
+    gradient_bytes,
+)
 from tfkfac.saving import Named, load_state, save_state
-from tfkfac.solvers import SOLVERS, decomposition_bytes
-from tfkfac.variables import count_events, state_variable
+from tfkfac.solvers import SOLVERS
 
 # The measured schedule: where the second and third interval begin, and the
 # intervals of factors and decompositions.
@@ -81,6 +90,26 @@ class KFAC(WrappingOptimizer):
         weight_sharing: "expand" or "reduce": what weights used at several
             positions are approximated by (Eschenhagen et al., 2023). Defaults
             to "expand".
+        distribution: What the workers of a `tf.distribute` job share:
+            "comm_opt" (factors are all-reduced, each is decomposed by one
+            worker and its decomposition sent to all: plain steps send nothing
+            extra), "mem_opt" (a layer's owner keeps its decompositions,
+            preconditions and sends the result), "hybrid_opt" (a group of
+            gradient workers does, KAISA, SC'21) or "dp_kfac" (the owner also
+            keeps the factors, of its own batch alone: no factor is ever
+            sent). Without effect on a single device.
+        gradient_worker_fraction: With "hybrid_opt", the share of the workers
+            that are gradient workers of a layer, in (0, 1]: times the number
+            of workers it must be whole and divide that number.
+        assignment: What the owners are balanced by: "compute" (n^3 for a
+            factor of size n), "memory" (n^2) or "round_robin". None is
+            "round_robin" for "dp_kfac" and "compute" for the others.
+        symmetric_communication: Whether symmetric matrices are sent as
+            triangles (KAISA, section 4.3).
+        factor_dtype: Dtype of factors in storage and on the wire: "float32",
+            "bfloat16" or "float16". None is that of the weights, at least
+            float32. Decompositions are always computed in float32 or better.
+        inverse_dtype: The same for the decompositions.
         skip_layers: Names, regular expressions (they match a layer's whole
             name or path) or classes of layers to leave to the inner optimizer.
         name: Name of the optimizer.
@@ -105,6 +134,12 @@ class KFAC(WrappingOptimizer):
         inverse_update_interval: Value = None,
         kl_clip: Value = 0.02,
         weight_sharing: str = "expand",
+        distribution: str = "comm_opt",
+        gradient_worker_fraction: float | None = None,
+        assignment: str | None = None,
+        symmetric_communication: bool = False,
+        factor_dtype: str | None = None,
+        inverse_dtype: str | None = None,
         skip_layers: Iterable[Any] = (),
         name: str = "kfac",
     ) -> None:
@@ -133,44 +168,55 @@ class KFAC(WrappingOptimizer):
                 optional=True,
             ),
         }
-        self._registry: Registry | None = None
-        self._preconditioners: tuple[Preconditioner, ...] = ()
-        self.factor_updates = state_variable(0, "int64", "factor_updates")
-        self.inverse_updates = state_variable(0, "int64", "inverse_updates")
+        self._settings = make_settings(
+            distribution,
+            gradient_worker_fraction,
+            assignment,
+            symmetric_communication,
+            factor_dtype,
+            inverse_dtype,
+        )
+        self._placed: Placement | None = None
+        self._states: tuple[ReplicaState, ...] = ()
 
     # ------------------------------------------------------------ the step
     def _prepare(
-        self, gradients: Gradients, variables: list[keras.Variable]
+        self,
+        gradients: Gradients,
+        variables: list[keras.Variable],
+        batch: LossBatch,
+        communicator: Communicator,
     ) -> Callable[[], Gradients]:
+        state = self._states[self._position(communicator.rank)]
         active = active_blocks(
-            self._preconditioners,
+            state.preconditioners,
             gradients,
             [self._var_key(v) for v in variables],
             self._var_key,
         )
-        batch = LossTap.open(self.bound_model()).take()
         scale = example_scale(self._loss_scale())
 
         def step() -> Gradients:
-            self._update_factors(active, batch, scale)
-            self._update_inverses(active)
-            pairs = self._precondition(active, gradients)
+            self._update_factors(state, active, batch, scale, communicator)
+            self._update_inverses(state, active, communicator)
+            pairs = self._precondition(active, gradients, communicator)
             return self._replace(active, gradients, pairs)
 
         return step
 
     def _update_factors(
         self,
+        state: ReplicaState,
         active: Sequence[ActiveBlock],
         batch: LossBatch,
         scale: tf.Tensor | float,
+        communicator: Communicator,
     ) -> None:
-        """Takes this batch into the running averages, if they are due."""
+        """Local statistics -> [all-reduce] -> averages, if they are due."""
 
         def update() -> tf.Tensor:
-            finite = []
-            for one in active:
-                statistics = batch_statistics(
+            statistics = {
+                one.position: batch_statistics(
                     one.block,
                     one.records,
                     self.weight_sharing,
@@ -178,55 +224,75 @@ class KFAC(WrappingOptimizer):
                     batch.weightless,
                     batch.examples,
                 )
-                factors = one.state.factors
-                finite.append(factors.update(statistics, self.factor_decay))
-            count_events(
-                [tf.logical_not(flag) for flag in finite],
-                [one.state.factors.rejected for one in active],
-                [one.block.path for one in active],
-                "statistics are not finite, the factors keep their values.",
+                for one in active
+                if self._placement().plan.observes(
+                    communicator.rank, one.position
+                )
+            }
+            reduced = self._placement().exchange.reduce_statistics(
+                communicator, statistics
             )
-            return self.factor_updates.assign_add(1)
+            take_statistics(active, reduced, self.factor_decay)
+            return state.factor_updates.assign_add(1)
 
         due = self._due(
-            "factor_update_interval", _FACTOR_INTERVALS, self.factor_updates
+            "factor_update_interval", _FACTOR_INTERVALS, state.factor_updates
         )
-        tf.cond(due, update, lambda: tf.convert_to_tensor(self.factor_updates))
+        tf.cond(due, update, lambda: tf.convert_to_tensor(state.factor_updates))
 
-    def _update_inverses(self, active: Sequence[ActiveBlock]) -> None:
-        """Decomposes the damped factors, if that is due."""
+    def _update_inverses(
+        self,
+        state: ReplicaState,
+        active: Sequence[ActiveBlock],
+        communicator: Communicator,
+    ) -> None:
+        """Owners decompose -> gradient workers receive, if that is due."""
 
         def update() -> tf.Tensor:
             damping = self._value("damping")
-            good = [
-                one.state.decomposition.update(
-                    one.state.factors.values(), damping
-                )
-                for one in active
-            ]
-            count_events(
-                [tf.logical_not(flag) for flag in good],
-                [one.state.decomposition.failures for one in active],
-                [one.block.path for one in active],
-                "the decomposition failed, the last good one stays in use; a "
-                "larger damping may help.",
+            made = decompose_owned(active, self._placement().solver, damping)
+            layers = [one.position for one in active]
+            parts = self._placement().exchange.share_decompositions(
+                communicator, made, layers
             )
-            return self.inverse_updates.assign_add(1)
+            take_decompositions(active, parts, damping)
+            return state.inverse_updates.assign_add(1)
 
         due = self._due(
-            "inverse_update_interval", _INVERSE_INTERVALS, self.inverse_updates
+            "inverse_update_interval",
+            _INVERSE_INTERVALS,
+            state.inverse_updates,
         )
-        tf.cond(due, update, lambda: tf.convert_to_tensor(self.inverse_updates))
+        tf.cond(
+            due, update, lambda: tf.convert_to_tensor(state.inverse_updates)
+        )
 
     def _precondition(
-        self, active: Sequence[ActiveBlock], gradients: Gradients
+        self,
+        active: Sequence[ActiveBlock],
+        gradients: Gradients,
+        communicator: Communicator,
     ) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """Gradient matrices `W` and `P`, the preconditioned ones."""
-        pairs = []
-        for one in active:
-            matrix = one.block.to_matrix([gradients[i] for i in one.indices])
-            pairs.append((matrix, one.state.decomposition.apply(matrix)))
-        return pairs
+        """Gradient workers apply -> receivers receive.
+
+        Returns:
+            Gradient matrices `W` and `P`, the preconditioned ones.
+        """
+        plain = {
+            one.position: one.block.to_matrix(
+                [gradients[i] for i in one.indices]
+            )
+            for one in active
+        }
+        own = {
+            one.position: one.state.decomposition.apply(plain[one.position])
+            for one in active
+            if one.state.decomposition is not None
+        }
+        shared = self._placement().exchange.share_gradients(
+            communicator, own, list(plain)
+        )
+        return [(plain[i], shared[i]) for i in plain]
 
     def _replace(
         self,
@@ -279,46 +345,55 @@ class KFAC(WrappingOptimizer):
         return tappable(self.bound_model(), self._skip_layers)
 
     def _attached(self) -> None:
-        self._registry = None
+        self._placed = None
         if self.built:
-            self._create_state(self.bound_model())
+            self._create_state()
 
-    def _create_state(self, model: keras.Model) -> None:
-        """Makes a preconditioner for each block; keeps those that fit."""
-        known = {same_shape_key(p.block): p for p in self._preconditioners}
-        blocks = self._find_blocks().blocks
-        if not blocks:
+    def _create_state(self) -> None:
+        """Makes each local worker's state; keeps what fits."""
+        placement = self._placement()
+        if not placement.blocks:
             warnings.warn(
-                f"Model '{model.name}' has no layer that K-FAC supports: "
-                f"optimizer '{self.name}' leaves all of it to its inner "
-                f"optimizer, {type(self.inner_optimizer).__name__}.",
+                f"Model '{self.bound_model().name}' has no layer that K-FAC "
+                f"supports: optimizer '{self.name}' leaves all of it to its "
+                f"inner optimizer, {type(self.inner_optimizer).__name__}.",
                 stacklevel=2,
             )
-        if any(same_shape_key(b) not in known for b in blocks):
-            # Nothing is known of the new ones: update at once.
-            self.factor_updates.assign(0)
-            self.inverse_updates.assign(0)
-        self._preconditioners = tuple(
-            known.get(same_shape_key(b)) or Preconditioner(b, self.solver)
-            for b in blocks
-        )
+        topology = placement.topology
+        if not self._states:
+            self._states = tuple(ReplicaState() for _ in topology.local)
+        for state, rank, device in zip(
+            self._states, topology.local, topology.devices, strict=True
+        ):
+            with tf.init_scope(), tf.device(device):
+                state.fill(placement, rank)
 
-    def _find_blocks(self) -> Registry:
-        """Blocks of the model, and what is left to the inner optimizer."""
-        if self._registry is None:
-            self._registry = build_registry(
-                self.bound_model(), self._skip_layers
+    def _placement(self) -> Placement:
+        """Blocks of the model, and which worker does what of them."""
+        if self._placed is None:
+            registry = build_registry(self.bound_model(), self._skip_layers)
+            self._placed = Placement(
+                registry,
+                find_topology(self.bound_model().distribute_strategy),
+                SOLVERS[self.solver](),
+                self._settings,
             )
-        return self._registry
+        return self._placed
+
+    @property
+    def factor_updates(self) -> tf.Variable:
+        """Number of factor updates so far."""
+        return self._states[0].factor_updates
+
+    @property
+    def inverse_updates(self) -> tf.Variable:
+        """Number of updates of the decompositions so far."""
+        return self._states[0].inverse_updates
 
     def _named_state(self) -> Named:
-        counters = {
-            "factor_updates": self.factor_updates,
-            "inverse_updates": self.inverse_updates,
-            "skipped_steps": self.skipped_steps,
-        }
-        layers = [(p.block.path, p.named()) for p in self._preconditioners]
-        return [("", counters), *layers]
+        (path, counters), *layers = self._states[0].named()
+        skipped = {"skipped_steps": self._skipped[0]}
+        return [(path, counters | skipped), *layers]
 
     def save_own_variables(self, store: Any) -> None:
         """Writes factors and decompositions, named by layer.
@@ -349,6 +424,7 @@ class KFAC(WrappingOptimizer):
             "solver": self.solver,
             "factor_decay": self.factor_decay,
             "weight_sharing": self.weight_sharing,
+            **settings_config(self._settings),
             "skip_layers": [serialize_skip_rule(r) for r in self._skip_layers],
         }
 
@@ -370,15 +446,16 @@ class KFAC(WrappingOptimizer):
             f"{self.solver}, inner optimizer "
             f"{type(self.inner_optimizer).__name__}"
         )
-        text = describe(self._find_blocks(), SOLVERS[self.solver](), title)
+        text = describe(self._placement(), title)
         print_fn("\n".join([text, *self._events()]))
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
         """Returns the bias-corrected averages of the factors.
 
         Returns:
-            For each layer path its "A" and "G" as arrays; zeros before the
-            first update. A block without one of the two leaves it out.
+            For each layer path its "A" and "G" as arrays, those that this
+            worker keeps; zeros before the first update. A block without one
+            of the two leaves it out.
 
         Raises:
             ValueError: If the optimizer has not been built by a first step.
@@ -390,34 +467,44 @@ class KFAC(WrappingOptimizer):
             )
         return {
             p.block.path: {k: v.numpy() for k, v in p.factors.values().items()}
-            for p in self._preconditioners
+            for p in self._states[0].preconditioners
+            if p.factors is not None
         }
 
     def state_bytes(self) -> dict[str, int]:
-        """Returns the bytes of the curvature state, also before training.
+        """Returns the bytes of this worker's curvature state.
+
+        Known before training, for a built model.
 
         Returns:
             The bytes of "factors", "decompositions" and their "total".
         """
         self._check_built(self.bound_model())
-        blocks, solver = self._find_blocks().blocks, SOLVERS[self.solver]()
-        factors = sum(factor_bytes(b) for b in blocks)
-        decompositions = sum(decomposition_bytes(solver, b) for b in blocks)
-        return {
-            "factors": factors,
-            "decompositions": decompositions,
-            "total": factors + decompositions,
-        }
+        placement = self._placement()
+        return placement.state_bytes(placement.topology.local[0])
+
+    def communication_bytes(self) -> dict[str, dict[str, int]]:
+        """Returns the bytes that this worker receives in a step.
+
+        Known before training, for a built model.
+
+        Returns:
+            For a "plain" step, one that also updates the "factor"s and one
+            that also renews the "inverse"s, the bytes of "gradients",
+            "factors", "decompositions" and "preconditioned_gradients".
+        """
+        model = self.bound_model()
+        self._check_built(model)
+        placement = self._placement()
+        size = gradient_bytes(model.trainable_variables)
+        return placement.communication_bytes(placement.topology.local[0], size)
 
     def _events(self) -> list[str]:
         """What went wrong so far, for the summary."""
-        events = [("steps skipped, gradients not finite", self.skipped_steps)]
-        for p in self._preconditioners:
-            name = p.block.path
-            events += [
-                (f"statistics not finite in {name}", p.factors.rejected),
-                (f"failed decompositions of {name}", p.decomposition.failures),
-            ]
+        if not self.built:
+            return []
+        events = [("steps skipped, gradients not finite", self._skipped[0])]
+        events += self._states[0].events()
         counts = [(text, int(count.numpy())) for text, count in events]
         return [f"{text}: {count}" for text, count in counts if count]
 

@@ -1,119 +1,123 @@
-"""The state of one block, and the blocks that take part in a step."""
+"""What one worker keeps: factors and decompositions of its blocks."""
 
-import dataclasses
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import tensorflow as tf
 
-from tfkfac.blocks import Block, Record
-from tfkfac.capture.taps import Tap
+from tfkfac.blocks import Block
 from tfkfac.factors import Factors
-from tfkfac.solvers import SOLVERS, Decomposition
+from tfkfac.optimizers.placement import Placement
+from tfkfac.saving import Named
+from tfkfac.solvers import Decomposition, Solver
+from tfkfac.variables import state_variable
 
 
 class Preconditioner(tf.Module):
-    """Factors and decomposition of one block.
+    """What one worker keeps of one block.
 
     Args:
         block: The block.
-        solver: Name of the solver.
+        solver: The solver.
+        names: The factors that the worker keeps.
+        preconditions: Whether it is a gradient worker of the block.
+        factor_dtype: Dtype of the factors in storage; None is the block's.
+        inverse_dtype: The same for the decomposition.
     """
 
-    def __init__(self, block: Block, solver: str) -> None:
+    def __init__(
+        self,
+        block: Block,
+        solver: Solver,
+        names: Sequence[str],
+        preconditions: bool,
+        factor_dtype: tf.DType | None = None,
+        inverse_dtype: tf.DType | None = None,
+    ) -> None:
         super().__init__(name="preconditioner")
         self.block = block
-        self.factors = Factors(block)
-        self.decomposition = Decomposition(SOLVERS[solver](), block)
+        self.factors: Factors | None = None
+        self.decomposition: Decomposition | None = None
+        if names:
+            self.factors = Factors(block, names, factor_dtype)
+        if preconditions:
+            self.decomposition = Decomposition(solver, block, inverse_dtype)
 
     def named(self) -> dict[str, tf.Variable]:
         """All variables by name, for saving."""
+        named = {}
         factors, decomposition = self.factors, self.decomposition
-        averages = zip(factors.names, factors.averages, strict=True)
-        tensors = zip(decomposition.names, decomposition.tensors, strict=True)
-        return {
-            **{f"factor_{name}": variable for name, variable in averages},
-            **{f"solver_{name}": variable for name, variable in tensors},
-            "weight": factors.weight,
-            "rejected": factors.rejected,
-            "failures": decomposition.failures,
-        }
+        if factors is not None:
+            for name, average in zip(
+                factors.names, factors.averages, strict=True
+            ):
+                named[f"factor_{name}"] = average
+            named["weight"] = factors.weight
+            named["rejected"] = factors.rejected
+        if decomposition is not None:
+            for name, tensor in zip(
+                decomposition.names, decomposition.tensors, strict=True
+            ):
+                named[f"solver_{name}"] = tensor
+            named["failures"] = decomposition.failures
+        return named
 
 
-@dataclasses.dataclass(frozen=True)
-class ActiveBlock:
-    """A block in the trace of one step.
+class ReplicaState(tf.Module):
+    """The curvature state of one worker.
 
     Attributes:
-        block: The block.
-        state: Its factors and decomposition.
-        indices: Where its gradients are among those of the step.
-        records: What its layer's calls left behind.
+        preconditioners: What it keeps of each block, in order.
+        factor_updates: Number of factor updates so far.
+        inverse_updates: Number of updates of the decompositions so far.
     """
 
-    block: Block
-    state: Preconditioner
-    indices: tuple[int, ...]
-    records: Sequence[Record]
+    def __init__(self) -> None:
+        super().__init__(name="replica")
+        self.preconditioners: tuple[Preconditioner, ...] = ()
+        self.factor_updates = state_variable(0, "int64", "factor_updates")
+        self.inverse_updates = state_variable(0, "int64", "inverse_updates")
 
-
-def active_blocks(
-    preconditioners: Sequence[Preconditioner],
-    gradients: Sequence[tf.Tensor | None],
-    keys: Sequence[Hashable],
-    key_of: Callable[[Any], Hashable],
-) -> list[ActiveBlock]:
-    """Finds the gradients and records of each block in this trace.
-
-    A block whose weights have no gradient in this step takes no part.
-
-    Args:
-        preconditioners: State of all blocks.
-        gradients: Gradients of the step.
-        keys: Key of each gradient's variable.
-        key_of: Function that gives the key of a variable.
-
-    Raises:
-        ValueError: If a layer has gradients but no record, or gradients of
-            some of its weights only.
-    """
-    index = {
-        key: i
-        for i, (key, gradient) in enumerate(zip(keys, gradients, strict=True))
-        if gradient is not None
-    }
-    layers = {id(p.block.layer): p.block.layer for p in preconditioners}
-    records = {key: Tap.records(layer) for key, layer in layers.items()}
-    active = []
-    for state in preconditioners:
-        block = state.block
-        own = [key_of(v) for v in block.variables]
-        present = [key for key in own if key in index]
-        if present:
-            seen = records[id(block.layer)]
-            _check(block, len(present) == len(own), bool(seen))
-            indices = tuple(index[key] for key in own)
-            active.append(ActiveBlock(block, state, indices, seen))
-    return active
-
-
-def _check(block: Block, complete: bool, recorded: bool) -> None:
-    if not complete:
-        names = [v.name for v in block.variables]
-        raise ValueError(
-            f"Layer '{block.path}' has gradients for some of its weights "
-            f"{names} only. Pass all of them, or leave the layer to the inner "
-            f"optimizer with skip_layers=['{block.path}']."
+    def fill(self, placement: Placement, rank: int) -> None:
+        """Makes what is missing for the blocks; keeps what fits."""
+        known = {same_shape_key(p.block): p for p in self.preconditioners}
+        if any(same_shape_key(b) not in known for b in placement.blocks):
+            # Nothing is known of the new ones: update at once.
+            self.factor_updates.assign(0)
+            self.inverse_updates.assign(0)
+        settings = placement.settings
+        self.preconditioners = tuple(
+            known.get(same_shape_key(block))
+            or Preconditioner(
+                block,
+                placement.solver,
+                placement.plan.owns(rank, i),
+                placement.plan.preconditions(rank, i),
+                settings.factor_dtype,
+                settings.inverse_dtype,
+            )
+            for i, block in enumerate(placement.blocks)
         )
-    if not recorded:
-        raise ValueError(
-            f"Layer '{block.path}' has a gradient, but no call of it was "
-            "recorded in this training step. Its weights are used without "
-            "calling the layer, or inside a loop or a `tf.function` of their "
-            "own; or the optimizer was attached after the forward pass. "
-            "Leave the layer to the inner optimizer with "
-            f"skip_layers=['{block.path}']."
-        )
+
+    def named(self) -> Named:
+        """All variables by name, of each layer path, for saving."""
+        counters = {
+            "factor_updates": self.factor_updates,
+            "inverse_updates": self.inverse_updates,
+        }
+        layers = [(p.block.path, p.named()) for p in self.preconditioners]
+        return [("", counters), *layers]
+
+    def events(self) -> list[tuple[str, tf.Variable]]:
+        """What can go wrong, and how often it did."""
+        events = []
+        for p in self.preconditioners:
+            if p.factors is not None:
+                text = f"statistics not finite in {p.block.path}"
+                events.append((text, p.factors.rejected))
+            if p.decomposition is not None:
+                text = f"failed decompositions of {p.block.path}"
+                events.append((text, p.decomposition.failures))
+        return events
 
 
 def same_shape_key(block: Block) -> Hashable:

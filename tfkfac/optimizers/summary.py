@@ -2,45 +2,61 @@
 
 from collections.abc import Sequence
 
-from tfkfac.blocks import Block
-from tfkfac.capture.registry import Leftover, Registry
-from tfkfac.factors import factor_bytes
-from tfkfac.solvers import Solver, decomposition_bytes
+from tfkfac.capture.registry import Leftover
+from tfkfac.optimizers.placement import Placement
 
 
-def describe(registry: Registry, solver: Solver, title: str) -> str:
+def describe(placement: Placement, title: str) -> str:
     """Returns the summary of an optimizer as text.
 
     Args:
-        registry: Blocks and leftovers of the model.
-        solver: The solver, for the size of the decompositions.
+        placement: The blocks, and which worker does what of them.
         title: First line.
     """
     lines = [title, ""]
+    registry = placement.registry
     if registry.blocks:
-        rows = [block_row(block, solver) for block in registry.blocks]
-        header = ("Layer", "Block", "A", "G", "Weights", "State")
-        lines += table(header, rows)
+        rows = [block_row(placement, i) for i in range(len(registry.blocks))]
+        header = ["Layer", "Block", "A", "G", "Weights", "State"]
+        if placement.topology.workers > 1:
+            header += ["Owner", "Gradient workers"]
+        lines += table(tuple(header), rows)
     else:
         lines.append("No layer is preconditioned.")
     if registry.leftovers:
         lines += ["", "Left to the inner optimizer as they are:"]
         rows = [row for left in registry.leftovers for row in left_rows(left)]
         lines += table(("Layer", "Variable", "Weights", "Reason"), rows)
-    return "\n".join([*lines, "", totals(registry, solver)])
+    return "\n".join([*lines, "", totals(placement)])
 
 
-def block_row(block: Block, solver: Solver) -> tuple[str, ...]:
-    """One line of the table of blocks."""
+def block_row(placement: Placement, layer: int) -> tuple[str, ...]:
+    """One line of the table of blocks; the bytes are this worker's."""
+    block, rank = placement.blocks[layer], placement.topology.local[0]
     shapes = block.factor_shapes
     weights = sum(v.value.shape.num_elements() for v in block.variables)
-    return (
+    state = placement.factor_bytes(rank, layer)
+    state += placement.decomposition_bytes(rank, layer)
+    row = (
         block.path,
         block.kind,
         shape_text(shapes.get("A")),
         shape_text(shapes.get("G")),
         f"{weights:,}",
-        bytes_text(factor_bytes(block) + decomposition_bytes(solver, block)),
+        bytes_text(state),
+    )
+    if placement.topology.workers == 1:
+        return row
+    plan = placement.plan.layers[layer]
+    owners = sorted(set(plan.owners.values()))
+    names = [
+        f"{name}: {owner}" if len(owners) > 1 else str(owner)
+        for name, owner in plan.owners.items()
+    ]
+    return (
+        *row,
+        ", ".join(dict.fromkeys(names)),
+        ", ".join(map(str, plan.gradient_workers)),
     )
 
 
@@ -57,24 +73,23 @@ def left_rows(left: Leftover) -> list[tuple[str, ...]]:
     ]
 
 
-def totals(registry: Registry, solver: Solver) -> str:
+def totals(placement: Placement) -> str:
     """The line under the tables."""
-    covered = sum(
-        v.value.shape.num_elements()
-        for block in registry.blocks
-        for v in block.variables
+    covered, rest = (
+        sum(
+            variable.value.shape.num_elements()
+            for group in groups
+            for variable in group.variables
+        )
+        for groups in (placement.blocks, placement.registry.leftovers)
     )
-    rest = sum(
-        v.value.shape.num_elements()
-        for left in registry.leftovers
-        for v in left.variables
-    )
-    factors = sum(factor_bytes(b) for b in registry.blocks)
-    inverses = sum(decomposition_bytes(solver, b) for b in registry.blocks)
+    topology = placement.topology
+    state = placement.state_bytes(topology.local[0])
+    where = f" of worker {topology.local[0]}" if topology.workers > 1 else ""
     return (
         f"Preconditioned weights: {covered:,} of {covered + rest:,}. "
-        f"State: factors {bytes_text(factors)}, decompositions "
-        f"{bytes_text(inverses)}."
+        f"State{where}: factors {bytes_text(state['factors'])}, "
+        f"decompositions {bytes_text(state['decompositions'])}."
     )
 
 

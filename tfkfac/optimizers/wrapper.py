@@ -1,8 +1,9 @@
 """An optimizer around a Keras optimizer, bound to the model it trains."""
 
 import abc
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import keras
@@ -10,11 +11,17 @@ import tensorflow as tf
 
 from tfkfac.blocks import block_types
 from tfkfac.capture import registry
-from tfkfac.capture.scaling import LossTap
-from tfkfac.capture.taps import Tap, before_first_call
+from tfkfac.capture.scaling import LossBatch, LossTap
+from tfkfac.capture.taps import Tap, before_first_call, replica_id
+from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.strategy import repair
+from tfkfac.distributed.topology import check_strategy, find_topology
 from tfkfac.linalg.symmetric import all_finite
 from tfkfac.optimizers.hyperparameters import Hyperparameter
+from tfkfac.optimizers.replicas import updates_in_replica
 from tfkfac.variables import count_events, state_variable
+
+_ordinals = itertools.count()
 
 Gradients = list[tf.Tensor | None]
 
@@ -38,7 +45,11 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         self._hyperparameters: dict[str, Hyperparameter] = {}
         self._model: weakref.ref[keras.Model] | None = None
         self._scaler: weakref.ref[Any] | None = None
-        self.skipped_steps = state_variable(0, "int64", "skipped_steps")
+        # Tells the collectives of one optimizer from another's; all workers
+        # make their optimizers in the same order.
+        self._scope = f"{name}:{next(_ordinals)}"
+        self._skipped: tuple[tf.Variable, ...] = ()
+        repair_keras(tf.distribute.get_strategy())
 
     # ----------------------------------------------------------- the model
     def attach(self, model: keras.Model, *, loss_scaler: Any = None) -> Self:
@@ -72,7 +83,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
                 "keeps its curvature. Create a new optimizer for model "
                 f"'{model.name}'."
             )
-        self._check_settings(model)
+        self._check_settings(model, loss_scaler)
         self._check_variables(model)
         detach(model, self)
         self._model = weakref.ref(model)
@@ -107,19 +118,30 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
                 before_first_call(layer, self._tap_layers)
 
     @staticmethod
-    def _check_settings(model: keras.Model) -> None:
-        replicas = model.distribute_strategy.num_replicas_in_sync
-        if replicas > 1:
-            raise ValueError(
-                "This version trains on one replica. Received: model "
-                f"'{model.name}' under a strategy of {replicas} replicas."
-            )
+    def _check_settings(model: keras.Model, loss_scaler: Any) -> None:
         jit = getattr(model, "jit_compile", False)
         if jit is True and not tf.config.list_physical_devices("GPU"):
             raise ValueError(
                 "Argument `jit_compile` must not be True without a GPU: XLA's "
                 "decompositions are many times slower on a CPU. Received: "
                 "jit_compile=True. Compile the model with jit_compile=False."
+            )
+        strategy = model.distribute_strategy
+        check_strategy(strategy)
+        repair_keras(strategy)
+        if strategy.num_replicas_in_sync == 1:
+            return
+        if getattr(model, "steps_per_execution", 1) > 1:
+            raise ValueError(
+                "Argument `steps_per_execution` must be 1 with several "
+                "replicas: TensorFlow cannot run more. Received: "
+                f"steps_per_execution={model.steps_per_execution}"
+            )
+        if loss_scaler is not None:
+            raise ValueError(
+                "A `LossScaleOptimizer` hangs with several replicas as soon "
+                "as one of them has a gradient that is not finite. Use the "
+                "policy 'mixed_bfloat16', which needs none."
             )
 
     def _check_variables(self, model: keras.Model) -> None:
@@ -143,9 +165,15 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         """Creates the state, for `variables` of the attached model."""
         if self.built:
             return
+        strategy = self.bound_model().distribute_strategy
+        self._topology = find_topology(strategy)
         for parameter in self._hyperparameters.values():
             parameter.build()
-        self._create_state(self.bound_model())
+        self._skipped = tuple(
+            state_variable(0, "int64", "skipped_steps")
+            for _ in self._topology.local
+        )
+        self._create_state()
         self.inner_optimizer.build(list(variables))
         super().build(list(variables))
 
@@ -161,10 +189,8 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
             grads: Gradients of the mean loss; None where there is none.
             trainable_variables: Their variables; needed in the first call.
         """
-        gradients: Gradients = list(grads)
-        present = [g for g in gradients if g is not None]
-        if not present:
-            self.inner_optimizer.apply(gradients, trainable_variables)
+        if all(gradient is None for gradient in grads):
+            self.inner_optimizer.apply(grads, trainable_variables)
             return
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
@@ -172,12 +198,16 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         if not self.built:
             with keras.name_scope(self.name):
                 self.build(variables)
-        step = self._prepare(gradients, variables)
-        finite = all_finite([values_of(g) for g in present])
-
+        batch = LossTap.open(self.bound_model()).take()
+        communicator = self._communicator()
+        gradients = self._reduce(list(grads), batch, communicator)
+        step = self._prepare(gradients, variables, batch, communicator)
+        present = [values_of(g) for g in gradients if g is not None]
+        finite = all_finite(present)
+        skipped = self._skipped[self._position(communicator.rank)]
         count_events(
             [tf.logical_not(finite)],
-            [self.skipped_steps],
+            [skipped],
             [self.name],
             "a step is skipped, its gradients are not finite.",
         )
@@ -185,10 +215,67 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         def update() -> tf.Tensor:
             # What is passed on as it is must be of this branch's graph too.
             new = [None if g is None else tf.identity(g) for g in step()]
-            self.inner_optimizer.apply(new, variables)
+            self._apply_inner(new, variables, communicator)
             return tf.constant(0)
 
         tf.cond(finite, update, lambda: tf.constant(0))
+
+    def _communicator(self) -> Communicator:
+        """This worker's collectives for one trace of the step."""
+        topology = self._topology
+        return Communicator(
+            replica_id(), topology.workers, self._scope, topology.hint
+        )
+
+    def _position(self, rank: int) -> int:
+        """Place of a worker among those of this process."""
+        return self._topology.position(rank)
+
+    def _reduce(
+        self,
+        gradients: Gradients,
+        batch: LossBatch,
+        communicator: Communicator,
+    ) -> Gradients:
+        """The only reduction of the gradients over the workers.
+
+        Keras divides each worker's mean loss by the number of workers. With
+        batches of different sizes, the last of an epoch, the sum is not the
+        gradient of the global mean: each is weighted by its examples.
+        """
+        workers = communicator.workers
+        if workers == 1:
+            return gradients
+        present = [tf.convert_to_tensor(g) for g in gradients if g is not None]
+        if batch.examples is not None:
+            own = tf.cast(batch.examples, tf.float32)
+            (total,) = communicator.all_reduce([own])
+            share = tf.math.divide_no_nan(own * workers, total)
+            present = [
+                # A mean over no example may be NaN.
+                tf.math.multiply_no_nan(g, tf.cast(share, g.dtype))
+                for g in present
+            ]
+        reduced = iter(communicator.all_reduce(present))
+        return [None if g is None else next(reduced) for g in gradients]
+
+    def _apply_inner(
+        self,
+        gradients: Gradients,
+        variables: list[keras.Variable],
+        communicator: Communicator,
+    ) -> None:
+        """The inner optimizer's own step, without a second reduction."""
+        if communicator.workers == 1:
+            self.inner_optimizer.apply(gradients, variables)
+            return
+        with updates_in_replica(self.inner_optimizer):
+            self.inner_optimizer.apply(gradients, variables)
+
+    @property
+    def skipped_steps(self) -> tf.Variable | int:
+        """Number of steps skipped because a gradient was not finite."""
+        return self._skipped[0] if self._skipped else 0
 
     def _loss_scale(self) -> tf.Tensor | None:
         """What the loss was multiplied by before the gradients were taken."""
@@ -214,17 +301,21 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         """Called after each `attach`; the model may not be built yet."""
 
     @abc.abstractmethod
-    def _create_state(self, model: keras.Model) -> None:
-        """Creates the variables for a built model."""
+    def _create_state(self) -> None:
+        """Creates the variables for the attached model, which is built."""
 
     @abc.abstractmethod
     def _prepare(
-        self, gradients: Gradients, variables: list[keras.Variable]
-    ) -> Any:
+        self,
+        gradients: Gradients,
+        variables: list[keras.Variable],
+        batch: LossBatch,
+        communicator: Communicator,
+    ) -> Callable[[], Gradients]:
         """Takes this trace's records; returns the function that does the step.
 
-        The function has no arguments and returns the gradients for the inner
-        optimizer. It runs only if all gradients are finite.
+        The function returns the gradients for the inner optimizer. It runs
+        only if all gradients are finite, which all workers agree on.
         """
 
     # ---------------------------------------------------------- delegation
@@ -335,6 +426,24 @@ def check_inner(identifier: Any) -> keras.optimizers.Optimizer:
             f"loss_scale_factor={inner.loss_scale_factor}"
         )
     return inner
+
+
+def repair_keras(strategy: tf.distribute.Strategy) -> None:
+    """Makes Keras' `fit` work under a user's own strategy, if it is one."""
+    kinds = (
+        tf.distribute.MirroredStrategy,
+        tf.distribute.MultiWorkerMirroredStrategy,
+    )
+    if isinstance(strategy, kinds):
+        repair(strategy)
+
+
+def gradient_bytes(variables: Sequence[keras.Variable]) -> int:
+    """Bytes of the gradients of some variables."""
+    return sum(
+        v.value.shape.num_elements() * tf.as_dtype(v.dtype).size
+        for v in variables
+    )
 
 
 def values_of(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:

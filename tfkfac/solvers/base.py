@@ -22,6 +22,8 @@ class Solver(abc.ABC):
 
     # A tensor of the decomposition that multiplies element by element.
     elementwise: str | None = None
+    # Whether the parts made of a symmetric factor are symmetric too.
+    symmetric_parts = False
 
     @abc.abstractmethod
     def shapes(self, block: Block) -> dict[str, tuple[int, ...]]:
@@ -40,8 +42,28 @@ class Solver(abc.ABC):
         return initial
 
     @abc.abstractmethod
-    def decompose(self, factors: Tensors, damping: tf.Tensor) -> Tensors:
-        """Computes the decomposition of a block's factors."""
+    def parts(self, block: Block, name: str) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of what `decompose` makes of one factor."""
+
+    @abc.abstractmethod
+    def decompose(
+        self, name: str, factor: tf.Tensor, means: Tensors, damping: tf.Tensor
+    ) -> Tensors:
+        """Decomposes one factor.
+
+        Args:
+            name: "A" or "G".
+            factor: The factor.
+            means: Mean eigenvalue of each factor of the block.
+            damping: The damping.
+
+        Returns:
+            The parts by name.
+        """
+
+    @abc.abstractmethod
+    def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
+        """Makes the decomposition of a block of the parts of its factors."""
 
     @abc.abstractmethod
     def apply(self, decomposition: Tensors, matrix: tf.Tensor) -> tf.Tensor:
@@ -54,42 +76,57 @@ class Decomposition(tf.Module):
     Args:
         solver: The solver.
         block: The block.
+        dtype: Dtype of storage; None is that of the statistics.
     """
 
-    def __init__(self, solver: Solver, block: Block) -> None:
+    def __init__(
+        self, solver: Solver, block: Block, dtype: tf.DType | None = None
+    ) -> None:
         super().__init__(name="decomposition")
         with tf.init_scope():
             initial = solver.initial(block)
         self.solver = solver
+        self._dtype = block.dtype
         self.names = tuple(initial)
         self.tensors = [
-            state_variable(value, block.dtype, name)
+            state_variable(value, dtype or block.dtype, name)
             for name, value in initial.items()
         ]
         self.failures = state_variable(0, "int64", "failed_decompositions")
 
-    def update(self, factors: Tensors, damping: tf.Tensor) -> tf.Tensor:
-        """Decomposes anew; a result that is not finite is not taken.
+    def update(self, parts: Tensors, damping: tf.Tensor) -> tf.Tensor:
+        """Takes a new decomposition unless it is not finite.
+
+        Args:
+            parts: What the solver made of the block's factors.
+            damping: The damping.
 
         Returns:
             Scalar bool, False if the decomposition failed.
         """
-        new = self.solver.decompose(factors, damping)
-        good = all_finite([new[name] for name in self.names])
-        for name, old in zip(self.names, self.tensors, strict=True):
-            old.assign(tf.where(good, new[name], old))
+        new = self.solver.combine(parts, damping)
+        stored = [
+            tf.cast(new[name], old.dtype)
+            for name, old in zip(self.names, self.tensors, strict=True)
+        ]
+        good = all_finite(stored)
+        for value, old in zip(stored, self.tensors, strict=True):
+            old.assign(tf.where(good, value, old))
         return good
 
     def apply(self, matrix: tf.Tensor) -> tf.Tensor:
         """Preconditions a gradient matrix."""
-        tensors = dict(zip(self.names, self.tensors, strict=True))
-        return self.solver.apply(tensors, matrix)
+        tensors = [tf.cast(tensor, self._dtype) for tensor in self.tensors]
+        named = dict(zip(self.names, tensors, strict=True))
+        return self.solver.apply(named, matrix)
 
 
-def decomposition_bytes(solver: Solver, block: Block) -> int:
-    """Bytes of a block's decomposition."""
+def decomposition_bytes(
+    solver: Solver, block: Block, dtype: tf.DType | None = None
+) -> int:
+    """Bytes of a block's decomposition in storage."""
     sizes = [math.prod(shape) for shape in solver.shapes(block).values()]
-    return sum(sizes) * block.dtype.size
+    return sum(sizes) * (dtype or block.dtype).size
 
 
 def gradient_shape(block: Block) -> tuple[int, ...]:

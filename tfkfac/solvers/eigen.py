@@ -7,6 +7,9 @@ from tfkfac.blocks import Block
 from tfkfac.linalg.symmetric import eigh, rounding
 from tfkfac.solvers.base import Solver, Tensors, gradient_shape
 
+# Suffix of the name of a factor's eigenvalues.
+_VALUES = "_values"
+
 
 class EigenSolver(Solver):
     """Preconditions with `(A (x) G + damping I)^-1` exactly.
@@ -19,6 +22,12 @@ class EigenSolver(Solver):
     elementwise = "D"
 
     @override
+    def parts(self, block: Block, name: str) -> dict[str, tuple[int, ...]]:
+        shape = block.factor_shapes[name]
+        values = {name + _VALUES: shape[:1] if len(shape) == 1 else shape[:-1]}
+        return values if len(shape) == 1 else {name: shape, **values}
+
+    @override
     def shapes(self, block: Block) -> dict[str, tuple[int, ...]]:
         shapes = {
             name: shape
@@ -28,24 +37,27 @@ class EigenSolver(Solver):
         return shapes | {"D": gradient_shape(block)}
 
     @override
-    def decompose(self, factors: Tensors, damping: tf.Tensor) -> Tensors:
-        decomposition, values = {}, {}
-        for name, factor in factors.items():
-            if factor.shape.rank == 1:
-                values[name] = tf.maximum(factor, 0)
-            else:
-                values[name], decomposition[name] = eigh(factor)
-        outer = values["G"][..., None, :]
-        if "A" in values:
-            outer = values["A"][..., :, None] * outer
+    def decompose(
+        self, name: str, factor: tf.Tensor, means: Tensors, damping: tf.Tensor
+    ) -> Tensors:
+        if factor.shape.rank == 1:
+            return {name + _VALUES: tf.maximum(factor, 0)}
+        values, vectors = eigh(factor)
+        return {name: vectors, name + _VALUES: values}
+
+    @override
+    def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
+        outer = parts["G" + _VALUES][..., None, :]
+        if "A" + _VALUES in parts:
+            outer = parts["A" + _VALUES][..., :, None] * outer
         damped = outer + tf.cast(damping, outer.dtype)
         # Without damping, null directions keep a floor relative to the
         # largest; a block of zeros is left as it is.
         largest = tf.reduce_max(damped, [-2, -1], keepdims=True)
         damped = tf.maximum(damped, rounding(outer.dtype) * largest)
-        ones = tf.ones_like(damped)
-        decomposition["D"] = 1 / tf.where(largest > 0, damped, ones)
-        return decomposition
+        damped = tf.where(largest > 0, damped, tf.ones_like(damped))
+        vectors = {k: v for k, v in parts.items() if not k.endswith(_VALUES)}
+        return {**vectors, "D": 1 / damped}
 
     @override
     def apply(self, decomposition: Tensors, matrix: tf.Tensor) -> tf.Tensor:

@@ -18,21 +18,31 @@ class InverseSolver(Solver):
     2015, section 6.3; DP-KFAC, eq. 14). A block without A is damped exactly.
     """
 
+    symmetric_parts = True
+
+    @override
+    def parts(self, block: Block, name: str) -> dict[str, tuple[int, ...]]:
+        return {name: block.factor_shapes[name]}
+
     @override
     def shapes(self, block: Block) -> dict[str, tuple[int, ...]]:
         return block.factor_shapes
 
     @override
-    def decompose(self, factors: Tensors, damping: tf.Tensor) -> Tensors:
-        g = factors["G"]
-        damping = tf.cast(damping, g.dtype)
-        if "A" not in factors:
-            damping = tf.broadcast_to(damping, tf.shape(g)[:-2])
-            return {"G": damped_inverse(g, damping)}
-        a = factors["A"]
-        pi = balance(mean_eigenvalue(a), mean_eigenvalue(g))
+    def decompose(
+        self, name: str, factor: tf.Tensor, means: Tensors, damping: tf.Tensor
+    ) -> Tensors:
+        damping = tf.cast(damping, factor.dtype)
+        if "A" not in means:
+            damping = tf.broadcast_to(damping, tf.shape(factor)[:-2])
+            return {name: damped_inverse(factor, damping)}
+        pi = balance(means["A"], means["G"])
         root = tf.sqrt(damping)
-        return {"A": invert(a, pi * root), "G": invert(g, root / pi)}
+        return {name: invert(factor, pi * root if name == "A" else root / pi)}
+
+    @override
+    def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
+        return parts
 
     @override
     def apply(self, decomposition: Tensors, matrix: tf.Tensor) -> tf.Tensor:
@@ -43,13 +53,6 @@ class InverseSolver(Solver):
         if a.shape.rank == 1:
             return a[:, None] * matrix
         return tf.matmul(a, matrix)
-
-
-def mean_eigenvalue(factor: tf.Tensor) -> tf.Tensor:
-    """Trace over dimension, `(...,)`, of matrices or of one diagonal."""
-    if factor.shape.rank == 1:
-        return tf.reduce_mean(factor)
-    return tf.reduce_mean(tf.linalg.diag_part(factor), -1)
 
 
 def balance(mean_a: tf.Tensor, mean_g: tf.Tensor) -> tf.Tensor:

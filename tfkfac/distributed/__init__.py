@@ -1,0 +1,1 @@
+"""Who computes what on several workers, and how the results travel."""

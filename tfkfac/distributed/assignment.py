@@ -1,0 +1,296 @@
+"""Which worker decomposes and preconditions what.
+
+Pure Python and deterministic: every worker computes the same plan from the
+same shapes, so that a plan never has to be sent.
+
+The workers form the grid of KAISA (figure 4), numbered row by row. With two
+gradient workers per layer on eight workers:
+
+    0 1 2 3
+    4 5 6 7
+
+A column holds the gradient workers of a layer: they have its decompositions
+and precondition its gradient. Then each of them sends the result along its
+row, and all rows do so at the same time. That is in every step, whereas
+decompositions travel down a column once in many: neighbors in number, which
+tend to share a machine, are neighbors in a row.
+"""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MODES = ("comm_opt", "mem_opt", "hybrid_opt", "dp_kfac")
+POLICIES = ("compute", "memory", "round_robin")
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Workers in rows (receiver groups) and columns (gradient workers)."""
+
+    rows: tuple[tuple[int, ...], ...]
+    columns: tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """Who does what for one layer."""
+
+    owners: Mapping[str, int]
+    """The worker that decomposes each factor, by the factor's name."""
+    gradient_workers: tuple[int, ...]
+    """The workers that need all decompositions, in ascending order."""
+    receivers: Mapping[int, tuple[int, ...]]
+    """Whom each gradient worker sends the preconditioned gradient to."""
+
+    def owned_by(self, worker: int) -> tuple[str, ...]:
+        """Names of the factors that `worker` decomposes."""
+        return tuple(n for n, owner in self.owners.items() if owner == worker)
+
+    def source_of(self, worker: int) -> int:
+        """The gradient worker whose result `worker` uses, maybe itself."""
+        for source, receivers in self.receivers.items():
+            if worker == source or worker in receivers:
+                return source
+        raise ValueError(
+            "Argument `worker` must be one of the plan's workers. "
+            f"Received: worker={worker}"
+        )
+
+
+def plan_layers(
+    shapes: Sequence[Shapes],
+    workers: int,
+    mode: str,
+    fraction: float | None = None,
+    policy: str | None = None,
+) -> tuple[LayerPlan, ...]:
+    """Plans every layer.
+
+    - `comm_opt`: each factor has an owner of its own; all workers are gradient
+      workers.
+    - `mem_opt`, `dp_kfac`: each layer has an owner, the only gradient worker.
+    - `hybrid_opt`: each layer has an owner; the gradient workers are the
+      owner's column of the grid. With `fraction=1` it is `comm_opt`.
+
+    Args:
+        shapes: The shapes of every layer's factors by name, in the order of
+            the layers.
+        workers: Number of workers.
+        mode: One of `MODES`.
+        fraction: Share of the workers that are gradient workers of a layer;
+            with `hybrid_opt` only, and required there.
+        policy: What is balanced, one of `POLICIES`; None is `round_robin` for
+            `dp_kfac` and `compute` for the others.
+
+    Returns:
+        A plan for every layer.
+
+    Raises:
+        ValueError: If an argument is not allowed.
+    """
+    _check_choice("distribution", mode, MODES)
+    if policy is None:
+        policy = "round_robin" if mode == "dp_kfac" else "compute"
+    count = _gradient_workers_of_mode(mode, workers, fraction)
+    layout = grid(workers, count)
+    work = [
+        {name: cost(shape, policy) for name, shape in layer.items()}
+        for layer in shapes
+    ]
+    if count == workers and mode in ("comm_opt", "hybrid_opt"):
+        owners = _assign_factors(work, workers, policy)
+    else:
+        owners = _assign_layers(work, workers, policy)
+    return tuple(_plan_layer(layout, home, layer) for home, layer in owners)
+
+
+def gradient_workers(workers: int, fraction: float) -> int:
+    """Number of gradient workers of a layer, `max(1, fraction * workers)`.
+
+    Args:
+        workers: Number of workers.
+        fraction: The share of them, in (0, 1].
+
+    Returns:
+        A whole number that divides `workers`.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    _check_workers(workers)
+    is_number = isinstance(fraction, numbers.Real)
+    if not is_number or isinstance(fraction, bool) or not 0 < fraction <= 1:
+        raise ValueError(
+            "Argument `gradient_worker_fraction` must be a number in (0, 1]. "
+            f"Received: gradient_worker_fraction={fraction!r}"
+        )
+    product = max(1.0, float(fraction) * workers)
+    count = round(product)
+    if not math.isclose(product, count, rel_tol=1e-6) or workers % count:
+        raise ValueError(
+            "Argument `gradient_worker_fraction` times the number of workers "
+            "must be a whole number that divides the number of workers: one "
+            f"of {_fractions(workers)} with {workers} workers. Received: "
+            f"gradient_worker_fraction={fraction!r}"
+        )
+    return count
+
+
+def grid(workers: int, gradient_workers: int) -> Grid:
+    """Arranges the workers row by row.
+
+    Args:
+        workers: Number of workers.
+        gradient_workers: Number of rows, that is of workers in a column.
+
+    Returns:
+        The grid.
+
+    Raises:
+        ValueError: If `gradient_workers` does not divide `workers`.
+    """
+    _check_workers(workers)
+    if gradient_workers < 1 or workers % gradient_workers:
+        raise ValueError(
+            "Argument `gradient_workers` must divide the number of workers. "
+            f"Received: gradient_workers={gradient_workers} with {workers} "
+            "workers"
+        )
+    width = workers // gradient_workers
+    return Grid(
+        rows=tuple(
+            tuple(range(start, start + width))
+            for start in range(0, workers, width)
+        ),
+        columns=tuple(
+            tuple(range(start, workers, width)) for start in range(width)
+        ),
+    )
+
+
+def cost(shape: Sequence[int], policy: str) -> int:
+    """Cost of decomposing a factor.
+
+    Args:
+        shape: `(n, n)`, `(groups, n, n)`, or `(n,)` for a diagonal.
+        policy: `memory` counts elements, the others about operations: n^3 for
+            a matrix, n for a diagonal.
+
+    Returns:
+        The cost, in units of its own.
+    """
+    _check_choice("assignment", policy, POLICIES)
+    elements = math.prod(shape)
+    if policy == "memory" or len(shape) < 2:
+        return elements
+    return elements * shape[-1]
+
+
+def assign(costs: Sequence[int], workers: int, policy: str) -> tuple[int, ...]:
+    """Distributes pieces of work.
+
+    `compute` and `memory` give the next most costly piece to the worker with
+    the least work: the longest processing time first, which takes at most
+    4/3 - 1/(3 workers) of the best possible time. Equals go by their order,
+    the earlier piece first and to the lowest worker. `round_robin` ignores
+    the costs.
+
+    Args:
+        costs: Cost of every piece.
+        workers: Number of workers.
+        policy: One of `POLICIES`.
+
+    Returns:
+        The worker of every piece.
+    """
+    _check_workers(workers)
+    _check_choice("assignment", policy, POLICIES)
+    if policy == "round_robin":
+        return tuple(piece % workers for piece in range(len(costs)))
+    loads = [0] * workers
+    chosen = [0] * len(costs)
+    for piece in sorted(range(len(costs)), key=lambda p: (-costs[p], p)):
+        worker = loads.index(min(loads))
+        loads[worker] += costs[piece]
+        chosen[piece] = worker
+    return tuple(chosen)
+
+
+# The worker whose column a layer goes to, and the owner of each factor.
+_Owners = list[tuple[int, dict[str, int]]]
+
+
+def _assign_layers(
+    work: Sequence[Mapping[str, int]], workers: int, policy: str
+) -> _Owners:
+    chosen = assign([sum(w.values()) for w in work], workers, policy)
+    return [
+        (worker, dict.fromkeys(layer, worker))
+        for worker, layer in zip(chosen, work, strict=True)
+    ]
+
+
+def _assign_factors(
+    work: Sequence[Mapping[str, int]], workers: int, policy: str
+) -> _Owners:
+    """Distributes single factors; all workers are in the only column."""
+    chosen = iter(
+        assign([c for w in work for c in w.values()], workers, policy)
+    )
+    return [(0, {name: next(chosen) for name in layer}) for layer in work]
+
+
+def _plan_layer(
+    layout: Grid, home: int, owners: Mapping[str, int]
+) -> LayerPlan:
+    column = next(c for c in layout.columns if home in c)
+    receivers = {
+        sender: tuple(worker for worker in row if worker != sender)
+        for sender, row in zip(column, layout.rows, strict=True)
+    }
+    return LayerPlan(owners, column, receivers)
+
+
+def _gradient_workers_of_mode(
+    mode: str, workers: int, fraction: float | None
+) -> int:
+    if mode == "hybrid_opt":
+        if fraction is None:
+            raise ValueError(
+                "Argument `gradient_worker_fraction` must be given with "
+                "distribution='hybrid_opt'. "
+                "Received: gradient_worker_fraction=None"
+            )
+        return gradient_workers(workers, fraction)
+    if fraction is not None:
+        raise ValueError(
+            "Argument `gradient_worker_fraction` must be None unless "
+            f"distribution='hybrid_opt'. Received: distribution={mode!r}, "
+            f"gradient_worker_fraction={fraction!r}"
+        )
+    return workers if mode == "comm_opt" else 1
+
+
+def _fractions(workers: int) -> str:
+    counts = [n for n in range(1, workers + 1) if workers % n == 0]
+    return ", ".join("1" if n == workers else f"{n}/{workers}" for n in counts)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(
+            f"Argument `{name}` must be one of {choices}. "
+            f"Received: {name}={value!r}"
+        )
+
+
+def _check_workers(workers: int) -> None:
+    if workers < 1:
+        raise ValueError(
+            f"Argument `workers` must be at least 1. Received: {workers=}"
+        )

@@ -1,0 +1,121 @@
+"""Which worker keeps and does what of a model's blocks, and what it costs."""
+
+import dataclasses
+
+import tensorflow as tf
+
+from tfkfac.blocks import Block
+from tfkfac.capture.registry import Registry
+from tfkfac.distributed.assignment import plan_layers
+from tfkfac.distributed.plans import (
+    Kinds,
+    Plan,
+    all_reduce_bytes,
+    step_bytes,
+)
+from tfkfac.distributed.topology import Topology
+from tfkfac.factors import factor_bytes
+from tfkfac.optimizers.exchange import Exchange
+from tfkfac.solvers import Solver, decomposition_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How the work is distributed; see `KFAC`.
+
+    Attributes:
+        distribution: "comm_opt", "mem_opt", "hybrid_opt" or "dp_kfac".
+        fraction: Share of the workers that are gradient workers of a layer.
+        assignment: What the assignment balances.
+        symmetric: Whether symmetric matrices travel as triangles.
+        factor_dtype: Dtype of factors in storage and on the wire.
+        inverse_dtype: The same for decompositions.
+    """
+
+    distribution: str = "comm_opt"
+    fraction: float | None = None
+    assignment: str | None = None
+    symmetric: bool = False
+    factor_dtype: tf.DType | None = None
+    inverse_dtype: tf.DType | None = None
+
+
+class Placement:
+    """The blocks of a model on the workers of a job.
+
+    Args:
+        registry: Blocks and leftovers of the model.
+        topology: The workers.
+        solver: The solver.
+        settings: How the work is distributed.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        topology: Topology,
+        solver: Solver,
+        settings: Settings,
+    ) -> None:
+        self.registry = registry
+        self.topology = topology
+        self.solver = solver
+        self.settings = settings
+        self.plan = Plan(
+            settings.distribution,
+            topology.workers,
+            plan_layers(
+                [block.factor_shapes for block in registry.blocks],
+                topology.workers,
+                settings.distribution,
+                settings.fraction,
+                settings.assignment,
+            ),
+        )
+        self.exchange = Exchange(
+            self.plan,
+            registry.blocks,
+            solver,
+            settings.symmetric,
+            settings.factor_dtype,
+            settings.inverse_dtype,
+        )
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks, in the order of the layers."""
+        return self.registry.blocks
+
+    def factor_bytes(self, rank: int, layer: int) -> int:
+        """Bytes of the factors of a block that a worker keeps."""
+        names = self.plan.owns(rank, layer)
+        block, dtype = self.blocks[layer], self.settings.factor_dtype
+        return factor_bytes(block, names, dtype)
+
+    def decomposition_bytes(self, rank: int, layer: int) -> int:
+        """Bytes of the decomposition of a block that a worker keeps."""
+        if not self.plan.preconditions(rank, layer):
+            return 0
+        block, dtype = self.blocks[layer], self.settings.inverse_dtype
+        return decomposition_bytes(self.solver, block, dtype)
+
+    def state_bytes(self, rank: int) -> dict[str, int]:
+        """Bytes of the curvature state of a worker."""
+        layers = range(len(self.blocks))
+        factors = sum(self.factor_bytes(rank, i) for i in layers)
+        inverses = sum(self.decomposition_bytes(rank, i) for i in layers)
+        return {
+            "factors": factors,
+            "decompositions": inverses,
+            "total": factors + inverses,
+        }
+
+    def communication_bytes(self, rank: int, gradient_bytes: int) -> Kinds:
+        """Bytes that a worker receives in each kind of step."""
+        workers = self.topology.workers
+        return step_bytes(
+            all_reduce_bytes(gradient_bytes, workers),
+            self.exchange.factor_traffic(),
+            self.exchange.decomposition_traffic(rank),
+            self.exchange.gradient_traffic(rank),
+        )
