@@ -27,12 +27,14 @@ class Record:
         gradient: Gradient of the (scaled) loss at the pre-activation.
         mask: Keras mask of the input, or None.
         kwargs: Keyword arguments of the call.
+        moments: Mean and variance that a batch normalisation computed.
     """
 
     inputs: Any
     gradient: tf.Tensor
     mask: tf.Tensor | None = None
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    moments: tuple[tf.Tensor, tf.Tensor] | None = None
 
 
 class Rows(NamedTuple):

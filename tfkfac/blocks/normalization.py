@@ -1,6 +1,7 @@
 """Block of the scale and offset of normalisation layers."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -55,9 +56,7 @@ class NormalizationBlock(Block):
         parts = []
         for weight in self._weights:
             if weight is self._gain:
-                normalized = self._normalized(
-                    self.cast(record.inputs), record.kwargs
-                )
+                normalized = self._normalized(record)
                 parts.append(g * self._features_last(self.cast(normalized)))
             else:
                 parts.append(g)
@@ -65,20 +64,24 @@ class NormalizationBlock(Block):
         u = tf.reduce_sum(tf.stack(parts, -1), 1, keepdims=True)
         return Rows(None, u, None)
 
-    def _normalized(
-        self, inputs: tf.Tensor, kwargs: Mapping[str, object]
-    ) -> tf.Tensor:
+    def _normalized(self, record: Record) -> tf.Tensor:
         """The layer's output with a scale of one and an offset of zero.
 
         The layer itself computes it, in a scope that takes the substitutes
-        and keeps its moving statistics from being updated once more.
+        and keeps its moving statistics from being updated once more. Batch
+        moments are not computed again: synchronised ones are a collective.
         """
         substitutes = [
             (w, (tf.ones if w is self._gain else tf.zeros)(w.shape, w.dtype))
             for w in self._all
         ]
-        with keras.StatelessScope(state_mapping=substitutes):
-            return type(self.layer).call(self.layer, inputs, **kwargs)
+        layer = self.layer
+        with (
+            keras.StatelessScope(state_mapping=substitutes),
+            given_moments(layer, record.moments),
+        ):
+            inputs = self.cast(record.inputs)
+            return type(layer).call(layer, inputs, **record.kwargs)
 
     def _features_last(self, tensor: tf.Tensor) -> tf.Tensor:
         """`(batch, ...)` to `(batch, shared, features)`."""
@@ -104,3 +107,19 @@ class NormalizationBlock(Block):
             tf.reshape(matrix[:, 0, i], weight.shape)
             for i, weight in enumerate(self._weights)
         ]
+
+
+@contextlib.contextmanager
+def given_moments(
+    layer: keras.layers.Layer, moments: tuple[tf.Tensor, tf.Tensor] | None
+) -> Iterator[None]:
+    """Makes a batch normalisation use moments instead of computing them."""
+    if moments is None:
+        yield
+        return
+    before = layer._moments
+    object.__setattr__(layer, "_moments", lambda *_: moments)
+    try:
+        yield
+    finally:
+        object.__setattr__(layer, "_moments", before)

@@ -13,9 +13,10 @@ the graph that they belong to, so that no trace ever sees another's tensors,
 and on the tap when running eagerly.
 """
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -39,8 +40,11 @@ class Tap:
     def __init__(self, layer: keras.layers.Layer) -> None:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._eager = TraceStore()
-        self._overridden = vars(layer).get("call")
+        self._moments: dict[int, Any] = {}
+        self._overridden: dict[str, Any] = {}
         self._install(layer)
+        if isinstance(layer, keras.layers.BatchNormalization):
+            self._listen_to_moments(layer)
 
     @classmethod
     def open(cls, layer: keras.layers.Layer, owner: object) -> "Tap":
@@ -65,9 +69,10 @@ class Tap:
             tap._owners.discard(owner)
         if not tap._owners:
             object.__delattr__(layer, _TAP)
-            object.__delattr__(layer, "call")
-            if tap._overridden is not None:
-                object.__setattr__(layer, "call", tap._overridden)
+            for name, value in tap._overridden.items():
+                object.__delattr__(layer, name)
+                if value is not None:
+                    object.__setattr__(layer, name, value)
 
     @staticmethod
     def records(layer: keras.layers.Layer) -> list[Record]:
@@ -98,7 +103,7 @@ class Tap:
                 return original(*args, **kwargs)
             return self._tapped(layer, original, args, kwargs)
 
-        object.__setattr__(layer, "call", call)
+        self._substitute(layer, "call", call)
 
     def _tapped(
         self,
@@ -114,30 +119,70 @@ class Tap:
         self._forget()
 
         one_call = object()
+        key = (id(self), replica_id())
 
         def note(gradient: tf.Tensor) -> None:
-            store = current_store(self._eager)
-            calls = store.setdefault((id(self), replica_id()), {})
+            calls = current_store(self._eager).setdefault(key, {})
             # A second gradient of the same call takes the place of the first.
-            calls[one_call] = Record(inputs, gradient, mask, rest)
+            calls[one_call] = Record(inputs, gradient, mask, rest, moments)
 
-        if not hasattr(layer, "activation"):
-            return watch(original(*args, **kwargs), note)
-        activation = layer.activation
-        passed = False
-
-        def tapped_activation(z: tf.Tensor) -> tf.Tensor:
-            nonlocal passed
-            passed = True
-            return activation(watch(z, note))
-
-        if activation is not None:
-            object.__setattr__(layer, "activation", tapped_activation)
-        try:
+        with listening(layer, note) as passed:
             outputs = original(*args, **kwargs)
-        finally:
-            object.__setattr__(layer, "activation", activation)
+        moments = self._moments.pop(key[1], None)
         return outputs if passed else watch(outputs, note)
+
+    def _listen_to_moments(self, layer: keras.layers.Layer) -> None:
+        """Notes the batch moments that a normalisation layer computes.
+
+        For good, not for the time of a call: a synchronised layer lets other
+        replicas run in the middle of its call.
+        """
+        compute = layer._moments
+
+        def moments(*args: Any) -> Any:
+            result = compute(*args)
+            if tape_record.could_possibly_record():
+                self._moments[replica_id()] = result
+            return result
+
+        self._substitute(layer, "_moments", moments)
+
+    def _substitute(
+        self, layer: keras.layers.Layer, name: str, value: Any
+    ) -> None:
+        """Overrides an attribute of the layer until the tap is closed."""
+        self._overridden[name] = vars(layer).get(name)
+        object.__setattr__(layer, name, value)
+
+
+@contextlib.contextmanager
+def listening(
+    layer: keras.layers.Layer, note: Callable[[tf.Tensor], None]
+) -> Iterator[list[bool]]:
+    """Taps the activation of a layer, if it has one, for one call.
+
+    Args:
+        layer: The layer.
+        note: Takes the gradient at the input of the activation.
+
+    Yields:
+        A list that is not empty once the activation has been called.
+    """
+    passed: list[bool] = []
+    activation = getattr(layer, "activation", None)
+    if activation is None:
+        yield passed
+        return
+
+    def tapped_activation(z: tf.Tensor) -> tf.Tensor:
+        passed.append(True)
+        return activation(watch(z, note))
+
+    object.__setattr__(layer, "activation", tapped_activation)
+    try:
+        yield passed
+    finally:
+        object.__setattr__(layer, "activation", activation)
 
 
 def before_first_call(

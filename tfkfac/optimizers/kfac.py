@@ -368,6 +368,20 @@ class KFAC(WrappingOptimizer):
             with tf.init_scope(), tf.device(device):
                 state.fill(placement, rank)
 
+    def _description(self) -> dict[str, Any]:
+        """What all workers must agree on."""
+        registry = self._placement().registry
+        layers = [
+            [block.path, block.kind, list(block.factor_shapes.values())]
+            for block in registry.blocks
+        ]
+        rest = [[left.path, left.reason] for left in registry.leftovers]
+        return {
+            **super()._description(),
+            "layers": layers,
+            "layers left to the inner optimizer": rest,
+        }
+
     def _placement(self) -> Placement:
         """Blocks of the model, and which worker does what of them."""
         if self._placed is None:
@@ -398,12 +412,14 @@ class KFAC(WrappingOptimizer):
     def save_own_variables(self, store: Any) -> None:
         """Writes factors and decompositions, named by layer.
 
-        Keras saves the inner optimizer by itself.
+        Keras saves the inner optimizer by itself. With several workers no
+        worker has all of the state and none is written: a loaded model then
+        gathers its curvature anew from the first step on.
 
         Args:
             store: A mapping of names to arrays.
         """
-        if self.built:
+        if self.built and self._topology.workers == 1:
             save_state(store, self._named_state())
 
     def load_own_variables(self, store: Any) -> None:
@@ -415,7 +431,14 @@ class KFAC(WrappingOptimizer):
         Raises:
             ValueError: If it does not fit the model or the solver.
         """
-        load_state(store, self._named_state(), self.name)
+        if self._topology.workers == 1:
+            load_state(store, self._named_state(), self.name)
+        elif len(store.keys()):
+            warnings.warn(
+                f"Optimizer '{self.name}' does not load the curvature of a "
+                "single worker into a job of several; it starts anew.",
+                stacklevel=2,
+            )
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""

@@ -14,6 +14,7 @@ from tfkfac.capture import registry
 from tfkfac.capture.scaling import LossBatch, LossTap
 from tfkfac.capture.taps import Tap, before_first_call, replica_id
 from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.fingerprint import check_agreement
 from tfkfac.distributed.strategy import repair
 from tfkfac.distributed.topology import check_strategy, find_topology
 from tfkfac.linalg.symmetric import all_finite
@@ -174,8 +175,25 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
             for _ in self._topology.local
         )
         self._create_state()
+        if self._topology.workers > len(self._topology.local):
+            check_agreement(self._description(), self._communicator())
         self.inner_optimizer.build(list(variables))
         super().build(list(variables))
+
+    def _description(self) -> dict[str, Any]:
+        """What all workers must agree on."""
+        config = self.get_config()
+        inner = config.pop("inner_optimizer")
+        settings = {k: v for k, v in inner["config"].items() if k != "name"}
+        weights = self.bound_model().trainable_variables
+        return {
+            "TensorFlow and Keras": [tf.__version__, keras.__version__],
+            "optimizer": type(self).__name__,
+            **{f"argument {name}": value for name, value in config.items()},
+            "inner optimizer": inner["class_name"],
+            **{f"inner optimizer's {k}": v for k, v in settings.items()},
+            "shapes of the weights": [list(v.shape) for v in weights],
+        }
 
     @tf.autograph.experimental.do_not_convert
     def apply(
@@ -223,9 +241,9 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
     def _communicator(self) -> Communicator:
         """This worker's collectives for one trace of the step."""
         topology = self._topology
-        return Communicator(
-            replica_id(), topology.workers, self._scope, topology.hint
-        )
+        alone = len(topology.local) == 1
+        rank = topology.local[0] if alone else replica_id()
+        return Communicator(rank, topology.workers, self._scope, topology.hint)
 
     def _position(self, rank: int) -> int:
         """Place of a worker among those of this process."""

@@ -1,0 +1,93 @@
+"""A check, before the first step, that all workers run the same job.
+
+A worker with another model or other settings would send tensors that the
+others do not expect, which hangs all of them.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfkfac.distributed.collectives import Communicator
+
+# Room for the description of a model of a few thousand layers.
+_BYTES = 2**17
+
+
+def check_agreement(
+    description: Mapping[str, Any], communicator: Communicator
+) -> None:
+    """Compares a description of the job with those of the other workers.
+
+    Every worker has to call it; each of them raises.
+
+    Args:
+        description: Anything that JSON can hold, by name.
+        communicator: This worker's collectives. Its rank must be the only one
+            in this process.
+
+    Raises:
+        ValueError: If descriptions differ. The message says where.
+    """
+    with tf.init_scope():
+        gathered = communicator.all_gather(tf.constant(encode(description)))
+        theirs = [decode(row) for row in gathered.numpy()]
+    differences = find_differences(theirs)
+    if differences:
+        raise ValueError(
+            "All workers must train the same model with the same optimizer. "
+            f"Seen from worker {communicator.rank}, these differ: "
+            f"{'; '.join(differences)}"
+        )
+
+
+def encode(description: Mapping[str, Any]) -> np.ndarray:
+    """A description as an array of fixed size."""
+    text = json.dumps(description, sort_keys=True, default=str)
+    data = zlib.compress(text.encode())
+    if len(data) > _BYTES - 4:
+        # Too long to be shown, but not to be compared.
+        digest = {"digest": zlib.crc32(data)}
+        data = zlib.compress(json.dumps(digest).encode())
+    size = np.array([len(data)], np.int32).tobytes()
+    padded = (size + data).ljust(_BYTES, b"\0")
+    return np.frombuffer(padded, np.int32)
+
+
+def decode(array: np.ndarray) -> dict[str, Any]:
+    """Inverse of `encode`."""
+    data = np.asarray(array, np.int32).tobytes()
+    size = int(np.frombuffer(data[:4], np.int32)[0])
+    result: dict[str, Any] = json.loads(zlib.decompress(data[4 : 4 + size]))
+    return result
+
+
+def find_differences(descriptions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names what is not the same in all descriptions, with the values."""
+    names = sorted({name for d in descriptions for name in d})
+    differences = []
+    for name in names:
+        values = [d.get(name) for d in descriptions]
+        if any(value != values[0] for value in values):
+            differences.append(f"{name}: {_describe(values)}")
+    return differences
+
+
+def _describe(values: Sequence[Any]) -> str:
+    """The values by worker; of lists, the first entry that differs."""
+    if all(isinstance(value, list) for value in values):
+        lengths = [len(value) for value in values]
+        if len(set(lengths)) > 1:
+            return _by_worker([f"{n} entries" for n in lengths])
+        for i, entries in enumerate(zip(*values, strict=True)):
+            if any(entry != entries[0] for entry in entries):
+                return f"entry {i}, {_by_worker(entries)}"
+    return _by_worker(values)
+
+
+def _by_worker(values: Sequence[Any]) -> str:
+    return ", ".join(f"{v!r} on worker {i}" for i, v in enumerate(values))
