@@ -17,6 +17,8 @@ KFAC_OPTIONS = {
     "factor_interval": "factor_update_interval",
     "inverse_interval": "inverse_update_interval",
     "kl_clip": "kl_clip",
+    "distribution": "distribution",
+    "gradient_worker_fraction": "gradient_worker_fraction",
 }
 PLOT_FORMATS = (".png", ".pdf", ".svg")
 
@@ -213,6 +215,19 @@ def add_kfac_arguments(group: Any) -> None:
         metavar="VALUE",
         help="bound on the change of the model's output in a step, or none",
     )
+    group.add_argument(
+        "--distribution",
+        choices=("comm_opt", "mem_opt", "hybrid_opt", "dp_kfac"),
+        default=not_given,
+        help="how several workers share the work",
+    )
+    group.add_argument(
+        "--gradient-worker-fraction",
+        type=fraction,
+        default=not_given,
+        metavar="FRACTION",
+        help="with hybrid_opt: share of the workers that precondition a layer",
+    )
 
 
 def add_output_arguments(group: Any) -> None:
@@ -264,7 +279,8 @@ def kfac_options(
     }
     if given and "kfac" not in options.optimizer:
         parser.error(
-            "--damping, --factor-interval, --inverse-interval and --kl-clip "
-            "go with --optimizer kfac"
+            "--damping, --factor-interval, --inverse-interval, --kl-clip, "
+            "--distribution and --gradient-worker-fraction go with "
+            "--optimizer kfac"
         )
     return given

@@ -72,8 +72,9 @@ def _convolution(
         use_bias=False,  # BatchNormalization adds its own
         kernel_initializer="he_normal",
     )(inputs)
-    # Keras' momentum of 0.99 is too slow for runs of a few hundred steps.
-    return layers.BatchNormalization(momentum=0.9)(outputs)
+    # Keras' momentum of 0.99 is too slow for runs of a few hundred steps, and
+    # unsynchronized statistics differ between the workers of a job.
+    return layers.BatchNormalization(momentum=0.9, synchronized=True)(outputs)
 
 
 NETWORKS = {"mlp": mlp, "cnn": cnn, "resnet20": resnet20}

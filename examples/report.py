@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import tfkfac
 from recording import Recorder
 
 if TYPE_CHECKING:
@@ -44,6 +45,21 @@ def make_table(
     lines = [align(row, widths) for row in cells]
     lines.insert(len(HEADINGS), "-" * len(lines[0]))
     return "\n".join([*lines, "", footnote(target)])
+
+
+def traffic_table(optimizer: tfkfac.KFAC) -> str:
+    """What this worker keeps, and what it receives in each kind of step."""
+    traffic = optimizer.communication_bytes()
+    columns = list(traffic["plain"])
+    cells = [("received bytes", *(c.replace("_", " ") for c in columns))]
+    cells += [
+        (f"{kind} step", *(f"{sent[c]:,}" for c in columns))
+        for kind, sent in traffic.items()
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    state = optimizer.state_bytes()["total"]
+    lines = [align(row, widths) for row in cells]
+    return "\n".join([*lines, f"curvature state: {state:,} bytes"])
 
 
 def align(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -1,14 +1,20 @@
 """Trains an image classifier with K-FAC, SGD and Adam and compares them.
 
 python examples/train_classifier.py --model cnn --optimizer kfac adam
+
+With TF_CONFIG set it is one worker of a job; tools/launch.py starts several on
+one machine. The batch size is that of all workers together.
 """
 
 import argparse
 import importlib.util
+import json
+import os
 import pathlib
 import sys
 
 import keras
+import tensorflow as tf
 
 import arguments
 import image_data
@@ -20,12 +26,20 @@ from recording import Recorder
 
 def main() -> None:
     options = arguments.parse()
+    # Before anything else of TensorFlow.
+    strategy = make_strategy()
+    if not is_chief():
+        options.plot = options.log_dir = None
     try:
         prepare_outputs(options)
         data = load_data(options)
     except (image_data.DatasetError, UsageError) as error:
         sys.exit(f"{pathlib.Path(sys.argv[0]).name}: error: {error}")
-    runs = {name: train(name, data, options) for name in options.optimizer}
+    runs = {
+        name: train(name, data, options, strategy) for name in options.optimizer
+    }
+    if not is_chief():
+        return
     title = f"{data.name}, {options.model}, batches of {options.batch_size}"
     print(f"\n{title}, {options.epochs} epochs\n")
     print(report.make_table(runs, options.learning_rate, options.target))
@@ -36,6 +50,19 @@ def main() -> None:
 
 class UsageError(Exception):
     """Something asked for that cannot be done; the message says why."""
+
+
+def make_strategy() -> tf.distribute.Strategy:
+    """The job that TF_CONFIG describes, or the default of one device."""
+    if "TF_CONFIG" in os.environ:
+        return tfkfac.MultiWorkerMirroredStrategy()
+    return tf.distribute.get_strategy()
+
+
+def is_chief() -> bool:
+    """Whether this worker prints the results and writes the files."""
+    task = json.loads(os.environ.get("TF_CONFIG", "{}")).get("task", {})
+    return task.get("index", 0) == 0
 
 
 def prepare_outputs(options: argparse.Namespace) -> None:
@@ -63,21 +90,28 @@ def load_data(options: argparse.Namespace) -> image_data.ImageData:
 
 
 def train(
-    name: str, data: image_data.ImageData, options: argparse.Namespace
+    name: str,
+    data: image_data.ImageData,
+    options: argparse.Namespace,
+    strategy: tf.distribute.Strategy,
 ) -> Recorder:
     """Trains a new model; everything random depends on the seed alone."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(options.seed)
-    model = NETWORKS[options.model](data.image_shape, data.num_classes)
     batches = data.train_batches(options.batch_size, options.seed)
-    model.compile(
-        optimizer=make_optimizer(name, options.epochs * len(batches), options),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+    steps = options.epochs * len(batches)
+    with strategy.scope():
+        model = NETWORKS[options.model](data.image_shape, data.num_classes)
+        model.compile(
+            optimizer=make_optimizer(name, steps, options),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
     print(f"\nTraining {options.model} with {name} on {data.name}")
     if isinstance(model.optimizer, tfkfac.KFAC):
         model.optimizer.summary()
+        if strategy.num_replicas_in_sync > 1:
+            print(report.traffic_table(model.optimizer))
     recorder, *others = make_callbacks(name, options.log_dir)
     model.fit(
         batches,

@@ -78,15 +78,17 @@ def find_differences(descriptions: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _describe(values: Sequence[Any]) -> str:
-    """The values by worker; of lists, the first entry that differs."""
-    if all(isinstance(value, list) for value in values):
-        lengths = [len(value) for value in values]
-        if len(set(lengths)) > 1:
-            return _by_worker([f"{n} entries" for n in lengths])
-        for i, entries in enumerate(zip(*values, strict=True)):
-            if any(entry != entries[0] for entry in entries):
-                return f"entry {i}, {_by_worker(entries)}"
-    return _by_worker(values)
+    """The values by worker; of lists, the entries that others do not have."""
+    if not all(isinstance(value, list) for value in values):
+        return _by_worker(values)
+    lists: Sequence[list[Any]] = values
+    own = [
+        [entry for entry in mine if any(entry not in other for other in lists)]
+        for mine in lists
+    ]
+    if not any(own):
+        return "in another order"
+    return _by_worker(own)
 
 
 def _by_worker(values: Sequence[Any]) -> str:
