@@ -1,18 +1,14 @@
 """K-FAC as a preconditioner in front of any Keras optimizer."""
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks.statistics import batch_statistics
-from tfkfac.capture.registry import build_registry, tappable
 from tfkfac.capture.scaling import LossBatch, example_scale
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.distributed.topology import find_topology
 from tfkfac.optimizers.active import (
     ActiveBlock,
     active_blocks,
@@ -35,15 +31,9 @@ from tfkfac.optimizers.hyperparameters import (
     Value,
     dense_start,
 )
-from tfkfac.optimizers.placement import Placement
+from tfkfac.optimizers.kronecker import KroneckerOptimizer
 from tfkfac.optimizers.preconditioner import ReplicaState
-from tfkfac.optimizers.summary import describe
-from tfkfac.optimizers.wrapper import (
-    Gradients,
-    WrappingOptimizer,
-    gradient_bytes,
-)
-from tfkfac.saving import Named, load_state, save_state
+from tfkfac.optimizers.wrapper import Gradients
 from tfkfac.solvers import SOLVERS
 
 # The measured schedule: where the second and third interval begin, and the
@@ -54,7 +44,7 @@ _INVERSE_INTERVALS = (5, 20, 50)
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
-class KFAC(WrappingOptimizer):
+class KFAC(KroneckerOptimizer):
     """Kronecker-factored approximate curvature in front of any optimizer.
 
     For each layer the gradient, as a matrix `W` of inputs by outputs, is
@@ -143,13 +133,24 @@ class KFAC(WrappingOptimizer):
         skip_layers: Iterable[Any] = (),
         name: str = "kfac",
     ) -> None:
-        super().__init__(default_inner(inner_optimizer, 0.1, 0.5), name)
-        self.solver = check_choice("solver", solver, tuple(SOLVERS))
+        super().__init__(
+            default_inner(inner_optimizer, 0.1, 0.5),
+            name,
+            check_choice("solver", solver, tuple(SOLVERS)),
+            check_skip_layers(skip_layers),
+            make_settings(
+                distribution,
+                gradient_worker_fraction,
+                assignment,
+                symmetric_communication,
+                factor_dtype,
+                inverse_dtype,
+            ),
+        )
         self.weight_sharing = check_choice(
             "weight_sharing", weight_sharing, ("expand", "reduce")
         )
         self.factor_decay = check_decay(factor_decay)
-        self._skip_layers = check_skip_layers(skip_layers)
         self._hyperparameters = {
             "damping": Hyperparameter("damping", damping),
             "kl_clip": Hyperparameter(
@@ -168,16 +169,6 @@ class KFAC(WrappingOptimizer):
                 optional=True,
             ),
         }
-        self._settings = make_settings(
-            distribution,
-            gradient_worker_fraction,
-            assignment,
-            symmetric_communication,
-            factor_dtype,
-            inverse_dtype,
-        )
-        self._placed: Placement | None = None
-        self._states: tuple[ReplicaState, ...] = ()
 
     # ------------------------------------------------------------ the step
     def _prepare(
@@ -340,106 +331,6 @@ class KFAC(WrappingOptimizer):
         due = tf.equal(self._clock() % interval, 0)
         return tf.logical_or(due, tf.equal(done, 0))
 
-    # --------------------------------------------------- binding and state
-    def _layers_to_tap(self) -> list[keras.layers.Layer]:
-        return tappable(self.bound_model(), self._skip_layers)
-
-    def _attached(self) -> None:
-        self._placed = None
-        if self.built:
-            self._create_state()
-
-    def _create_state(self) -> None:
-        """Makes each local worker's state; keeps what fits."""
-        placement = self._placement()
-        if not placement.blocks:
-            warnings.warn(
-                f"Model '{self.bound_model().name}' has no layer that K-FAC "
-                f"supports: optimizer '{self.name}' leaves all of it to its "
-                f"inner optimizer, {type(self.inner_optimizer).__name__}.",
-                stacklevel=2,
-            )
-        topology = placement.topology
-        if not self._states:
-            self._states = tuple(ReplicaState() for _ in topology.local)
-        for state, rank, device in zip(
-            self._states, topology.local, topology.devices, strict=True
-        ):
-            with tf.init_scope(), tf.device(device):
-                state.fill(placement, rank)
-
-    def _description(self) -> dict[str, Any]:
-        """What all workers must agree on."""
-        registry = self._placement().registry
-        layers = [
-            [block.path, block.kind, list(block.factor_shapes.values())]
-            for block in registry.blocks
-        ]
-        rest = [[left.path, left.reason] for left in registry.leftovers]
-        return {
-            **super()._description(),
-            "layers": layers,
-            "layers left to the inner optimizer": rest,
-        }
-
-    def _placement(self) -> Placement:
-        """Blocks of the model, and which worker does what of them."""
-        if self._placed is None:
-            registry = build_registry(self.bound_model(), self._skip_layers)
-            self._placed = Placement(
-                registry,
-                find_topology(self.bound_model().distribute_strategy),
-                SOLVERS[self.solver](),
-                self._settings,
-            )
-        return self._placed
-
-    @property
-    def factor_updates(self) -> tf.Variable:
-        """Number of factor updates so far."""
-        return self._states[0].factor_updates
-
-    @property
-    def inverse_updates(self) -> tf.Variable:
-        """Number of updates of the decompositions so far."""
-        return self._states[0].inverse_updates
-
-    def _named_state(self) -> Named:
-        (path, counters), *layers = self._states[0].named()
-        skipped = {"skipped_steps": self._skipped[0]}
-        return [(path, counters | skipped), *layers]
-
-    def save_own_variables(self, store: Any) -> None:
-        """Writes factors and decompositions, named by layer.
-
-        Keras saves the inner optimizer by itself. With several workers no
-        worker has all of the state and none is written: a loaded model then
-        gathers its curvature anew from the first step on.
-
-        Args:
-            store: A mapping of names to arrays.
-        """
-        if self.built and self._topology.workers == 1:
-            save_state(store, self._named_state())
-
-    def load_own_variables(self, store: Any) -> None:
-        """Reads what `save_own_variables` wrote.
-
-        Args:
-            store: A mapping of names to arrays.
-
-        Raises:
-            ValueError: If it does not fit the model or the solver.
-        """
-        if self._topology.workers == 1:
-            load_state(store, self._named_state(), self.name)
-        elif len(store.keys()):
-            warnings.warn(
-                f"Optimizer '{self.name}' does not load the curvature of a "
-                "single worker into a job of several; it starts anew.",
-                stacklevel=2,
-            )
-
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""
         return {
@@ -450,91 +341,3 @@ class KFAC(WrappingOptimizer):
             **settings_config(self._settings),
             "skip_layers": [serialize_skip_rule(r) for r in self._skip_layers],
         }
-
-    # ----------------------------------------------------------- reporting
-    def summary(self, print_fn: Callable[[str], None] = print) -> None:
-        """Prints what is preconditioned, what is not and why, and the state.
-
-        Args:
-            print_fn: Function that takes the text. Defaults to `print`.
-
-        Raises:
-            ValueError: If the optimizer has no model, or one that is not
-                built.
-        """
-        model = self.bound_model()
-        self._check_built(model)
-        title = (
-            f"K-FAC '{self.name}' of model '{model.name}': solver "
-            f"{self.solver}, inner optimizer "
-            f"{type(self.inner_optimizer).__name__}"
-        )
-        text = describe(self._placement(), title)
-        print_fn("\n".join([text, *self._events()]))
-
-    def factors(self) -> dict[str, dict[str, np.ndarray]]:
-        """Returns the bias-corrected averages of the factors.
-
-        Returns:
-            For each layer path its "A" and "G" as arrays, those that this
-            worker keeps; zeros before the first update. A block without one
-            of the two leaves it out.
-
-        Raises:
-            ValueError: If the optimizer has not been built by a first step.
-        """
-        if not self.built:
-            raise ValueError(
-                f"Optimizer '{self.name}' has no factors yet. Train a step, "
-                "or call `optimizer.build(model.trainable_variables)`."
-            )
-        return {
-            p.block.path: {k: v.numpy() for k, v in p.factors.values().items()}
-            for p in self._states[0].preconditioners
-            if p.factors is not None
-        }
-
-    def state_bytes(self) -> dict[str, int]:
-        """Returns the bytes of this worker's curvature state.
-
-        Known before training, for a built model.
-
-        Returns:
-            The bytes of "factors", "decompositions" and their "total".
-        """
-        self._check_built(self.bound_model())
-        placement = self._placement()
-        return placement.state_bytes(placement.topology.local[0])
-
-    def communication_bytes(self) -> dict[str, dict[str, int]]:
-        """Returns the bytes that this worker receives in a step.
-
-        Known before training, for a built model.
-
-        Returns:
-            For a "plain" step, one that also updates the "factor"s and one
-            that also renews the "inverse"s, the bytes of "gradients",
-            "factors", "decompositions" and "preconditioned_gradients".
-        """
-        model = self.bound_model()
-        self._check_built(model)
-        placement = self._placement()
-        size = gradient_bytes(model.trainable_variables)
-        return placement.communication_bytes(placement.topology.local[0], size)
-
-    def _events(self) -> list[str]:
-        """What went wrong so far, for the summary."""
-        if not self.built:
-            return []
-        events = [("steps skipped, gradients not finite", self._skipped[0])]
-        events += self._states[0].events()
-        counts = [(text, int(count.numpy())) for text, count in events]
-        return [f"{text}: {count}" for text, count in counts if count]
-
-    def _check_built(self, model: keras.Model) -> None:
-        if not all(layer.built for layer in self._layers_to_tap()):
-            raise ValueError(
-                f"Model '{model.name}' is not built, so the sizes of its "
-                "layers are not known. Call `model.build(input_shape)` or "
-                "train a step first."
-            )

@@ -15,9 +15,15 @@ from tfkfac.capture.scaling import LossBatch, LossTap
 from tfkfac.capture.taps import Tap, before_first_call, replica_id
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.fingerprint import check_agreement
-from tfkfac.distributed.strategy import repair
-from tfkfac.distributed.topology import check_strategy, find_topology
+from tfkfac.distributed.topology import find_topology
 from tfkfac.linalg.symmetric import all_finite
+from tfkfac.optimizers.checks import (
+    check_inner,
+    check_settings,
+    repair_keras,
+    serialize_value,
+    values_of,
+)
 from tfkfac.optimizers.hyperparameters import Hyperparameter
 from tfkfac.optimizers.replicas import updates_in_replica
 from tfkfac.variables import count_events, state_variable
@@ -84,7 +90,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
                 "keeps its curvature. Create a new optimizer for model "
                 f"'{model.name}'."
             )
-        self._check_settings(model, loss_scaler)
+        check_settings(model, loss_scaler)
         self._check_variables(model)
         detach(model, self)
         self._model = weakref.ref(model)
@@ -117,33 +123,6 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         for layer in registry.unbuilt(self.bound_model()):
             if not block_types(layer):
                 before_first_call(layer, self._tap_layers)
-
-    @staticmethod
-    def _check_settings(model: keras.Model, loss_scaler: Any) -> None:
-        jit = getattr(model, "jit_compile", False)
-        if jit is True and not tf.config.list_physical_devices("GPU"):
-            raise ValueError(
-                "Argument `jit_compile` must not be True without a GPU: XLA's "
-                "decompositions are many times slower on a CPU. Received: "
-                "jit_compile=True. Compile the model with jit_compile=False."
-            )
-        strategy = model.distribute_strategy
-        check_strategy(strategy)
-        repair_keras(strategy)
-        if strategy.num_replicas_in_sync == 1:
-            return
-        if getattr(model, "steps_per_execution", 1) > 1:
-            raise ValueError(
-                "Argument `steps_per_execution` must be 1 with several "
-                "replicas: TensorFlow cannot run more. Received: "
-                f"steps_per_execution={model.steps_per_execution}"
-            )
-        if loss_scaler is not None:
-            raise ValueError(
-                "A `LossScaleOptimizer` hangs with several replicas as soon "
-                "as one of them has a gradient that is not finite. Use the "
-                "policy 'mixed_bfloat16', which needs none."
-            )
 
     def _check_variables(self, model: keras.Model) -> None:
         if not self.built:
@@ -410,69 +389,3 @@ def detach(model: keras.Model, optimizer: WrappingOptimizer | None) -> None:
     for node in registry.walk(model):
         Tap.close(node.layer, optimizer)
     LossTap.close(model)
-
-
-def check_inner(identifier: Any) -> keras.optimizers.Optimizer:
-    """Returns the inner optimizer that an argument stands for.
-
-    Raises:
-        ValueError: If it is not an optimizer or one that cannot be inside.
-    """
-    message = (
-        "Argument `inner_optimizer` must be a Keras optimizer, its name or "
-        "config, or a float learning rate. Received: inner_optimizer="
-        f"{identifier!r} (of type {type(identifier)})"
-    )
-    try:
-        inner = keras.optimizers.get(identifier)
-    except (ValueError, TypeError) as error:
-        raise ValueError(message) from error
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise ValueError(message)
-    if isinstance(
-        inner, (WrappingOptimizer, keras.optimizers.LossScaleOptimizer)
-    ):
-        raise ValueError(
-            "Argument `inner_optimizer` must be a plain optimizer; put a "
-            "`LossScaleOptimizer` around this one, not inside. Received: "
-            f"inner_optimizer={inner}"
-        )
-    if inner.loss_scale_factor is not None:
-        raise ValueError(
-            "Argument `inner_optimizer` must not have a `loss_scale_factor`; "
-            "put a `LossScaleOptimizer` around this optimizer. Received: "
-            f"loss_scale_factor={inner.loss_scale_factor}"
-        )
-    return inner
-
-
-def repair_keras(strategy: tf.distribute.Strategy) -> None:
-    """Makes Keras' `fit` work under a user's own strategy, if it is one."""
-    kinds = (
-        tf.distribute.MirroredStrategy,
-        tf.distribute.MultiWorkerMirroredStrategy,
-    )
-    if isinstance(strategy, kinds):
-        repair(strategy)
-
-
-def gradient_bytes(variables: Sequence[keras.Variable]) -> int:
-    """Bytes of the gradients of some variables."""
-    return sum(
-        v.value.shape.num_elements() * tf.as_dtype(v.dtype).size
-        for v in variables
-    )
-
-
-def values_of(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """The numbers of a dense or sparse gradient."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return gradient.values
-    return gradient
-
-
-def serialize_value(value: Any) -> Any:
-    """Serialises a schedule or callable; a number is itself."""
-    if value is None or isinstance(value, (int, float)):
-        return value
-    return keras.saving.serialize_keras_object(value)
