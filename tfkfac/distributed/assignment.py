@@ -228,11 +228,31 @@ _Owners = list[tuple[int, dict[str, int]]]
 def _assign_layers(
     work: Sequence[Mapping[str, int]], workers: int, policy: str
 ) -> _Owners:
-    chosen = assign([sum(w.values()) for w in work], workers, policy)
+    chosen = _assign_pieces(work, workers, policy)
     return [
         (worker, dict.fromkeys(layer, worker))
         for worker, layer in zip(chosen, work, strict=True)
     ]
+
+
+def _assign_pieces(
+    work: Sequence[Mapping[str, int]], workers: int, policy: str
+) -> Sequence[int]:
+    """The worker of every layer.
+
+    Layers with one small factor (normalisation) often alternate with layers
+    with two. They take turns of their own, or round robin over two workers
+    would give all the work to one.
+    """
+    if policy != "round_robin":
+        return assign([sum(w.values()) for w in work], workers, policy)
+    turns: dict[int, int] = {}
+    chosen = []
+    for layer in work:
+        turn = turns.get(len(layer), 0)
+        turns[len(layer)] = turn + 1
+        chosen.append(turn % workers)
+    return chosen
 
 
 def _assign_factors(

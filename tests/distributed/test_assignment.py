@@ -1,0 +1,287 @@
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfkfac.distributed import assignment
+from tfkfac.distributed.assignment import (
+    MODES,
+    LayerPlan,
+    Shapes,
+    assign,
+    cost,
+    gradient_workers,
+    grid,
+    plan_layers,
+)
+
+# A convolutional network's: of all kinds, with ties.
+SHAPES: list[Shapes] = [
+    {"A": (28, 28), "G": (32, 32)},
+    {"G": (32, 2, 2)},
+    {"A": (289, 289), "G": (64, 64)},
+    {"A": (4, 9, 9), "G": (4, 8, 8)},
+    {"A": (1000,), "G": (64, 64)},
+    {"A": (289, 289), "G": (64, 64)},
+    {"A": (65, 65), "G": (10, 10)},
+]
+DIVISORS = [
+    (p, w) for p in (1, 2, 4, 6, 8) for w in range(1, p + 1) if not p % w
+]
+
+
+def makespan(costs: list[int], chosen: Sequence[int], workers: int) -> int:
+    loads = [0] * workers
+    for piece, worker in zip(costs, chosen, strict=True):
+        loads[worker] += piece
+    return max(loads)
+
+
+def plan(mode: str, workers: int, **kwargs: Any) -> tuple[LayerPlan, ...]:
+    if mode == "hybrid_opt":
+        kwargs.setdefault("fraction", 1 / workers)
+    return plan_layers(SHAPES, workers, mode, **kwargs)
+
+
+class TestCost:
+    @pytest.mark.parametrize(
+        "shape,compute,memory",
+        [
+            ((10, 10), 1000, 100),
+            ((4, 10, 10), 4000, 400),
+            ((10,), 10, 10),
+            ((1, 1), 1, 1),
+        ],
+    )
+    def test_counts(
+        self, shape: tuple[int, ...], compute: int, memory: int
+    ) -> None:
+        assert cost(shape, "compute") == compute
+        assert cost(shape, "memory") == memory
+
+    def test_policy_unknown(self) -> None:
+        with pytest.raises(ValueError, match="Argument `assignment` must be"):
+            cost((2, 2), "magic")
+
+
+class TestAssign:
+    @given(
+        st.lists(st.integers(0, 20), min_size=1, max_size=7),
+        st.integers(1, 3),
+    )
+    def test_lpt_bound(self, costs: list[int], workers: int) -> None:
+        chosen = assign(costs, workers, "compute")
+        best = min(
+            makespan(costs, every, workers)
+            for every in itertools.product(range(workers), repeat=len(costs))
+        )
+        # 4/3 - 1/(3m), without fractions.
+        bound = (4 * workers - 1) * best
+        assert 3 * workers * makespan(costs, chosen, workers) <= bound
+
+    def test_costly_first_ties_by_order(self) -> None:
+        assert assign([5, 5, 9, 5], 2, "compute") == (1, 1, 0, 0)
+        assert assign([1, 1, 1], 3, "memory") == (0, 1, 2)
+
+    def test_round_robin(self) -> None:
+        assert assign([9, 1, 1, 1, 1], 3, "round_robin") == (0, 1, 2, 0, 1)
+
+    def test_more_workers_than_pieces(self) -> None:
+        assert sorted(assign([3, 2], 8, "compute")) == [0, 1]
+
+    def test_nothing(self) -> None:
+        assert assign([], 2, "compute") == ()
+
+    def test_no_workers(self) -> None:
+        with pytest.raises(ValueError, match=r"`workers`.*workers=0"):
+            assign([1], 0, "compute")
+
+
+class TestGrid:
+    @pytest.mark.parametrize("workers,count", DIVISORS)
+    def test_partitions(self, workers: int, count: int) -> None:
+        layout = grid(workers, count)
+        everyone = list(range(workers))
+        for groups in (layout.rows, layout.columns):
+            assert sorted(itertools.chain(*groups)) == everyone
+        assert {len(c) for c in layout.columns} == {count}
+        assert {len(r) for r in layout.rows} == {workers // count}
+        for row, column in itertools.product(layout.rows, layout.columns):
+            assert len(set(row) & set(column)) == 1
+
+    def test_row_by_row(self) -> None:
+        assert grid(8, 2).rows == ((0, 1, 2, 3), (4, 5, 6, 7))
+        assert grid(8, 2).columns == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+    @pytest.mark.parametrize("count", [0, 3, 8])
+    def test_does_not_divide(self, count: int) -> None:
+        with pytest.raises(ValueError, match=f"gradient_workers={count}"):
+            grid(4, count)
+
+
+class TestGradientWorkers:
+    @pytest.mark.parametrize(
+        "workers,fraction,count",
+        [
+            (4, 0.25, 1),
+            (4, 0.5, 2),
+            (4, 1, 4),
+            (3, 1 / 3, 1),
+            (49, 1 / 49, 1),  # times 49 is less than 1
+            (3, 1 - 1 / 3 - 1 / 3, 1),  # 1.0000000000000002
+            # Fewer than one is one.
+            (4, 0.1, 1),
+            (1, 0.5, 1),
+        ],
+    )
+    def test_counts(self, workers: int, fraction: Any, count: int) -> None:
+        assert gradient_workers(workers, fraction) == count
+
+    @pytest.mark.parametrize(
+        "workers,fraction", [(4, 0.3), (4, 0.75), (2, 0.7), (100, 0.29)]
+    )
+    def test_not_whole_or_no_divisor(self, workers: int, fraction: Any) -> None:
+        with pytest.raises(ValueError) as error:
+            gradient_workers(workers, fraction)
+        assert "`gradient_worker_fraction` times" in str(error.value)
+        assert f"gradient_worker_fraction={fraction}" in str(error.value)
+
+    def test_message_names_what_is_allowed(self) -> None:
+        with pytest.raises(ValueError, match="one of 1/4, 2/4, 1 with 4"):
+            gradient_workers(4, 0.75)
+
+    @pytest.mark.parametrize("fraction", [0, -0.5, 1.5, True, "half", None])
+    def test_not_a_fraction(self, fraction: Any) -> None:
+        with pytest.raises(ValueError, match=r"number in \(0, 1\]"):
+            gradient_workers(4, fraction)
+
+    def test_nan(self) -> None:
+        with pytest.raises(ValueError, match=r"number in \(0, 1\]"):
+            gradient_workers(4, float("nan"))
+
+
+class TestPlan:
+    @pytest.mark.parametrize("workers", [1, 2, 3, 4, 16])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_each_worker_in_one_receiver_group(
+        self, mode: str, workers: int
+    ) -> None:
+        for layer in plan(mode, workers):
+            groups = [(s, *r) for s, r in layer.receivers.items()]
+            everyone = sorted(itertools.chain(*groups))
+            assert everyone == list(range(workers))
+            assert tuple(layer.receivers) == layer.gradient_workers
+            for sender, *receivers in groups:
+                assert layer.source_of(sender) == sender
+                assert {layer.source_of(r) for r in receivers} <= {sender}
+
+    @pytest.mark.parametrize("workers", [1, 2, 3, 16])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_owners_are_gradient_workers(self, mode: str, workers: int) -> None:
+        for layer, shapes in zip(plan(mode, workers), SHAPES, strict=True):
+            assert set(layer.owners) == set(shapes)
+            assert set(layer.owners.values()) <= set(layer.gradient_workers)
+            owned = [layer.owned_by(w) for w in range(workers)]
+            assert sorted(itertools.chain(*owned)) == sorted(shapes)
+
+    def test_comm_opt_splits_by_factor(self) -> None:
+        layers = plan("comm_opt", 4)
+        assert {p.gradient_workers for p in layers} == {(0, 1, 2, 3)}
+        assert not any(any(p.receivers.values()) for p in layers)
+        # The two largest factors first; then 65, and 64 three times.
+        assert layers[2].owners == {"A": 0, "G": 3}
+        assert layers[5].owners == {"A": 1, "G": 2}
+        assert layers[6].owners["A"] == 2
+
+    @pytest.mark.parametrize("mode", ["mem_opt", "dp_kfac"])
+    def test_one_owner(self, mode: str) -> None:
+        for layer in plan(mode, 4):
+            (owner,) = set(layer.owners.values())
+            assert layer.gradient_workers == (owner,)
+            others = tuple(w for w in range(4) if w != owner)
+            assert layer.receivers == {owner: others}
+
+    def test_hybrid(self) -> None:
+        for layer in plan("hybrid_opt", 4, fraction=0.5):
+            (owner,) = set(layer.owners.values())
+            assert layer.gradient_workers == (owner % 2, owner % 2 + 2)
+            neighbor = 1 - owner % 2
+            assert layer.receivers == {
+                owner % 2: (neighbor,),
+                owner % 2 + 2: (neighbor + 2,),
+            }
+
+    @pytest.mark.parametrize("workers", [1, 2, 4])
+    def test_hybrid_extremes(self, workers: int) -> None:
+        least = plan("hybrid_opt", workers, fraction=1 / workers)
+        if workers > 1:  # one worker is both extremes
+            assert least == plan("mem_opt", workers)
+        most = plan("hybrid_opt", workers, fraction=1)
+        assert most == plan("comm_opt", workers)
+
+    def test_default_policies(self) -> None:
+        by_turns = plan("dp_kfac", 2)
+        assert by_turns == plan("dp_kfac", 2, policy="round_robin")
+        pairs = [p.owners["G"] for p in by_turns if "A" in p.owners]
+        singles = [p.owners["G"] for p in by_turns if "A" not in p.owners]
+        assert pairs == [i % 2 for i in range(len(pairs))]
+        assert singles == [i % 2 for i in range(len(singles))]
+        for mode in ("comm_opt", "mem_opt", "hybrid_opt"):
+            assert plan(mode, 2) == plan(mode, 2, policy="compute")
+        assert plan("dp_kfac", 2, policy="compute") == plan("mem_opt", 2)
+
+    def test_memory_differs_from_compute(self) -> None:
+        # 3^3 > 3 * 2^3, but 3^2 < 3 * 2^2.
+        shapes: list[Shapes] = [{"A": (3, 3)}, {"A": (3, 2, 2)}]
+        for policy, owners in (("compute", [0, 1]), ("memory", [1, 0])):
+            layers = plan_layers(shapes, 2, "mem_opt", policy=policy)
+            assert [p.owners["A"] for p in layers] == owners
+
+    def test_no_layers(self) -> None:
+        assert plan_layers([], 2, "comm_opt") == ()
+
+    @pytest.mark.parametrize("hash_seed", ["1", "2"])
+    def test_same_in_another_process(self, hash_seed: str) -> None:
+        """There, the module is loaded alone: it needs no TensorFlow."""
+        code = (
+            "import ast, runpy, sys\n"
+            "module = runpy.run_path(sys.argv[1])\n"
+            "shapes = ast.literal_eval(sys.argv[2])\n"
+            "print(module['plan_layers'](shapes, 4, 'comm_opt'))\n"
+            "assert 'tensorflow' not in sys.modules"
+        )
+        output = subprocess.run(
+            [sys.executable, "-c", code, assignment.__file__, repr(SHAPES)],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        assert output.strip() == repr(plan("comm_opt", 4))
+
+    @pytest.mark.parametrize("mode", ["comm_opt", "mem_opt", "dp_kfac"])
+    def test_fraction_without_hybrid(self, mode: str) -> None:
+        with pytest.raises(ValueError, match="must be None unless"):
+            plan_layers(SHAPES, 2, mode, fraction=0.5)
+
+    def test_hybrid_without_fraction(self) -> None:
+        with pytest.raises(ValueError, match="must be given with"):
+            plan_layers(SHAPES, 2, "hybrid_opt")
+
+    def test_unknown_mode(self) -> None:
+        with pytest.raises(ValueError, match="`distribution` must be one of"):
+            plan_layers(SHAPES, 2, "magic")
+
+    def test_unknown_policy(self) -> None:
+        with pytest.raises(ValueError, match="`assignment` must be one of"):
+            plan_layers(SHAPES, 2, "mem_opt", policy="magic")
+
+    def test_worker_outside_of_plan(self) -> None:
+        with pytest.raises(ValueError, match="worker=2"):
+            plan("mem_opt", 2)[0].source_of(2)

@@ -1,0 +1,277 @@
+"""Runs the script with commands that need no TensorFlow."""
+
+import contextlib
+import json
+import os
+import pathlib
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "tools" / "launch.py"
+PREAMBLE = """
+import json, os, signal, sys, time
+config = json.loads(os.environ["TF_CONFIG"])
+index = config["task"]["index"]
+"""
+
+
+def command(workers: int, code: str) -> list[str]:
+    python = [sys.executable, "-c", PREAMBLE + code]
+    return [sys.executable, str(SCRIPT), str(workers), "--", *python]
+
+
+def launch(
+    workers: int, code: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(workers, code),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environment,
+    )
+
+
+@contextlib.contextmanager
+def launched(arguments: list[str]) -> Iterator[Any]:
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def assert_gone(identifiers: list[int]) -> None:
+    """None of the processes runs; an orphan may wait to be reaped."""
+    for identifier in identifiers:
+        state = subprocess.run(
+            ["ps", "-o", "stat=", "-p", str(identifier)],
+            capture_output=True,
+            text=True,
+        ).stdout
+        assert state[:1] in ("", "Z")
+
+
+def own_lines(output: str, worker: int) -> list[str]:
+    prefix = f"[worker {worker}] "
+    lines = output.splitlines()
+    return [line.removeprefix(prefix) for line in lines if prefix in line]
+
+
+def test_configuration() -> None:
+    done = launch(3, "print(json.dumps(config))")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    configs = [json.loads(*own_lines(done.stdout, w)) for w in range(3)]
+    tasks = [config["task"] for config in configs]
+    assert tasks == [{"type": "worker", "index": w} for w in range(3)]
+    addresses = configs[0]["cluster"]["worker"]
+    assert len(set(addresses)) == 3
+    assert all(config["cluster"]["worker"] == addresses for config in configs)
+
+
+def test_environment() -> None:
+    code = "print(os.environ['TF_NUM_INTRAOP_THREADS'], os.environ['no_proxy'])"
+    done = launch(2, code, TF_NUM_INTRAOP_THREADS="7", no_proxy="example.org")
+    assert own_lines(done.stdout, 1) == ["7 example.org,127.0.0.1"]
+
+
+def test_streams_stay_apart() -> None:
+    done = launch(2, "print('out'); print('err', file=sys.stderr)")
+    assert sorted(done.stdout.splitlines()) == [
+        "[worker 0] out",
+        "[worker 1] out",
+    ]
+    assert sorted(done.stderr.splitlines()) == [
+        "[worker 0] err",
+        "[worker 1] err",
+    ]
+
+
+def test_odd_output() -> None:
+    """Windows' line ends, bytes that are not UTF-8, no end of line."""
+    code = r"""
+sys.stdout.buffer.write(b"a\r")
+sys.stdout.flush()
+time.sleep(0.1)
+sys.stdout.buffer.write(b"\nb\r\n\n\xff\n\xc3\xa4 end")
+"""
+    done = launch(2, code)
+    for worker in range(2):
+        lines = own_lines(done.stdout, worker)
+        assert lines == ["a", "b", "", "\ufffd", "ä end"]
+
+
+BAR = r"""
+print("Epoch 1")
+for step in range(3):
+    back = "\b" * 7 * (step > 0)  # as Keras does
+    sys.stdout.write(f"{back}\r\x1b[1m{step + 1}/3\x1b[0m bar")
+    sys.stdout.flush()
+    time.sleep(0.2)
+print()
+print("done")
+"""
+
+
+def test_bars_of_worker_0_in_a_file() -> None:
+    done = launch(2, BAR)
+    assert own_lines(done.stdout, 0) == ["Epoch 1", "3/3 bar", "done"]
+    assert own_lines(done.stdout, 1) == ["Epoch 1", "done"]
+    assert "\r" not in done.stdout
+
+
+def test_bars_of_worker_0_in_a_terminal() -> None:
+    main, side = pty.openpty()
+    shown = b""
+    process = subprocess.Popen(command(2, BAR), stdout=side, stderr=side)
+    os.close(side)
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while piece := os.read(main, 1024):
+            shown += piece
+    assert process.wait() == 0
+    os.close(main)
+    text = shown.decode()
+    # Not every state has to be seen.
+    assert re.search(r"\r\[worker 0\] [123]/3 bar\x1b\[K", text)
+    assert "\r\x1b[K[worker " in text  # a line replaces the bar
+    assert "[worker 0] \x1b[1m3/3\x1b[0m bar\r\n" in text
+    assert "[worker 1] 1/3" not in text
+
+
+def test_failure_stops_the_others() -> None:
+    code = """
+print(os.getpid(), flush=True)
+if index == 1:
+    time.sleep(0.2)
+    sys.exit("no luck")
+time.sleep(60)
+"""
+    start = time.monotonic()
+    done = launch(3, code.replace('sys.exit("no luck")', "sys.exit(3)"))
+    assert time.monotonic() - start < 10
+    assert done.returncode == 3
+    assert "launch.py: worker 1 failed with exit code 3" in done.stderr
+    assert_gone([int(own_lines(done.stdout, w)[0]) for w in range(3)])
+    # Its last words come before that.
+    done = launch(3, code)
+    assert done.returncode == 1
+    assert done.stderr.startswith("[worker 1] no luck\nlaunch.py: worker 1")
+
+
+def test_death_by_signal() -> None:
+    code = "os.kill(os.getpid(), signal.SIGKILL) if index else time.sleep(60)"
+    done = launch(2, code)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "worker 1 was ended by SIGKILL" in done.stderr
+
+
+def test_failure_after_success_of_others() -> None:
+    done = launch(2, "time.sleep(0.3 * index); sys.exit(5 * index)")
+    assert done.returncode == 5
+
+
+WAIT = "print(os.getpid(), flush=True); time.sleep(60)"
+# Its child is in the same group.
+WAIT_IN_CHILD = (
+    "import subprocess; subprocess.run([sys.executable, '-c', "
+    "'import os, time; print(os.getpid(), flush=True); time.sleep(60)'])"
+)
+
+
+@pytest.mark.parametrize("code", [WAIT, WAIT_IN_CHILD])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_stops_all(number: signal.Signals, code: str) -> None:
+    with launched(command(2, code)) as process:
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 128 + number
+    assert_gone([int(line.split()[-1]) for line in lines])
+
+
+def test_second_signal_does_not_wait() -> None:
+    ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN);"
+    patient = (
+        "import sys\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "import launch\n"
+        "launch.GRACE = 600.0\n"
+        "sys.exit(launch.main(sys.argv[1:]))"
+    )
+    python, _, *arguments = command(2, ignore + WAIT)
+    with launched([python, "-c", patient, *arguments]) as process:
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 128 + signal.SIGINT
+    assert_gone([int(line.split()[-1]) for line in lines])
+
+
+def test_reader_that_leaves() -> None:
+    code = "print(os.getpid(), flush=True)\nwhile True: print('x' * 1000)"
+    with launched(command(2, code)) as process:
+        line = process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=30) == 128 + signal.SIGPIPE
+        assert "Exception ignored" not in process.stderr.read()
+    assert_gone([int(line.split()[-1])])
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ([], "required: N"),
+        (["two", "--", "ls"], "N: must be a whole number above 0; received"),
+        (["0", "--", "ls"], "must be a whole number above 0; received '0'"),
+        (["-1", "--", "ls"], "must be a whole number above 0"),
+        (["2"], "a command must follow"),
+        (["2", "--"], "a command must follow"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert re.search(message, done.stderr), done.stderr
+    assert "usage: launch.py [-h] N -- COMMAND" in done.stderr
+
+
+def test_command_not_found() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "2", "--", "no-such-program"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 127
+    message = "launch.py: error: cannot run 'no-such-program': No such file"
+    assert done.stderr.startswith(message)
+
+
+def test_python_of_the_virtual_environment() -> None:
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("not in a virtual environment")
+    done = subprocess.run(
+        [
+            *(sys.executable, str(SCRIPT), "1", "--"),
+            *("python", "-c", "import sys; print(sys.prefix)"),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"[worker 0] {sys.prefix}\n"

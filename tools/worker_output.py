@@ -1,0 +1,108 @@
+"""The output of several workers in one terminal or file."""
+
+import codecs
+import os
+import re
+import shutil
+import sys
+import threading
+from typing import IO, TextIO
+
+STYLE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class Terminal:
+    """Where the output of all workers is written, a line at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bar_is_shown = False
+        self._is_interactive = sys.stdout.isatty()
+
+    def write_line(self, stream: TextIO, text: str) -> None:
+        """Writes a line of its own, over the progress bar if there is one."""
+        if not stream.isatty():
+            text = STYLE.sub("", text)
+        with self._lock:
+            if self._bar_is_shown:
+                sys.stdout.write("\r\x1b[K")
+                sys.stdout.flush()
+                self._bar_is_shown = False
+            stream.write(text + "\n")
+            stream.flush()
+
+    def show_bar(self, text: str) -> None:
+        """Writes a line for the next one to overwrite, in a terminal."""
+        if self._is_interactive:
+            width = shutil.get_terminal_size().columns
+            with self._lock:
+                bar = STYLE.sub("", text)[: width - 1]
+                sys.stdout.write(f"\r{bar}\x1b[K")
+                sys.stdout.flush()
+                self._bar_is_shown = True
+
+
+class LineFilter:
+    """Turns what one worker writes to one stream into lines and bars.
+
+    Args:
+        terminal: Where they go.
+        stream: The stream of ours that stands for the worker's.
+        prefix: What to put before each line.
+        shows_bars: Whether lines that overwrite themselves are shown.
+    """
+
+    def __init__(
+        self,
+        terminal: Terminal,
+        stream: TextIO,
+        prefix: str,
+        shows_bars: bool,
+    ) -> None:
+        self._terminal = terminal
+        self._stream = stream
+        self._prefix = prefix
+        self._shows_bars = shows_bars
+        self._line = ""
+
+    def feed(self, text: str) -> None:
+        """Takes the next piece of output."""
+        *lines, rest = (self._line + text).split("\n")
+        for line in lines:
+            self._write(line.removesuffix("\r"))
+        # A return at the end may belong to the end of the line.
+        body = rest.removesuffix("\r")
+        if "\r" in body:
+            bar = visible_part(body)
+            rest = "\r" + bar + rest[len(body) :]
+            if self._shows_bars:
+                self._terminal.show_bar(self._prefix + bar)
+        self._line = rest
+
+    def close(self) -> None:
+        """Writes what is left without an end of line."""
+        if self._line:
+            self._write(self._line)
+            self._line = ""
+
+    def _write(self, line: str) -> None:
+        if self._shows_bars or "\r" not in line:
+            text = self._prefix + visible_part(line)
+            self._terminal.write_line(self._stream, text)
+
+
+def visible_part(line: str) -> str:
+    """What a terminal shows of a line that overwrites itself."""
+    parts = [part.rstrip("\b") for part in line.split("\r")]
+    return next((part for part in reversed(parts) if part), "")
+
+
+def pass_on(pipe: IO[bytes], lines: LineFilter) -> None:
+    """Reads a pipe to its end."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    try:
+        while piece := os.read(pipe.fileno(), 1 << 16):
+            lines.feed(decoder.decode(piece))
+        lines.close()
+    except BrokenPipeError:
+        pass  # nobody reads what we write; SIGPIPE tells the main thread
