@@ -35,6 +35,17 @@ class Communicator:
         self._scope = scope
         self._hint = hint
         self._calls = 0
+        self._outputs: list[tf.Tensor] = []
+
+    def outputs(self) -> list[tf.Tensor]:
+        """Returns the outputs of the collectives since the last call.
+
+        TensorFlow prunes a collective whose result a worker does not use, and
+        the others wait for it for ever. Something that must run has to depend
+        on these.
+        """
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], dtype: tf.DType | None = None
@@ -65,6 +76,7 @@ class Communicator:
                 subdiv_offsets=[0],
                 communication_hint=self._hint,
             )
+            self._outputs.append(flat)
             results += unflatten(flat, bucket)
         return results
 
@@ -130,9 +142,11 @@ class Communicator:
             sent = tf.bitcast(flat, carrier) if carrier != wire else flat
             # The handle keeps the send in the graph.
             done = tf.raw_ops.CollectiveBcastSend(input=sent, **arguments)
+            self._outputs.append(done)
             with tf.control_dependencies([done]):
                 return tf.identity(flat)
         received = tf.raw_ops.CollectiveBcastRecv(T=carrier, **arguments)
+        self._outputs.append(received)
         return tf.bitcast(received, wire) if carrier != wire else received
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -150,6 +164,7 @@ class Communicator:
             shape=[self.workers, flat.shape[1]],
             communication_hint=self._hint,
         )
+        self._outputs.append(gathered)
         return tf.reshape(gathered, [self.workers, *tensor.shape])
 
     def _keys(

@@ -224,7 +224,8 @@ class KFAC(KroneckerOptimizer):
                 communicator, statistics
             )
             take_statistics(active, reduced, self.factor_decay)
-            return state.factor_updates.assign_add(1)
+            with tf.control_dependencies(communicator.outputs()):
+                return state.factor_updates.assign_add(1)
 
         due = self._due(
             "factor_update_interval", _FACTOR_INTERVALS, state.factor_updates
@@ -247,7 +248,8 @@ class KFAC(KroneckerOptimizer):
                 communicator, made, layers
             )
             take_decompositions(active, parts, damping)
-            return state.inverse_updates.assign_add(1)
+            with tf.control_dependencies(communicator.outputs()):
+                return state.inverse_updates.assign_add(1)
 
         due = self._due(
             "inverse_update_interval",

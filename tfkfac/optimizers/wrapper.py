@@ -198,6 +198,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         batch = LossTap.open(self.bound_model()).take()
         communicator = self._communicator()
         gradients = self._reduce(list(grads), batch, communicator)
+        communicator.outputs()  # the gradients are always used
         step = self._prepare(gradients, variables, batch, communicator)
         present = [values_of(g) for g in gradients if g is not None]
         finite = all_finite(present)
