@@ -120,6 +120,7 @@ class Tap:
 
         one_call = object()
         key = (id(self), replica_id())
+        moments: Any = None  # in forward mode `note` runs during the call
 
         def note(gradient: tf.Tensor) -> None:
             calls = current_store(self._eager).setdefault(key, {})

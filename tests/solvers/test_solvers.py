@@ -1,0 +1,271 @@
+"""Both solvers against the block's matrix written out.
+
+Factors are put into the optimizer's state and a gradient of our choice is
+applied: whatever happens between, the step must be the solution of a linear
+system with `Block.dense()`.
+"""
+
+import math
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.harness import assert_close
+from tests.reference import Array
+from tests.small import curvature
+from tfkfac.blocks import Block
+from tfkfac.capture.registry import build_registry
+
+SOLVERS = ["inverse", "eigen"]
+CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "dense": (lambda: layers.Dense(3), (4,)),
+    "no bias": (lambda: layers.Dense(3, use_bias=False), (4,)),
+    "one number": (lambda: layers.Dense(1, use_bias=False), (1,)),
+    "one unit": (lambda: layers.Dense(1), (4,)),
+    "convolution": (lambda: layers.Conv1D(2, 2), (3, 2)),
+    "groups": (
+        lambda: layers.EinsumDense("nsi,sio->nso", (2, 3), bias_axes="so"),
+        (2, 4),
+    ),
+    "depthwise": (lambda: layers.DepthwiseConv1D(2), (3, 2)),
+    "diagonal": (lambda: layers.Embedding(5, 3), (2,)),
+    "missing A": (lambda: layers.LayerNormalization(), (4,)),
+    "missing A, scale only": (
+        lambda: layers.LayerNormalization(center=False),
+        (4,),
+    ),
+}
+
+
+def second_moments(shape: tuple[int, ...], rng: Any, scale: float) -> Array:
+    """A random factor of that shape; a vector is a diagonal."""
+    if len(shape) == 1:
+        return scale * rng.uniform(0.1, 1.0, size=shape)
+    rows = rng.normal(size=(*shape[:-2], 2 * shape[-1], shape[-1]))
+    moments = np.swapaxes(rows, -1, -2) @ rows / rows.shape[-2]
+    return np.asarray(scale * moments)
+
+
+class Bench:
+    """One layer, K-FAC in front of SGD of rate 1, and factors at will."""
+
+    def __init__(self, case: str, solver: str, damping: float) -> None:
+        make, shape = CASES[case]
+        keras.utils.set_random_seed(0)
+        dtype = "int32" if case == "diagonal" else "float32"
+        self.rng = np.random.default_rng(0)
+        self.model = keras.Sequential([keras.Input(shape, dtype=dtype), make()])
+        size = (6, *shape)
+        self.x = (
+            self.rng.integers(0, 5, size)
+            if case == "diagonal"
+            else self.rng.normal(size=size).astype("float32")
+        )
+        self.optimizer = tfkfac.KFAC(
+            keras.optimizers.SGD(1.0),
+            solver=solver,
+            damping=damping,
+            kl_clip=None,
+            factor_update_interval=1000,
+            inverse_update_interval=1000,
+        ).attach(self.model)
+        self.optimizer.build(self.model.trainable_variables)
+        # Nothing is due any more, unless an interval says so.
+        self.optimizer.iterations.assign(1)
+        self.optimizer.factor_updates.assign(1)
+        self.optimizer.inverse_updates.assign(1)
+        (self.block,) = build_registry(self.model, ()).blocks
+
+    def put(self, factors: dict[str, Array]) -> None:
+        """Makes these the averages; they are decomposed in the next step."""
+        state = curvature(self.optimizer)
+        for key in state:
+            _, name, path = key.split(":")
+            if name == "weight":
+                state[key] = np.ones_like(state[key])
+            elif path and name.startswith("factor_"):
+                value = factors[name.removeprefix("factor_")]
+                assert state[key].shape == value.shape
+                state[key] = value.astype(state[key].dtype)
+        self.optimizer.load_own_variables(state)
+        self.optimizer.inverse_updates.assign(0)
+
+    def random_factors(self, scales: dict[str, float]) -> dict[str, Array]:
+        return {
+            name: second_moments(shape, self.rng, scales.get(name, 1.0))
+            for name, shape in self.block.factor_shapes.items()
+        }
+
+    def step(self) -> tuple[Array, Array]:
+        """Applies a random gradient; returns it and the step, as matrices."""
+        variables = self.model.trainable_variables
+        with tf.GradientTape() as tape:
+            value = tf.reduce_sum(tf.square(self.model(self.x)))
+        tape.gradient(value, variables)
+        gradients = [
+            tf.constant(self.rng.normal(size=v.shape), tf.float32)
+            for v in variables
+        ]
+        before = [v.numpy() for v in variables]
+        self.optimizer.apply(gradients, variables)
+        change = [
+            tf.constant(b - v.numpy())
+            for b, v in zip(before, variables, strict=True)
+        ]
+        W, P = (
+            np.asarray(self.block.to_matrix(values), np.float64)
+            for values in (gradients, change)
+        )
+        return W, P
+
+
+def written_out(block: Block, factors: dict[str, Array]) -> Array:
+    """`Block.dense` in float64."""
+    tensors = {k: tf.constant(v, tf.float64) for k, v in factors.items()}
+    return np.asarray(block.dense(tensors))
+
+
+def solve(matrix: Array, W: Array) -> Array:
+    """The row-major flattened matrices are what `dense` acts on."""
+    flat = W.reshape(*matrix.shape[:-1], 1)
+    return np.asarray(np.linalg.solve(matrix, flat).reshape(W.shape))
+
+
+def damped(
+    block: Block, factors: dict[str, Array], solver: str, damping: float
+) -> Array:
+    """The damped block as the solvers define it."""
+    dense = written_out(block, factors)
+    if solver == "eigen" or "A" not in factors:
+        return np.asarray(dense + damping * np.eye(dense.shape[-1]))
+    A, G = factors["A"], factors["G"]
+    root = math.sqrt(damping)
+    diagonal = A.ndim == 1
+    mean_a = A.mean() if diagonal else np.trace(A, axis1=-2, axis2=-1)
+    mean_a = mean_a / (1 if diagonal else A.shape[-1])
+    mean_g = np.trace(G, axis1=-2, axis2=-1) / G.shape[-1]
+    pi = np.sqrt(mean_a / mean_g)
+    if diagonal:
+        A = A + pi * root
+    else:
+        A = A + (pi * root)[..., None, None] * np.eye(A.shape[-1])
+    G = G + (root / pi)[..., None, None] * np.eye(G.shape[-1])
+    return written_out(block, {"A": A, "G": G})
+
+
+SETTINGS: list[tuple[float, dict[str, float]]] = [
+    (0.05, {}),
+    (0.05, {"A": 20.0, "G": 1e-3}),
+    (1e-3, {"A": 1e-2, "G": 5.0}),
+    (10.0, {}),
+]
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("case", CASES)
+def test_step_solves_the_damped_block(case: str, solver: str) -> None:
+    """Factors of all sizes, little and much damping."""
+    bench = Bench(case, solver, 1.0)
+    for damping, scales in SETTINGS:
+        bench.optimizer.damping = damping
+        factors = bench.random_factors(scales)
+        bench.put(factors)
+        matrix = damped(bench.block, factors, solver, damping)
+        # The same decomposition serves the next gradient.
+        for _ in range(2):
+            W, P = bench.step()
+            assert int(bench.optimizer.inverse_updates) == 1
+            assert_close(P, solve(matrix, W), 3e-4, f"{damping} {scales}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dense_is_the_kronecker_product(case: str) -> None:
+    """`dense` itself, against `np.kron` of each group."""
+    bench = Bench(case, "eigen", 0.1)
+    factors = bench.random_factors({})
+    got = written_out(bench.block, factors)
+    G = factors["G"]
+    A = factors.get("A")
+    if A is None:
+        want = G
+    elif A.ndim == 1:
+        want = np.kron(np.diag(A), G)
+    elif A.ndim == 2:
+        want = np.kron(A, G)
+    else:
+        pairs = zip(A, G, strict=True)
+        want = np.stack([np.kron(a, g) for a, g in pairs])
+    assert_close(got, want, 1e-12)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("case", CASES)
+def test_initial_decomposition_is_the_identity(case: str, solver: str) -> None:
+    bench = Bench(case, solver, 0.05)
+    W, P = bench.step()
+    assert int(bench.optimizer.inverse_updates) == 1
+    assert_close(P, W, 1e-5)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("case", CASES)
+def test_factors_of_zero(case: str, solver: str) -> None:
+    """Damping alone divides the gradient; without any it stays."""
+    for damping in (0.25, 0.0):
+        bench = Bench(case, solver, damping)
+        shapes = bench.block.factor_shapes
+        bench.put({name: np.zeros(shape) for name, shape in shapes.items()})
+        W, P = bench.step()
+        assert_close(P, W / (damping or 1.0), 1e-5, f"damping {damping}")
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("empty", ["A", "G"])
+def test_one_group_of_zeros(empty: str, solver: str) -> None:
+    """A dead group takes nothing from the others."""
+    bench = Bench("groups", solver, 0.05)
+    factors = bench.random_factors({})
+    factors[empty][1] = 0.0
+    bench.put(factors)
+    W, P = bench.step()
+    assert np.isfinite(P).all()
+    alive = {name: factor[:1] for name, factor in factors.items()}
+    matrix = damped(bench.block, alive, solver, 0.05)
+    assert_close(P[:1], solve(matrix, W[:1]), 3e-4)
+    if solver == "eigen":
+        assert_close(P[1], W[1] / 0.05, 1e-4)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("case", CASES)
+def test_singular_factors_without_damping(case: str, solver: str) -> None:
+    """One direction in each factor: finite, and downhill in every group."""
+    bench = Bench(case, solver, 0.0)
+    factors = {}
+    for name, shape in bench.block.factor_shapes.items():
+        if len(shape) == 1:
+            factors[name] = np.eye(*shape)[0]
+        else:
+            row = bench.rng.normal(size=shape[:-1])
+            factors[name] = row[..., :, None] * row[..., None, :]
+    bench.put(factors)
+    W, P = bench.step()
+    assert np.isfinite(P).all()
+    assert (np.sum(P * W, (-2, -1)) > 0).all()
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_factors_of_very_different_size(solver: str) -> None:
+    """The split of the damping stays within bounds."""
+    for tiny, huge in (("A", "G"), ("G", "A")):
+        bench = Bench("dense", solver, 0.01)
+        factors = bench.random_factors({tiny: 1e-20, huge: 1e12})
+        bench.put(factors)
+        W, P = bench.step()
+        assert np.isfinite(P).all()
+        assert np.sum(P * W) > 0
