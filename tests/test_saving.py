@@ -168,7 +168,6 @@ def test_weights_of_a_plain_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
-@pytest.mark.xfail(reason="entries of another optimizer cannot be unpacked")
 def test_weights_of_a_model_with_another_optimizer(tmp_path: Path) -> None:
     """A warning as of Keras' optimizers, or an error that says what it is."""
     adam = mlp(seed=3)
@@ -186,7 +185,6 @@ def test_weights_of_a_model_with_another_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
-@pytest.mark.xfail(reason="entries of another optimizer cannot be unpacked")
 def test_mixed_precision_file_without_the_policy(tmp_path: Path) -> None:
     """Keras then leaves its LossScaleOptimizer out, with a warning."""
     before = keras.config.dtype_policy()
@@ -203,7 +201,6 @@ def test_mixed_precision_file_without_the_policy(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
-@pytest.mark.xfail(reason="loading needs what only building makes")
 def test_weights_for_an_optimizer_that_is_not_built(tmp_path: Path) -> None:
     """It resumes, or the error says what is the matter."""
     model = compiled_mlp(eager=True)
@@ -241,7 +238,6 @@ def test_weights_for_a_model_with_another_optimizer(tmp_path: Path) -> None:
             np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.xfail(reason="the whole optimizer state is lost without a word")
 def test_legacy_file(tmp_path: Path) -> None:
     """Keras' old format keeps at least the inner optimizer's state."""
     model = compiled_mlp("adam", eager=True)
@@ -357,7 +353,6 @@ def test_checkpoint(kind: str, solver: str, tmp_path: Path) -> None:
     assert_resumes(model, copy)
 
 
-@pytest.mark.xfail(reason="building resets the counters of updates")
 def test_checkpoint_restored_before_the_first_step(tmp_path: Path) -> None:
     """The usual order of a custom loop: attach, restore, train."""
     runs = []

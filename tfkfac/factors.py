@@ -103,7 +103,7 @@ def _mix(
     # NaN times a share of zero is zero here.
     new = tf.math.multiply_no_nan(total, tf.math.divide_no_nan(share, count))
     old = (1 - share) * tf.cast(average, share.dtype)
-    average.assign(tf.cast(old + new, average.dtype))
+    average.assign(tf.saturate_cast(old + new, average.dtype))
 
 
 def factor_bytes(

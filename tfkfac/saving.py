@@ -30,6 +30,11 @@ def save_state(store: MutableMapping[str, Any], state: Named) -> None:
             store[_key(index, path, name)] = variable.numpy()
 
 
+def is_state(store: Mapping[str, Any]) -> bool:
+    """Whether a store holds what `save_state` wrote."""
+    return all(key.count(_FIELD) >= 2 for key in list(store.keys()))
+
+
 def load_state(store: Mapping[str, Any], state: Named, optimizer: str) -> None:
     """Reads variables from a Keras store.
 
@@ -38,8 +43,7 @@ def load_state(store: Mapping[str, Any], state: Named, optimizer: str) -> None:
     differ in such a number only are matched in order.
 
     Args:
-        store: The store of the optimizer. An empty one is of an optimizer
-            saved before it had any state and changes nothing.
+        store: The store of the optimizer, as `save_state` left it.
         state: Variables by name, of each layer path, in order.
         optimizer: The optimizer's name, for messages.
 
@@ -47,8 +51,6 @@ def load_state(store: Mapping[str, Any], state: Named, optimizer: str) -> None:
         ValueError: If layers, entries or shapes differ.
     """
     saved = _read(store)
-    if not saved:
-        return
     paths = [path for path, _ in saved]
     expected = [path for path, _ in state]
     by_path = dict(saved)

@@ -394,9 +394,6 @@ def test_recompile_after_the_optimizer_is_gone() -> None:
     assert not is_tapped(model)
 
 
-@pytest.mark.xfail(
-    reason="the first-call hooks of an earlier optimizer are not removed"
-)
 def test_recompile_before_the_model_is_built_leaves_no_taps() -> None:
     model = LateBuilt()
     model.compile(tfkfac.KFAC(), loss())
@@ -746,9 +743,6 @@ def test_unused_records_do_not_pile_up() -> None:
     assert held() <= one - 2
 
 
-@pytest.mark.xfail(
-    reason="a forward pass drops the records of the pending step"
-)
 def test_another_tape_between_backward_pass_and_step() -> None:
     model = mlp()
     optimizer = tfkfac.KFAC().attach(model)
@@ -797,18 +791,13 @@ def jacobians(model: Any) -> list[Any]:
     return list(tape.jacobian(outputs, values))
 
 
-FORWARD = pytest.mark.xfail(
-    reason="forward mode asks for the gradient in the middle of the call"
-)
-
-
 @pytest.mark.parametrize(
     "derivative",
     [
         gradient_penalty,
         jacobians,
-        pytest.param(forward_mode, marks=FORWARD),
-        pytest.param(hessian_product, marks=FORWARD),
+        forward_mode,
+        hessian_product,
     ],
 )
 def test_taps_are_transparent_to_derivatives(
@@ -931,7 +920,6 @@ def test_call_overridden_on_the_instance_comes_back() -> None:
     assert layer.call is call
 
 
-@pytest.mark.xfail(reason="`compute_loss` of the instance is lost")
 def test_compute_loss_of_the_instance_comes_back() -> None:
     model = mlp()
 

@@ -663,12 +663,7 @@ UNBUILT: dict[str, Any] = {
         [layers.Dense(4, name="first"), layers.Dense(CLASSES, name="second")]
     ),
     "subclassed": Constructed,
-    "layers made in build": pytest.param(
-        BuiltLate,
-        marks=pytest.mark.xfail(
-            reason="a model without layers yet counts as built"
-        ),
-    ),
+    "layers made in build": BuiltLate,
 }
 
 
@@ -693,7 +688,6 @@ def test_summary_before_the_model_is_built(build: Callable[[], Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Model .* has no layer that K-FAC")
-@pytest.mark.xfail(reason="an early summary is kept as the model's")
 def test_an_early_summary_does_not_switch_kfac_off() -> None:
     model = BuiltLate()
     optimizer = tfkfac.KFAC()

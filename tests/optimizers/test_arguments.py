@@ -388,10 +388,7 @@ RULES: dict[str, Any] = {
     "class": layers.Dense,
     "registered class": RegisteredDense,
     "own class": PlainDense,
-    "pattern, verbose": pytest.param(
-        re.compile("den  se  # a comment", re.X),
-        marks=pytest.mark.xfail(reason="the flag VERBOSE is lost"),
-    ),
+    "pattern, verbose": re.compile("den  se  # a comment", re.X),
 }
 
 

@@ -48,6 +48,7 @@ class LossTap:
 
     def __init__(self, model: keras.Model) -> None:
         self._eager = TraceStore()
+        self._overridden = vars(model).get("compute_loss")
         original = model.compute_loss
         signature = inspect.signature(original)
 
@@ -73,9 +74,13 @@ class LossTap:
     @classmethod
     def close(cls, model: keras.Model) -> None:
         """Removes the tap."""
-        if _TAP in vars(model):
-            object.__delattr__(model, _TAP)
-            object.__delattr__(model, "compute_loss")
+        tap = vars(model).get(_TAP)
+        if tap is None:
+            return
+        object.__delattr__(model, _TAP)
+        object.__delattr__(model, "compute_loss")
+        if tap._overridden is not None:
+            object.__setattr__(model, "compute_loss", tap._overridden)
 
     def take(self) -> LossBatch:
         """Returns this replica's batch of the current trace."""

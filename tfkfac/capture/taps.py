@@ -15,9 +15,10 @@ and on the tap when running eagerly.
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -28,6 +29,15 @@ from tfkfac.blocks import Record
 _STORE = "_tfkfac_records"
 _TAP = "_tfkfac_tap"
 _HOOK = "_tfkfac_first_call"
+_moments_in_time = itertools.count()
+
+
+class Note(NamedTuple):
+    """A record, and when its layer was called and its gradient came."""
+
+    called: int
+    noted: int
+    record: Record
 
 
 class Tap:
@@ -83,16 +93,8 @@ class Tap:
         key = (id(tap), replica_id())
         records: list[Record] = []
         for store in visible_stores(tap._eager):
-            records += store.pop(key, {}).values()
+            records += [note.record for note in store.pop(key, ())]
         return records
-
-    def _forget(self) -> None:
-        """Drops what an earlier backward pass noted and no step took.
-
-        That pass was not for this optimizer (a saliency map, the other half of
-        a GAN), or it was of an earlier micro-batch.
-        """
-        current_store(self._eager).pop((id(self), replica_id()), None)
 
     def _install(self, layer: keras.layers.Layer) -> None:
         original = layer.call
@@ -116,16 +118,24 @@ class Tap:
         if inputs is None:
             inputs = rest.pop(next(iter(rest)))
         mask = getattr(inputs, "_keras_mask", None)
-        self._forget()
-
-        one_call = object()
+        called = next(_moments_in_time)
         key = (id(self), replica_id())
         moments: Any = None  # in forward mode `note` runs during the call
 
         def note(gradient: tf.Tensor) -> None:
-            calls = current_store(self._eager).setdefault(key, {})
-            # A second gradient of the same call takes the place of the first.
-            calls[one_call] = Record(inputs, gradient, mask, rest, moments)
+            store = current_store(self._eager)
+            # What was noted before this call is of an earlier backward pass
+            # that was not for this optimizer (a saliency map, the other half
+            # of a GAN) or of an earlier micro-batch. A second gradient of the
+            # same call takes the place of the first.
+            notes = [
+                note
+                for note in store.get(key, ())
+                if note.noted > called and note.called != called
+            ]
+            record = Record(inputs, gradient, mask, rest, moments)
+            noted = next(_moments_in_time)
+            store[key] = [*notes, Note(called, noted, record)]
 
         with listening(layer, note) as passed:
             outputs = original(*args, **kwargs)
@@ -194,20 +204,31 @@ def before_first_call(
         return
     overridden = vars(layer).get("call")
 
+    def remove() -> None:
+        object.__delattr__(layer, "call")
+        if overridden is not None:
+            object.__setattr__(layer, "call", overridden)
+
     @functools.wraps(layer.call)
     def call(*args: Any, **kwargs: Any) -> Any:
         # Keras may hold on to the hook and call it more than once.
         if vars(layer).get("call") is call:
-            object.__delattr__(layer, "call")
-            if overridden is not None:
-                object.__setattr__(layer, "call", overridden)
+            remove()
             # The mark stays on meanwhile: `layer` may still not be built.
             action()
             object.__delattr__(layer, _HOOK)
         return layer.call(*args, **kwargs)
 
-    object.__setattr__(layer, _HOOK, True)
+    object.__setattr__(layer, _HOOK, remove)
     object.__setattr__(layer, "call", call)
+
+
+def forget_first_call(layer: keras.layers.Layer) -> None:
+    """Removes what `before_first_call` put on a layer."""
+    remove = vars(layer).get(_HOOK)
+    if remove is not None:
+        object.__delattr__(layer, _HOOK)
+        remove()
 
 
 class TraceStore(dict[tuple[int, int], Any]):

@@ -43,8 +43,9 @@ def eigh(matrix: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 def damped_inverse(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
     """Computes `(M + damping I)^-1` by Cholesky.
 
-    The damping is kept above the rounding error of the factorisation, machine
-    epsilon times the trace, so that a singular matrix still has an inverse.
+    The damping is kept above the rounding error of the factorisation, four
+    times machine epsilon times the trace, so that a singular matrix still has
+    an inverse.
     What cannot be factorised comes out as NaN, for the caller to reject.
 
     Args:
@@ -56,7 +57,7 @@ def damped_inverse(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
     """
     size = tf.shape(matrix)[-1]
     trace = tf.linalg.trace(matrix)
-    floor = rounding(matrix.dtype) * trace
+    floor = 4 * rounding(matrix.dtype) * trace
     # A matrix of zeros without damping is inverted as the identity.
     shift = tf.maximum(damping, floor)
     shift = tf.where(shift > 0, shift, tf.ones_like(shift))

@@ -95,8 +95,12 @@ def take_statistics(
     active: Sequence[ActiveBlock],
     statistics: Mapping[int, Mapping[str, Statistic]],
     decay: float,
-) -> None:
-    """Moves the averages that this worker keeps."""
+) -> tf.Tensor:
+    """Moves the averages that this worker keeps.
+
+    Returns:
+        Scalar int64, 0 if there was not a single row, else 1.
+    """
     kept = [
         (one, one.state.factors)
         for one in active
@@ -111,6 +115,9 @@ def take_statistics(
         [one.block.path for one, _ in kept],
         "statistics are not finite, the factors keep their values.",
     )
+    counts = [s.count for named in statistics.values() for s in named.values()]
+    rows = [tf.cast(count, tf.float32) for count in counts]
+    return tf.cast(tf.add_n([*rows, 0.0]) > 0, tf.int64)
 
 
 def decompose_owned(

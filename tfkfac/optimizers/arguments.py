@@ -15,6 +15,13 @@ from tfkfac.optimizers.hyperparameters import is_number
 from tfkfac.optimizers.placement import Settings
 
 _CLASS = "layer_class"
+_FLAGS = (
+    ("a", re.ASCII),
+    ("i", re.IGNORECASE),
+    ("m", re.MULTILINE),
+    ("s", re.DOTALL),
+    ("x", re.VERBOSE),
+)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
@@ -176,11 +183,7 @@ def serialize_skip_rule(rule: SkipRule) -> Any:
     """Returns the form of a rule in a config."""
     if isinstance(rule, re.Pattern):
         # Flags such as IGNORECASE travel inside the pattern.
-        flags = "".join(
-            letter
-            for letter, flag in (("i", re.I), ("m", re.M), ("s", re.S))
-            if rule.flags & flag
-        )
+        flags = "".join(letter for letter, flag in _FLAGS if rule.flags & flag)
         return f"(?{flags}){rule.pattern}" if flags else rule.pattern
     if isinstance(rule, type):
         return {_CLASS: keras.saving.get_registered_name(rule)}

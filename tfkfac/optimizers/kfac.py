@@ -223,9 +223,9 @@ class KFAC(KroneckerOptimizer):
             reduced = self._placement().exchange.reduce_statistics(
                 communicator, statistics
             )
-            take_statistics(active, reduced, self.factor_decay)
+            taken = take_statistics(active, reduced, self.factor_decay)
             with tf.control_dependencies(communicator.outputs()):
-                return state.factor_updates.assign_add(1)
+                return state.factor_updates.assign_add(taken)
 
         due = self._due(
             "factor_update_interval", _FACTOR_INTERVALS, state.factor_updates
@@ -256,6 +256,8 @@ class KFAC(KroneckerOptimizer):
             _INVERSE_INTERVALS,
             state.inverse_updates,
         )
+        # Before the first statistics (an empty batch) there is nothing.
+        due = tf.logical_and(due, state.factor_updates > 0)
         tf.cond(
             due, update, lambda: tf.convert_to_tensor(state.inverse_updates)
         )

@@ -8,14 +8,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.capture.registry import SkipRule, build_registry, tappable
+from tfkfac.capture.registry import (
+    SkipRule,
+    build_registry,
+    tappable,
+    unbuilt,
+)
 from tfkfac.distributed.topology import find_topology
 from tfkfac.optimizers.checks import gradient_bytes
 from tfkfac.optimizers.placement import Placement, Settings
 from tfkfac.optimizers.preconditioner import ReplicaState
 from tfkfac.optimizers.summary import describe
 from tfkfac.optimizers.wrapper import WrappingOptimizer
-from tfkfac.saving import Named, load_state, save_state
+from tfkfac.saving import Named, is_state, load_state, save_state
 from tfkfac.solvers import SOLVERS
 
 
@@ -56,6 +61,7 @@ class KroneckerOptimizer(WrappingOptimizer):
 
     def _create_state(self) -> None:
         """Makes each local worker's state; keeps what fits."""
+        self._placed = None  # what was seen before the model was built
         placement = self._placement()
         if not placement.blocks:
             warnings.warn(
@@ -136,14 +142,30 @@ class KroneckerOptimizer(WrappingOptimizer):
         Raises:
             ValueError: If it does not fit the model or the solver.
         """
-        if self._topology.workers == 1:
+        if not store.keys():
+            return  # of an optimizer saved before it had any state
+        why = self._cannot_load(store)
+        if why is None:
             load_state(store, self._named_state(), self.name)
-        elif len(store.keys()):
+        else:
             warnings.warn(
-                f"Optimizer '{self.name}' does not load the curvature of a "
-                "single worker into a job of several; it starts anew.",
+                f"Optimizer '{self.name}' does not load its saved curvature: "
+                f"{why}. It starts anew.",
                 stacklevel=2,
             )
+
+    def _cannot_load(self, store: Any) -> str | None:
+        """Why saved state is of no use here, or None."""
+        if not is_state(store):
+            return "the file is of another optimizer"
+        if not self.built:
+            model = self._model() if self._model is not None else None
+            if model is None or unbuilt(model):
+                return "the model is not built"
+            self.build(model.trainable_variables)
+        if self._topology.workers > 1:
+            return "it is of a single worker, and the job has several"
+        return None
 
     # ----------------------------------------------------------- reporting
     def summary(self, print_fn: Callable[[str], None] = print) -> None:
@@ -226,7 +248,7 @@ class KroneckerOptimizer(WrappingOptimizer):
         return [f"{text}: {count}" for text, count in counts if count]
 
     def _check_built(self, model: keras.Model) -> None:
-        if not all(layer.built for layer in self._layers_to_tap()):
+        if not self.built and unbuilt(model):
             raise ValueError(
                 f"Model '{model.name}' is not built, so the sizes of its "
                 "layers are not known. Call `model.build(input_shape)` or "

@@ -80,7 +80,8 @@ class ReplicaState(tf.Module):
     def fill(self, placement: Placement, rank: int) -> None:
         """Makes what is missing for the blocks; keeps what fits."""
         known = {same_shape_key(p.block): p for p in self.preconditioners}
-        if any(same_shape_key(b) not in known for b in placement.blocks):
+        new = any(same_shape_key(b) not in known for b in placement.blocks)
+        if self.preconditioners and new:
             # Nothing is known of the new ones: update at once.
             self.factor_updates.assign(0)
             self.inverse_updates.assign(0)

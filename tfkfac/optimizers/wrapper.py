@@ -12,7 +12,12 @@ import tensorflow as tf
 from tfkfac.blocks import block_types
 from tfkfac.capture import registry
 from tfkfac.capture.scaling import LossBatch, LossTap
-from tfkfac.capture.taps import Tap, before_first_call, replica_id
+from tfkfac.capture.taps import (
+    Tap,
+    before_first_call,
+    forget_first_call,
+    replica_id,
+)
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.fingerprint import check_agreement
 from tfkfac.distributed.topology import find_topology
@@ -349,6 +354,10 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
             self._wrapped = True
         super().__setattr__(name, value)
 
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets the inner optimizer's variables, those of `variables`."""
+        self.inner_optimizer.set_weights(weights)
+
     def finalize_variable_values(
         self, var_list: Sequence[keras.Variable]
     ) -> None:
@@ -388,5 +397,6 @@ def detach(model: keras.Model, optimizer: WrappingOptimizer | None) -> None:
         optimizer: The optimizer, or None for those that are gone.
     """
     for node in registry.walk(model):
+        forget_first_call(node.layer)
         Tap.close(node.layer, optimizer)
     LossTap.close(model)

@@ -55,7 +55,7 @@ class EigenSolver(Solver):
         # largest; a block of zeros is left as it is.
         largest = tf.reduce_max(damped, [-2, -1], keepdims=True)
         damped = tf.maximum(damped, rounding(outer.dtype) * largest)
-        damped = tf.where(largest > 0, damped, tf.ones_like(damped))
+        damped = tf.where(largest == 0, tf.ones_like(damped), damped)
         vectors = {k: v for k, v in parts.items() if not k.endswith(_VALUES)}
         return {**vectors, "D": 1 / damped}
 
