@@ -936,12 +936,7 @@ def test_compute_loss_of_the_instance_comes_back() -> None:
     "order",
     [
         "input first",
-        pytest.param(
-            "flag first",
-            marks=pytest.mark.xfail(
-                reason="the first keyword is taken for the input"
-            ),
-        ),
+        "flag first",
     ],
 )
 def test_input_as_a_keyword(order: str) -> None:

@@ -15,6 +15,7 @@ and on the tap when running eagerly.
 
 import contextlib
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -98,6 +99,7 @@ class Tap:
 
     def _install(self, layer: keras.layers.Layer) -> None:
         original = layer.call
+        self._input_name = next(iter(inspect.signature(original).parameters))
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -114,9 +116,8 @@ class Tap:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        inputs, rest = args[0] if args else None, dict(kwargs)
-        if inputs is None:
-            inputs = rest.pop(next(iter(rest)))
+        rest = dict(kwargs)
+        inputs = args[0] if args else rest.pop(self._input_name)
         mask = getattr(inputs, "_keras_mask", None)
         called = next(_moments_in_time)
         key = (id(self), replica_id())
