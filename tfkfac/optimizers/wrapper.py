@@ -160,7 +160,8 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         )
         self._create_state()
         if self._topology.workers > len(self._topology.local):
-            check_agreement(self._description(), self._communicator())
+            with tf.init_scope():  # a config holds values of variables
+                check_agreement(self._description(), self._communicator())
         self.inner_optimizer.build(list(variables))
         super().build(list(variables))
 
