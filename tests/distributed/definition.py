@@ -39,7 +39,7 @@ class Settings:
     solver: str
     weight_sharing: str
     damping: float
-    kl_clip: float
+    kl_clip: float | None
     factor_decay: float
     factor_update_interval: int
     inverse_update_interval: int

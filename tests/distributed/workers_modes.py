@@ -18,6 +18,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
+from tests.distributed import cluster
 from tests.reference import Array
 
 CLASSES = 3
@@ -429,7 +430,7 @@ def fit(kind: str, rows: int, policy: str | None, **options: Any) -> Any:
         for layer in cnn().layers:
             network.add(layer)
         network.compile(
-            tfkfac.KFAC(INNERS["sgd"](), **DEFAULTS, **options),
+            tfkfac.KFAC(INNERS["sgd"](), **(DEFAULTS | options)),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
         start = network.get_weights()
@@ -478,6 +479,25 @@ def refusals(kind: str) -> dict[str, str]:
             except ValueError as error:
                 found[name] = str(error)
     return found
+
+
+def parameter_server(kind: str) -> str:
+    """What `compile` says under a parameter server; ends other training."""
+    jobs = ["chief", "worker", "ps"]
+    addresses = cluster.local_addresses(len(jobs))
+    spec = tf.train.ClusterSpec(
+        {job: [a] for job, a in zip(jobs, addresses, strict=True)}
+    )
+    servers = [tf.distribute.Server(spec, job, 0) for job in jobs[1:]]
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type="chief", task_id=0, rpc_layer="grpc"
+    )
+    with tf.distribute.ParameterServerStrategy(resolver).scope():
+        try:
+            small().compile(tfkfac.KFAC(), "mse")
+        except ValueError as error:
+            return f"{error} {len(servers)} servers"
+    return ""
 
 
 # --------------------------------------------------------------- reporting

@@ -57,9 +57,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         self._hyperparameters: dict[str, Hyperparameter] = {}
         self._model: weakref.ref[keras.Model] | None = None
         self._scaler: weakref.ref[Any] | None = None
-        # Tells the collectives of one optimizer from another's; all workers
-        # make their optimizers in the same order.
-        self._scope = f"{name}:{next(_ordinals)}"
+        self._scope = ""
         self._skipped: tuple[tf.Variable, ...] = ()
         repair_keras(tf.distribute.get_strategy())
 
@@ -159,9 +157,14 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
             for _ in self._topology.local
         )
         self._create_state()
+        if self._topology.workers > 1:
+            # Tells the collectives of one optimizer from another's. All
+            # workers build the optimizers of a job, in the same order.
+            self._scope = f"{self.name}:{next(_ordinals)}"
         if self._topology.workers > len(self._topology.local):
             with tf.init_scope():  # a config holds values of variables
-                check_agreement(self._description(), self._communicator())
+                communicator = self._communicator("agreement")
+                check_agreement(self._description(), communicator)
         self.inner_optimizer.build(list(variables))
         super().build(list(variables))
 
@@ -224,12 +227,13 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
 
         tf.cond(finite, update, lambda: tf.constant(0))
 
-    def _communicator(self) -> Communicator:
+    def _communicator(self, scope: str | None = None) -> Communicator:
         """This worker's collectives for one trace of the step."""
         topology = self._topology
         alone = len(topology.local) == 1
         rank = topology.local[0] if alone else replica_id()
-        return Communicator(rank, topology.workers, self._scope, topology.hint)
+        scope = self._scope if scope is None else scope
+        return Communicator(rank, topology.workers, scope, topology.hint)
 
     def _position(self, rank: int) -> int:
         """Place of a worker among those of this process."""
