@@ -126,14 +126,14 @@ def test_eigen_solver_trains(
 def test_defaults_on_a_residual_network(
     digits: tuple[Array, Array, Array, Array],
 ) -> None:
-    """With batch normalisation: 0.71, 0.13, 0.08 (SGD 1.69, 0.81, 0.40)."""
+    """With batch normalisation: 0.71, then 0.13 (SGD 1.69, then 0.81)."""
     x, y, *_ = digits
     keras.utils.set_random_seed(0)
     model = resnet()
     model.compile(tfkfac.KFAC(), loss())
-    history = model.fit(x, y, batch_size=64, epochs=3, verbose=0).history
+    history = model.fit(x, y, batch_size=64, epochs=2, verbose=0).history
     assert np.all(np.diff(history["loss"]) < 0)
-    assert history["loss"][-1] < 0.2
+    assert history["loss"][-1] < 0.25
     assert_sound(kfac_of(model))
 
 

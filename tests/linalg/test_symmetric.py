@@ -76,7 +76,7 @@ SINGULAR = [
 ]
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
 @pytest.mark.parametrize(("size", "rank"), SINGULAR)
 def test_singular_matrix_without_damping(
     size: int, rank: int, scale: float
