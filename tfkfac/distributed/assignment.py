@@ -51,16 +51,6 @@ class LayerPlan:
         """Names of the factors that `worker` decomposes."""
         return tuple(n for n, owner in self.owners.items() if owner == worker)
 
-    def source_of(self, worker: int) -> int:
-        """The gradient worker whose result `worker` uses, maybe itself."""
-        for source, receivers in self.receivers.items():
-            if worker == source or worker in receivers:
-                return source
-        raise ValueError(
-            "Argument `worker` must be one of the plan's workers. "
-            f"Received: worker={worker}"
-        )
-
 
 def plan_layers(
     shapes: Sequence[Shapes],
