@@ -3,11 +3,12 @@
 >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 """
 
+from tfkfac import curvature
 from tfkfac.distributed.strategy import MultiWorkerMirroredStrategy
 from tfkfac.optimizers import binding
 from tfkfac.optimizers.kfac import KFAC
 
 __version__ = "0.1.0"
-__all__ = ["KFAC", "MultiWorkerMirroredStrategy"]
+__all__ = ["KFAC", "MultiWorkerMirroredStrategy", "curvature"]
 
 binding.install()

@@ -9,14 +9,15 @@ have the scale of the Fisher matrix whatever the batch size.
 import dataclasses
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import record as tape_record
 
 from tfkfac.capture.taps import (
     TraceStore,
+    capturing,
     current_store,
     replica_id,
     visible_stores,
@@ -33,10 +34,12 @@ class LossBatch:
         examples: Scalar integer, or None if it was not seen.
         weightless: For each output with sample weights, bool
             `(examples, positions)`, True where the weight is zero.
+        arguments: What `compute_loss` was called with.
     """
 
     examples: tf.Tensor | None = None
     weightless: tuple[tf.Tensor, ...] = ()
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class LossTap:
@@ -54,7 +57,7 @@ class LossTap:
 
         @functools.wraps(original)
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            if tape_record.could_possibly_record():
+            if capturing():
                 arguments = signature.bind(*args, **kwargs).arguments
                 key = (id(self), replica_id())
                 current_store(self._eager)[key] = loss_batch(arguments)
@@ -112,7 +115,7 @@ def loss_batch(arguments: dict[str, Any]) -> LossBatch:
         for w in weights
         if w.shape.rank
     )
-    return LossBatch(examples, weightless)
+    return LossBatch(examples, weightless, arguments)
 
 
 def example_scale(loss_scale: tf.Tensor | None) -> tf.Tensor | float:

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ _STORE = "_tfkfac_records"
 _TAP = "_tfkfac_tap"
 _HOOK = "_tfkfac_first_call"
 _moments_in_time = itertools.count()
+_state = threading.local()
 
 
 class Note(NamedTuple):
@@ -103,7 +105,7 @@ class Tap:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not tape_record.could_possibly_record():
+            if not capturing():
                 return original(*args, **kwargs)
             return self._tapped(layer, original, args, kwargs)
 
@@ -153,7 +155,7 @@ class Tap:
 
         def moments(*args: Any) -> Any:
             result = compute(*args)
-            if tape_record.could_possibly_record():
+            if capturing():
                 self._moments[replica_id()] = result
             return result
 
@@ -252,6 +254,24 @@ def watch(tensor: tf.Tensor, note: Callable[[tf.Tensor], None]) -> tf.Tensor:
     if mask is not None:
         watched._keras_mask = mask
     return watched
+
+
+def capturing() -> bool:
+    """Whether a tape is on and nobody has paused the taps."""
+    if getattr(_state, "paused", False):
+        return False
+    return bool(tape_record.could_possibly_record())
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Keeps all taps of this thread from noting anything."""
+    before = getattr(_state, "paused", False)
+    _state.paused = True
+    try:
+        yield
+    finally:
+        _state.paused = before
 
 
 def replica_id() -> int:

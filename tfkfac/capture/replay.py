@@ -1,0 +1,140 @@
+"""The loss of the current step, computed anew at given weights."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfkfac.capture.scaling import LossBatch
+from tfkfac.capture.taps import (
+    TraceStore,
+    capturing,
+    current_store,
+    paused,
+    replica_id,
+    visible_stores,
+)
+
+_TAP = "_tfkfac_forward_tap"
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardCall:
+    """How a model was called, and what came out of it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+
+
+class ForwardTap:
+    """Notes the calls of a model under a tape.
+
+    A `train_step` may call its model on something else than the `x` that it
+    passes to `compute_loss`, or pass no `x` at all.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._eager = TraceStore()
+        self._overridden = vars(model).get("call")
+        original = model.call
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            outputs = original(*args, **kwargs)
+            if capturing():
+                key = (id(self), replica_id())
+                calls = current_store(self._eager).setdefault(key, [])
+                calls.append(ForwardCall(args, kwargs, outputs))
+            return outputs
+
+        object.__setattr__(model, "call", call)
+
+    @classmethod
+    def open(cls, model: keras.Model) -> "ForwardTap":
+        """Returns the model's tap, made if need be."""
+        tap = vars(model).get(_TAP)
+        if tap is None:
+            tap = cls(model)
+            object.__setattr__(model, _TAP, tap)
+        return tap
+
+    @classmethod
+    def close(cls, model: keras.Model) -> None:
+        """Removes the tap."""
+        tap = vars(model).get(_TAP)
+        if tap is None:
+            return
+        object.__delattr__(model, _TAP)
+        object.__delattr__(model, "call")
+        if tap._overridden is not None:
+            object.__setattr__(model, "call", tap._overridden)
+
+    def take(self) -> list[ForwardCall]:
+        """Returns this replica's calls of the current trace."""
+        key = (id(self), replica_id())
+        calls: list[ForwardCall] = []
+        for store in visible_stores(self._eager):
+            calls += store.pop(key, [])
+        return calls
+
+
+def training_call(model: keras.Model, x: Any) -> ForwardCall:
+    """The call that Keras' own `train_step` makes."""
+    kwargs = {"training": True} if model._call_has_training_arg else {}
+    return ForwardCall((x,), kwargs, None)
+
+
+def find_call(
+    model: keras.Model, batch: LossBatch, calls: Sequence[ForwardCall]
+) -> ForwardCall:
+    """Returns the call of the model that the loss was computed from.
+
+    Raises:
+        ValueError: If the loss was not computed by `compute_loss`, or of
+            something that the model cannot be seen to have returned.
+    """
+    if "y_pred" in batch.arguments:
+        predicted = _identities(batch.arguments["y_pred"])
+        for call in reversed(calls):
+            if _identities(call.outputs) == predicted:
+                return call
+        if batch.arguments.get("x") is not None:
+            return training_call(model, batch.arguments["x"])
+    raise ValueError(
+        f"The Hessian of model '{model.name}' needs the loss of the current "
+        "batch. Compute it with `model.compute_loss(x=x, y=y, y_pred=model(x, "
+        "training=True))` under the gradient tape, as Keras' `train_step` does."
+    )
+
+
+def replay_loss(
+    model: keras.Model,
+    call: ForwardCall,
+    arguments: dict[str, Any],
+    variables: Sequence[keras.Variable],
+    values: Sequence[tf.Tensor],
+) -> tf.Tensor:
+    """Computes the loss with other weights, and changes no state.
+
+    What the model would update (moving averages, random seeds, metrics) stays
+    as it is; each replay sees the same.
+
+    Args:
+        model: A compiled model.
+        call: How to call it.
+        arguments: Those of `compute_loss`; `y_pred` is computed anew.
+        variables: Weights.
+        values: What to put in their place.
+    """
+    mapping = list(zip(variables, values, strict=True))
+    with paused(), keras.StatelessScope(mapping, collect_losses=True):
+        outputs = model(*call.args, **call.kwargs)
+        return model.compute_loss(**{**arguments, "y_pred": outputs})
+
+
+def _identities(outputs: Any) -> list[int]:
+    return [id(tensor) for tensor in keras.tree.flatten(outputs)]

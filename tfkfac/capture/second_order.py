@@ -1,0 +1,67 @@
+"""Second derivatives where TensorFlow's and Keras' own are wrong or illegal."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import tensorflow as tf
+from keras.src.backend.tensorflow import nn as keras_nn
+
+Sum = Callable[[tf.Tensor], tf.Tensor]
+
+
+@contextlib.contextmanager
+def exact_second_derivatives(total: Sum) -> Iterator[None]:
+    """What is traced inside has right second derivatives.
+
+    `tf.nn.moments` stops the gradient of the mean within the variance. That
+    leaves the first derivative as it is and makes the second one wrong by
+    several percent. Moments that are synchronised over replicas reduce in a
+    way that is illegal inside a `tf.cond`.
+
+    Args:
+        total: Differentiable sum over the replicas.
+    """
+
+    def synchronized(
+        x: tf.Tensor, axes: Sequence[int], keepdims: bool
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        return synchronized_moments(x, axes, keepdims, total)
+
+    with (
+        mock.patch.object(tf.nn, "moments", plain_moments),
+        mock.patch.object(keras_nn, "_compute_moments_sync", synchronized),
+    ):
+        yield
+
+
+def plain_moments(
+    x: tf.Tensor,
+    axes: Any,
+    shift: Any = None,
+    keepdims: bool = False,
+    name: str | None = None,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance without tricks; arguments as `tf.nn.moments`."""
+    del shift, name
+    wide = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
+    mean = tf.reduce_mean(wide, axes, keepdims=True)
+    variance = tf.reduce_mean(tf.square(wide - mean), axes, keepdims=keepdims)
+    if not keepdims:
+        mean = tf.reduce_mean(wide, axes)
+    return tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
+
+
+def synchronized_moments(
+    x: tf.Tensor, axes: Sequence[int], keepdims: bool, total: Sum
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and variance over the batches of all replicas."""
+    sums = [
+        tf.reduce_sum(value, axes, keepdims=keepdims)
+        for value in (tf.ones_like(x), x, tf.square(x))
+    ]
+    count, first, second = tf.unstack(total(tf.stack(sums)))
+    mean = tf.math.divide_no_nan(first, count)
+    square = tf.math.divide_no_nan(second, count)
+    return mean, tf.maximum(square - tf.square(mean), 0)

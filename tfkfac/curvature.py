@@ -1,0 +1,262 @@
+"""Curvature of Keras models: Hessian-vector products and extreme spectra."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfkfac.capture.replay import training_call
+from tfkfac.hessian import called_often, flat_space, hessian_operator
+from tfkfac.linalg.flat import FlatSpace
+from tfkfac.linalg.lanczos import (
+    Basis,
+    Lanczos,
+    Product,
+    combine,
+    random_vector,
+    ritz_pairs,
+    stack_steps,
+)
+
+__all__ = ["hessian_vector_product", "lanczos"]
+
+
+def lanczos(
+    matvec: Product,
+    size: int,
+    steps: int,
+    start_vector: Any = None,
+    seed: int = 0,
+    num_largest: int | None = None,
+    num_smallest: int = 0,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Computes the ends of the spectrum of a symmetric operator.
+
+    The Lanczos iteration with two passes of orthogonalisation against the
+    whole basis (FOSI, Sivan et al., 2023, algorithm 1 and appendix), in
+    float32 with a tridiagonal matrix in float64. It takes `steps` products.
+    When the Krylov space of the start vector is exhausted before (an operator
+    of low rank or with repeated eigenvalues), it goes on from a random vector,
+    which takes one of the steps.
+
+    >>> H = tf.linalg.diag([3.0, 1.0, -2.0])
+    >>> values, vectors = tfkfac.curvature.lanczos(
+    ...     lambda v: tf.linalg.matvec(H, v), 3, 3,
+    ...     num_largest=1, num_smallest=1)
+
+    Works eagerly and inside a `tf.function`, where `matvec` is traced once.
+
+    Args:
+        matvec: Function of a float32 tensor `(size,)` that returns its product
+            with the operator.
+        size: Size of the operator.
+        steps: Number of products.
+        start_vector: Vector `(size,)` to start from. A float64 tensor makes
+            the whole iteration float64. None is a random vector.
+        seed: Seed of the random vectors.
+        num_largest: Number of pairs from the upper end. None is 10, or as
+            many as there are.
+        num_smallest: Number of pairs from the lower end.
+
+    Returns:
+        Ritz values `(num_smallest + num_largest,)`, ascending, and Ritz
+        vectors `(size, num_smallest + num_largest)` as columns. Where the
+        steps were not enough to find so many, the value and vector are zero.
+
+    Raises:
+        ValueError: If an argument is not allowed.
+    """
+    for name, value, least in (
+        ("size", size, 1),
+        ("steps", steps, 1),
+        ("num_smallest", num_smallest, 0),
+    ):
+        _check_count(name, value, least)
+    most = min(steps, size)
+    if num_largest is None:
+        num_largest = max(min(10, most - num_smallest), 0)
+    _check_count("num_largest", num_largest, 0)
+    if not 0 < num_largest + num_smallest <= most:
+        raise ValueError(
+            "Arguments `num_largest` and `num_smallest` must add up to "
+            "between 1 and the smaller of `steps` and `size`. Received: "
+            f"num_largest={num_largest}, num_smallest={num_smallest}, "
+            f"steps={steps}, size={size}"
+        )
+    start = _start_vector(start_vector, size, seed)
+
+    def product(vector: tf.Tensor) -> tf.Tensor:
+        image = tf.cast(tf.convert_to_tensor(matvec(vector)), vector.dtype)
+        return tf.reshape(image, [size])
+
+    def draw(index: int) -> tf.Tensor:
+        return tf.cast(random_vector(size, seed, index + 1), start.dtype)
+
+    iteration = Lanczos(called_often(product), size, draw)
+    made, basis = iteration.run(start, steps)
+    return _ritz_vectors(made, basis, num_largest, num_smallest)
+
+
+def hessian_vector_product(
+    model: keras.Model,
+    x: Any,
+    y: Any,
+    vectors: Any,
+    sample_weight: Any = None,
+) -> Any:
+    """Multiplies vectors by the Hessian of a model's compiled loss.
+
+    The loss is that of `fit` for this batch: with its weights, regularisers,
+    added losses and all outputs, and the model in training mode. No state
+    changes (moving averages, random seeds, metrics), and all vectors see the
+    same dropout mask. Second derivatives through normalisation layers are the
+    true ones, which TensorFlow's own are not.
+
+    Args:
+        model: A built and compiled model. The Hessian is that of its trainable
+            variables.
+        x: Inputs, as for `fit`.
+        y: Targets.
+        vectors: A vector `(n,)`, or several as the columns of `(n, k)`, where
+            `n` is the number of trainable weights, in the order of
+            `model.trainable_variables`, each row-major; or a list of arrays
+            with the shapes of the variables.
+        sample_weight: Weights of the examples.
+
+    Returns:
+        The products, in the form of `vectors`.
+
+    Raises:
+        ValueError: If the model is not ready or shapes do not fit.
+        NotImplementedError: If an operation of the model has no second
+            derivative. The message names the layer.
+    """
+    _check_model(model)
+    variables = model.trainable_variables
+    space = flat_space(variables)
+    as_list = isinstance(vectors, (list, tuple))
+    if as_list:
+        vectors = _join(vectors, variables, space)
+    columns = tf.cast(tf.convert_to_tensor(vectors), space.dtype)
+    if columns.shape.rank not in (1, 2) or columns.shape[0] != space.size:
+        raise ValueError(
+            "Argument `vectors` must have shape (n,) or (n, k), where n is the "
+            f"number of trainable weights, {space.size}. "
+            f"Received: vectors of shape {columns.shape}"
+        )
+    batch = keras.tree.map_structure(
+        lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf),
+        (x, y, sample_weight),
+    )
+    single = columns.shape.rank == 1
+    rows = columns[None] if single else tf.transpose(columns)
+    images = _compiled_product(model)(batch, rows)
+    if as_list:
+        return space.split(images[0])
+    return images[0] if single else tf.transpose(images)
+
+
+_products: weakref.WeakKeyDictionary[
+    keras.Model, tuple[tuple[Any, ...], Callable[..., tf.Tensor]]
+] = weakref.WeakKeyDictionary()
+
+
+def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
+    """The compiled product of a model, made anew when the model changes."""
+    variables = tuple(id(v) for v in model.trainable_variables)
+    key = (model._compile_loss, model.compute_loss, variables)
+    known = _products.get(model)
+    if known is not None and known[0] == key:
+        return known[1]
+    reference = weakref.ref(model)
+
+    @tf.function(autograph=False, reduce_retracing=True)
+    def products(batch: Any, rows: tf.Tensor) -> tf.Tensor:
+        model = reference()
+        assert model is not None
+        x, y, weight = batch
+        arguments = {"x": x, "y": y, "sample_weight": weight}
+        if model._compute_loss_has_training_arg:
+            arguments["training"] = True
+        variables = model.trainable_variables
+        product = hessian_operator(
+            model,
+            training_call(model, x),
+            arguments,
+            variables,
+            [tf.identity(v.value) for v in variables],
+        )
+        if rows.shape[0] == 1:
+            return product(rows[0])[None]
+        return tf.map_fn(product, rows)
+
+    _products[model] = (key, products)
+    return products
+
+
+def _start_vector(value: Any, size: int, seed: int) -> tf.Tensor:
+    if value is None:
+        return random_vector(size, seed, 0)
+    double = tf.is_tensor(value) and value.dtype == tf.float64
+    vector = tf.cast(value, tf.float64 if double else tf.float32)
+    if vector.shape != (size,):
+        raise ValueError(
+            f"Argument `start_vector` must have shape ({size},). "
+            f"Received: start_vector of shape {vector.shape}"
+        )
+    return vector
+
+
+def _ritz_vectors(
+    made: Sequence[Any], basis: Basis, num_largest: int, num_smallest: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    pairs = ritz_pairs(*stack_steps(made), num_largest, num_smallest)
+    matrices = basis.matrices()
+    dtype = matrices[0].dtype
+    vectors = combine(matrices, tf.cast(pairs.weights, dtype))
+    return tf.cast(pairs.values, dtype), tf.transpose(vectors)
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(
+            f"Argument `{name}` must be an integer. Received: {name}={value!r} "
+            f"(of type {type(value)})"
+        )
+    if value < least:
+        raise ValueError(
+            f"Argument `{name}` must be at least {least}. "
+            f"Received: {name}={value}"
+        )
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            "Argument `model` must be a `keras.Model`. "
+            f"Received: model={model} (of type {type(model)})"
+        )
+    if not model.compiled or not model.built:
+        state = "compiled" if model.built else "built"
+        raise ValueError(
+            f"Argument `model` must be a built and compiled model: '"
+            f"{model.name}' is not {state}."
+        )
+
+
+def _join(
+    vectors: Sequence[Any],
+    variables: Sequence[keras.Variable],
+    space: FlatSpace,
+) -> tf.Tensor:
+    shapes = [tuple(v.shape) for v in variables]
+    given = [tuple(np.shape(v)) for v in vectors]
+    if shapes != given:
+        raise ValueError(
+            "Argument `vectors` as a list must have the shapes of the "
+            f"model's trainable variables, {shapes}. Received: shapes {given}"
+        )
+    return space.join([tf.convert_to_tensor(v) for v in vectors])

@@ -1,0 +1,271 @@
+"""The Lanczos iteration with full reorthogonalisation.
+
+Vectors may be spread over devices in shards: whatever is summed over their
+elements goes through `reduce`, which adds up the shares of all devices. The
+tridiagonal matrix then has the same bits everywhere.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfkfac.linalg.symmetric import rounding
+
+Product = Callable[[tf.Tensor], tf.Tensor]
+
+# Rows of the basis are copied once, when a block of so many is full.
+BLOCK_ROWS = 8
+
+
+class Basis:
+    """Rows of equal length, of which more come in.
+
+    Args:
+        blocks: Matrices of `BLOCK_ROWS` rows.
+        rows: Vectors that come after them, fewer than `BLOCK_ROWS`.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[tf.Tensor] = (),
+        rows: Sequence[tf.Tensor] = (),
+    ) -> None:
+        self._blocks = list(blocks)
+        self._rows = list(rows)
+
+    def append(self, row: tf.Tensor) -> None:
+        """Adds a row."""
+        self._rows.append(row)
+
+    def matrices(self) -> list[tf.Tensor]:
+        """Returns the rows, as matrices of up to `BLOCK_ROWS` of them."""
+        while len(self._rows) >= BLOCK_ROWS:
+            self._blocks.append(tf.stack(self._rows[:BLOCK_ROWS]))
+            del self._rows[:BLOCK_ROWS]
+        loose = [tf.stack(self._rows)] if self._rows else []
+        return [*self._blocks, *loose]
+
+
+def coefficients(matrices: Sequence[tf.Tensor], vector: tf.Tensor) -> tf.Tensor:
+    """Products of rows with a vector of their length."""
+    return tf.concat([tf.linalg.matvec(m, vector) for m in matrices], 0)
+
+
+def combine(matrices: Sequence[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
+    """Sum of rows times weights; `weights` is `(..., rows)`."""
+    sizes = [m.shape[0] for m in matrices]
+    parts = tf.split(weights, sizes, axis=-1)
+    terms = [
+        tf.linalg.matvec(m, w, transpose_a=True)
+        if w.shape.rank == 1
+        else tf.matmul(w, m)
+        for m, w in zip(matrices, parts, strict=True)
+    ]
+    return tf.add_n(terms)
+
+
+class Candidate(NamedTuple):
+    """What the next row of the basis is made of.
+
+    Attributes:
+        vector: A vector orthogonal to all rows; a raw one if `fresh`.
+        length: Its norm.
+        fresh: Whether it begins anew after a breakdown.
+        scale: Largest element of the tridiagonal so far.
+        rows: Number of rows that are not zero so far.
+    """
+
+    vector: tf.Tensor
+    length: tf.Tensor
+    fresh: tf.Tensor
+    scale: tf.Tensor
+    rows: tf.Tensor
+
+
+class Step(NamedTuple):
+    """What one iteration adds.
+
+    Attributes:
+        row: Row of the basis.
+        diagonal: Element of the tridiagonal matrix.
+        coupling: The one between this row and the next.
+        kept: Whether the row counts; a row of zeros does not.
+    """
+
+    row: tf.Tensor
+    diagonal: tf.Tensor
+    coupling: tf.Tensor
+    kept: tf.Tensor
+
+
+class Lanczos:
+    """The iteration for one symmetric operator.
+
+    The vectors are orthogonalised twice against all rows (once loses
+    orthogonality in float32). When the Krylov space of the start vector is
+    exhausted (the operator is zero, of low rank, or has repeated
+    eigenvalues), an iteration is spent on a random vector from which it goes
+    on: no row is ever the noise of a division by almost zero.
+
+    Args:
+        product: Multiplies a vector (a shard) by the operator.
+        size: Size of the operator.
+        draw: Returns the shard of a random vector with norm of about 1, for
+            the number of an iteration.
+        reduce: Adds up over all devices.
+    """
+
+    def __init__(
+        self,
+        product: Product,
+        size: int,
+        draw: Callable[[int], tf.Tensor],
+        reduce: Product = tf.identity,
+    ) -> None:
+        self._product = product
+        self._size = size
+        self._draw = draw
+        self._reduce = reduce
+
+    def start(self, vector: tf.Tensor) -> Candidate:
+        """Returns the first candidate, for a start vector (a shard)."""
+        square = self._reduce(tf.reduce_sum(vector * vector)[None])[0]
+        usable = (square > 0) & tf.math.is_finite(square)
+        vector = tf.cond(usable, lambda: vector, lambda: self._draw(0))
+        length = tf.where(usable, tf.sqrt(square), tf.ones_like(square))
+        zero = tf.zeros_like(square)
+        return Candidate(vector, length, ~usable, zero, tf.constant(0))
+
+    def iterate(
+        self, basis: Basis, candidate: Candidate, index: int
+    ) -> tuple[Step, Candidate]:
+        """Does iteration `index`; `basis` gets its row."""
+        vector, length, fresh, scale, rows = candidate
+        row = tf.where(fresh, tf.zeros_like(vector), vector / length)
+        basis.append(row)
+        image = tf.where(fresh, vector, self._product(row))
+        matrices = basis.matrices()
+        first = self._reduce(coefficients(matrices, image))
+        image -= combine(matrices, first)
+        square = tf.reduce_sum(image * image)
+        again = tf.concat([coefficients(matrices, image), square[None]], 0)
+        again = self._reduce(again)
+        second, square = again[:-1], again[-1]
+        image -= combine(matrices, second)
+        removed = tf.reduce_sum(second * second)
+        length = tf.sqrt(tf.maximum(square - removed, 0))
+        zero = tf.zeros_like(length)
+        diagonal = tf.where(fresh, zero, first[-1] + second[-1])
+        rows += tf.cast(~fresh, rows.dtype)
+        size = tf.where(fresh, tf.ones_like(length), length)
+        scale = tf.maximum(
+            scale, tf.where(fresh, zero, tf.maximum(abs(diagonal), length))
+        )
+        noise = 10 * rounding(image.dtype) * tf.where(fresh, size, scale)
+        # Twice is enough (Kahan): what the second pass still shortens by much
+        # lies in the space of the rows.
+        broken = (length <= noise) | (2 * removed > square)
+        broken |= rows >= self._size
+        coupling = tf.where(broken | fresh, zero, length)
+        vector = tf.cond(broken, lambda: self._draw(index + 1), lambda: image)
+        length = tf.where(broken, tf.ones_like(length), length)
+        return (
+            Step(row, diagonal, coupling, ~fresh),
+            Candidate(vector, length, broken, scale, rows),
+        )
+
+    def run(self, vector: tf.Tensor, steps: int) -> tuple[list[Step], Basis]:
+        """Does all iterations from a start vector (a shard)."""
+        basis, made = Basis(), []
+        candidate = self.start(vector)
+        for index in range(steps):
+            step, candidate = self.iterate(basis, candidate, index)
+            made.append(step)
+        return made, basis
+
+
+class RitzPairs(NamedTuple):
+    """The ends of the spectrum.
+
+    Attributes:
+        values: Ritz values `(r,)` in float64, ascending.
+        weights: Ritz vectors `(r, steps)` in the basis, in float64.
+        valid: `(r,)`, False for pairs that do not exist because the iteration
+            found fewer; their value and weights are zero.
+    """
+
+    values: tf.Tensor
+    weights: tf.Tensor
+    valid: tf.Tensor
+
+
+def ritz_pairs(
+    diagonal: tf.Tensor,
+    coupling: tf.Tensor,
+    kept: tf.Tensor,
+    num_largest: int,
+    num_smallest: int,
+) -> RitzPairs:
+    """Decomposes the tridiagonal matrix.
+
+    Args:
+        diagonal: `(steps,)`.
+        coupling: `(steps,)`; the last element couples to nothing.
+        kept: `(steps,)`, whether a row counts.
+        num_largest: Number of pairs from the upper end.
+        num_smallest: Number of pairs from the lower end.
+    """
+    diagonal = tf.cast(diagonal, tf.float64)
+    coupling = tf.cast(coupling[:-1], tf.float64)
+    numbers = tf.concat([diagonal, coupling], 0)
+    finite = tf.reduce_all(tf.math.is_finite(numbers))
+    # Rows that do not count get an eigenvalue above all others.
+    bound = 1 + 4 * tf.reduce_max(tf.abs(numbers))
+    full = tf.where(kept, diagonal, bound)
+    matrix = tf.linalg.diag(full)
+    if coupling.shape[0]:
+        matrix += tf.linalg.diag(coupling, k=1) + tf.linalg.diag(coupling, k=-1)
+    # TensorFlow's CPU kernel raises on a matrix that is not finite.
+    values, vectors = tf.linalg.eigh(
+        tf.where(finite, matrix, tf.zeros_like(matrix))
+    )
+    count = tf.reduce_sum(tf.cast(kept, tf.int32))
+    low, high = tf.range(num_smallest), count - 1 - tf.range(num_largest)
+    index = tf.concat([low, high], 0)
+    valid = tf.concat([low < count - num_largest, high >= 0], 0)
+    index = tf.where(valid, index, 0)
+    nan = tf.constant(float("nan"), tf.float64)
+    values = tf.where(valid, tf.gather(values, index), 0)
+    order = tf.argsort(values)
+    weights = tf.transpose(tf.gather(vectors, index, axis=1))
+    weights = tf.where(valid[:, None], weights, 0)
+    return RitzPairs(
+        tf.where(finite, tf.gather(values, order), nan),
+        tf.gather(weights, order),
+        tf.gather(valid, order),
+    )
+
+
+def stack_steps(
+    steps: Sequence[Step],
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Returns diagonal, coupling and marks of the kept rows."""
+    return (
+        tf.stack([step.diagonal for step in steps]),
+        tf.stack([step.coupling for step in steps]),
+        tf.stack([step.kept for step in steps]),
+    )
+
+
+def random_vector(size: int, seed: int, index: int) -> tf.Tensor:
+    """A random vector with norm of about 1, the same on every device."""
+    vector = tf.random.stateless_normal([size], [seed, index])
+    return vector / tf.sqrt(tf.cast(size, vector.dtype))
+
+
+def default_steps(size: int, pairs: int) -> int:
+    """Steps for `pairs` Ritz pairs: `min(n, max(4 r, 2 ln n))` (FOSI)."""
+    logarithm = math.ceil(2 * math.log(max(size, 2)))
+    return min(size, max(4 * pairs, logarithm))
