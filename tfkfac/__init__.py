@@ -6,9 +6,10 @@
 from tfkfac import curvature
 from tfkfac.distributed.strategy import MultiWorkerMirroredStrategy
 from tfkfac.optimizers import binding
+from tfkfac.optimizers.fosi import FOSI
 from tfkfac.optimizers.kfac import KFAC
 
 __version__ = "0.1.0"
-__all__ = ["KFAC", "MultiWorkerMirroredStrategy", "curvature"]
+__all__ = ["FOSI", "KFAC", "MultiWorkerMirroredStrategy", "curvature"]
 
 binding.install()

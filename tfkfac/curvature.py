@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.capture.replay import training_call
-from tfkfac.hessian import called_often, flat_space, hessian_operator
+from tfkfac.hessian import flat_space, hessian_operator
 from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.lanczos import (
     Basis,
@@ -92,10 +92,10 @@ def lanczos(
         image = tf.cast(tf.convert_to_tensor(matvec(vector)), vector.dtype)
         return tf.reshape(image, [size])
 
-    def draw(index: int) -> tf.Tensor:
+    def draw(index: tf.Tensor) -> tf.Tensor:
         return tf.cast(random_vector(size, seed, index + 1), start.dtype)
 
-    iteration = Lanczos(called_often(product), size, draw)
+    iteration = Lanczos(product, size, draw)
     made, basis = iteration.run(start, steps)
     return _ritz_vectors(made, basis, num_largest, num_smallest)
 

@@ -79,21 +79,6 @@ def hessian_operator(
     return product
 
 
-def called_often(product: Product) -> Product:
-    """Makes a graph call a function, instead of repeating its operations.
-
-    A loop would do, but for collectives: they agree across workers in a
-    function only.
-    """
-    if tf.executing_eagerly():
-        return product
-    return tf.function(
-        product,
-        autograph=False,
-        experimental_attributes={"_noinline": True},
-    )
-
-
 def flat_space(variables: Sequence[keras.Variable]) -> FlatSpace:
     """The space of flat vectors of some variables."""
     return FlatSpace(

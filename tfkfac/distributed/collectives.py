@@ -25,17 +25,38 @@ class Communicator:
         scope: Text that tells this user of collectives from all others in
             the same job. The same on every worker.
         hint: Communication hint.
+        one_process: Whether workers share a process, where TensorFlow's
+            newer collectives do not work.
     """
 
     def __init__(
-        self, rank: int, workers: int, scope: str, hint: str = "auto"
+        self,
+        rank: int,
+        workers: int,
+        scope: str,
+        hint: str = "auto",
+        one_process: bool = False,
     ) -> None:
         self.rank = rank
         self.workers = workers
         self._scope = scope
         self._hint = hint
+        self._one_process = one_process
         self._calls = 0
         self._outputs: list[tf.Tensor] = []
+
+    def among(self, members: tuple[int, ...]) -> "Communicator":
+        """Returns the collectives of a group, which this worker is in.
+
+        In it, the workers are numbered from 0 in the order of `members`.
+        """
+        return Communicator(
+            members.index(self.rank),
+            len(members),
+            f"{self._scope} among {members}",
+            self._hint,
+            self._one_process,
+        )
 
     def outputs(self) -> list[tf.Tensor]:
         """Returns the outputs of the collectives since the last call.
@@ -166,6 +187,30 @@ class Communicator:
         )
         self._outputs.append(gathered)
         return tf.reshape(gathered, [self.workers, *tensor.shape])
+
+    def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Exchanges parts: part `i` of worker `j` becomes part `j` of `i`.
+
+        Args:
+            tensor: `(workers, ...)`, of static shape, a part for each worker.
+        """
+        if self.workers == 1:
+            return tensor
+        if self._one_process:
+            return self.all_gather(tensor)[:, self.rank]
+        flat = tf.reshape(tensor, [self.workers, -1])
+        everyone = tuple(range(self.workers))
+        group, instance = self._keys("all to all", everyone, 0, flat)
+        exchanged = tf.raw_ops.CollectiveAllToAllV2(
+            input=flat,
+            group_size=self.workers,
+            group_key=group,
+            instance_key=instance,
+            ordering_token=[],
+            communication_hint=self._hint,
+        )
+        self._outputs.append(exchanged)
+        return tf.reshape(exchanged, tensor.shape)
 
     def _keys(
         self,

@@ -7,7 +7,7 @@ tridiagonal matrix then has the same bits everywhere.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -50,19 +50,14 @@ class Basis:
 
 def coefficients(matrices: Sequence[tf.Tensor], vector: tf.Tensor) -> tf.Tensor:
     """Products of rows with a vector of their length."""
-    return tf.concat([tf.linalg.matvec(m, vector) for m in matrices], 0)
+    column = vector[:, None]
+    return tf.concat([tf.matmul(m, column) for m in matrices], 0)[:, 0]
 
 
 def combine(matrices: Sequence[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
-    """Sum of rows times weights; `weights` is `(..., rows)`."""
-    sizes = [m.shape[0] for m in matrices]
-    parts = tf.split(weights, sizes, axis=-1)
-    terms = [
-        tf.linalg.matvec(m, w, transpose_a=True)
-        if w.shape.rank == 1
-        else tf.matmul(w, m)
-        for m, w in zip(matrices, parts, strict=True)
-    ]
+    """Sums of rows times weights `(k, rows)`."""
+    parts = tf.split(weights, [m.shape[0] for m in matrices], axis=1)
+    terms = [tf.matmul(w, m) for m, w in zip(matrices, parts, strict=True)]
     return tf.add_n(terms)
 
 
@@ -121,60 +116,88 @@ class Lanczos:
         self,
         product: Product,
         size: int,
-        draw: Callable[[int], tf.Tensor],
+        draw: Callable[[tf.Tensor], tf.Tensor],
         reduce: Product = tf.identity,
     ) -> None:
         self._product = product
         self._size = size
         self._draw = draw
         self._reduce = reduce
+        self._begin = called_often(self._multiply)
+        self._end = called_often(self._judge)
 
     def start(self, vector: tf.Tensor) -> Candidate:
         """Returns the first candidate, for a start vector (a shard)."""
-        square = self._reduce(tf.reduce_sum(vector * vector)[None])[0]
+        square = self._reduce(2 * tf.nn.l2_loss(vector)[None])[0]
         usable = (square > 0) & tf.math.is_finite(square)
-        vector = tf.cond(usable, lambda: vector, lambda: self._draw(0))
+        first = tf.constant(0)
+        vector = tf.cond(usable, lambda: vector, lambda: self._draw(first))
         length = tf.where(usable, tf.sqrt(square), tf.ones_like(square))
-        zero = tf.zeros_like(square)
-        return Candidate(vector, length, ~usable, zero, tf.constant(0))
+        return Candidate(vector, length, ~usable, tf.zeros_like(square), first)
 
     def iterate(
         self, basis: Basis, candidate: Candidate, index: int
     ) -> tuple[Step, Candidate]:
         """Does iteration `index`; `basis` gets its row."""
-        vector, length, fresh, scale, rows = candidate
-        row = tf.where(fresh, tf.zeros_like(vector), vector / length)
+        row, image = self._begin(candidate)
         basis.append(row)
-        image = tf.where(fresh, vector, self._product(row))
         matrices = basis.matrices()
         first = self._reduce(coefficients(matrices, image))
-        image -= combine(matrices, first)
-        square = tf.reduce_sum(image * image)
+        image -= combine(matrices, first[None])[0]
+        square = 2 * tf.nn.l2_loss(image)
         again = tf.concat([coefficients(matrices, image), square[None]], 0)
         again = self._reduce(again)
         second, square = again[:-1], again[-1]
-        image -= combine(matrices, second)
+        image -= combine(matrices, second[None])[0]
         removed = tf.reduce_sum(second * second)
-        length = tf.sqrt(tf.maximum(square - removed, 0))
-        zero = tf.zeros_like(length)
-        diagonal = tf.where(fresh, zero, first[-1] + second[-1])
-        rows += tf.cast(~fresh, rows.dtype)
-        size = tf.where(fresh, tf.ones_like(length), length)
-        scale = tf.maximum(
-            scale, tf.where(fresh, zero, tf.maximum(abs(diagonal), length))
+        diagonal = first[-1] + second[-1]
+        coupling, following = self._end(
+            candidate, image, square, removed, diagonal, tf.constant(index)
         )
-        noise = 10 * rounding(image.dtype) * tf.where(fresh, size, scale)
+        kept = ~candidate.fresh
+        return Step(row, diagonal, coupling, kept), following
+
+    def _multiply(self, candidate: Candidate) -> tuple[tf.Tensor, tf.Tensor]:
+        """The row of a candidate, and its product or what takes its place."""
+        vector, length, fresh = candidate[:3]
+        row = vector * tf.where(fresh, tf.zeros_like(length), 1 / length)
+        image = self._product(row)
+        return row, tf.cond(fresh, lambda: vector, lambda: image)
+
+    def _judge(
+        self,
+        candidate: Candidate,
+        image: tf.Tensor,
+        square: tf.Tensor,
+        removed: tf.Tensor,
+        diagonal: tf.Tensor,
+        index: tf.Tensor,
+    ) -> tuple[tf.Tensor, Candidate]:
+        """Returns the coupling to the next row, and its candidate.
+
+        Args:
+            candidate: The one of this row.
+            image: Its product, orthogonal to all rows.
+            square: Squared norm of the product after the first pass.
+            removed: Squared norm of what the second pass took away.
+            diagonal: Element of the tridiagonal matrix.
+            index: Number of the iteration.
+        """
+        fresh = candidate.fresh
+        length = tf.sqrt(tf.maximum(square - removed, 0))
+        one, zero = tf.ones_like(length), tf.zeros_like(length)
+        rows = candidate.rows + tf.cast(~fresh, tf.int32)
+        largest = tf.where(fresh, zero, tf.maximum(abs(diagonal), length))
+        scale = tf.maximum(candidate.scale, largest)
+        noise = 10 * rounding(image.dtype) * tf.where(fresh, one, scale)
         # Twice is enough (Kahan): what the second pass still shortens by much
         # lies in the space of the rows.
         broken = (length <= noise) | (2 * removed > square)
         broken |= rows >= self._size
         coupling = tf.where(broken | fresh, zero, length)
         vector = tf.cond(broken, lambda: self._draw(index + 1), lambda: image)
-        length = tf.where(broken, tf.ones_like(length), length)
-        return (
-            Step(row, diagonal, coupling, ~fresh),
-            Candidate(vector, length, broken, scale, rows),
-        )
+        length = tf.where(broken, one, length)
+        return coupling, Candidate(vector, length, broken, scale, rows)
 
     def run(self, vector: tf.Tensor, steps: int) -> tuple[list[Step], Basis]:
         """Does all iterations from a start vector (a shard)."""
@@ -259,7 +282,22 @@ def stack_steps(
     )
 
 
-def random_vector(size: int, seed: int, index: int) -> tf.Tensor:
+def called_often(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a graph call a function, instead of repeating its operations.
+
+    A loop would do, but for collectives: they agree across workers in a
+    function only.
+    """
+    if tf.executing_eagerly():
+        return function
+    return tf.function(
+        function,
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    )
+
+
+def random_vector(size: int, seed: int, index: int | tf.Tensor) -> tf.Tensor:
     """A random vector with norm of about 1, the same on every device."""
     vector = tf.random.stateless_normal([size], [seed, index])
     return vector / tf.sqrt(tf.cast(size, vector.dtype))

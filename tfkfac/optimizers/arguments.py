@@ -188,3 +188,34 @@ def serialize_skip_rule(rule: SkipRule) -> Any:
     if isinstance(rule, type):
         return {_CLASS: keras.saving.get_registered_name(rule)}
     return rule
+
+
+def check_count(name: str, value: Any, least: int = 0) -> int:
+    """Returns an integer of at least `least`.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    integral = isinstance(value, numbers.Integral)
+    if not integral or isinstance(value, bool) or value < least:
+        raise ValueError(
+            f"Argument `{name}` must be an integer of at least {least}. "
+            f"Received: {name}={value!r}"
+        )
+    return int(value)
+
+
+def check_range(
+    name: str, value: Any, least: float, below: float = math.inf
+) -> float:
+    """Returns a number as a float in [least, below).
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not is_number(value) or not least <= value < below:
+        raise ValueError(
+            f"Argument `{name}` must be a number in [{least}, {below}). "
+            f"Received: {name}={value!r}"
+        )
+    return float(value)

@@ -33,7 +33,7 @@ from tfkfac.optimizers.hyperparameters import (
 )
 from tfkfac.optimizers.kronecker import KroneckerOptimizer
 from tfkfac.optimizers.preconditioner import ReplicaState
-from tfkfac.optimizers.wrapper import Gradients
+from tfkfac.optimizers.wrapper import Gradients, Update
 from tfkfac.solvers import SOLVERS
 
 # The measured schedule: where the second and third interval begin, and the
@@ -177,8 +177,8 @@ class KFAC(KroneckerOptimizer):
         variables: list[keras.Variable],
         batch: LossBatch,
         communicator: Communicator,
-    ) -> Callable[[], Gradients]:
-        state = self._states[self._position(communicator.rank)]
+    ) -> Callable[[], Update]:
+        state = self._states[self._position()]
         active = active_blocks(
             state.preconditioners,
             gradients,
@@ -187,11 +187,11 @@ class KFAC(KroneckerOptimizer):
         )
         scale = example_scale(self._loss_scale())
 
-        def step() -> Gradients:
+        def step() -> Update:
             self._update_factors(state, active, batch, scale, communicator)
             self._update_inverses(state, active, communicator)
             pairs = self._precondition(active, gradients, communicator)
-            return self._replace(active, gradients, pairs)
+            return Update(self._replace(active, gradients, pairs))
 
         return step
 

@@ -4,23 +4,24 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
+from tfkfac.blocks import block_types
 from tfkfac.capture.registry import (
     SkipRule,
     build_registry,
     tappable,
     unbuilt,
 )
+from tfkfac.capture.taps import Tap, before_first_call
 from tfkfac.distributed.topology import find_topology
 from tfkfac.optimizers.checks import gradient_bytes
 from tfkfac.optimizers.placement import Placement, Settings
 from tfkfac.optimizers.preconditioner import ReplicaState
 from tfkfac.optimizers.summary import describe
 from tfkfac.optimizers.wrapper import WrappingOptimizer
-from tfkfac.saving import Named, is_state, load_state, save_state
+from tfkfac.saving import Named
 from tfkfac.solvers import SOLVERS
 
 
@@ -51,10 +52,16 @@ class KroneckerOptimizer(WrappingOptimizer):
         self._states: tuple[ReplicaState, ...] = ()
 
     # --------------------------------------------------- binding and state
-    def _layers_to_tap(self) -> list[keras.layers.Layer]:
-        return tappable(self.bound_model(), self._skip_layers)
+    def _tap_layers(self) -> None:
+        """Taps the layers there are, and again when more have been built."""
+        for layer in tappable(self.bound_model(), self._skip_layers):
+            Tap.open(layer, self)
+        for layer in unbuilt(self.bound_model()):
+            if not block_types(layer):
+                before_first_call(layer, self._tap_layers)
 
     def _attached(self) -> None:
+        self._tap_layers()
         self._placed = None
         if self.built:
             self._create_state()
@@ -120,52 +127,22 @@ class KroneckerOptimizer(WrappingOptimizer):
         skipped = {"skipped_steps": self._skipped[0]}
         return [(path, counters | skipped), *layers]
 
-    def save_own_variables(self, store: Any) -> None:
-        """Writes factors and decompositions, named by layer.
-
-        Keras saves the inner optimizer by itself. With several workers no
-        worker has all of the state and none is written: a loaded model then
-        gathers its curvature anew from the first step on.
-
-        Args:
-            store: A mapping of names to arrays.
-        """
-        if self.built and self._topology.workers == 1:
-            save_state(store, self._named_state())
-
-    def load_own_variables(self, store: Any) -> None:
-        """Reads what `save_own_variables` wrote.
-
-        Args:
-            store: A mapping of names to arrays.
-
-        Raises:
-            ValueError: If it does not fit the model or the solver.
-        """
-        if not store.keys():
-            return  # of an optimizer saved before it had any state
-        why = self._cannot_load(store)
-        if why is None:
-            load_state(store, self._named_state(), self.name)
-        else:
-            warnings.warn(
-                f"Optimizer '{self.name}' does not load its saved curvature: "
-                f"{why}. It starts anew.",
-                stacklevel=2,
+    def _loss_scale(self) -> tf.Tensor | None:
+        """What the loss was multiplied by before the gradients were taken."""
+        scaler = self._scaler() if self._scaler is not None else None
+        if scaler is not None:
+            return tf.convert_to_tensor(scaler.dynamic_scale)
+        if self._wrapped:
+            raise ValueError(
+                f"Optimizer '{self.name}' is inside a `LossScaleOptimizer` "
+                "that it does not know, so the scale of its statistics is "
+                "unknown. Call `optimizer.attach(model, loss_scaler=...)` "
+                "with that `LossScaleOptimizer`, or compile the model with it."
             )
-
-    def _cannot_load(self, store: Any) -> str | None:
-        """Why saved state is of no use here, or None."""
-        if not is_state(store):
-            return "the file is of another optimizer"
-        if not self.built:
-            model = self._model() if self._model is not None else None
-            if model is None or unbuilt(model):
-                return "the model is not built"
-            self.build(model.trainable_variables)
-        if self._topology.workers > 1:
-            return "it is of a single worker, and the job has several"
         return None
+
+    def _event_counters(self) -> list[tuple[str, tf.Variable]]:
+        return self._states[0].events()
 
     # ----------------------------------------------------------- reporting
     def summary(self, print_fn: Callable[[str], None] = print) -> None:
@@ -237,20 +214,3 @@ class KroneckerOptimizer(WrappingOptimizer):
         placement = self._placement()
         size = gradient_bytes(model.trainable_variables)
         return placement.communication_bytes(placement.topology.local[0], size)
-
-    def _events(self) -> list[str]:
-        """What went wrong so far, for the summary."""
-        if not self.built:
-            return []
-        events = [("steps skipped, gradients not finite", self._skipped[0])]
-        events += self._states[0].events()
-        counts = [(text, int(count.numpy())) for text, count in events]
-        return [f"{text}: {count}" for text, count in counts if count]
-
-    def _check_built(self, model: keras.Model) -> None:
-        if not self.built and unbuilt(model):
-            raise ValueError(
-                f"Model '{model.name}' is not built, so the sizes of its "
-                "layers are not known. Call `model.build(input_shape)` or "
-                "train a step first."
-            )

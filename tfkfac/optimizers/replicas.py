@@ -1,7 +1,7 @@
 """Updates of an inner optimizer within one replica, without merging."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -10,7 +10,10 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 
 @contextlib.contextmanager
-def updates_in_replica(inner: keras.optimizers.Optimizer) -> Iterator[None]:
+def updates_in_replica(
+    inner: keras.optimizers.Optimizer,
+    after: Callable[[], None] | None = None,
+) -> Iterator[None]:
     """Lets an optimizer update this replica's copies of the variables.
 
     Keras goes from the replicas to one merged context for each update, which
@@ -21,12 +24,16 @@ def updates_in_replica(inner: keras.optimizers.Optimizer) -> Iterator[None]:
 
     Args:
         inner: The optimizer whose `apply` is called inside.
+        after: Called where it has updated the weights, before averages and
+            constraints; with accumulation, in the steps that do an update.
     """
     iterations = inner._iterations
 
     def update_step(grads: Any, variables: Any, learning_rate: Any) -> None:
         for gradient, variable in zip(grads, variables, strict=True):
             inner.update_step(gradient, variable, learning_rate)
+        if after is not None:
+            after()
 
     def accumulate(grads: Any, accumulators: Any) -> None:
         for gradient, accumulator in zip(grads, accumulators, strict=True):

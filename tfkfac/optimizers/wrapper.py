@@ -2,35 +2,26 @@
 
 import abc
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import keras
 import tensorflow as tf
 
-from tfkfac.blocks import block_types
-from tfkfac.capture import registry
+from tfkfac.capture.registry import unbuilt, walk
+from tfkfac.capture.replay import ForwardTap
 from tfkfac.capture.scaling import LossBatch, LossTap
-from tfkfac.capture.taps import (
-    Tap,
-    before_first_call,
-    forget_first_call,
-    replica_id,
-)
+from tfkfac.capture.taps import Tap, forget_first_call, replica_id
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.fingerprint import check_agreement
 from tfkfac.distributed.topology import find_topology
 from tfkfac.linalg.symmetric import all_finite
-from tfkfac.optimizers.checks import (
-    check_inner,
-    check_settings,
-    repair_keras,
-    serialize_value,
-    values_of,
-)
-from tfkfac.optimizers.hyperparameters import Hyperparameter
+from tfkfac.optimizers.checks import check_settings, repair_keras, values_of
+from tfkfac.optimizers.delegation import DelegatingOptimizer
 from tfkfac.optimizers.replicas import updates_in_replica
+from tfkfac.saving import Named, is_state, load_state, save_state
 from tfkfac.variables import count_events, state_variable
 
 _ordinals = itertools.count()
@@ -38,7 +29,20 @@ _ordinals = itertools.count()
 Gradients = list[tf.Tensor | None]
 
 
-class WrappingOptimizer(keras.optimizers.Optimizer):
+class Update(NamedTuple):
+    """What an optimizer lets its inner optimizer do in a step.
+
+    Attributes:
+        gradients: The gradients for it.
+        after: Called where the inner optimizer has changed the weights, before
+            it averages or constrains them.
+    """
+
+    gradients: Gradients
+    after: Callable[[], None] | None = None
+
+
+class WrappingOptimizer(DelegatingOptimizer):
     """Changes the gradients, then lets an inner Keras optimizer apply them.
 
     The learning rate, the iterations and everything an inner optimizer does
@@ -51,10 +55,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
     """
 
     def __init__(self, inner_optimizer: Any, name: str) -> None:
-        super().__init__(learning_rate=0.0, name=name)
-        self.inner_optimizer = check_inner(inner_optimizer)
-        self._wrapped = False
-        self._hyperparameters: dict[str, Hyperparameter] = {}
+        super().__init__(inner_optimizer, name)
         self._model: weakref.ref[keras.Model] | None = None
         self._scaler: weakref.ref[Any] | None = None
         self._scope = ""
@@ -99,7 +100,6 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         self._model = weakref.ref(model)
         self._scaler = None if loss_scaler is None else weakref.ref(loss_scaler)
         LossTap.open(model)
-        self._tap_layers()
         self._attached()
         return self
 
@@ -118,14 +118,6 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
                 "a custom loop."
             )
         return model
-
-    def _tap_layers(self) -> None:
-        """Taps the layers there are, and again when more have been built."""
-        for layer in self._layers_to_tap():
-            Tap.open(layer, self)
-        for layer in registry.unbuilt(self.bound_model()):
-            if not block_types(layer):
-                before_first_call(layer, self._tap_layers)
 
     def _check_variables(self, model: keras.Model) -> None:
         if not self.built:
@@ -205,24 +197,30 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
             with keras.name_scope(self.name):
                 self.build(variables)
         batch = LossTap.open(self.bound_model()).take()
-        communicator = self._communicator()
-        gradients = self._reduce(list(grads), batch, communicator)
+        self._train(list(grads), variables, batch, self._communicator())
+
+    def _train(
+        self,
+        gradients: Gradients,
+        variables: list[keras.Variable],
+        batch: LossBatch,
+        communicator: Communicator,
+    ) -> None:
+        """One step of the workers of `communicator`."""
+        gradients = self._reduce(gradients, batch, communicator)
         communicator.outputs()  # the gradients are always used
         step = self._prepare(gradients, variables, batch, communicator)
         present = [values_of(g) for g in gradients if g is not None]
         finite = all_finite(present)
-        skipped = self._skipped[self._position(communicator.rank)]
         count_events(
             [tf.logical_not(finite)],
-            [skipped],
+            [self._skipped[self._position()]],
             [self.name],
             "a step is skipped, its gradients are not finite.",
         )
 
         def update() -> tf.Tensor:
-            # What is passed on as it is must be of this branch's graph too.
-            new = [None if g is None else tf.identity(g) for g in step()]
-            self._apply_inner(new, variables, communicator)
+            self._apply_inner(step(), variables)
             return tf.constant(0)
 
         tf.cond(finite, update, lambda: tf.constant(0))
@@ -230,14 +228,23 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
     def _communicator(self, scope: str | None = None) -> Communicator:
         """This worker's collectives for one trace of the step."""
         topology = self._topology
-        alone = len(topology.local) == 1
-        rank = topology.local[0] if alone else replica_id()
         scope = self._scope if scope is None else scope
-        return Communicator(rank, topology.workers, scope, topology.hint)
+        return Communicator(
+            self._rank(),
+            topology.workers,
+            scope,
+            topology.hint,
+            len(topology.local) > 1,
+        )
 
-    def _position(self, rank: int) -> int:
-        """Place of a worker among those of this process."""
-        return self._topology.position(rank)
+    def _rank(self) -> int:
+        """This worker."""
+        local = self._topology.local
+        return local[0] if len(local) == 1 else replica_id()
+
+    def _position(self) -> int:
+        """Place of this worker among those of this process."""
+        return self._topology.position(self._rank())
 
     def _reduce(
         self,
@@ -255,55 +262,98 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         if workers == 1:
             return gradients
         present = [tf.convert_to_tensor(g) for g in gradients if g is not None]
-        if batch.examples is not None:
-            own = tf.cast(batch.examples, tf.float32)
-            (total,) = communicator.all_reduce([own])
-            share = tf.math.divide_no_nan(own * workers, total)
-            present = [
-                # A mean over no example may be NaN.
-                tf.math.multiply_no_nan(g, tf.cast(share, g.dtype))
-                for g in present
-            ]
+        share = batch_share(batch, communicator)
+        present = [weighted(g, share) for g in present]
         reduced = iter(communicator.all_reduce(present))
         return [None if g is None else next(reduced) for g in gradients]
 
     def _apply_inner(
-        self,
-        gradients: Gradients,
-        variables: list[keras.Variable],
-        communicator: Communicator,
+        self, update: Update, variables: list[keras.Variable]
     ) -> None:
         """The inner optimizer's own step, without a second reduction."""
-        if communicator.workers == 1:
-            self.inner_optimizer.apply(gradients, variables)
+        # What is passed on as it is must be of this branch's graph too.
+        gradients = [
+            None if g is None else tf.identity(g) for g in update.gradients
+        ]
+        inner = self.inner_optimizer
+        if self._topology.workers == 1 and update.after is None:
+            inner.apply(gradients, variables)
             return
-        with updates_in_replica(self.inner_optimizer):
-            self.inner_optimizer.apply(gradients, variables)
+        with updates_in_replica(inner, update.after):
+            inner.apply(gradients, variables)
 
     @property
     def skipped_steps(self) -> tf.Variable | int:
         """Number of steps skipped because a gradient was not finite."""
         return self._skipped[0] if self._skipped else 0
 
-    def _loss_scale(self) -> tf.Tensor | None:
-        """What the loss was multiplied by before the gradients were taken."""
-        scaler = self._scaler() if self._scaler is not None else None
-        if scaler is not None:
-            return tf.convert_to_tensor(scaler.dynamic_scale)
-        if self._wrapped:
-            raise ValueError(
-                f"Optimizer '{self.name}' is inside a `LossScaleOptimizer` "
-                "that it does not know, so the scale of its statistics is "
-                "unknown. Call `optimizer.attach(model, loss_scaler=...)` "
-                "with that `LossScaleOptimizer`, or compile the model with it."
+    # -------------------------------------------------------------- saving
+    def save_own_variables(self, store: Any) -> None:
+        """Writes the curvature state, named by layer.
+
+        Keras saves the inner optimizer by itself. With several workers no
+        worker has all of the state and none is written: a loaded model then
+        gathers its curvature anew from the first step on.
+
+        Args:
+            store: A mapping of names to arrays.
+        """
+        if self.built and self._topology.workers == 1:
+            save_state(store, self._named_state())
+
+    def load_own_variables(self, store: Any) -> None:
+        """Reads what `save_own_variables` wrote.
+
+        Args:
+            store: A mapping of names to arrays.
+
+        Raises:
+            ValueError: If it does not fit the model or the solver.
+        """
+        if not store.keys():
+            return  # of an optimizer saved before it had any state
+        why = self._cannot_load(store)
+        if why is None:
+            load_state(store, self._named_state(), self.name)
+        else:
+            warnings.warn(
+                f"Optimizer '{self.name}' does not load its saved curvature: "
+                f"{why}. It starts anew.",
+                stacklevel=2,
             )
+
+    def _cannot_load(self, store: Any) -> str | None:
+        """Why saved state is of no use here, or None."""
+        if not is_state(store):
+            return "the file is of another optimizer"
+        if not self.built:
+            model = self._model() if self._model is not None else None
+            if model is None or unbuilt(model):
+                return "the model is not built"
+            self.build(model.trainable_variables)
+        if self._topology.workers > 1:
+            return "it is of a single worker, and the job has several"
         return None
 
-    # ------------------------------------------------------ for subclasses
-    @abc.abstractmethod
-    def _layers_to_tap(self) -> list[keras.layers.Layer]:
-        """Layers whose calls have to be recorded."""
+    # ----------------------------------------------------------- reporting
+    def _events(self) -> list[str]:
+        """What went wrong so far, for the summary."""
+        if not self.built:
+            return []
+        events = [("steps skipped, gradients not finite", self._skipped[0])]
+        events += self._event_counters()
+        counts = [(text, int(count.numpy())) for text, count in events]
+        return [f"{text}: {count}" for text, count in counts if count]
 
+    def _check_built(self, model: keras.Model) -> None:
+        if not self.built and unbuilt(model):
+            raise ValueError(
+                f"Model '{model.name}' is not built, so the sizes of its "
+                "layers are not known. Call `model.build(input_shape)` or "
+                "train a step first."
+            )
+
+    # ------------------------------------------------------ for subclasses
     @abc.abstractmethod
     def _attached(self) -> None:
         """Called after each `attach`; the model may not be built yet."""
@@ -313,85 +363,25 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         """Creates the variables for the attached model, which is built."""
 
     @abc.abstractmethod
+    def _named_state(self) -> Named:
+        """This worker's variables to save, named by layer."""
+
+    @abc.abstractmethod
+    def _event_counters(self) -> list[tuple[str, tf.Variable]]:
+        """What can go wrong, and how often it has."""
+
+    @abc.abstractmethod
     def _prepare(
         self,
         gradients: Gradients,
         variables: list[keras.Variable],
         batch: LossBatch,
         communicator: Communicator,
-    ) -> Callable[[], Gradients]:
+    ) -> Callable[[], Update]:
         """Takes this trace's records; returns the function that does the step.
 
-        The function returns the gradients for the inner optimizer. It runs
-        only if all gradients are finite, which all workers agree on.
+        It runs only if all gradients are finite, which all workers agree on.
         """
-
-    # ---------------------------------------------------------- delegation
-    @property
-    def learning_rate(self) -> Any:
-        """The inner optimizer's learning rate."""
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        self.inner_optimizer.learning_rate = value
-
-    @property
-    def iterations(self) -> Any:
-        """The inner optimizer's number of updates."""
-        return self.inner_optimizer.iterations
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """The inner optimizer's variables."""
-        return self.inner_optimizer.variables
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Keras' LossScaleOptimizer resets this attribute on what it wraps,
-        # the only sign of it there is.
-        if name == "loss_scale_factor" and "inner_optimizer" in vars(self):
-            if value is not None:
-                raise ValueError(
-                    "Argument `loss_scale_factor` must be None; wrap the "
-                    "optimizer in a `keras.optimizers.LossScaleOptimizer` "
-                    f"instead. Received: loss_scale_factor={value}"
-                )
-            self._wrapped = True
-        super().__setattr__(name, value)
-
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the inner optimizer's variables, those of `variables`."""
-        self.inner_optimizer.set_weights(weights)
-
-    def finalize_variable_values(
-        self, var_list: Sequence[keras.Variable]
-    ) -> None:
-        """Lets the inner optimizer write its averages at the end."""
-        self.inner_optimizer.finalize_variable_values(var_list)
-
-    def get_config(self) -> dict[str, Any]:
-        """Returns the arguments of the constructor."""
-        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        values = {
-            name: serialize_value(parameter.get())
-            for name, parameter in self._hyperparameters.items()
-        }
-        return {"name": self.name, "inner_optimizer": inner, **values}
-
-    @classmethod
-    def from_config(
-        cls,
-        config: dict[str, Any],
-        custom_objects: dict[str, Any] | None = None,
-    ) -> Self:
-        """Creates an optimizer from its config."""
-        arguments = {
-            name: keras.saving.deserialize_keras_object(value, custom_objects)
-            if isinstance(value, dict)
-            else value
-            for name, value in config.items()
-        }
-        return cls(**arguments)
 
 
 def detach(model: keras.Model, optimizer: WrappingOptimizer | None) -> None:
@@ -401,7 +391,26 @@ def detach(model: keras.Model, optimizer: WrappingOptimizer | None) -> None:
         model: The model.
         optimizer: The optimizer, or None for those that are gone.
     """
-    for node in registry.walk(model):
+    for node in walk(model):
         forget_first_call(node.layer)
         Tap.close(node.layer, optimizer)
+    ForwardTap.close(model)
     LossTap.close(model)
+
+
+def batch_share(
+    batch: LossBatch, communicator: Communicator
+) -> tf.Tensor | None:
+    """This worker's share of all examples, times the number of workers."""
+    if batch.examples is None:
+        return None
+    own = tf.cast(batch.examples, tf.float32)
+    (total,) = communicator.all_reduce([own])
+    return tf.math.divide_no_nan(own * communicator.workers, total)
+
+
+def weighted(tensor: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
+    """A mean over a batch, weighted; one over no example may be NaN."""
+    if share is None:
+        return tensor
+    return tf.math.multiply_no_nan(tensor, tf.cast(share, tensor.dtype))

@@ -1,0 +1,143 @@
+"""Krylov spaces that end early, and operators that are not finite."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.linalg.spectra import assert_pairs, run, spectrum
+
+NAN, INF = float("nan"), float("inf")
+
+CASES = {
+    "zero": np.zeros((20, 20)),
+    "rank_1": spectrum([4.0] + [0.0] * 19),
+    "rank_2": spectrum([5.0, -2.0] + [0.0] * 18),
+    "identity": np.eye(20),
+    "negative_identity": -3 * np.eye(20),
+    "clusters": spectrum([1.0] * 7 + [2.0] * 7 + [-1.0] * 6),
+    "near_clusters": spectrum(np.repeat([1, 1 + 1e-6, 2, 2 + 1e-5], 5)),
+}
+STARTS = {
+    "random": None,
+    "zero": np.zeros(20),
+    "unit": np.eye(20)[3],
+    "nan": np.full(20, NAN),
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("case", CASES)
+def test_exhausted(case: str, start: str) -> None:
+    """Twice the size leaves a step for every new beginning."""
+    matrix = CASES[case]
+    values, vectors = run(
+        matrix,
+        40,
+        start_vector=STARTS[start],
+        num_smallest=9,
+        num_largest=11,
+    )
+    want = np.linalg.eigvalsh(matrix)
+    np.testing.assert_allclose(values, want, atol=1e-5)
+    assert_pairs(matrix, values, vectors)
+    assert (np.linalg.norm(vectors, axis=0) > 0.5).all()
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("case", ["zero", "rank_2", "identity", "clusters"])
+def test_exhausted_in_few_steps(case: str, graph: bool) -> None:
+    """What is found is right, and each end comes first."""
+    matrix = CASES[case]
+    values, vectors = run(matrix, 9, graph=graph, num_smallest=2, num_largest=2)
+    assert_pairs(matrix, values, vectors)
+    want = np.linalg.eigvalsh(matrix)[[0, -1]]
+    np.testing.assert_allclose(values[[0, -1]], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("position", [0, 3, 5])
+def test_start_is_an_eigenvector(position: int) -> None:
+    matrix = spectrum([-2, -1, 0, 1, 3, 7])
+    start = np.linalg.eigh(matrix)[1][:, position]
+    values, vectors = run(
+        matrix, 12, start_vector=start, num_smallest=3, num_largest=3
+    )
+    np.testing.assert_allclose(values, [-2, -1, 0, 1, 3, 7], atol=1e-5)
+    assert_pairs(matrix, values, vectors)
+
+
+def test_too_few_steps_leave_zeros() -> None:
+    """The first pair is the start vector's; the step after it is lost."""
+    start = np.eye(6)[2]
+    values, vectors = run(
+        np.diag(np.arange(1.0, 7)), 2, start_vector=start, num_largest=2
+    )
+    np.testing.assert_allclose(values, [0, 3], atol=1e-6)
+    np.testing.assert_array_equal(vectors[:, 0], np.zeros(6))
+    np.testing.assert_allclose(abs(vectors[:, 1]), start, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 10])
+def test_size_one(steps: int) -> None:
+    values, vectors = run([[-3.0]], steps)
+    np.testing.assert_allclose(values, [-3.0], rtol=1e-6)
+    np.testing.assert_allclose(abs(vectors), [[1.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_more_steps_than_size(graph: bool) -> None:
+    matrix = spectrum([3, 1, -2])
+    values, vectors = run(matrix, 10, graph=graph)
+    np.testing.assert_allclose(values, [-2, 1, 3], atol=1e-5)
+    assert_pairs(matrix, values, vectors)
+
+
+@pytest.mark.parametrize(
+    ("value", "graph"), [(NAN, False), (INF, False), (-INF, False), (NAN, True)]
+)
+def test_not_finite_does_not_raise(value: float, graph: bool) -> None:
+    """Neither everywhere nor in one element of the operator."""
+    matrix = spectrum([3, 1, -2, 5])
+    matrix[1, 2] = matrix[2, 1] = value
+    for bad in (matrix, np.full((4, 4), value)):
+        values, vectors = run(bad, 4, graph=graph, num_smallest=1)
+        assert np.isnan(values).all()
+        assert vectors.shape == (4, 4)
+        assert not np.isfinite(vectors).any()
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(data=st.data(), size=st.integers(2, 12), seed=st.integers(0, 2**31 - 1))
+def test_random_matrices(data: Any, size: int, seed: int) -> None:
+    """As many steps as rows find every pair."""
+    noise = np.random.default_rng(seed).normal(size=(size, size))
+    matrix = noise + noise.T
+    largest = data.draw(st.integers(0, size))
+    smallest = data.draw(st.integers(int(largest == 0), size - largest))
+    values, vectors = run(
+        matrix, size, seed=seed, num_largest=largest, num_smallest=smallest
+    )
+    true = np.linalg.eigvalsh(matrix)
+    want = np.concatenate([true[:smallest], true[size - largest :]])
+    scale = np.abs(true).max()
+    np.testing.assert_allclose(values / scale, want / scale, atol=1e-5)
+    assert_pairs(matrix, values, vectors)
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(data=st.data(), size=st.integers(1, 8))
+def test_integer_matrices(data: Any, size: int) -> None:
+    """Often singular, with repeated eigenvalues and poor start vectors."""
+    numbers = st.integers(-2, 2)
+    rows = st.lists(numbers, min_size=size, max_size=size)
+    half = np.array(data.draw(st.lists(rows, min_size=size, max_size=size)))
+    matrix, start = half + half.T, data.draw(rows)
+    values, vectors = run(
+        matrix, 2 * size, start_vector=start, num_largest=size
+    )
+    want = np.linalg.eigvalsh(matrix)
+    scale = max(np.abs(want).max(), 1)
+    np.testing.assert_allclose(values / scale, want / scale, atol=1e-5)
+    assert_pairs(matrix, values, vectors)

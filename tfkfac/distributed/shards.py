@@ -1,0 +1,36 @@
+"""Vectors of which every worker keeps a slice."""
+
+import tensorflow as tf
+
+from tfkfac.distributed.collectives import Communicator
+
+
+class Shards:
+    """Slices of equal length of a vector, by worker; the last ends in zeros.
+
+    Args:
+        size: Length of the vector.
+        workers: Number of workers.
+    """
+
+    def __init__(self, size: int, workers: int) -> None:
+        self.size = size
+        self.workers = workers
+        self.length = -(-size // workers)
+
+    def own(self, vector: tf.Tensor, rank: int) -> tf.Tensor:
+        """Returns a worker's slices of vectors `(..., size)`."""
+        if self.workers == 1:
+            return vector
+        start = rank * self.length
+        part = vector[..., start : start + self.length]
+        missing = self.length - max(min(self.size - start, self.length), 0)
+        padding = [[0, 0]] * (vector.shape.rank - 1) + [[0, missing]]
+        return tf.pad(part, padding) if missing else part
+
+    def gather(self, shard: tf.Tensor, communicator: Communicator) -> tf.Tensor:
+        """Returns the vector of which this worker has a slice."""
+        if self.workers == 1:
+            return shard
+        gathered = communicator.all_gather(shard)
+        return tf.reshape(gathered, [-1])[: self.size]

@@ -1,0 +1,156 @@
+"""The Lanczos estimation of a model's extreme curvature, over workers."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfkfac.capture.replay import ForwardCall
+from tfkfac.capture.scaling import LossBatch
+from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.plans import all_reduce_bytes
+from tfkfac.distributed.shards import Shards
+from tfkfac.hessian import hessian_operator
+from tfkfac.linalg.lanczos import (
+    Lanczos,
+    Product,
+    combine,
+    random_vector,
+    ritz_pairs,
+    stack_steps,
+)
+from tfkfac.optimizers.subspace import Geometry
+
+
+class Spectrum(NamedTuple):
+    """The result of an estimation.
+
+    Attributes:
+        values: Ritz values `(r,)`, ascending; the same bits on every worker.
+        rows: This worker's slices `(r, n / C)` of the Ritz vectors.
+        finite: Whether the estimation succeeded, the same on every worker.
+    """
+
+    values: tf.Tensor
+    rows: tf.Tensor
+    finite: tf.Tensor
+
+
+class Estimation:
+    """The distributed Lanczos of one worker (DHO2, algorithm 2).
+
+    Each worker keeps a slice of every row of the basis. The operator is the
+    mean of the workers' local Hessians, each by its share of the examples: a
+    local one alone would not be the same on all, and not symmetric.
+
+    Args:
+        geometry: Sizes.
+        group: The workers that take part.
+        seed: Seed of the start vector.
+    """
+
+    def __init__(
+        self, geometry: Geometry, group: Communicator, seed: int
+    ) -> None:
+        self.geometry = geometry
+        self.group = group
+        self.shards = Shards(geometry.size, group.workers)
+        self._seed = seed
+
+    def iteration(self, local: Product, share: tf.Tensor | None) -> Lanczos:
+        """Returns the iteration for the mean of local operators.
+
+        Args:
+            local: Product of a flat vector with the local Hessian.
+            share: Weight of the local Hessian in the mean.
+        """
+        group = self.group
+
+        def product(row: tf.Tensor) -> tf.Tensor:
+            image = local(self.shards.gather(row, group))
+            if group.workers > 1 and share is not None:
+                weight = tf.cast(share, image.dtype)
+                image = tf.math.multiply_no_nan(image, weight)
+            (total,) = group.all_reduce([image])
+            with tf.control_dependencies(group.outputs()):
+                return tf.identity(self.shards.own(total, group.rank))
+
+        return Lanczos(product, self.geometry.size, self.draw, self.sum)
+
+    def sum(self, vector: tf.Tensor) -> tf.Tensor:
+        """Sum over the workers."""
+        (total,) = self.group.all_reduce([vector])
+        return total
+
+    def differentiable_sum(self, vector: tf.Tensor) -> tf.Tensor:
+        """Sum over the workers, differentiable any number of times."""
+
+        @tf.custom_gradient
+        def total(x: tf.Tensor) -> Any:
+            return self.sum(x), total
+
+        return total(vector)
+
+    def start(self) -> tf.Tensor:
+        """Returns the slice of the start vector."""
+        return self.draw(tf.constant(-1))
+
+    def draw(self, index: tf.Tensor) -> tf.Tensor:
+        """Returns the slice of a random vector with norm of about 1."""
+        vector = random_vector(self.geometry.size, self._seed, index + 1)
+        own = self.shards.own(vector, self.group.rank)
+        return tf.cast(own, self.geometry.dtype)
+
+    def spectrum(
+        self,
+        numbers: tuple[tf.Tensor, tf.Tensor, tf.Tensor],
+        matrices: Sequence[tf.Tensor],
+    ) -> Spectrum:
+        """Returns the Ritz pairs.
+
+        Args:
+            numbers: Diagonal, coupling and marks of the kept rows.
+            matrices: The rows of the basis (slices).
+        """
+        geometry = self.geometry
+        pairs = ritz_pairs(*numbers, geometry.largest, geometry.smallest)
+        weights = tf.cast(pairs.weights, geometry.dtype)
+        return Spectrum(
+            tf.cast(pairs.values, geometry.dtype),
+            combine(matrices, weights),
+            tf.reduce_all(tf.math.is_finite(pairs.values)),
+        )
+
+    def run(self, local: Product, share: tf.Tensor | None) -> Spectrum:
+        """Does the whole estimation."""
+        iteration = self.iteration(local, share)
+        steps, basis = iteration.run(self.start(), self.geometry.steps)
+        return self.spectrum(stack_steps(steps), basis.matrices())
+
+
+def local_hessian(
+    model: keras.Model,
+    batch: LossBatch,
+    call: ForwardCall,
+    variables: Sequence[keras.Variable],
+    estimation: Estimation,
+) -> Product:
+    """The Hessian of the current batch's loss at the current weights."""
+    return hessian_operator(
+        model,
+        call,
+        dict(batch.arguments),
+        variables,
+        [tf.identity(v.value) for v in variables],
+        estimation.differentiable_sum,
+    )
+
+
+def estimation_bytes(geometry: Geometry, workers: int) -> int:
+    """Bytes that each of some workers receives for an estimation."""
+    item, steps = geometry.dtype.size, geometry.steps
+    gathered = Shards(geometry.size, workers).length * (workers - 1) * item
+    numbers = 1 + sum(2 * (i + 1) + 1 for i in range(steps))
+    reduced = steps * geometry.size + numbers
+    return steps * gathered + all_reduce_bytes(reduced * item, workers)

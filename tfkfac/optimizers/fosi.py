@@ -1,0 +1,320 @@
+"""FOSI and DHO2: Newton steps along extreme directions, Adam on the rest."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfkfac.capture.replay import ForwardCall, ForwardTap, find_call
+from tfkfac.capture.scaling import LossBatch
+from tfkfac.distributed.collectives import Communicator
+from tfkfac.hessian import flat_space
+from tfkfac.optimizers.arguments import check_choice, check_count, check_range
+from tfkfac.optimizers.estimation import Estimation, local_hessian
+from tfkfac.optimizers.hybrid import HybridOptimizer, HybridState
+from tfkfac.optimizers.hyperparameters import Hyperparameter, Tunable, Value
+from tfkfac.optimizers.replicas import own_copy
+from tfkfac.optimizers.subspace import LAYOUTS, Subspace
+from tfkfac.optimizers.wrapper import Gradients, Update, batch_share
+from tfkfac.variables import count_events
+
+
+@keras.saving.register_keras_serializable(package="tfkfac")
+class FOSI(HybridOptimizer):
+    """Newton steps along extreme directions, any optimizer on the rest.
+
+    Every `update_interval` steps a Lanczos iteration finds the directions `V`
+    of extreme curvature `lambda` of the loss on the current batch (FOSI,
+    Sivan et al., 2023). Each step then splits the gradient `g` (algorithm 3):
+
+    ```
+    c  = V^T g                      m = momentum m + c
+    d  = inner optimizer's change of the weights, for the gradient g - V c
+    w += s (d - V V^T d) - alpha V (m / |lambda|)
+    ```
+
+    The inner optimizer's change is the difference of the weights around its
+    own `apply`, with its weight decay; its slots see the split gradient only.
+    The rest is added where it has updated the weights, before it averages or
+    constrains them. With directions of no curvature or before the first
+    estimation, a step is the inner optimizer's, bit for bit.
+
+    Under several replicas this is DHO2 (Gu et al., 2025): the basis of the
+    Lanczos iteration and the directions are divided among them.
+
+    The optimizer needs the loss of the current batch: `fit` and
+    `train_on_batch` compute it by `Model.compute_loss`, and a custom loop has
+    to do so as well.
+
+    >>> model.compile(optimizer=tfkfac.FOSI("adam"), loss="mse")
+
+    Args:
+        inner_optimizer: A Keras optimizer, its identifier or config. Defaults
+            to "adam".
+        num_largest: Number of directions of largest curvature.
+        num_smallest: Number of directions of smallest (most negative)
+            curvature.
+        alpha: Learning rate of the Newton steps: a number, a schedule or a
+            callable of the iteration. Defaults to 0.1.
+        update_interval: Steps between estimations: an integer, a schedule or
+            a callable of the iteration. Defaults to 800.
+        warmup_steps: Number of steps that the inner optimizer does alone,
+            before the first estimation. Defaults to 100.
+        lanczos_steps: Hessian-vector products of an estimation. None is
+            `max(4 r, 2 ln n)` for `r` directions and `n` weights.
+        momentum: Momentum of the Newton steps, in [0, 1). It is carried over
+            to new directions. Defaults to 0.9.
+        learning_rate_clip: Largest factor `s` on the inner optimizer's change.
+            The factor is `lambda_max / lambda_k`, of the largest and the
+            smallest of the `num_largest` curvatures: without the former,
+            larger steps are stable. It is 1 for inner optimizers other than
+            SGD, whose steps do not scale with the gradient. Defaults to 1.
+        layout: What several replicas keep of the directions: "rows" (the same
+            elements of all directions) or "columns" (whole directions, as
+            published, which moves several times as much in each step).
+        seed: Seed of the Lanczos iteration's start vector.
+        name: Name of the optimizer.
+
+    Raises:
+        ValueError: If an argument is not allowed.
+    """
+
+    alpha = Tunable()
+    update_interval = Tunable()
+
+    def __init__(
+        self,
+        inner_optimizer: Any = "adam",
+        *,
+        num_largest: int = 10,
+        num_smallest: int = 0,
+        alpha: Value = 0.1,
+        update_interval: Value = 800,
+        warmup_steps: int = 100,
+        lanczos_steps: int | None = None,
+        momentum: float = 0.9,
+        learning_rate_clip: float = 1.0,
+        layout: str = "rows",
+        accelerator_fraction: float = 0.0,
+        final_update: str = "stale",
+        seed: int = 0,
+        name: str = "fosi",
+    ) -> None:
+        super().__init__(
+            inner_optimizer,
+            name,
+            check_count("num_largest", num_largest),
+            check_count("num_smallest", num_smallest),
+            check_steps(lanczos_steps, num_largest + num_smallest),
+            check_choice("layout", layout, tuple(LAYOUTS)),
+            check_range("accelerator_fraction", accelerator_fraction, 0, 1),
+        )
+        if num_largest + num_smallest == 0:
+            raise ValueError(
+                "Arguments `num_largest` and `num_smallest` must not both be 0."
+            )
+        self.warmup_steps = check_count("warmup_steps", warmup_steps)
+        self.momentum = check_range("momentum", momentum, 0, 1)
+        self.learning_rate_clip = check_range(
+            "learning_rate_clip", learning_rate_clip, 1
+        )
+        self.final_update = check_choice(
+            "final_update", final_update, ("stale", "paper")
+        )
+        self.seed = check_count("seed", seed)
+        self._hyperparameters = {
+            "alpha": Hyperparameter("alpha", alpha),
+            "update_interval": Hyperparameter(
+                "update_interval", update_interval, integer=True
+            ),
+        }
+
+    # ------------------------------------------------------------ the step
+    def _prepare(
+        self,
+        gradients: Gradients,
+        variables: list[keras.Variable],
+        batch: LossBatch,
+        communicator: Communicator,
+    ) -> Callable[[], Update]:
+        model = self.bound_model()
+        state = self._states[self._position()]
+        call = find_call(model, batch, ForwardTap.open(model).take())
+
+        def step() -> Update:
+            self._update_directions(state, batch, call, communicator)
+            return self._split(state, gradients, variables, communicator)
+
+        return step
+
+    def _update_directions(
+        self,
+        state: HybridState,
+        batch: LossBatch,
+        call: ForwardCall,
+        group: Communicator,
+    ) -> None:
+        """A Lanczos estimation at the current weights, if it is due."""
+        model = self.bound_model()
+
+        def update() -> tf.Tensor:
+            share = batch_share(batch, group) if group.workers > 1 else None
+            estimation = Estimation(self._geometry, group, self.seed)
+            variables = model.trainable_variables
+            local = local_hessian(model, batch, call, variables, estimation)
+            group.outputs()  # those are used in every product
+            found = estimation.run(local, share)
+            self._take(state, found.values, found.rows, group)
+            state.last.assign(self._clock())
+            with tf.control_dependencies(group.outputs()):
+                return tf.constant(0)
+
+        tf.cond(self._due(state), update, lambda: tf.constant(0))
+
+    def _take(
+        self,
+        state: HybridState,
+        values: tf.Tensor,
+        rows: tf.Tensor,
+        group: Communicator,
+    ) -> None:
+        """Uses new directions from now on, unless they are not finite."""
+        subspace = state.subspace
+        assert subspace is not None
+        # The same bits on every worker, so all take the same branch.
+        finite = tf.reduce_all(tf.math.is_finite(values))
+        count_events(
+            [tf.logical_not(finite)],
+            [state.failures],
+            [self.name],
+            "an estimation of curvature is not finite and left out.",
+        )
+
+        def take() -> tf.Tensor:
+            subspace.take(values, rows, group)
+            state.estimations.assign_add(1)
+            with tf.control_dependencies(group.outputs()):
+                return tf.constant(0)
+
+        tf.cond(finite, take, lambda: tf.constant(0))
+
+    def _split(
+        self,
+        state: HybridState,
+        gradients: Gradients,
+        variables: list[keras.Variable],
+        group: Communicator,
+    ) -> Update:
+        """Splits the gradient: Newton steps in V, the inner one outside."""
+        subspace = state.subspace
+        assert subspace is not None
+        weights = self.bound_model().trainable_variables
+        space = flat_space(weights)
+        position = {self._var_key(v): i for i, v in enumerate(weights)}
+        order = [position[self._var_key(v)] for v in variables]
+        present = [g is not None for g in gradients]
+        dense = [tf.convert_to_tensor(g) for g in gradients if g is not None]
+        before = [tf.identity(v.value) for v in weights]
+        active = state.estimations > 0
+
+        def split() -> list[tf.Tensor]:
+            ordered: Gradients = [None] * len(weights)
+            given = iter(dense)
+            for place, has_one in zip(order, present, strict=True):
+                ordered[place] = next(given) if has_one else None
+            gradient = space.join(ordered)
+            inside = subspace.coefficients(gradient, group)
+            rest = space.split(gradient - subspace.combine([inside], group))
+            parts = [rest[i] for i, is_one in zip(order, present) if is_one]
+            with tf.control_dependencies(group.outputs()):
+                return [tf.identity(x) for x in (inside, *parts)]
+
+        nothing = tf.zeros(subspace.momentum.shape, space.dtype)
+        inside, *parts = tf.cond(active, split, lambda: [nothing, *dense])
+
+        def after() -> None:
+            def correct() -> tf.Tensor:
+                change = space.join(
+                    [v.value - old for v, old in zip(weights, before)]
+                )
+                change = self._correction(subspace, inside, change, group)
+                for weight, part in zip(weights, space.split(change)):
+                    own_copy(weight.value).assign_add(part)
+                with tf.control_dependencies(group.outputs()):
+                    return tf.constant(0)
+
+            tf.cond(active, correct, lambda: tf.constant(0))
+
+        rest = iter(parts)
+        return Update([next(rest) if one else None for one in present], after)
+
+    def _correction(
+        self,
+        subspace: Subspace,
+        inside: tf.Tensor,
+        change: tf.Tensor,
+        group: Communicator,
+    ) -> tf.Tensor:
+        """What is added to the inner optimizer's change of the weights.
+
+        `(s - 1) d - s V V^T d - alpha V (m / |lambda|)`
+        """
+        projected = subspace.coefficients(change, group)
+        momentum = subspace.momentum.assign(
+            self.momentum * subspace.momentum + inside
+        )
+        alpha = tf.cast(self._value("alpha"), change.dtype)
+        newton = alpha * momentum * subspace.inverse_curvature(group.rank)
+        scale = self._rate_scale(subspace)
+        inner = scale * projected
+        return (scale - 1) * change - subspace.combine([inner, newton], group)
+
+    def _rate_scale(self, subspace: Subspace) -> tf.Tensor:
+        """`s = clip(lambda_max / lambda_k, 1, learning_rate_clip)`."""
+        limit = self.learning_rate_clip
+        if not isinstance(self.inner_optimizer, keras.optimizers.SGD):
+            limit = 1.0
+        return tf.clip_by_value(subspace.rate_ratio(), 1.0, limit)
+
+    def _due(self, state: HybridState) -> tf.Tensor:
+        """Whether an interval begins here, or nothing was done yet."""
+        clock = self._clock()
+        since = clock - self.warmup_steps
+        begins = tf.equal(since % self._value("update_interval"), 0)
+        begins |= state.last < 0
+        return (since >= 0) & begins & tf.not_equal(state.last, clock)
+
+    def _value(self, name: str) -> tf.Tensor:
+        return self._hyperparameters[name].at(self._clock())
+
+    def _clock(self) -> tf.Tensor:
+        return tf.cast(self.iterations, tf.int64)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments of the constructor."""
+        names = (
+            "num_largest",
+            "num_smallest",
+            "warmup_steps",
+            "lanczos_steps",
+            "momentum",
+            "learning_rate_clip",
+            "layout",
+            "accelerator_fraction",
+            "final_update",
+            "seed",
+        )
+        own = {name: getattr(self, name) for name in names}
+        return {**super().get_config(), **own}
+
+
+def check_steps(value: Any, directions: int) -> int | None:
+    """Returns `lanczos_steps`: None, or at least one for each direction.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if value is None:
+        return None
+    return check_count("lanczos_steps", value, max(directions, 1))

@@ -1,0 +1,287 @@
+"""State, saving and reports of an optimizer with directions of curvature."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfkfac.capture.replay import ForwardTap
+from tfkfac.distributed.plans import all_reduce_bytes
+from tfkfac.distributed.roles import Roles, assign_roles
+from tfkfac.distributed.topology import find_topology
+from tfkfac.hessian import flat_space
+from tfkfac.linalg.lanczos import default_steps
+from tfkfac.optimizers.checks import gradient_bytes
+from tfkfac.optimizers.estimation import estimation_bytes
+from tfkfac.optimizers.subspace import LAYOUTS, Geometry, Layout, Subspace
+from tfkfac.optimizers.summary import bytes_text, table
+from tfkfac.optimizers.wrapper import WrappingOptimizer
+from tfkfac.saving import Named
+from tfkfac.variables import state_variable
+
+
+class HybridState(tf.Module):
+    """The curvature state of one replica.
+
+    Attributes:
+        subspace: The directions; None on an accelerator.
+        estimations: Number of estimations so far.
+        last: The update before which the last one was done or begun; -1 if
+            there was none.
+        failures: Number of estimations that were not finite.
+    """
+
+    def __init__(self, subspace: Subspace | None) -> None:
+        super().__init__(name="replica")
+        self.subspace = subspace
+        self.estimations = state_variable(0, "int64", "estimations")
+        self.last = state_variable(-1, "int64", "last_estimation")
+        self.failures = state_variable(0, "int64", "failures")
+
+    def named(self) -> dict[str, tf.Variable]:
+        """All variables by name, for saving."""
+        named = {
+            "estimations": self.estimations,
+            "last_estimation": self.last,
+            "failures": self.failures,
+        }
+        if self.subspace is not None:
+            named |= self.subspace.named()
+        return named
+
+
+class HybridOptimizer(WrappingOptimizer):
+    """Keeps directions of extreme curvature of the whole model.
+
+    Args:
+        inner_optimizer: The inner optimizer.
+        name: Name of the optimizer.
+        num_largest: Number of directions of largest curvature.
+        num_smallest: Number of directions of smallest curvature.
+        lanczos_steps: Lanczos steps, None for the default.
+        layout: Name of the layout.
+        accelerator_fraction: Share of the replicas that are accelerators.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        name: str,
+        num_largest: int,
+        num_smallest: int,
+        lanczos_steps: int | None,
+        layout: str,
+        accelerator_fraction: float,
+    ) -> None:
+        super().__init__(inner_optimizer, name)
+        self.num_largest = num_largest
+        self.num_smallest = num_smallest
+        self.lanczos_steps = lanczos_steps
+        self.layout = layout
+        self.accelerator_fraction = accelerator_fraction
+        self._states: tuple[HybridState, ...] = ()
+
+    # --------------------------------------------------- binding and state
+    def _attached(self) -> None:
+        ForwardTap.open(self.bound_model())
+        if not self.built:
+            strategy = self.bound_model().distribute_strategy
+            self._roles_in(strategy)  # refuses a fraction early
+
+    def _create_state(self) -> None:
+        self._roles = self._roles_in(self.bound_model().distribute_strategy)
+        self._geometry = self._find_geometry()
+        asked = self.num_largest + self.num_smallest
+        if self._geometry.directions < asked:
+            warnings.warn(
+                f"Model '{self.bound_model().name}' has "
+                f"{self._geometry.size} weights: optimizer '{self.name}' "
+                f"uses {self._geometry.directions} directions, not {asked}.",
+                stacklevel=2,
+            )
+        topology = self._topology
+        states = []
+        for rank, device in zip(topology.local, topology.devices, strict=True):
+            with tf.init_scope(), tf.device(device):
+                states.append(self._new_state(rank))
+        self._states = tuple(states)
+
+    def _new_state(self, rank: int) -> HybridState:
+        accumulates = bool(self.inner_optimizer.gradient_accumulation_steps)
+        subspace = None
+        if self._roles.trains(rank):
+            subspace = Subspace(self._layout(), accumulates)
+        return HybridState(subspace)
+
+    def _roles_in(self, strategy: tf.distribute.Strategy) -> Roles:
+        return assign_roles(
+            find_topology(strategy).workers, self.accelerator_fraction
+        )
+
+    def _find_geometry(self) -> Geometry:
+        """Sizes; never more directions or steps than weights."""
+        space = flat_space(self.bound_model().trainable_variables)
+        largest = min(self.num_largest, space.size)
+        smallest = min(self.num_smallest, space.size - largest)
+        steps = self.lanczos_steps
+        if steps is None:
+            steps = default_steps(space.size, largest + smallest)
+        steps = min(steps, space.size)
+        return Geometry(space.size, largest, smallest, steps, space.dtype)
+
+    def _layout(self) -> Layout:
+        return LAYOUTS[self.layout](self._geometry, len(self._roles.workers))
+
+    def _named_state(self) -> Named:
+        state = self._states[0].named()
+        return [("", {**state, "skipped_steps": self._skipped[0]})]
+
+    def _event_counters(self) -> list[tuple[str, tf.Variable]]:
+        text = "estimations of curvature that were not finite"
+        return [(text, self._states[0].failures)]
+
+    # ----------------------------------------------------------- reporting
+    def spectrum(self) -> np.ndarray:
+        """Returns the Ritz values of the last estimation.
+
+        Returns:
+            The values in use, ascending; empty before the first estimation
+            and on accelerators.
+        """
+        if not self.built or self._states[0].subspace is None:
+            return np.zeros([0], np.float32)
+        if int(self._states[0].estimations.numpy()) == 0:
+            return np.zeros([0], np.float32)
+        return np.asarray(self._states[0].subspace.ritz_values.numpy())
+
+    def state_bytes(self) -> dict[str, int]:
+        """Returns the bytes of this replica's curvature state.
+
+        Known before training, for a built model.
+
+        Returns:
+            The bytes of the "directions" and what goes with them, of the
+            "basis" of the Lanczos iteration, which lives during an estimation
+            only (on accelerators, always), and their "total".
+        """
+        self._prepare_report()
+        rank = self._topology_now().local[0]
+        geometry, item = self._geometry, self._geometry.dtype.size
+        trains = self._roles.trains(rank)
+        directions = Subspace.count(self._layout()) * item if trains else 0
+        estimators = self._roles.accelerators or self._roles.workers
+        basis = 0
+        if rank in estimators:
+            length = -(-geometry.size // len(estimators))
+            basis = geometry.steps * length * item
+        return {
+            "directions": directions,
+            "basis": basis,
+            "total": directions + basis,
+        }
+
+    def communication_bytes(self) -> dict[str, dict[str, int]]:
+        """Returns the bytes that this replica receives in a step.
+
+        Known before training, for a built model.
+
+        Returns:
+            For a step of the "warmup", a "plain" one and one with an
+            "estimation", the bytes of "gradients", of the "projections" of
+            gradient and update, of the "lanczos" iterations, and of
+            "directions" on their way to who keeps them.
+        """
+        self._prepare_report()
+        model, roles = self.bound_model(), self._roles
+        rank = self._topology_now().local[0]
+        layout, workers = self._layout(), len(roles.workers)
+        size = gradient_bytes(model.trainable_variables)
+        step = {
+            "gradients": all_reduce_bytes(size, workers),
+            "projections": layout.projection_bytes(),
+            "lanczos": 0,
+            "directions": 0,
+        }
+        if not roles.trains(rank):
+            step = dict.fromkeys(step, 0)
+        estimators = roles.accelerators or roles.workers
+        estimation = dict(step)
+        if rank in estimators:
+            estimation["lanczos"] = estimation_bytes(
+                self._geometry, len(estimators)
+            )
+        if roles.trains(rank):
+            estimation["directions"] = layout.arrangement_bytes()
+        return {
+            "warmup": {**step, "projections": 0},
+            "plain": step,
+            "estimation": estimation,
+        }
+
+    def summary(self, print_fn: Callable[[str], None] = print) -> None:
+        """Prints the sizes, the state and the spectrum.
+
+        Args:
+            print_fn: Function that takes the text. Defaults to `print`.
+
+        Raises:
+            ValueError: If the optimizer has no model, or one that is not
+                built.
+        """
+        self._prepare_report()
+        model, geometry, roles = self.bound_model(), self._geometry, self._roles
+        inner = type(self.inner_optimizer).__name__
+        state = self.state_bytes()
+        rows = [
+            ("Weights", f"{geometry.size:,}"),
+            (
+                "Directions",
+                f"{geometry.largest} of largest and {geometry.smallest} of "
+                "smallest curvature",
+            ),
+            ("Lanczos steps", str(geometry.steps)),
+            ("Estimations", self._estimations_text()),
+            ("State: directions", bytes_text(state["directions"])),
+            ("State: Lanczos basis", bytes_text(state["basis"])),
+        ]
+        if len(roles.workers) + len(roles.accelerators) > 1:
+            rows += [
+                ("Workers", ", ".join(map(str, roles.workers))),
+                (
+                    "Accelerators",
+                    ", ".join(map(str, roles.accelerators)) or "-",
+                ),
+                ("Layout", self.layout),
+            ]
+        values = self.spectrum()
+        if len(values):
+            text = ", ".join(f"{value:.4g}" for value in values)
+            rows.append(("Ritz values", text))
+        title = (
+            f"FOSI '{self.name}' of model '{model.name}': Newton steps in the "
+            f"directions, {inner} on the rest"
+        )
+        lines = [title, "", *table(("", "Value"), rows), *self._events()]
+        print_fn("\n".join(lines))
+
+    def _estimations_text(self) -> str:
+        if not self.built:
+            return "0"
+        return str(int(self._states[0].estimations.numpy()))
+
+    def _prepare_report(self) -> None:
+        """Finds the sizes, also before the optimizer is built.
+
+        Raises:
+            ValueError: If the model is not built.
+        """
+        model = self.bound_model()
+        self._check_built(model)
+        if not self.built:
+            self._roles = self._roles_in(model.distribute_strategy)
+            self._geometry = self._find_geometry()
+
+    def _topology_now(self) -> Any:
+        return find_topology(self.bound_model().distribute_strategy)

@@ -1,0 +1,314 @@
+"""The space of extreme curvature, and how workers share its directions."""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.plans import all_reduce_bytes
+from tfkfac.distributed.shards import Shards
+from tfkfac.variables import state_variable
+
+# Directions of curvature below this share of the largest are left to the inner
+# optimizer: the inverse of their curvature is mostly noise.
+_WEAK = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Sizes of a subspace.
+
+    Attributes:
+        size: Number of weights, n.
+        largest: Number of directions of largest curvature, k.
+        smallest: Number of directions of smallest curvature, l.
+        steps: Lanczos steps.
+        dtype: Dtype of vectors.
+    """
+
+    size: int
+    largest: int
+    smallest: int
+    steps: int
+    dtype: tf.DType
+
+    @property
+    def directions(self) -> int:
+        """Number of directions, r."""
+        return self.largest + self.smallest
+
+
+class Layout(abc.ABC):
+    """Which part of the directions V a worker keeps, as rows of V^T.
+
+    Args:
+        geometry: Sizes.
+        workers: Number of workers that share the directions.
+    """
+
+    def __init__(self, geometry: Geometry, workers: int) -> None:
+        self.geometry = geometry
+        self.workers = workers
+        self.elements = Shards(geometry.size, workers)
+        self.columns = Shards(geometry.directions, workers)
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Shape of a worker's part of V^T."""
+
+    @abc.abstractmethod
+    def own(self, numbers: tf.Tensor, rank: int) -> tf.Tensor:
+        """Those of r numbers that go with this worker's coefficients."""
+
+    @abc.abstractmethod
+    def coefficients(
+        self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
+    ) -> tf.Tensor:
+        """`V^T x` of a vector that all workers have."""
+
+    @abc.abstractmethod
+    def combine(
+        self,
+        directions: tf.Tensor,
+        weights: Sequence[tf.Tensor],
+        group: Communicator,
+    ) -> tf.Tensor:
+        """Sum of `V c` over some coefficients c, for all workers."""
+
+    @abc.abstractmethod
+    def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
+        """A worker's part, from the slices `(r, n / C)` Lanczos leaves."""
+
+    @abc.abstractmethod
+    def projection_bytes(self) -> int:
+        """Bytes that a worker receives for the projections of a step."""
+
+    @abc.abstractmethod
+    def arrangement_bytes(self) -> int:
+        """Bytes that a worker receives in `arrange`."""
+
+    def _gather_bytes(self) -> int:
+        return self.elements.length * (self.workers - 1) * self._item
+
+    def _reduce_bytes(self, count: int) -> int:
+        return all_reduce_bytes(count * self._item, self.workers)
+
+    @property
+    def _item(self) -> int:
+        return int(self.geometry.dtype.size)
+
+
+class Rows(Layout):
+    """A worker keeps the same elements of all directions, as Lanczos does.
+
+    Products with V^T are sums of r numbers over the workers; products with V
+    are gathered slices.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `Layout.shape`."""
+        return self.geometry.directions, self.elements.length
+
+    def own(self, numbers: tf.Tensor, rank: int) -> tf.Tensor:
+        """See `Layout.own`: every worker has all coefficients."""
+        return numbers
+
+    def coefficients(
+        self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
+    ) -> tf.Tensor:
+        """See `Layout.coefficients`."""
+        own = self.elements.own(vector, group.rank)
+        (total,) = group.all_reduce([tf.linalg.matvec(directions, own)])
+        return total
+
+    def combine(
+        self,
+        directions: tf.Tensor,
+        weights: Sequence[tf.Tensor],
+        group: Communicator,
+    ) -> tf.Tensor:
+        """See `Layout.combine`."""
+        total = tf.add_n(list(weights))
+        own = tf.linalg.matvec(directions, total, transpose_a=True)
+        return self.elements.gather(own, group)
+
+    def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
+        """See `Layout.arrange`: nothing moves."""
+        return rows
+
+    def projection_bytes(self) -> int:
+        """Two gathers of n and two sums of r numbers."""
+        small = self._reduce_bytes(self.geometry.directions)
+        return 2 * self._gather_bytes() + 2 * small
+
+    def arrangement_bytes(self) -> int:
+        """See `Layout.arrangement_bytes`."""
+        return 0
+
+
+class Columns(Layout):
+    """A worker keeps whole directions, as published (DHO2, algorithm 3).
+
+    Every product with V is a sum over the workers of vectors of length n.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `Layout.shape`."""
+        return self.columns.length, self.geometry.size
+
+    def own(self, numbers: tf.Tensor, rank: int) -> tf.Tensor:
+        """See `Layout.own`."""
+        return self.columns.own(numbers, rank)
+
+    def coefficients(
+        self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
+    ) -> tf.Tensor:
+        """See `Layout.coefficients`: those of the own directions."""
+        return tf.linalg.matvec(directions, vector)
+
+    def combine(
+        self,
+        directions: tf.Tensor,
+        weights: Sequence[tf.Tensor],
+        group: Communicator,
+    ) -> tf.Tensor:
+        """See `Layout.combine`: one sum over the workers for each."""
+        sums = []
+        for one in weights:
+            own = tf.linalg.matvec(directions, one, transpose_a=True)
+            sums += group.all_reduce([own])
+        return tf.add_n(sums)
+
+    def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
+        """See `Layout.arrange`: the re-partition (DHO2, figure 4)."""
+        if self.workers == 1:
+            return rows
+        by_owner = self.columns.own  # pads the last owner's directions
+        parts = [
+            tf.transpose(by_owner(tf.transpose(rows), owner))
+            for owner in range(self.workers)
+        ]
+        received = group.all_to_all(tf.stack(parts))
+        whole = tf.transpose(received, [1, 0, 2])
+        flat = tf.reshape(whole, [self.columns.length, -1])
+        return flat[:, : self.geometry.size]
+
+    def projection_bytes(self) -> int:
+        """Three sums of n numbers."""
+        return 3 * self._reduce_bytes(self.geometry.size)
+
+    def arrangement_bytes(self) -> int:
+        """See `Layout.arrangement_bytes`."""
+        part = self.columns.length * self.elements.length
+        return part * (self.workers - 1) * self._item
+
+
+LAYOUTS: dict[str, type[Layout]] = {"rows": Rows, "columns": Columns}
+
+
+class Subspace(tf.Module):
+    """The directions of extreme curvature that one worker keeps.
+
+    Args:
+        layout: Which part of them.
+        accumulates: Whether the inner optimizer accumulates gradients.
+    """
+
+    def __init__(self, layout: Layout, accumulates: bool) -> None:
+        super().__init__(name="subspace")
+        geometry = layout.geometry
+        self.layout = layout
+        own = layout.own(tf.zeros([geometry.directions]), 0).shape
+        dtype = geometry.dtype
+        self.directions = state_variable(
+            tf.zeros(layout.shape, dtype), dtype, "directions"
+        )
+        self.ritz_values = state_variable(
+            tf.zeros([geometry.directions]), dtype, "ritz_values"
+        )
+        self.momentum = state_variable(tf.zeros(own), dtype, "momentum")
+        self.accumulated = (
+            state_variable(tf.zeros(own), dtype, "accumulated")
+            if accumulates
+            else None
+        )
+
+    @staticmethod
+    def count(layout: Layout) -> int:
+        """Number of elements that a worker keeps, of the vectors."""
+        rows, length = layout.shape
+        own = layout.own(tf.zeros([layout.geometry.directions]), 0).shape[0]
+        return rows * length + own + layout.geometry.directions
+
+    def named(self) -> dict[str, tf.Variable]:
+        """All variables by name, for saving."""
+        named = {
+            "directions": self.directions,
+            "ritz_values": self.ritz_values,
+            "momentum": self.momentum,
+        }
+        if self.accumulated is not None:
+            named["accumulated"] = self.accumulated
+        return named
+
+    def take(
+        self, values: tf.Tensor, rows: tf.Tensor, group: Communicator
+    ) -> None:
+        """Replaces the directions; the momentum is carried over.
+
+        Args:
+            values: Ritz values `(r,)`, ascending.
+            rows: This worker's slices `(r, n / C)` of the Ritz vectors.
+            group: The workers that share the directions.
+        """
+        strong = tf.cast(is_strong(values), rows.dtype)
+        new = self.layout.arrange(rows * strong[:, None], group)
+        carried = [self.momentum]
+        if self.accumulated is not None:
+            carried.append(self.accumulated)
+        for variable in carried:
+            vector = self.combine([tf.convert_to_tensor(variable)], group)
+            variable.assign(self.layout.coefficients(new, vector, group))
+        self.directions.assign(new)
+        self.ritz_values.assign(values)
+
+    def coefficients(self, vector: tf.Tensor, group: Communicator) -> tf.Tensor:
+        """`V^T x`."""
+        return self.layout.coefficients(self.directions, vector, group)
+
+    def combine(
+        self, weights: Sequence[tf.Tensor], group: Communicator
+    ) -> tf.Tensor:
+        """Sum of `V c`."""
+        return self.layout.combine(self.directions, weights, group)
+
+    def inverse_curvature(self, rank: int) -> tf.Tensor:
+        """`1 / |lambda|` of the own directions; zero for weak ones.
+
+        Not `1 / lambda`, which walks uphill where the curvature is negative.
+        """
+        values = tf.convert_to_tensor(self.ritz_values)
+        strong = is_strong(values)
+        safe = tf.where(strong, tf.abs(values), tf.ones_like(values))
+        inverse = tf.where(strong, 1 / safe, tf.zeros_like(values))
+        return self.layout.own(inverse, rank)
+
+    def rate_ratio(self) -> tf.Tensor:
+        """`lambda_max / lambda_k`, infinite if the latter is not positive."""
+        largest = self.layout.geometry.largest
+        values = tf.convert_to_tensor(self.ritz_values)
+        top, least = values[-1], values[-max(largest, 1)]
+        infinite = tf.constant(float("inf"), values.dtype)
+        ratio = tf.where(least > 0, tf.math.divide_no_nan(top, least), infinite)
+        return tf.where(top > 0, ratio, tf.ones_like(ratio))
+
+
+def is_strong(values: tf.Tensor) -> tf.Tensor:
+    """Which directions have curvature enough to be inverted."""
+    sizes = tf.abs(values)
+    return sizes > _WEAK * tf.reduce_max(sizes)
