@@ -112,10 +112,13 @@ SEQUENCES: Zoo = {
     "gru": (lambda h: layers.GRU(2)(h), SERIES),
     "simple_rnn": (lambda h: layers.SimpleRNN(2)(h), SERIES),
     "bidirectional": (
-        lambda h: layers.Bidirectional(layers.LSTM(2))(h),
+        lambda h: layers.Bidirectional(layers.SimpleRNN(2))(h),
         SERIES,
     ),
-    "masked_gru": (tokens(lambda: layers.GRU(2), mask_zero=True), TEXT),
+    "masked_rnn": (
+        tokens(lambda: layers.SimpleRNN(2), mask_zero=True),
+        TEXT,
+    ),
     "embedding": (tokens(layers.GlobalAveragePooling1D), TEXT),
 }
 OTHERS: Zoo = {
@@ -148,6 +151,14 @@ def inputs(shape: tuple[int, ...], seed: int = 1) -> Array:
     if shape == TEXT:
         return rng.integers(0, 5, size=(ROWS, *shape)).astype("int32")
     return rng.normal(size=(ROWS, *shape)).astype(keras.config.floatx())
+
+
+def ready(case: str = "tanh", objective: Any = "mse") -> tuple[Any, Any, Any]:
+    """A compiled model of the zoo, its inputs and targets."""
+    body, shape = ZOO[case]
+    model = network(body, shape)
+    model.compile("sgd", objective)
+    return model, inputs(shape), noise(ROWS, 2)
 
 
 def noise(*shape: int, seed: int = 3) -> Array:

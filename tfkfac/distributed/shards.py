@@ -18,13 +18,17 @@ class Shards:
         self.workers = workers
         self.length = -(-size // workers)
 
+    def range(self, rank: int) -> slice:
+        """The elements of a worker's slice; may be none."""
+        start = min(rank * self.length, self.size)
+        return slice(start, min(start + self.length, self.size))
+
     def own(self, vector: tf.Tensor, rank: int) -> tf.Tensor:
         """Returns a worker's slices of vectors `(..., size)`."""
         if self.workers == 1:
             return vector
-        start = rank * self.length
-        part = vector[..., start : start + self.length]
-        missing = self.length - max(min(self.size - start, self.length), 0)
+        part = vector[..., self.range(rank)]
+        missing = self.length - part.shape[-1]
         padding = [[0, 0]] * (vector.shape.rank - 1) + [[0, missing]]
         return tf.pad(part, padding) if missing else part
 

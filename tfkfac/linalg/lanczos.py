@@ -20,30 +20,22 @@ BLOCK_ROWS = 8
 
 
 class Basis:
-    """Rows of equal length, of which more come in.
+    """Rows of equal length, of which more come in."""
 
-    Args:
-        blocks: Matrices of `BLOCK_ROWS` rows.
-        rows: Vectors that come after them, fewer than `BLOCK_ROWS`.
-    """
+    def __init__(self) -> None:
+        self._blocks: list[tf.Tensor] = []
+        self._rows: list[tf.Tensor] = []
 
-    def __init__(
-        self,
-        blocks: Sequence[tf.Tensor] = (),
-        rows: Sequence[tf.Tensor] = (),
-    ) -> None:
-        self._blocks = list(blocks)
-        self._rows = list(rows)
-
-    def append(self, row: tf.Tensor) -> None:
-        """Adds a row."""
+    def add(self, row: tf.Tensor) -> list[tf.Tensor]:
+        """Adds a row and returns all, as matrices."""
         self._rows.append(row)
+        return self.matrices()
 
     def matrices(self) -> list[tf.Tensor]:
         """Returns the rows, as matrices of up to `BLOCK_ROWS` of them."""
-        while len(self._rows) >= BLOCK_ROWS:
-            self._blocks.append(tf.stack(self._rows[:BLOCK_ROWS]))
-            del self._rows[:BLOCK_ROWS]
+        if len(self._rows) == BLOCK_ROWS:
+            self._blocks.append(tf.stack(self._rows))
+            self._rows = []
         loose = [tf.stack(self._rows)] if self._rows else []
         return [*self._blocks, *loose]
 
@@ -136,12 +128,21 @@ class Lanczos:
         return Candidate(vector, length, ~usable, tf.zeros_like(square), first)
 
     def iterate(
-        self, basis: Basis, candidate: Candidate, index: int
+        self,
+        add: Callable[[tf.Tensor], Sequence[tf.Tensor]],
+        candidate: Candidate,
+        index: tf.Tensor,
     ) -> tuple[Step, Candidate]:
-        """Does iteration `index`; `basis` gets its row."""
+        """Does one iteration.
+
+        Args:
+            add: Adds a row to the basis and returns all rows, as matrices;
+                rows of zeros may follow.
+            candidate: What the row is made of.
+            index: Number of the iteration.
+        """
         row, image = self._begin(candidate)
-        basis.append(row)
-        matrices = basis.matrices()
+        matrices = add(row)
         first = self._reduce(coefficients(matrices, image))
         image -= combine(matrices, first[None])[0]
         square = 2 * tf.nn.l2_loss(image)
@@ -150,9 +151,9 @@ class Lanczos:
         second, square = again[:-1], again[-1]
         image -= combine(matrices, second[None])[0]
         removed = tf.reduce_sum(second * second)
-        diagonal = first[-1] + second[-1]
+        diagonal = first[index] + second[index]
         coupling, following = self._end(
-            candidate, image, square, removed, diagonal, tf.constant(index)
+            candidate, image, square, removed, diagonal, index
         )
         kept = ~candidate.fresh
         return Step(row, diagonal, coupling, kept), following
@@ -204,7 +205,9 @@ class Lanczos:
         basis, made = Basis(), []
         candidate = self.start(vector)
         for index in range(steps):
-            step, candidate = self.iterate(basis, candidate, index)
+            step, candidate = self.iterate(
+                basis.add, candidate, tf.constant(index)
+            )
             made.append(step)
         return made, basis
 

@@ -21,6 +21,7 @@ from tfkfac.linalg.lanczos import (
     stack_steps,
 )
 from tfkfac.optimizers.subspace import Geometry
+from tfkfac.optimizers.wrapper import weighted
 
 
 class Spectrum(NamedTuple):
@@ -69,9 +70,7 @@ class Estimation:
 
         def product(row: tf.Tensor) -> tf.Tensor:
             image = local(self.shards.gather(row, group))
-            if group.workers > 1 and share is not None:
-                weight = tf.cast(share, image.dtype)
-                image = tf.math.multiply_no_nan(image, weight)
+            image = weighted(image, share)
             (total,) = group.all_reduce([image])
             with tf.control_dependencies(group.outputs()):
                 return tf.identity(self.shards.own(total, group.rank))
@@ -85,12 +84,7 @@ class Estimation:
 
     def differentiable_sum(self, vector: tf.Tensor) -> tf.Tensor:
         """Sum over the workers, differentiable any number of times."""
-
-        @tf.custom_gradient
-        def total(x: tf.Tensor) -> Any:
-            return self.sum(x), total
-
-        return total(vector)
+        return differentiable_sum(self.group, vector)
 
     def start(self) -> tf.Tensor:
         """Returns the slice of the start vector."""
@@ -127,6 +121,17 @@ class Estimation:
         iteration = self.iteration(local, share)
         steps, basis = iteration.run(self.start(), self.geometry.steps)
         return self.spectrum(stack_steps(steps), basis.matrices())
+
+
+def differentiable_sum(group: Communicator, vector: tf.Tensor) -> tf.Tensor:
+    """Sum over a group, differentiable any number of times."""
+
+    @tf.custom_gradient
+    def total(x: tf.Tensor) -> Any:
+        (sum_,) = group.all_reduce([x])
+        return sum_, total
+
+    return total(vector)
 
 
 def local_hessian(

@@ -12,16 +12,15 @@ from tfkfac.distributed.collectives import Communicator
 from tfkfac.hessian import flat_space
 from tfkfac.optimizers.arguments import check_choice, check_count, check_range
 from tfkfac.optimizers.estimation import Estimation, local_hessian
-from tfkfac.optimizers.hybrid import HybridOptimizer, HybridState
+from tfkfac.optimizers.hybrid import HybridState
 from tfkfac.optimizers.hyperparameters import Hyperparameter, Tunable, Value
-from tfkfac.optimizers.replicas import own_copy
+from tfkfac.optimizers.multirole import MultiRoleOptimizer, MultiRoleState
 from tfkfac.optimizers.subspace import LAYOUTS, Subspace
 from tfkfac.optimizers.wrapper import Gradients, Update, batch_share
-from tfkfac.variables import count_events
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
-class FOSI(HybridOptimizer):
+class FOSI(MultiRoleOptimizer):
     """Newton steps along extreme directions, any optimizer on the rest.
 
     Every `update_interval` steps a Lanczos iteration finds the directions `V`
@@ -140,11 +139,37 @@ class FOSI(HybridOptimizer):
     ) -> Callable[[], Update]:
         model = self.bound_model()
         state = self._states[self._position()]
-        call = find_call(model, batch, ForwardTap.open(model).take())
+        calls = ForwardTap.open(model).take()
+        if self._roles.accelerators:
+            return self._prepare_worker(
+                state, gradients, variables, communicator
+            )
+        call = find_call(model, batch, calls)
 
         def step() -> Update:
             self._update_directions(state, batch, call, communicator)
             return self._split(state, gradients, variables, communicator)
+
+        return step
+
+    def _prepare_worker(
+        self,
+        state: HybridState,
+        gradients: Gradients,
+        variables: list[keras.Variable],
+        group: Communicator,
+    ) -> Callable[[], Update]:
+        """The step of a worker beside accelerators."""
+        if self.final_update == "stale":
+            return lambda: self._split(state, gradients, variables, group)
+        assert isinstance(state, MultiRoleState)
+
+        def step() -> Update:
+            gradient = self._join(gradients, variables)
+            begun = tf.cast(state.last >= 0, gradient.dtype)
+            assert state.gradient_sum is not None
+            state.gradient_sum.assign_add(begun * gradient)
+            return Update(gradients)
 
         return step
 
@@ -159,45 +184,22 @@ class FOSI(HybridOptimizer):
         model = self.bound_model()
 
         def update() -> tf.Tensor:
-            share = batch_share(batch, group) if group.workers > 1 else None
+            share = batch_share(batch, group, self._topology.workers)
             estimation = Estimation(self._geometry, group, self.seed)
             variables = model.trainable_variables
             local = local_hessian(model, batch, call, variables, estimation)
             group.outputs()  # those are used in every product
             found = estimation.run(local, share)
-            self._take(state, found.values, found.rows, group)
-            state.last.assign(self._clock())
+            subspace = state.subspace
+            assert subspace is not None
+            part = subspace.layout.arrange(found.rows, group)
+            self._take(state, found.values, part, group)
             with tf.control_dependencies(group.outputs()):
-                return tf.constant(0)
+                return state.last.assign(self._clock())
 
-        tf.cond(self._due(state), update, lambda: tf.constant(0))
-
-    def _take(
-        self,
-        state: HybridState,
-        values: tf.Tensor,
-        rows: tf.Tensor,
-        group: Communicator,
-    ) -> None:
-        """Uses new directions from now on, unless they are not finite."""
-        subspace = state.subspace
-        assert subspace is not None
-        # The same bits on every worker, so all take the same branch.
-        finite = tf.reduce_all(tf.math.is_finite(values))
-        count_events(
-            [tf.logical_not(finite)],
-            [state.failures],
-            [self.name],
-            "an estimation of curvature is not finite and left out.",
+        tf.cond(
+            self._due(state), update, lambda: tf.convert_to_tensor(state.last)
         )
-
-        def take() -> tf.Tensor:
-            subspace.take(values, rows, group)
-            state.estimations.assign_add(1)
-            with tf.control_dependencies(group.outputs()):
-                return tf.constant(0)
-
-        tf.cond(finite, take, lambda: tf.constant(0))
 
     def _split(
         self,
@@ -212,21 +214,23 @@ class FOSI(HybridOptimizer):
         weights = self.bound_model().trainable_variables
         space = flat_space(weights)
         position = {self._var_key(v): i for i, v in enumerate(weights)}
-        order = [position[self._var_key(v)] for v in variables]
+        order = [
+            position[self._var_key(v)]
+            for v, g in zip(variables, gradients, strict=True)
+            if g is not None
+        ]
         present = [g is not None for g in gradients]
         dense = [tf.convert_to_tensor(g) for g in gradients if g is not None]
         before = [tf.identity(v.value) for v in weights]
         active = state.estimations > 0
 
         def split() -> list[tf.Tensor]:
-            ordered: Gradients = [None] * len(weights)
-            given = iter(dense)
-            for place, has_one in zip(order, present, strict=True):
-                ordered[place] = next(given) if has_one else None
-            gradient = space.join(ordered)
+            gradient = self._join(gradients, variables)
             inside = subspace.coefficients(gradient, group)
             rest = space.split(gradient - subspace.combine([inside], group))
-            parts = [rest[i] for i, is_one in zip(order, present) if is_one]
+            parts = [
+                rest[i] for i, one in zip(order, present, strict=True) if one
+            ]
             with tf.control_dependencies(group.outputs()):
                 return [tf.identity(x) for x in (inside, *parts)]
 
@@ -235,19 +239,30 @@ class FOSI(HybridOptimizer):
 
         def after() -> None:
             def correct() -> tf.Tensor:
-                change = space.join(
-                    [v.value - old for v, old in zip(weights, before)]
-                )
+                changes = map(tf.subtract, [v.value for v in weights], before)
+                change = space.join(list(changes))
                 change = self._correction(subspace, inside, change, group)
-                for weight, part in zip(weights, space.split(change)):
-                    own_copy(weight.value).assign_add(part)
                 with tf.control_dependencies(group.outputs()):
-                    return tf.constant(0)
+                    self._add_to_weights(change)
+                return tf.constant(0)
 
             tf.cond(active, correct, lambda: tf.constant(0))
 
         rest = iter(parts)
         return Update([next(rest) if one else None for one in present], after)
+
+    def _join(
+        self, gradients: Gradients, variables: list[keras.Variable]
+    ) -> tf.Tensor:
+        """The gradient as a flat vector."""
+        weights = self.bound_model().trainable_variables
+        known = {
+            self._var_key(v): tf.convert_to_tensor(g)
+            for v, g in zip(variables, gradients, strict=True)
+            if g is not None
+        }
+        ordered = [known.get(self._var_key(v)) for v in weights]
+        return flat_space(weights).join(ordered)
 
     def _correction(
         self,
@@ -284,12 +299,6 @@ class FOSI(HybridOptimizer):
         begins = tf.equal(since % self._value("update_interval"), 0)
         begins |= state.last < 0
         return (since >= 0) & begins & tf.not_equal(state.last, clock)
-
-    def _value(self, name: str) -> tf.Tensor:
-        return self._hyperparameters[name].at(self._clock())
-
-    def _clock(self) -> tf.Tensor:
-        return tf.cast(self.iterations, tf.int64)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""

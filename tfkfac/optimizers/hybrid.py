@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.capture.replay import ForwardTap
+from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.plans import all_reduce_bytes
 from tfkfac.distributed.roles import Roles, assign_roles
 from tfkfac.distributed.topology import find_topology
@@ -15,11 +16,13 @@ from tfkfac.hessian import flat_space
 from tfkfac.linalg.lanczos import default_steps
 from tfkfac.optimizers.checks import gradient_bytes
 from tfkfac.optimizers.estimation import estimation_bytes
+from tfkfac.optimizers.handover import piece_bytes
+from tfkfac.optimizers.replicas import own_copy
 from tfkfac.optimizers.subspace import LAYOUTS, Geometry, Layout, Subspace
 from tfkfac.optimizers.summary import bytes_text, table
 from tfkfac.optimizers.wrapper import WrappingOptimizer
 from tfkfac.saving import Named
-from tfkfac.variables import state_variable
+from tfkfac.variables import count_events, state_variable
 
 
 class HybridState(tf.Module):
@@ -83,6 +86,8 @@ class HybridOptimizer(WrappingOptimizer):
         self.accelerator_fraction = accelerator_fraction
         self._states: tuple[HybridState, ...] = ()
 
+    warmup_steps: int
+
     # --------------------------------------------------- binding and state
     def _attached(self) -> None:
         ForwardTap.open(self.bound_model())
@@ -109,11 +114,13 @@ class HybridOptimizer(WrappingOptimizer):
         self._states = tuple(states)
 
     def _new_state(self, rank: int) -> HybridState:
+        return HybridState(self._new_subspace(rank))
+
+    def _new_subspace(self, rank: int) -> Subspace | None:
+        if not self._roles.trains(rank):
+            return None
         accumulates = bool(self.inner_optimizer.gradient_accumulation_steps)
-        subspace = None
-        if self._roles.trains(rank):
-            subspace = Subspace(self._layout(), accumulates)
-        return HybridState(subspace)
+        return Subspace(self._layout(), accumulates)
 
     def _roles_in(self, strategy: tf.distribute.Strategy) -> Roles:
         return assign_roles(
@@ -133,6 +140,46 @@ class HybridOptimizer(WrappingOptimizer):
 
     def _layout(self) -> Layout:
         return LAYOUTS[self.layout](self._geometry, len(self._roles.workers))
+
+    def _take(
+        self,
+        state: HybridState,
+        values: tf.Tensor,
+        part: tf.Tensor,
+        group: Communicator,
+    ) -> None:
+        """Uses new directions from now on, unless they are not finite."""
+        subspace = state.subspace
+        assert subspace is not None
+        # The same bits on every worker, so all take the same branch.
+        finite = tf.reduce_all(tf.math.is_finite(values))
+        count_events(
+            [tf.logical_not(finite)],
+            [state.failures],
+            [self.name],
+            "an estimation of curvature is not finite and left out.",
+        )
+
+        def take() -> tf.Tensor:
+            subspace.take(values, part, group)
+            with tf.control_dependencies(group.outputs()):
+                return state.estimations.assign_add(1)
+
+        count = state.estimations
+        tf.cond(finite, take, lambda: tf.convert_to_tensor(count))
+
+    def _add_to_weights(self, change: tf.Tensor) -> None:
+        """Adds a flat vector to this replica's weights."""
+        weights = self.bound_model().trainable_variables
+        parts = flat_space(weights).split(change)
+        for weight, part in zip(weights, parts, strict=True):
+            own_copy(weight.value).assign_add(part)
+
+    def _value(self, name: str) -> tf.Tensor:
+        return self._hyperparameters[name].at(self._clock())
+
+    def _clock(self) -> tf.Tensor:
+        return tf.cast(self.iterations, tf.int64)
 
     def _named_state(self) -> Named:
         state = self._states[0].named()
@@ -190,8 +237,9 @@ class HybridOptimizer(WrappingOptimizer):
         Returns:
             For a step of the "warmup", a "plain" one and one with an
             "estimation", the bytes of "gradients", of the "projections" of
-            gradient and update, of the "lanczos" iterations, and of
-            "directions" on their way to who keeps them.
+            gradient and update, of the "lanczos" iterations, of "directions"
+            on their way to who keeps them, and of the "weights" that
+            accelerators follow.
         """
         self._prepare_report()
         model, roles = self.bound_model(), self._roles
@@ -203,6 +251,7 @@ class HybridOptimizer(WrappingOptimizer):
             "projections": layout.projection_bytes(),
             "lanczos": 0,
             "directions": 0,
+            "weights": 0,
         }
         if not roles.trains(rank):
             step = dict.fromkeys(step, 0)
@@ -214,6 +263,11 @@ class HybridOptimizer(WrappingOptimizer):
             )
         if roles.trains(rank):
             estimation["directions"] = layout.arrangement_bytes()
+        if roles.accelerators:
+            estimation["directions"] = piece_bytes(layout, roles, rank)
+        if not roles.trains(rank):
+            for kind in (step, estimation):
+                kind["weights"] = gradient_bytes(model.variables)
         return {
             "warmup": {**step, "projections": 0},
             "plain": step,

@@ -83,6 +83,10 @@ class Layout(abc.ABC):
         """A worker's part, from the slices `(r, n / C)` Lanczos leaves."""
 
     @abc.abstractmethod
+    def part(self, rank: int) -> tuple[slice, slice]:
+        """Which directions and which elements of them a worker keeps."""
+
+    @abc.abstractmethod
     def projection_bytes(self) -> int:
         """Bytes that a worker receives for the projections of a step."""
 
@@ -139,6 +143,10 @@ class Rows(Layout):
     def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
         """See `Layout.arrange`: nothing moves."""
         return rows
+
+    def part(self, rank: int) -> tuple[slice, slice]:
+        """See `Layout.part`."""
+        return slice(0, self.geometry.directions), self.elements.range(rank)
 
     def projection_bytes(self) -> int:
         """Two gathers of n and two sums of r numbers."""
@@ -197,6 +205,10 @@ class Columns(Layout):
         whole = tf.transpose(received, [1, 0, 2])
         flat = tf.reshape(whole, [self.columns.length, -1])
         return flat[:, : self.geometry.size]
+
+    def part(self, rank: int) -> tuple[slice, slice]:
+        """See `Layout.part`."""
+        return self.columns.range(rank), slice(0, self.geometry.size)
 
     def projection_bytes(self) -> int:
         """Three sums of n numbers."""
@@ -257,17 +269,17 @@ class Subspace(tf.Module):
         return named
 
     def take(
-        self, values: tf.Tensor, rows: tf.Tensor, group: Communicator
+        self, values: tf.Tensor, part: tf.Tensor, group: Communicator
     ) -> None:
         """Replaces the directions; the momentum is carried over.
 
         Args:
             values: Ritz values `(r,)`, ascending.
-            rows: This worker's slices `(r, n / C)` of the Ritz vectors.
+            part: This worker's part of V^T, in its layout.
             group: The workers that share the directions.
         """
-        strong = tf.cast(is_strong(values), rows.dtype)
-        new = self.layout.arrange(rows * strong[:, None], group)
+        strong = tf.cast(is_strong(values), part.dtype)
+        new = part * self.layout.own(strong, group.rank)[:, None]
         carried = [self.momentum]
         if self.accumulated is not None:
             carried.append(self.accumulated)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 import keras
 import tensorflow as tf
 
+from tfkfac.capture.moments import release_moments
 from tfkfac.capture.registry import unbuilt, walk
 from tfkfac.capture.replay import ForwardTap
 from tfkfac.capture.scaling import LossBatch, LossTap
@@ -258,11 +259,10 @@ class WrappingOptimizer(DelegatingOptimizer):
         batches of different sizes, the last of an epoch, the sum is not the
         gradient of the global mean: each is weighted by its examples.
         """
-        workers = communicator.workers
-        if workers == 1:
+        share = batch_share(batch, communicator, self._topology.workers)
+        if communicator.workers == 1 and share is None:
             return gradients
         present = [tf.convert_to_tensor(g) for g in gradients if g is not None]
-        share = batch_share(batch, communicator)
         present = [weighted(g, share) for g in present]
         reduced = iter(communicator.all_reduce(present))
         return [None if g is None else next(reduced) for g in gradients]
@@ -393,20 +393,32 @@ def detach(model: keras.Model, optimizer: WrappingOptimizer | None) -> None:
     """
     for node in walk(model):
         forget_first_call(node.layer)
+        release_moments(node.layer)
         Tap.close(node.layer, optimizer)
     ForwardTap.close(model)
     LossTap.close(model)
 
 
 def batch_share(
-    batch: LossBatch, communicator: Communicator
+    batch: LossBatch, group: Communicator, replicas: int
 ) -> tf.Tensor | None:
-    """This worker's share of all examples, times the number of workers."""
-    if batch.examples is None:
-        return None
+    """Weight of this replica in the mean over a group of workers.
+
+    Args:
+        batch: Its batch.
+        group: The workers that the mean is over.
+        replicas: Number of all replicas, which Keras has divided the loss by.
+
+    Returns:
+        Its share of the examples of the group, times `replicas`; None if that
+        is 1 or the number of examples is not known.
+    """
+    if group.workers == 1 or batch.examples is None:
+        scale = replicas / group.workers
+        return None if scale == 1 else tf.constant(scale)
     own = tf.cast(batch.examples, tf.float32)
-    (total,) = communicator.all_reduce([own])
-    return tf.math.divide_no_nan(own * communicator.workers, total)
+    (total,) = group.all_reduce([own])
+    return tf.math.divide_no_nan(own * replicas, total)
 
 
 def weighted(tensor: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
