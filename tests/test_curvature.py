@@ -233,7 +233,6 @@ def up(interpolation: str, **kwargs: Any) -> layers.Layer:
     return layers.UpSampling2D(2, interpolation=interpolation, **kwargs)
 
 
-@pytest.mark.xfail(reason="Keras gives the name scope of a layer a suffix")
 @pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize(
     "layer",
@@ -255,7 +254,6 @@ def test_no_second_derivative(layer: Any, columns: int) -> None:
     model.train_on_batch(x, y)
 
 
-@pytest.mark.xfail(reason="ResizeBilinearGrad counts as NotDifferentiable")
 def test_second_derivative_of_bilinear_resizing() -> None:
     """TensorFlow takes it for zero: right or refused, but not wrong."""
     model = network(lambda x: up("bilinear")(layers.Dense(3)(x)), IMAGE)

@@ -110,7 +110,6 @@ def test_taps_of_a_loop_are_not_disturbed() -> None:
     assert_same(ends[1], ends[0])
 
 
-@pytest.mark.xfail(reason="the replayed call clears them")
 def test_added_losses_stay() -> None:
     model, x, y = ready("activity_regularizer")
     model(x, training=True)
@@ -120,7 +119,6 @@ def test_added_losses_stay() -> None:
     assert [float(value) for value in model.losses] == before
 
 
-@pytest.mark.xfail(reason="the cache of compiled products holds the model")
 def test_model_can_be_collected() -> None:
     model, x, y = ready()
     hessian_vector_product(model, x, y, noise(weight_count(model)))

@@ -86,6 +86,12 @@ def lanczos(
             f"num_largest={num_largest}, num_smallest={num_smallest}, "
             f"steps={steps}, size={size}"
         )
+    if not callable(matvec):
+        raise TypeError(
+            "Argument `matvec` must be a function of a vector. "
+            f"Received: matvec={matvec!r}"
+        )
+    _check_count("seed", seed, 0)
     start = _start_vector(start_vector, size, seed)
 
     def product(vector: tf.Tensor) -> tf.Tensor:
@@ -137,20 +143,22 @@ def hessian_vector_product(
     _check_model(model)
     variables = model.trainable_variables
     space = flat_space(variables)
+    if not variables:
+        raise ValueError(
+            "Argument `model` must have trainable weights. "
+            f"Received: model '{model.name}' without any."
+        )
     as_list = isinstance(vectors, (list, tuple))
     if as_list:
         vectors = _join(vectors, variables, space)
-    columns = tf.cast(tf.convert_to_tensor(vectors), space.dtype)
+    columns = as_numbers("vectors", vectors, space.dtype)
     if columns.shape.rank not in (1, 2) or columns.shape[0] != space.size:
         raise ValueError(
             "Argument `vectors` must have shape (n,) or (n, k), where n is the "
             f"number of trainable weights, {space.size}. "
             f"Received: vectors of shape {columns.shape}"
         )
-    batch = keras.tree.map_structure(
-        lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf),
-        (x, y, sample_weight),
-    )
+    batch = keras.tree.map_structure(as_fit_does, (x, y, sample_weight))
     single = columns.shape.rank == 1
     rows = columns[None] if single else tf.transpose(columns)
     images = _compiled_product(model)(batch, rows)
@@ -167,7 +175,9 @@ _products: weakref.WeakKeyDictionary[
 def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
     """The compiled product of a model, made anew when the model changes."""
     variables = tuple(id(v) for v in model.trainable_variables)
-    key = (model._compile_loss, model.compute_loss, variables)
+    # Nothing in it may refer to the model, which would then never be freed.
+    loss = getattr(model.compute_loss, "__func__", model.compute_loss)
+    key = (id(model._compile_loss), id(loss), variables)
     known = _products.get(model)
     if known is not None and known[0] == key:
         return known[1]
@@ -197,17 +207,39 @@ def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
     return products
 
 
+def as_numbers(name: str, value: Any, dtype: tf.DType) -> tf.Tensor:
+    """Returns an argument as a tensor of a floating point dtype."""
+    try:
+        return tf.cast(value, dtype)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"Argument `{name}` must be an array of numbers. "
+            f"Received: {name} of type {type(value)}"
+        ) from error
+
+
+def as_fit_does(leaf: Any) -> tf.Tensor | None:
+    """Converts a part of a batch; NumPy's default floats become Keras'."""
+    if leaf is None:
+        return None
+    if not tf.is_tensor(leaf) and np.asarray(leaf).dtype == np.float64:
+        return tf.cast(leaf, keras.config.floatx())
+    return tf.convert_to_tensor(leaf)
+
+
 def _start_vector(value: Any, size: int, seed: int) -> tf.Tensor:
     if value is None:
         return random_vector(size, seed, 0)
     double = tf.is_tensor(value) and value.dtype == tf.float64
-    vector = tf.cast(value, tf.float64 if double else tf.float32)
+    dtype = tf.float64 if double else tf.float32
+    vector = as_numbers("start_vector", value, dtype)
     if vector.shape != (size,):
         raise ValueError(
             f"Argument `start_vector` must have shape ({size},). "
             f"Received: start_vector of shape {vector.shape}"
         )
-    return vector
+    # Squares of very small or large numbers leave the range of float32.
+    return tf.math.divide_no_nan(vector, tf.reduce_max(tf.abs(vector)))
 
 
 def _ritz_vectors(

@@ -1,10 +1,12 @@
 """The Hessian of a Keras model's loss, as an operator."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.framework.ops import gradient_registry
 
 from tfkfac.capture.registry import walk
 from tfkfac.capture.replay import ForwardCall, replay_loss
@@ -38,7 +40,7 @@ def hessian_operator(
         Function of a flat vector.
     """
     space = flat_space(variables)
-    names = [node.layer.name for node in walk(model)]
+    first = count_operations()
     with (
         tf.GradientTape(
             persistent=True, watch_accessed_variables=False
@@ -55,6 +57,8 @@ def hessian_operator(
             None if g is None else tf.convert_to_tensor(g) for g in slopes
         ]
 
+    _refuse_silent_zeros(model, first)
+
     def product(vector: tf.Tensor) -> tf.Tensor:
         present = [
             (g, v)
@@ -68,11 +72,10 @@ def hessian_operator(
                 output_gradients=[v for _, v in present],
             )
         except LookupError as error:
-            raise NotImplementedError(
-                f"{_where(error, names)} of model '{model.name}' has no second "
-                f"derivative in TensorFlow: {error}. Leave it out or use "
-                "another optimizer."
-            ) from error
+            kind = str(error).rsplit(": ", 1)[-1].strip()
+            if "disabled" in str(error):
+                kind = "PreventGradient"
+            raise _no_second_derivative(model, kind) from error
         dense = [None if h is None else tf.convert_to_tensor(h) for h in images]
         return space.join(dense)
 
@@ -87,19 +90,54 @@ def flat_space(variables: Sequence[keras.Variable]) -> FlatSpace:
     )
 
 
-def _where(error: LookupError, names: Sequence[str]) -> str:
-    """The layers with operations of the type that an error is about."""
-    kind = str(error).rsplit(": ", 1)[-1].strip()
-    if "disabled" in str(error):
-        kind = "PreventGradient"
+def count_operations() -> int:
+    """Number of operations in the current graph so far."""
+    if tf.executing_eagerly():
+        return 0
+    return len(tf.compat.v1.get_default_graph().get_operations())
+
+
+def _refuse_silent_zeros(model: keras.Model, first: int) -> None:
+    """Refuses first derivatives that TensorFlow takes for constants.
+
+    The gradient operation of bilinear resizing, for one, is registered as not
+    differentiable, which counts as a derivative of zero.
+    """
+    if tf.executing_eagerly():
+        return
+    graph = tf.compat.v1.get_default_graph()
+    for operation in graph.get_operations()[first:]:
+        kind = operation.type
+        if kind.endswith(("Grad", "Gradient")) and _has_no_gradient(kind):
+            raise _no_second_derivative(model, kind)
+
+
+def _has_no_gradient(kind: str) -> bool:
+    try:
+        return gradient_registry.lookup(kind) is None
+    except LookupError:
+        return False  # an error of TensorFlow's own, if it is needed
+
+
+def _no_second_derivative(model: keras.Model, kind: str) -> NotImplementedError:
+    """The error for an operation, with the layer that it belongs to."""
+    names = {node.layer.name for node in walk(model)}
     graph = tf.compat.v1.get_default_graph()
     found: list[str] = []
     while graph is not None:
         for operation in graph.get_operations():
             if operation.type == kind:
                 parts = operation.name.split("/")
-                found += [p for p in parts if p in names and p not in found]
+                found += [p for p in map(layer_name, parts) if p in names]
         graph = getattr(graph, "outer_graph", None)
-    if not found:
-        return "An operation"
-    return f"Layer '{found[-1]}'"
+    where = f"Layer '{found[-1]}'" if found else "An operation"
+    return NotImplementedError(
+        f"{where} of model '{model.name}' has no second derivative in "
+        f"TensorFlow: that of its operation {kind} is missing. Leave it out, "
+        "or use an optimizer that needs none."
+    )
+
+
+def layer_name(scope: str) -> str:
+    """The layer's name in a name scope, to which Keras adds a number."""
+    return re.sub(r"_\d+$", "", scope)

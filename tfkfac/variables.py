@@ -1,7 +1,7 @@
 """The optimizer's own state variables and event counters."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -26,6 +26,33 @@ def state_variable(value: Any, dtype: Any, name: str) -> tf.Variable:
         return ResourceVariable(
             tf.cast(value, dtype), trainable=False, name=name
         )
+
+
+def in_graph(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Traces a function where TensorFlow runs eagerly.
+
+    Graphs know the layers that operations belong to, for messages, and run
+    long computations faster.
+    """
+    if tf.executing_eagerly():
+        return tf.function(function, autograph=False)
+    return function
+
+
+def stamp_time(variable: tf.Variable) -> tf.Tensor:
+    """Writes the time in seconds to a float64 variable and returns it.
+
+    The plain operation would wait for that of other replicas in the same
+    process, since TensorFlow orders operations with a side effect on nothing.
+    """
+
+    def stamp() -> tf.Tensor:
+        return tf.identity(variable.assign(tf.timestamp()))
+
+    attributes = {"_noinline": True}
+    return tf.function(
+        stamp, autograph=False, experimental_attributes=attributes
+    )()
 
 
 def count_events(

@@ -1,8 +1,9 @@
 """The loss of the current step, computed anew at given weights."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -131,9 +132,27 @@ def replay_loss(
         values: What to put in their place.
     """
     mapping = list(zip(variables, values, strict=True))
-    with paused(), keras.StatelessScope(mapping, collect_losses=True):
+    with (
+        paused(),
+        _kept_losses(model),
+        keras.StatelessScope(mapping, collect_losses=True),
+    ):
         outputs = model(*call.args, **call.kwargs)
         return model.compute_loss(**{**arguments, "y_pred": outputs})
+
+
+@contextlib.contextmanager
+def _kept_losses(model: keras.Model) -> Iterator[None]:
+    """Keeps the losses that layers have added in their last call."""
+    layers = list(model._flatten_layers())
+    kept = [(list(x._losses), set(x._loss_ids)) for x in layers]
+    try:
+        yield
+    finally:
+        for layer, (losses, identities) in zip(layers, kept, strict=True):
+            layer._losses[:] = losses
+            layer._loss_ids.clear()
+            layer._loss_ids.update(identities)
 
 
 def _identities(outputs: Any) -> list[int]:

@@ -195,6 +195,7 @@ class Lanczos:
         # lies in the space of the rows.
         broken = (length <= noise) | (2 * removed > square)
         broken |= rows >= self._size
+        broken &= tf.math.is_finite(square)
         coupling = tf.where(broken | fresh, zero, length)
         vector = tf.cond(broken, lambda: self._draw(index + 1), lambda: image)
         length = tf.where(broken, one, length)

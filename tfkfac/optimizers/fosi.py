@@ -17,6 +17,7 @@ from tfkfac.optimizers.hyperparameters import Hyperparameter, Tunable, Value
 from tfkfac.optimizers.multirole import MultiRoleOptimizer, MultiRoleState
 from tfkfac.optimizers.subspace import LAYOUTS, Subspace
 from tfkfac.optimizers.wrapper import Gradients, Update, batch_share
+from tfkfac.variables import in_graph
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -197,9 +198,9 @@ class FOSI(MultiRoleOptimizer):
             with tf.control_dependencies(group.outputs()):
                 return state.last.assign(self._clock())
 
-        tf.cond(
-            self._due(state), update, lambda: tf.convert_to_tensor(state.last)
-        )
+        last = state.last
+        due = self._due(state)
+        tf.cond(due, in_graph(update), lambda: tf.convert_to_tensor(last))
 
     def _split(
         self,

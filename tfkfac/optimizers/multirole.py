@@ -21,7 +21,7 @@ from tfkfac.optimizers.hyperparameters import is_number
 from tfkfac.optimizers.replicas import own_copy
 from tfkfac.optimizers.subspace import Subspace
 from tfkfac.optimizers.wrapper import Gradients, batch_share
-from tfkfac.variables import state_variable
+from tfkfac.variables import in_graph, stamp_time, state_variable
 
 
 class MultiRoleState(HybridState):
@@ -33,7 +33,8 @@ class MultiRoleState(HybridState):
         gradient_sum: Sum of the gradients of an interval, for the published
             final update on workers.
         times: Idle and all seconds of each replica `(replicas, 2)`.
-        left: When this replica last left the meeting at the end of a step.
+        arrived: When this replica last came to the meeting that ends a step.
+        left: When it last left it.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class MultiRoleState(HybridState):
         self.progress = state_variable(0, "int64", "progress")
         times = tf.zeros([replicas, 2])
         self.times = state_variable(times, "float64", "times")
+        self.arrived = state_variable(0, "float64", "arrived")
         self.left = state_variable(0, "float64", "left")
 
 
@@ -192,8 +194,9 @@ class MultiRoleOptimizer(HybridOptimizer):
             with tf.control_dependencies(group.outputs()):
                 return tf.constant(0)
 
-        tf.cond(begins, begin, lambda: tf.constant(0))
-        tf.cond(target > state.progress, advance, lambda: tf.constant(0))
+        tf.cond(begins, in_graph(begin), lambda: tf.constant(0))
+        due = target > state.progress
+        tf.cond(due, in_graph(advance), lambda: tf.constant(0))
 
     def _meet(self, state: MultiRoleState, everyone: Communicator) -> None:
         """Waits for all; accelerators learn the number of updates."""
@@ -201,20 +204,22 @@ class MultiRoleOptimizer(HybridOptimizer):
         done = [tf.identity(counter)]
         if state.accelerator is not None:
             done.append(tf.identity(state.accelerator.diagonal))
-        with tf.control_dependencies(done):
-            arrived = tf.timestamp()
+        before = tf.identity(state.left)
+        with tf.control_dependencies([*done, before]):
+            arrived = stamp_time(state.arrived)
         own = state.times[everyone.rank]
         with tf.control_dependencies([arrived]):
             count = tf.cast(counter, tf.float64)
         gathered = everyone.all_gather(tf.concat([[count], own], 0))
         with tf.control_dependencies([gathered]):
-            left = tf.timestamp()
-        state.times.assign(gathered[:, 1:])
-        before = tf.convert_to_tensor(state.left)
-        whole = tf.where(before > 0, left - before, 0)
-        idle = tf.where(before > 0, left - arrived, 0)
-        state.times[everyone.rank].assign(own + tf.stack([idle, whole]))
-        state.left.assign(left)
+            left = stamp_time(state.left)
+        idle, whole = left - arrived, left - before
+        own += tf.where(before > 0, tf.stack([idle, whole]), [0, 0])
+        times = gathered[:, 1:]
+        rank = everyone.rank
+        state.times.assign(
+            tf.concat([times[:rank], [own], times[rank + 1 :]], 0)
+        )
         if state.accelerator is not None:
             counter.assign(tf.cast(gathered[0, 0], counter.dtype))
 
