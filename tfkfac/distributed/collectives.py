@@ -188,6 +188,17 @@ class Communicator:
         self._outputs.append(gathered)
         return tf.reshape(gathered, [self.workers, *tensor.shape])
 
+    def reduce_scatter(self, parts: tf.Tensor) -> tf.Tensor:
+        """Adds up tensors over all workers and leaves each its part.
+
+        Args:
+            parts: `(workers, ...)`, of static shape, a part for each worker.
+        """
+        if self._one_process:
+            (total,) = self.all_reduce([parts])
+            return total[self.rank]
+        return tf.reduce_sum(self.all_to_all(parts), 0)
+
     def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
         """Exchanges parts: part `i` of worker `j` becomes part `j` of `i`.
 

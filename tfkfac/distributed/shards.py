@@ -38,3 +38,15 @@ class Shards:
             return shard
         gathered = communicator.all_gather(shard)
         return tf.reshape(gathered, [-1])[: self.size]
+
+    def reduce(
+        self, vector: tf.Tensor, communicator: Communicator
+    ) -> tf.Tensor:
+        """Returns this worker's slice of the sum of all workers' vectors."""
+        if self.workers == 1:
+            return vector
+        padding = self.workers * self.length - self.size
+        padded = tf.pad(vector, [[0, padding]]) if padding else vector
+        return communicator.reduce_scatter(
+            tf.reshape(padded, [self.workers, self.length])
+        )

@@ -71,9 +71,9 @@ class Estimation:
         def product(row: tf.Tensor) -> tf.Tensor:
             image = local(self.shards.gather(row, group))
             image = weighted(image, share)
-            (total,) = group.all_reduce([image])
+            own = self.shards.reduce(image, group)
             with tf.control_dependencies(group.outputs()):
-                return tf.identity(self.shards.own(total, group.rank))
+                return tf.identity(own)
 
         return Lanczos(product, self.geometry.size, self.draw, self.sum)
 
@@ -155,7 +155,7 @@ def local_hessian(
 def estimation_bytes(geometry: Geometry, workers: int) -> int:
     """Bytes that each of some workers receives for an estimation."""
     item, steps = geometry.dtype.size, geometry.steps
-    gathered = Shards(geometry.size, workers).length * (workers - 1) * item
+    slices = Shards(geometry.size, workers).length * (workers - 1)
     numbers = 1 + sum(2 * (i + 1) + 1 for i in range(steps))
-    reduced = steps * geometry.size + numbers
-    return steps * gathered + all_reduce_bytes(reduced * item, workers)
+    # A row is gathered and its product reduced to slices.
+    return 2 * steps * slices * item + all_reduce_bytes(numbers * item, workers)

@@ -16,7 +16,12 @@ from tfkfac.optimizers.hybrid import HybridState
 from tfkfac.optimizers.hyperparameters import Hyperparameter, Tunable, Value
 from tfkfac.optimizers.multirole import MultiRoleOptimizer, MultiRoleState
 from tfkfac.optimizers.subspace import LAYOUTS, Subspace
-from tfkfac.optimizers.wrapper import Gradients, Update, batch_share
+from tfkfac.optimizers.wrapper import (
+    Gradients,
+    Update,
+    batch_share,
+    weighted,
+)
 from tfkfac.variables import in_graph
 
 
@@ -174,6 +179,36 @@ class FOSI(MultiRoleOptimizer):
 
         return step
 
+    def _reduce(
+        self,
+        gradients: Gradients,
+        batch: LossBatch,
+        communicator: Communicator,
+    ) -> Gradients:
+        if not self._reduces_late():
+            return super()._reduce(gradients, batch, communicator)
+        share = batch_share(batch, communicator, self._topology.workers)
+        return [
+            None if g is None else weighted(tf.convert_to_tensor(g), share)
+            for g in gradients
+        ]
+
+    def _reduces_late(self) -> bool:
+        """Whether gradients are added up where they are split."""
+        if self._roles.accelerators and self.final_update == "paper":
+            return False
+        return self._layout().reduces_gradients
+
+    def _all_finite(
+        self, gradients: Gradients, communicator: Communicator
+    ) -> tf.Tensor:
+        finite = super()._all_finite(gradients, communicator)
+        if not self._reduces_late():
+            return finite
+        bad = tf.cast(tf.logical_not(finite), tf.float32)
+        (total,) = communicator.all_reduce([bad])
+        return tf.equal(total, 0)
+
     def _update_directions(
         self,
         state: HybridState,
@@ -227,16 +262,26 @@ class FOSI(MultiRoleOptimizer):
 
         def split() -> list[tf.Tensor]:
             gradient = self._join(gradients, variables)
-            inside = subspace.coefficients(gradient, group)
-            rest = space.split(gradient - subspace.combine([inside], group))
-            parts = [
-                rest[i] for i, one in zip(order, present, strict=True) if one
-            ]
+            inside, rest = subspace.project_out(gradient, group)
+            whole = space.split(rest)
+            parts = [whole[i] for i in order]
             with tf.control_dependencies(group.outputs()):
                 return [tf.identity(x) for x in (inside, *parts)]
 
         nothing = tf.zeros(subspace.momentum.shape, space.dtype)
-        inside, *parts = tf.cond(active, split, lambda: [nothing, *dense])
+
+        def keep() -> list[tf.Tensor]:
+            whole = dense
+            if self._reduces_late():
+                whole = group.all_reduce(dense)
+            group.outputs()  # the gradients are always used
+            return [nothing, *whole]
+
+        inside, *parts = tf.cond(active, split, keep)
+        if subspace.accumulated is not None:
+            # The inner optimizer takes the mean over as many steps.
+            steps = self.inner_optimizer.gradient_accumulation_steps
+            subspace.accumulated.assign_add(inside / steps)
 
         def after() -> None:
             def correct() -> tf.Tensor:
@@ -277,6 +322,9 @@ class FOSI(MultiRoleOptimizer):
         `(s - 1) d - s V V^T d - alpha V (m / |lambda|)`
         """
         projected = subspace.coefficients(change, group)
+        if subspace.accumulated is not None:
+            inside = tf.identity(subspace.accumulated)
+            subspace.accumulated.assign(tf.zeros_like(inside))
         momentum = subspace.momentum.assign(
             self.momentum * subspace.momentum + inside
         )

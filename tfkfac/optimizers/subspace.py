@@ -63,6 +63,17 @@ class Layout(abc.ABC):
     def own(self, numbers: tf.Tensor, rank: int) -> tf.Tensor:
         """Those of r numbers that go with this worker's coefficients."""
 
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether `project_out` takes a worker's own gradient."""
+        return False
+
+    @abc.abstractmethod
+    def project_out(
+        self, directions: tf.Tensor, gradient: tf.Tensor, group: Communicator
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Splits the gradient g into `c = V^T g` and `g - V c`."""
+
     @abc.abstractmethod
     def coefficients(
         self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
@@ -109,8 +120,23 @@ class Rows(Layout):
     """A worker keeps the same elements of all directions, as Lanczos does.
 
     Products with V^T are sums of r numbers over the workers; products with V
-    are gathered slices.
+    are gathered slices. The gradients are added up slice by slice, so that
+    gathering the split gradient is the second half of their all-reduce.
     """
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """See `Layout.reduces_gradients`."""
+        return self.workers > 1
+
+    def project_out(
+        self, directions: tf.Tensor, gradient: tf.Tensor, group: Communicator
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """See `Layout.project_out`."""
+        own = self.elements.reduce(gradient, group)
+        (inside,) = group.all_reduce([tf.linalg.matvec(directions, own)])
+        own -= tf.linalg.matvec(directions, inside, transpose_a=True)
+        return inside, self.elements.gather(own, group)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -149,9 +175,9 @@ class Rows(Layout):
         return slice(0, self.geometry.directions), self.elements.range(rank)
 
     def projection_bytes(self) -> int:
-        """Two gathers of n and two sums of r numbers."""
+        """A gather of n and two sums of r numbers."""
         small = self._reduce_bytes(self.geometry.directions)
-        return 2 * self._gather_bytes() + 2 * small
+        return self._gather_bytes() + 2 * small
 
     def arrangement_bytes(self) -> int:
         """See `Layout.arrangement_bytes`."""
@@ -163,6 +189,13 @@ class Columns(Layout):
 
     Every product with V is a sum over the workers of vectors of length n.
     """
+
+    def project_out(
+        self, directions: tf.Tensor, gradient: tf.Tensor, group: Communicator
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """See `Layout.project_out`."""
+        inside = self.coefficients(directions, gradient, group)
+        return inside, gradient - self.combine(directions, [inside], group)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -292,6 +325,12 @@ class Subspace(tf.Module):
     def coefficients(self, vector: tf.Tensor, group: Communicator) -> tf.Tensor:
         """`V^T x`."""
         return self.layout.coefficients(self.directions, vector, group)
+
+    def project_out(
+        self, gradient: tf.Tensor, group: Communicator
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Splits the gradient g into `c = V^T g` and `g - V c`."""
+        return self.layout.project_out(self.directions, gradient, group)
 
     def combine(
         self, weights: Sequence[tf.Tensor], group: Communicator

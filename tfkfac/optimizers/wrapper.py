@@ -211,8 +211,7 @@ class WrappingOptimizer(DelegatingOptimizer):
         gradients = self._reduce(gradients, batch, communicator)
         communicator.outputs()  # the gradients are always used
         step = self._prepare(gradients, variables, batch, communicator)
-        present = [values_of(g) for g in gradients if g is not None]
-        finite = all_finite(present)
+        finite = self._all_finite(gradients, communicator)
         count_events(
             [tf.logical_not(finite)],
             [self._skipped[self._position()]],
@@ -266,6 +265,12 @@ class WrappingOptimizer(DelegatingOptimizer):
         present = [weighted(g, share) for g in present]
         reduced = iter(communicator.all_reduce(present))
         return [None if g is None else next(reduced) for g in gradients]
+
+    def _all_finite(
+        self, gradients: Gradients, communicator: Communicator
+    ) -> tf.Tensor:
+        """Whether the step can be done; the same on every worker."""
+        return all_finite([values_of(g) for g in gradients if g is not None])
 
     def _apply_inner(
         self, update: Update, variables: list[keras.Variable]
