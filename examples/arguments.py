@@ -1,17 +1,28 @@
-"""The command line of train_classifier.py."""
+"""The command line of train_classifier.py, most of it for all examples."""
 
 import argparse
 import dataclasses
-import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from argument_types import (
+    PLOT_FORMATS,
+    float_or_none,
+    fraction,
+    learning_rate,
+    natural_float,
+    natural_int,
+    part,
+    plot_path,
+    positive_int,
+)
 from networks import NETWORKS
+from optimizers import FOSI_NAMES, NAMES, base_of
 
-# Each decays linearly to 0 over the run.
+# Each decays linearly to 0 over the run. Others have one of these.
 LEARNING_RATES = {"kfac": 0.1, "sgd": 0.05, "adam": 0.001}
-# Passed on only if given: KFAC has defaults of its own.
+# Passed on only if given: KFAC and FOSI have defaults of their own.
 KFAC_OPTIONS = {
     "damping": "damping",
     "factor_interval": "factor_update_interval",
@@ -20,7 +31,14 @@ KFAC_OPTIONS = {
     "distribution": "distribution",
     "gradient_worker_fraction": "gradient_worker_fraction",
 }
-PLOT_FORMATS = (".png", ".pdf", ".svg")
+FOSI_OPTIONS = {
+    "fosi_interval": "update_interval",
+    "fosi_warmup": "warmup_steps",
+    "fosi_directions": "num_largest",
+    "fosi_alpha": "alpha",
+    "fosi_layout": "layout",
+    "accelerator_fraction": "accelerator_fraction",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,89 +68,58 @@ RUN_DEFAULTS = {
 }
 
 
-def number(
-    kind: type, valid: Callable[[Any], bool], demand: str
-) -> Callable[[str], Any]:
-    """A type of argument: numbers of a kind that satisfy a condition."""
-
-    def parse_number(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not valid(value):
-            raise argparse.ArgumentTypeError(
-                f"must be {demand}; received {text!r}"
-            )
-        return value
-
-    return parse_number
-
-
-positive_int = number(int, lambda value: value > 0, "a whole number above 0")
-natural_int = number(
-    int, lambda value: value >= 0, "a whole number, not below 0"
-)
-positive_float = number(
-    float, lambda value: 0 < value < math.inf, "a number above 0"
-)
-natural_float = number(
-    float, lambda value: 0 <= value < math.inf, "a number, not below 0"
-)
-fraction = number(float, lambda value: 0 < value <= 1, "above 0 and at most 1")
-
-
-def float_or_none(text: str) -> float | None:
-    return None if text == "none" else positive_float(text)
-
-
-def learning_rate(text: str) -> tuple[str | None, float]:
-    """Parses VALUE or NAME=VALUE."""
-    name, equals, value = text.rpartition("=")
-    return name if equals else None, positive_float(value)
-
-
-def plot_path(text: str) -> pathlib.Path:
-    path = pathlib.Path(text)
-    if path.suffix not in PLOT_FORMATS:
-        raise argparse.ArgumentTypeError(
-            f"must end with {', '.join(PLOT_FORMATS)}; received {text!r}"
-        )
-    return path
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parses and checks the command line.
-
-    The learning rates come out as a dictionary by optimizer, KFAC's options as
-    the dictionary `kfac_options` of what was given.
-    """
-    parser = make_parser()
-    options = parser.parse_args(arguments)
-    if len(set(options.optimizer)) < len(options.optimizer):
-        parser.error("argument --optimizer: each can be given once")
-    defaults = RUN_DEFAULTS.get(options.dataset, RunDefaults())
-    options.epochs = options.epochs or defaults.epochs
-    options.batch_size = options.batch_size or defaults.batch_size
-    options.target = options.target or defaults.target
-    options.learning_rate = learning_rates(
-        parser, options, {**LEARNING_RATES, **defaults.learning_rates}
-    )
-    options.kfac_options = kfac_options(parser, options)
-    return options
-
-
-def make_parser() -> argparse.ArgumentParser:
+    """Parses and checks the command line."""
     parser = argparse.ArgumentParser(
         description="Trains an image classifier with each of the given "
         "optimizers, from the same weights on the same batches, and compares "
         "them.",
     )
-    add_data_arguments(parser.add_argument_group("data and model"))
-    add_training_arguments(parser.add_argument_group("training"))
-    add_kfac_arguments(parser.add_argument_group("K-FAC (its own defaults)"))
+    group = add_common_arguments(parser)
+    group.add_argument(
+        "--optimizer",
+        nargs="+",
+        choices=NAMES,
+        default=list(LEARNING_RATES),
+        help=f"those to compare (default: {' '.join(LEARNING_RATES)}); "
+        "fosi is fosi_adam, sgdm is sgd, which has momentum 0.9",
+    )
     add_output_arguments(parser.add_argument_group("output"))
-    return parser
+    options = parser.parse_args(arguments)
+    if len(set(options.optimizer)) < len(options.optimizer):
+        parser.error("argument --optimizer: each can be given once")
+    complete(parser, options)
+    defaults = RUN_DEFAULTS.get(options.dataset, RunDefaults())
+    options.target = options.target or defaults.target
+    return options
+
+
+def complete(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> None:
+    """Fills in what depends on the data set and the optimizers.
+
+    The learning rates become a dictionary by optimizer; the settings given for
+    KFAC and FOSI the dictionaries `kfac_options` and `fosi_options`.
+    """
+    defaults = RUN_DEFAULTS.get(options.dataset, RunDefaults())
+    options.epochs = options.epochs or defaults.epochs
+    options.batch_size = options.batch_size or defaults.batch_size
+    options.learning_rate = learning_rates(
+        parser, options, {**LEARNING_RATES, **defaults.learning_rates}
+    )
+    options.kfac_options = given(parser, options, KFAC_OPTIONS, ("kfac",))
+    options.fosi_options = given(parser, options, FOSI_OPTIONS, FOSI_NAMES)
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> Any:
+    """Adds all but `--optimizer`, which belongs into the returned group."""
+    add_data_arguments(parser.add_argument_group("data and model"))
+    group = parser.add_argument_group("training")
+    add_training_arguments(group)
+    add_kfac_arguments(parser.add_argument_group("K-FAC (its own defaults)"))
+    add_fosi_arguments(parser.add_argument_group("FOSI (its own defaults)"))
+    return group
 
 
 def add_data_arguments(group: Any) -> None:
@@ -162,13 +149,6 @@ def add_data_arguments(group: Any) -> None:
 
 def add_training_arguments(group: Any) -> None:
     group.add_argument(
-        "--optimizer",
-        nargs="+",
-        choices=LEARNING_RATES,
-        default=list(LEARNING_RATES),
-        help="those to compare (default: all)",
-    )
-    group.add_argument(
         "--learning-rate",
         nargs="+",
         type=learning_rate,
@@ -186,13 +166,6 @@ def add_training_arguments(group: Any) -> None:
             help="default: depends on the data set",
         )
     group.add_argument("--seed", type=natural_int, default=0, metavar="N")
-    group.add_argument(
-        "--target",
-        type=fraction,
-        metavar="ACCURACY",
-        help="test accuracy, in (0, 1], whose cost in steps and seconds is "
-        "reported (default: depends on the data set)",
-    )
 
 
 def add_kfac_arguments(group: Any) -> None:
@@ -230,7 +203,44 @@ def add_kfac_arguments(group: Any) -> None:
     )
 
 
+def add_fosi_arguments(group: Any) -> None:
+    not_given = argparse.SUPPRESS
+    for name, kind, text in (
+        ("interval", positive_int, "steps from one estimation to the next"),
+        ("warmup", natural_int, "steps before the first estimation"),
+        ("directions", positive_int, "directions of largest curvature"),
+        ("alpha", natural_float, "rate of the Newton steps; it does not decay"),
+    ):
+        group.add_argument(
+            f"--fosi-{name}",
+            type=kind,
+            default=not_given,
+            metavar="VALUE",
+            help=text,
+        )
+    group.add_argument(
+        "--fosi-layout",
+        choices=("rows", "columns"),
+        default=not_given,
+        help="what each of several workers keeps of the directions",
+    )
+    group.add_argument(
+        "--accelerator-fraction",
+        type=part,
+        default=not_given,
+        metavar="FRACTION",
+        help="share of the workers that only estimate curvature",
+    )
+
+
 def add_output_arguments(group: Any) -> None:
+    group.add_argument(
+        "--target",
+        type=fraction,
+        metavar="ACCURACY",
+        help="test accuracy, in (0, 1], whose cost in steps and seconds is "
+        "reported (default: depends on the data set)",
+    )
     group.add_argument(
         "--plot",
         type=plot_path,
@@ -253,7 +263,7 @@ def learning_rates(
     defaults: Mapping[str, float],
 ) -> dict[str, float]:
     """The learning rate of each chosen optimizer."""
-    rates = {name: defaults[name] for name in options.optimizer}
+    rates = {name: defaults[base_of(name)] for name in options.optimizer}
     for name, rate in options.learning_rate:
         if name is None and len(options.learning_rate) > 1:
             parser.error(
@@ -268,19 +278,22 @@ def learning_rates(
     return rates
 
 
-def kfac_options(
-    parser: argparse.ArgumentParser, options: argparse.Namespace
-) -> dict[str, float | None]:
-    """The arguments of KFAC that were given."""
-    given = {
+def given(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    table: Mapping[str, str],
+    optimizers: Sequence[str],
+) -> dict[str, Any]:
+    """The settings that were given for some optimizers, by keyword."""
+    settings = {
         keyword: getattr(options, name)
-        for name, keyword in KFAC_OPTIONS.items()
+        for name, keyword in table.items()
         if hasattr(options, name)
     }
-    if given and "kfac" not in options.optimizer:
+    if settings and not set(optimizers) & set(options.optimizer):
+        *flags, last = ("--" + name.replace("_", "-") for name in table)
         parser.error(
-            "--damping, --factor-interval, --inverse-interval, --kl-clip, "
-            "--distribution and --gradient-worker-fraction go with "
-            "--optimizer kfac"
+            f"{', '.join(flags)} and {last} go with --optimizer "
+            f"{' or '.join(optimizers)}"
         )
-    return given
+    return settings

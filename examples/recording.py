@@ -9,6 +9,8 @@ from collections.abc import Mapping
 import keras
 import numpy as np
 
+import tfkfac
+
 COLUMNS = ("step", "epoch", "seconds", "loss", "test_accuracy", "test_loss")
 # The steps that the first one is compared with.
 FOLLOWING = slice(1, 11)
@@ -28,7 +30,8 @@ class Recorder(keras.callbacks.Callback):
 
     Only the steps are timed: evaluation, callbacks and the like are not. The
     first step also traces and compiles the graph; it counts as the slowest of
-    the ten after it.
+    the ten after it. The kinds of step are those of `communication_bytes` of
+    K-FAC and FOSI; other optimizers have plain steps only.
 
     Args:
         path: CSV file to write after each epoch; None writes none.
@@ -38,11 +41,16 @@ class Recorder(keras.callbacks.Callback):
         super().__init__()
         self.evaluations: list[Evaluation] = []
         self.losses: list[float] = []
+        self._counts: tuple[float, ...] = ()
         self._durations: list[float] = []
+        self._kinds: list[str] = []
         self._epoch_starts: list[int] = []
         self._epoch_loss = 0.0
         self._path = path
         self._started = 0.0
+
+    def on_train_begin(self, logs: Mapping | None = None) -> None:
+        self._counts = curvature_counts(self.model.optimizer)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping | None = None) -> None:
         self._epoch_starts.append(len(self.losses))
@@ -59,6 +67,11 @@ class Recorder(keras.callbacks.Callback):
         # Fetching the loss waits for the step.
         mean_loss = float((logs or {})["loss"])
         self._durations.append(time.perf_counter() - self._started)
+        counts = curvature_counts(self.model.optimizer)
+        self._kinds.append(
+            step_kind(self.model.optimizer, self._counts, counts)
+        )
+        self._counts = counts
         # Keras shows the mean over the epoch so far, not the batch's loss.
         steps = len(self.losses) - self._epoch_starts[-1] + 1
         self.losses.append(mean_loss * steps - self._epoch_loss)
@@ -84,6 +97,15 @@ class Recorder(keras.callbacks.Callback):
     def seconds_per_step(self) -> float:
         return float(np.median(self._durations[1:] or self._durations))
 
+    @property
+    def seconds_by_kind(self) -> dict[str, np.ndarray]:
+        """Seconds of the steps of each kind, without the first step."""
+        durations, kinds = np.array(self._durations[1:]), self._kinds[1:]
+        return {
+            kind: durations[np.array(kinds) == kind]
+            for kind in dict.fromkeys(kinds)
+        }
+
     def steps_to(self, accuracy: float) -> int | None:
         """Steps until the test accuracy was first reached, or None."""
         for evaluation in self.evaluations:
@@ -106,3 +128,30 @@ class Recorder(keras.callbacks.Callback):
                 writer.writerow(
                     [step, epoch, f"{seconds:.4f}", f"{loss:.6g}", *metrics]
                 )
+
+
+def curvature_counts(
+    optimizer: keras.optimizers.Optimizer,
+) -> tuple[float, ...]:
+    """What changes when an optimizer has renewed its curvature."""
+    if isinstance(optimizer, tfkfac.KFAC):
+        updates = (optimizer.factor_updates, optimizer.inverse_updates)
+        return tuple(int(count.numpy()) for count in updates)
+    if isinstance(optimizer, tfkfac.FOSI):
+        return tuple(optimizer.spectrum().tolist())
+    return ()
+
+
+def step_kind(
+    optimizer: keras.optimizers.Optimizer,
+    before: tuple[float, ...],
+    after: tuple[float, ...],
+) -> str:
+    """The kind of a step, from the counts before and after it."""
+    if isinstance(optimizer, tfkfac.FOSI):
+        if not after:
+            return "warmup"
+        return "plain" if after == before else "estimation"
+    if after == before:
+        return "plain"
+    return "factor" if after[1:] == before[1:] else "inverse"

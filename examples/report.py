@@ -25,7 +25,15 @@ HEADINGS = (
         "seconds",
     ),
 )
-COLORS = {"kfac": "tab:blue", "sgd": "tab:orange", "adam": "tab:green"}
+COLORS = {
+    "kfac": "tab:blue",
+    "sgd": "tab:orange",
+    "adam": "tab:green",
+    "sgdm": "tab:olive",
+    "fosi": "tab:purple",
+    "fosi_adam": "tab:red",
+    "fosi_sgd": "tab:brown",
+}
 # Points that the plotted mean runs over, as a share of the run.
 SMOOTHING = 1 / 40
 
@@ -40,14 +48,27 @@ def make_table(
         (name, f"{rates[name]:g}", *measures(run, target))
         for name, run in runs.items()
     ]
-    cells = [*HEADINGS, *rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [align(row, widths) for row in cells]
-    lines.insert(len(HEADINGS), "-" * len(lines[0]))
-    return "\n".join([*lines, "", footnote(target)])
+    return "\n".join([*ruled(HEADINGS, rows), "", footnote(target)])
 
 
-def traffic_table(optimizer: tfkfac.KFAC) -> str:
+def kinds_table(runs: Mapping[str, Recorder]) -> str:
+    """A line per optimizer and kind of step: how many, and their median."""
+    headings = ("optimizer", "kind of step", "steps", "seconds per step")
+    rows = [
+        (name, kind, str(len(seconds)), f"{np.median(seconds):.4f}")
+        for name, run in runs.items()
+        for kind, seconds in run.seconds_by_kind.items()
+    ]
+    return "\n".join(ruled([headings], rows))
+
+
+def idle_text(optimizer: tfkfac.FOSI) -> str:
+    """How much each replica has waited; accelerators come last."""
+    shares = ", ".join(f"{share:.1%}" for share in optimizer.idle_share())
+    return f"idle share of each worker: {shares}"
+
+
+def traffic_table(optimizer: tfkfac.KFAC | tfkfac.FOSI) -> str:
     """What this worker keeps, and what it receives in each kind of step."""
     traffic = optimizer.communication_bytes()
     columns = list(traffic["plain"])
@@ -56,10 +77,25 @@ def traffic_table(optimizer: tfkfac.KFAC) -> str:
         (f"{kind} step", *(f"{sent[c]:,}" for c in columns))
         for kind, sent in traffic.items()
     ]
+    parts = optimizer.state_bytes()
+    total = f"curvature state: {parts.pop('total'):,} bytes"
+    state = ", ".join(f"{name} {size:,}" for name, size in parts.items())
+    return "\n".join([*aligned(cells), f"{total} ({state})"])
+
+
+def ruled(
+    headings: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]
+) -> list[str]:
+    """The lines of a table with a rule below its headings."""
+    lines = aligned([*headings, *rows])
+    lines.insert(len(headings), "-" * len(lines[0]))
+    return lines
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of cells in columns of equal width."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    state = optimizer.state_bytes()["total"]
-    lines = [align(row, widths) for row in cells]
-    return "\n".join([*lines, f"curvature state: {state:,} bytes"])
+    return [align(row, widths) for row in cells]
 
 
 def align(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
-"""Trains an image classifier with K-FAC, SGD and Adam and compares them.
+"""Trains an image classifier with several optimizers and compares them.
 
-python examples/train_classifier.py --model cnn --optimizer kfac adam
+python examples/train_classifier.py --model cnn --optimizer kfac fosi_adam adam
 
 With TF_CONFIG set it is one worker of a job; tools/launch.py starts several on
 one machine. The batch size is that of all workers together.
@@ -20,7 +20,13 @@ import arguments
 import image_data
 import report
 import tfkfac
-from networks import NETWORKS
+from preparation import (
+    UsageError,
+    load_data,
+    make_directory,
+    make_model,
+    prepare_plot,
+)
 from recording import Recorder
 
 
@@ -33,23 +39,25 @@ def main() -> None:
     try:
         prepare_outputs(options)
         data = load_data(options)
+        with strategy.scope():
+            for name in options.optimizer[1:]:
+                make_model(name, data, options)  # or fail before the training
+        runs = {
+            name: train(name, data, options, strategy)
+            for name in options.optimizer
+        }
     except (image_data.DatasetError, UsageError) as error:
         sys.exit(f"{pathlib.Path(sys.argv[0]).name}: error: {error}")
-    runs = {
-        name: train(name, data, options, strategy) for name in options.optimizer
-    }
     if not is_chief():
         return
     title = f"{data.name}, {options.model}, batches of {options.batch_size}"
     print(f"\n{title}, {options.epochs} epochs\n")
     print(report.make_table(runs, options.learning_rate, options.target))
+    if any(len(run.seconds_by_kind) > 1 for run in runs.values()):
+        print(f"\n{report.kinds_table(runs)}")
     if options.plot:
         report.save_plot(options.plot, runs, title)
         print(f"Plot: {options.plot}")
-
-
-class UsageError(Exception):
-    """Something asked for that cannot be done; the message says why."""
 
 
 def make_strategy() -> tf.distribute.Strategy:
@@ -67,26 +75,10 @@ def is_chief() -> bool:
 
 def prepare_outputs(options: argparse.Namespace) -> None:
     """Fails before the training rather than after it."""
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(
-            "--plot needs matplotlib: pip install 'tfkfac[examples]'"
-        )
-    directories = [options.plot and options.plot.parent, options.log_dir]
-    for directory in filter(None, directories):
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"cannot write to {directory}: {error}") from error
-
-
-def load_data(options: argparse.Namespace) -> image_data.ImageData:
-    data = image_data.load(options.dataset, options.data_dir, options.cache_dir)
-    if options.batch_size > len(data.train):
-        raise UsageError(
-            f"--batch-size {options.batch_size} is more than the "
-            f"{len(data.train)} training images of {data.name}"
-        )
-    return data
+    if options.plot:
+        prepare_plot(options.plot, "--plot")
+    if options.log_dir:
+        make_directory(options.log_dir)
 
 
 def train(
@@ -99,16 +91,10 @@ def train(
     keras.backend.clear_session()
     keras.utils.set_random_seed(options.seed)
     batches = data.train_batches(options.batch_size, options.seed)
-    steps = options.epochs * len(batches)
     with strategy.scope():
-        model = NETWORKS[options.model](data.image_shape, data.num_classes)
-        model.compile(
-            optimizer=make_optimizer(name, steps, options),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-        )
+        model = make_model(name, data, options)
     print(f"\nTraining {options.model} with {name} on {data.name}")
-    if isinstance(model.optimizer, tfkfac.KFAC):
+    if isinstance(model.optimizer, (tfkfac.KFAC, tfkfac.FOSI)):
         model.optimizer.summary()
         if strategy.num_replicas_in_sync > 1:
             print(report.traffic_table(model.optimizer))
@@ -120,23 +106,11 @@ def train(
         validation_data=data.test_batches(),
         callbacks=[recorder, *others],
     )
+    if "accelerator_fraction" in options.fosi_options and isinstance(
+        model.optimizer, tfkfac.FOSI
+    ):
+        print(report.idle_text(model.optimizer))
     return recorder
-
-
-def make_optimizer(
-    name: str, steps: int, options: argparse.Namespace
-) -> keras.optimizers.Optimizer:
-    """An optimizer whose learning rate decays linearly to 0."""
-    rate = keras.optimizers.schedules.PolynomialDecay(
-        options.learning_rate[name], steps, end_learning_rate=0.0
-    )
-    if name == "sgd":
-        return keras.optimizers.SGD(rate, momentum=0.9)
-    if name == "adam":
-        return keras.optimizers.Adam(rate)
-    return tfkfac.KFAC(
-        keras.optimizers.SGD(rate, momentum=0.5), **options.kfac_options
-    )
 
 
 def make_callbacks(

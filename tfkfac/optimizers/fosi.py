@@ -78,6 +78,18 @@ class FOSI(MultiRoleOptimizer):
         layout: What several replicas keep of the directions: "rows" (the same
             elements of all directions) or "columns" (whole directions, as
             published, which moves several times as much in each step).
+        accelerator_fraction: Share of the replicas that are accelerators
+            (MR-DHO2): the last ones, rounded to whole replicas. They train on
+            no batch; in the time of an interval they do the estimation at its
+            first weights, on their parts of its first batch, and the workers
+            take over the result at its end. Defaults to 0: all train, and
+            wait for each estimation.
+        final_update: With accelerators, what workers do with the result:
+            "stale" (steps as above with it, in the next interval) or "paper"
+            (the inner optimizer's steps, and at the end of an interval one
+            Newton step with the sum of all its gradients, as published: it
+            diverges for `alpha` times `update_interval` above 2 and is there
+            to reproduce the paper). Defaults to "stale".
         seed: Seed of the Lanczos iteration's start vector.
         name: Name of the optimizer.
 
@@ -330,16 +342,19 @@ class FOSI(MultiRoleOptimizer):
         )
         alpha = tf.cast(self._value("alpha"), change.dtype)
         newton = alpha * momentum * subspace.inverse_curvature(group.rank)
-        scale = self._rate_scale(subspace)
-        inner = scale * projected
-        return (scale - 1) * change - subspace.combine([inner, newton], group)
+        if not self._scales_rate():
+            return -subspace.combine([projected, newton], group)
+        # s = clip(lambda_max / lambda_k, 1, learning_rate_clip)
+        scale = tf.clip_by_value(
+            subspace.rate_ratio(), 1.0, self.learning_rate_clip
+        )
+        moved = subspace.combine([scale * projected, newton], group)
+        return (scale - 1) * change - moved
 
-    def _rate_scale(self, subspace: Subspace) -> tf.Tensor:
-        """`s = clip(lambda_max / lambda_k, 1, learning_rate_clip)`."""
-        limit = self.learning_rate_clip
-        if not isinstance(self.inner_optimizer, keras.optimizers.SGD):
-            limit = 1.0
-        return tf.clip_by_value(subspace.rate_ratio(), 1.0, limit)
+    def _scales_rate(self) -> bool:
+        """Whether s can be other than 1: SGD's steps scale with gradients."""
+        is_sgd = isinstance(self.inner_optimizer, keras.optimizers.SGD)
+        return is_sgd and self.learning_rate_clip > 1
 
     def _due(self, state: HybridState) -> tf.Tensor:
         """Whether an interval begins here, or nothing was done yet."""

@@ -91,9 +91,10 @@ class HybridOptimizer(WrappingOptimizer):
     # --------------------------------------------------- binding and state
     def _attached(self) -> None:
         ForwardTap.open(self.bound_model())
-        if not self.built:
-            strategy = self.bound_model().distribute_strategy
-            self._roles_in(strategy)  # refuses a fraction early
+        # A fraction that leaves nobody is refused here, not in the first step.
+        self._roles_in(self.bound_model().distribute_strategy)
+        if self.built and self._find_geometry() != self._geometry:
+            self._create_state()
 
     def _create_state(self) -> None:
         self._roles = self._roles_in(self.bound_model().distribute_strategy)
@@ -309,6 +310,9 @@ class HybridOptimizer(WrappingOptimizer):
                 ),
                 ("Layout", self.layout),
             ]
+        if roles.accelerators:
+            shares = ", ".join(f"{s:.0%}" for s in self.idle_share())
+            rows.append(("Time spent waiting", shares))
         values = self.spectrum()
         if len(values):
             text = ", ".join(f"{value:.4g}" for value in values)
@@ -319,6 +323,20 @@ class HybridOptimizer(WrappingOptimizer):
         )
         lines = [title, "", *table(("", "Value"), rows), *self._events()]
         print_fn("\n".join(lines))
+
+    def idle_share(self) -> np.ndarray:
+        """Returns the share of the time that each replica has waited.
+
+        That is for the others at the end of a step, counted from the second
+        step on. If it is high on workers, the accelerators are too slow for
+        `update_interval`; if it is high on accelerators, fewer would do.
+
+        Returns:
+            A number in [0, 1] for each replica, workers first; zeros without
+            accelerators.
+        """
+        self._prepare_report()
+        return np.zeros(len(self._roles.workers))
 
     def _estimations_text(self) -> str:
         if not self.built:

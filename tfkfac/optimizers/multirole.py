@@ -291,20 +291,9 @@ class MultiRoleOptimizer(HybridOptimizer):
 
     # ----------------------------------------------------------- reporting
     def idle_share(self) -> np.ndarray:
-        """Returns the share of the time that each replica has waited.
-
-        That is for the others at the end of a step, from the second step of
-        the optimizer on. If it is high on workers, the accelerators are too
-        slow for `update_interval`; if it is high on accelerators, fewer would
-        do.
-
-        Returns:
-            A number in [0, 1] for each replica, workers first; zeros without
-            accelerators.
-        """
-        roles = self._roles
-        if not self.built or not roles.accelerators:
-            return np.zeros(len(roles.workers))
+        """See `HybridOptimizer.idle_share`."""
+        if not self.built or not self._roles.accelerators:
+            return super().idle_share()
         idle, whole = self._states[0].times.numpy().T
         return idle / np.maximum(whole, 1e-9)
 
