@@ -190,6 +190,11 @@ class HybridOptimizer(WrappingOptimizer):
         text = "estimations of curvature that were not finite"
         return [(text, self._states[0].failures)]
 
+    @property
+    def estimations(self) -> tf.Variable | int:
+        """Number of estimations of the directions so far."""
+        return self._states[0].estimations if self._states else 0
+
     # ----------------------------------------------------------- reporting
     def spectrum(self) -> np.ndarray:
         """Returns the Ritz values of the last estimation.
@@ -240,7 +245,8 @@ class HybridOptimizer(WrappingOptimizer):
             "estimation", the bytes of "gradients", of the "projections" of
             gradient and update, of the "lanczos" iterations, of "directions"
             on their way to who keeps them, and of the "weights" that
-            accelerators follow.
+            accelerators follow. With accelerators an estimation is spread
+            over an interval and its result handed over in one step.
         """
         self._prepare_report()
         model, roles = self.bound_model(), self._roles
