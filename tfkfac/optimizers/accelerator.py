@@ -18,7 +18,7 @@ from tfkfac.linalg.lanczos import (
     called_often,
 )
 from tfkfac.optimizers.estimation import Estimation, Spectrum
-from tfkfac.optimizers.subspace import Geometry
+from tfkfac.optimizers.layouts import Geometry
 from tfkfac.variables import state_variable
 
 

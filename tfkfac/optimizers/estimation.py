@@ -20,8 +20,8 @@ from tfkfac.linalg.lanczos import (
     ritz_pairs,
     stack_steps,
 )
-from tfkfac.optimizers.subspace import Geometry
-from tfkfac.optimizers.wrapper import weighted
+from tfkfac.optimizers.layouts import Geometry
+from tfkfac.optimizers.reduction import weighted
 
 
 class Spectrum(NamedTuple):

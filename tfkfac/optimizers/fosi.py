@@ -14,14 +14,11 @@ from tfkfac.optimizers.arguments import check_choice, check_count, check_range
 from tfkfac.optimizers.estimation import Estimation, local_hessian
 from tfkfac.optimizers.hybrid import HybridState
 from tfkfac.optimizers.hyperparameters import Hyperparameter, Tunable, Value
+from tfkfac.optimizers.layouts import LAYOUTS
 from tfkfac.optimizers.multirole import MultiRoleOptimizer, MultiRoleState
-from tfkfac.optimizers.subspace import LAYOUTS, Subspace
-from tfkfac.optimizers.wrapper import (
-    Gradients,
-    Update,
-    batch_share,
-    weighted,
-)
+from tfkfac.optimizers.reduction import batch_share, weighted
+from tfkfac.optimizers.subspace import Subspace
+from tfkfac.optimizers.wrapper import Gradients, Update
 from tfkfac.variables import in_graph
 
 

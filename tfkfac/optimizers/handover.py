@@ -8,7 +8,7 @@ from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.roles import Roles
 from tfkfac.distributed.shards import Shards
 from tfkfac.optimizers.estimation import Spectrum
-from tfkfac.optimizers.subspace import Layout
+from tfkfac.optimizers.layouts import Layout
 
 
 def hand_over(

@@ -17,8 +17,9 @@ from tfkfac.linalg.lanczos import default_steps
 from tfkfac.optimizers.checks import gradient_bytes
 from tfkfac.optimizers.estimation import estimation_bytes
 from tfkfac.optimizers.handover import piece_bytes
+from tfkfac.optimizers.layouts import LAYOUTS, Geometry, Layout
 from tfkfac.optimizers.replicas import own_copy
-from tfkfac.optimizers.subspace import LAYOUTS, Geometry, Layout, Subspace
+from tfkfac.optimizers.subspace import Subspace
 from tfkfac.optimizers.summary import bytes_text, table
 from tfkfac.optimizers.wrapper import WrappingOptimizer
 from tfkfac.saving import Named

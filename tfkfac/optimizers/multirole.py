@@ -18,9 +18,10 @@ from tfkfac.optimizers.estimation import Estimation, differentiable_sum
 from tfkfac.optimizers.handover import hand_over
 from tfkfac.optimizers.hybrid import HybridOptimizer, HybridState
 from tfkfac.optimizers.hyperparameters import is_number
+from tfkfac.optimizers.reduction import batch_share
 from tfkfac.optimizers.replicas import own_copy
 from tfkfac.optimizers.subspace import Subspace
-from tfkfac.optimizers.wrapper import Gradients, batch_share
+from tfkfac.optimizers.wrapper import Gradients
 from tfkfac.variables import in_graph, stamp_time, state_variable
 
 

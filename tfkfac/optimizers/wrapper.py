@@ -21,6 +21,7 @@ from tfkfac.distributed.topology import find_topology
 from tfkfac.linalg.symmetric import all_finite
 from tfkfac.optimizers.checks import check_settings, repair_keras, values_of
 from tfkfac.optimizers.delegation import DelegatingOptimizer
+from tfkfac.optimizers.reduction import batch_share, weighted
 from tfkfac.optimizers.replicas import updates_in_replica
 from tfkfac.saving import Named, is_state, load_state, save_state
 from tfkfac.variables import count_events, state_variable
@@ -402,32 +403,3 @@ def detach(model: keras.Model, optimizer: WrappingOptimizer | None) -> None:
         Tap.close(node.layer, optimizer)
     ForwardTap.close(model)
     LossTap.close(model)
-
-
-def batch_share(
-    batch: LossBatch, group: Communicator, replicas: int
-) -> tf.Tensor | None:
-    """Weight of this replica in the mean over a group of workers.
-
-    Args:
-        batch: Its batch.
-        group: The workers that the mean is over.
-        replicas: Number of all replicas, which Keras has divided the loss by.
-
-    Returns:
-        Its share of the examples of the group, times `replicas`; None if that
-        is 1 or the number of examples is not known.
-    """
-    if group.workers == 1 or batch.examples is None:
-        scale = replicas / group.workers
-        return None if scale == 1 else tf.constant(scale)
-    own = tf.cast(batch.examples, tf.float32)
-    (total,) = group.all_reduce([own])
-    return tf.math.divide_no_nan(own * replicas, total)
-
-
-def weighted(tensor: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
-    """A mean over a batch, weighted; one over no example may be NaN."""
-    if share is None:
-        return tensor
-    return tf.math.multiply_no_nan(tensor, tf.cast(share, tensor.dtype))

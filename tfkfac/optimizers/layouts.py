@@ -1,0 +1,251 @@
+"""How workers share the directions of a subspace."""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.plans import all_reduce_bytes
+from tfkfac.distributed.shards import Shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Sizes of a subspace.
+
+    Attributes:
+        size: Number of weights, n.
+        largest: Number of directions of largest curvature, k.
+        smallest: Number of directions of smallest curvature, l.
+        steps: Lanczos steps.
+        dtype: Dtype of vectors.
+    """
+
+    size: int
+    largest: int
+    smallest: int
+    steps: int
+    dtype: tf.DType
+
+    @property
+    def directions(self) -> int:
+        """Number of directions, r."""
+        return self.largest + self.smallest
+
+
+class Layout(abc.ABC):
+    """Which part of the directions V a worker keeps, as rows of V^T.
+
+    Args:
+        geometry: Sizes.
+        workers: Number of workers that share the directions.
+    """
+
+    def __init__(self, geometry: Geometry, workers: int) -> None:
+        self.geometry = geometry
+        self.workers = workers
+        self.elements = Shards(geometry.size, workers)
+        self.columns = Shards(geometry.directions, workers)
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Shape of a worker's part of V^T."""
+
+    @abc.abstractmethod
+    def own(self, numbers: tf.Tensor, rank: int) -> tf.Tensor:
+        """Those of r numbers that go with this worker's coefficients."""
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether `project_out` takes a worker's own gradient."""
+        return False
+
+    @abc.abstractmethod
+    def project_out(
+        self, directions: tf.Tensor, gradient: tf.Tensor, group: Communicator
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Splits the gradient g into `c = V^T g` and `g - V c`."""
+
+    @abc.abstractmethod
+    def coefficients(
+        self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
+    ) -> tf.Tensor:
+        """`V^T x` of a vector that all workers have."""
+
+    @abc.abstractmethod
+    def combine(
+        self,
+        directions: tf.Tensor,
+        weights: Sequence[tf.Tensor],
+        group: Communicator,
+    ) -> tf.Tensor:
+        """Sum of `V c` over some coefficients c, for all workers."""
+
+    @abc.abstractmethod
+    def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
+        """A worker's part, from the slices `(r, n / C)` Lanczos leaves."""
+
+    @abc.abstractmethod
+    def part(self, rank: int) -> tuple[slice, slice]:
+        """Which directions and which elements of them a worker keeps."""
+
+    @abc.abstractmethod
+    def projection_bytes(self) -> int:
+        """Bytes that a worker receives for the projections of a step."""
+
+    @abc.abstractmethod
+    def arrangement_bytes(self) -> int:
+        """Bytes that a worker receives in `arrange`."""
+
+    def _gather_bytes(self) -> int:
+        return self.elements.length * (self.workers - 1) * self._item
+
+    def _reduce_bytes(self, count: int) -> int:
+        return all_reduce_bytes(count * self._item, self.workers)
+
+    @property
+    def _item(self) -> int:
+        return int(self.geometry.dtype.size)
+
+
+class Rows(Layout):
+    """A worker keeps the same elements of all directions, as Lanczos does.
+
+    Products with V^T are sums of r numbers over the workers; products with V
+    are gathered slices. The gradients are added up slice by slice, so that
+    gathering the split gradient is the second half of their all-reduce.
+    """
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """See `Layout.reduces_gradients`."""
+        return self.workers > 1
+
+    def project_out(
+        self, directions: tf.Tensor, gradient: tf.Tensor, group: Communicator
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """See `Layout.project_out`."""
+        own = self.elements.reduce(gradient, group)
+        (inside,) = group.all_reduce([tf.linalg.matvec(directions, own)])
+        own -= tf.linalg.matvec(directions, inside, transpose_a=True)
+        return inside, self.elements.gather(own, group)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `Layout.shape`."""
+        return self.geometry.directions, self.elements.length
+
+    def own(self, numbers: tf.Tensor, rank: int) -> tf.Tensor:
+        """See `Layout.own`: every worker has all coefficients."""
+        return numbers
+
+    def coefficients(
+        self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
+    ) -> tf.Tensor:
+        """See `Layout.coefficients`."""
+        own = self.elements.own(vector, group.rank)
+        (total,) = group.all_reduce([tf.linalg.matvec(directions, own)])
+        return total
+
+    def combine(
+        self,
+        directions: tf.Tensor,
+        weights: Sequence[tf.Tensor],
+        group: Communicator,
+    ) -> tf.Tensor:
+        """See `Layout.combine`."""
+        total = tf.add_n(list(weights))
+        own = tf.linalg.matvec(directions, total, transpose_a=True)
+        return self.elements.gather(own, group)
+
+    def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
+        """See `Layout.arrange`: nothing moves."""
+        return rows
+
+    def part(self, rank: int) -> tuple[slice, slice]:
+        """See `Layout.part`."""
+        return slice(0, self.geometry.directions), self.elements.range(rank)
+
+    def projection_bytes(self) -> int:
+        """A gather of n and two sums of r numbers."""
+        small = self._reduce_bytes(self.geometry.directions)
+        return self._gather_bytes() + 2 * small
+
+    def arrangement_bytes(self) -> int:
+        """See `Layout.arrangement_bytes`."""
+        return 0
+
+
+class Columns(Layout):
+    """A worker keeps whole directions, as published (DHO2, algorithm 3).
+
+    Every product with V is a sum over the workers of vectors of length n.
+    """
+
+    def project_out(
+        self, directions: tf.Tensor, gradient: tf.Tensor, group: Communicator
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """See `Layout.project_out`."""
+        inside = self.coefficients(directions, gradient, group)
+        return inside, gradient - self.combine(directions, [inside], group)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `Layout.shape`."""
+        return self.columns.length, self.geometry.size
+
+    def own(self, numbers: tf.Tensor, rank: int) -> tf.Tensor:
+        """See `Layout.own`."""
+        return self.columns.own(numbers, rank)
+
+    def coefficients(
+        self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
+    ) -> tf.Tensor:
+        """See `Layout.coefficients`: those of the own directions."""
+        return tf.linalg.matvec(directions, vector)
+
+    def combine(
+        self,
+        directions: tf.Tensor,
+        weights: Sequence[tf.Tensor],
+        group: Communicator,
+    ) -> tf.Tensor:
+        """See `Layout.combine`: one sum over the workers for each."""
+        sums = []
+        for one in weights:
+            own = tf.linalg.matvec(directions, one, transpose_a=True)
+            sums += group.all_reduce([own])
+        return tf.add_n(sums)
+
+    def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
+        """See `Layout.arrange`: the re-partition (DHO2, figure 4)."""
+        if self.workers == 1:
+            return rows
+        by_owner = self.columns.own  # pads the last owner's directions
+        parts = [
+            tf.transpose(by_owner(tf.transpose(rows), owner))
+            for owner in range(self.workers)
+        ]
+        received = group.all_to_all(tf.stack(parts))
+        whole = tf.transpose(received, [1, 0, 2])
+        flat = tf.reshape(whole, [self.columns.length, -1])
+        return flat[:, : self.geometry.size]
+
+    def part(self, rank: int) -> tuple[slice, slice]:
+        """See `Layout.part`."""
+        return self.columns.range(rank), slice(0, self.geometry.size)
+
+    def projection_bytes(self) -> int:
+        """Three sums of n numbers."""
+        return 3 * self._reduce_bytes(self.geometry.size)
+
+    def arrangement_bytes(self) -> int:
+        """See `Layout.arrangement_bytes`."""
+        part = self.columns.length * self.elements.length
+        return part * (self.workers - 1) * self._item
+
+
+LAYOUTS: dict[str, type[Layout]] = {"rows": Rows, "columns": Columns}

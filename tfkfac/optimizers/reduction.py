@@ -1,0 +1,35 @@
+"""Weights of the workers' batches in a mean over all examples."""
+
+import tensorflow as tf
+
+from tfkfac.capture.scaling import LossBatch
+from tfkfac.distributed.collectives import Communicator
+
+
+def batch_share(
+    batch: LossBatch, group: Communicator, replicas: int
+) -> tf.Tensor | None:
+    """Weight of this replica in the mean over a group of workers.
+
+    Args:
+        batch: Its batch.
+        group: The workers that the mean is over.
+        replicas: Number of all replicas, which Keras has divided the loss by.
+
+    Returns:
+        Its share of the examples of the group, times `replicas`; None if that
+        is 1 or the number of examples is not known.
+    """
+    if group.workers == 1 or batch.examples is None:
+        scale = replicas / group.workers
+        return None if scale == 1 else tf.constant(scale)
+    own = tf.cast(batch.examples, tf.float32)
+    (total,) = group.all_reduce([own])
+    return tf.math.divide_no_nan(own * replicas, total)
+
+
+def weighted(tensor: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
+    """A mean over a batch, weighted; one over no example may be NaN."""
+    if share is None:
+        return tensor
+    return tf.math.multiply_no_nan(tensor, tf.cast(share, tensor.dtype))
