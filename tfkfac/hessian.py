@@ -22,7 +22,6 @@ def hessian_operator(
     variables: Sequence[keras.Variable],
     values: Sequence[tf.Tensor],
     total: Sum = tf.identity,
-    loss_scale: tf.Tensor | None = None,
 ) -> Product:
     """Differentiates the loss once and returns the product with its Hessian.
 
@@ -36,8 +35,6 @@ def hessian_operator(
         variables: The weights.
         values: The point, a tensor for each of them.
         total: Differentiable sum over the replicas, for synchronised layers.
-        loss_scale: What the loss is multiplied by meanwhile, so that half
-            precision does not lose small derivatives.
 
     Returns:
         Function of a flat vector.
@@ -54,8 +51,6 @@ def hessian_operator(
         with tf.GradientTape(watch_accessed_variables=False) as inner:
             inner.watch(values)
             loss = replay_loss(model, call, arguments, variables, values)
-            if loss_scale is not None:
-                loss *= tf.cast(loss_scale, loss.dtype)
         slopes = inner.gradient(loss, values)
         # Sparse gradients become dense, so that a product can meet them.
         slopes = [
@@ -82,10 +77,7 @@ def hessian_operator(
                 kind = "PreventGradient"
             raise _no_second_derivative(model, kind) from error
         dense = [None if h is None else tf.convert_to_tensor(h) for h in images]
-        image = space.join(dense)
-        if loss_scale is not None:
-            image /= tf.cast(loss_scale, image.dtype)
-        return image
+        return space.join(dense)
 
     return product
 

@@ -140,7 +140,6 @@ def local_hessian(
     call: ForwardCall,
     variables: Sequence[keras.Variable],
     estimation: Estimation,
-    loss_scale: tf.Tensor | None,
 ) -> Product:
     """The Hessian of the current batch's loss at the current weights."""
     return hessian_operator(
@@ -150,7 +149,6 @@ def local_hessian(
         variables,
         [tf.identity(v.value) for v in variables],
         estimation.differentiable_sum,
-        loss_scale,
     )
 
 

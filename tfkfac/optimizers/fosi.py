@@ -232,9 +232,7 @@ class FOSI(MultiRoleOptimizer):
             share = batch_share(batch, group, self._topology.workers)
             estimation = Estimation(self._geometry, group, self.seed)
             variables = model.trainable_variables
-            local = local_hessian(
-                model, batch, call, variables, estimation, self._loss_scale()
-            )
+            local = local_hessian(model, batch, call, variables, estimation)
             group.outputs()  # those are used in every product
             found = estimation.run(local, share)
             subspace = state.subspace

@@ -127,6 +127,20 @@ class KroneckerOptimizer(WrappingOptimizer):
         skipped = {"skipped_steps": self._skipped[0]}
         return [(path, counters | skipped), *layers]
 
+    def _loss_scale(self) -> tf.Tensor | None:
+        """What the loss was multiplied by before the gradients were taken."""
+        scaler = self._scaler() if self._scaler is not None else None
+        if scaler is not None:
+            return tf.convert_to_tensor(scaler.dynamic_scale)
+        if self._wrapped:
+            raise ValueError(
+                f"Optimizer '{self.name}' is inside a `LossScaleOptimizer` "
+                "that it does not know, so the scale of its statistics is "
+                "unknown. Call `optimizer.attach(model, loss_scaler=...)` "
+                "with that `LossScaleOptimizer`, or compile the model with it."
+            )
+        return None
+
     def _event_counters(self) -> list[tuple[str, tf.Variable]]:
         return self._states[0].events()
 

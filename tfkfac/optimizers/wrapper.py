@@ -293,20 +293,6 @@ class WrappingOptimizer(DelegatingOptimizer):
         """Number of steps skipped because a gradient was not finite."""
         return self._skipped[0] if self._skipped else 0
 
-    def _loss_scale(self) -> tf.Tensor | None:
-        """What the loss was multiplied by before the gradients were taken."""
-        scaler = self._scaler() if self._scaler is not None else None
-        if scaler is not None:
-            return tf.convert_to_tensor(scaler.dynamic_scale)
-        if self._wrapped:
-            raise ValueError(
-                f"Optimizer '{self.name}' is inside a `LossScaleOptimizer` "
-                "that it does not know, so the scale of its statistics is "
-                "unknown. Call `optimizer.attach(model, loss_scaler=...)` "
-                "with that `LossScaleOptimizer`, or compile the model with it."
-            )
-        return None
-
     # -------------------------------------------------------------- saving
     def save_own_variables(self, store: Any) -> None:
         """Writes the curvature state, named by layer.
