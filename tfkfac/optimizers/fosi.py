@@ -40,7 +40,8 @@ class FOSI(MultiRoleOptimizer):
     own `apply`, with its weight decay; its slots see the split gradient only.
     The rest is added where it has updated the weights, before it averages or
     constrains them. With directions of no curvature or before the first
-    estimation, a step is the inner optimizer's, bit for bit.
+    estimation, a step is the inner optimizer's, bit for bit (for dense
+    gradients: those of embeddings are made dense).
 
     Under several replicas this is DHO2 (Gu et al., 2025): the basis of the
     Lanczos iteration and the directions are divided among them.
@@ -298,7 +299,8 @@ class FOSI(MultiRoleOptimizer):
                 change = space.join(list(changes))
                 change = self._correction(subspace, inside, change, group)
                 with tf.control_dependencies(group.outputs()):
-                    self._add_to_weights(change)
+                    # Weights without a gradient stay as they are.
+                    self._add_to_weights(change, order)
                 return tf.constant(0)
 
             tf.cond(active, correct, lambda: tf.constant(0))

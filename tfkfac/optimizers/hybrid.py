@@ -1,7 +1,7 @@
 """State, saving and reports of an optimizer with directions of curvature."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -121,8 +121,10 @@ class HybridOptimizer(WrappingOptimizer):
     def _new_subspace(self, rank: int) -> Subspace | None:
         if not self._roles.trains(rank):
             return None
-        accumulates = bool(self.inner_optimizer.gradient_accumulation_steps)
-        return Subspace(self._layout(), accumulates)
+        return Subspace(self._layout(), self._accumulates())
+
+    def _accumulates(self) -> bool:
+        return bool(self.inner_optimizer.gradient_accumulation_steps)
 
     def _roles_in(self, strategy: tf.distribute.Strategy) -> Roles:
         return assign_roles(
@@ -150,7 +152,7 @@ class HybridOptimizer(WrappingOptimizer):
         part: tf.Tensor,
         group: Communicator,
     ) -> None:
-        """Uses new directions from now on, unless they are not finite."""
+        """Uses new directions from now on, if there are any."""
         subspace = state.subspace
         assert subspace is not None
         # The same bits on every worker, so all take the same branch.
@@ -161,6 +163,8 @@ class HybridOptimizer(WrappingOptimizer):
             [self.name],
             "an estimation of curvature is not finite and left out.",
         )
+        # An empty batch has no curvature, which says nothing of the next.
+        usable = finite & tf.reduce_any(values != 0)
 
         def take() -> tf.Tensor:
             subspace.take(values, part, group)
@@ -168,14 +172,16 @@ class HybridOptimizer(WrappingOptimizer):
                 return state.estimations.assign_add(1)
 
         count = state.estimations
-        tf.cond(finite, take, lambda: tf.convert_to_tensor(count))
+        tf.cond(usable, take, lambda: tf.convert_to_tensor(count))
 
-    def _add_to_weights(self, change: tf.Tensor) -> None:
-        """Adds a flat vector to this replica's weights."""
+    def _add_to_weights(
+        self, change: tf.Tensor, places: Iterable[int] | None = None
+    ) -> None:
+        """Adds a flat vector to this replica's weights, or some of them."""
         weights = self.bound_model().trainable_variables
         parts = flat_space(weights).split(change)
-        for weight, part in zip(weights, parts, strict=True):
-            own_copy(weight.value).assign_add(part)
+        for i in range(len(weights)) if places is None else places:
+            own_copy(weights[i].value).assign_add(parts[i])
 
     def _value(self, name: str) -> tf.Tensor:
         return self._hyperparameters[name].at(self._clock())
@@ -224,7 +230,8 @@ class HybridOptimizer(WrappingOptimizer):
         rank = self._topology_now().local[0]
         geometry, item = self._geometry, self._geometry.dtype.size
         trains = self._roles.trains(rank)
-        directions = Subspace.count(self._layout()) * item if trains else 0
+        count = Subspace.count(self._layout(), self._accumulates())
+        directions = count * item if trains else 0
         estimators = self._roles.accelerators or self._roles.workers
         basis = 0
         if rank in estimators:

@@ -41,11 +41,13 @@ class Subspace(tf.Module):
         )
 
     @staticmethod
-    def count(layout: Layout) -> int:
-        """Number of elements that a worker keeps, of the vectors."""
+    def count(layout: Layout, accumulates: bool) -> int:
+        """Number of elements of what a worker keeps."""
         rows, length = layout.shape
         own = layout.own(tf.zeros([layout.geometry.directions]), 0).shape[0]
-        return rows * length + own + layout.geometry.directions
+        return (
+            rows * length + own * (1 + accumulates) + layout.geometry.directions
+        )
 
     def named(self) -> dict[str, tf.Variable]:
         """All variables by name, for saving."""
