@@ -163,8 +163,9 @@ class HybridOptimizer(WrappingOptimizer):
             [self.name],
             "an estimation of curvature is not finite and left out.",
         )
-        # An empty batch has no curvature, which says nothing of the next.
-        usable = finite & tf.reduce_any(values != 0)
+        # An empty batch has no curvature; what is known of others is kept.
+        news = tf.reduce_any(values != 0) | tf.equal(state.estimations, 0)
+        usable = finite & news
 
         def take() -> tf.Tensor:
             subspace.take(values, part, group)
