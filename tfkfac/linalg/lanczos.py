@@ -48,9 +48,22 @@ def coefficients(matrices: Sequence[tf.Tensor], vector: tf.Tensor) -> tf.Tensor:
 
 def combine(matrices: Sequence[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
     """Sums of rows times weights `(k, rows)`."""
+    return tf.add_n(_terms(matrices, weights))
+
+
+def project_out(
+    matrices: Sequence[tf.Tensor], weights: tf.Tensor, vector: tf.Tensor
+) -> tf.Tensor:
+    """A vector less its components: the sum of rows times weights."""
+    terms = _terms(matrices, -weights[None])
+    return tf.add_n([vector[None], *terms])[0]
+
+
+def _terms(
+    matrices: Sequence[tf.Tensor], weights: tf.Tensor
+) -> list[tf.Tensor]:
     parts = tf.split(weights, [m.shape[0] for m in matrices], axis=1)
-    terms = [tf.matmul(w, m) for m, w in zip(matrices, parts, strict=True)]
-    return tf.add_n(terms)
+    return [tf.matmul(w, m) for m, w in zip(matrices, parts, strict=True)]
 
 
 class Candidate(NamedTuple):
@@ -144,12 +157,12 @@ class Lanczos:
         row, image = self._begin(candidate)
         matrices = add(row)
         first = self._reduce(coefficients(matrices, image))
-        image -= combine(matrices, first[None])[0]
+        image = project_out(matrices, first, image)
         square = 2 * tf.nn.l2_loss(image)
         again = tf.concat([coefficients(matrices, image), square[None]], 0)
         again = self._reduce(again)
         second, square = again[:-1], again[-1]
-        image -= combine(matrices, second[None])[0]
+        image = project_out(matrices, second, image)
         removed = tf.reduce_sum(second * second)
         diagonal = first[index] + second[index]
         coupling, following = self._end(

@@ -22,8 +22,8 @@ def batch_share(
     """
     if group.workers == 1 or batch.examples is None:
         scale = replicas / group.workers
-        return None if scale == 1 else tf.constant(scale)
-    own = tf.cast(batch.examples, tf.float32)
+        return None if scale == 1 else tf.constant(scale, tf.float64)
+    own = tf.cast(batch.examples, tf.float64)
     (total,) = group.all_reduce([own])
     return tf.math.divide_no_nan(own * replicas, total)
 

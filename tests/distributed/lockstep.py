@@ -1,0 +1,112 @@
+"""Workers as threads of one process, eager and in step: no cluster needed."""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+T = TypeVar("T")
+PATIENCE = 30.0  # seconds that a thread waits for the others
+
+
+class Meeting:
+    """Where threads swap values."""
+
+    def __init__(self, workers: int) -> None:
+        self.barrier = threading.Barrier(workers, timeout=PATIENCE)
+        self.slots: list[Any] = [None] * workers
+
+    def swap(self, rank: int, value: Any) -> list[Any]:
+        """The values of all, by rank."""
+        self.slots[rank] = value
+        self.barrier.wait()
+        values = list(self.slots)
+        self.barrier.wait()
+        return values
+
+
+class Lockstep:
+    """Has the methods of `Communicator`, and counts elements received."""
+
+    def __init__(self, rank: int, workers: int, meeting: Meeting) -> None:
+        self.rank = rank
+        self.workers = workers
+        self.received = 0.0
+        self._meeting = meeting
+
+    def outputs(self) -> list[tf.Tensor]:
+        return []
+
+    def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        everyone = self._meeting.swap(self.rank, list(tensors))
+        count = sum(math.prod(t.shape) for t in tensors)
+        self.received += 2 * count * (self.workers - 1) / self.workers
+        return [tf.add_n(list(parts)) for parts in zip(*everyone, strict=True)]
+
+    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        stacked = tf.stack(self._meeting.swap(self.rank, tensor))
+        self.received += (self.workers - 1) * math.prod(tensor.shape)
+        return stacked
+
+    def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
+        everyone = self._meeting.swap(self.rank, tensor)
+        part = math.prod(tensor.shape[1:])
+        self.received += (self.workers - 1) * part
+        return tf.stack([parts[self.rank] for parts in everyone])
+
+    def reduce_scatter(self, parts: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(self.all_to_all(parts), 0)
+
+    def broadcast(
+        self,
+        tensors: Sequence[tf.Tensor] | None,
+        like: Sequence[tf.TensorSpec],
+        root: int,
+        members: tuple[int, ...],
+    ) -> list[tf.Tensor] | None:
+        sent = self._meeting.swap(self.rank, tensors)[root]
+        assert sent is not None
+        assert list(members) == sorted({*members, root})
+        for tensor, spec in zip(sent, like, strict=True):
+            assert tensor.shape == spec.shape
+            assert tensor.dtype == spec.dtype
+        if self.rank not in members:
+            return None
+        if self.rank != root:
+            self.received += sum(math.prod(t.shape) for t in sent)
+        return list(sent)
+
+
+def run_together(
+    workers: int, function: Callable[[Any], T]
+) -> list[tuple[T, float]]:
+    """Calls a function of a `Lockstep` once for each worker.
+
+    Returns:
+        By rank, what it returned and the number of elements received.
+    """
+    meeting = Meeting(workers)
+    results: list[Any] = [None] * workers
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        group = Lockstep(rank, workers, meeting)
+        try:
+            results[rank] = function(group), group.received
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=[i]) for i in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    causes = [
+        e for e in errors if not isinstance(e, threading.BrokenBarrierError)
+    ]
+    for error in causes + errors:
+        raise error
+    return results

@@ -1,0 +1,82 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.roles import Roles, assign_roles
+
+REPLICAS = st.integers(1, 64)
+FRACTIONS = st.floats(0, 1, exclude_max=True)
+
+
+@given(REPLICAS, FRACTIONS)
+def test_everyone_has_one_role(replicas: int, fraction: float) -> None:
+    """The last replicas accelerate, as many as the fraction says."""
+    try:
+        roles = assign_roles(replicas, fraction)
+    except ValueError:
+        rounded = int(fraction * replicas + 0.5)
+        assert rounded in (0, replicas)
+        assert fraction > 0
+        return
+    assert roles.workers + roles.accelerators == tuple(range(replicas))
+    assert roles.workers
+    assert bool(roles.accelerators) == (fraction > 0)
+    assert abs(len(roles.accelerators) - fraction * replicas) <= 0.5
+    for rank in range(replicas):
+        assert roles.trains(rank) == (rank in roles.workers)
+
+
+@pytest.mark.parametrize(
+    "replicas,fraction,accelerators",
+    [
+        (1, 0, ()),
+        (4, 0, ()),
+        (2, 0.5, (1,)),
+        (3, 0.5, (1, 2)),  # a half is rounded up
+        (4, 0.25, (3,)),
+        (4, 0.5, (2, 3)),
+        (4, 0.75, (1, 2, 3)),
+        (4, 0.3, (3,)),
+        (8, 0.0625, (7,)),
+    ],
+)
+def test_counts(
+    replicas: int, fraction: float, accelerators: tuple[int, ...]
+) -> None:
+    assert assign_roles(replicas, fraction).accelerators == accelerators
+
+
+@pytest.mark.parametrize(
+    "replicas,fraction,missing",
+    [
+        (1, 0.1, "accelerator"),
+        (1, 0.5, "worker"),
+        (2, 0.2, "accelerator"),
+        (2, 0.75, "worker"),
+        (4, 0.12, "accelerator"),
+        (4, 0.9, "worker"),
+    ],
+)
+def test_a_role_that_is_left_out(
+    replicas: int, fraction: float, missing: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        assign_roles(replicas, fraction)
+    message = str(error.value)
+    assert "Argument `accelerator_fraction` must" in message
+    assert f"no {missing}" in message
+    assert f"of {replicas} replicas" in message
+    assert f"Received: accelerator_fraction={fraction}" in message
+
+
+def test_peers_without_accelerators() -> None:
+    everyone = Communicator(1, 3, "scope")
+    assert Roles((0, 1, 2)).peers(everyone) is everyone
+
+
+def test_peers_are_numbered_within_their_role() -> None:
+    roles = Roles((0, 1), (2, 3, 4))
+    for rank, place, count in [(0, 0, 2), (1, 1, 2), (2, 0, 3), (4, 2, 3)]:
+        peers = roles.peers(Communicator(rank, 5, "scope"))
+        assert (peers.rank, peers.workers) == (place, count)
