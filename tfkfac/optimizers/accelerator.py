@@ -90,7 +90,7 @@ class Accelerator(tf.Module):
 
         self.geometry = geometry
         self.weights = vector(geometry.size, "weights")
-        self.share = state_variable(1, "float32", "share")
+        self.share = state_variable(1, "float64", "share")
         self.blocks = [
             state_variable(
                 tf.zeros([min(BLOCK_ROWS, steps - start), length]),

@@ -69,6 +69,8 @@ class HybridOptimizer(WrappingOptimizer):
         accelerator_fraction: Share of the replicas that are accelerators.
     """
 
+    warmup_steps: int
+
     def __init__(
         self,
         inner_optimizer: Any,
@@ -86,8 +88,6 @@ class HybridOptimizer(WrappingOptimizer):
         self.layout = layout
         self.accelerator_fraction = accelerator_fraction
         self._states: tuple[HybridState, ...] = ()
-
-    warmup_steps: int
 
     # --------------------------------------------------- binding and state
     def _attached(self) -> None:
