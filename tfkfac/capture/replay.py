@@ -3,23 +3,23 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfkfac.capture.model_tap import ModelTap
 from tfkfac.capture.scaling import LossBatch
 from tfkfac.capture.taps import (
-    TraceStore,
     capturing,
     current_store,
     paused,
-    replica_id,
     visible_stores,
 )
 
-_TAP = "_tfkfac_forward_tap"
+# Calls of a step that are looked at; others, that no step takes, would pile up.
+_MOST_CALLS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,52 +31,30 @@ class ForwardCall:
     outputs: Any
 
 
-class ForwardTap:
+class ForwardTap(ModelTap):
     """Notes the calls of a model under a tape.
 
     A `train_step` may call its model on something else than the `x` that it
     passes to `compute_loss`, or pass no `x` at all.
     """
 
-    def __init__(self, model: keras.Model) -> None:
-        self._eager = TraceStore()
-        self._overridden = vars(model).get("call")
-        original = model.call
+    method = "call"
 
+    def _override(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             outputs = original(*args, **kwargs)
             if capturing():
-                key = (id(self), replica_id())
-                calls = current_store(self._eager).setdefault(key, [])
+                calls = current_store(self._eager).setdefault(self._key(), [])
                 calls.append(ForwardCall(args, kwargs, outputs))
+                del calls[:-_MOST_CALLS]
             return outputs
 
-        object.__setattr__(model, "call", call)
-
-    @classmethod
-    def open(cls, model: keras.Model) -> "ForwardTap":
-        """Returns the model's tap, made if need be."""
-        tap = vars(model).get(_TAP)
-        if tap is None:
-            tap = cls(model)
-            object.__setattr__(model, _TAP, tap)
-        return tap
-
-    @classmethod
-    def close(cls, model: keras.Model) -> None:
-        """Removes the tap."""
-        tap = vars(model).get(_TAP)
-        if tap is None:
-            return
-        object.__delattr__(model, _TAP)
-        object.__delattr__(model, "call")
-        if tap._overridden is not None:
-            object.__setattr__(model, "call", tap._overridden)
+        return call
 
     def take(self) -> list[ForwardCall]:
         """Returns this replica's calls of the current trace."""
-        key = (id(self), replica_id())
+        key = self._key()
         calls: list[ForwardCall] = []
         for store in visible_stores(self._eager):
             calls += store.pop(key, [])

@@ -9,21 +9,14 @@ have the scale of the Fisher matrix whatever the batch size.
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.taps import (
-    TraceStore,
-    capturing,
-    current_store,
-    replica_id,
-    visible_stores,
-)
-
-_TAP = "_tfkfac_loss_tap"
+from tfkfac.capture.model_tap import ModelTap
+from tfkfac.capture.taps import capturing, current_store, visible_stores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,52 +35,31 @@ class LossBatch:
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-class LossTap:
+class LossTap(ModelTap):
     """Notes the batch that a model's `compute_loss` is called with.
 
     In a custom loop without `compute_loss` nothing is noted: the leading
     dimension of each layer's input is the batch, and no weight is zero.
     """
 
-    def __init__(self, model: keras.Model) -> None:
-        self._eager = TraceStore()
-        self._overridden = vars(model).get("compute_loss")
-        original = model.compute_loss
+    method = "compute_loss"
+
+    def _override(self, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             if capturing():
                 arguments = signature.bind(*args, **kwargs).arguments
-                key = (id(self), replica_id())
-                current_store(self._eager)[key] = loss_batch(arguments)
+                batch = loss_batch(arguments)
+                current_store(self._eager)[self._key()] = batch
             return original(*args, **kwargs)
 
-        object.__setattr__(model, "compute_loss", compute_loss)
-
-    @classmethod
-    def open(cls, model: keras.Model) -> "LossTap":
-        """Returns the model's tap, made if need be."""
-        tap = vars(model).get(_TAP)
-        if tap is None:
-            tap = cls(model)
-            object.__setattr__(model, _TAP, tap)
-        return tap
-
-    @classmethod
-    def close(cls, model: keras.Model) -> None:
-        """Removes the tap."""
-        tap = vars(model).get(_TAP)
-        if tap is None:
-            return
-        object.__delattr__(model, _TAP)
-        object.__delattr__(model, "compute_loss")
-        if tap._overridden is not None:
-            object.__setattr__(model, "compute_loss", tap._overridden)
+        return compute_loss
 
     def take(self) -> LossBatch:
         """Returns this replica's batch of the current trace."""
-        key = (id(self), replica_id())
+        key = self._key()
         batches = [
             store.pop(key)
             for store in visible_stores(self._eager)
