@@ -122,7 +122,7 @@ def test_no_curvature_is_the_inner_optimizer(inner: str) -> None:
         model.compile(optimizer, linear)
         paths.append(fit(model, x, target, 4))
     np.testing.assert_array_equal(paths[1], paths[0])
-    np.testing.assert_array_equal(optimizer.spectrum(), np.zeros(3))
+    assert optimizer.spectrum().size == 0
 
 
 def test_slots_see_the_split_gradient_only(double: None) -> None:

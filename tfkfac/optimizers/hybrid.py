@@ -164,8 +164,7 @@ class HybridOptimizer(WrappingOptimizer):
             "an estimation of curvature is not finite and left out.",
         )
         # An empty batch has no curvature; what is known of others is kept.
-        news = tf.reduce_any(values != 0) | tf.equal(state.estimations, 0)
-        usable = finite & news
+        usable = finite & tf.reduce_any(values != 0)
 
         def take() -> tf.Tensor:
             subspace.take(values, part, group)
@@ -209,7 +208,7 @@ class HybridOptimizer(WrappingOptimizer):
 
         Returns:
             The values in use, ascending; empty before the first estimation
-            and on accelerators.
+            that found any curvature, and on accelerators.
         """
         if not self.built or self._states[0].subspace is None:
             return np.zeros([0], np.float32)
