@@ -22,7 +22,7 @@ Result = Mapping[str, Any]
 Results = Callable[[str], list[Any]]
 
 EXACT = 1e-9  # float64
-UNEVEN = 2e-7  # float64, but for the shares of batches of different sizes
+UNEVEN = 1e-9  # float64, batches of different sizes
 SINGLE = 1e-5  # float32
 
 # ------------------------------------------------------------------- cases

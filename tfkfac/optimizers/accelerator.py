@@ -26,11 +26,10 @@ class HeldBatch:
     """A batch in variables, so that later steps can use it.
 
     Args:
-        structure: Any nest of tensors and constants.
+        structure: Any nest of tensors and constants. Only its form is kept.
     """
 
     def __init__(self, structure: Any) -> None:
-        self._structure = structure
         leaves = tf.nest.flatten(structure, expand_composites=True)
         self._variables = [
             held_variable(leaf) if tf.is_tensor(leaf) else None
@@ -44,17 +43,15 @@ class HeldBatch:
             if variable is not None:
                 variable.assign(leaf)
 
-    def get(self) -> Any:
-        """Returns the batch that is held."""
-        leaves = tf.nest.flatten(self._structure, expand_composites=True)
-        values = []
-        for variable, leaf in zip(self._variables, leaves, strict=True):
-            if variable is None:
-                values.append(leaf)
-            else:
-                values.append(tf.convert_to_tensor(variable))
+    def get(self, structure: Any) -> Any:
+        """Returns the batch that is held, in the form of the current one."""
+        leaves = tf.nest.flatten(structure, expand_composites=True)
+        values = [
+            leaf if variable is None else tf.convert_to_tensor(variable)
+            for variable, leaf in zip(self._variables, leaves, strict=True)
+        ]
         return tf.nest.pack_sequence_as(
-            self._structure, values, expand_composites=True
+            structure, values, expand_composites=True
         )
 
 
@@ -154,7 +151,8 @@ class Accelerator(tf.Module):
             most: Greatest difference of the two.
         """
         weights = model.trainable_variables
-        args, kwargs, arguments = self._held_batch(batch, call).get()
+        held = self._held_batch(batch, call)
+        args, kwargs, arguments = held.get(point(batch, call))
         local = hessian_operator(
             model,
             ForwardCall(args, kwargs, None),
