@@ -1,7 +1,7 @@
 """DHO2: FOSI whose directions are divided among several workers.
 
 Most cases train in float64, where a job on several workers and a single
-process differ by rounding and by the float32 share of a worker's rows.
+process differ by rounding.
 Differences are measured against the distance that all weights travelled.
 """
 
@@ -22,7 +22,6 @@ Result = Mapping[str, Any]
 Results = Callable[[str], list[Any]]
 
 EXACT = 1e-9  # float64
-UNEVEN = 1e-9  # float64, batches of different sizes
 SINGLE = 1e-5  # float32
 
 # ------------------------------------------------------------------- cases
@@ -141,10 +140,7 @@ def directions_of(name: str) -> int:
 
 
 def tolerance_of(name: str) -> float:
-    options = options_of(name)
-    if "dtype" in options:
-        return SINGLE
-    return EXACT if options.get("feed") == "even" else UNEVEN
+    return SINGLE if "dtype" in options_of(name) else EXACT
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 Every job is compared with a simulation that does the same schedule one step
 after the other, `fosi_simulation`. All is in float64; what differs is the
-rounding of differences and of the float32 share of a replica's rows.
+rounding of differences.
 """
 
 from typing import Any
