@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 
@@ -55,6 +56,12 @@ def stamp_time(variable: tf.Variable) -> tf.Tensor:
     )()
 
 
+def in_xla() -> bool:
+    """Whether the current trace is one that XLA compiles."""
+    graph = tf.compat.v1.get_default_graph()
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
 def count_events(
     happened: Sequence[tf.Tensor],
     counters: Sequence[tf.Variable],
@@ -62,6 +69,9 @@ def count_events(
     message: str,
 ) -> None:
     """Counts things that should not happen and reports the first of each.
+
+    XLA, which Keras compiles a step with on a GPU, knows no strings and cannot
+    print: what it compiles only counts.
 
     Args:
         happened: A scalar bool for each name.
@@ -81,6 +91,7 @@ def count_events(
         tf.print(text, output_stream=sys.stderr)
         return tf.constant(0)
 
-    tf.cond(tf.reduce_any(new), report, lambda: tf.constant(0))
+    if not in_xla():
+        tf.cond(tf.reduce_any(new), report, lambda: tf.constant(0))
     for flag, counter in zip(happened, counters, strict=True):
         counter.assign_add(tf.cast(flag, counter.dtype))
