@@ -4,10 +4,10 @@
 """
 
 from tfkfac import curvature
-from tfkfac.distributed.strategy import MultiWorkerMirroredStrategy
-from tfkfac.optimizers import binding
-from tfkfac.optimizers.fosi import FOSI
-from tfkfac.optimizers.kfac import KFAC
+from tfkfac.compat.strategy import MultiWorkerMirroredStrategy
+from tfkfac.fosi.optimizer import FOSI
+from tfkfac.kfac.optimizer import KFAC
+from tfkfac.wrapper import binding
 
 __version__ = "0.1.0"
 __all__ = ["FOSI", "KFAC", "MultiWorkerMirroredStrategy", "curvature"]

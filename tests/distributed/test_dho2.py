@@ -16,7 +16,7 @@ from tests.distributed import workers_fosi
 from tests.distributed.cluster import Case, Outcome, run_cases
 from tests.distributed.test_modes import assert_same_bits, distance
 from tests.distributed.workers_fosi import DEFAULTS, LARGE, MODELS
-from tfkfac.distributed.plans import all_reduce_bytes
+from tfkfac.distributed.traffic import all_reduce_bytes
 
 Result = Mapping[str, Any]
 Results = Callable[[str], list[Any]]

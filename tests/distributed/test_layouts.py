@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from tests.distributed.lockstep import run_together
 from tests.reference import Array
-from tfkfac.distributed.plans import all_reduce_bytes
 from tfkfac.distributed.roles import Roles
 from tfkfac.distributed.shards import Shards
-from tfkfac.optimizers.estimation import Spectrum
-from tfkfac.optimizers.handover import hand_over, piece_bytes, pieces
-from tfkfac.optimizers.layouts import LAYOUTS, Geometry, Layout
+from tfkfac.distributed.traffic import all_reduce_bytes
+from tfkfac.fosi.estimation import Spectrum
+from tfkfac.fosi.handover import hand_over, piece_bytes, pieces
+from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
 
 few = settings(max_examples=25, deadline=None)
 ITEM = 8  # bytes

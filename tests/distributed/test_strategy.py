@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tests.distributed import workers_strategy
 from tests.distributed.cluster import Case, Outcome, run_cases
-from tfkfac.distributed.strategy import (
+from tfkfac.compat.strategy import (
     MultiWorkerMirroredStrategy,
     is_repaired,
     repair,

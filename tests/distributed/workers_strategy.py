@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.distributed.strategy import (
+from tfkfac.compat.strategy import (
     MultiWorkerMirroredStrategy,
     is_repaired,
     repair,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from tfkfac.blocks import Block
+from tfkfac.compat.graphs import state_variable
 from tfkfac.linalg.symmetric import all_finite
-from tfkfac.variables import state_variable
 
 Tensors = Mapping[str, tf.Tensor]
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.distributed.plans import (
+from tfkfac.distributed.traffic import (
     Item,
     Plan,
     all_reduce_bytes,

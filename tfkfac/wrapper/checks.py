@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.distributed.strategy import repair
+from tfkfac.compat.strategy import repair
 from tfkfac.distributed.topology import check_strategy
 
 

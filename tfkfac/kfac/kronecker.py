@@ -8,21 +8,21 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks import block_types
-from tfkfac.capture.registry import (
+from tfkfac.capture.taps import Tap, before_first_call
+from tfkfac.capture.walk import (
     SkipRule,
     build_registry,
     tappable,
     unbuilt,
 )
-from tfkfac.capture.taps import Tap, before_first_call
 from tfkfac.distributed.topology import find_topology
-from tfkfac.optimizers.checks import gradient_bytes
-from tfkfac.optimizers.placement import Placement, Settings
-from tfkfac.optimizers.preconditioner import ReplicaState
-from tfkfac.optimizers.summary import describe
-from tfkfac.optimizers.wrapper import WrappingOptimizer
-from tfkfac.saving import Named
+from tfkfac.kfac.placement import Placement, Settings
+from tfkfac.kfac.state import ReplicaState
+from tfkfac.kfac.summary import describe
+from tfkfac.saving.store import Named
 from tfkfac.solvers import SOLVERS
+from tfkfac.wrapper.checks import gradient_bytes
+from tfkfac.wrapper.optimizer import WrappingOptimizer
 
 
 class KroneckerOptimizer(WrappingOptimizer):

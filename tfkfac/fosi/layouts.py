@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.distributed.plans import all_reduce_bytes
 from tfkfac.distributed.shards import Shards
+from tfkfac.distributed.traffic import all_reduce_bytes
 
 
 @dataclasses.dataclass(frozen=True)

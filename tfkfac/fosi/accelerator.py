@@ -10,16 +10,16 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfkfac.capture.replay import ForwardCall
 from tfkfac.capture.scaling import LossBatch
-from tfkfac.hessian import flat_space, hessian_operator
+from tfkfac.compat.graphs import state_variable
+from tfkfac.curvature.hessian import flat_space, hessian_operator
+from tfkfac.fosi.estimation import Estimation, Spectrum
+from tfkfac.fosi.layouts import Geometry
 from tfkfac.linalg.lanczos import (
     BLOCK_ROWS,
     Candidate,
     Lanczos,
     called_often,
 )
-from tfkfac.optimizers.estimation import Estimation, Spectrum
-from tfkfac.optimizers.layouts import Geometry
-from tfkfac.variables import state_variable
 
 
 class HeldBatch:

@@ -7,8 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
+from tfkfac.compat.graphs import state_variable
 from tfkfac.linalg.symmetric import all_finite, mean_eigenvalue
-from tfkfac.variables import state_variable
 
 
 class Factors(tf.Module):

@@ -8,10 +8,11 @@ import tensorflow as tf
 
 from tfkfac.capture.replay import ForwardCall
 from tfkfac.capture.scaling import LossBatch
+from tfkfac.curvature.hessian import hessian_operator
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.distributed.plans import all_reduce_bytes
 from tfkfac.distributed.shards import Shards
-from tfkfac.hessian import hessian_operator
+from tfkfac.distributed.traffic import all_reduce_bytes
+from tfkfac.fosi.layouts import Geometry
 from tfkfac.linalg.lanczos import (
     Lanczos,
     Product,
@@ -20,8 +21,7 @@ from tfkfac.linalg.lanczos import (
     ritz_pairs,
     stack_steps,
 )
-from tfkfac.optimizers.layouts import Geometry
-from tfkfac.optimizers.reduction import weighted
+from tfkfac.wrapper.shares import weighted
 
 
 class Spectrum(NamedTuple):

@@ -8,22 +8,22 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.capture.replay import ForwardTap
+from tfkfac.compat.graphs import count_events, state_variable
+from tfkfac.compat.inner_update import own_copy
+from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.distributed.plans import all_reduce_bytes
 from tfkfac.distributed.roles import Roles, assign_roles
 from tfkfac.distributed.topology import find_topology
-from tfkfac.hessian import flat_space
+from tfkfac.distributed.traffic import all_reduce_bytes
+from tfkfac.fosi.estimation import estimation_bytes
+from tfkfac.fosi.handover import piece_bytes
+from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
+from tfkfac.fosi.subspace import Subspace
+from tfkfac.kfac.summary import bytes_text, table
 from tfkfac.linalg.lanczos import default_steps
-from tfkfac.optimizers.checks import gradient_bytes
-from tfkfac.optimizers.estimation import estimation_bytes
-from tfkfac.optimizers.handover import piece_bytes
-from tfkfac.optimizers.layouts import LAYOUTS, Geometry, Layout
-from tfkfac.optimizers.replicas import own_copy
-from tfkfac.optimizers.subspace import Subspace
-from tfkfac.optimizers.summary import bytes_text, table
-from tfkfac.optimizers.wrapper import WrappingOptimizer
-from tfkfac.saving import Named
-from tfkfac.variables import count_events, state_variable
+from tfkfac.saving.store import Named
+from tfkfac.wrapper.checks import gradient_bytes
+from tfkfac.wrapper.optimizer import WrappingOptimizer
 
 
 class HybridState(tf.Module):

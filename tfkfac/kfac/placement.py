@@ -5,17 +5,17 @@ import dataclasses
 import tensorflow as tf
 
 from tfkfac.blocks import Block
-from tfkfac.capture.registry import Registry
+from tfkfac.capture.walk import Registry
 from tfkfac.distributed.assignment import plan_layers
-from tfkfac.distributed.plans import (
+from tfkfac.distributed.topology import Topology
+from tfkfac.distributed.traffic import (
     Kinds,
     Plan,
     all_reduce_bytes,
     step_bytes,
 )
-from tfkfac.distributed.topology import Topology
-from tfkfac.factors import factor_bytes
-from tfkfac.optimizers.exchange import Exchange
+from tfkfac.kfac.averages import factor_bytes
+from tfkfac.kfac.exchange import Exchange
 from tfkfac.solvers import Solver, decomposition_bytes
 
 

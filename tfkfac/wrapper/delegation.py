@@ -5,8 +5,8 @@ from typing import Any, Self
 
 import keras
 
-from tfkfac.optimizers.checks import check_inner, serialize_value
-from tfkfac.optimizers.hyperparameters import Hyperparameter
+from tfkfac.wrapper.checks import check_inner, serialize_value
+from tfkfac.wrapper.hyperparameters import Hyperparameter
 
 
 class DelegatingOptimizer(keras.optimizers.Optimizer):

@@ -8,9 +8,9 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework.ops import gradient_registry
 
-from tfkfac.capture.registry import walk
 from tfkfac.capture.replay import ForwardCall, replay_loss
-from tfkfac.capture.second_order import Sum, exact_second_derivatives
+from tfkfac.capture.walk import walk
+from tfkfac.compat.second_order import Sum, exact_second_derivatives
 from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.lanczos import Product
 

@@ -6,23 +6,23 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.capture.moments import synchronized_layers, tap_moments
-from tfkfac.capture.registry import walk
 from tfkfac.capture.replay import ForwardTap, find_call
 from tfkfac.capture.scaling import LossBatch
 from tfkfac.capture.taps import TraceStore, current_store, replica_id
+from tfkfac.capture.walk import walk
+from tfkfac.compat.graphs import in_graph, stamp_time, state_variable
+from tfkfac.compat.inner_update import own_copy
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.shards import Shards
-from tfkfac.optimizers.accelerator import Accelerator
-from tfkfac.optimizers.estimation import Estimation, differentiable_sum
-from tfkfac.optimizers.handover import hand_over
-from tfkfac.optimizers.hybrid import HybridOptimizer, HybridState
-from tfkfac.optimizers.hyperparameters import is_number
-from tfkfac.optimizers.reduction import batch_share
-from tfkfac.optimizers.replicas import own_copy
-from tfkfac.optimizers.subspace import Subspace
-from tfkfac.optimizers.wrapper import Gradients
-from tfkfac.variables import in_graph, stamp_time, state_variable
+from tfkfac.fosi.accelerator import Accelerator
+from tfkfac.fosi.directions import HybridOptimizer, HybridState
+from tfkfac.fosi.estimation import Estimation, differentiable_sum
+from tfkfac.fosi.handover import hand_over
+from tfkfac.fosi.moments import synchronized_layers, tap_moments
+from tfkfac.fosi.subspace import Subspace
+from tfkfac.wrapper.hyperparameters import is_number
+from tfkfac.wrapper.optimizer import Gradients
+from tfkfac.wrapper.shares import batch_share
 
 
 class MultiRoleState(HybridState):

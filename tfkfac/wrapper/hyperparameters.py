@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfkfac.variables import state_variable
+from tfkfac.compat.graphs import state_variable
 
 Schedule = keras.optimizers.schedules.LearningRateSchedule
 # float | int | Schedule | Callable[[Any], Any] | None

@@ -10,21 +10,21 @@ from typing import Any, NamedTuple, Self
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.moments import release_moments
-from tfkfac.capture.registry import unbuilt, walk
 from tfkfac.capture.replay import ForwardTap
 from tfkfac.capture.scaling import LossBatch, LossTap
 from tfkfac.capture.taps import Tap, forget_first_call, replica_id
+from tfkfac.capture.walk import unbuilt, walk
+from tfkfac.compat.graphs import count_events, state_variable
+from tfkfac.compat.inner_update import updates_in_replica
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.fingerprint import check_agreement
 from tfkfac.distributed.topology import find_topology
+from tfkfac.fosi.moments import release_moments
 from tfkfac.linalg.symmetric import all_finite
-from tfkfac.optimizers.checks import check_settings, repair_keras, values_of
-from tfkfac.optimizers.delegation import DelegatingOptimizer
-from tfkfac.optimizers.reduction import batch_share, weighted
-from tfkfac.optimizers.replicas import updates_in_replica
-from tfkfac.saving import Named, is_state, load_state, save_state
-from tfkfac.variables import count_events, state_variable
+from tfkfac.saving.store import Named, is_state, load_state, save_state
+from tfkfac.wrapper.checks import check_settings, repair_keras, values_of
+from tfkfac.wrapper.delegation import DelegatingOptimizer
+from tfkfac.wrapper.shares import batch_share, weighted
 
 _ordinals = itertools.count()
 

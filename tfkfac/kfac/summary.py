@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from tfkfac.capture.registry import Leftover
-from tfkfac.optimizers.placement import Placement
+from tfkfac.capture.walk import Leftover
+from tfkfac.kfac.placement import Placement
 
 
 def describe(placement: Placement, title: str) -> str:

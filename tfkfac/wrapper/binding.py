@@ -11,8 +11,8 @@ from typing import Any
 
 import keras
 
-from tfkfac.capture.registry import unbuilt
-from tfkfac.optimizers.wrapper import WrappingOptimizer, detach
+from tfkfac.capture.walk import unbuilt
+from tfkfac.wrapper.optimizer import WrappingOptimizer, detach
 
 _bound: weakref.WeakKeyDictionary[
     keras.Model, weakref.ref[WrappingOptimizer]

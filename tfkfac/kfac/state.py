@@ -5,11 +5,11 @@ from collections.abc import Hashable, Sequence
 import tensorflow as tf
 
 from tfkfac.blocks import Block
-from tfkfac.factors import Factors
-from tfkfac.optimizers.placement import Placement
-from tfkfac.saving import Named
+from tfkfac.compat.graphs import state_variable
+from tfkfac.kfac.averages import Factors
+from tfkfac.kfac.placement import Placement
+from tfkfac.saving.store import Named
 from tfkfac.solvers import Decomposition, Solver
-from tfkfac.variables import state_variable
 
 
 class Preconditioner(tf.Module):

@@ -8,18 +8,18 @@ import tensorflow as tf
 
 from tfkfac.capture.replay import ForwardCall, ForwardTap, find_call
 from tfkfac.capture.scaling import LossBatch
+from tfkfac.compat.graphs import in_graph
+from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.hessian import flat_space
-from tfkfac.optimizers.arguments import check_choice, check_count, check_range
-from tfkfac.optimizers.estimation import Estimation, local_hessian
-from tfkfac.optimizers.hybrid import HybridState
-from tfkfac.optimizers.hyperparameters import Hyperparameter, Tunable, Value
-from tfkfac.optimizers.layouts import LAYOUTS
-from tfkfac.optimizers.multirole import MultiRoleOptimizer, MultiRoleState
-from tfkfac.optimizers.reduction import batch_share, weighted
-from tfkfac.optimizers.subspace import Subspace
-from tfkfac.optimizers.wrapper import Gradients, Update
-from tfkfac.variables import in_graph
+from tfkfac.fosi.directions import HybridState
+from tfkfac.fosi.estimation import Estimation, local_hessian
+from tfkfac.fosi.layouts import LAYOUTS
+from tfkfac.fosi.multirole import MultiRoleOptimizer, MultiRoleState
+from tfkfac.fosi.subspace import Subspace
+from tfkfac.wrapper.arguments import check_choice, check_count, check_range
+from tfkfac.wrapper.hyperparameters import Hyperparameter, Tunable, Value
+from tfkfac.wrapper.optimizer import Gradients, Update
+from tfkfac.wrapper.shares import batch_share, weighted
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")

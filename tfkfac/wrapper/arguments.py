@@ -9,10 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.registry import SkipRule
+from tfkfac.capture.walk import SkipRule
 from tfkfac.distributed.assignment import MODES, POLICIES
-from tfkfac.optimizers.hyperparameters import is_number
-from tfkfac.optimizers.placement import Settings
+from tfkfac.kfac.placement import Settings
+from tfkfac.wrapper.hyperparameters import is_number
 
 _CLASS = "layer_class"
 _FLAGS = (

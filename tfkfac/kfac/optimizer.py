@@ -9,14 +9,17 @@ import tensorflow as tf
 from tfkfac.blocks.statistics import batch_statistics
 from tfkfac.capture.scaling import LossBatch, example_scale
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.optimizers.active import (
+from tfkfac.kfac.active import (
     ActiveBlock,
     active_blocks,
     decompose_owned,
     take_decompositions,
     take_statistics,
 )
-from tfkfac.optimizers.arguments import (
+from tfkfac.kfac.kronecker import KroneckerOptimizer
+from tfkfac.kfac.state import ReplicaState
+from tfkfac.solvers import SOLVERS
+from tfkfac.wrapper.arguments import (
     check_choice,
     check_decay,
     check_skip_layers,
@@ -25,16 +28,13 @@ from tfkfac.optimizers.arguments import (
     serialize_skip_rule,
     settings_config,
 )
-from tfkfac.optimizers.hyperparameters import (
+from tfkfac.wrapper.hyperparameters import (
     Hyperparameter,
     Tunable,
     Value,
     dense_start,
 )
-from tfkfac.optimizers.kronecker import KroneckerOptimizer
-from tfkfac.optimizers.preconditioner import ReplicaState
-from tfkfac.optimizers.wrapper import Gradients, Update
-from tfkfac.solvers import SOLVERS
+from tfkfac.wrapper.optimizer import Gradients, Update
 
 # The measured schedule: where the second and third interval begin, and the
 # intervals of factors and decompositions.

@@ -7,8 +7,8 @@ import tensorflow as tf
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.roles import Roles
 from tfkfac.distributed.shards import Shards
-from tfkfac.optimizers.estimation import Spectrum
-from tfkfac.optimizers.layouts import Layout
+from tfkfac.fosi.estimation import Spectrum
+from tfkfac.fosi.layouts import Layout
 
 
 def hand_over(

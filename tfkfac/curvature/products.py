@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.capture.replay import training_call
-from tfkfac.hessian import flat_space, hessian_operator
+from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.lanczos import (
     Basis,

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfkfac.compat.graphs import state_variable
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.optimizers.layouts import Layout
-from tfkfac.variables import state_variable
+from tfkfac.fosi.layouts import Layout
 
 # Directions of curvature below this share of the largest are left to the inner
 # optimizer: the inverse of their curvature is mostly noise.

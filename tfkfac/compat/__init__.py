@@ -1,0 +1,1 @@
+"""All that relies on what Keras and TensorFlow do not promise."""

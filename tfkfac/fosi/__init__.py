@@ -1,0 +1,1 @@
+"""FOSI, DHO2 and MR-DHO2."""

@@ -1,0 +1,1 @@
+"""K-FAC: Distributed K-FAC, KAISA and DP-KFAC."""

@@ -1,1 +1,0 @@
-"""Optimizers: the algorithms, each around an inner Keras optimizer."""

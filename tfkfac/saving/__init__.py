@@ -1,0 +1,1 @@
+"""Optimizer state in files."""
