@@ -8,9 +8,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+import keras
 import tensorflow as tf
 
-from tfkfac.distributed.assignment import LayerPlan
 from tfkfac.distributed.collectives import Communicator
 
 Kinds = dict[str, dict[str, int]]
@@ -38,52 +38,6 @@ class Item:
     def bytes(self) -> int:
         """Bytes on the wire."""
         return math.prod(self.spec.shape) * self.spec.dtype.size
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Placement of all layers on the workers.
-
-    Attributes:
-        mode: The distribution mode.
-        workers: Number of workers.
-        layers: Who does what for each layer.
-    """
-
-    mode: str
-    workers: int
-    layers: tuple[LayerPlan, ...]
-
-    def owns(self, rank: int, layer: int) -> tuple[str, ...]:
-        """Names of the factors of a layer that a worker keeps."""
-        return self.layers[layer].owned_by(rank)
-
-    def preconditions(self, rank: int, layer: int) -> bool:
-        """Whether a worker is a gradient worker of a layer."""
-        return rank in self.layers[layer].gradient_workers
-
-    def observes(self, rank: int, layer: int) -> bool:
-        """Whether a worker's batch goes into the factors of a layer."""
-        return self.mode != "dp_kfac" or bool(self.owns(rank, layer))
-
-    @property
-    def reduces_factors(self) -> bool:
-        """Whether statistics are added up over the workers."""
-        return self.workers > 1 and self.mode != "dp_kfac"
-
-    def decomposition_group(self, layer: int, factor: str) -> tuple[int, ...]:
-        """The owner of a factor and all that need its decomposition."""
-        plan = self.layers[layer]
-        return tuple(sorted({plan.owners[factor], *plan.gradient_workers}))
-
-    def gradient_groups(self, layer: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Each gradient worker that sends, and its group."""
-        receivers = self.layers[layer].receivers
-        return [
-            (worker, tuple(sorted((worker, *others))))
-            for worker, others in receivers.items()
-            if others
-        ]
 
 
 def bundles(
@@ -161,3 +115,11 @@ def broadcast_items(
         for item, value in zip(bundle, received or (), strict=False):
             values[item.layer, item.name] = value
     return values
+
+
+def gradient_bytes(variables: Sequence[keras.Variable]) -> int:
+    """Bytes of the gradients of some variables."""
+    return sum(
+        v.value.shape.num_elements() * tf.as_dtype(v.dtype).size
+        for v in variables
+    )

@@ -14,7 +14,7 @@ from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.roles import Roles, assign_roles
 from tfkfac.distributed.topology import find_topology
-from tfkfac.distributed.traffic import all_reduce_bytes
+from tfkfac.distributed.traffic import all_reduce_bytes, gradient_bytes
 from tfkfac.fosi.estimation import estimation_bytes
 from tfkfac.fosi.handover import piece_bytes
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
@@ -22,7 +22,6 @@ from tfkfac.fosi.subspace import Subspace
 from tfkfac.kfac.summary import bytes_text, table
 from tfkfac.linalg.lanczos import default_steps
 from tfkfac.saving.store import Named
-from tfkfac.wrapper.checks import gradient_bytes
 from tfkfac.wrapper.optimizer import WrappingOptimizer
 
 

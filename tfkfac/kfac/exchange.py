@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
+from tfkfac.distributed.assignment import Plan
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.traffic import (
     Item,
-    Plan,
     all_reduce_bytes,
     broadcast_items,
     received_bytes,

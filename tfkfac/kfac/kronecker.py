@@ -16,12 +16,12 @@ from tfkfac.capture.walk import (
     unbuilt,
 )
 from tfkfac.distributed.topology import find_topology
+from tfkfac.distributed.traffic import gradient_bytes
 from tfkfac.kfac.placement import Placement, Settings
 from tfkfac.kfac.state import ReplicaState
 from tfkfac.kfac.summary import describe
 from tfkfac.saving.store import Named
 from tfkfac.solvers import SOLVERS
-from tfkfac.wrapper.checks import gradient_bytes
 from tfkfac.wrapper.optimizer import WrappingOptimizer
 
 

@@ -6,14 +6,9 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block
 from tfkfac.capture.walk import Registry
-from tfkfac.distributed.assignment import plan_layers
+from tfkfac.distributed.assignment import Plan, plan_layers
 from tfkfac.distributed.topology import Topology
-from tfkfac.distributed.traffic import (
-    Kinds,
-    Plan,
-    all_reduce_bytes,
-    step_bytes,
-)
+from tfkfac.distributed.traffic import Kinds, all_reduce_bytes, step_bytes
 from tfkfac.kfac.averages import factor_bytes
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.solvers import Solver, decomposition_bytes

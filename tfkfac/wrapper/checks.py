@@ -1,6 +1,5 @@
 """What an optimizer can be put around, and where it can be used."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -87,14 +86,6 @@ def repair_keras(strategy: tf.distribute.Strategy) -> None:
     )
     if isinstance(strategy, kinds):
         repair(strategy)
-
-
-def gradient_bytes(variables: Sequence[keras.Variable]) -> int:
-    """Bytes of the gradients of some variables."""
-    return sum(
-        v.value.shape.num_elements() * tf.as_dtype(v.dtype).size
-        for v in variables
-    )
 
 
 def values_of(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
