@@ -1,7 +1,6 @@
 """The optimizer's own state variables and event counters."""
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -60,38 +59,3 @@ def in_xla() -> bool:
     """Whether the current trace is one that XLA compiles."""
     graph = tf.compat.v1.get_default_graph()
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
-
-
-def count_events(
-    happened: Sequence[tf.Tensor],
-    counters: Sequence[tf.Variable],
-    names: Sequence[str],
-    message: str,
-) -> None:
-    """Counts things that should not happen and reports the first of each.
-
-    XLA, which Keras compiles a step with on a GPU, knows no strings and cannot
-    print: what it compiles only counts.
-
-    Args:
-        happened: A scalar bool for each name.
-        counters: An integer variable for each name.
-        names: What it happened to.
-        message: What to say of the names on standard error.
-    """
-    if not names:
-        return
-    flags = tf.stack(list(happened))
-    new = tf.logical_and(flags, tf.equal(tf.stack(list(counters)), 0))
-
-    def report() -> tf.Tensor:
-        which = tf.boolean_mask(tf.constant(list(names)), new)
-        which = tf.strings.reduce_join(which, separator=", ")
-        text = tf.strings.join(["tfkfac: ", which, f": {message}"])
-        tf.print(text, output_stream=sys.stderr)
-        return tf.constant(0)
-
-    if not in_xla():
-        tf.cond(tf.reduce_any(new), report, lambda: tf.constant(0))
-    for flag, counter in zip(happened, counters, strict=True):
-        counter.assign_add(tf.cast(flag, counter.dtype))

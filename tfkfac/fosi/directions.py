@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.capture.replay import ForwardTap
-from tfkfac.compat.graphs import count_events, state_variable
+from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.inner_update import own_copy
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
@@ -19,10 +19,11 @@ from tfkfac.fosi.estimation import estimation_bytes
 from tfkfac.fosi.handover import piece_bytes
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
 from tfkfac.fosi.subspace import Subspace
-from tfkfac.kfac.summary import bytes_text, table
 from tfkfac.linalg.lanczos import default_steps
 from tfkfac.saving.store import Named
+from tfkfac.wrapper.guards import count_events
 from tfkfac.wrapper.optimizer import WrappingOptimizer
+from tfkfac.wrapper.tables import bytes_text, table
 
 
 class HybridState(tf.Module):

@@ -21,8 +21,8 @@ from tfkfac.fosi.handover import hand_over
 from tfkfac.fosi.moments import synchronized_layers, tap_moments
 from tfkfac.fosi.subspace import Subspace
 from tfkfac.wrapper.hyperparameters import is_number
-from tfkfac.wrapper.optimizer import Gradients
 from tfkfac.wrapper.shares import batch_share
+from tfkfac.wrapper.step import Gradients
 
 
 class MultiRoleState(HybridState):

@@ -18,8 +18,8 @@ from tfkfac.fosi.multirole import MultiRoleOptimizer, MultiRoleState
 from tfkfac.fosi.subspace import Subspace
 from tfkfac.wrapper.arguments import check_choice, check_count, check_range
 from tfkfac.wrapper.hyperparameters import Hyperparameter, Tunable, Value
-from tfkfac.wrapper.optimizer import Gradients, Update
 from tfkfac.wrapper.shares import batch_share, weighted
+from tfkfac.wrapper.step import Gradients, Update
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")

@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block, Record, Statistic
 from tfkfac.capture.taps import Tap
-from tfkfac.compat.graphs import count_events
 from tfkfac.kfac.state import Preconditioner
 from tfkfac.solvers import Solver
+from tfkfac.wrapper.guards import count_events
 
 
 @dataclasses.dataclass(frozen=True)

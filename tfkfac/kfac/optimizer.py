@@ -34,7 +34,7 @@ from tfkfac.wrapper.hyperparameters import (
     Value,
     dense_start,
 )
-from tfkfac.wrapper.optimizer import Gradients, Update
+from tfkfac.wrapper.step import Gradients, Update
 
 # The measured schedule: where the second and third interval begin, and the
 # intervals of factors and decompositions.

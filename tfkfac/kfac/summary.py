@@ -1,9 +1,8 @@
 """The table of what is preconditioned and what is not."""
 
-from collections.abc import Sequence
-
 from tfkfac.capture.walk import Leftover
 from tfkfac.kfac.placement import Placement
+from tfkfac.wrapper.tables import bytes_text, table
 
 
 def describe(placement: Placement, title: str) -> str:
@@ -101,29 +100,3 @@ def shape_text(shape: tuple[int, ...] | None) -> str:
         return f"diagonal {shape[0]}"
     text = f"{shape[-2]} x {shape[-1]}"
     return text if len(shape) == 2 else f"{shape[0]} of {text}"
-
-
-def bytes_text(count: int) -> str:
-    """A number of bytes with a unit."""
-    size = float(count)
-    for unit in ("B", "KB", "MB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GB"
-
-
-def table(
-    header: tuple[str, ...], rows: Sequence[tuple[str, ...]]
-) -> list[str]:
-    """Lays rows out in columns as wide as they need."""
-    widths = [
-        max(len(row[i]) for row in (header, *rows)) for i in range(len(header))
-    ]
-
-    def line(row: tuple[str, ...]) -> str:
-        cells = zip(row, widths, strict=True)
-        return "  ".join(text.ljust(width) for text, width in cells).rstrip()
-
-    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    return [rule, line(header), rule, *(line(row) for row in rows), rule]

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import keras
 
-from tfkfac.wrapper.checks import check_inner, serialize_value
+from tfkfac.wrapper.arguments import check_inner, serialize_value
 from tfkfac.wrapper.hyperparameters import Hyperparameter
 
 

@@ -5,7 +5,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import keras
 import tensorflow as tf
@@ -14,7 +14,7 @@ from tfkfac.capture.replay import ForwardTap
 from tfkfac.capture.scaling import LossBatch, LossTap
 from tfkfac.capture.taps import Tap, forget_first_call, replica_id
 from tfkfac.capture.walk import unbuilt, walk
-from tfkfac.compat.graphs import count_events, state_variable
+from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.inner_update import updates_in_replica
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.fingerprint import check_agreement
@@ -22,26 +22,13 @@ from tfkfac.distributed.topology import find_topology
 from tfkfac.fosi.moments import release_moments
 from tfkfac.linalg.symmetric import all_finite
 from tfkfac.saving.store import Named, is_state, load_state, save_state
-from tfkfac.wrapper.checks import check_settings, repair_keras, values_of
 from tfkfac.wrapper.delegation import DelegatingOptimizer
+from tfkfac.wrapper.guards import count_events
 from tfkfac.wrapper.shares import batch_share, weighted
+from tfkfac.wrapper.step import Gradients, Update, values_of
+from tfkfac.wrapper.support import check_settings, repair_keras
 
 _ordinals = itertools.count()
-
-Gradients = list[tf.Tensor | None]
-
-
-class Update(NamedTuple):
-    """What an optimizer lets its inner optimizer do in a step.
-
-    Attributes:
-        gradients: The gradients for it.
-        after: Called where the inner optimizer has changed the weights, before
-            it averages or constrains them.
-    """
-
-    gradients: Gradients
-    after: Callable[[], None] | None = None
 
 
 class WrappingOptimizer(DelegatingOptimizer):

@@ -1,4 +1,4 @@
-"""What an optimizer can be put around, and where it can be used."""
+"""Where an optimizer can be used."""
 
 from typing import Any
 
@@ -45,39 +45,6 @@ def check_settings(model: keras.Model, loss_scaler: Any) -> None:
         )
 
 
-def check_inner(identifier: Any) -> keras.optimizers.Optimizer:
-    """Returns the inner optimizer that an argument stands for.
-
-    Raises:
-        ValueError: If it is not an optimizer or one that cannot be inside.
-    """
-    message = (
-        "Argument `inner_optimizer` must be a Keras optimizer, its name or "
-        "config, or a float learning rate. Received: inner_optimizer="
-        f"{identifier!r} (of type {type(identifier)})"
-    )
-    try:
-        inner = keras.optimizers.get(identifier)
-    except (ValueError, TypeError) as error:
-        raise ValueError(message) from error
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise ValueError(message)
-    wraps = isinstance(inner, keras.optimizers.LossScaleOptimizer)
-    if wraps or hasattr(inner, "inner_optimizer"):
-        raise ValueError(
-            "Argument `inner_optimizer` must be a plain optimizer; put a "
-            "`LossScaleOptimizer` around this one, not inside. Received: "
-            f"inner_optimizer={inner}"
-        )
-    if inner.loss_scale_factor is not None:
-        raise ValueError(
-            "Argument `inner_optimizer` must not have a `loss_scale_factor`; "
-            "put a `LossScaleOptimizer` around this optimizer. Received: "
-            f"loss_scale_factor={inner.loss_scale_factor}"
-        )
-    return inner
-
-
 def repair_keras(strategy: tf.distribute.Strategy) -> None:
     """Makes Keras' `fit` work under a user's own strategy, if it is one."""
     kinds = (
@@ -86,17 +53,3 @@ def repair_keras(strategy: tf.distribute.Strategy) -> None:
     )
     if isinstance(strategy, kinds):
         repair(strategy)
-
-
-def values_of(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """The numbers of a dense or sparse gradient."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return gradient.values
-    return gradient
-
-
-def serialize_value(value: Any) -> Any:
-    """Serialises a schedule or callable; a number is itself."""
-    if value is None or isinstance(value, (int, float)):
-        return value
-    return keras.saving.serialize_keras_object(value)
