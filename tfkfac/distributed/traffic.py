@@ -13,8 +13,6 @@ import tensorflow as tf
 
 from tfkfac.distributed.collectives import Communicator
 
-Kinds = dict[str, dict[str, int]]
-
 
 @dataclasses.dataclass(frozen=True)
 class Item:
@@ -63,26 +61,6 @@ def received_bytes(items: Sequence[Item], rank: int) -> int:
 def all_reduce_bytes(size: int, workers: int) -> int:
     """Bytes that each worker receives in a ring all-reduce of `size` bytes."""
     return round(2 * size * (workers - 1) / workers)
-
-
-def step_bytes(
-    gradients: int, factors: int, decompositions: int, preconditioned: int
-) -> Kinds:
-    """Traffic of each kind of step, by what is sent."""
-
-    def kind(with_factors: bool, with_decompositions: bool) -> dict[str, int]:
-        return {
-            "gradients": gradients,
-            "factors": factors * with_factors,
-            "decompositions": decompositions * with_decompositions,
-            "preconditioned_gradients": preconditioned,
-        }
-
-    return {
-        "plain": kind(False, False),
-        "factor": kind(True, False),
-        "inverse": kind(False, True),
-    }
 
 
 def broadcast_items(

@@ -17,6 +17,7 @@ from tfkfac.linalg.packing import pack, packed_size, unpack
 from tfkfac.solvers import Solver
 from tfkfac.solvers.base import gradient_shape
 
+Kinds = dict[str, dict[str, int]]
 Statistics = Mapping[str, Statistic]
 Parts = dict[str, tf.Tensor]
 
@@ -210,3 +211,23 @@ class Exchange:
     def _from_wire(self, value: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
         packs = self._symmetric and len(shape) > 1
         return unpack(value, shape) if packs else value
+
+
+def step_bytes(
+    gradients: int, factors: int, decompositions: int, preconditioned: int
+) -> Kinds:
+    """Traffic of each kind of step, by what is sent."""
+
+    def kind(with_factors: bool, with_decompositions: bool) -> dict[str, int]:
+        return {
+            "gradients": gradients,
+            "factors": factors * with_factors,
+            "decompositions": decompositions * with_decompositions,
+            "preconditioned_gradients": preconditioned,
+        }
+
+    return {
+        "plain": kind(False, False),
+        "factor": kind(True, False),
+        "inverse": kind(False, True),
+    }

@@ -17,7 +17,8 @@ from tfkfac.capture.walk import (
 )
 from tfkfac.distributed.topology import find_topology
 from tfkfac.distributed.traffic import gradient_bytes
-from tfkfac.kfac.placement import Placement, Settings
+from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.settings import Settings
 from tfkfac.kfac.state import ReplicaState
 from tfkfac.kfac.summary import describe
 from tfkfac.saving.store import Named

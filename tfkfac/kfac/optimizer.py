@@ -17,10 +17,13 @@ from tfkfac.kfac.active import (
     take_statistics,
 )
 from tfkfac.kfac.kronecker import KroneckerOptimizer
-from tfkfac.kfac.state import ReplicaState
-from tfkfac.solvers import SOLVERS
-from tfkfac.wrapper.arguments import (
-    check_choice,
+from tfkfac.kfac.schedule import (
+    _BOUNDARIES,
+    _FACTOR_INTERVALS,
+    _INVERSE_INTERVALS,
+    dense_start,
+)
+from tfkfac.kfac.settings import (
     check_decay,
     check_skip_layers,
     default_inner,
@@ -28,19 +31,11 @@ from tfkfac.wrapper.arguments import (
     serialize_skip_rule,
     settings_config,
 )
-from tfkfac.wrapper.hyperparameters import (
-    Hyperparameter,
-    Tunable,
-    Value,
-    dense_start,
-)
+from tfkfac.kfac.state import ReplicaState
+from tfkfac.solvers import SOLVERS
+from tfkfac.wrapper.arguments import check_choice
+from tfkfac.wrapper.hyperparameters import Hyperparameter, Tunable, Value
 from tfkfac.wrapper.step import Gradients, Update
-
-# The measured schedule: where the second and third interval begin, and the
-# intervals of factors and decompositions.
-_BOUNDARIES = (20, 100)
-_FACTOR_INTERVALS = (1, 5, 10)
-_INVERSE_INTERVALS = (5, 20, 50)
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")

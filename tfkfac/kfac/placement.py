@@ -1,38 +1,14 @@
 """Which worker keeps and does what of a model's blocks, and what it costs."""
 
-import dataclasses
-
-import tensorflow as tf
-
 from tfkfac.blocks import Block
 from tfkfac.capture.walk import Registry
 from tfkfac.distributed.assignment import Plan, plan_layers
 from tfkfac.distributed.topology import Topology
-from tfkfac.distributed.traffic import Kinds, all_reduce_bytes, step_bytes
+from tfkfac.distributed.traffic import all_reduce_bytes
 from tfkfac.kfac.averages import factor_bytes
-from tfkfac.kfac.exchange import Exchange
+from tfkfac.kfac.exchange import Exchange, Kinds, step_bytes
+from tfkfac.kfac.settings import Settings
 from tfkfac.solvers import Solver, decomposition_bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How the work is distributed; see `KFAC`.
-
-    Attributes:
-        distribution: "comm_opt", "mem_opt", "hybrid_opt" or "dp_kfac".
-        fraction: Share of the workers that are gradient workers of a layer.
-        assignment: What the assignment balances.
-        symmetric: Whether symmetric matrices travel as triangles.
-        factor_dtype: Dtype of factors in storage and on the wire.
-        inverse_dtype: The same for decompositions.
-    """
-
-    distribution: str = "comm_opt"
-    fraction: float | None = None
-    assignment: str | None = None
-    symmetric: bool = False
-    factor_dtype: tf.DType | None = None
-    inverse_dtype: tf.DType | None = None
 
 
 class Placement:

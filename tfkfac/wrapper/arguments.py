@@ -2,26 +2,11 @@
 
 import math
 import numbers
-import re
-from collections.abc import Iterable
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from tfkfac.capture.walk import SkipRule
-from tfkfac.distributed.assignment import MODES, POLICIES
-from tfkfac.kfac.placement import Settings
 from tfkfac.wrapper.hyperparameters import is_number
-
-_CLASS = "layer_class"
-_FLAGS = (
-    ("a", re.ASCII),
-    ("i", re.IGNORECASE),
-    ("m", re.MULTILINE),
-    ("s", re.DOTALL),
-    ("x", re.VERBOSE),
-)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
@@ -36,158 +21,6 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
             f"Received: {name}={value!r}"
         )
     return value
-
-
-def check_decay(value: Any) -> float:
-    """Returns `factor_decay` as a float in [0, 1).
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if not is_number(value) or not 0 <= value < 1:
-        raise ValueError(
-            "Argument `factor_decay` must be a number in [0, 1). "
-            f"Received: factor_decay={value!r}"
-        )
-    return float(value)
-
-
-def check_dtype(name: str, value: Any) -> tf.DType | None:
-    """Returns a floating point dtype, or None for None.
-
-    Raises:
-        ValueError: If it is not one of the three allowed.
-    """
-    if value is None:
-        return None
-    choices = ("float32", "bfloat16", "float16")
-    text = getattr(value, "name", value)
-    return tf.as_dtype(check_choice(name, text, choices))
-
-
-def make_settings(
-    distribution: Any,
-    fraction: Any,
-    assignment: Any,
-    symmetric: Any,
-    factor_dtype: Any,
-    inverse_dtype: Any,
-) -> Settings:
-    """Returns the distribution arguments of `KFAC` as checked settings.
-
-    Raises:
-        ValueError: If one is not allowed.
-    """
-    check_choice("distribution", distribution, MODES)
-    if assignment is not None:
-        check_choice("assignment", assignment, POLICIES)
-    if not isinstance(symmetric, bool):
-        raise ValueError(
-            "Argument `symmetric_communication` must be True or False. "
-            f"Received: symmetric_communication={symmetric!r}"
-        )
-    number = is_number(fraction) and 0 < fraction <= 1
-    if number != (distribution == "hybrid_opt") or (
-        fraction is not None and not number
-    ):
-        raise ValueError(
-            "Argument `gradient_worker_fraction` must be a number in (0, 1] "
-            "with distribution='hybrid_opt', and None with any other. "
-            f"Received: gradient_worker_fraction={fraction!r} with "
-            f"distribution={distribution!r}"
-        )
-    return Settings(
-        distribution,
-        fraction,
-        assignment,
-        symmetric,
-        check_dtype("factor_dtype", factor_dtype),
-        check_dtype("inverse_dtype", inverse_dtype),
-    )
-
-
-def settings_config(settings: Settings) -> dict[str, Any]:
-    """Returns settings as the arguments of `KFAC`."""
-    dtypes = (settings.factor_dtype, settings.inverse_dtype)
-    factor, inverse = (d.name if d is not None else None for d in dtypes)
-    return {
-        "distribution": settings.distribution,
-        "gradient_worker_fraction": settings.fraction,
-        "assignment": settings.assignment,
-        "symmetric_communication": settings.symmetric,
-        "factor_dtype": factor,
-        "inverse_dtype": inverse,
-    }
-
-
-def default_inner(value: Any, rate: float, momentum: float) -> Any:
-    """Returns SGD for None or a float learning rate, else the value itself.
-
-    Raises:
-        ValueError: If the learning rate is negative or not finite.
-    """
-    if value is None:
-        value = rate
-    if not is_number(value) or isinstance(value, numbers.Integral):
-        return value
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(
-            "Argument `inner_optimizer` as a learning rate must be a float of "
-            f"at least 0. Received: inner_optimizer={value!r}"
-        )
-    return keras.optimizers.SGD(float(value), momentum=momentum)
-
-
-def check_skip_layers(value: Any) -> tuple[SkipRule, ...]:
-    """Returns `skip_layers` as a tuple of names, patterns and classes.
-
-    Raises:
-        ValueError: If an entry is none of these or not a regular expression.
-        TypeError: If the argument is not a sequence.
-    """
-    if isinstance(value, (str, type)) or not isinstance(value, Iterable):
-        raise TypeError(
-            "Argument `skip_layers` must be a list or tuple of layer names, "
-            "regular expressions or layer classes. "
-            f"Received: skip_layers={value!r}"
-        )
-    return tuple(check_skip_rule(rule) for rule in value)
-
-
-def check_skip_rule(rule: Any) -> SkipRule:
-    """Returns one entry of `skip_layers`, a class if it stands for one."""
-    if isinstance(rule, dict) and _CLASS in rule:
-        name = rule[_CLASS]
-        registered = keras.saving.get_registered_object(name)
-        rule = registered or getattr(keras.layers, name, name)
-    if isinstance(rule, re.Pattern):
-        return rule
-    if isinstance(rule, type) and issubclass(rule, keras.layers.Layer):
-        return rule
-    if isinstance(rule, str):
-        try:
-            re.compile(rule)
-        except re.error as error:
-            raise ValueError(
-                "Argument `skip_layers` must hold valid regular expressions. "
-                f"Received: {rule!r} ({error})"
-            ) from error
-        return rule
-    raise ValueError(
-        "Argument `skip_layers` must hold layer names, regular expressions or "
-        f"layer classes. Received: {rule!r} (of type {type(rule)})"
-    )
-
-
-def serialize_skip_rule(rule: SkipRule) -> Any:
-    """Returns the form of a rule in a config."""
-    if isinstance(rule, re.Pattern):
-        # Flags such as IGNORECASE travel inside the pattern.
-        flags = "".join(letter for letter, flag in _FLAGS if rule.flags & flag)
-        return f"(?{flags}){rule.pattern}" if flags else rule.pattern
-    if isinstance(rule, type):
-        return {_CLASS: keras.saving.get_registered_name(rule)}
-    return rule
 
 
 def check_count(name: str, value: Any, least: int = 0) -> int:

@@ -144,24 +144,3 @@ class Tunable:
 def is_number(value: Any) -> bool:
     """Whether a value is a real number; a bool is not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def dense_start(
-    iteration: tf.Tensor,
-    boundaries: tuple[int, int],
-    intervals: tuple[int, ...],
-) -> tf.Tensor:
-    """An interval that is short at first, when the curvature changes fast.
-
-    Args:
-        iteration: The iteration.
-        boundaries: Where the second and the third interval begin.
-        intervals: The three intervals.
-
-    Returns:
-        The interval, a scalar int64.
-    """
-    first, second = boundaries
-    short, middle, long = (tf.constant(i, tf.int64) for i in intervals)
-    late = tf.where(iteration < second, middle, long)
-    return tf.where(iteration < first, short, late)
