@@ -8,7 +8,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.capture.replay import ForwardTap
-from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.inner_update import own_copy
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
@@ -18,42 +17,13 @@ from tfkfac.distributed.traffic import all_reduce_bytes, gradient_bytes
 from tfkfac.fosi.estimation import estimation_bytes
 from tfkfac.fosi.handover import piece_bytes
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
+from tfkfac.fosi.state import HybridState
 from tfkfac.fosi.subspace import Subspace
 from tfkfac.linalg.lanczos import default_steps
 from tfkfac.saving.store import Named
 from tfkfac.wrapper.guards import count_events
 from tfkfac.wrapper.optimizer import WrappingOptimizer
 from tfkfac.wrapper.tables import bytes_text, table
-
-
-class HybridState(tf.Module):
-    """The curvature state of one replica.
-
-    Attributes:
-        subspace: The directions; None on an accelerator.
-        estimations: Number of estimations so far.
-        last: The update before which the last one was done or begun; -1 if
-            there was none.
-        failures: Number of estimations that were not finite.
-    """
-
-    def __init__(self, subspace: Subspace | None) -> None:
-        super().__init__(name="replica")
-        self.subspace = subspace
-        self.estimations = state_variable(0, "int64", "estimations")
-        self.last = state_variable(-1, "int64", "last_estimation")
-        self.failures = state_variable(0, "int64", "failures")
-
-    def named(self) -> dict[str, tf.Variable]:
-        """All variables by name, for saving."""
-        named = {
-            "estimations": self.estimations,
-            "last_estimation": self.last,
-            "failures": self.failures,
-        }
-        if self.subspace is not None:
-            named |= self.subspace.named()
-        return named
 
 
 class HybridOptimizer(WrappingOptimizer):

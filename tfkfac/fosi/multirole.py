@@ -15,44 +15,14 @@ from tfkfac.compat.inner_update import own_copy
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.shards import Shards
 from tfkfac.fosi.accelerator import Accelerator
-from tfkfac.fosi.directions import HybridOptimizer, HybridState
+from tfkfac.fosi.directions import HybridOptimizer
 from tfkfac.fosi.estimation import Estimation, differentiable_sum
 from tfkfac.fosi.handover import hand_over
 from tfkfac.fosi.moments import synchronized_layers, tap_moments
-from tfkfac.fosi.subspace import Subspace
+from tfkfac.fosi.state import HybridState, MultiRoleState
 from tfkfac.wrapper.hyperparameters import is_number
 from tfkfac.wrapper.shares import batch_share
 from tfkfac.wrapper.step import Gradients
-
-
-class MultiRoleState(HybridState):
-    """The state of one replica of a job with accelerators.
-
-    Attributes:
-        accelerator: The iteration under way; None on workers.
-        progress: Number of its iterations done; 0 when none is under way.
-        gradient_sum: Sum of the gradients of an interval, for the published
-            final update on workers.
-        times: Idle and all seconds of each replica `(replicas, 2)`.
-        arrived: When this replica last came to the meeting that ends a step.
-        left: When it last left it.
-    """
-
-    def __init__(
-        self,
-        subspace: Subspace | None,
-        accelerator: Accelerator | None,
-        gradient_sum: tf.Variable | None,
-        replicas: int,
-    ) -> None:
-        super().__init__(subspace)
-        self.accelerator = accelerator
-        self.gradient_sum = gradient_sum
-        self.progress = state_variable(0, "int64", "progress")
-        times = tf.zeros([replicas, 2])
-        self.times = state_variable(times, "float64", "times")
-        self.arrived = state_variable(0, "float64", "arrived")
-        self.left = state_variable(0, "float64", "left")
 
 
 class MultiRoleOptimizer(HybridOptimizer):

@@ -11,10 +11,10 @@ from tfkfac.capture.scaling import LossBatch
 from tfkfac.compat.graphs import in_graph
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.fosi.directions import HybridState
 from tfkfac.fosi.estimation import Estimation, local_hessian
 from tfkfac.fosi.layouts import LAYOUTS
-from tfkfac.fosi.multirole import MultiRoleOptimizer, MultiRoleState
+from tfkfac.fosi.multirole import MultiRoleOptimizer
+from tfkfac.fosi.state import HybridState, MultiRoleState
 from tfkfac.fosi.subspace import Subspace
 from tfkfac.wrapper.arguments import check_choice, check_count, check_range
 from tfkfac.wrapper.hyperparameters import Hyperparameter, Tunable, Value

@@ -1,0 +1,67 @@
+"""What one replica keeps."""
+
+import tensorflow as tf
+
+from tfkfac.compat.graphs import state_variable
+from tfkfac.fosi.accelerator import Accelerator
+from tfkfac.fosi.subspace import Subspace
+
+
+class HybridState(tf.Module):
+    """The curvature state of one replica.
+
+    Attributes:
+        subspace: The directions; None on an accelerator.
+        estimations: Number of estimations so far.
+        last: The update before which the last one was done or begun; -1 if
+            there was none.
+        failures: Number of estimations that were not finite.
+    """
+
+    def __init__(self, subspace: Subspace | None) -> None:
+        super().__init__(name="replica")
+        self.subspace = subspace
+        self.estimations = state_variable(0, "int64", "estimations")
+        self.last = state_variable(-1, "int64", "last_estimation")
+        self.failures = state_variable(0, "int64", "failures")
+
+    def named(self) -> dict[str, tf.Variable]:
+        """All variables by name, for saving."""
+        named = {
+            "estimations": self.estimations,
+            "last_estimation": self.last,
+            "failures": self.failures,
+        }
+        if self.subspace is not None:
+            named |= self.subspace.named()
+        return named
+
+
+class MultiRoleState(HybridState):
+    """The state of one replica of a job with accelerators.
+
+    Attributes:
+        accelerator: The iteration under way; None on workers.
+        progress: Number of its iterations done; 0 when none is under way.
+        gradient_sum: Sum of the gradients of an interval, for the published
+            final update on workers.
+        times: Idle and all seconds of each replica `(replicas, 2)`.
+        arrived: When this replica last came to the meeting that ends a step.
+        left: When it last left it.
+    """
+
+    def __init__(
+        self,
+        subspace: Subspace | None,
+        accelerator: Accelerator | None,
+        gradient_sum: tf.Variable | None,
+        replicas: int,
+    ) -> None:
+        super().__init__(subspace)
+        self.accelerator = accelerator
+        self.gradient_sum = gradient_sum
+        self.progress = state_variable(0, "int64", "progress")
+        times = tf.zeros([replicas, 2])
+        self.times = state_variable(times, "float64", "times")
+        self.arrived = state_variable(0, "float64", "arrived")
+        self.left = state_variable(0, "float64", "left")
