@@ -20,12 +20,48 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-MODES = ("comm_opt", "mem_opt", "hybrid_opt", "dp_kfac")
 POLICIES = ("compute", "memory", "round_robin")
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A way to distribute K-FAC over workers.
+
+    Attributes:
+        gradient_workers: How many workers precondition a layer: "all", "one",
+            or the "fraction" that the user gives.
+        reduces_factors: Whether factors are of the batches of all workers; if
+            not, of the owner's alone, and never sent.
+        policy: What the assignment balances by default.
+    """
+
+    gradient_workers: Literal["all", "one", "fraction"]
+    reduces_factors: bool = True
+    policy: str = "compute"
+
+    def count(self, workers: int, fraction: float | None) -> int:
+        """Number of gradient workers of a layer."""
+        if self.gradient_workers == "fraction":
+            assert fraction is not None
+            return gradient_workers(workers, fraction)
+        return workers if self.gradient_workers == "all" else 1
+
+    def splits_layers(self, count: int, workers: int) -> bool:
+        """Whether the factors of a layer may have different owners."""
+        return self.reduces_factors and count == workers
+
+
+# Distributed K-FAC (optimised; layer-wise), KAISA, DP-KFAC.
+MODES: dict[str, Mode] = {
+    "comm_opt": Mode("all"),
+    "mem_opt": Mode("one"),
+    "hybrid_opt": Mode("fraction"),
+    "dp_kfac": Mode("one", reduces_factors=False, policy="round_robin"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,20 +119,22 @@ def plan_layers(
     Raises:
         ValueError: If an argument is not allowed.
     """
-    _check_choice("distribution", mode, MODES)
+    _check_choice("distribution", mode, tuple(MODES))
+    _check_fraction(mode, fraction)
+    chosen = MODES[mode]
     if policy is None:
-        policy = "round_robin" if mode == "dp_kfac" else "compute"
-    count = _gradient_workers_of_mode(mode, workers, fraction)
-    layout = grid(workers, count)
+        policy = chosen.policy
+    count = chosen.count(workers, fraction)
+    places = grid(workers, count)
     work = [
         {name: cost(shape, policy) for name, shape in layer.items()}
         for layer in shapes
     ]
-    if count == workers and mode in ("comm_opt", "hybrid_opt"):
+    if chosen.splits_layers(count, workers):
         owners = _assign_factors(work, workers, policy)
     else:
         owners = _assign_layers(work, workers, policy)
-    return tuple(_plan_layer(layout, home, layer) for home, layer in owners)
+    return tuple(_plan_layer(places, home, layer) for home, layer in owners)
 
 
 def gradient_workers(workers: int, fraction: float) -> int:
@@ -256,34 +294,29 @@ def _assign_factors(
 
 
 def _plan_layer(
-    layout: Grid, home: int, owners: Mapping[str, int]
+    places: Grid, home: int, owners: Mapping[str, int]
 ) -> LayerPlan:
-    column = next(c for c in layout.columns if home in c)
+    column = next(c for c in places.columns if home in c)
     receivers = {
         sender: tuple(worker for worker in row if worker != sender)
-        for sender, row in zip(column, layout.rows, strict=True)
+        for sender, row in zip(column, places.rows, strict=True)
     }
     return LayerPlan(owners, column, receivers)
 
 
-def _gradient_workers_of_mode(
-    mode: str, workers: int, fraction: float | None
-) -> int:
-    if mode == "hybrid_opt":
-        if fraction is None:
-            raise ValueError(
-                "Argument `gradient_worker_fraction` must be given with "
-                "distribution='hybrid_opt'. "
-                "Received: gradient_worker_fraction=None"
-            )
-        return gradient_workers(workers, fraction)
-    if fraction is not None:
+def _check_fraction(mode: str, fraction: float | None) -> None:
+    if (MODES[mode].gradient_workers == "fraction") == (fraction is not None):
+        return
+    if fraction is None:
         raise ValueError(
-            "Argument `gradient_worker_fraction` must be None unless "
-            f"distribution='hybrid_opt'. Received: distribution={mode!r}, "
-            f"gradient_worker_fraction={fraction!r}"
+            "Argument `gradient_worker_fraction` must be given with "
+            f"distribution={mode!r}. Received: gradient_worker_fraction=None"
         )
-    return workers if mode == "comm_opt" else 1
+    raise ValueError(
+        "Argument `gradient_worker_fraction` must be None unless "
+        f"distribution='hybrid_opt'. Received: distribution={mode!r}, "
+        f"gradient_worker_fraction={fraction!r}"
+    )
 
 
 def _fractions(workers: int) -> str:
@@ -316,7 +349,7 @@ class Plan:
         layers: Who does what for each layer.
     """
 
-    mode: str
+    mode: Mode
     workers: int
     layers: tuple[LayerPlan, ...]
 
@@ -330,12 +363,12 @@ class Plan:
 
     def observes(self, rank: int, layer: int) -> bool:
         """Whether a worker's batch goes into the factors of a layer."""
-        return self.mode != "dp_kfac" or bool(self.owns(rank, layer))
+        return self.mode.reduces_factors or bool(self.owns(rank, layer))
 
     @property
     def reduces_factors(self) -> bool:
         """Whether statistics are added up over the workers."""
-        return self.workers > 1 and self.mode != "dp_kfac"
+        return self.workers > 1 and self.mode.reduces_factors
 
     def decomposition_group(self, layer: int, factor: str) -> tuple[int, ...]:
         """The owner of a factor and all that need its decomposition."""

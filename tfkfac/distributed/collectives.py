@@ -4,11 +4,20 @@ The collectives of `tf.distribute` work neither inside a `tf.cond` nor in
 sub-groups, and factor steps and gradient-worker groups need both. These use
 the raw operations with static keys. Every worker makes the same sequence of
 calls, members of a group or not, so that all agree on the keys.
+
+TensorFlow prunes an operation whose result nobody uses, and runs two that no
+path connects in any order. For a collective both are fatal: the other workers
+wait for one that is gone for ever (and only where a worker does not need the
+result, so that few models show it), and NCCL pairs the calls of devices by
+their order. So each collective of a replica reads and then writes one variable,
+its ordering token: what is stateful stays in the graph, in the order of the
+program, in branches and in nested functions too.
 """
 
+import functools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -17,38 +26,41 @@ BUCKET_BYTES = 32 * 2**20
 
 
 class Communicator:
-    """The collectives of one worker in one trace.
+    """The collectives of one replica in one trace, among a group.
 
     Args:
-        rank: This worker.
-        workers: Number of workers.
+        rank: Its number in the group.
+        size: Number of members of the group.
         scope: Text that tells this user of collectives from all others in
-            the same job. The same on every worker.
+            the same job. The same on every member.
         hint: Communication hint.
-        one_process: Whether workers share a process, where TensorFlow's
-            newer collectives do not work.
+        one_process: Whether members share a process, where TensorFlow's newer
+            collectives do not work.
+        token: The replica's ordering token, a float32 variable. Needed in
+            graphs; None outside of them, where nothing is pruned.
     """
 
     def __init__(
         self,
         rank: int,
-        workers: int,
+        size: int,
         scope: str,
         hint: str = "auto",
         one_process: bool = False,
+        token: tf.Variable | None = None,
     ) -> None:
         self.rank = rank
-        self.workers = workers
+        self.size = size
         self._scope = scope
         self._hint = hint
         self._one_process = one_process
+        self._token = token
         self._calls = 0
-        self._outputs: list[tf.Tensor] = []
 
     def among(self, members: tuple[int, ...]) -> "Communicator":
-        """Returns the collectives of a group, which this worker is in.
+        """Returns the collectives of a part of the group, with this replica.
 
-        In it, the workers are numbered from 0 in the order of `members`.
+        In it, the members are numbered from 0 in the order of `members`.
         """
         return Communicator(
             members.index(self.rank),
@@ -56,40 +68,42 @@ class Communicator:
             f"{self._scope} among {members}",
             self._hint,
             self._one_process,
+            self._token,
         )
 
-    def outputs(self) -> list[tf.Tensor]:
-        """Returns the outputs of the collectives since the last call.
-
-        TensorFlow prunes a collective whose result a worker does not use, and
-        the others wait for it for ever. Something that must run has to depend
-        on these.
-        """
-        outputs, self._outputs = self._outputs, []
-        return outputs
+    def _launch(self, collective: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """Makes a collective after those before it, never to be pruned."""
+        if self._token is None:
+            return collective()
+        with tf.control_dependencies([self._token.read_value()]):
+            result = collective()
+        with tf.control_dependencies([result]):
+            self._token.assign_add(0.0)
+        return result
 
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], dtype: tf.DType | None = None
     ) -> list[tf.Tensor]:
-        """Adds up tensors over all workers.
+        """Adds up tensors over the group.
 
         Args:
-            tensors: Tensors of static shape, the same on every worker.
+            tensors: Tensors of static shape, the same on every member.
             dtype: Dtype on the wire; None is each tensor's own.
 
         Returns:
             The sums, in the tensors' own dtype, the same bits everywhere.
         """
-        if self.workers == 1 or not tensors:
+        if self.size == 1 or not tensors:
             return list(tensors)
-        everyone = tuple(range(self.workers))
+        everyone = tuple(range(self.size))
         results: list[tf.Tensor] = []
         for bucket in split_buckets(tensors, dtype):
             flat = flatten(bucket, dtype)
             group, instance = self._keys("reduce", everyone, 0, flat)
-            flat = tf.raw_ops.CollectiveReduce(
+            reduce = functools.partial(
+                tf.raw_ops.CollectiveReduce,
                 input=flat,
-                group_size=self.workers,
+                group_size=self.size,
                 group_key=group,
                 instance_key=instance,
                 merge_op="Add",
@@ -97,8 +111,7 @@ class Communicator:
                 subdiv_offsets=[0],
                 communication_hint=self._hint,
             )
-            self._outputs.append(flat)
-            results += unflatten(flat, bucket)
+            results += unflatten(self._launch(reduce), bucket)
         return results
 
     def broadcast(
@@ -109,18 +122,18 @@ class Communicator:
         members: tuple[int, ...],
         dtype: tf.DType | None = None,
     ) -> list[tf.Tensor] | None:
-        """Sends tensors from one worker to the other members of a group.
+        """Sends tensors from one member to some others.
 
         Args:
             tensors: The tensors; looked at on the root only.
             like: Their shapes and dtypes.
-            root: The worker that sends.
-            members: The group, the root among them, in ascending order.
+            root: The member that sends.
+            members: Those that send and receive, in ascending order.
             dtype: Dtype on the wire; None is each tensor's own.
 
         Returns:
-            The tensors on the members, as they came off the wire (on the root
-            too, so that all have the same bits); None on other workers.
+            The tensors on those members, as they came off the wire (on the
+            root too, so that all have the same bits); None on others.
         """
         results: list[tf.Tensor] = []
         start = 0
@@ -161,38 +174,39 @@ class Communicator:
         }
         if self.rank == root:
             sent = tf.bitcast(flat, carrier) if carrier != wire else flat
-            # The handle keeps the send in the graph.
-            done = tf.raw_ops.CollectiveBcastSend(input=sent, **arguments)
-            self._outputs.append(done)
-            with tf.control_dependencies([done]):
-                return tf.identity(flat)
-        received = tf.raw_ops.CollectiveBcastRecv(T=carrier, **arguments)
-        self._outputs.append(received)
+            send = tf.raw_ops.CollectiveBcastSend
+            self._launch(functools.partial(send, input=sent, **arguments))
+            return flat
+        receive = tf.raw_ops.CollectiveBcastRecv
+        received = self._launch(
+            functools.partial(receive, T=carrier, **arguments)
+        )
         return tf.bitcast(received, wire) if carrier != wire else received
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Stacks a tensor of static shape from all workers, by rank."""
-        if self.workers == 1:
+        """Stacks a tensor of static shape from all members, by rank."""
+        if self.size == 1:
             return tensor[None]
         flat = tf.reshape(tensor, [1, -1])
-        everyone = tuple(range(self.workers))
+        everyone = tuple(range(self.size))
         group, instance = self._keys("gather", everyone, 0, flat)
-        gathered = tf.raw_ops.CollectiveGather(
+        gather = functools.partial(
+            tf.raw_ops.CollectiveGather,
             input=flat,
-            group_size=self.workers,
+            group_size=self.size,
             group_key=group,
             instance_key=instance,
-            shape=[self.workers, flat.shape[1]],
+            shape=[self.size, flat.shape[1]],
             communication_hint=self._hint,
         )
-        self._outputs.append(gathered)
-        return tf.reshape(gathered, [self.workers, *tensor.shape])
+        gathered = self._launch(gather)
+        return tf.reshape(gathered, [self.size, *tensor.shape])
 
     def reduce_scatter(self, parts: tf.Tensor) -> tf.Tensor:
-        """Adds up tensors over all workers and leaves each its part.
+        """Adds up tensors over the group and leaves each member its part.
 
         Args:
-            parts: `(workers, ...)`, of static shape, a part for each worker.
+            parts: `(size, ...)`, of static shape, a part for each member.
         """
         if self._one_process:
             (total,) = self.all_reduce([parts])
@@ -200,28 +214,28 @@ class Communicator:
         return tf.reduce_sum(self.all_to_all(parts), 0)
 
     def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Exchanges parts: part `i` of worker `j` becomes part `j` of `i`.
+        """Exchanges parts: part `i` of member `j` becomes part `j` of `i`.
 
         Args:
-            tensor: `(workers, ...)`, of static shape, a part for each worker.
+            tensor: `(size, ...)`, of static shape, a part for each member.
         """
-        if self.workers == 1:
+        if self.size == 1:
             return tensor
         if self._one_process:
             return self.all_gather(tensor)[:, self.rank]
-        flat = tf.reshape(tensor, [self.workers, -1])
-        everyone = tuple(range(self.workers))
+        flat = tf.reshape(tensor, [self.size, -1])
+        everyone = tuple(range(self.size))
         group, instance = self._keys("all to all", everyone, 0, flat)
-        exchanged = tf.raw_ops.CollectiveAllToAllV2(
+        exchange = functools.partial(
+            tf.raw_ops.CollectiveAllToAllV2,
             input=flat,
-            group_size=self.workers,
+            group_size=self.size,
             group_key=group,
             instance_key=instance,
             ordering_token=[],
             communication_hint=self._hint,
         )
-        self._outputs.append(exchanged)
-        return tf.reshape(exchanged, tensor.shape)
+        return tf.reshape(self._launch(exchange), tensor.shape)
 
     def _keys(
         self,

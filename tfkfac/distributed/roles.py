@@ -3,8 +3,6 @@
 import dataclasses
 import math
 
-from tfkfac.distributed.collectives import Communicator
-
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
@@ -23,12 +21,9 @@ class Roles:
         """Whether a replica is a worker."""
         return rank in self.workers
 
-    def peers(self, everyone: Communicator) -> Communicator:
-        """The collectives among the replicas of the same role."""
-        if not self.accelerators:
-            return everyone
-        same = self.workers if self.trains(everyone.rank) else self.accelerators
-        return everyone.among(same)
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """Ranks of the replicas with the role of one, itself among them."""
+        return self.workers if self.trains(rank) else self.accelerators
 
 
 def assign_roles(replicas: int, accelerator_fraction: float) -> Roles:

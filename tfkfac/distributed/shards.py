@@ -1,4 +1,4 @@
-"""Vectors of which every worker keeps a slice."""
+"""Vectors of which every member of a group keeps a slice."""
 
 import tensorflow as tf
 
@@ -6,26 +6,26 @@ from tfkfac.distributed.collectives import Communicator
 
 
 class Shards:
-    """Slices of equal length of a vector, by worker; the last ends in zeros.
+    """Slices of equal length of a vector, by rank; the last ends in zeros.
 
     Args:
         size: Length of the vector.
-        workers: Number of workers.
+        count: Number of slices.
     """
 
-    def __init__(self, size: int, workers: int) -> None:
+    def __init__(self, size: int, count: int) -> None:
         self.size = size
-        self.workers = workers
-        self.length = -(-size // workers)
+        self.count = count
+        self.length = -(-size // count)
 
     def range(self, rank: int) -> slice:
-        """The elements of a worker's slice; may be none."""
+        """The elements of a slice; may be none."""
         start = min(rank * self.length, self.size)
         return slice(start, min(start + self.length, self.size))
 
     def own(self, vector: tf.Tensor, rank: int) -> tf.Tensor:
-        """Returns a worker's slices of vectors `(..., size)`."""
-        if self.workers == 1:
+        """Returns the slices, of one rank, of vectors `(..., size)`."""
+        if self.count == 1:
             return vector
         part = vector[..., self.range(rank)]
         missing = self.length - part.shape[-1]
@@ -33,8 +33,8 @@ class Shards:
         return tf.pad(part, padding) if missing else part
 
     def gather(self, shard: tf.Tensor, communicator: Communicator) -> tf.Tensor:
-        """Returns the vector of which this worker has a slice."""
-        if self.workers == 1:
+        """Returns the vector of which this rank has a slice."""
+        if self.count == 1:
             return shard
         gathered = communicator.all_gather(shard)
         return tf.reshape(gathered, [-1])[: self.size]
@@ -42,11 +42,11 @@ class Shards:
     def reduce(
         self, vector: tf.Tensor, communicator: Communicator
     ) -> tf.Tensor:
-        """Returns this worker's slice of the sum of all workers' vectors."""
-        if self.workers == 1:
+        """Returns this rank's slice of the sum of all vectors."""
+        if self.count == 1:
             return vector
-        padding = self.workers * self.length - self.size
+        padding = self.count * self.length - self.size
         padded = tf.pad(vector, [[0, padding]]) if padding else vector
         return communicator.reduce_scatter(
-            tf.reshape(padded, [self.workers, self.length])
+            tf.reshape(padded, [self.count, self.length])
         )

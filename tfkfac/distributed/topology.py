@@ -15,17 +15,17 @@ _UNSUPPORTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The workers of a job: the replicas that are kept in sync.
+    """The replicas of a job that are kept in sync.
 
     Attributes:
-        workers: Number of workers.
-        local: Ranks of the workers in this process.
+        replicas: Number of replicas.
+        local: Ranks of those in this process.
         devices: The device of each of them; None is TensorFlow's choice.
         hint: Communication hint for collectives, the one place where GPUs
             and CPUs differ.
     """
 
-    workers: int
+    replicas: int
     local: tuple[int, ...]
     devices: tuple[str | None, ...]
     hint: str
@@ -46,16 +46,16 @@ def find_topology(strategy: tf.distribute.Strategy) -> Topology:
         ValueError: If the strategy is of another kind.
     """
     check_strategy(strategy)
-    workers = strategy.num_replicas_in_sync
-    if workers == 1:
+    replicas = strategy.num_replicas_in_sync
+    if replicas == 1:
         return Topology(1, (0,), (None,), "auto")
     devices = tuple(strategy.extended.worker_devices)
     first = 0
-    if workers > len(devices):
+    if replicas > len(devices):
         first = len(devices) * task_position(strategy.cluster_resolver)
     local = tuple(range(first, first + len(devices)))
     on_gpus = all("GPU" in device.upper() for device in devices)
-    return Topology(workers, local, devices, "nccl" if on_gpus else "auto")
+    return Topology(replicas, local, devices, "nccl" if on_gpus else "auto")
 
 
 def task_position(

@@ -1,109 +1,47 @@
-"""State, saving and reports of an optimizer with directions of curvature."""
+"""Which directions of a model are sought, and how new ones are taken over."""
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import numpy as np
+import keras
 import tensorflow as tf
 
-from tfkfac.capture.replay import ForwardTap
 from tfkfac.compat.inner_update import own_copy
+from tfkfac.compat.optimizers import variable_key
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.distributed.roles import Roles, assign_roles
-from tfkfac.distributed.topology import find_topology
-from tfkfac.distributed.traffic import all_reduce_bytes, gradient_bytes
-from tfkfac.fosi.estimation import estimation_bytes
-from tfkfac.fosi.handover import piece_bytes
-from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
-from tfkfac.fosi.state import HybridState
-from tfkfac.fosi.subspace import Subspace
+from tfkfac.fosi.layouts import Geometry
+from tfkfac.fosi.state import State
 from tfkfac.linalg.lanczos import default_steps
-from tfkfac.saving.store import Named
 from tfkfac.wrapper.guards import count_events
-from tfkfac.wrapper.optimizer import WrappingOptimizer
-from tfkfac.wrapper.tables import bytes_text, table
+from tfkfac.wrapper.hyperparameters import Hyperparameter
+from tfkfac.wrapper.step import Job, Step
 
 
-class HybridOptimizer(WrappingOptimizer):
-    """Keeps directions of extreme curvature of the whole model.
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Which directions are sought, and when.
 
-    Args:
-        inner_optimizer: The inner optimizer.
-        name: Name of the optimizer.
+    Attributes:
         num_largest: Number of directions of largest curvature.
         num_smallest: Number of directions of smallest curvature.
-        lanczos_steps: Lanczos steps, None for the default.
-        layout: Name of the layout.
-        accelerator_fraction: Share of the replicas that are accelerators.
+        lanczos_steps: Products of an estimation; None is the default.
+        warmup_steps: Updates of the weights before the first estimation.
+        interval: Updates between estimations.
+        seed: Seed of the start vector.
     """
 
+    num_largest: int
+    num_smallest: int
+    lanczos_steps: int | None
     warmup_steps: int
+    interval: Hyperparameter
+    seed: int
 
-    def __init__(
-        self,
-        inner_optimizer: Any,
-        name: str,
-        num_largest: int,
-        num_smallest: int,
-        lanczos_steps: int | None,
-        layout: str,
-        accelerator_fraction: float,
-    ) -> None:
-        super().__init__(inner_optimizer, name)
-        self.num_largest = num_largest
-        self.num_smallest = num_smallest
-        self.lanczos_steps = lanczos_steps
-        self.layout = layout
-        self.accelerator_fraction = accelerator_fraction
-        self._states: tuple[HybridState, ...] = ()
-
-    # --------------------------------------------------- binding and state
-    def _attached(self) -> None:
-        ForwardTap.open(self.bound_model())
-        # A fraction that leaves nobody is refused here, not in the first step.
-        self._roles_in(self.bound_model().distribute_strategy)
-        if self.built and self._find_geometry() != self._geometry:
-            self._create_state()
-
-    def _create_state(self) -> None:
-        self._roles = self._roles_in(self.bound_model().distribute_strategy)
-        self._geometry = self._find_geometry()
-        asked = self.num_largest + self.num_smallest
-        if self._geometry.directions < asked:
-            warnings.warn(
-                f"Model '{self.bound_model().name}' has "
-                f"{self._geometry.size} weights: optimizer '{self.name}' "
-                f"uses {self._geometry.directions} directions, not {asked}.",
-                stacklevel=2,
-            )
-        topology = self._topology
-        states = []
-        for rank, device in zip(topology.local, topology.devices, strict=True):
-            with tf.init_scope(), tf.device(device):
-                states.append(self._new_state(rank))
-        self._states = tuple(states)
-
-    def _new_state(self, rank: int) -> HybridState:
-        return HybridState(self._new_subspace(rank))
-
-    def _new_subspace(self, rank: int) -> Subspace | None:
-        if not self._roles.trains(rank):
-            return None
-        return Subspace(self._layout(), self._accumulates())
-
-    def _accumulates(self) -> bool:
-        return bool(self.inner_optimizer.gradient_accumulation_steps)
-
-    def _roles_in(self, strategy: tf.distribute.Strategy) -> Roles:
-        return assign_roles(
-            find_topology(strategy).workers, self.accelerator_fraction
-        )
-
-    def _find_geometry(self) -> Geometry:
+    def geometry(self, job: Job) -> Geometry:
         """Sizes; never more directions or steps than weights."""
-        space = flat_space(self.bound_model().trainable_variables)
+        space = flat_space(job.model.trainable_variables)
         largest = min(self.num_largest, space.size)
         smallest = min(self.num_smallest, space.size - largest)
         steps = self.lanczos_steps
@@ -112,232 +50,99 @@ class HybridOptimizer(WrappingOptimizer):
         steps = min(steps, space.size)
         return Geometry(space.size, largest, smallest, steps, space.dtype)
 
-    def _layout(self) -> Layout:
-        return LAYOUTS[self.layout](self._geometry, len(self._roles.workers))
-
-    def _take(
-        self,
-        state: HybridState,
-        values: tf.Tensor,
-        part: tf.Tensor,
-        group: Communicator,
-    ) -> None:
-        """Uses new directions from now on, if there are any."""
-        subspace = state.subspace
-        assert subspace is not None
-        # The same bits on every worker, so all take the same branch.
-        finite = tf.reduce_all(tf.math.is_finite(values))
-        count_events(
-            [tf.logical_not(finite)],
-            [state.failures],
-            [self.name],
-            "an estimation of curvature is not finite and left out.",
-        )
-        # An empty batch has no curvature; what is known of others is kept.
-        usable = finite & tf.reduce_any(values != 0)
-
-        def take() -> tf.Tensor:
-            subspace.take(values, part, group)
-            with tf.control_dependencies(group.outputs()):
-                return state.estimations.assign_add(1)
-
-        count = state.estimations
-        tf.cond(usable, take, lambda: tf.convert_to_tensor(count))
-
-    def _add_to_weights(
-        self, change: tf.Tensor, places: Iterable[int] | None = None
-    ) -> None:
-        """Adds a flat vector to this replica's weights, or some of them."""
-        weights = self.bound_model().trainable_variables
-        parts = flat_space(weights).split(change)
-        for i in range(len(weights)) if places is None else places:
-            own_copy(weights[i].value).assign_add(parts[i])
-
-    def _value(self, name: str) -> tf.Tensor:
-        return self._hyperparameters[name].at(self._clock())
-
-    def _clock(self) -> tf.Tensor:
-        return tf.cast(self.iterations, tf.int64)
-
-    def _named_state(self) -> Named:
-        state = self._states[0].named()
-        return [("", {**state, "skipped_steps": self._skipped[0]})]
-
-    def _event_counters(self) -> list[tuple[str, tf.Variable]]:
-        text = "estimations of curvature that were not finite"
-        return [(text, self._states[0].failures)]
-
-    @property
-    def estimations(self) -> tf.Variable | int:
-        """Number of estimations of the directions so far."""
-        return self._states[0].estimations if self._states else 0
-
-    # ----------------------------------------------------------- reporting
-    def spectrum(self) -> np.ndarray:
-        """Returns the Ritz values of the last estimation.
-
-        Returns:
-            The values in use, ascending; empty before the first estimation
-            that found any curvature, and on accelerators.
-        """
-        if not self.built or self._states[0].subspace is None:
-            return np.zeros([0], np.float32)
-        if int(self._states[0].estimations.numpy()) == 0:
-            return np.zeros([0], np.float32)
-        return np.asarray(self._states[0].subspace.ritz_values.numpy())
-
-    def state_bytes(self) -> dict[str, int]:
-        """Returns the bytes of this replica's curvature state.
-
-        Known before training, for a built model.
-
-        Returns:
-            The bytes of the "directions" and what goes with them, of the
-            "basis" of the Lanczos iteration, which lives during an estimation
-            only (on accelerators, always), and their "total".
-        """
-        self._prepare_report()
-        rank = self._topology_now().local[0]
-        geometry, item = self._geometry, self._geometry.dtype.size
-        trains = self._roles.trains(rank)
-        count = Subspace.count(self._layout(), self._accumulates())
-        directions = count * item if trains else 0
-        estimators = self._roles.accelerators or self._roles.workers
-        basis = 0
-        if rank in estimators:
-            length = -(-geometry.size // len(estimators))
-            basis = geometry.steps * length * item
-        return {
-            "directions": directions,
-            "basis": basis,
-            "total": directions + basis,
-        }
-
-    def communication_bytes(self) -> dict[str, dict[str, int]]:
-        """Returns the bytes that this replica receives in a step.
-
-        Known before training, for a built model.
-
-        Returns:
-            For a step of the "warmup", a "plain" one and one with an
-            "estimation", the bytes of "gradients", of the "projections" of
-            gradient and update, of the "lanczos" iterations, of "directions"
-            on their way to who keeps them, and of the "weights" that
-            accelerators follow. With accelerators an estimation is spread
-            over an interval and its result handed over in one step.
-        """
-        self._prepare_report()
-        model, roles = self.bound_model(), self._roles
-        rank = self._topology_now().local[0]
-        layout, workers = self._layout(), len(roles.workers)
-        size = gradient_bytes(model.trainable_variables)
-        step = {
-            "gradients": all_reduce_bytes(size, workers),
-            "projections": layout.projection_bytes(),
-            "lanczos": 0,
-            "directions": 0,
-            "weights": 0,
-        }
-        if not roles.trains(rank):
-            step = dict.fromkeys(step, 0)
-        estimators = roles.accelerators or roles.workers
-        estimation = dict(step)
-        if rank in estimators:
-            estimation["lanczos"] = estimation_bytes(
-                self._geometry, len(estimators)
+    def warn_if_fewer(self, job: Job, geometry: Geometry) -> None:
+        """Says if the model has not as many directions as were asked for."""
+        asked = self.num_largest + self.num_smallest
+        if geometry.directions < asked:
+            warnings.warn(
+                f"Model '{job.model.name}' has {geometry.size} weights: "
+                f"optimizer '{job.name}' uses {geometry.directions} "
+                f"directions, not {asked}.",
+                stacklevel=2,
             )
-        if roles.trains(rank):
-            estimation["directions"] = layout.arrangement_bytes()
-        if roles.accelerators:
-            estimation["directions"] = piece_bytes(layout, roles, rank)
-        if not roles.trains(rank):
-            for kind in (step, estimation):
-                kind["weights"] = gradient_bytes(model.variables)
-        return {
-            "warmup": {**step, "projections": 0},
-            "plain": step,
-            "estimation": estimation,
-        }
 
-    def summary(self, print_fn: Callable[[str], None] = print) -> None:
-        """Prints the sizes, the state and the spectrum.
+    def begins(self, clock: tf.Tensor, last: tf.Variable) -> tf.Tensor:
+        """Whether an interval begins here, or nothing was done yet.
 
         Args:
-            print_fn: Function that takes the text. Defaults to `print`.
-
-        Raises:
-            ValueError: If the optimizer has no model, or one that is not
-                built.
+            clock: Number of updates of the weights so far.
+            last: That number at the last estimation, -1 if there was none.
         """
-        self._prepare_report()
-        model, geometry, roles = self.bound_model(), self._geometry, self._roles
-        inner = type(self.inner_optimizer).__name__
-        state = self.state_bytes()
-        rows = [
-            ("Weights", f"{geometry.size:,}"),
-            (
-                "Directions",
-                f"{geometry.largest} of largest and {geometry.smallest} of "
-                "smallest curvature",
-            ),
-            ("Lanczos steps", str(geometry.steps)),
-            ("Estimations", self._estimations_text()),
-            ("State: directions", bytes_text(state["directions"])),
-            ("State: Lanczos basis", bytes_text(state["basis"])),
-        ]
-        if len(roles.workers) + len(roles.accelerators) > 1:
-            rows += [
-                ("Workers", ", ".join(map(str, roles.workers))),
-                (
-                    "Accelerators",
-                    ", ".join(map(str, roles.accelerators)) or "-",
-                ),
-                ("Layout", self.layout),
-            ]
-        if roles.accelerators:
-            shares = ", ".join(f"{s:.0%}" for s in self.idle_share())
-            rows.append(("Time spent waiting", shares))
-        values = self.spectrum()
-        if len(values):
-            text = ", ".join(f"{value:.4g}" for value in values)
-            rows.append(("Ritz values", text))
-        title = (
-            f"FOSI '{self.name}' of model '{model.name}': Newton steps in the "
-            f"directions, {inner} on the rest"
-        )
-        lines = [title, "", *table(("", "Value"), rows), *self._events()]
-        print_fn("\n".join(lines))
+        since = clock - self.warmup_steps
+        begins = tf.equal(since % self.interval.at(clock), 0)
+        begins |= last < 0
+        return (since >= 0) & begins & tf.not_equal(last, clock)
 
-    def idle_share(self) -> np.ndarray:
-        """Returns the share of the time that each replica has waited.
+    def ends(self, clock: tf.Tensor, last: tf.Variable) -> tf.Tensor:
+        """Whether the interval ends after this step; see `begins`."""
+        since = clock - self.warmup_steps
+        ends = tf.equal(since % self.interval.at(clock), 0)
+        return ends & tf.not_equal(clock, last)
 
-        That is for the others at the end of a step, counted from the second
-        step on. If it is high on workers, the accelerators are too slow for
-        `update_interval`; if it is high on accelerators, fewer would do.
 
-        Returns:
-            A number in [0, 1] for each replica, workers first; zeros without
-            accelerators.
-        """
-        self._prepare_report()
-        return np.zeros(len(self._roles.workers))
+def adopt(
+    state: State,
+    values: tf.Tensor,
+    part: tf.Tensor,
+    group: Communicator,
+    name: str,
+) -> None:
+    """Uses new directions from now on, if they are any good.
 
-    def _estimations_text(self) -> str:
-        if not self.built:
-            return "0"
-        return str(int(self._states[0].estimations.numpy()))
+    Args:
+        state: What this replica keeps.
+        values: Ritz values `(r,)`, ascending.
+        part: This replica's part of the directions, in its layout.
+        group: The replicas that share the directions.
+        name: Name of the optimizer, for the report of a failure.
+    """
+    subspace = state.subspace
+    assert subspace is not None
+    # The same bits on every replica, so all take the same branch.
+    finite = tf.reduce_all(tf.math.is_finite(values))
+    count_events(
+        [tf.logical_not(finite)],
+        [state.failures],
+        [name],
+        "an estimation of curvature is not finite and left out.",
+    )
+    # An empty batch has no curvature; what is known of others is kept.
+    usable = finite & tf.reduce_any(values != 0)
 
-    def _prepare_report(self) -> None:
-        """Finds the sizes, also before the optimizer is built.
+    def replace() -> tf.Tensor:
+        subspace.replace(values, part, group)
+        return state.estimations.assign_add(1)
 
-        Raises:
-            ValueError: If the model is not built.
-        """
-        model = self.bound_model()
-        self._check_built(model)
-        if not self.built:
-            self._roles = self._roles_in(model.distribute_strategy)
-            self._geometry = self._find_geometry()
+    count = state.estimations
+    tf.cond(usable, replace, lambda: tf.convert_to_tensor(count))
 
-    def _topology_now(self) -> Any:
-        return find_topology(self.bound_model().distribute_strategy)
+
+def places_of(step: Step, weights: Sequence[keras.Variable]) -> list[int]:
+    """For each gradient there is, its variable's place among the weights."""
+    inner = step.job.inner_optimizer
+    position = {variable_key(inner, v): i for i, v in enumerate(weights)}
+    return [
+        position[variable_key(inner, v)]
+        for v, g in zip(step.variables, step.gradients, strict=True)
+        if g is not None
+    ]
+
+
+def flat_gradient(step: Step) -> tf.Tensor:
+    """The gradients of a step as a vector, zero where there is none."""
+    weights = step.job.model.trainable_variables
+    present = [g for g in step.gradients if g is not None]
+    ordered: list[tf.Tensor | None] = [None] * len(weights)
+    for place, gradient in zip(places_of(step, weights), present, strict=True):
+        ordered[place] = tf.convert_to_tensor(gradient)
+    return flat_space(weights).join(ordered)
+
+
+def add_to_weights(
+    model: keras.Model, change: tf.Tensor, places: Iterable[int] | None = None
+) -> None:
+    """Adds a vector to this replica's weights, or to those at some places."""
+    weights = model.trainable_variables
+    parts = flat_space(weights).split(change)
+    for i in range(len(weights)) if places is None else places:
+        own_copy(weights[i].value).assign_add(parts[i])

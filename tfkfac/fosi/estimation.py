@@ -1,4 +1,4 @@
-"""The Lanczos estimation of a model's extreme curvature, over workers."""
+"""The Lanczos estimation of a model's extreme curvature."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -39,15 +39,15 @@ class Spectrum(NamedTuple):
 
 
 class Estimation:
-    """The distributed Lanczos of one worker (DHO2, algorithm 2).
+    """The distributed Lanczos of one replica (DHO2, algorithm 2).
 
-    Each worker keeps a slice of every row of the basis. The operator is the
-    mean of the workers' local Hessians, each by its share of the examples: a
+    Each replica keeps a slice of every row of the basis. The operator is the
+    mean of the replicas' local Hessians, each by its share of the examples: a
     local one alone would not be the same on all, and not symmetric.
 
     Args:
         geometry: Sizes.
-        group: The workers that take part.
+        group: The replicas that take part.
         seed: Seed of the start vector.
     """
 
@@ -56,7 +56,7 @@ class Estimation:
     ) -> None:
         self.geometry = geometry
         self.group = group
-        self.shards = Shards(geometry.size, group.workers)
+        self.shards = Shards(geometry.size, group.size)
         self._seed = seed
 
     def iteration(self, local: Product, share: tf.Tensor | None) -> Lanczos:
@@ -71,19 +71,17 @@ class Estimation:
         def product(row: tf.Tensor) -> tf.Tensor:
             image = local(self.shards.gather(row, group))
             image = weighted(image, share)
-            own = self.shards.reduce(image, group)
-            with tf.control_dependencies(group.outputs()):
-                return tf.identity(own)
+            return self.shards.reduce(image, group)
 
         return Lanczos(product, self.geometry.size, self.draw, self.sum)
 
     def sum(self, vector: tf.Tensor) -> tf.Tensor:
-        """Sum over the workers."""
+        """Sum over the group."""
         (total,) = self.group.all_reduce([vector])
         return total
 
     def differentiable_sum(self, vector: tf.Tensor) -> tf.Tensor:
-        """Sum over the workers, differentiable any number of times."""
+        """Sum over the group, differentiable any number of times."""
         return differentiable_sum(self.group, vector)
 
     def start(self) -> tf.Tensor:
@@ -138,10 +136,10 @@ def local_hessian(
     model: keras.Model,
     batch: LossBatch,
     call: ForwardCall,
-    variables: Sequence[keras.Variable],
     estimation: Estimation,
 ) -> Product:
     """The Hessian of the current batch's loss at the current weights."""
+    variables = model.trainable_variables
     return hessian_operator(
         model,
         call,
@@ -152,10 +150,18 @@ def local_hessian(
     )
 
 
-def estimation_bytes(geometry: Geometry, workers: int) -> int:
-    """Bytes that each of some workers receives for an estimation."""
+def basis_bytes(geometry: Geometry, replicas: int) -> int:
+    """Bytes of the basis that each of some replicas keeps."""
+    length = Shards(geometry.size, replicas).length
+    return geometry.steps * length * geometry.dtype.size
+
+
+def estimation_bytes(geometry: Geometry, replicas: int) -> int:
+    """Bytes that each of some replicas receives for an estimation."""
     item, steps = geometry.dtype.size, geometry.steps
-    slices = Shards(geometry.size, workers).length * (workers - 1)
+    slices = Shards(geometry.size, replicas).length * (replicas - 1)
     numbers = 1 + sum(2 * (i + 1) + 1 for i in range(steps))
     # A row is gathered and its product reduced to slices.
-    return 2 * steps * slices * item + all_reduce_bytes(numbers * item, workers)
+    return 2 * steps * slices * item + all_reduce_bytes(
+        numbers * item, replicas
+    )

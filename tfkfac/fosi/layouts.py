@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.shards import Shards
 from tfkfac.distributed.traffic import all_reduce_bytes
+from tfkfac.saving.store import Spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,10 @@ class Layout(abc.ABC):
         self.workers = workers
         self.elements = Shards(geometry.size, workers)
         self.columns = Shards(geometry.directions, workers)
+
+    # How directions, and numbers that go with them, are spread over workers.
+    spread: Spread
+    number_spread: Spread
 
     @property
     @abc.abstractmethod
@@ -92,6 +97,20 @@ class Layout(abc.ABC):
     def part(self, rank: int) -> tuple[slice, slice]:
         """Which directions and which elements of them a worker keeps."""
 
+    def step_bytes(self, gradients: int) -> dict[str, int]:
+        """Bytes that a worker receives in a plain step.
+
+        Args:
+            gradients: Bytes of all gradients.
+        """
+        return {
+            "gradients": all_reduce_bytes(gradients, self.workers),
+            "projections": self.projection_bytes(),
+            "lanczos": 0,
+            "directions": 0,
+            "weights": 0,
+        }
+
     @abc.abstractmethod
     def projection_bytes(self) -> int:
         """Bytes that a worker receives for the projections of a step."""
@@ -111,13 +130,16 @@ class Layout(abc.ABC):
         return int(self.geometry.dtype.size)
 
 
-class Rows(Layout):
+class RowsLayout(Layout):
     """A worker keeps the same elements of all directions, as Lanczos does.
 
     Products with V^T are sums of r numbers over the workers; products with V
     are gathered slices. The gradients are added up slice by slice, so that
     gathering the split gradient is the second half of their all-reduce.
     """
+
+    spread = Spread.ELEMENTS
+    number_spread = Spread.REPLICATED
 
     @property
     def reduces_gradients(self) -> bool:
@@ -179,11 +201,14 @@ class Rows(Layout):
         return 0
 
 
-class Columns(Layout):
+class ColumnsLayout(Layout):
     """A worker keeps whole directions, as published (DHO2, algorithm 3).
 
     Every product with V is a sum over the workers of vectors of length n.
     """
+
+    spread = Spread.DIRECTIONS
+    number_spread = Spread.DIRECTIONS
 
     def project_out(
         self, directions: tf.Tensor, gradient: tf.Tensor, group: Communicator
@@ -248,4 +273,7 @@ class Columns(Layout):
         return part * (self.workers - 1) * self._item
 
 
-LAYOUTS: dict[str, type[Layout]] = {"rows": Rows, "columns": Columns}
+LAYOUTS: dict[str, type[Layout]] = {
+    "rows": RowsLayout,
+    "columns": ColumnsLayout,
+}

@@ -1,32 +1,48 @@
 """MR-DHO2: accelerators work out the curvature while workers train."""
 
 import math
+from collections.abc import Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
-from tfkfac.capture.replay import ForwardTap, find_call
-from tfkfac.capture.scaling import LossBatch
+from tfkfac.capture.moments import synchronized_layers, tap_moments
+from tfkfac.capture.replay import ForwardCall, ForwardTap, find_call
 from tfkfac.capture.taps import TraceStore, current_store, replica_id
 from tfkfac.capture.walk import walk
 from tfkfac.compat.graphs import in_graph, stamp_time, state_variable
 from tfkfac.compat.inner_update import own_copy
+from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.roles import Roles, assign_roles
 from tfkfac.distributed.shards import Shards
+from tfkfac.distributed.traffic import gradient_bytes
 from tfkfac.fosi.accelerator import Accelerator
-from tfkfac.fosi.directions import HybridOptimizer
-from tfkfac.fosi.estimation import Estimation, differentiable_sum
-from tfkfac.fosi.handover import hand_over
-from tfkfac.fosi.moments import synchronized_layers, tap_moments
-from tfkfac.fosi.state import HybridState, MultiRoleState
-from tfkfac.wrapper.hyperparameters import is_number
-from tfkfac.wrapper.shares import batch_share
-from tfkfac.wrapper.step import Gradients
+from tfkfac.fosi.directions import (
+    Search,
+    add_to_weights,
+    adopt,
+    flat_gradient,
+)
+from tfkfac.fosi.estimation import (
+    Estimation,
+    basis_bytes,
+    differentiable_sum,
+    estimation_bytes,
+)
+from tfkfac.fosi.estimator import Estimator, Train
+from tfkfac.fosi.handover import hand_over, piece_bytes
+from tfkfac.fosi.layouts import Layout
+from tfkfac.fosi.state import RoleState, State
+from tfkfac.fosi.subspace import Subspace
+from tfkfac.wrapper.hyperparameters import Hyperparameter, is_number
+from tfkfac.wrapper.step import Job, Step, Update
 
 
-class MultiRoleOptimizer(HybridOptimizer):
-    """Divides the replicas into workers and accelerators (DHO2, section IV).
+class BesideSteps(Estimator):
+    """Some replicas estimate while the others train (DHO2, section IV).
 
     In an interval the workers train among themselves. The accelerators do a
     Lanczos estimation at the interval's first weights, on their own part of
@@ -36,75 +52,101 @@ class MultiRoleOptimizer(HybridOptimizer):
     At the end of every step all replicas meet: the accelerators get the
     weights and all other variables of the model from the first worker, so that
     metrics, evaluation and saving are right on every replica.
+
+    Args:
+        search: Which directions are sought, and when.
+        fraction: Share of the replicas that are accelerators.
+        final_update: What workers do with an estimation, "stale" or "paper".
+        alpha: Learning rate of the Newton steps.
     """
 
-    _states: tuple[MultiRoleState, ...]
-    final_update: str
-    seed: int
+    roles: Roles
+
+    def __init__(
+        self,
+        search: Search,
+        fraction: float,
+        final_update: str,
+        alpha: Hyperparameter,
+    ) -> None:
+        super().__init__(search)
+        self.fraction = fraction
+        self.final_update = final_update
+        self._alpha = alpha
+        self._states: tuple[RoleState, ...] = ()
 
     # --------------------------------------------------- binding and state
-    def _attached(self) -> None:
-        super()._attached()
-        if self.accelerator_fraction == 0:
-            return
-        layers = [node.layer for node in walk(self.bound_model())]
+    @property
+    @override
+    def states(self) -> Sequence[State]:
+        return self._states
+
+    @override
+    def attach(self, job: Job) -> None:
+        self.job = job
+        # A fraction that leaves nobody is refused here, not in the first step.
+        self.roles = assign_roles(job.topology.replicas, self.fraction)
+        layers = [node.layer for node in walk(job.model)]
         store = TraceStore()
         for layer in synchronized_layers(layers):
-            tap_moments(layer, lambda x: self._moments_group(store, x))
+            tap_moments(layer, lambda x: self._sum_moments(store, x))
 
-    def _moments_group(self, store: TraceStore, value: tf.Tensor) -> tf.Tensor:
+    def _sum_moments(self, store: TraceStore, value: tf.Tensor) -> tf.Tensor:
         """Sum of moments over the replicas of the same role."""
+        if not self.roles.trains(self.job.rank):
+            # Accelerators do no backward pass: nobody would answer in theirs.
+            return value * len(self.roles.accelerators)
         key = (id(self), replica_id())
         groups = current_store(store)
         if key not in groups:
-            everyone = self._communicator(f"{self._scope} moments")
-            groups[key] = self._roles.peers(everyone)
-        if not self._roles.trains(self._rank()):
-            # Accelerators do no backward pass: nobody would answer in theirs.
-            return value * len(self._roles.accelerators)
+            groups[key] = self._among_peers(self.job.group("moments"))
         return differentiable_sum(groups[key], value)
 
-    def _new_state(self, rank: int) -> HybridState:
-        roles = self._roles
-        if not roles.accelerators:
-            return super()._new_state(rank)
-        geometry = self._geometry
-        accelerator = gradient_sum = None
-        if not roles.trains(rank):
-            shards = Shards(geometry.size, len(roles.accelerators))
+    def _among_peers(self, everyone: Communicator) -> Communicator:
+        return everyone.among(self.roles.peers(everyone.rank))
+
+    @override
+    def count_trainers(self, replicas: int) -> int:
+        return len(self.roles.workers)
+
+    @override
+    def create(self, layout: Layout) -> None:
+        self._states = self.job.for_each(lambda rank: self._new(rank, layout))
+
+    def _new(self, rank: int, layout: Layout) -> RoleState:
+        geometry, replicas = layout.geometry, self.job.topology.replicas
+        if not self.roles.trains(rank):
+            shards = Shards(geometry.size, len(self.roles.accelerators))
             accelerator = Accelerator(geometry, shards.length)
-        elif self.final_update == "paper":
+            return RoleState(layout, None, accelerator, None, replicas)
+        total = None
+        if self.final_update == "paper":
             zeros = tf.zeros([geometry.size])
-            gradient_sum = state_variable(zeros, geometry.dtype, "gradient_sum")
-        replicas = len(roles.workers) + len(roles.accelerators)
-        subspace = self._new_subspace(rank)
-        return MultiRoleState(subspace, accelerator, gradient_sum, replicas)
+            total = state_variable(zeros, geometry.dtype, "gradient_sum")
+        subspace = self.new_subspace(layout)
+        return RoleState(layout, subspace, None, total, replicas)
 
     # ------------------------------------------------------------ the step
-    def _train(
-        self,
-        gradients: Gradients,
-        variables: list[keras.Variable],
-        batch: LossBatch,
-        communicator: Communicator,
-    ) -> None:
-        if not self._roles.accelerators:
-            super()._train(gradients, variables, batch, communicator)
-            return
-        state = self._states[self._position()]
-        peers = self._roles.peers(communicator)
+    @override
+    def run(self, step: Step, train: Train) -> None:
+        model, state = self.job.model, self.job.own(self._states)
+        calls = ForwardTap.open(model).take()
+        everyone = step.group
+        mine = step.among(self.roles.peers(everyone.rank))
         begins, target = self._schedule(state)
-        if self._roles.trains(communicator.rank):
-            super()._train(gradients, variables, batch, peers)
+        if state.accelerator is not None:
+            call = find_call(model, step.batch, calls)
+            self._accelerate(state, mine, call, begins, target)
+        elif self.final_update == "paper":
+            self._train_and_sum(mine, state)
         else:
-            self._accelerate(state, batch, peers, begins, target)
+            train(mine, state, lambda: None)
         state.progress.assign(target)
-        self._meet(state, communicator)
-        communicator.outputs()  # what was gathered is always used
-        self._hand_over(state, peers, communicator)
-        self._send_weights(state, communicator)
+        self._meet(state, everyone)
+        self._hand_over(state, mine.group, everyone)
+        self._send_weights(state, everyone)
 
-    def _schedule(self, state: MultiRoleState) -> tuple[tf.Tensor, tf.Tensor]:
+    def _schedule(self, state: RoleState) -> tuple[tf.Tensor, tf.Tensor]:
         """What is to be done of the estimation beside this step.
 
         The iterations are spread evenly over the interval. Every replica
@@ -113,65 +155,75 @@ class MultiRoleOptimizer(HybridOptimizer):
         Returns:
             Whether an estimation begins, and the iterations to have done.
         """
-        clock, interval = self._clock(), self._value("update_interval")
+        clock = self.job.clock
         idle = tf.equal(state.progress, 0)
-        begins = self._due(state) & idle
+        begins = self.search.begins(clock, state.last) & idle
         state.last.assign(tf.where(begins, clock, state.last))
-        steps = tf.constant(self._geometry.steps, tf.int64)
+        iterations = state.layout.geometry.steps
+        steps = tf.constant(iterations, tf.int64)
         elapsed = clock - state.last + 1
+        interval = self.search.interval.at(clock)
         target = tf.minimum(-(-steps * elapsed // interval), steps)
         target = tf.where(begins | ~idle, target, 0)
-        most = state.progress + self._most_iterations()
+        most = state.progress + self._most_iterations(iterations)
         return begins, tf.clip_by_value(target, state.progress, most)
 
-    def _most_iterations(self) -> int:
-        """Largest number of iterations beside one step."""
-        interval = self._hyperparameters["update_interval"].get()
-        if not is_number(interval):
-            return self._geometry.steps
-        return math.ceil(self._geometry.steps / interval)
+    def _most_iterations(self, steps: int) -> int:
+        """Largest number of iterations beside one step, of all `steps`."""
+        interval = self.search.interval.get()
+        return math.ceil(steps / interval) if is_number(interval) else steps
+
+    def _train_and_sum(self, step: Step, state: RoleState) -> None:
+        """The inner optimizer's step; the gradient is remembered."""
+        step.reduce()
+
+        def direction() -> Update:
+            assert state.gradient_sum is not None
+            gradient = flat_gradient(step)
+            begun = tf.cast(state.last >= 0, gradient.dtype)
+            state.gradient_sum.assign_add(begun * gradient)
+            return Update(step.gradients)
+
+        step.apply_if_finite(direction)
 
     def _accelerate(
         self,
-        state: MultiRoleState,
-        batch: LossBatch,
-        group: Communicator,
+        state: RoleState,
+        step: Step,
+        call: ForwardCall,
         begins: tf.Tensor,
         target: tf.Tensor,
     ) -> None:
         """An accelerator's part of a step: some Lanczos iterations."""
-        model, accelerator = self.bound_model(), state.accelerator
+        accelerator = state.accelerator
         assert accelerator is not None
-        call = find_call(model, batch, ForwardTap.open(model).take())
-        estimation = Estimation(self._geometry, group, self.seed)
-        weights = model.trainable_variables
+        geometry = state.layout.geometry
+        estimation = Estimation(geometry, step.group, self.search.seed)
 
         def begin() -> tf.Tensor:
-            share = batch_share(batch, group, self._topology.workers)
-            accelerator.begin(batch, call, weights, share, estimation)
-            with tf.control_dependencies(group.outputs()):
-                return tf.constant(0)
+            weights = self.job.model.trainable_variables
+            accelerator.begin(step.batch, call, weights, step.share, estimation)
+            return tf.constant(0)
 
         def advance() -> tf.Tensor:
             accelerator.advance(
-                model,
-                batch,
+                self.job.model,
+                step.batch,
                 call,
                 estimation,
                 tf.convert_to_tensor(state.progress),
                 target,
-                self._most_iterations(),
+                self._most_iterations(geometry.steps),
             )
-            with tf.control_dependencies(group.outputs()):
-                return tf.constant(0)
+            return tf.constant(0)
 
         tf.cond(begins, in_graph(begin), lambda: tf.constant(0))
         due = target > state.progress
         tf.cond(due, in_graph(advance), lambda: tf.constant(0))
 
-    def _meet(self, state: MultiRoleState, everyone: Communicator) -> None:
+    def _meet(self, state: RoleState, everyone: Communicator) -> None:
         """Waits for all; accelerators learn the number of updates."""
-        counter = own_copy(self.inner_optimizer._iterations.value)
+        counter = own_copy(raw_iterations(self.job.inner_optimizer).value)
         done = [tf.identity(counter)]
         if state.accelerator is not None:
             done.append(tf.identity(state.accelerator.diagonal))
@@ -195,53 +247,44 @@ class MultiRoleOptimizer(HybridOptimizer):
             counter.assign(tf.cast(gathered[0, 0], counter.dtype))
 
     def _hand_over(
-        self,
-        state: MultiRoleState,
-        peers: Communicator,
-        everyone: Communicator,
+        self, state: RoleState, peers: Communicator, everyone: Communicator
     ) -> None:
         """At the end of an interval workers take over what was found."""
-        clock = self._clock()
-        since = clock - self.warmup_steps
-        ends = tf.equal(since % self._value("update_interval"), 0)
-        ends &= tf.not_equal(clock, state.last)
-        ends &= tf.equal(state.progress, self._geometry.steps)
+        geometry = state.layout.geometry
+        ends = self.search.ends(self.job.clock, state.last)
+        ends &= tf.equal(state.progress, geometry.steps)
 
-        def take() -> tf.Tensor:
+        def take_over() -> tf.Tensor:
             spectrum = None
             if state.accelerator is not None:
-                estimation = Estimation(self._geometry, peers, self.seed)
+                estimation = Estimation(geometry, peers, self.search.seed)
                 spectrum = state.accelerator.spectrum(estimation)
-            found = hand_over(spectrum, self._layout(), self._roles, everyone)
+            found = hand_over(spectrum, state.layout, self.roles, everyone)
             if found is not None:
-                self._take(state, *found, peers)
+                adopt(state, *found, peers, self.job.name)
                 self._final_update(state, peers)
-            outputs = everyone.outputs() + peers.outputs()
-            with tf.control_dependencies(outputs):
-                return state.progress.assign(0)
+            return state.progress.assign(0)
 
-        tf.cond(ends, take, lambda: tf.convert_to_tensor(state.progress))
+        tf.cond(ends, take_over, lambda: tf.convert_to_tensor(state.progress))
 
-    def _final_update(self, state: MultiRoleState, group: Communicator) -> None:
+    def _final_update(self, state: RoleState, group: Communicator) -> None:
         """A Newton step with the interval's gradients, as published (eq. 17).
 
         Without the second projection there, which changes nothing.
         """
-        if state.gradient_sum is None or state.subspace is None:
+        if state.gradient_sum is None:
             return
-        subspace = state.subspace
+        subspace = state.existing_subspace
         total = tf.convert_to_tensor(state.gradient_sum)
         inside = subspace.coefficients(total, group)
-        alpha = tf.cast(self._value("alpha"), total.dtype)
+        alpha = tf.cast(self._alpha.at(self.job.clock), total.dtype)
         newton = alpha * inside * subspace.inverse_curvature(group.rank)
-        self._add_to_weights(-subspace.combine([newton], group))
+        add_to_weights(self.job.model, -subspace.combine([newton], group))
         state.gradient_sum.assign(tf.zeros_like(total))
 
-    def _send_weights(
-        self, state: MultiRoleState, everyone: Communicator
-    ) -> None:
+    def _send_weights(self, state: RoleState, everyone: Communicator) -> None:
         """Gives the accelerators the first worker's variables."""
-        model = self.bound_model()
+        model = self.job.model
         variables = sorted(
             [*model.trainable_variables, *model.non_trainable_variables],
             key=lambda v: str(wire_type(v)),
@@ -250,23 +293,65 @@ class MultiRoleOptimizer(HybridOptimizer):
         received = everyone.broadcast(
             values,
             [tf.TensorSpec(value.shape, value.dtype) for value in values],
-            self._roles.workers[0],
-            (self._roles.workers[0], *self._roles.accelerators),
+            self.roles.workers[0],
+            (self.roles.workers[0], *self.roles.accelerators),
         )
         if state.accelerator is not None and received is not None:
             for variable, value in zip(variables, received, strict=True):
                 own = own_copy(variable.value)
                 own.assign(tf.cast(value, own.dtype))
-        with tf.control_dependencies(everyone.outputs()):
-            state.left.assign_add(0)
 
     # ----------------------------------------------------------- reporting
+    @override
+    def rows(self) -> list[tuple[str, str]]:
+        waiting = ", ".join(f"{share:.0%}" for share in self.idle_share())
+        return [
+            ("Workers", ", ".join(map(str, self.roles.workers))),
+            ("Accelerators", ", ".join(map(str, self.roles.accelerators))),
+            ("Time spent waiting", waiting),
+        ]
+
+    @override
     def idle_share(self) -> np.ndarray:
-        """See `HybridOptimizer.idle_share`."""
-        if not self.built or not self._roles.accelerators:
-            return super().idle_share()
+        if not self._states:
+            return np.zeros(len(self.roles.workers))
         idle, whole = self._states[0].times.numpy().T
-        return idle / np.maximum(whole, 1e-9)
+        return np.asarray(idle / np.maximum(whole, 1e-9))
+
+    @override
+    def state_bytes(self, layout: Layout) -> dict[str, int]:
+        directions = basis = 0
+        if self.roles.trains(self.job.topology.local[0]):
+            directions = Subspace.bytes(layout, self.accumulates())
+        else:
+            estimating = len(self.roles.accelerators)
+            basis = basis_bytes(layout.geometry, estimating)
+        return {
+            "directions": directions,
+            "basis": basis,
+            "total": directions + basis,
+        }
+
+    @override
+    def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
+        model, rank = self.job.model, self.job.topology.local[0]
+        plain = layout.step_bytes(gradient_bytes(model.trainable_variables))
+        lanczos = 0
+        if not self.roles.trains(rank):
+            plain = dict.fromkeys(plain, 0)
+            plain["weights"] = gradient_bytes(model.variables)
+            estimating = len(self.roles.accelerators)
+            lanczos = estimation_bytes(layout.geometry, estimating)
+        estimation = {
+            **plain,
+            "lanczos": lanczos,
+            "directions": piece_bytes(layout, self.roles, rank),
+        }
+        return {
+            "warmup": {**plain, "projections": 0},
+            "plain": plain,
+            "estimation": estimation,
+        }
 
 
 def wire_type(variable: keras.Variable) -> tf.DType:

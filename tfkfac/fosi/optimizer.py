@@ -1,29 +1,20 @@
 """FOSI and DHO2: Newton steps along extreme directions, Adam on the rest."""
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tfkfac.capture.replay import ForwardCall, ForwardTap, find_call
-from tfkfac.capture.scaling import LossBatch
-from tfkfac.compat.graphs import in_graph
-from tfkfac.curvature.hessian import flat_space
-from tfkfac.distributed.collectives import Communicator
-from tfkfac.fosi.estimation import Estimation, local_hessian
 from tfkfac.fosi.layouts import LAYOUTS
-from tfkfac.fosi.multirole import MultiRoleOptimizer
-from tfkfac.fosi.state import HybridState, MultiRoleState
-from tfkfac.fosi.subspace import Subspace
+from tfkfac.fosi.method import FOSIMethod
 from tfkfac.wrapper.arguments import check_choice, check_count, check_range
-from tfkfac.wrapper.hyperparameters import Hyperparameter, Tunable, Value
-from tfkfac.wrapper.shares import batch_share, weighted
-from tfkfac.wrapper.step import Gradients, Update
+from tfkfac.wrapper.hyperparameters import Value
+from tfkfac.wrapper.optimizer import SecondOrderOptimizer
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
-class FOSI(MultiRoleOptimizer):
+class FOSI(SecondOrderOptimizer):
     """Newton steps along extreme directions, any optimizer on the rest.
 
     Every `update_interval` steps a Lanczos iteration finds the directions `V`
@@ -95,8 +86,8 @@ class FOSI(MultiRoleOptimizer):
         ValueError: If an argument is not allowed.
     """
 
-    alpha = Tunable()
-    update_interval = Tunable()
+    method_type = FOSIMethod
+    _method: FOSIMethod
 
     def __init__(
         self,
@@ -116,269 +107,66 @@ class FOSI(MultiRoleOptimizer):
         seed: int = 0,
         name: str = "fosi",
     ) -> None:
-        super().__init__(
-            inner_optimizer,
-            name,
-            check_count("num_largest", num_largest),
-            check_count("num_smallest", num_smallest),
-            check_steps(lanczos_steps, num_largest + num_smallest),
-            check_choice("layout", layout, tuple(LAYOUTS)),
-            check_range("accelerator_fraction", accelerator_fraction, 0, 1),
-        )
-        if num_largest + num_smallest == 0:
+        if (
+            check_count("num_largest", num_largest)
+            + check_count("num_smallest", num_smallest)
+            == 0
+        ):
             raise ValueError(
                 "Arguments `num_largest` and `num_smallest` must not both be 0."
             )
-        self.warmup_steps = check_count("warmup_steps", warmup_steps)
-        self.momentum = check_range("momentum", momentum, 0, 1)
-        self.learning_rate_clip = check_range(
-            "learning_rate_clip", learning_rate_clip, 1
-        )
-        self.final_update = check_choice(
-            "final_update", final_update, ("stale", "paper")
-        )
-        self.seed = check_count("seed", seed)
-        self._hyperparameters = {
-            "alpha": Hyperparameter("alpha", alpha),
-            "update_interval": Hyperparameter(
-                "update_interval", update_interval, integer=True
+        method = FOSIMethod(
+            alpha=alpha,
+            update_interval=update_interval,
+            num_largest=int(num_largest),
+            num_smallest=int(num_smallest),
+            warmup_steps=check_count("warmup_steps", warmup_steps),
+            lanczos_steps=check_steps(
+                lanczos_steps, num_largest + num_smallest
             ),
-        }
+            momentum=check_range("momentum", momentum, 0, 1),
+            learning_rate_clip=check_range(
+                "learning_rate_clip", learning_rate_clip, 1
+            ),
+            layout=check_choice("layout", layout, tuple(LAYOUTS)),
+            accelerator_fraction=check_range(
+                "accelerator_fraction", accelerator_fraction, 0, 1
+            ),
+            final_update=check_choice(
+                "final_update", final_update, ("stale", "paper")
+            ),
+            seed=check_count("seed", seed),
+        )
+        super().__init__(inner_optimizer, method, name)
 
-    # ------------------------------------------------------------ the step
-    def _prepare(
-        self,
-        gradients: Gradients,
-        variables: list[keras.Variable],
-        batch: LossBatch,
-        communicator: Communicator,
-    ) -> Callable[[], Update]:
-        model = self.bound_model()
-        state = self._states[self._position()]
-        calls = ForwardTap.open(model).take()
-        if self._roles.accelerators:
-            return self._prepare_worker(
-                state, gradients, variables, communicator
-            )
-        call = find_call(model, batch, calls)
+    @property
+    def estimations(self) -> tf.Variable | int:
+        """Number of estimations of the directions so far."""
+        states = self._method.states
+        return states[0].estimations if states else 0
 
-        def step() -> Update:
-            self._update_directions(state, batch, call, communicator)
-            return self._split(state, gradients, variables, communicator)
+    def spectrum(self) -> np.ndarray:
+        """Returns the Ritz values of the last estimation.
 
-        return step
-
-    def _prepare_worker(
-        self,
-        state: HybridState,
-        gradients: Gradients,
-        variables: list[keras.Variable],
-        group: Communicator,
-    ) -> Callable[[], Update]:
-        """The step of a worker beside accelerators."""
-        if self.final_update == "stale":
-            return lambda: self._split(state, gradients, variables, group)
-        assert isinstance(state, MultiRoleState)
-
-        def step() -> Update:
-            gradient = self._join(gradients, variables)
-            begun = tf.cast(state.last >= 0, gradient.dtype)
-            assert state.gradient_sum is not None
-            state.gradient_sum.assign_add(begun * gradient)
-            return Update(gradients)
-
-        return step
-
-    def _reduce(
-        self,
-        gradients: Gradients,
-        batch: LossBatch,
-        communicator: Communicator,
-    ) -> Gradients:
-        if not self._reduces_late():
-            return super()._reduce(gradients, batch, communicator)
-        share = batch_share(batch, communicator, self._topology.workers)
-        return [
-            None if g is None else weighted(tf.convert_to_tensor(g), share)
-            for g in gradients
-        ]
-
-    def _reduces_late(self) -> bool:
-        """Whether gradients are added up where they are split."""
-        if self._roles.accelerators and self.final_update == "paper":
-            return False
-        return self._layout().reduces_gradients
-
-    def _all_finite(
-        self, gradients: Gradients, communicator: Communicator
-    ) -> tf.Tensor:
-        finite = super()._all_finite(gradients, communicator)
-        if not self._reduces_late():
-            return finite
-        bad = tf.cast(tf.logical_not(finite), tf.float32)
-        (total,) = communicator.all_reduce([bad])
-        return tf.equal(total, 0)
-
-    def _update_directions(
-        self,
-        state: HybridState,
-        batch: LossBatch,
-        call: ForwardCall,
-        group: Communicator,
-    ) -> None:
-        """A Lanczos estimation at the current weights, if it is due."""
-        model = self.bound_model()
-
-        def update() -> tf.Tensor:
-            share = batch_share(batch, group, self._topology.workers)
-            estimation = Estimation(self._geometry, group, self.seed)
-            variables = model.trainable_variables
-            local = local_hessian(model, batch, call, variables, estimation)
-            group.outputs()  # those are used in every product
-            found = estimation.run(local, share)
-            subspace = state.subspace
-            assert subspace is not None
-            part = subspace.layout.arrange(found.rows, group)
-            self._take(state, found.values, part, group)
-            with tf.control_dependencies(group.outputs()):
-                return state.last.assign(self._clock())
-
-        last = state.last
-        due = self._due(state)
-        tf.cond(due, in_graph(update), lambda: tf.convert_to_tensor(last))
-
-    def _split(
-        self,
-        state: HybridState,
-        gradients: Gradients,
-        variables: list[keras.Variable],
-        group: Communicator,
-    ) -> Update:
-        """Splits the gradient: Newton steps in V, the inner one outside."""
-        subspace = state.subspace
-        assert subspace is not None
-        weights = self.bound_model().trainable_variables
-        space = flat_space(weights)
-        position = {self._var_key(v): i for i, v in enumerate(weights)}
-        order = [
-            position[self._var_key(v)]
-            for v, g in zip(variables, gradients, strict=True)
-            if g is not None
-        ]
-        present = [g is not None for g in gradients]
-        dense = [tf.convert_to_tensor(g) for g in gradients if g is not None]
-        before = [tf.identity(v.value) for v in weights]
-        active = state.estimations > 0
-
-        def split() -> list[tf.Tensor]:
-            gradient = self._join(gradients, variables)
-            inside, rest = subspace.project_out(gradient, group)
-            whole = space.split(rest)
-            parts = [whole[i] for i in order]
-            with tf.control_dependencies(group.outputs()):
-                return [tf.identity(x) for x in (inside, *parts)]
-
-        nothing = tf.zeros(subspace.momentum.shape, space.dtype)
-
-        def keep() -> list[tf.Tensor]:
-            whole = dense
-            if self._reduces_late():
-                whole = group.all_reduce(dense)
-            group.outputs()  # the gradients are always used
-            return [nothing, *whole]
-
-        inside, *parts = tf.cond(active, split, keep)
-        if subspace.accumulated is not None:
-            # The inner optimizer takes the mean over as many steps.
-            steps = self.inner_optimizer.gradient_accumulation_steps
-            subspace.accumulated.assign_add(inside / steps)
-
-        def after() -> None:
-            def correct() -> tf.Tensor:
-                changes = map(tf.subtract, [v.value for v in weights], before)
-                change = space.join(list(changes))
-                change = self._correction(subspace, inside, change, group)
-                with tf.control_dependencies(group.outputs()):
-                    # Weights without a gradient stay as they are.
-                    self._add_to_weights(change, order)
-                return tf.constant(0)
-
-            tf.cond(active, correct, lambda: tf.constant(0))
-
-        rest = iter(parts)
-        return Update([next(rest) if one else None for one in present], after)
-
-    def _join(
-        self, gradients: Gradients, variables: list[keras.Variable]
-    ) -> tf.Tensor:
-        """The gradient as a flat vector."""
-        weights = self.bound_model().trainable_variables
-        known = {
-            self._var_key(v): tf.convert_to_tensor(g)
-            for v, g in zip(variables, gradients, strict=True)
-            if g is not None
-        }
-        ordered = [known.get(self._var_key(v)) for v in weights]
-        return flat_space(weights).join(ordered)
-
-    def _correction(
-        self,
-        subspace: Subspace,
-        inside: tf.Tensor,
-        change: tf.Tensor,
-        group: Communicator,
-    ) -> tf.Tensor:
-        """What is added to the inner optimizer's change of the weights.
-
-        `(s - 1) d - s V V^T d - alpha V (m / |lambda|)`
+        Returns:
+            The values in use, ascending; empty before the first estimation
+            that found any curvature, and on accelerators.
         """
-        projected = subspace.coefficients(change, group)
-        if subspace.accumulated is not None:
-            inside = tf.identity(subspace.accumulated)
-            subspace.accumulated.assign(tf.zeros_like(inside))
-        momentum = subspace.momentum.assign(
-            self.momentum * subspace.momentum + inside
-        )
-        alpha = tf.cast(self._value("alpha"), change.dtype)
-        newton = alpha * momentum * subspace.inverse_curvature(group.rank)
-        if not self._scales_rate():
-            return -subspace.combine([projected, newton], group)
-        # s = clip(lambda_max / lambda_k, 1, learning_rate_clip)
-        scale = tf.clip_by_value(
-            subspace.rate_ratio(), 1.0, self.learning_rate_clip
-        )
-        moved = subspace.combine([scale * projected, newton], group)
-        return (scale - 1) * change - moved
+        return self._method.spectrum()
 
-    def _scales_rate(self) -> bool:
-        """Whether s can be other than 1: SGD's steps scale with gradients."""
-        is_sgd = isinstance(self.inner_optimizer, keras.optimizers.SGD)
-        return is_sgd and self.learning_rate_clip > 1
+    def idle_share(self) -> np.ndarray:
+        """Returns the share of the time that each replica has waited.
 
-    def _due(self, state: HybridState) -> tf.Tensor:
-        """Whether an interval begins here, or nothing was done yet."""
-        clock = self._clock()
-        since = clock - self.warmup_steps
-        begins = tf.equal(since % self._value("update_interval"), 0)
-        begins |= state.last < 0
-        return (since >= 0) & begins & tf.not_equal(state.last, clock)
+        That is for the others at the end of a step, counted from the second
+        step on. If it is high on workers, the accelerators are too slow for
+        `update_interval`; if it is high on accelerators, fewer would do.
 
-    def get_config(self) -> dict[str, Any]:
-        """Returns the arguments of the constructor."""
-        names = (
-            "num_largest",
-            "num_smallest",
-            "warmup_steps",
-            "lanczos_steps",
-            "momentum",
-            "learning_rate_clip",
-            "layout",
-            "accelerator_fraction",
-            "final_update",
-            "seed",
-        )
-        own = {name: getattr(self, name) for name in names}
-        return {**super().get_config(), **own}
+        Returns:
+            A number in [0, 1] for each replica, workers first; zeros without
+            accelerators.
+        """
+        self._check_built()
+        return self._method.idle_share()
 
 
 def check_steps(value: Any, directions: int) -> int | None:

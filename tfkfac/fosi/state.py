@@ -4,40 +4,52 @@ import tensorflow as tf
 
 from tfkfac.compat.graphs import state_variable
 from tfkfac.fosi.accelerator import Accelerator
+from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.subspace import Subspace
+from tfkfac.saving.store import Entry
 
 
-class HybridState(tf.Module):
+class State(tf.Module):
     """The curvature state of one replica.
 
-    Attributes:
+    Args:
+        layout: How the directions are shared.
         subspace: The directions; None on an accelerator.
+
+    Attributes:
         estimations: Number of estimations so far.
         last: The update before which the last one was done or begun; -1 if
             there was none.
         failures: Number of estimations that were not finite.
     """
 
-    def __init__(self, subspace: Subspace | None) -> None:
+    def __init__(self, layout: Layout, subspace: Subspace | None) -> None:
         super().__init__(name="replica")
+        self.layout = layout
         self.subspace = subspace
         self.estimations = state_variable(0, "int64", "estimations")
         self.last = state_variable(-1, "int64", "last_estimation")
         self.failures = state_variable(0, "int64", "failures")
 
-    def named(self) -> dict[str, tf.Variable]:
-        """All variables by name, for saving."""
-        named = {
-            "estimations": self.estimations,
-            "last_estimation": self.last,
-            "failures": self.failures,
-        }
+    @property
+    def existing_subspace(self) -> Subspace:
+        """The directions, on a replica that trains."""
+        assert self.subspace is not None
+        return self.subspace
+
+    def entries(self) -> list[Entry]:
+        """All variables to save."""
+        entries = [
+            Entry("", "estimations", self.estimations),
+            Entry("", "last_estimation", self.last),
+            Entry("", "failures", self.failures),
+        ]
         if self.subspace is not None:
-            named |= self.subspace.named()
-        return named
+            entries += self.subspace.entries()
+        return entries
 
 
-class MultiRoleState(HybridState):
+class RoleState(State):
     """The state of one replica of a job with accelerators.
 
     Attributes:
@@ -52,12 +64,13 @@ class MultiRoleState(HybridState):
 
     def __init__(
         self,
+        layout: Layout,
         subspace: Subspace | None,
         accelerator: Accelerator | None,
         gradient_sum: tf.Variable | None,
         replicas: int,
     ) -> None:
-        super().__init__(subspace)
+        super().__init__(layout, subspace)
         self.accelerator = accelerator
         self.gradient_sum = gradient_sum
         self.progress = state_variable(0, "int64", "progress")

@@ -7,6 +7,7 @@ import tensorflow as tf
 from tfkfac.compat.graphs import state_variable
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.fosi.layouts import Layout
+from tfkfac.saving.store import Entry
 
 # Directions of curvature below this share of the largest are left to the inner
 # optimizer: the inverse of their curvature is mostly noise.
@@ -41,26 +42,34 @@ class Subspace(tf.Module):
         )
 
     @staticmethod
-    def count(layout: Layout, accumulates: bool) -> int:
-        """Number of elements of what a worker keeps."""
+    def bytes(layout: Layout, accumulates: bool) -> int:
+        """Bytes of what a worker keeps."""
+        directions, item = layout.geometry.directions, layout.geometry.dtype
         rows, length = layout.shape
-        own = layout.own(tf.zeros([layout.geometry.directions]), 0).shape[0]
-        return (
-            rows * length + own * (1 + accumulates) + layout.geometry.directions
-        )
+        own = layout.own(tf.zeros([directions]), 0).shape[0]
+        count = rows * length + own * (1 + accumulates) + directions
+        return int(count * item.size)
 
-    def named(self) -> dict[str, tf.Variable]:
-        """All variables by name, for saving."""
-        named = {
-            "directions": self.directions,
-            "ritz_values": self.ritz_values,
-            "momentum": self.momentum,
-        }
+    def entries(self) -> list[Entry]:
+        """All variables to save."""
+        spread = self.layout.spread
+        entries = [
+            Entry("", "directions", self.directions, spread),
+            Entry("", "ritz_values", self.ritz_values),
+            Entry("", "momentum", self.momentum, self.layout.number_spread),
+        ]
         if self.accumulated is not None:
-            named["accumulated"] = self.accumulated
-        return named
+            entries.append(
+                Entry(
+                    "",
+                    "accumulated",
+                    self.accumulated,
+                    self.layout.number_spread,
+                )
+            )
+        return entries
 
-    def take(
+    def replace(
         self, values: tf.Tensor, part: tf.Tensor, group: Communicator
     ) -> None:
         """Replaces the directions; the momentum is carried over.

@@ -23,6 +23,8 @@ class ActiveBlock:
         state: Its factors and decomposition.
         indices: Where its gradients are among those of the step.
         records: What its layer's calls left behind.
+        scale: What the recorded gradients are multiplied by, besides the
+            number of examples, to be those of an example's own loss.
     """
 
     position: int
@@ -30,6 +32,7 @@ class ActiveBlock:
     state: Preconditioner
     indices: tuple[int, ...]
     records: Sequence[Record]
+    scale: tf.Tensor | float
 
 
 def active_blocks(
@@ -37,6 +40,7 @@ def active_blocks(
     gradients: Sequence[tf.Tensor | None],
     keys: Sequence[Hashable],
     key_of: Callable[[Any], Hashable],
+    scale: tf.Tensor | float,
 ) -> list[ActiveBlock]:
     """Finds the gradients and records of each block in this trace.
 
@@ -47,6 +51,7 @@ def active_blocks(
         gradients: Gradients of the step.
         keys: Key of each gradient's variable.
         key_of: Function that gives the key of a variable.
+        scale: Scale of the recorded gradients, see `ActiveBlock`.
 
     Raises:
         ValueError: If a layer has gradients but no record, or gradients of
@@ -68,7 +73,9 @@ def active_blocks(
             seen = records[id(block.layer)]
             _check(block, len(present) == len(own), bool(seen))
             indices = tuple(index[key] for key in own)
-            active.append(ActiveBlock(position, block, state, indices, seen))
+            active.append(
+                ActiveBlock(position, block, state, indices, seen, scale)
+            )
     return active
 
 
@@ -91,7 +98,7 @@ def _check(block: Block, complete: bool, recorded: bool) -> None:
         )
 
 
-def take_statistics(
+def update_averages(
     active: Sequence[ActiveBlock],
     statistics: Mapping[int, Mapping[str, Statistic]],
     decay: float,
@@ -136,7 +143,7 @@ def decompose_owned(
     return parts
 
 
-def take_decompositions(
+def replace_decompositions(
     active: Sequence[ActiveBlock],
     parts: Mapping[int, Mapping[str, tf.Tensor]],
     damping: tf.Tensor,

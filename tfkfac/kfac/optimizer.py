@@ -1,28 +1,13 @@
 """K-FAC as a preconditioner in front of any Keras optimizer."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tfkfac.blocks.statistics import batch_statistics
-from tfkfac.capture.scaling import LossBatch, example_scale
-from tfkfac.distributed.collectives import Communicator
-from tfkfac.kfac.active import (
-    ActiveBlock,
-    active_blocks,
-    decompose_owned,
-    take_decompositions,
-    take_statistics,
-)
-from tfkfac.kfac.kronecker import KroneckerOptimizer
-from tfkfac.kfac.schedule import (
-    _BOUNDARIES,
-    _FACTOR_INTERVALS,
-    _INVERSE_INTERVALS,
-    dense_start,
-)
+from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
     check_decay,
     check_skip_layers,
@@ -31,15 +16,14 @@ from tfkfac.kfac.settings import (
     serialize_skip_rule,
     settings_config,
 )
-from tfkfac.kfac.state import ReplicaState
 from tfkfac.solvers import SOLVERS
 from tfkfac.wrapper.arguments import check_choice
-from tfkfac.wrapper.hyperparameters import Hyperparameter, Tunable, Value
-from tfkfac.wrapper.step import Gradients, Update
+from tfkfac.wrapper.hyperparameters import Value
+from tfkfac.wrapper.optimizer import SecondOrderOptimizer
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
-class KFAC(KroneckerOptimizer):
+class KFAC(SecondOrderOptimizer):
     """Kronecker-factored approximate curvature in front of any optimizer.
 
     For each layer the gradient, as a matrix `W` of inputs by outputs, is
@@ -103,10 +87,8 @@ class KFAC(KroneckerOptimizer):
         ValueError: If an argument is not allowed.
     """
 
-    damping = Tunable()
-    kl_clip = Tunable()
-    factor_update_interval = Tunable()
-    inverse_update_interval = Tunable()
+    method_type = KFACMethod
+    _method: KFACMethod
 
     def __init__(
         self,
@@ -128,12 +110,17 @@ class KFAC(KroneckerOptimizer):
         skip_layers: Iterable[Any] = (),
         name: str = "kfac",
     ) -> None:
-        super().__init__(
-            default_inner(inner_optimizer, 0.1, 0.5),
-            name,
-            check_choice("solver", solver, tuple(SOLVERS)),
-            check_skip_layers(skip_layers),
-            make_settings(
+        method = KFACMethod(
+            damping=damping,
+            kl_clip=kl_clip,
+            factor_update_interval=factor_update_interval,
+            inverse_update_interval=inverse_update_interval,
+            solver=check_choice("solver", solver, tuple(SOLVERS)),
+            factor_decay=check_decay(factor_decay),
+            weight_sharing=check_choice(
+                "weight_sharing", weight_sharing, ("expand", "reduce")
+            ),
+            settings=make_settings(
                 distribution,
                 gradient_worker_fraction,
                 assignment,
@@ -141,202 +128,43 @@ class KFAC(KroneckerOptimizer):
                 factor_dtype,
                 inverse_dtype,
             ),
+            skip_layers=check_skip_layers(skip_layers),
         )
-        self.weight_sharing = check_choice(
-            "weight_sharing", weight_sharing, ("expand", "reduce")
-        )
-        self.factor_decay = check_decay(factor_decay)
-        self._hyperparameters = {
-            "damping": Hyperparameter("damping", damping),
-            "kl_clip": Hyperparameter(
-                "kl_clip", kl_clip, positive=True, optional=True
-            ),
-            "factor_update_interval": Hyperparameter(
-                "factor_update_interval",
-                factor_update_interval,
-                integer=True,
-                optional=True,
-            ),
-            "inverse_update_interval": Hyperparameter(
-                "inverse_update_interval",
-                inverse_update_interval,
-                integer=True,
-                optional=True,
-            ),
-        }
+        super().__init__(default_inner(inner_optimizer, 0.1, 0.5), method, name)
 
-    # ------------------------------------------------------------ the step
-    def _prepare(
-        self,
-        gradients: Gradients,
-        variables: list[keras.Variable],
-        batch: LossBatch,
-        communicator: Communicator,
-    ) -> Callable[[], Update]:
-        state = self._states[self._position()]
-        active = active_blocks(
-            state.preconditioners,
-            gradients,
-            [self._var_key(v) for v in variables],
-            self._var_key,
-        )
-        scale = example_scale(self._loss_scale())
+    @property
+    def factor_updates(self) -> tf.Variable:
+        """Number of factor updates so far."""
+        return self._method.states[0].factor_updates
 
-        def step() -> Update:
-            self._update_factors(state, active, batch, scale, communicator)
-            self._update_inverses(state, active, communicator)
-            pairs = self._precondition(active, gradients, communicator)
-            return Update(self._replace(active, gradients, pairs))
+    @property
+    def inverse_updates(self) -> tf.Variable:
+        """Number of updates of the decompositions so far."""
+        return self._method.states[0].inverse_updates
 
-        return step
-
-    def _update_factors(
-        self,
-        state: ReplicaState,
-        active: Sequence[ActiveBlock],
-        batch: LossBatch,
-        scale: tf.Tensor | float,
-        communicator: Communicator,
-    ) -> None:
-        """Local statistics -> [all-reduce] -> averages, if they are due."""
-
-        def update() -> tf.Tensor:
-            statistics = {
-                one.position: batch_statistics(
-                    one.block,
-                    one.records,
-                    self.weight_sharing,
-                    scale,
-                    batch.weightless,
-                    batch.examples,
-                )
-                for one in active
-                if self._placement().plan.observes(
-                    communicator.rank, one.position
-                )
-            }
-            reduced = self._placement().exchange.reduce_statistics(
-                communicator, statistics
-            )
-            taken = take_statistics(active, reduced, self.factor_decay)
-            with tf.control_dependencies(communicator.outputs()):
-                return state.factor_updates.assign_add(taken)
-
-        due = self._due(
-            "factor_update_interval", _FACTOR_INTERVALS, state.factor_updates
-        )
-        tf.cond(due, update, lambda: tf.convert_to_tensor(state.factor_updates))
-
-    def _update_inverses(
-        self,
-        state: ReplicaState,
-        active: Sequence[ActiveBlock],
-        communicator: Communicator,
-    ) -> None:
-        """Owners decompose -> gradient workers receive, if that is due."""
-
-        def update() -> tf.Tensor:
-            damping = self._value("damping")
-            made = decompose_owned(active, self._placement().solver, damping)
-            layers = [one.position for one in active]
-            parts = self._placement().exchange.share_decompositions(
-                communicator, made, layers
-            )
-            take_decompositions(active, parts, damping)
-            with tf.control_dependencies(communicator.outputs()):
-                return state.inverse_updates.assign_add(1)
-
-        due = self._due(
-            "inverse_update_interval",
-            _INVERSE_INTERVALS,
-            state.inverse_updates,
-        )
-        # Before the first statistics (an empty batch) there is nothing.
-        due = tf.logical_and(due, state.factor_updates > 0)
-        tf.cond(
-            due, update, lambda: tf.convert_to_tensor(state.inverse_updates)
-        )
-
-    def _precondition(
-        self,
-        active: Sequence[ActiveBlock],
-        gradients: Gradients,
-        communicator: Communicator,
-    ) -> list[tuple[tf.Tensor, tf.Tensor]]:
-        """Gradient workers apply -> receivers receive.
+    def factors(self) -> dict[str, dict[str, np.ndarray]]:
+        """Returns the bias-corrected averages of the factors.
 
         Returns:
-            Gradient matrices `W` and `P`, the preconditioned ones.
+            For each layer path its "A" and "G" as arrays, those that this
+            worker keeps; zeros before the first update. A block without one
+            of the two leaves it out.
+
+        Raises:
+            ValueError: If the optimizer has not been built by a first step.
         """
-        plain = {
-            one.position: one.block.to_matrix(
-                [gradients[i] for i in one.indices]
+        if not self.built:
+            raise ValueError(
+                f"Optimizer '{self.name}' has no factors yet. Train a step, "
+                "or call `optimizer.build(model.trainable_variables)`."
             )
-            for one in active
-        }
-        own = {
-            one.position: one.state.decomposition.apply(plain[one.position])
-            for one in active
-            if one.state.decomposition is not None
-        }
-        shared = self._placement().exchange.share_gradients(
-            communicator, own, list(plain)
-        )
-        return [(plain[i], shared[i]) for i in plain]
-
-    def _replace(
-        self,
-        active: Sequence[ActiveBlock],
-        gradients: Gradients,
-        pairs: Sequence[tuple[tf.Tensor, tf.Tensor]],
-    ) -> Gradients:
-        """Puts the clipped preconditioned gradients in their places."""
-        replaced = list(gradients)
-        scale = self._clip_scale(pairs)
-        for one, (_, preconditioned) in zip(active, pairs, strict=True):
-            scaled = preconditioned * tf.cast(scale, preconditioned.dtype)
-            new = one.block.from_matrix(scaled)
-            for i, gradient in zip(one.indices, new, strict=True):
-                replaced[i] = gradient
-        return replaced
-
-    def _clip_scale(
-        self, pairs: Sequence[tuple[tf.Tensor, tf.Tensor]]
-    ) -> tf.Tensor:
-        """`nu = min(1, sqrt(kl_clip / (lr^2 |sum <P, W>|)))` (eq. 16)."""
-        if self.kl_clip is None or not pairs:
-            return tf.constant(1.0)
-        products = [tf.reduce_sum(p * w) for w, p in pairs]
-        total = tf.abs(tf.add_n([tf.cast(x, tf.float32) for x in products]))
-        rate = tf.cast(self.learning_rate, tf.float32)
-        length = tf.square(rate) * total
-        clipped = tf.sqrt(tf.math.divide_no_nan(self._value("kl_clip"), length))
-        return tf.where(length > 0, tf.minimum(clipped, 1.0), 1.0)
-
-    def _value(self, name: str) -> tf.Tensor:
-        return self._hyperparameters[name].at(self._clock())
-
-    def _clock(self) -> tf.Tensor:
-        return tf.cast(self.iterations, tf.int64)
-
-    def _due(
-        self, name: str, measured: tuple[int, ...], done: tf.Variable
-    ) -> tf.Tensor:
-        """Whether an interval ends here, or nothing was done yet."""
-        if self._hyperparameters[name].get() is None:
-            interval = dense_start(self._clock(), _BOUNDARIES, measured)
-        else:
-            interval = self._value(name)
-        due = tf.equal(self._clock() % interval, 0)
-        return tf.logical_or(due, tf.equal(done, 0))
+        return self._method.factors()
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""
+        method = self._method
         return {
             **super().get_config(),
-            "solver": self.solver,
-            "factor_decay": self.factor_decay,
-            "weight_sharing": self.weight_sharing,
-            **settings_config(self._settings),
-            "skip_layers": [serialize_skip_rule(r) for r in self._skip_layers],
+            **settings_config(method.settings),
+            "skip_layers": [serialize_skip_rule(r) for r in method.skip_layers],
         }

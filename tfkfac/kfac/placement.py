@@ -33,11 +33,11 @@ class Placement:
         self.solver = solver
         self.settings = settings
         self.plan = Plan(
-            settings.distribution,
-            topology.workers,
+            settings.mode,
+            topology.replicas,
             plan_layers(
                 [block.factor_shapes for block in registry.blocks],
-                topology.workers,
+                topology.replicas,
                 settings.distribution,
                 settings.fraction,
                 settings.assignment,
@@ -83,7 +83,7 @@ class Placement:
 
     def communication_bytes(self, rank: int, gradient_bytes: int) -> Kinds:
         """Bytes that a worker receives in each kind of step."""
-        workers = self.topology.workers
+        workers = self.topology.replicas
         return step_bytes(
             all_reduce_bytes(gradient_bytes, workers),
             self.exchange.factor_traffic(),

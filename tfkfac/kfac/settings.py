@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.walk import SkipRule
-from tfkfac.distributed.assignment import MODES, POLICIES
+from tfkfac.distributed.assignment import MODES, POLICIES, Mode
 from tfkfac.wrapper.arguments import check_choice
 from tfkfac.wrapper.hyperparameters import is_number
 
@@ -36,10 +36,14 @@ class Settings:
     factor_dtype: tf.DType | None = None
     inverse_dtype: tf.DType | None = None
 
+    @property
+    def mode(self) -> Mode:
+        """The distribution mode."""
+        return MODES[self.distribution]
 
+
+# A layer class in a config.
 _CLASS = "layer_class"
-
-
 _FLAGS = (
     ("a", re.ASCII),
     ("i", re.IGNORECASE),
@@ -89,7 +93,7 @@ def make_settings(
     Raises:
         ValueError: If one is not allowed.
     """
-    check_choice("distribution", distribution, MODES)
+    check_choice("distribution", distribution, tuple(MODES))
     if assignment is not None:
         check_choice("assignment", assignment, POLICIES)
     if not isinstance(symmetric, bool):
@@ -98,9 +102,8 @@ def make_settings(
             f"Received: symmetric_communication={symmetric!r}"
         )
     number = is_number(fraction) and 0 < fraction <= 1
-    if number != (distribution == "hybrid_opt") or (
-        fraction is not None and not number
-    ):
+    wanted = MODES[distribution].gradient_workers == "fraction"
+    if number != wanted or (fraction is not None and not number):
         raise ValueError(
             "Argument `gradient_worker_fraction` must be a number in (0, 1] "
             "with distribution='hybrid_opt', and None with any other. "

@@ -8,7 +8,7 @@ from tfkfac.blocks import Block
 from tfkfac.compat.graphs import state_variable
 from tfkfac.kfac.averages import Factors
 from tfkfac.kfac.placement import Placement
-from tfkfac.saving.store import Named
+from tfkfac.saving.store import Entry, Spread
 from tfkfac.solvers import Decomposition, Solver
 
 
@@ -42,27 +42,31 @@ class Preconditioner(tf.Module):
         if preconditions:
             self.decomposition = Decomposition(solver, block, inverse_dtype)
 
-    def named(self) -> dict[str, tf.Variable]:
-        """All variables by name, for saving."""
-        named = {}
-        factors, decomposition = self.factors, self.decomposition
-        if factors is not None:
-            for name, average in zip(
-                factors.names, factors.averages, strict=True
-            ):
-                named[f"factor_{name}"] = average
-            named["weight"] = factors.weight
-            named["rejected"] = factors.rejected
-        if decomposition is not None:
-            for name, tensor in zip(
-                decomposition.names, decomposition.tensors, strict=True
-            ):
-                named[f"solver_{name}"] = tensor
-            named["failures"] = decomposition.failures
-        return named
+    def entries(self) -> list[Entry]:
+        """All variables to save."""
+        path, named = self.block.path, []
+        if self.factors is not None:
+            averages = zip(
+                self.factors.names, self.factors.averages, strict=True
+            )
+            named += [(f"factor_{name}", average) for name, average in averages]
+            named += [
+                ("weight", self.factors.weight),
+                ("rejected", self.factors.rejected),
+            ]
+        if self.decomposition is not None:
+            tensors = zip(
+                self.decomposition.names,
+                self.decomposition.tensors,
+                strict=True,
+            )
+            named += [(f"solver_{name}", tensor) for name, tensor in tensors]
+            named.append(("failures", self.decomposition.failures))
+        # In every mode some worker keeps each of these whole.
+        return [Entry(path, name, v, Spread.OWNED) for name, v in named]
 
 
-class ReplicaState(tf.Module):
+class State(tf.Module):
     """The curvature state of one worker.
 
     Attributes:
@@ -99,14 +103,15 @@ class ReplicaState(tf.Module):
             for i, block in enumerate(placement.blocks)
         )
 
-    def named(self) -> Named:
-        """All variables by name, of each layer path, for saving."""
-        counters = {
-            "factor_updates": self.factor_updates,
-            "inverse_updates": self.inverse_updates,
-        }
-        layers = [(p.block.path, p.named()) for p in self.preconditioners]
-        return [("", counters), *layers]
+    def entries(self) -> list[Entry]:
+        """All variables to save."""
+        counters = [
+            Entry("", "factor_updates", self.factor_updates),
+            Entry("", "inverse_updates", self.inverse_updates),
+        ]
+        return counters + [
+            entry for p in self.preconditioners for entry in p.entries()
+        ]
 
     def events(self) -> list[tuple[str, tf.Variable]]:
         """What can go wrong, and how often it did."""

@@ -5,8 +5,8 @@ from tfkfac.kfac.placement import Placement
 from tfkfac.wrapper.tables import bytes_text, table
 
 
-def describe(placement: Placement, title: str) -> str:
-    """Returns the summary of an optimizer as text.
+def describe(placement: Placement, title: str) -> list[str]:
+    """Returns the lines of the summary of an optimizer.
 
     Args:
         placement: The blocks, and which worker does what of them.
@@ -17,7 +17,7 @@ def describe(placement: Placement, title: str) -> str:
     if registry.blocks:
         rows = [block_row(placement, i) for i in range(len(registry.blocks))]
         header = ["Layer", "Block", "A", "G", "Weights", "State"]
-        if placement.topology.workers > 1:
+        if placement.topology.replicas > 1:
             header += ["Owner", "Gradient workers"]
         lines += table(tuple(header), rows)
     else:
@@ -26,7 +26,7 @@ def describe(placement: Placement, title: str) -> str:
         lines += ["", "Left to the inner optimizer as they are:"]
         rows = [row for left in registry.leftovers for row in left_rows(left)]
         lines += table(("Layer", "Variable", "Weights", "Reason"), rows)
-    return "\n".join([*lines, "", totals(placement)])
+    return [*lines, "", totals(placement)]
 
 
 def block_row(placement: Placement, layer: int) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ def block_row(placement: Placement, layer: int) -> tuple[str, ...]:
         f"{weights:,}",
         bytes_text(state),
     )
-    if placement.topology.workers == 1:
+    if placement.topology.replicas == 1:
         return row
     plan = placement.plan.layers[layer]
     owners = sorted(set(plan.owners.values()))
@@ -84,7 +84,7 @@ def totals(placement: Placement) -> str:
     )
     topology = placement.topology
     state = placement.state_bytes(topology.local[0])
-    where = f" of worker {topology.local[0]}" if topology.workers > 1 else ""
+    where = f" of worker {topology.local[0]}" if topology.replicas > 1 else ""
     return (
         f"Preconditioned weights: {covered:,} of {covered + rest:,}. "
         f"State{where}: factors {bytes_text(state['factors'])}, "

@@ -1,12 +1,15 @@
 """Optimizer state in Keras files, named by layer.
 
 Keras stores an optimizer's variables by position and silently skips all of
-them when their number differs. Here each entry bears its place, its layer and
-what it is, and a file that does not fit is an error.
+them when their number differs. Here each entry is named by its layer, by what
+it is of the layer, and by how it is spread over the replicas of a job; a file
+that does not fit is an error.
 """
 
+import dataclasses
+import enum
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,62 +17,145 @@ import tensorflow as tf
 
 # Path separators make groups in an HDF5 file.
 _SLASH, _FIELD = "|", ":"
+# Entries were numbered before the format had names for everything.
+_NUMBERED = re.compile(r"\d{5}:[^:]*:.*", re.DOTALL)
 
-Named = list[tuple[str, dict[str, tf.Variable]]]
+
+class Spread(enum.Enum):
+    """How a piece of state is spread over the replicas of a job."""
+
+    REPLICATED = "replicated"
+    """Every replica has the same."""
+    OWNED = "owned"
+    """Some replicas have it, the same and whole; the others have none."""
+    ELEMENTS = "elements"
+    """Each replica has a slice of the last axis."""
+    DIRECTIONS = "directions"
+    """Each replica has a slice of the first axis."""
 
 
-def save_state(store: MutableMapping[str, Any], state: Named) -> None:
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A variable to save.
+
+    Attributes:
+        layer: Path of the layer, empty for what is of the whole model.
+        name: What it is of the layer.
+        variable: The variable.
+        spread: How it is spread over replicas.
+    """
+
+    layer: str
+    name: str
+    variable: tf.Variable
+    spread: Spread = Spread.REPLICATED
+
+    @property
+    def key(self) -> str:
+        """Name in a file: independent of the other entries."""
+        path = self.layer.replace("/", _SLASH)
+        return _FIELD.join([self.spread.value, self.name, path])
+
+
+def save_state(
+    store: MutableMapping[str, Any], entries: Sequence[Entry]
+) -> None:
     """Writes variables into a Keras store.
 
     Args:
         store: The store of the optimizer.
-        state: Variables by name, of each layer path, in order.
+        entries: The variables.
     """
-    for index, (path, variables) in enumerate(state):
-        for name, variable in variables.items():
-            store[_key(index, path, name)] = variable.numpy()
+    for entry in entries:
+        store[entry.key] = entry.variable.numpy()
 
 
-def is_state(store: Mapping[str, Any]) -> bool:
-    """Whether a store holds what `save_state` wrote."""
-    return all(key.count(_FIELD) >= 2 for key in list(store.keys()))
+def why_unreadable(store: Mapping[str, Any]) -> str | None:
+    """Why a store cannot be what `save_state` wrote, or None."""
+    keys = list(store.keys())
+    spreads = tuple(f"{spread.value}{_FIELD}" for spread in Spread)
+    if all(key.startswith(spreads) for key in keys):
+        return None
+    if all(_NUMBERED.fullmatch(key) for key in keys):
+        return (
+            "the file is in the format of an earlier version, which numbered "
+            "the entries"
+        )
+    return "the file is of another optimizer"
 
 
-def load_state(store: Mapping[str, Any], state: Named, optimizer: str) -> None:
+def load_state(
+    store: Mapping[str, Any], entries: Sequence[Entry], optimizer: str
+) -> None:
     """Reads variables from a Keras store.
 
     Entries are matched by layer path. Layers of a subclassed model get new
     automatic names (`dense_1` for `dense`) each time it is created; paths that
-    differ in such a number only are matched in order.
+    differ in such numbers only are matched in the order of the numbers.
 
     Args:
         store: The store of the optimizer, as `save_state` left it.
-        state: Variables by name, of each layer path, in order.
+        entries: The variables.
         optimizer: The optimizer's name, for messages.
 
     Raises:
         ValueError: If layers, entries or shapes differ.
     """
-    saved = _read(store)
-    paths = [path for path, _ in saved]
-    expected = [path for path, _ in state]
-    by_path = dict(saved)
-    if set(paths) != set(expected):
-        if [_plain(p) for p in paths] != [_plain(p) for p in expected]:
-            raise ValueError(
-                f"The saved state of optimizer '{optimizer}' is of other "
-                "layers. Only in the file: "
-                f"{sorted(set(paths) - set(expected))}. Only in the model: "
-                f"{sorted(set(expected) - set(paths))}."
-            )
-        by_path = dict(
-            zip(expected, (entries for _, entries in saved), strict=True)
+    saved = _by_layer(_read(store))
+    expected = _by_layer([((e.layer, _what(e)), e.variable) for e in entries])
+    names = _match(sorted(saved), sorted(expected))
+    if names is None:
+        raise ValueError(
+            f"The saved state of optimizer '{optimizer}' is of other "
+            f"layers. Only in the file: {sorted(saved.keys() - expected)}. "
+            f"Only in the model: {sorted(expected.keys() - saved)}."
         )
-    for path, variables in state:
-        _assign(by_path[path], variables, path, optimizer)
+    for path, variables in expected.items():
+        _check(saved[names[path]], variables, path, optimizer)
+    for path, variables in expected.items():
+        for name, variable in variables.items():
+            variable.assign(np.asarray(saved[names[path]][name]))
 
 
-def _assign(
+def _what(entry: Entry) -> str:
+    return f"{entry.name} ({entry.spread.value})"
+
+
+def _read(store: Mapping[str, Any]) -> list[tuple[tuple[str, str], Any]]:
+    """Layer path and name of each entry, and its value."""
+    found = []
+    for key in store.keys():  # noqa: SIM118 (a store is no real mapping)
+        spread, name, path = key.split(_FIELD, 2)
+        layer = path.replace(_SLASH, "/")
+        found.append(((layer, f"{name} ({spread})"), store[key]))
+    return found
+
+
+def _by_layer(
+    named: Sequence[tuple[tuple[str, str], Any]],
+) -> dict[str, dict[str, Any]]:
+    layers: dict[str, dict[str, Any]] = {}
+    for (layer, name), value in named:
+        layers.setdefault(layer, {})[name] = value
+    return layers
+
+
+def _match(
+    saved: Sequence[str], expected: Sequence[str]
+) -> dict[str, str] | None:
+    """For each path of the model that in the file; None if they differ."""
+    if saved == expected:
+        return dict(zip(expected, expected, strict=True))
+    theirs, ours = (
+        sorted(paths, key=lambda p: (_plain(p), _numbers(p)))
+        for paths in (saved, expected)
+    )
+    if [_plain(p) for p in theirs] != [_plain(p) for p in ours]:
+        return None
+    return dict(zip(ours, theirs, strict=True))
+
+
+def _check(
     entries: Mapping[str, Any],
     variables: Mapping[str, tf.Variable],
     path: str,
@@ -82,27 +168,14 @@ def _assign(
             f"The saved state of optimizer '{optimizer}' does not fit layer "
             f"'{path}'. Expected: {want}. In the file: {have}."
         )
-    for name, variable in variables.items():
-        variable.assign(np.asarray(entries[name]))
-
-
-def _key(index: int, path: str, name: str) -> str:
-    path = path.replace("/", _SLASH)
-    return _FIELD.join([f"{index:05d}", name, path])
-
-
-def _read(
-    store: Mapping[str, Any],
-) -> list[tuple[str, dict[str, Any]]]:
-    """Entries of each layer path, in the order they were written."""
-    layers: dict[tuple[str, str], dict[str, Any]] = {}
-    for key in sorted(store.keys()):
-        index, name, path = key.split(_FIELD, 2)
-        path = path.replace(_SLASH, "/")
-        layers.setdefault((index, path), {})[name] = store[key]
-    return [(path, entries) for (_, path), entries in layers.items()]
 
 
 def _plain(path: str) -> str:
     """A path without the numbers of automatic names."""
     return "/".join(re.sub(r"_\d+$", "", name) for name in path.split("/"))
+
+
+def _numbers(path: str) -> tuple[int, ...]:
+    """The numbers of automatic names in a path; a first one has none."""
+    found = [re.search(r"_(\d+)$", name) for name in path.split("/")]
+    return tuple(int(match[1]) if match else 0 for match in found)

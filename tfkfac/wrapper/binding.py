@@ -12,10 +12,10 @@ from typing import Any
 import keras
 
 from tfkfac.capture.walk import unbuilt
-from tfkfac.wrapper.optimizer import WrappingOptimizer, detach
+from tfkfac.wrapper.optimizer import SecondOrderOptimizer, detach
 
 _bound: weakref.WeakKeyDictionary[
-    keras.Model, weakref.ref[WrappingOptimizer]
+    keras.Model, weakref.ref[SecondOrderOptimizer]
 ] = weakref.WeakKeyDictionary()
 
 
@@ -34,7 +34,7 @@ def bind(model: keras.Model) -> None:
     if previous is not None and previous() is not outer:
         # It may be gone already, but its taps are not.
         detach(model, previous())
-    if isinstance(outer, WrappingOptimizer):
+    if isinstance(outer, SecondOrderOptimizer):
         outer.attach(model, loss_scaler=scaler)
         _bound[model] = weakref.ref(outer)
         if model.built and not unbuilt(model):

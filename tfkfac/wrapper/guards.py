@@ -1,4 +1,16 @@
-"""What can go wrong in a step, and what is done about it."""
+"""What happens at a NaN: event counters, and who guards what.
+
+A number that is not finite costs one thing and is counted; it never reaches
+what is kept. `summary()` shows the counts, and standard error the first of
+each kind.
+
+| not finite | costs | counted in | guard |
+|---|---|---|---|
+| a gradient | the step, everywhere | `skipped_steps` | wrapper/step |
+| a statistic | an update of its block's factors | `rejected` | kfac/averages |
+| a decomposition | this one, the last good stays | `failures` | solvers/base |
+| an estimation | this one, the last stays | `failures` | fosi/directions |
+"""
 
 import sys
 from collections.abc import Sequence

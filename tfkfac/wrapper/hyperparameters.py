@@ -3,7 +3,7 @@
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias, overload
 
 import keras
 import tensorflow as tf
@@ -127,18 +127,50 @@ class Hyperparameter:
 
 
 class Tunable:
-    """Attribute of an optimizer that reads and writes a `Hyperparameter`."""
+    """Declares an argument of a method that can be changed during training.
+
+    Of a method, the attribute is a `Hyperparameter`; the Keras optimizer
+    around the method shows its value under the same name. Assigning a value
+    checks it.
+
+    Args:
+        integer: Whether only integers of at least 1 are allowed.
+        positive: Whether 0 is excluded.
+        optional: Whether None is allowed.
+    """
+
+    def __init__(
+        self,
+        integer: bool = False,
+        positive: bool = False,
+        optional: bool = False,
+    ) -> None:
+        self._rules = (integer, positive, optional)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Hyperparameter: ...
+
+    def __get__(
+        self, instance: object | None, owner: type
+    ) -> Self | Hyperparameter:
         if instance is None:
             return self
-        return instance._hyperparameters[self._name].get()
+        hyperparameter: Hyperparameter = vars(instance)[self._name]
+        return hyperparameter
 
-    def __set__(self, instance: Any, value: Value) -> None:
-        instance._hyperparameters[self._name].set(value)
+    def __set__(self, instance: object, value: Value) -> None:
+        known = vars(instance).get(self._name)
+        if known is None:
+            new = Hyperparameter(self._name, value, *self._rules)
+            vars(instance)[self._name] = new
+        else:
+            known.set(value)
 
 
 def is_number(value: Any) -> bool:

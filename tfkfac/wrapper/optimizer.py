@@ -1,53 +1,61 @@
-"""An optimizer around a Keras optimizer, bound to the model it trains."""
+"""The Keras optimizer around another, bound to the model it trains."""
 
-import abc
-import itertools
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import keras
 import tensorflow as tf
 
+from tfkfac.capture.moments import release_moments
 from tfkfac.capture.replay import ForwardTap
-from tfkfac.capture.scaling import LossBatch, LossTap
-from tfkfac.capture.taps import Tap, forget_first_call, replica_id
+from tfkfac.capture.scaling import LossTap
+from tfkfac.capture.taps import Tap, forget_first_call
 from tfkfac.capture.walk import unbuilt, walk
-from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.inner_update import updates_in_replica
-from tfkfac.distributed.collectives import Communicator
-from tfkfac.distributed.fingerprint import check_agreement
-from tfkfac.distributed.topology import find_topology
-from tfkfac.fosi.moments import release_moments
-from tfkfac.linalg.symmetric import all_finite
-from tfkfac.saving.store import Named, is_state, load_state, save_state
-from tfkfac.wrapper.delegation import DelegatingOptimizer
-from tfkfac.wrapper.guards import count_events
-from tfkfac.wrapper.shares import batch_share, weighted
-from tfkfac.wrapper.step import Gradients, Update, values_of
+from tfkfac.compat.optimizers import knows_variable
+from tfkfac.compat.optimizers import trainable_variables as known_variables
+from tfkfac.distributed.agreement import check_agreement
+from tfkfac.saving.store import Entry, load_state, save_state, why_unreadable
+from tfkfac.wrapper.arguments import check_inner, serialize_value
+from tfkfac.wrapper.method import Method
+from tfkfac.wrapper.scaling import LossScaling
+from tfkfac.wrapper.step import Job, Step
 from tfkfac.wrapper.support import check_settings, repair_keras
 
-_ordinals = itertools.count()
 
-
-class WrappingOptimizer(DelegatingOptimizer):
+class SecondOrderOptimizer(keras.optimizers.Optimizer):
     """Changes the gradients, then lets an inner Keras optimizer apply them.
 
     The learning rate, the iterations and everything an inner optimizer does
     by itself (momentum, weight decay, clipping, averaging) stay its own. A
     step whose gradients are not finite is skipped as a whole and counted.
 
+    What is done to the gradients is the `Method`'s, whose class a subclass
+    names. Its arguments are attributes of the optimizer.
+
     Args:
         inner_optimizer: A Keras optimizer, its identifier or its config.
+        method: What is done to the gradients.
         name: Name of the optimizer.
     """
 
-    def __init__(self, inner_optimizer: Any, name: str) -> None:
-        super().__init__(inner_optimizer, name)
-        self._model: weakref.ref[keras.Model] | None = None
-        self._scaler: weakref.ref[Any] | None = None
-        self._scope = ""
+    method_type: ClassVar[type[Method]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in cls.method_type.tunables():
+            setattr(cls, name, _tunable(name))
+        for name in cls.method_type.arguments:
+            setattr(cls, name, _argument(name))
+
+    def __init__(self, inner_optimizer: Any, method: Method, name: str) -> None:
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = check_inner(inner_optimizer)
+        self._method = method
+        self._scaling = LossScaling(name)
+        self._job: Job | None = None
+        # Checkpoints follow the attributes of an optimizer.
+        self._states: tuple[tf.Module, ...] = ()
         self._skipped: tuple[tf.Variable, ...] = ()
         repair_keras(tf.distribute.get_strategy())
 
@@ -75,21 +83,19 @@ class WrappingOptimizer(DelegatingOptimizer):
                 "Argument `model` must be a `keras.Model`. "
                 f"Received: model={model} (of type {type(model)})"
             )
-        if self._model is not None and self._model() is not model:
-            owner = self._model()
-            known = f"model '{owner.name}'" if owner else "a deleted model"
-            raise ValueError(
-                f"Optimizer '{self.name}' already belongs to {known} and "
-                "keeps its curvature. Create a new optimizer for model "
-                f"'{model.name}'."
-            )
+        self._check_owner(model)
         check_settings(model, loss_scaler)
         self._check_variables(model)
         detach(model, self)
-        self._model = weakref.ref(model)
-        self._scaler = None if loss_scaler is None else weakref.ref(loss_scaler)
+        self._scaling.know(loss_scaler)
+        if self._job is None:
+            self._job = Job(
+                self.name, model, self.inner_optimizer, self._scaling
+            )
         LossTap.open(model)
-        self._attached()
+        self._method.attach(self._job)
+        if self.built:
+            self._states = tuple(self._method.create())
         return self
 
     def bound_model(self) -> keras.Model:
@@ -98,24 +104,38 @@ class WrappingOptimizer(DelegatingOptimizer):
         Raises:
             ValueError: If there is none.
         """
-        model = self._model() if self._model is not None else None
-        if model is None:
+        return self._bound_job().model
+
+    def _bound_job(self) -> Job:
+        """The job, of a model that is still there."""
+        if self._job is None or self._job.find_model() is None:
             raise ValueError(
                 f"Optimizer '{self.name}' does not know its model. Use "
                 "`model.compile(optimizer=...)`, or call "
                 "`optimizer.attach(model)` before the first forward pass of "
                 "a custom loop."
             )
-        return model
+        return self._job
+
+    def _check_owner(self, model: keras.Model) -> None:
+        if self._job is None:
+            return
+        owner = self._job.find_model()
+        if owner is not model:
+            known = f"model '{owner.name}'" if owner else "a deleted model"
+            raise ValueError(
+                f"Optimizer '{self.name}' already belongs to {known} and "
+                "keeps its curvature. Create a new optimizer for model "
+                f"'{model.name}'."
+            )
 
     def _check_variables(self, model: keras.Model) -> None:
         if not self.built:
             return
-        known = self.inner_optimizer._trainable_variables_indices
         new = [
             v.path
             for v in model.trainable_variables
-            if self.inner_optimizer._var_key(v) not in known
+            if not knows_variable(self.inner_optimizer, v)
         ]
         if new:
             raise ValueError(
@@ -129,23 +149,15 @@ class WrappingOptimizer(DelegatingOptimizer):
         """Creates the state, for `variables` of the attached model."""
         if self.built:
             return
-        strategy = self.bound_model().distribute_strategy
-        self._topology = find_topology(strategy)
-        for parameter in self._hyperparameters.values():
+        job = self._bound_job()
+        for parameter in self._method.hyperparameters().values():
             parameter.build()
-        self._skipped = tuple(
-            state_variable(0, "int64", "skipped_steps")
-            for _ in self._topology.local
-        )
-        self._create_state()
-        if self._topology.workers > 1:
-            # Tells the collectives of one optimizer from another's. All
-            # workers build the optimizers of a job, in the same order.
-            self._scope = f"{self.name}:{next(_ordinals)}"
-        if self._topology.workers > len(self._topology.local):
+        job.create()
+        self._skipped = job.skipped
+        self._states = tuple(self._method.create())
+        if job.topology.replicas > len(job.topology.local):
             with tf.init_scope():  # a config holds values of variables
-                communicator = self._communicator("agreement")
-                check_agreement(self._description(), communicator)
+                check_agreement(self._description(), job.group("agreement"))
         self.inner_optimizer.build(list(variables))
         super().build(list(variables))
 
@@ -162,6 +174,7 @@ class WrappingOptimizer(DelegatingOptimizer):
             "inner optimizer": inner["class_name"],
             **{f"inner optimizer's {k}": v for k, v in settings.items()},
             "shapes of the weights": [list(v.shape) for v in weights],
+            **self._method.agreement(),
         }
 
     @tf.autograph.experimental.do_not_convert
@@ -179,108 +192,96 @@ class WrappingOptimizer(DelegatingOptimizer):
         if all(gradient is None for gradient in grads):
             self.inner_optimizer.apply(grads, trainable_variables)
             return
-        if trainable_variables is None:
-            trainable_variables = self._trainable_variables
-        variables = list(trainable_variables)
+        variables = trainable_variables
+        if variables is None:
+            variables = known_variables(self)
         if not self.built:
             with keras.name_scope(self.name):
-                self.build(variables)
-        batch = LossTap.open(self.bound_model()).take()
-        self._train(list(grads), variables, batch, self._communicator())
+                self.build(list(variables))
+        job = self._bound_job()
+        batch = LossTap.open(job.model).take()
+        self._method.run(Step(job, grads, variables, batch, job.group()))
 
-    def _train(
-        self,
-        gradients: Gradients,
-        variables: list[keras.Variable],
-        batch: LossBatch,
-        communicator: Communicator,
-    ) -> None:
-        """One step of the workers of `communicator`."""
-        gradients = self._reduce(gradients, batch, communicator)
-        communicator.outputs()  # the gradients are always used
-        step = self._prepare(gradients, variables, batch, communicator)
-        finite = self._all_finite(gradients, communicator)
-        count_events(
-            [tf.logical_not(finite)],
-            [self._skipped[self._position()]],
-            [self.name],
-            "a step is skipped, its gradients are not finite.",
-        )
+    # ---------------------------------------------------------- delegation
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate."""
+        return self.inner_optimizer.learning_rate
 
-        def update() -> tf.Tensor:
-            self._apply_inner(step(), variables)
-            return tf.constant(0)
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
 
-        tf.cond(finite, update, lambda: tf.constant(0))
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's number of updates."""
+        return self.inner_optimizer.iterations
 
-    def _communicator(self, scope: str | None = None) -> Communicator:
-        """This worker's collectives for one trace of the step."""
-        topology = self._topology
-        scope = self._scope if scope is None else scope
-        return Communicator(
-            self._rank(),
-            topology.workers,
-            scope,
-            topology.hint,
-            len(topology.local) > 1,
-        )
-
-    def _rank(self) -> int:
-        """This worker."""
-        local = self._topology.local
-        return local[0] if len(local) == 1 else replica_id()
-
-    def _position(self) -> int:
-        """Place of this worker among those of this process."""
-        return self._topology.position(self._rank())
-
-    def _reduce(
-        self,
-        gradients: Gradients,
-        batch: LossBatch,
-        communicator: Communicator,
-    ) -> Gradients:
-        """The only reduction of the gradients over the workers.
-
-        Keras divides each worker's mean loss by the number of workers. With
-        batches of different sizes, the last of an epoch, the sum is not the
-        gradient of the global mean: each is weighted by its examples.
-        """
-        share = batch_share(batch, communicator, self._topology.workers)
-        if communicator.workers == 1 and share is None:
-            return gradients
-        present = [tf.convert_to_tensor(g) for g in gradients if g is not None]
-        present = [weighted(g, share) for g in present]
-        reduced = iter(communicator.all_reduce(present))
-        return [None if g is None else next(reduced) for g in gradients]
-
-    def _all_finite(
-        self, gradients: Gradients, communicator: Communicator
-    ) -> tf.Tensor:
-        """Whether the step can be done; the same on every worker."""
-        return all_finite([values_of(g) for g in gradients if g is not None])
-
-    def _apply_inner(
-        self, update: Update, variables: list[keras.Variable]
-    ) -> None:
-        """The inner optimizer's own step, without a second reduction."""
-        # What is passed on as it is must be of this branch's graph too.
-        gradients = [
-            None if g is None else tf.identity(g) for g in update.gradients
-        ]
-        inner = self.inner_optimizer
-        if self._topology.workers == 1 and update.after is None:
-            inner.apply(gradients, variables)
-            return
-        with updates_in_replica(inner, update.after):
-            inner.apply(gradients, variables)
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The inner optimizer's variables."""
+        variables: list[keras.Variable] = self.inner_optimizer.variables
+        return variables
 
     @property
     def skipped_steps(self) -> tf.Variable | int:
         """Number of steps skipped because a gradient was not finite."""
         return self._skipped[0] if self._skipped else 0
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Notes when a `LossScaleOptimizer` is put around."""
+        # Keras' LossScaleOptimizer resets this attribute on what it wraps,
+        # the only sign of it there is.
+        if name == "loss_scale_factor" and "_scaling" in vars(self):
+            if value is not None:
+                raise ValueError(
+                    "Argument `loss_scale_factor` must be None; wrap the "
+                    "optimizer in a `keras.optimizers.LossScaleOptimizer` "
+                    f"instead. Received: loss_scale_factor={value}"
+                )
+            self._scaling.is_wrapped = True
+        super().__setattr__(name, value)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets the inner optimizer's variables, those of `variables`."""
+        self.inner_optimizer.set_weights(weights)
+
+    def finalize_variable_values(
+        self, var_list: Sequence[keras.Variable]
+    ) -> None:
+        """Lets the inner optimizer write its averages at the end."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
     # -------------------------------------------------------------- saving
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments of the constructor."""
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        method = self._method
+        return {
+            "name": self.name,
+            "inner_optimizer": inner,
+            **{
+                name: serialize_value(parameter.get())
+                for name, parameter in method.hyperparameters().items()
+            },
+            **{name: getattr(method, name) for name in method.arguments},
+        }
+
+    @classmethod
+    def from_config(
+        cls,
+        config: dict[str, Any],
+        custom_objects: dict[str, Any] | None = None,
+    ) -> Self:
+        """Creates an optimizer from its config."""
+        arguments = {
+            name: keras.saving.deserialize_keras_object(value, custom_objects)
+            if isinstance(value, dict)
+            else value
+            for name, value in config.items()
+        }
+        return cls(**arguments)
+
     def save_own_variables(self, store: Any) -> None:
         """Writes the curvature state, named by layer.
 
@@ -291,8 +292,8 @@ class WrappingOptimizer(DelegatingOptimizer):
         Args:
             store: A mapping of names to arrays.
         """
-        if self.built and self._topology.workers == 1:
-            save_state(store, self._named_state())
+        if self.built and self._bound_job().topology.replicas == 1:
+            save_state(store, self._entries())
 
     def load_own_variables(self, store: Any) -> None:
         """Reads what `save_own_variables` wrote.
@@ -305,9 +306,9 @@ class WrappingOptimizer(DelegatingOptimizer):
         """
         if not store.keys():
             return  # of an optimizer saved before it had any state
-        why = self._cannot_load(store)
+        why = self._why_not_loaded(store)
         if why is None:
-            load_state(store, self._named_state(), self.name)
+            load_state(store, self._entries(), self.name)
         else:
             warnings.warn(
                 f"Optimizer '{self.name}' does not load its saved curvature: "
@@ -315,30 +316,73 @@ class WrappingOptimizer(DelegatingOptimizer):
                 stacklevel=2,
             )
 
-    def _cannot_load(self, store: Any) -> str | None:
+    def _entries(self) -> list[Entry]:
+        skipped = Entry("", "skipped_steps", self._skipped[0])
+        return [skipped, *self._method.entries()]
+
+    def _why_not_loaded(self, store: Any) -> str | None:
         """Why saved state is of no use here, or None."""
-        if not is_state(store):
-            return "the file is of another optimizer"
+        why = why_unreadable(store)
+        if why is not None:
+            return why
         if not self.built:
-            model = self._model() if self._model is not None else None
+            model = self._job.find_model() if self._job is not None else None
             if model is None or unbuilt(model):
                 return "the model is not built"
             self.build(model.trainable_variables)
-        if self._topology.workers > 1:
+        if self._bound_job().topology.replicas > 1:
             return "it is of a single worker, and the job has several"
         return None
 
     # ----------------------------------------------------------- reporting
+    def summary(self, print_fn: Callable[[str], None] = print) -> None:
+        """Prints what the optimizer does with the model, and its state.
+
+        Args:
+            print_fn: Function that takes the text. Defaults to `print`.
+
+        Raises:
+            ValueError: If the optimizer has no model, or one that is not
+                built.
+        """
+        self._check_built()
+        print_fn("\n".join([*self._method.summary(), *self._events()]))
+
+    def state_bytes(self) -> dict[str, int]:
+        """Returns the bytes of this replica's curvature state by kind.
+
+        Known before training, for a built model.
+
+        Raises:
+            ValueError: If the optimizer has no model, or one that is not
+                built.
+        """
+        self._check_built()
+        return self._method.state_bytes()
+
+    def communication_bytes(self) -> dict[str, dict[str, int]]:
+        """Returns the bytes that this replica receives, by kind of step.
+
+        Known before training, for a built model.
+
+        Raises:
+            ValueError: If the optimizer has no model, or one that is not
+                built.
+        """
+        self._check_built()
+        return self._method.communication_bytes()
+
     def _events(self) -> list[str]:
         """What went wrong so far, for the summary."""
         if not self.built:
             return []
         events = [("steps skipped, gradients not finite", self._skipped[0])]
-        events += self._event_counters()
+        events += self._method.events()
         counts = [(text, int(count.numpy())) for text, count in events]
         return [f"{text}: {count}" for text, count in counts if count]
 
-    def _check_built(self, model: keras.Model) -> None:
+    def _check_built(self) -> None:
+        model = self.bound_model()
         if not self.built and unbuilt(model):
             raise ValueError(
                 f"Model '{model.name}' is not built, so the sizes of its "
@@ -346,38 +390,29 @@ class WrappingOptimizer(DelegatingOptimizer):
                 "train a step first."
             )
 
-    # ------------------------------------------------------ for subclasses
-    @abc.abstractmethod
-    def _attached(self) -> None:
-        """Called after each `attach`; the model may not be built yet."""
 
-    @abc.abstractmethod
-    def _create_state(self) -> None:
-        """Creates the variables for the attached model, which is built."""
+def _tunable(name: str) -> property:
+    """An attribute of an optimizer that is the value of a `Tunable`."""
 
-    @abc.abstractmethod
-    def _named_state(self) -> Named:
-        """This worker's variables to save, named by layer."""
+    def get(self: SecondOrderOptimizer) -> Any:
+        return self._method.hyperparameters()[name].get()
 
-    @abc.abstractmethod
-    def _event_counters(self) -> list[tuple[str, tf.Variable]]:
-        """What can go wrong, and how often it has."""
+    def set_(self: SecondOrderOptimizer, value: Any) -> None:
+        setattr(self._method, name, value)
 
-    @abc.abstractmethod
-    def _prepare(
-        self,
-        gradients: Gradients,
-        variables: list[keras.Variable],
-        batch: LossBatch,
-        communicator: Communicator,
-    ) -> Callable[[], Update]:
-        """Takes this trace's records; returns the function that does the step.
-
-        It runs only if all gradients are finite, which all workers agree on.
-        """
+    return property(get, set_)
 
 
-def detach(model: keras.Model, optimizer: WrappingOptimizer | None) -> None:
+def _argument(name: str) -> property:
+    """An attribute of an optimizer that is its method's, and read-only."""
+
+    def get(self: SecondOrderOptimizer) -> Any:
+        return getattr(self._method, name)
+
+    return property(get)
+
+
+def detach(model: keras.Model, optimizer: SecondOrderOptimizer | None) -> None:
     """Removes an optimizer's taps from a model; its state is kept.
 
     Args:

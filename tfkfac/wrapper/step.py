@@ -1,23 +1,33 @@
-"""One step of a worker."""
+"""A training job, and one step of one of its replicas."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
+import keras
 import tensorflow as tf
 
+from tfkfac.capture.scaling import LossBatch
+from tfkfac.capture.taps import replica_id
+from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.inner_update import updates_in_replica
+from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.topology import find_topology
+from tfkfac.linalg.symmetric import all_finite
+from tfkfac.wrapper.guards import count_events
+from tfkfac.wrapper.scaling import LossScaling
+from tfkfac.wrapper.shares import batch_share, weighted
 
-def values_of(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """The numbers of a dense or sparse gradient."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return gradient.values
-    return gradient
-
-
+T = TypeVar("T")
 Gradients = list[tf.Tensor | None]
+
+_ordinals = itertools.count()
 
 
 class Update(NamedTuple):
-    """What an optimizer lets its inner optimizer do in a step.
+    """What a method lets the inner optimizer do in a step.
 
     Attributes:
         gradients: The gradients for it.
@@ -27,3 +37,232 @@ class Update(NamedTuple):
 
     gradients: Gradients
     after: Callable[[], None] | None = None
+
+
+class Job:
+    """What all steps have in common: model, replicas, inner optimizer, clock.
+
+    Args:
+        name: Name of the optimizer.
+        model: The model that is trained.
+        inner_optimizer: The inner optimizer.
+        scaling: Scale of the loss; None is a loss without.
+
+    Attributes:
+        topology: The replicas of the job, and which of them live here.
+        skipped: For each of those, the number of steps it has skipped.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: keras.Model,
+        inner_optimizer: keras.optimizers.Optimizer,
+        scaling: LossScaling | None = None,
+    ) -> None:
+        self.name = name
+        self.inner_optimizer = inner_optimizer
+        self.scaling = LossScaling(name) if scaling is None else scaling
+        self.topology = find_topology(model.distribute_strategy)
+        self.skipped: tuple[tf.Variable, ...] = ()
+        self._model = weakref.ref(model)
+        self._tokens: tuple[tf.Variable, ...] = ()
+        self._scope = ""
+
+    def find_model(self) -> keras.Model | None:
+        """The model, or None if it has been deleted."""
+        return self._model()
+
+    @property
+    def model(self) -> keras.Model:
+        """The model, which is still there."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def clock(self) -> tf.Tensor:
+        """Number of updates of the weights so far, int64."""
+        return tf.cast(self.inner_optimizer.iterations, tf.int64)
+
+    @property
+    def rank(self) -> int:
+        """The replica whose code is being traced or run."""
+        local = self.topology.local
+        return local[0] if len(local) == 1 else replica_id()
+
+    def create(self) -> None:
+        """Creates what every step needs, whatever the method."""
+        self.skipped = self.for_each(
+            lambda rank: state_variable(0, "int64", "skipped_steps")
+        )
+        if self.topology.replicas > 1:
+            self._tokens = self.for_each(
+                lambda rank: state_variable(0.0, "float32", "ordering_token")
+            )
+            # Tells the collectives of one optimizer from another's. All
+            # workers build the optimizers of a job, in the same order.
+            self._scope = f"{self.name}:{next(_ordinals)}"
+
+    def for_each(self, make: Callable[[int], T]) -> tuple[T, ...]:
+        """Makes the state of every replica of this process, by its rank.
+
+        It is a replica's own: not mirrored, on its device, and other replicas
+        may have one of another shape or none.
+        """
+        made = []
+        local = zip(self.topology.local, self.topology.devices, strict=True)
+        for rank, device in local:
+            with tf.init_scope(), tf.device(device):
+                made.append(make(rank))
+        return tuple(made)
+
+    def own(self, states: Sequence[T]) -> T:
+        """The state of this replica, of what `for_each` returned."""
+        return states[self.topology.position(self.rank)]
+
+    def group(self, purpose: str = "") -> Communicator:
+        """This replica's collectives in one trace, with all others.
+
+        Args:
+            purpose: What tells them from those of the step, if they are made
+                in another order.
+        """
+        topology = self.topology
+        return Communicator(
+            self.rank,
+            topology.replicas,
+            f"{self._scope} {purpose}".strip(),
+            topology.hint,
+            len(topology.local) > 1,
+            self.own(self._tokens) if self._tokens else None,
+        )
+
+
+class Step:
+    """One training step of one replica, in one trace.
+
+    Args:
+        job: The job.
+        gradients: Gradients of this replica's loss, which Keras has divided
+            by the number of replicas; None where there is none.
+        variables: Their variables.
+        batch: The batch of this replica.
+        group: The replicas that train together.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        gradients: Sequence[tf.Tensor | None],
+        variables: Sequence[keras.Variable],
+        batch: LossBatch,
+        group: Communicator,
+    ) -> None:
+        self.job = job
+        self.gradients: Gradients = list(gradients)
+        self.variables = list(variables)
+        self.batch = batch
+        self.group = group
+        self._is_reduced = group.size == 1
+
+    def among(self, members: tuple[int, ...]) -> "Step":
+        """Returns the step of a part of the group, with this replica."""
+        return Step(
+            self.job,
+            self.gradients,
+            self.variables,
+            self.batch,
+            self.group.among(members),
+        )
+
+    @functools.cached_property
+    def share(self) -> tf.Tensor | None:
+        """Weight of this replica's batch in the mean, see `batch_share`.
+
+        It is worked out where it is first asked for. That is in `reduce` or
+        `weigh`, which every replica that trains calls outside of any branch.
+        """
+        replicas = self.job.topology.replicas
+        return batch_share(self.batch, self.group, replicas)
+
+    def weigh(self) -> None:
+        """Makes the gradients this replica's part of that of the mean loss.
+
+        With batches of different sizes, the last of an epoch, the mean of the
+        replicas' gradients is not that of the global mean.
+        """
+        if self.group.size == 1 and self.share is None:
+            return
+        self.gradients = [
+            None if g is None else weighted(tf.convert_to_tensor(g), self.share)
+            for g in self.gradients
+        ]
+
+    def reduce(self) -> None:
+        """Makes the gradients those of the mean loss of the whole group.
+
+        The only reduction of the gradients, whatever the inner optimizer.
+        """
+        self.weigh()
+        if self.group.size > 1:
+            present = [g for g in self.gradients if g is not None]
+            reduced = iter(self.group.all_reduce(present))
+            self.gradients = [
+                None if g is None else next(reduced) for g in self.gradients
+            ]
+        self._is_reduced = True
+
+    def apply_if_finite(self, direction: Callable[[], Update]) -> None:
+        """Lets the inner optimizer take the step, or skips it as a whole.
+
+        Args:
+            direction: Returns what the inner optimizer is to do. It runs only
+                if all gradients are finite, on every replica of the group or
+                on none. Collectives are legal in it; what it needs of the
+                batch and of the layers' records must be taken before.
+        """
+        finite = self._all_finite()
+        count_events(
+            [tf.logical_not(finite)],
+            [self.job.own(self.job.skipped)],
+            [self.job.name],
+            "a step is skipped, its gradients are not finite.",
+        )
+
+        def update() -> tf.Tensor:
+            self._apply_inner(direction())
+            return tf.constant(0)
+
+        tf.cond(finite, update, lambda: tf.constant(0))
+
+    def _all_finite(self) -> tf.Tensor:
+        """Whether the step can be done; the same on every replica."""
+        finite = all_finite(
+            [values_of(g) for g in self.gradients if g is not None]
+        )
+        if self._is_reduced:
+            return finite
+        bad = tf.cast(tf.logical_not(finite), tf.float32)
+        (total,) = self.group.all_reduce([bad])
+        return tf.equal(total, 0)
+
+    def _apply_inner(self, update: Update) -> None:
+        """The inner optimizer's own step, without a second reduction."""
+        # What is passed on as it is must be of this branch's graph too.
+        gradients = [
+            None if g is None else tf.identity(g) for g in update.gradients
+        ]
+        inner = self.job.inner_optimizer
+        if self.job.topology.replicas == 1 and update.after is None:
+            inner.apply(gradients, self.variables)
+            return
+        with updates_in_replica(inner, update.after):
+            inner.apply(gradients, self.variables)
+
+
+def values_of(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
+    """The numbers of a dense or sparse gradient."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values
+    return gradient

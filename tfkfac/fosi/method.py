@@ -1,0 +1,322 @@
+"""FOSI and DHO2, step by step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from typing_extensions import override
+
+from tfkfac.capture.replay import ForwardTap
+from tfkfac.curvature.hessian import flat_space
+from tfkfac.fosi.directions import (
+    Search,
+    add_to_weights,
+    flat_gradient,
+    places_of,
+)
+from tfkfac.fosi.estimator import BetweenSteps, Estimator
+from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
+from tfkfac.fosi.multirole import BesideSteps
+from tfkfac.fosi.state import State
+from tfkfac.fosi.subspace import Subspace
+from tfkfac.fosi.summary import describe
+from tfkfac.saving.store import Entry
+from tfkfac.wrapper.hyperparameters import Tunable, Value
+from tfkfac.wrapper.method import Method
+from tfkfac.wrapper.step import Gradients, Job, Step, Update
+
+
+class FOSIMethod(Method):
+    """Newton steps in the directions, the inner optimizer's on the rest.
+
+    The arguments are those of `FOSI`, checked.
+
+    Args:
+        alpha: Learning rate of the Newton steps.
+        update_interval: Steps between estimations.
+        num_largest: Number of directions of largest curvature.
+        num_smallest: Number of directions of smallest curvature.
+        warmup_steps: Steps before the first estimation.
+        lanczos_steps: Products of an estimation.
+        momentum: Momentum of the Newton steps.
+        learning_rate_clip: Largest factor on the inner optimizer's change.
+        layout: Name of the layout of the directions.
+        accelerator_fraction: Share of the replicas that estimate beside the
+            others' steps; with none, all do between their steps.
+        final_update: What is done with such an estimation.
+        seed: Seed of the start vector.
+    """
+
+    alpha = Tunable()
+    update_interval = Tunable(integer=True)
+    arguments = (
+        "num_largest",
+        "num_smallest",
+        "warmup_steps",
+        "lanczos_steps",
+        "momentum",
+        "learning_rate_clip",
+        "layout",
+        "accelerator_fraction",
+        "final_update",
+        "seed",
+    )
+
+    def __init__(
+        self,
+        *,
+        alpha: Value,
+        update_interval: Value,
+        num_largest: int,
+        num_smallest: int,
+        warmup_steps: int,
+        lanczos_steps: int | None,
+        momentum: float,
+        learning_rate_clip: float,
+        layout: str,
+        accelerator_fraction: float,
+        final_update: str,
+        seed: int,
+    ) -> None:
+        self.alpha = alpha
+        self.update_interval = update_interval
+        self.num_largest = num_largest
+        self.num_smallest = num_smallest
+        self.warmup_steps = warmup_steps
+        self.lanczos_steps = lanczos_steps
+        self.momentum = momentum
+        self.learning_rate_clip = learning_rate_clip
+        self.layout = layout
+        self.accelerator_fraction = accelerator_fraction
+        self.final_update = final_update
+        self.seed = seed
+        self.search = Search(
+            num_largest,
+            num_smallest,
+            lanczos_steps,
+            warmup_steps,
+            self.update_interval,
+            seed,
+        )
+        self.estimator: Estimator = BetweenSteps(self.search)
+        if accelerator_fraction > 0:
+            self.estimator = BesideSteps(
+                self.search, accelerator_fraction, final_update, self.alpha
+            )
+        self._geometry: Geometry | None = None
+
+    @property
+    def states(self) -> Sequence[State]:
+        """What each replica of this process keeps."""
+        return self.estimator.states
+
+    # ------------------------------------------------------------ the step
+    @override
+    def run(self, step: Step) -> None:
+        """One step (FOSI, algorithm 3; DHO2, algorithm 3 and section IV)."""
+        self.estimator.run(step, self.train)
+
+    def train(
+        self, step: Step, state: State, estimate: Callable[[], None]
+    ) -> None:
+        """The step of a replica that trains.
+
+        Args:
+            step: The step, among those that train.
+            state: What this replica keeps.
+            estimate: Renews the directions if that is due.
+        """
+        if state.layout.reduces_gradients:
+            step.weigh()
+        else:
+            step.reduce()
+
+        def direction() -> Update:
+            estimate()
+            inside, rest = self.split(step, state)
+            self.accumulate(inside, state)
+            return Update(rest, self.correction(inside, step, state))
+
+        step.apply_if_finite(direction)
+
+    def split(self, step: Step, state: State) -> tuple[tf.Tensor, Gradients]:
+        """Splits the gradient g.
+
+        Returns:
+            `c = V^T g`, and `g - V c` for the inner optimizer. Without
+            directions, zeros and g as it is.
+        """
+        subspace = state.existing_subspace
+        weights = self.job.model.trainable_variables
+        space, order = flat_space(weights), places_of(step, weights)
+        dense = [
+            tf.convert_to_tensor(g) for g in step.gradients if g is not None
+        ]
+        nothing = tf.zeros(subspace.momentum.shape, space.dtype)
+
+        def project() -> list[tf.Tensor]:
+            gradient = flat_gradient(step)
+            inside, rest = subspace.project_out(gradient, step.group)
+            whole = space.split(rest)
+            return [
+                tf.identity(x) for x in (inside, *(whole[i] for i in order))
+            ]
+
+        def keep() -> list[tf.Tensor]:
+            if state.layout.reduces_gradients:
+                return [nothing, *step.group.all_reduce(dense)]
+            return [nothing, *dense]
+
+        inside, *parts = tf.cond(state.estimations > 0, project, keep)
+        rest = iter(parts)
+        return inside, [
+            None if g is None else next(rest) for g in step.gradients
+        ]
+
+    def accumulate(self, inside: tf.Tensor, state: State) -> None:
+        """Adds to the mean over as many steps as the inner optimizer takes."""
+        accumulated = state.existing_subspace.accumulated
+        if accumulated is not None:
+            steps = self.job.inner_optimizer.gradient_accumulation_steps
+            accumulated.assign_add(inside / steps)
+
+    def correction(
+        self, inside: tf.Tensor, step: Step, state: State
+    ) -> Callable[[], None]:
+        """Returns what is done where the inner optimizer has moved weights.
+
+        Its change d of the weights is read off them: the difference to what
+        they were before.
+        """
+        weights = self.job.model.trainable_variables
+        order = places_of(step, weights)
+        before = [tf.identity(v.value) for v in weights]
+
+        def correct() -> tf.Tensor:
+            changes = map(tf.subtract, [v.value for v in weights], before)
+            change = flat_space(weights).join(list(changes))
+            move = self.newton(inside, change, step, state.existing_subspace)
+            # Weights without a gradient stay as they are.
+            add_to_weights(self.job.model, move, order)
+            return tf.constant(0)
+
+        def after() -> None:
+            tf.cond(state.estimations > 0, correct, lambda: tf.constant(0))
+
+        return after
+
+    def newton(
+        self,
+        inside: tf.Tensor,
+        change: tf.Tensor,
+        step: Step,
+        subspace: Subspace,
+    ) -> tf.Tensor:
+        """What is added to the inner optimizer's change d of the weights.
+
+        `(s - 1) d - s V V^T d - alpha V (m / |lambda|)`
+        """
+        projected = subspace.coefficients(change, step.group)
+        if subspace.accumulated is not None:
+            inside = tf.identity(subspace.accumulated)
+            subspace.accumulated.assign(tf.zeros_like(inside))
+        momentum = subspace.momentum.assign(
+            self.momentum * subspace.momentum + inside
+        )
+        alpha = tf.cast(self.alpha.at(self.job.clock), change.dtype)
+        newton = alpha * momentum * subspace.inverse_curvature(step.group.rank)
+        if not self._scales_rate():
+            return -subspace.combine([projected, newton], step.group)
+        # s = clip(lambda_max / lambda_k, 1, learning_rate_clip)
+        scale = tf.clip_by_value(
+            subspace.rate_ratio(), 1.0, self.learning_rate_clip
+        )
+        moved = subspace.combine([scale * projected, newton], step.group)
+        return (scale - 1) * change - moved
+
+    def _scales_rate(self) -> bool:
+        """Whether s can be other than 1: SGD's steps scale with gradients."""
+        is_sgd = isinstance(self.job.inner_optimizer, keras.optimizers.SGD)
+        return is_sgd and self.learning_rate_clip > 1
+
+    # --------------------------------------------------- binding and state
+    @override
+    def attach(self, job: Job) -> None:
+        self.job = job
+        ForwardTap.open(job.model)
+        self.estimator.attach(job)
+
+    @property
+    def geometry(self) -> Geometry:
+        """Sizes, of the state if there is any, else of the model."""
+        return self._geometry or self.search.geometry(self.job)
+
+    def make_layout(self) -> Layout:
+        """Which part of the directions a replica keeps."""
+        trainers = self.estimator.count_trainers(self.job.topology.replicas)
+        return LAYOUTS[self.layout](self.geometry, trainers)
+
+    @override
+    def create(self) -> Sequence[tf.Module]:
+        geometry = self.search.geometry(self.job)
+        if geometry != self._geometry:
+            self.search.warn_if_fewer(self.job, geometry)
+            self._geometry = geometry
+            self.estimator.create(self.make_layout())
+        return self.states
+
+    @override
+    def agreement(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def entries(self) -> list[Entry]:
+        return self.states[0].entries()
+
+    @override
+    def events(self) -> list[tuple[str, tf.Variable]]:
+        text = "estimations of curvature that were not finite"
+        return [(text, self.states[0].failures)]
+
+    # ----------------------------------------------------------- reporting
+    def spectrum(self) -> np.ndarray:
+        """The Ritz values in use, ascending; empty if there are none."""
+        found = self.states and int(self.states[0].estimations.numpy()) > 0
+        subspace = self.states[0].subspace if found else None
+        if subspace is None:
+            return np.zeros([0], np.float32)
+        return np.asarray(subspace.ritz_values.numpy())
+
+    def idle_share(self) -> np.ndarray:
+        """Share of the time that each replica has waited for the others."""
+        return self.estimator.idle_share()
+
+    @override
+    def summary(self) -> list[str]:
+        inner = type(self.job.inner_optimizer).__name__
+        title = (
+            f"FOSI '{self.job.name}' of model '{self.job.model.name}': Newton "
+            f"steps in the directions, {inner} on the rest"
+        )
+        made = int(self.states[0].estimations.numpy()) if self.states else 0
+        rows = self.estimator.rows()
+        if self.job.topology.replicas > 1:
+            rows.insert(2, ("Layout", self.layout))
+        return describe(
+            title,
+            self.geometry,
+            made,
+            self.state_bytes(),
+            rows,
+            self.spectrum(),
+        )
+
+    @override
+    def state_bytes(self) -> dict[str, int]:
+        return self.estimator.state_bytes(self.make_layout())
+
+    @override
+    def communication_bytes(self) -> dict[str, dict[str, int]]:
+        return self.estimator.communication_bytes(self.make_layout())

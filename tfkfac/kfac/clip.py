@@ -1,0 +1,32 @@
+"""The clip in the metric of the Fisher matrix."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+def clip_factor(
+    pairs: Sequence[tuple[tf.Tensor, tf.Tensor]],
+    kl_clip: tf.Tensor,
+    learning_rate: Any,
+) -> tf.Tensor:
+    """`nu = min(1, sqrt(kl_clip / (lr^2 |sum <P, W>|)))`.
+
+    `lr^2 <P, W>` is the squared length of a step in the Fisher metric, about
+    twice the change of the model's predictions in nats (Distributed K-FAC,
+    eq. 16). All preconditioned gradients are scaled by the same factor.
+
+    Args:
+        pairs: Gradient matrices `W` and `P`, the preconditioned ones.
+        kl_clip: Largest squared length.
+        learning_rate: Learning rate of the inner optimizer.
+
+    Returns:
+        A scalar float32; 1 if there is nothing to clip.
+    """
+    products = [tf.reduce_sum(p * w) for w, p in pairs]
+    total = tf.abs(tf.add_n([tf.cast(x, tf.float32) for x in products]))
+    length = tf.square(tf.cast(learning_rate, tf.float32)) * total
+    clipped = tf.sqrt(tf.math.divide_no_nan(kl_clip, length))
+    return tf.where(length > 0, tf.minimum(clipped, 1.0), 1.0)

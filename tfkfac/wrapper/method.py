@@ -1,0 +1,87 @@
+"""What a paper's method is to the Keras optimizer around it."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfkfac.saving.store import Entry
+from tfkfac.wrapper.hyperparameters import Hyperparameter, Tunable
+from tfkfac.wrapper.step import Job, Step
+
+
+class Method(abc.ABC):
+    """A way to turn gradients into steps, with the state that it keeps.
+
+    A method is plain Python around TensorFlow: it does not know that it is
+    inside a Keras optimizer, and a test can run it on a `Job` and a `Step` of
+    its own.
+
+    Attributes:
+        arguments: Names of the arguments that are attributes and never
+            change; those that can be changed are declared as `Tunable`s. The
+            Keras optimizer shows both, and puts both into its config.
+        job: What it is attached to.
+    """
+
+    arguments: ClassVar[tuple[str, ...]] = ()
+    job: Job
+
+    @classmethod
+    def tunables(cls) -> dict[str, Tunable]:
+        """The arguments that can be changed during training, by name."""
+        return {
+            name: value
+            for base in reversed(cls.__mro__)
+            for name, value in vars(base).items()
+            if isinstance(value, Tunable)
+        }
+
+    def hyperparameters(self) -> dict[str, Hyperparameter]:
+        """The values of the tunables, by name."""
+        return {name: getattr(self, name) for name in self.tunables()}
+
+    @abc.abstractmethod
+    def attach(self, job: Job) -> None:
+        """Binds the method to a job and taps the job's model.
+
+        Called before the first forward pass, and again with the same job
+        whenever the model is compiled anew. The model may not be built yet.
+        """
+
+    @abc.abstractmethod
+    def create(self) -> Sequence[tf.Module]:
+        """Creates the state for the model, which is built; keeps what fits.
+
+        Returns:
+            The state of each replica of this process.
+        """
+
+    @abc.abstractmethod
+    def run(self, step: Step) -> None:
+        """Does one training step."""
+
+    @abc.abstractmethod
+    def agreement(self) -> dict[str, Any]:
+        """What all workers must have in common, by name; JSON can hold it."""
+
+    @abc.abstractmethod
+    def entries(self) -> list[Entry]:
+        """This replica's state to save."""
+
+    @abc.abstractmethod
+    def events(self) -> list[tuple[str, tf.Variable]]:
+        """What can go wrong, and how often it has."""
+
+    @abc.abstractmethod
+    def summary(self) -> list[str]:
+        """The lines of the summary, for a built model."""
+
+    @abc.abstractmethod
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of this replica's state by kind, for a built model."""
+
+    @abc.abstractmethod
+    def communication_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes this replica receives, by kind of step, for a built model."""
