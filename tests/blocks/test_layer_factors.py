@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tests.harness import (
+from tests.support.harness import (
     FACTOR_RTOL,
     Step,
     assert_close,
@@ -26,8 +26,8 @@ from tests.harness import (
     train_once,
     weights_of,
 )
-from tests.layer_cases import EMBEDDING, LINEAR, NORMS, make_input
-from tests.layer_models import (
+from tests.support.layer_cases import EMBEDDING, LINEAR, NORMS, make_input
+from tests.support.layer_models import (
     activation_name,
     deep_model,
     expected_factors,
@@ -36,14 +36,20 @@ from tests.layer_models import (
     per_example_norm_gradients,
     targets,
 )
-from tests.layer_views import (
+from tests.support.layer_views import (
     ConvView,
     DepthwiseView,
     View,
     normalized,
     view_of,
 )
-from tests.reference import Array, RunningAverage, append_one, factors, gradient
+from tests.support.reference import (
+    Array,
+    RunningAverage,
+    append_one,
+    factors,
+    gradient,
+)
 
 SHARING = ["expand", "reduce"]
 BATCH = 4

@@ -17,9 +17,9 @@ from keras import layers
 from keras.optimizers.schedules import ExponentialDecay
 
 import tfkfac
-from tests.harness import assert_close
-from tests.reference import Array, append_one, factors
-from tests.small import (
+from tests.support.harness import assert_close
+from tests.support.reference import Array, append_one, factors
+from tests.support.small import (
     CLASSES,
     FEATURES,
     ROWS,

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.small import (
+from tests.support.small import (
     CLASSES,
     FEATURES,
     assert_same,

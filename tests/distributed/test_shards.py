@@ -6,8 +6,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.distributed.lockstep import run_together
-from tests.reference import Array
+from tests.support.lockstep import run_together
+from tests.support.reference import Array
 from tfkfac.distributed.shards import Shards
 
 SIZES = st.integers(1, 60)

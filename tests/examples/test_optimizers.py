@@ -9,7 +9,7 @@ import train_classifier
 from optimizers import FOSI_NAMES, NAMES
 from preparation import make_model
 from recording import Recorder
-from tests.examples import tiny
+from tests.support import tiny
 
 
 def build(text, name):

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import plot_spectrum
 from preparation import make_model
-from tests.examples import tiny
+from tests.support import tiny
 
 TINY = (
     "--batch-size 10 --epochs 1 --examples 30 --lanczos-steps 8 "

@@ -9,8 +9,8 @@ import pytest
 from keras import layers
 
 import tfkfac
-from tests.reference import Array
-from tests.small import curvature, kfac_of, loss, summary_text
+from tests.support.reference import Array
+from tests.support.small import curvature, kfac_of, loss, summary_text
 
 datasets = pytest.importorskip("sklearn.datasets")
 

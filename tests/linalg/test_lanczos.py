@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.linalg.spectra import assert_pairs, operator, run, spectrum
-from tests.reference import Array
+from tests.support.reference import Array
+from tests.support.spectra import assert_pairs, operator, run, spectrum
 from tfkfac.curvature import lanczos
 from tfkfac.linalg.lanczos import Lanczos, random_vector
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.linalg.spectra import assert_pairs, run, spectrum
+from tests.support.spectra import assert_pairs, run, spectrum
 
 NAN, INF = float("nan"), float("inf")
 

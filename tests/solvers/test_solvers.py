@@ -15,9 +15,9 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.harness import assert_close
-from tests.reference import Array
-from tests.small import curvature
+from tests.support.harness import assert_close
+from tests.support.reference import Array
+from tests.support.small import curvature
 from tfkfac.blocks import Block
 from tfkfac.capture.walk import build_registry
 

@@ -1,0 +1,303 @@
+"""`hessian_vector_product`: oracle, forms, changes and errors."""
+
+import functools
+import pathlib
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests.support.curvature_models import (
+    IMAGE,
+    ROWS,
+    ZOO,
+    difference_products,
+    flat,
+    inputs,
+    network,
+    noise,
+    ready,
+    weight_count,
+)
+from tests.support.harness import randomize
+from tests.support.reference import Array
+from tests.support.small import loss
+from tfkfac.curvature import hessian_vector_product, lanczos
+
+DATA = pathlib.Path(__file__).parents[1] / "data"
+
+
+# ---------------------------------------------------------------------- oracle
+@functools.cache
+def oracle() -> dict[str, Array]:
+    with np.load(DATA / "fosi_mlp.npz") as file:
+        return {k: file[k] for k in file.files}
+
+
+def oracle_model() -> Any:
+    model = keras.Sequential(
+        [
+            keras.Input((10,)),
+            layers.Dense(16, activation="tanh", name="dense_1"),
+            layers.Dense(3, name="dense_2"),
+        ]
+    )
+    for layer in model.layers:
+        keys = [f"weights0/{layer.name}/{k}" for k in ("kernel", "bias")]
+        layer.set_weights([oracle()[key] for key in keys])
+    model.compile("sgd", loss())
+    return model
+
+
+def test_oracle() -> None:
+    model, want = oracle_model(), oracle()
+    for vectors, products in (
+        (want["probe"], want["hessian_times_probe"]),
+        (np.eye(227), want["hessian"]),
+    ):
+        got = hessian_vector_product(model, want["x"], want["y"], vectors)
+        scale = np.abs(products).max()
+        np.testing.assert_allclose(got, products, rtol=0, atol=2e-6 * scale)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_oracle_lanczos(graph: bool) -> None:
+    model, want = oracle_model(), oracle()
+
+    def pairs() -> Any:
+        return lanczos(
+            lambda v: hessian_vector_product(model, want["x"], want["y"], v),
+            227,
+            24,
+            start_vector=want["start_vector"],
+            num_smallest=2,
+            num_largest=4,
+        )
+
+    values, vectors = tf.function(pairs)() if graph else pairs()
+    true = want["lanczos24/eigenvalues"]
+    np.testing.assert_allclose(values, true, rtol=0, atol=2e-6 * true[-1])
+    overlap = np.sum(vectors.numpy() * want["lanczos24/eigenvectors"], 0)
+    np.testing.assert_allclose(abs(overlap), 1, atol=1e-4)
+
+
+# ----------------------------------------------------------------------- forms
+def test_forms() -> None:
+    model, x, y = ready("batch")
+    columns = noise(weight_count(model), 3)
+    many = hessian_vector_product(model, x, y, columns)
+    assert many.shape == columns.shape
+    for i, column in enumerate(columns.T):
+        one = hessian_vector_product(model, x, y, column)
+        assert one.shape == column.shape
+        np.testing.assert_allclose(many[:, i], one, rtol=1e-4, atol=1e-5)
+        again = hessian_vector_product(model, x, y, column[:, None])
+        np.testing.assert_array_equal(again[:, 0], one)
+        shapes = [v.shape for v in model.trainable_variables]
+        sizes = np.cumsum([np.prod(s, dtype=int) for s in shapes])
+        parts = [
+            part.reshape(shape)
+            for part, shape in zip(
+                np.split(column, sizes[:-1]), shapes, strict=True
+            )
+        ]
+        for form in (list, tuple):
+            images = hessian_vector_product(model, x, y, form(parts))
+            assert [tuple(t.shape) for t in images] == shapes
+            np.testing.assert_array_equal(flat(images), one)
+
+
+def test_dtypes_of_vectors() -> None:
+    model, x, y = ready()
+    vector = np.arange(weight_count(model)) % 3
+    want = hessian_vector_product(model, x, y, vector.astype("float32"))
+    for other in (vector, vector * 1.0, vector * tf.constant(1.0, tf.float16)):
+        got = hessian_vector_product(model, x, y, other)
+        assert got.dtype == tf.float32
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("case", ["layer", "lstm", "dropout", "max_pooling"])
+def test_symmetric(case: str) -> None:
+    model, x, y = ready(case)
+    vectors = noise(weight_count(model), 4)
+    images = hessian_vector_product(model, x, y, vectors).numpy()
+    gram = vectors.T @ images
+    scale = np.abs(gram).max()
+    np.testing.assert_allclose(gram / scale, gram.T / scale, atol=1e-5)
+
+
+def test_one_mask_for_all_columns() -> None:
+    """And the same in the next call."""
+    model, x, y = ready("dropout")
+    pair = noise(weight_count(model), 2)
+    vectors = np.concatenate([pair, pair.sum(1, keepdims=True)], 1)
+    images = hessian_vector_product(model, x, y, vectors).numpy()
+    total = images[:, 0] + images[:, 1]
+    np.testing.assert_allclose(images[:, 2], total, rtol=1e-4, atol=1e-5)
+    again = hessian_vector_product(model, x, y, vectors).numpy()
+    np.testing.assert_array_equal(images, again)
+
+
+def test_in_a_function_of_any_batch_size() -> None:
+    model, x, y = ready("batch")
+    vectors = noise(weight_count(model), 2)
+    traces = []
+
+    @tf.function(
+        input_signature=[
+            tf.TensorSpec([None, *IMAGE]),
+            tf.TensorSpec([None, 2]),
+            tf.TensorSpec(vectors.shape),
+        ]
+    )
+    def product(x: Any, y: Any, vectors: Any) -> Any:
+        traces.append(1)
+        return hessian_vector_product(model, x, y, vectors)
+
+    for rows in (ROWS, 3):
+        got = product(x[:rows], y[:rows], vectors)
+        want = hessian_vector_product(model, x[:rows], y[:rows], vectors)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    assert len(traces) == 1
+
+
+# --------------------------------------------------------------------- changes
+def test_new_weights_loss_and_freezing() -> None:
+    model, x, y = ready()
+    unit = np.eye(weight_count(model))
+
+    def hessian(size: int = len(unit)) -> Array:
+        part = unit[:size, :size]
+        return hessian_vector_product(model, x, y, part).numpy()
+
+    first = hessian()
+    weights = model.get_weights()
+    model.set_weights([2 * w for w in weights])
+    assert abs(hessian() - first).max() > 0.1
+    model.set_weights(weights)
+    np.testing.assert_array_equal(hessian(), first)
+    model.layers[1].trainable = False
+    last = weight_count(model)
+    frozen = hessian(last)
+    np.testing.assert_allclose(frozen, first[-last:, -last:], atol=1e-6)
+    model.layers[1].trainable = True
+    np.testing.assert_array_equal(hessian(), first)
+    model.compile("sgd", "huber")
+    assert abs(hessian() - first).max() > 0.1
+    model.compile("sgd", "mse")
+    np.testing.assert_array_equal(hessian(), first)
+
+
+def assert_allclose(got: Any, want: Array, tolerance: float) -> None:
+    scale = np.abs(want).max()
+    np.testing.assert_allclose(got / scale, want / scale, atol=tolerance)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_mixed_precision(policy: str) -> None:
+    """Finite, float32, and what the same float32 model gives."""
+
+    def product(dtype: str) -> Any:
+        stack = [
+            layers.Conv2D(3, 2, activation="tanh", dtype=dtype),
+            layers.BatchNormalization(dtype=dtype),
+            layers.Flatten(dtype=dtype),
+            layers.LayerNormalization(dtype=dtype),
+            layers.Dense(2),
+        ]
+        model = keras.Sequential([keras.Input(IMAGE), *stack])
+        randomize(model)
+        model.compile("sgd", "mse")
+        x, y = inputs(IMAGE), noise(ROWS, 2)
+        vectors = noise(weight_count(model), 2)
+        return hessian_vector_product(model, x, y, vectors).numpy()
+
+    got = product(policy)
+    assert got.dtype == np.float32
+    assert_allclose(got, product("float32"), 0.05)
+
+
+# ---------------------------------------------------------------------- errors
+class NoSecond(layers.Layer):
+    """Its only operation has a first derivative, not a second one."""
+
+    def call(self, x: Any) -> Any:
+        return tf.nn.local_response_normalization(x)
+
+
+def up(interpolation: str, **kwargs: Any) -> layers.Layer:
+    return layers.UpSampling2D(2, interpolation=interpolation, **kwargs)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        functools.partial(NoSecond, name="unusual"),
+        functools.partial(NoSecond, name="unusual_1"),
+        functools.partial(up, "bicubic", name="resized"),
+        functools.partial(layers.Dense, 3, activation="softsign"),
+    ],
+)
+def test_no_second_derivative(layer: Any, columns: int) -> None:
+    """The message names the layer, also when others have similar names."""
+    before, bad, after = layers.Dense(3), layer(), layers.Dense(3)
+    model = network(lambda x: after(bad(before(x))), IMAGE)
+    model.compile("sgd", "mse")
+    x, y, n = inputs(IMAGE), noise(ROWS, 2), weight_count(model)
+    with pytest.raises(NotImplementedError, match=f"'{bad.name}'"):
+        hessian_vector_product(model, x, y, noise(n, columns))
+    model.train_on_batch(x, y)
+
+
+def test_second_derivative_of_bilinear_resizing() -> None:
+    """TensorFlow takes it for zero: right or refused, but not wrong."""
+    model = network(lambda x: up("bilinear")(layers.Dense(3)(x)), IMAGE)
+    model.compile("sgd", "mse")
+    x, y, vectors = inputs(IMAGE), noise(ROWS, 2), noise(weight_count(model), 2)
+    want = difference_products(model, vectors, x, y, step=3e-3)
+    try:
+        got = hessian_vector_product(model, x, y, vectors)
+    except NotImplementedError as error:
+        assert "up_sampling2d" in str(error)
+    else:
+        assert_allclose(got, want, 1e-3)
+
+
+def test_wrong_models() -> None:
+    x, y = inputs((3,)), noise(ROWS, 2)
+    model = network(*ZOO["tanh"])
+    vector = noise(weight_count(model))
+    with pytest.raises(ValueError, match=r"`model`.*is not compiled"):
+        hessian_vector_product(model, x, y, vector)
+    late = keras.Sequential([layers.Dense(2, name="late")])
+    late.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"`model`.*is not built"):
+        hessian_vector_product(late, x, y, vector)
+    for other in (None, model.layers[1], lambda x: x):
+        with pytest.raises(TypeError, match="`model`"):
+            hessian_vector_product(other, x, y, vector)
+
+
+@pytest.mark.parametrize(
+    "vectors",
+    [
+        noise(25),
+        noise(1, 26),
+        noise(26, 1, 1),
+        1.0,
+        [noise(3, 4)],
+        [noise(4, 3), noise(4), noise(4, 2), noise(2)],
+        [1.0] * 26,
+    ],
+)
+def test_wrong_vectors(vectors: Any) -> None:
+    model, x, y = ready()
+    with pytest.raises(ValueError, match="`vectors`"):
+        hessian_vector_product(model, x, y, vectors)
+    # A refused call leaves nothing behind.
+    assert hessian_vector_product(model, x, y, noise(26)).shape == (26,)

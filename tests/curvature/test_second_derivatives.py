@@ -1,0 +1,192 @@
+"""Hessian-vector products of layers and losses against differences."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, losses
+
+from tests.support.curvature_models import (
+    ROWS,
+    ZOO,
+    difference_products,
+    floats,
+    inputs,
+    network,
+    noise,
+    weight_count,
+)
+from tests.support.harness import randomize
+from tests.support.reference import Array
+from tfkfac.curvature import hessian_vector_product
+
+BITS = np.arange(2 * ROWS).reshape(ROWS, 2) % 3 % 2
+LABELS = np.arange(ROWS) % 3
+ONE_HOT = np.eye(3)[LABELS]
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    with floats("float64"):
+        yield
+
+
+def assert_agrees(
+    model: Any, x: Any, y: Any, sample_weight: Any = None
+) -> Array:
+    """Compares two products, and returns them."""
+    vectors = noise(weight_count(model), 2)
+    want = difference_products(model, vectors, x, y, sample_weight)
+    got = hessian_vector_product(model, x, y, vectors, sample_weight).numpy()
+    scale = np.abs(want).max()
+    assert scale > 1e-3
+    np.testing.assert_allclose(got / scale, want / scale, rtol=0, atol=1e-6)
+    return np.asarray(got)
+
+
+@pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask")
+@pytest.mark.parametrize("case", ZOO)
+def test_layers(case: str) -> None:
+    body, shape = ZOO[case]
+    model = network(body, shape)
+    model.compile("sgd", "mse")
+    assert_agrees(model, inputs(shape), noise(ROWS, 2))
+
+
+def test_whole_hessian() -> None:
+    """Every element, and symmetric."""
+    model = network(*ZOO["layer"])
+    model.compile("sgd", "mse")
+    x, y = inputs(ZOO["layer"][1]), noise(ROWS, 2)
+    unit = np.eye(weight_count(model))
+    want = difference_products(model, unit, x, y)
+    got = hessian_vector_product(model, x, y, unit).numpy()
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * want.max())
+    np.testing.assert_allclose(got, got.T, rtol=0, atol=1e-13 * want.max())
+
+
+# ---------------------------------------------------------------------- losses
+def perceptron(units: int, activation: Any = None) -> Any:
+    model = keras.Sequential(
+        [
+            keras.Input((3,)),
+            layers.Dense(4, activation="tanh"),
+            layers.Dense(units, activation=activation),
+        ]
+    )
+    randomize(model)
+    return model
+
+
+# A loss has the dtype of the time when it is made.
+SPARSE = partial(losses.SparseCategoricalCrossentropy, from_logits=True)
+SMOOTH = partial(
+    losses.CategoricalCrossentropy, from_logits=True, label_smoothing=0.1
+)
+BINARY = partial(losses.BinaryCrossentropy, from_logits=True)
+NOISE = np.random.default_rng(5).normal(size=(ROWS, 2))
+# name -> (loss, units, activation, targets)
+LOSSES: dict[str, tuple[Any, int, Any, Any]] = {
+    "mse": (losses.MeanSquaredError, 2, None, NOISE),
+    "mae": (losses.MeanAbsoluteError, 2, None, NOISE),
+    "huber": (losses.Huber, 2, None, 3 * NOISE),
+    "log_cosh": (losses.LogCosh, 2, None, NOISE),
+    "poisson": (losses.Poisson, 2, "softplus", 1 + BITS),
+    "cosine": (losses.CosineSimilarity, 2, None, NOISE),
+    "sparse_logits": (SPARSE, 3, None, LABELS),
+    "sparse_ignored": (partial(SPARSE, ignore_class=1), 3, None, LABELS),
+    "sparse": (losses.SparseCategoricalCrossentropy, 3, "softmax", LABELS),
+    "dense_logits": (SMOOTH, 3, None, ONE_HOT),
+    "dense": (losses.CategoricalCrossentropy, 3, "softmax", ONE_HOT),
+    "kl_divergence": (losses.KLDivergence, 3, "softmax", ONE_HOT),
+    "binary_logits": (BINARY, 2, None, BITS),
+    "binary": (losses.BinaryCrossentropy, 2, "sigmoid", BITS),
+    "focal": (losses.BinaryFocalCrossentropy, 2, "sigmoid", BITS),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "weighted"),
+    [
+        *((case, False) for case in LOSSES),
+        ("huber", True),
+        ("sparse_logits", True),
+        ("binary_logits", True),
+    ],
+)
+def test_losses(case: str, weighted: bool) -> None:
+    loss, units, activation, y = LOSSES[case]
+    weights = np.arange(ROWS) / 3.0 if weighted else None
+    model = perceptron(units, activation)
+    model.compile("sgd", loss())
+    assert_agrees(model, inputs((3,)), y, weights)
+
+
+def test_weight_zero() -> None:
+    """Such examples do not count."""
+    model = perceptron(2)
+    model.compile("sgd", "mse")
+    x, y, vector = inputs((3,)), noise(ROWS, 2), noise(weight_count(model))
+    weights = (np.arange(ROWS) < 4) * 1.0
+    got = hessian_vector_product(model, x, y, vector, weights)
+    part = hessian_vector_product(model, x[:4], y[:4], vector)
+    np.testing.assert_allclose(got, part * 4 / ROWS, rtol=1e-12)
+
+
+def two_outputs() -> Any:
+    x = keras.Input((3,))
+    h = layers.Dense(4, activation="tanh")(x)
+    outputs = {n: layers.Dense(u, name=n)(h) for n, u in (("a", 2), ("b", 3))}
+    model = keras.Model(x, outputs)
+    randomize(model)
+    return model
+
+
+def test_outputs_with_loss_weights() -> None:
+    """Known parts: each output's own Hessian times its weight."""
+    model, x = two_outputs(), inputs((3,))
+    y = {"a": noise(ROWS, 2), "b": LABELS}
+    objectives = {"a": "mse", "b": SPARSE()}
+
+    def product(a: float, b: float) -> Array:
+        model.compile("sgd", objectives, loss_weights={"a": a, "b": b})
+        return assert_agrees(model, x, y)
+
+    both = product(0.3, 2.0)
+    want = 0.3 * product(1.0, 1e-300) + 2.0 * product(1e-300, 1.0)
+    np.testing.assert_allclose(both, want, rtol=1e-10, atol=1e-12)
+    weights = {"a": np.arange(ROWS) / 3.0, "b": np.ones(ROWS)}
+    assert_agrees(model, x, y, weights)
+
+
+@pytest.mark.parametrize("form", [list, tuple, dict])
+def test_several_inputs(form: type) -> None:
+    first, second = keras.Input((3,), name="p"), keras.Input((2,), name="q")
+    h = layers.Concatenate()([layers.Dense(2)(first), layers.Dense(2)(second)])
+    outputs = layers.Dense(2)(layers.Activation("tanh")(h))
+    x = {"p": inputs((3,)), "q": noise(ROWS, 2, seed=4)}
+    structure = {"p": first, "q": second}
+    if form is not dict:
+        x, structure = form(x.values()), form(structure.values())
+    model = keras.Model(structure, outputs)
+    model.compile("sgd", "huber")
+    assert_agrees(model, x, noise(ROWS, 2))
+
+
+def test_shared_and_nested_layers() -> None:
+    x = keras.Input((3,))
+    twice = layers.Dense(3, activation="tanh")
+    inner = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    model = keras.Model(x, inner(twice(twice(x))))
+    model.compile("sgd", "mse")
+    assert_agrees(model, inputs((3,)), noise(ROWS, 2))
+
+
+def test_added_loss_alone() -> None:
+    """Without a compiled loss and without targets."""
+    model = network(*ZOO["add_loss"])
+    model.compile("sgd")
+    assert_agrees(model, inputs((3,)), None)

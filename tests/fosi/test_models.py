@@ -1,0 +1,224 @@
+"""FOSI on models, layers and losses of several kinds."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from keras.optimizers import SGD
+
+from tests.support.curvature_models import (
+    difference_products,
+    floats,
+    weight_count,
+)
+from tests.support.fosi_reference import (
+    FEATURES,
+    ROWS,
+    Fosi,
+    Network,
+    assert_path,
+    data,
+    fit,
+    flat,
+    fosi,
+    loss,
+    mlp,
+    sgd,
+    small,
+)
+from tests.support.harness import randomize
+from tests.support.small import curvature
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    with floats("float64"):
+        yield
+
+
+# ----------------------------------------------------------- Hessians of models
+def head(body: Callable[[Any], Any], frozen: bool = False) -> Any:
+    """Input, tanh layer, body, two units."""
+    x = keras.Input((FEATURES,))
+    first = layers.Dense(2, "tanh", name="first", trainable=not frozen)
+    return keras.Model(x, layers.Dense(2, name="last")(body(first(x))))
+
+
+def two_outputs() -> Any:
+    a, b = keras.Input((1,), name="a"), keras.Input((1,), name="b")
+    h = layers.Dense(2, "tanh")(layers.Concatenate()([a, b]))
+    outputs = {"u": layers.Dense(1)(h), "v": layers.Dense(2)(h)}
+    return keras.Model({"a": a, "b": b}, outputs)
+
+
+class Subclassed(keras.Model):
+    """Not built before the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = layers.Dense(2, "tanh")
+        self.last = layers.Dense(2)
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(self.first(inputs))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "penalized": lambda: head(layers.Dense(2, "tanh", kernel_regularizer="l2")),
+    "batch_norm": lambda: head(lambda h: layers.BatchNormalization()(h)),
+    "dropout": lambda: head(lambda h: layers.Dropout(0.5, seed=3)(h)),
+    "frozen": lambda: head(layers.Dense(2, "tanh"), frozen=True),
+    "two_outputs": two_outputs,
+    "subclassed": Subclassed,
+}
+
+
+def batch_for(name: str) -> tuple[Any, Any]:
+    rng = np.random.default_rng(4)
+    x, y = rng.normal(size=(ROWS, FEATURES)), rng.normal(size=(ROWS, 2))
+    if name == "two_outputs":
+        return {"a": x[:, :1], "b": x[:, 1:]}, {"u": y[:, :1], "v": y}
+    return x, y
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_directions(name: str, double: None) -> None:
+    """Are of the batch's Hessian, by differences.
+
+    With rates of zero. A replay draws the random numbers that the next
+    forward pass would, which changes no seed.
+    """
+    x, y = batch_for(name)
+    model = MODELS[name]()
+    if model.built:
+        randomize(model)
+    steps = 12 if name == "subclassed" else weight_count(model)
+    optimizer = small(SGD(0.0), alpha=0.0, warmup_steps=0, lanczos_steps=steps)
+    model.compile(optimizer, "mse")
+    frozen = [np.array(v) for v in model.non_trainable_variables]
+    model.train_on_batch(x, y)
+    (directions,) = (
+        v for k, v in curvature(optimizer).items() if "directions" in k
+    )
+    batch = keras.tree.map_structure(tf.constant, (x, y))
+    images = difference_products(model, directions.T, *batch)
+    want = directions.T * optimizer.spectrum()
+    assert optimizer.spectrum()[0] > 0.1
+    scale = np.abs(want).max()
+    np.testing.assert_allclose(images / scale, want / scale, rtol=0, atol=1e-6)
+    if name == "frozen":
+        assert len(frozen) == 2
+        now = [np.array(v) for v in model.non_trainable_variables]
+        for got, before in zip(now, frozen, strict=True):
+            np.testing.assert_array_equal(got, before)
+
+
+def test_sample_weights(double: None) -> None:
+    """Are part of the loss, and of its Hessian."""
+    x, y = data()
+    weight = np.linspace(0, 2, ROWS)
+    model = mlp()
+    model.compile(fosi(SGD(0.1), warmup_steps=1), loss())
+    network, program = Network(x, y, weight=weight), Fosi(sgd(0.1), warmup=1)
+    want = program.run(network.gradient, network.hessian, flat(model), 6)
+    assert_path(fit(model, x, y, 6, sample_weight=weight), want, 1e-6)
+
+
+def test_class_weights() -> None:
+    """Are sample weights by class."""
+    x, y = data()
+    share = {0: 0.5, 1: 2.0}
+    paths = []
+    for by_class in (True, False):
+        model = mlp()
+        model.compile(small(), loss())
+        rows = np.array([share[label] for label in y], "float32")
+        name = "class_weight" if by_class else "sample_weight"
+        value = share if by_class else rows
+        paths.append(fit(model, x, y, 4, **{name: value}))
+    np.testing.assert_array_equal(paths[0], paths[1])
+
+
+def test_mixed_precision() -> None:
+    """Weights, directions and losses stay finite, and training works."""
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        model = mlp()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    x, y = data()
+    model.compile(small(warmup_steps=0), loss())
+    before = model.evaluate(x, y, verbose=0)
+    path = fit(model, x, y, 8)
+    assert np.isfinite(path).all()
+    assert np.isfinite(model.optimizer.spectrum()).all()
+    assert model.optimizer.spectrum()[-1] > 0.01
+    assert model.evaluate(x, y, verbose=0) < before
+
+
+class Unused(keras.Model):
+    """Has weights that the loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = layers.Dense(2)
+        self.last = layers.Dense(2)
+
+    def build(self, shape: Any) -> None:
+        self.unused.build(shape)
+        self.last.build(shape)
+
+    def call(self, inputs: Any) -> Any:
+        return self.last(inputs)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_weights_without_gradient(double: None) -> None:
+    """Stay where they are, when the directions are exact."""
+    x, y = batch_for("unused")
+    model = Unused()
+    model.compile(small(lanczos_steps=12), "mse")
+    model.build((None, FEATURES))
+    path = fit(model, x, y, 4)
+    first = 2 * FEATURES + 2
+    still = np.broadcast_to(path[0, :first], (5, first))
+    np.testing.assert_allclose(path[:, :first], still, rtol=0, atol=1e-12)
+    assert np.abs(np.diff(path[:, first:], axis=0)).max(axis=1).min() > 1e-3
+
+
+# ------------------------------------------------------------ state of layers
+def test_state_moves_once_per_step() -> None:
+    """Neither estimations nor anything else moves it a second time."""
+    x, y = batch_for("dropout")
+    x = x.astype("float32")
+    models = []
+    for wrap in (True, False):
+        keras.utils.set_random_seed(0)
+        body = keras.Sequential(
+            [layers.BatchNormalization(momentum=0.8), layers.Dropout(0.5)]
+        )
+        model = head(body)
+        inner = SGD(0.1)
+        options = {"warmup_steps": 0, "update_interval": 1}
+        model.compile(small(inner, **options) if wrap else inner, "mse")
+        models.append(model)
+    model, twin = models
+    twin.set_weights(model.get_weights())
+    norm, drop = model.layers[2].layers
+    first, mean = model.get_layer("first"), np.zeros(2)
+    for _ in range(5):
+        kernel, bias = first.get_weights()
+        hidden = np.tanh(x @ kernel + bias)
+        mean = 0.8 * mean + 0.2 * hidden.mean(axis=0)
+        for one in models:
+            one.train_on_batch(x, y)
+    assert int(model.optimizer._states[0].estimations.numpy()) == 5
+    np.testing.assert_allclose(np.array(norm.moving_mean), mean, rtol=1e-5)
+    seed = twin.layers[2].layers[1].seed_generator.state
+    np.testing.assert_array_equal(
+        np.array(drop.seed_generator.state), np.array(seed)
+    )

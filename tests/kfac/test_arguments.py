@@ -1,0 +1,489 @@
+"""Arguments: what is refused and how, and the way through a config."""
+
+import functools
+import json
+import re
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from keras.optimizers.schedules import CosineDecay, PolynomialDecay
+
+import tfkfac
+from tests.support.small import compiled_mlp, data, kfac_of, loss, mlp
+
+NAN, INF = float("nan"), float("inf")
+
+# ------------------------------------------------------------ what is refused
+NUMBER = "a number of at least 0"
+POSITIVE = "a positive number"
+INTEGER = "an integer of at least 1"
+WRONG: list[tuple[str, Any, str]] = [
+    *(
+        ("damping", value, NUMBER)
+        for value in (-1, -1e-9, NAN, INF, -INF, "a", None, True, [1], {}, 1j)
+    ),
+    ("damping", float, NUMBER),
+    ("damping", keras.optimizers.SGD(), NUMBER),
+    ("damping", np.array([0.1]), NUMBER),
+    *(
+        ("kl_clip", value, POSITIVE)
+        for value in (0, 0.0, -0.02, NAN, INF, "0.02", False, (1,))
+    ),
+    *(
+        (f"{name}_update_interval", value, INTEGER)
+        for name in ("factor", "inverse")
+        for value in (0, -1, 1.5, 2.0, NAN, "10", True, [10], np.float32(3))
+    ),
+    *(
+        ("factor_decay", value, r"a number in \[0, 1\)")
+        for value in (1, 1.0, -0.1, NAN, INF, "0.9", None, True, [0.9])
+    ),
+    *(
+        ("solver", value, r"one of \('eigen', 'inverse'\)")
+        for value in ("x", "Eigen", "", None, 1, ["eigen"], b"eigen")
+    ),
+    *(
+        ("weight_sharing", value, r"one of \('expand', 'reduce'\)")
+        for value in ("x", "EXPAND", None, 3, True)
+    ),
+    *(
+        ("distribution", value, r"one of \(.*'dp_kfac'.*\)")
+        for value in ("x", "COMM_OPT", None, 1, True)
+    ),
+    *(
+        ("assignment", value, r"one of \(.*'round_robin'.*\)")
+        for value in ("x", 0, True, ["compute"])
+    ),
+    *(
+        ("symmetric_communication", value, "True or False")
+        for value in ("yes", 1, None)
+    ),
+    *(
+        ("gradient_worker_fraction", value, r"a number in \(0, 1\]")
+        for value in (0.5, 0, -1, 2, NAN, "0.5")
+    ),
+    *(
+        (f"{name}_dtype", value, r"one of \(.*'bfloat16'.*\)")
+        for name in ("factor", "inverse")
+        for value in ("float64", "int8", "half", 16, True)
+    ),
+    *(
+        ("inner_optimizer", value, "a Keras optimizer")
+        for value in (1, 0, True, "foo", [], layers.Dense(1), object())
+    ),
+    ("inner_optimizer", {"class_name": "Foo"}, "a Keras optimizer"),
+    *(
+        ("inner_optimizer", value, "a float of at least 0")
+        for value in (-0.1, NAN, INF)
+    ),
+    *(
+        ("skip_layers", value, "a list or tuple")
+        for value in ("dense", None, 3, layers.Dense, 1.5)
+    ),
+    *(
+        ("skip_layers", [value], "layer names, regular expressions or")
+        for value in (3, None, object(), layers.Dense(1), int, keras.Variable)
+    ),
+    *(
+        ("skip_layers", ["fine", value], "valid regular expressions")
+        for value in ("(", "*", "[a", "(?P<x")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "kind"), WRONG)
+def test_wrong_argument(name: str, value: Any, kind: str) -> None:
+    """At construction, in Keras' words, with the value received."""
+    with pytest.raises((ValueError, TypeError)) as caught:
+        tfkfac.KFAC(**{name: value})
+    message = str(caught.value)
+    assert re.search(rf"Argument `{name}`.* must .*{kind}", message)
+    received = message.split("Received: ", 1)[1]
+    shown = value
+    if isinstance(value, list) and name == "skip_layers":
+        shown = value[-1]
+    assert repr(shown) in received
+
+
+def test_type_errors_are_type_errors() -> None:
+    with pytest.raises(TypeError):
+        tfkfac.KFAC(skip_layers="dense")
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        tfkfac.KFAC(dampening=0.1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        tfkfac.KFAC(0.1, 0.01)  # type: ignore[misc]
+
+
+WRAPPERS: dict[str, Any] = {
+    "K-FAC": lambda: tfkfac.KFAC(),
+    "its config": lambda: keras.optimizers.serialize(tfkfac.KFAC()),
+    "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD()
+    ),
+    "loss_scale_factor": lambda: keras.optimizers.SGD(loss_scale_factor=2.0),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_inner_optimizers_that_cannot_be_inside(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"Argument `inner_optimizer`.*R") as e:
+        tfkfac.KFAC(WRAPPERS[kind]())
+    assert "`LossScaleOptimizer` around" in str(e.value)
+    assert "Received: " in str(e.value)
+
+
+def test_loss_scale_factor_of_its_own_is_refused() -> None:
+    optimizer = tfkfac.KFAC()
+    with pytest.raises(ValueError, match=r"`loss_scale_factor`.*=8.0"):
+        optimizer.loss_scale_factor = 8.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("damping", -1),
+        ("damping", None),
+        ("kl_clip", 0),
+        ("factor_update_interval", 0),
+        ("inverse_update_interval", 2.5),
+    ],
+)
+@pytest.mark.parametrize("built", [True, False])
+def test_wrong_value_later(built: bool, name: str, value: Any) -> None:
+    """Setting is checked as the constructor is, and then changes nothing."""
+    optimizer = compiled_mlp().optimizer if built else tfkfac.KFAC()
+    before = getattr(optimizer, name)
+    with pytest.raises(ValueError, match=rf"Argument `{name}`.*Received"):
+        setattr(optimizer, name, value)
+    assert getattr(optimizer, name) == before
+
+
+def test_skip_rule_that_matches_nothing() -> None:
+    """Known only with the model: an error of `compile`, naming the rule."""
+    for rule in ("nope", re.compile("no.e"), layers.Conv2D):
+        with pytest.raises(ValueError, match=r"`skip_layers`.*'mlp'") as caught:
+            mlp().compile(tfkfac.KFAC(skip_layers=["hidden", rule]), loss())
+        assert repr(rule) in str(caught.value)
+
+
+# -------------------------------------------------------------- what is meant
+def test_defaults() -> None:
+    """The measured recipe; a change of it must be on purpose."""
+    optimizer = tfkfac.KFAC()
+    config = optimizer.get_config()
+    inner = config.pop("inner_optimizer")
+    want = {
+        "name": "kfac",
+        "damping": 0.01,
+        "solver": "inverse",
+        "factor_decay": 0.95,
+        "factor_update_interval": None,
+        "inverse_update_interval": None,
+        "kl_clip": 0.02,
+        "weight_sharing": "expand",
+        "distribution": "comm_opt",
+        "gradient_worker_fraction": None,
+        "assignment": None,
+        "symmetric_communication": False,
+        "factor_dtype": None,
+        "inverse_dtype": None,
+        "skip_layers": [],
+    }
+    assert {name: config[name] for name in want} == want
+    assert inner["class_name"] == "SGD"
+    assert inner["config"]["learning_rate"] == pytest.approx(0.1)
+    assert inner["config"]["momentum"] == 0.5
+    assert inner["config"]["nesterov"] is False
+
+
+@pytest.mark.parametrize(
+    ("argument", "kind", "rate"),
+    [
+        (0.25, keras.optimizers.SGD, 0.25),
+        (np.float32(0.25), keras.optimizers.SGD, 0.25),
+        (0.0, keras.optimizers.SGD, 0.0),
+        ("adam", keras.optimizers.Adam, 0.001),
+        ("RMSprop", keras.optimizers.RMSprop, 0.001),
+        (keras.optimizers.Adam(0.5), keras.optimizers.Adam, 0.5),
+        (
+            {"class_name": "Nadam", "config": {"learning_rate": 0.125}},
+            keras.optimizers.Nadam,
+            0.125,
+        ),
+        (
+            keras.optimizers.serialize(keras.optimizers.Lion(0.5)),
+            keras.optimizers.Lion,
+            0.5,
+        ),
+    ],
+    ids=str,
+)
+def test_inner_optimizer(argument: Any, kind: type, rate: float) -> None:
+    optimizer = tfkfac.KFAC(argument)
+    assert type(optimizer.inner_optimizer) is kind
+    assert float(optimizer.learning_rate) == pytest.approx(rate)
+    if isinstance(argument, keras.optimizers.Optimizer):
+        assert optimizer.inner_optimizer is argument
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    optimizer = tfkfac.KFAC(
+        damping=np.float32(0.5),
+        kl_clip=np.int64(2),
+        factor_update_interval=np.int32(3),
+        factor_decay=np.float64(0.5),
+    )
+    text = json.dumps(optimizer.get_config())
+    assert optimizer.damping == 0.5
+    assert '"factor_update_interval": 3' in text
+
+
+# ------------------------------------------------------------ through a config
+@keras.saving.register_keras_serializable(package="tests")
+def registered(iteration: Any) -> Any:
+    return 3.0 + 0.0 * iteration
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class RegisteredDense(layers.Dense):
+    pass
+
+
+class PlainDense(layers.Dense):
+    pass
+
+
+def round_trip(optimizer: Any, **kwargs: Any) -> Any:
+    """Through JSON, as in a file."""
+    text = json.dumps(keras.optimizers.serialize(optimizer))
+    copy = keras.saving.deserialize_keras_object(json.loads(text), **kwargs)
+    assert type(copy) is tfkfac.KFAC
+    assert copy is not optimizer
+    return copy
+
+
+NUMBERS: dict[str, Any] = {
+    "damping": 0.25,
+    "kl_clip": 0.5,
+    "factor_update_interval": 7,
+    "inverse_update_interval": 11,
+    "factor_decay": 0.5,
+    "solver": "eigen",
+    "weight_sharing": "reduce",
+    "distribution": "hybrid_opt",
+    "gradient_worker_fraction": 0.5,
+    "assignment": "memory",
+    "symmetric_communication": True,
+    "factor_dtype": "bfloat16",
+    "inverse_dtype": "float16",
+    "name": "other",
+}
+
+
+def test_numbers_round_trip() -> None:
+    config = round_trip(tfkfac.KFAC(**NUMBERS)).get_config()
+    for name, value in NUMBERS.items():
+        assert config[name] == value
+        assert type(config[name]) is type(value)
+
+
+def test_none_round_trips() -> None:
+    copy = round_trip(tfkfac.KFAC(kl_clip=None))
+    assert copy.kl_clip is None
+    assert copy.factor_update_interval is None
+
+
+def test_values_set_later_are_in_the_config() -> None:
+    for optimizer in (tfkfac.KFAC(), compiled_mlp().optimizer):
+        optimizer.damping = 0.75
+        optimizer.kl_clip = 0.5
+        copy = round_trip(optimizer)
+        assert (copy.damping, copy.kl_clip) == (0.75, 0.5)
+
+
+SCHEDULED = [
+    "damping",
+    "kl_clip",
+    "factor_update_interval",
+    "inverse_update_interval",
+]
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_schedules_round_trip(name: str) -> None:
+    schedule = PolynomialDecay(8.0, 10, 2.0, power=2.0)
+    copy = getattr(round_trip(tfkfac.KFAC(**{name: schedule})), name)
+    assert type(copy) is PolynomialDecay
+    assert copy.get_config() == schedule.get_config()
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_registered_functions_round_trip(name: str) -> None:
+    copy = round_trip(tfkfac.KFAC(**{name: registered}))
+    assert getattr(copy, name) is registered
+
+
+@pytest.mark.filterwarnings("ignore:The object being serialized includes")
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_lambdas_round_trip_if_the_user_trusts_them(name: str) -> None:
+    optimizer = tfkfac.KFAC(**{name: lambda iteration: iteration + 5})
+    with pytest.raises(ValueError, match="safe_mode"):
+        round_trip(optimizer)
+    copy = round_trip(optimizer, safe_mode=False)
+    assert getattr(copy, name)(2) == 7
+
+
+def test_functions_of_the_callers_round_trip() -> None:
+    """Not registered, but named when loading."""
+
+    def mine(iteration: Any) -> Any:
+        return 4.0 + 0.0 * iteration
+
+    optimizer = tfkfac.KFAC(damping=mine)
+    copy = round_trip(optimizer, custom_objects={"mine": mine})
+    assert copy.damping is mine
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        keras.optimizers.SGD(0.5, momentum=0.25, nesterov=True),
+        keras.optimizers.Adam(
+            CosineDecay(0.5, 10), clipnorm=1.0, weight_decay=0.5, use_ema=True
+        ),
+        "adagrad",
+        {"class_name": "SGD", "config": {"learning_rate": 0.125}},
+        0.375,
+        None,
+    ],
+    ids=["sgd", "adam", "name", "config", "float", "none"],
+)
+def test_inner_optimizers_round_trip(inner: Any) -> None:
+    optimizer = tfkfac.KFAC(inner)
+    copy = round_trip(optimizer)
+    assert type(copy.inner_optimizer) is type(optimizer.inner_optimizer)
+    want = optimizer.inner_optimizer.get_config()
+    got = copy.inner_optimizer.get_config()
+    assert json.dumps(got) == json.dumps(want)
+
+
+LAYERS = [
+    layers.Dense(1, name="dense"),
+    layers.Dense(1, name="Dense"),
+    layers.Dense(1, name="dense_12"),
+    layers.Conv1D(1, 1, name="conv"),
+    RegisteredDense(1, name="registered"),
+    PlainDense(1, name="plain"),
+]
+RULES: dict[str, Any] = {
+    "name": "dense",
+    "expression": r"dense(_\d+)?",
+    "pattern": re.compile(r"dense_\d+"),
+    "pattern, any case": re.compile("DENSE", re.I),
+    "pattern, flags inside": re.compile("(?i)DENSE"),
+    "pattern, dot is all": re.compile(".*", re.S | re.M),
+    "class": layers.Dense,
+    "registered class": RegisteredDense,
+    "own class": PlainDense,
+    "pattern, verbose": re.compile("den  se  # a comment", re.X),
+}
+
+
+def rule_cases() -> list[Any]:
+    return [
+        pytest.param(*value.values, marks=value.marks, id=name)
+        if hasattr(value, "marks")
+        else pytest.param(value, id=name)
+        for name, value in RULES.items()
+    ]
+
+
+def skipped(optimizer: Any, extra: str = "") -> list[str]:
+    """Names of the layers that the optimizer skips, by the summary."""
+    inputs = keras.Input((2, 1))
+    x = inputs
+    for layer in LAYERS:
+        config = {**layer.get_config(), "name": layer.name + extra}
+        x = type(layer).from_config(config)(x)
+    model = keras.Model(inputs, x)
+    model.compile(optimizer, "mse")
+    covered = set(kfac_of(model).factors())
+    return [n.name for n in LAYERS if n.name + extra not in covered]
+
+
+@pytest.mark.filterwarnings("ignore:Model .* has no layer")
+@pytest.mark.parametrize("rule", rule_cases())
+def test_skip_rules_round_trip(rule: Any) -> None:
+    """The copy means the same layers, also after a second round."""
+    optimizer = tfkfac.KFAC(skip_layers=[rule])
+    custom = {"PlainDense": PlainDense}
+    copy = round_trip(optimizer, custom_objects=custom)
+    again = round_trip(copy, custom_objects=custom)
+    want = skipped(optimizer)
+    assert want
+    assert skipped(copy) == want
+    assert skipped(again) == want
+
+
+def test_several_rules_round_trip() -> None:
+    rules = ["dense", re.compile("CONV", re.I), RegisteredDense]
+    copy = round_trip(tfkfac.KFAC(skip_layers=rules))
+    assert skipped(copy) == ["dense", "conv", "registered"]
+
+
+def test_get_config_is_from_config() -> None:
+    optimizer = tfkfac.KFAC("adam", skip_layers=[layers.Dense], **NUMBERS)
+    copy = tfkfac.KFAC.from_config(optimizer.get_config())
+    assert copy.get_config() == optimizer.get_config()
+
+
+def test_keras_finds_it_without_help() -> None:
+    """`serialize`, `deserialize` and `get` know the class by its package."""
+    config = keras.optimizers.serialize(tfkfac.KFAC(damping=0.5))
+    assert config["registered_name"] == "tfkfac>KFAC"
+    for read in (keras.optimizers.deserialize, keras.optimizers.get):
+        assert read(config).damping == 0.5
+
+
+def test_inside_a_loss_scale_optimizer() -> None:
+    scaler = keras.optimizers.LossScaleOptimizer(tfkfac.KFAC(damping=0.5))
+    config = json.loads(json.dumps(keras.optimizers.serialize(scaler)))
+    copy = keras.optimizers.deserialize(config)
+    assert type(copy) is keras.optimizers.LossScaleOptimizer
+    assert copy.inner_optimizer.damping == 0.5
+
+
+def test_copy_trains_like_the_original() -> None:
+    x, y = data()
+    runs = []
+    schedule = PolynomialDecay(0.5, 3, 0.01)
+    arguments = {
+        **NUMBERS,
+        "damping": schedule,
+        "gradient_worker_fraction": 1.0,
+    }
+    for build in (lambda o: o, round_trip):
+        model = mlp()
+        optimizer = build(tfkfac.KFAC("adam", **arguments))
+        model.compile(optimizer, loss(), run_eagerly=True)
+        for _ in range(3):
+            model.train_on_batch(x, y)
+        runs.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    np.testing.assert_array_equal(runs[0], runs[1])
+
+
+def test_partial_functions_are_callables() -> None:
+    """Anything callable will do, not only plain functions."""
+
+    def decayed(iteration: Any, start: float) -> Any:
+        return start / (1 + iteration)
+
+    model = compiled_mlp(
+        damping=functools.partial(decayed, start=0.5), eager=True
+    )
+    x, y = data()
+    model.train_on_batch(x, y)
+    assert int(kfac_of(model).inverse_updates) == 1

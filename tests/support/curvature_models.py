@@ -1,0 +1,221 @@
+"""Small models of every kind, and their Hessians by finite differences."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from tests.support.harness import randomize
+from tests.support.reference import Array
+
+ROWS = 7
+# name -> (layers on a symbolic tensor, shape of one example)
+Zoo = dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]]
+
+
+@contextlib.contextmanager
+def floats(dtype: str) -> Iterator[None]:
+    """Makes a dtype the default of Keras for a while."""
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])
+
+
+class Penalty(layers.Layer):
+    """Adds a loss that is not quadratic in what passes through."""
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(0.3 * ops.mean(ops.tanh(inputs) ** 2))
+        return inputs
+
+
+def dense(activation: Any, **kwargs: Any) -> Callable[[Any], Any]:
+    return lambda h: layers.Dense(4, activation=activation, **kwargs)(h)
+
+
+def after(first: Any, second: Callable[[], Any]) -> Callable[[Any], Any]:
+    """Two layers; the first one's weights lie before the second."""
+    return lambda h: second()(first()(h))
+
+
+def convolved(second: Callable[[], Any]) -> Callable[[Any], Any]:
+    return after(lambda: layers.Conv2D(3, 2), second)
+
+
+def projected(second: Callable[[], Any]) -> Callable[[Any], Any]:
+    return after(lambda: layers.Dense(4), second)
+
+
+def tokens(second: Callable[[], Any], **kwargs: Any) -> Callable[[Any], Any]:
+    return after(lambda: layers.Embedding(5, 3, **kwargs), second)
+
+
+IMAGE, SERIES, TEXT = (5, 4, 2), (4, 3), (6,)
+ACTIVATIONS: Zoo = {
+    name: (dense(name), (3,))
+    for name in ("tanh", "gelu", "silu", "softplus", "sigmoid", "softmax")
+}
+SPATIAL: Zoo = {
+    "conv_strides": (
+        lambda h: layers.Conv2D(2, 3, strides=2, padding="same")(h),
+        IMAGE,
+    ),
+    "conv_groups": (lambda h: layers.Conv2D(4, 2, groups=2)(h), IMAGE),
+    "conv1d_causal": (
+        lambda h: layers.Conv1D(2, 2, padding="causal", dilation_rate=2)(h),
+        SERIES,
+    ),
+    "depthwise": (lambda h: layers.DepthwiseConv2D(2)(h), IMAGE),
+    "separable": (lambda h: layers.SeparableConv2D(3, 2)(h), IMAGE),
+    "transposed": (
+        lambda h: layers.Conv2DTranspose(2, 2, strides=2)(h),
+        (3, 2, 2),
+    ),
+    "max_pooling": (convolved(layers.MaxPooling2D), IMAGE),
+    "average_pooling": (convolved(lambda: layers.AveragePooling2D(2)), IMAGE),
+}
+NORMS: Zoo = {
+    "batch": (convolved(layers.BatchNormalization), IMAGE),
+    "batch_synchronized": (
+        convolved(lambda: layers.BatchNormalization(synchronized=True)),
+        IMAGE,
+    ),
+    "batch_masked": (
+        tokens(layers.BatchNormalization, mask_zero=True),
+        TEXT,
+    ),
+    "layer": (projected(layers.LayerNormalization), SERIES),
+    "layer_two_axes": (
+        projected(lambda: layers.LayerNormalization(axis=(-2, -1))),
+        SERIES,
+    ),
+    "group": (projected(lambda: layers.GroupNormalization(2)), SERIES),
+    "rms": (projected(layers.RMSNormalization), SERIES),
+    "unit": (projected(layers.UnitNormalization), SERIES),
+}
+SEQUENCES: Zoo = {
+    "attention": (lambda h: layers.MultiHeadAttention(2, 2)(h, h), SERIES),
+    "grouped_attention": (
+        lambda h: layers.GroupQueryAttention(2, 2, 1)(h, h),
+        SERIES,
+    ),
+    "lstm": (lambda h: layers.LSTM(2, return_sequences=True)(h), SERIES),
+    "gru": (lambda h: layers.GRU(2)(h), SERIES),
+    "simple_rnn": (lambda h: layers.SimpleRNN(2)(h), SERIES),
+    "bidirectional": (
+        lambda h: layers.Bidirectional(layers.SimpleRNN(2))(h),
+        SERIES,
+    ),
+    "masked_rnn": (
+        tokens(lambda: layers.SimpleRNN(2), mask_zero=True),
+        TEXT,
+    ),
+    "embedding": (tokens(layers.GlobalAveragePooling1D), TEXT),
+}
+OTHERS: Zoo = {
+    "dropout": (projected(lambda: layers.Dropout(0.4)), SERIES),
+    "kernel_regularizer": (
+        dense("tanh", kernel_regularizer=keras.regularizers.L2(0.3)),
+        (3,),
+    ),
+    "activity_regularizer": (
+        dense("tanh", activity_regularizer=keras.regularizers.L2(0.3)),
+        (3,),
+    ),
+    "add_loss": (projected(Penalty), (3,)),
+}
+ZOO = ACTIVATIONS | SPATIAL | NORMS | SEQUENCES | OTHERS
+
+
+def network(body: Callable[[Any], Any], shape: tuple[int, ...]) -> Any:
+    """Input, the layers, tanh and a dense layer of two units."""
+    keras.utils.set_random_seed(0)
+    x = keras.Input(shape, dtype="int32" if shape == TEXT else None)
+    h = layers.Activation("tanh")(body(x))
+    model = keras.Model(x, layers.Dense(2)(layers.Flatten()(h)))
+    randomize(model)
+    return model
+
+
+def inputs(shape: tuple[int, ...], seed: int = 1) -> Array:
+    rng = np.random.default_rng(seed)
+    if shape == TEXT:
+        return rng.integers(0, 5, size=(ROWS, *shape)).astype("int32")
+    return rng.normal(size=(ROWS, *shape)).astype(keras.config.floatx())
+
+
+def ready(case: str = "tanh", objective: Any = "mse") -> tuple[Any, Any, Any]:
+    """A compiled model of the zoo, its inputs and targets."""
+    body, shape = ZOO[case]
+    model = network(body, shape)
+    model.compile("sgd", objective)
+    return model, inputs(shape), noise(ROWS, 2)
+
+
+def noise(*shape: int, seed: int = 3) -> Array:
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=shape).astype(keras.config.floatx())
+
+
+def weight_count(model: Any) -> int:
+    return sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+
+
+def flat(tensors: Any) -> Array:
+    return np.concatenate([np.ravel(np.asarray(t)) for t in tensors])
+
+
+def slope(model: Any, x: Any, y: Any, sample_weight: Any = None) -> Array:
+    """The gradient of the compiled loss, from a tape; changes no state."""
+    before = [np.array(v) for v in model.variables]
+    with tf.GradientTape() as tape:
+        outputs = model(x, training=True)
+        loss = model.compute_loss(
+            x=x, y=y, y_pred=outputs, sample_weight=sample_weight
+        )
+    values = [v.value for v in model.trainable_variables]
+    gradients = tape.gradient(loss, values, unconnected_gradients="zero")
+    for variable, value in zip(model.variables, before, strict=True):
+        variable.assign(value)
+    return flat([tf.convert_to_tensor(g) for g in gradients])
+
+
+def shifted(model: Any, change: Array, *batch: Any) -> Array:
+    """The gradient at other weights."""
+    variables = model.trainable_variables
+    before = [np.array(v) for v in variables]
+    sizes = np.cumsum([v.size for v in before])[:-1]
+    for v, old, part in zip(
+        variables, before, np.split(change, sizes), strict=True
+    ):
+        v.assign(old + part.reshape(old.shape))
+    gradient = slope(model, *batch)
+    for variable, old in zip(variables, before, strict=True):
+        variable.assign(old)
+    return gradient
+
+
+def difference_products(
+    model: Any, columns: Array, *batch: Any, step: float = 1e-5
+) -> Array:
+    """The Hessian times columns, by central differences."""
+    return np.stack(
+        [
+            (
+                shifted(model, step * column, *batch)
+                - shifted(model, -step * column, *batch)
+            )
+            / (2 * step)
+            for column in columns.T
+        ],
+        axis=1,
+    )

@@ -1,0 +1,117 @@
+import json
+import os
+import time
+
+import pytest
+
+from tests.support import cluster
+from tests.support.cluster import Case, ClusterError, run, run_cases
+
+WORKERS = "tests.support.workers_cluster"
+
+
+def target(name: str) -> str:
+    return f"{WORKERS}:{name}"
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_values_by_worker() -> None:
+    values = run(target("describe"), 1, "a", workers=3)
+    assert [index for index, *_ in values] == [0, 1, 2]
+    assert [args for _, _, args, _ in values] == [(1, "a")] * 3
+    assert not any(is_running(process) for _, process, *_ in values)
+
+
+def test_cases_share_processes() -> None:
+    first, second = (
+        outcome.get()
+        for outcome in run_cases(
+            {
+                "first": Case(target("describe"), kwargs={"b": 2}),
+                "second": Case(target("describe")),
+            }
+        ).values()
+    )
+    assert first[0][3] == {"b": 2}
+    assert [w[1] for w in first] == [w[1] for w in second]
+
+
+def test_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", "of another cluster")
+    configs = [json.loads(c) for c in run(target("config"))]
+    assert configs[0]["cluster"] == configs[1]["cluster"]
+    assert len(set(configs[0]["cluster"]["worker"])) == 2
+    assert run(target("config"), workers=1) == [None]
+
+
+def test_failure_names_case_and_shows_its_log() -> None:
+    outcomes = run_cases(
+        {
+            "good": Case(target("describe")),
+            "bad": Case(target("fail")),
+            "half": Case(target("fail"), (1,)),
+            "last": Case(target("describe")),
+        }
+    )
+    outcomes["good"].get()
+    outcomes["last"].get()
+    assert all("told to fail" in str(e) for e in outcomes["bad"].errors)
+    assert outcomes["half"].values == ["fine", None]
+    with pytest.raises(ClusterError) as error:
+        outcomes["bad"].get()
+    message = str(error.value)
+    assert message.startswith("case 'bad': a worker raised")
+    assert "told to fail, worker 1" in message
+    assert "'half'" not in message
+
+
+def test_peers_of_a_failed_worker_do_not_hang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "GRACE", 0.5)
+    start = time.monotonic()
+    with pytest.raises(ClusterError) as error:
+        run(target("fail_and_hang"), 1)
+    assert time.monotonic() - start < 10
+    assert "worker 1 failed and the others did not" in str(error.value)
+    # The stack of the one that was waiting.
+    assert "in wait_for_a_peer_that_is_gone" in str(error.value)
+
+
+def test_death_is_noticed() -> None:
+    start = time.monotonic()
+    with pytest.raises(ClusterError, match="worker 0 exited with -9"):
+        run(target("die"), 0)
+    assert time.monotonic() - start < 10
+
+
+def test_time_limit() -> None:
+    with pytest.raises(ClusterError) as error:
+        run(target("wait_for_a_peer_that_is_gone"), time_limit=1.5)
+    assert "not finished after 1.5 s" in str(error.value)
+    assert "in wait_for_a_peer_that_is_gone" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["leave", "not_picklable", "missing"])
+def test_odd_ends_are_errors(name: str) -> None:
+    with pytest.raises(ClusterError, match="a worker raised"):
+        run(target(name))
+
+
+def test_environment() -> None:
+    values = run_cases(
+        {"": Case("os:getenv", ("TFKFAC_TEST",))},
+        environment={"TFKFAC_TEST": "yes"},
+    )
+    assert values[""].get() == ["yes", "yes"]
+
+
+def test_devices() -> None:
+    assert run(target("count_devices"), workers=1, devices=3) == [3]

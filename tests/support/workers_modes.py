@@ -1,0 +1,608 @@
+"""What the tests of the distribution modes run, alone and on every worker.
+
+`train` runs one small job and returns all there is to know about it. The same
+function gives what a single process gets, which sees each step's rows of all
+workers as one batch.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support import cluster
+from tests.support.reference import Array
+
+CLASSES = 3
+TOKENS = 6
+Feed = Sequence[Sequence[Sequence[int]]]
+
+# ------------------------------------------------------------------ models
+# Rows of each quarter of the workers by step: with two workers each gets two
+# quarters. Factor steps are the even ones, inverse steps every second of them.
+_ROWS = [
+    (2, 2, 2, 2),
+    (2, 2, 2, 2),
+    (3, 1, 4, 0),
+    (1, 2, 3, 0),
+    (4, 3, 0, 0),
+    (2, 2, 2, 2),
+    (0, 0, 0, 8),
+    (1, 5, 1, 1),
+    (0, 1, 3, 2),
+    (1, 0, 0, 0),
+]
+
+
+def uneven(rows: Sequence[Sequence[int]] = _ROWS) -> Feed:
+    """Other rows in every step; some workers have none."""
+    fresh = iter(range(1000))
+    return [[[next(fresh) for _ in range(n)] for n in step] for step in rows]
+
+
+FEEDS: dict[str, Callable[[], Feed]] = {
+    "uneven": uneven,
+    "even": lambda: uneven([(2, 2, 2, 2)] * 10),
+    # The first worker begins without any row.
+    "late": lambda: uneven([(0, 0, 3, 1), *_ROWS[1:]]),
+    # TensorFlow's float32 convolutions fail on a CPU without any row, unless
+    # TF_ENABLE_ONEDNN_OPTS=0.
+    "some": lambda: uneven([(3, 1, 2, 2), (1, 1, 2, 1)] * 5),
+    # Every worker sees the same rows.
+    "same": lambda: [[list(range(4 * s, 4 * s + 4))] * 4 for s in range(10)],
+}
+
+
+def shares(feed: Feed, workers: int) -> list[list[list[int]]]:
+    """The rows of each worker by step."""
+    size = 4 // workers
+    return [
+        [[*itertools.chain(*step[i : i + size])] for i in range(0, 4, size)]
+        for step in feed
+    ]
+
+
+def images(rows: int = 160) -> tuple[Array, Array]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(rows, 5, 5, 2))
+    return x, np.argmax(x.mean((1, 2)) @ rng.normal(size=(2, CLASSES)), 1)
+
+
+def sentences(rows: int = 160) -> tuple[Array, Array]:
+    rng = np.random.default_rng(0)
+    x = rng.integers(TOKENS, size=(rows, 5))
+    return x, x[:, 0] % CLASSES
+
+
+def vision() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((5, 5, 2)),
+            layers.Conv2D(3, 3, activation="tanh", name="conv"),
+            layers.LayerNormalization(name="norm"),
+            layers.Flatten(),
+            layers.Dense(CLASSES, name="logits"),
+        ]
+    )
+
+
+def cnn() -> keras.Model:
+    """What the definition in NumPy knows."""
+    return keras.Sequential(
+        [
+            keras.Input((5, 5, 2)),
+            layers.Conv2D(3, 3, activation="tanh", name="conv"),
+            layers.Flatten(),
+            layers.Dense(5, activation="tanh", name="hidden"),
+            layers.Dense(CLASSES, name="logits"),
+        ]
+    )
+
+
+def small() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((5, 5, 2)),
+            layers.Flatten(),
+            layers.Dense(4, activation="tanh", name="hidden"),
+            layers.Dense(CLASSES, name="logits"),
+        ]
+    )
+
+
+def batch_norm() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((5, 5, 2)),
+            layers.Conv2D(3, 3, name="conv"),
+            layers.BatchNormalization(synchronized=True, name="norm"),
+            layers.Activation("tanh"),
+            layers.Flatten(),
+            layers.Dense(CLASSES, name="logits"),
+        ]
+    )
+
+
+def text() -> keras.Model:
+    tokens = keras.Input((5,), dtype="int32")
+    h = layers.Embedding(TOKENS, 4, name="tokens")(tokens)
+    h = layers.MultiHeadAttention(2, 3, name="attention")(h, h)
+    h = layers.LayerNormalization(name="norm")(h)
+    h = layers.GlobalAveragePooling1D()(h)
+    return keras.Model(tokens, layers.Dense(CLASSES, name="logits")(h))
+
+
+MODELS: dict[str, Callable[[], keras.Model]] = {
+    f.__name__: f for f in (vision, cnn, small, batch_norm, text)
+}
+
+# -------------------------------------------------------------- optimizers
+# The same numbers in float32 and float64.
+RATE, MOMENTUM, DAMPING, CLIP, DECAY = 2**-4, 0.5, 2**-4, 2**-6, 0.5
+ADAM_RATE, BETAS = 2**-6, (1 - 2**-3, 1 - 2**-7)
+
+DEFAULTS = {
+    "damping": DAMPING,
+    "kl_clip": CLIP,
+    "factor_decay": DECAY,
+    "factor_update_interval": 2,
+    "inverse_update_interval": 4,
+}
+
+_SGD, _ADAM = keras.optimizers.SGD, keras.optimizers.Adam
+INNERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "sgd": lambda: _SGD(RATE, momentum=MOMENTUM),
+    "adam": lambda: _ADAM(ADAM_RATE, *BETAS),
+    "clipnorm, decay": lambda: keras.optimizers.AdamW(
+        ADAM_RATE, weight_decay=0.5, clipnorm=0.1
+    ),
+    "global clipnorm, average": lambda: _SGD(
+        RATE,
+        momentum=MOMENTUM,
+        global_clipnorm=0.5,
+        use_ema=True,
+        ema_momentum=0.5,
+        ema_overwrite_frequency=3,
+    ),
+    "accumulation, clipvalue": lambda: _ADAM(
+        ADAM_RATE, gradient_accumulation_steps=2, clipvalue=0.05
+    ),
+    "accumulation, average, decay": lambda: _SGD(
+        RATE,
+        momentum=MOMENTUM,
+        weight_decay=0.5,
+        gradient_accumulation_steps=2,
+        use_ema=True,
+        ema_momentum=0.5,
+        ema_overwrite_frequency=2,
+    ),
+}
+
+
+def clip_schedule(iteration: Any) -> Any:
+    """A callable of the iteration with Python's `if`."""
+    if iteration < 4:
+        return CLIP
+    return CLIP / 8
+
+
+# Arguments that are objects, by the name a case gives them.
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "damping schedule": lambda: (
+        keras.optimizers.schedules.PiecewiseConstantDecay(
+            [2, 6], [1.0, DAMPING, 4.0]
+        )
+    ),
+    "clip schedule": lambda: clip_schedule,
+}
+
+
+class Noted(tfkfac.KFAC):
+    """Remembers the graph of each trace of its step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.graphs: list[Any] = []
+
+    def apply(self, *args: Any, **kwargs: Any) -> None:
+        self.graphs.append(tf.compat.v1.get_default_graph())
+        super().apply(*args, **kwargs)
+
+
+class Setter(keras.callbacks.Callback):
+    """Changes hyperparameters between steps."""
+
+    def __init__(self, changes: dict[int, dict[str, float]]) -> None:
+        super().__init__()
+        self.changes = changes
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        for name, value in self.changes.get(batch, {}).items():
+            setattr(self.model.optimizer, name, value)
+
+
+# -------------------------------------------------------------- strategies
+@functools.cache
+def strategy(kind: str | None) -> Any:
+    """A process can have one only."""
+    if kind is None:
+        return tf.distribute.get_strategy()
+    if kind == "mirrored":
+        return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    # Longer than any wait here; the harness' time limit ends everything.
+    return tfkfac.MultiWorkerMirroredStrategy(
+        communication_options=tf.distribute.experimental.CommunicationOptions(
+            timeout_seconds=120
+        )
+    )
+
+
+def local_ranks(kind: str | None) -> list[int]:
+    if kind == "multi":
+        return [strategy(kind).cluster_resolver.task_id]
+    return list(range(strategy(kind).num_replicas_in_sync))
+
+
+@contextlib.contextmanager
+def floats(dtype: str) -> Iterator[None]:
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])
+
+
+# ---------------------------------------------------------------- training
+def train(
+    kind: str | None,
+    model: str,
+    inner: str = "sgd",
+    feed: str | Feed = "uneven",
+    dtype: str = "float64",
+    poison: tuple[int, int] | None = None,
+    without: int | None = None,
+    changes: dict[int, dict[str, float]] | None = None,
+    eager: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Trains a new model for the steps of a feed.
+
+    Args:
+        kind: "multi", "mirrored", or None for a single process.
+        model: One of `MODELS`.
+        inner: One of `INNERS`.
+        feed: One of `FEEDS`, or the rows of each quarter of the workers.
+        dtype: Keras' default dtype.
+        poison: Step, and the worker whose rows are NaN in it.
+        without: A step to leave out.
+        changes: Values for the optimizer's attributes before a step.
+        eager: Whether to run without a graph.
+        **options: Arguments of `KFAC`; a value may be one of `OBJECTS`.
+    """
+    workers = strategy(kind).num_replicas_in_sync
+    with floats(dtype):
+        network = compiled(kind, model, inner, options)
+        network.run_eagerly = eager
+        x, y = (sentences if model == "text" else images)()
+        if model != "text":
+            x = x.astype(dtype)
+        rows = FEEDS[feed]() if isinstance(feed, str) else feed
+        steps = shares(rows, workers)
+        if without is not None:
+            del steps[without]
+        start = network.get_weights()
+        network.fit(
+            dataset(kind, x, y, steps, poison),
+            steps_per_epoch=len(steps),
+            shuffle=False,
+            verbose=0,
+            callbacks=[Setter(changes or {})],
+        )
+    return {"start": start} | describe(kind, network)
+
+
+def compiled(
+    kind: str | None, model: str, inner: str, options: dict[str, Any]
+) -> Any:
+    arguments = {
+        name: OBJECTS[value]() if value in OBJECTS else value
+        for name, value in (DEFAULTS | options).items()
+    }
+    with strategy(kind).scope():
+        keras.utils.set_random_seed(0)
+        network = MODELS[model]()
+        network.compile(
+            Noted(INNERS[inner](), **arguments),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    return network
+
+
+def dataset(
+    kind: str | None,
+    x: Array,
+    y: Array,
+    steps: list[list[list[int]]],
+    poison: tuple[int, int] | None,
+) -> Any:
+    """Exactly these rows for each worker of this process in each step."""
+
+    def batches() -> Iterator[tuple[Array, Array]]:
+        for number, step in enumerate(steps):
+            for rank in local_ranks(kind):
+                bad = np.nan if poison == (number, rank) else 0
+                rows = np.array(step[rank], int)
+                yield x[rows] + np.asarray(bad, x.dtype), y[rows]
+
+    def make(context: Any = None) -> tf.data.Dataset:
+        signature = [
+            tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in (x, y)
+        ]
+        return tf.data.Dataset.from_generator(
+            batches, output_signature=tuple(signature)
+        )
+
+    if kind is None:
+        return make()
+    return strategy(kind).distribute_datasets_from_function(make)
+
+
+def loop(kind: str, distribution: str) -> dict[str, Any]:
+    """A custom loop, on even batches: nothing but `attach` is needed."""
+    replicas = strategy(kind)
+    workers = replicas.num_replicas_in_sync
+    steps = shares(FEEDS["even"](), workers)
+    with floats("float64"):
+        with replicas.scope():
+            keras.utils.set_random_seed(0)
+            network = cnn()
+            optimizer = tfkfac.KFAC(
+                INNERS["sgd"](), distribution=distribution, **DEFAULTS
+            ).attach(network)
+        variables = network.trainable_variables
+        start = network.get_weights()
+
+        def step(batch: Any) -> None:
+            x, y = batch
+            with tf.GradientTape() as tape:
+                losses = keras.losses.sparse_categorical_crossentropy(
+                    y, network(x, training=True), from_logits=True
+                )
+                loss = tf.reduce_mean(losses) / workers
+            gradients = tape.gradient(loss, [v.value for v in variables])
+            optimizer.apply(gradients, variables)
+
+        @tf.function
+        def train_step(iterator: Any) -> None:
+            replicas.run(step, args=(next(iterator),))
+
+        iterator = iter(dataset(kind, *images(), steps, None))
+        for _ in steps:
+            train_step(iterator)
+    return {
+        "start": start,
+        "weights": network.get_weights(),
+        "copies": copies(kind, variables),
+    }
+
+
+class RowLog(layers.Layer):
+    """Lets everything pass and remembers which rows did."""
+
+    def __init__(self, x: Array) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = []
+        self._ids = {value: i for i, value in enumerate(x[:, 0, 0, 0])}
+
+    def call(self, x: Any) -> Any:
+        def note(first: Any) -> None:
+            self.seen.append([self._ids[value] for value in first.numpy()])
+
+        tf.py_function(note, [x[:, 0, 0, 0]], [])
+        return x
+
+
+def fit(kind: str, rows: int, policy: str | None, **options: Any) -> Any:
+    """Plain `fit` on global batches of 8 rows, and what it feeds.
+
+    Args:
+        kind: "multi" or "mirrored".
+        rows: Number of rows.
+        policy: How `tf.data` shards a dataset; None passes arrays instead.
+        **options: Arguments of `KFAC`.
+    """
+    x, y = (a[:rows] for a in images())
+    with floats("float64"), strategy(kind).scope():
+        log = RowLog(x)
+        keras.utils.set_random_seed(0)
+        network = keras.Sequential([keras.Input(x.shape[1:]), log])
+        for layer in cnn().layers:
+            network.add(layer)
+        network.compile(
+            tfkfac.KFAC(INNERS["sgd"](), **(DEFAULTS | options)),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+        start = network.get_weights()
+    data: dict[str, Any] = {"x": x, "y": y, "batch_size": 8}
+    if policy is not None:
+        batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+        how = tf.data.Options()
+        how.experimental_distribute.auto_shard_policy = getattr(
+            tf.data.experimental.AutoShardPolicy, policy
+        )
+        data = {"x": batches.with_options(how)}
+    with floats("float64"):
+        network.fit(**data, shuffle=False, verbose=0)
+    return {
+        "start": start,
+        "weights": network.get_weights(),
+        "copies": copies(kind, network.variables),
+        "seen": list(map(list, log.seen)),
+    }
+
+
+def disagreement(kind: str) -> str:
+    """What is said when one worker has other settings than the rest."""
+    damping = 1.0 + max(local_ranks(kind))
+    try:
+        train(kind, "small", damping=damping, distribution="dp_kfac")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refusals(kind: str) -> dict[str, str]:
+    """What `compile` says to settings that cannot work."""
+    found = {}
+    for name, wrap, options in [
+        ("steps_per_execution", None, {"steps_per_execution": 2}),
+        ("jit_compile", None, {"jit_compile": True}),
+        ("LossScaleOptimizer", keras.optimizers.LossScaleOptimizer, {}),
+    ]:
+        with strategy(kind).scope():
+            optimizer = tfkfac.KFAC()
+            try:
+                small().compile(
+                    wrap(optimizer) if wrap else optimizer, "mse", **options
+                )
+            except ValueError as error:
+                found[name] = str(error)
+    return found
+
+
+def parameter_server(kind: str) -> str:
+    """What `compile` says under a parameter server; ends other training."""
+    jobs = ["chief", "worker", "ps"]
+    addresses = cluster.local_addresses(len(jobs))
+    spec = tf.train.ClusterSpec(
+        {job: [a] for job, a in zip(jobs, addresses, strict=True)}
+    )
+    servers = [tf.distribute.Server(spec, job, 0) for job in jobs[1:]]
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type="chief", task_id=0, rpc_layer="grpc"
+    )
+    with tf.distribute.ParameterServerStrategy(resolver).scope():
+        try:
+            small().compile(tfkfac.KFAC(), "mse")
+        except ValueError as error:
+            return f"{error} {len(servers)} servers"
+    return ""
+
+
+# --------------------------------------------------------------- reporting
+def describe(kind: str | None, model: Any) -> dict[str, Any]:
+    """All that the tests want to know of a trained model."""
+    optimizer = model.optimizer
+    text: list[str] = []
+    optimizer.summary(print_fn=text.append)
+    graph = optimizer.graphs[-1].as_graph_def(add_shapes=True)
+    return {
+        "weights": model.get_weights(),
+        "copies": copies(kind, [*model.variables, *optimizer.variables]),
+        "iterations": int(optimizer.iterations.numpy()),
+        "skipped": [int(v) for v in optimizer._skipped],
+        "updates": [
+            (int(s.factor_updates), int(s.inverse_updates))
+            for s in optimizer._states
+        ],
+        "factors": optimizer.factors(),
+        "shapes": [
+            (b.path, dict(b.factor_shapes))
+            for b in optimizer._placement().blocks
+        ],
+        "state_bytes": optimizer.state_bytes(),
+        "kept": [kept_bytes(state) for state in optimizer._states],
+        "communication_bytes": optimizer.communication_bytes(),
+        "collectives": collectives(graph),
+        "decompositions": count_ops(graph, ("Cholesky", "SelfAdjointEigV2")),
+        "summary": "\n".join(text),
+        "traces": len(optimizer.graphs),
+    }
+
+
+def copies(kind: str | None, variables: Sequence[Any]) -> list[list[Array]]:
+    """The values that each local replica has of some variables."""
+    local = strategy(kind).experimental_local_results
+    values = [local(v.value) for v in variables]
+    return [
+        [v[i].numpy() for v in values] for i in range(len(local_ranks(kind)))
+    ]
+
+
+def kept_bytes(state: Any) -> dict[str, int]:
+    """Bytes of the variables that a worker has, but for single numbers."""
+
+    def size(variables: Sequence[tf.Variable]) -> int:
+        return sum(v.shape.num_elements() * v.dtype.size for v in variables)
+
+    kept = state.preconditioners
+    return {
+        "factors": sum(size(p.factors.averages) for p in kept if p.factors),
+        "decompositions": sum(
+            size(p.decomposition.tensors) for p in kept if p.decomposition
+        ),
+        "total": size([v for v in state.variables if v.shape.rank]),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective in a graph, `depth` conds deep."""
+
+    kind: str
+    depth: int
+    elements: int
+    dtype: str
+    group: int
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensor."""
+        return self.elements * tf.as_dtype(self.dtype).size
+
+
+def collectives(graph: Any) -> list[Collective]:
+    found = []
+    for depth, node in walk(graph):
+        if not node.op.startswith("Collective"):
+            continue
+        shapes = [node.attr["shape"].shape]
+        if node.attr["_output_shapes"].list.shape:
+            shapes += node.attr["_output_shapes"].list.shape
+        sizes = [int(np.prod([d.size for d in s.dim])) for s in shapes if s.dim]
+        dtype = tf.as_dtype(node.attr["T"].type).name
+        kind = node.op.removeprefix("Collective")
+        group = node.attr["group_size"].i
+        found.append(Collective(kind, depth, max(sizes), dtype, group))
+    return found
+
+
+def count_ops(graph: Any, names: Sequence[str]) -> int:
+    return sum(node.op in names for _, node in walk(graph))
+
+
+def walk(graph: Any) -> Iterator[tuple[int, Any]]:
+    """Nodes that a graph can reach, and in how many conds they are."""
+    library = {f.signature.name: f for f in graph.library.function}
+
+    def visit(nodes: Any, depth: int) -> Iterator[tuple[int, Any]]:
+        for node in nodes:
+            yield depth, node
+            inside = depth + node.op.endswith("If")
+            for attribute in node.attr.values():
+                if attribute.HasField("func"):
+                    called = library[attribute.func.name]
+                    yield from visit(called.node_def, inside)
+
+    return visit(graph.node, 0)
