@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 import keras
 
-from tfkfac.capture.taps import TraceStore, replica_id
+from tfkfac.capture.trace import TraceStore, replica_id
 
 
 class ModelTap(abc.ABC):

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfkfac.capture.model_tap import ModelTap
 from tfkfac.capture.scaling import LossBatch
-from tfkfac.capture.taps import (
+from tfkfac.capture.trace import (
     capturing,
     current_store,
     paused,

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.model_tap import ModelTap
-from tfkfac.capture.taps import capturing, current_store, visible_stores
+from tfkfac.capture.trace import capturing, current_store, visible_stores
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,22 +17,25 @@ import contextlib
 import functools
 import inspect
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager import record as tape_record
 
 from tfkfac.blocks import Record
+from tfkfac.capture.trace import (
+    TraceStore,
+    capturing,
+    current_store,
+    replica_id,
+    visible_stores,
+)
 
-_STORE = "_tfkfac_records"
 _TAP = "_tfkfac_tap"
 _HOOK = "_tfkfac_first_call"
 _moments_in_time = itertools.count()
-_state = threading.local()
 
 
 class Note(NamedTuple):
@@ -234,10 +237,6 @@ def forget_first_call(layer: keras.layers.Layer) -> None:
         remove()
 
 
-class TraceStore(dict[tuple[int, int], Any]):
-    """What taps noted in one graph, by (tap, replica)."""
-
-
 def watch(tensor: tf.Tensor, note: Callable[[tf.Tensor], None]) -> tf.Tensor:
     """Identity that calls `note` with the gradient when one flows back."""
 
@@ -254,60 +253,3 @@ def watch(tensor: tf.Tensor, note: Callable[[tf.Tensor], None]) -> tf.Tensor:
     if mask is not None:
         watched._keras_mask = mask
     return watched
-
-
-def capturing() -> bool:
-    """Whether a tape is on and nobody has paused the taps."""
-    if getattr(_state, "paused", False):
-        return False
-    return bool(tape_record.could_possibly_record())
-
-
-@contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Keeps all taps of this thread from noting anything."""
-    before = getattr(_state, "paused", False)
-    _state.paused = True
-    try:
-        yield
-    finally:
-        _state.paused = before
-
-
-def replica_id() -> int:
-    """Returns the static index of the replica being traced, 0 if alone."""
-    context = tf.distribute.get_replica_context()
-    if context is None:
-        return 0
-    index = tf.get_static_value(context.replica_id_in_sync_group)
-    return 0 if index is None else int(index)
-
-
-def current_store(eager: TraceStore) -> TraceStore:
-    """Returns the store of the current graph, `eager` outside of graphs."""
-    if tf.executing_eagerly():
-        return eager
-    graph = tf.compat.v1.get_default_graph()
-    store = getattr(graph, _STORE, None)
-    if store is None:
-        store = TraceStore()
-        setattr(graph, _STORE, store)
-    return store
-
-
-def visible_stores(eager: TraceStore) -> list[TraceStore]:
-    """Returns the stores whose tensors can be used here.
-
-    Those are the current graph's and, from within a branch of a `tf.cond`,
-    the enclosing graphs'.
-    """
-    if tf.executing_eagerly():
-        return [eager]
-    stores = []
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None:
-        store = getattr(graph, _STORE, None)
-        if store is not None:
-            stores.append(store)
-        graph = getattr(graph, "outer_graph", None)
-    return stores

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.taps import capturing
+from tfkfac.capture.trace import capturing
 from tfkfac.compat.second_order import exact_second_derivatives
 
 _TAP = "_tfkfac_moments_tap"

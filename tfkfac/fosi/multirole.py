@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfkfac.capture.replay import ForwardTap, find_call
 from tfkfac.capture.scaling import LossBatch
-from tfkfac.capture.taps import TraceStore, current_store, replica_id
+from tfkfac.capture.trace import TraceStore, current_store, replica_id
 from tfkfac.capture.walk import walk
 from tfkfac.compat.graphs import in_graph, stamp_time, state_variable
 from tfkfac.compat.inner_update import own_copy

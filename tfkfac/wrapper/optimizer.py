@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from tfkfac.capture.replay import ForwardTap
 from tfkfac.capture.scaling import LossBatch, LossTap
-from tfkfac.capture.taps import Tap, forget_first_call, replica_id
+from tfkfac.capture.taps import Tap, forget_first_call
+from tfkfac.capture.trace import replica_id
 from tfkfac.capture.walk import unbuilt, walk
 from tfkfac.compat.graphs import count_events, state_variable
 from tfkfac.compat.inner_update import updates_in_replica
