@@ -40,6 +40,21 @@ def in_graph(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
+def called_often(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a graph call a function, instead of repeating its operations.
+
+    A loop would do, but for collectives: they agree across workers in a
+    function only.
+    """
+    if tf.executing_eagerly():
+        return function
+    return tf.function(
+        function,
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    )
+
+
 def stamp_time(variable: tf.Variable) -> tf.Tensor:
     """Writes the time in seconds to a float64 variable and returns it.
 

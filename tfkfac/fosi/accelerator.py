@@ -10,7 +10,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfkfac.capture.replay import ForwardCall
 from tfkfac.capture.scaling import LossBatch
-from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.graphs import called_often, state_variable
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.fosi.estimation import Estimation, Spectrum
 from tfkfac.fosi.layouts import Geometry
@@ -18,7 +18,6 @@ from tfkfac.linalg.lanczos import (
     BLOCK_ROWS,
     Candidate,
     Lanczos,
-    called_often,
 )
 
 
