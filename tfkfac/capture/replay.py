@@ -1,9 +1,8 @@
 """The loss of the current step, computed anew at given weights."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -17,6 +16,7 @@ from tfkfac.capture.trace import (
     paused,
     visible_stores,
 )
+from tfkfac.compat.models import kept_losses
 
 # Calls of a step that are looked at; others, that no step takes, would pile up.
 _MOST_CALLS = 32
@@ -112,25 +112,11 @@ def replay_loss(
     mapping = list(zip(variables, values, strict=True))
     with (
         paused(),
-        _kept_losses(model),
+        kept_losses(model),
         keras.StatelessScope(mapping, collect_losses=True),
     ):
         outputs = model(*call.args, **call.kwargs)
         return model.compute_loss(**{**arguments, "y_pred": outputs})
-
-
-@contextlib.contextmanager
-def _kept_losses(model: keras.Model) -> Iterator[None]:
-    """Keeps the losses that layers have added in their last call."""
-    layers = list(model._flatten_layers())
-    kept = [(list(x._losses), set(x._loss_ids)) for x in layers]
-    try:
-        yield
-    finally:
-        for layer, (losses, identities) in zip(layers, kept, strict=True):
-            layer._losses[:] = losses
-            layer._loss_ids.clear()
-            layer._loss_ids.update(identities)
 
 
 def _identities(outputs: Any) -> list[int]:
