@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework.ops import gradient_registry
 
-from tfkfac.capture.replay import ForwardCall, replay_loss
+from tfkfac.capture.forward import ForwardCall, replay_loss
 from tfkfac.capture.walk import walk
 from tfkfac.compat.second_order import Sum, exact_second_derivatives
 from tfkfac.linalg.flat import FlatSpace

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.capture.replay import training_call
+from tfkfac.capture.forward import training_call
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.lanczos import (

@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfkfac.capture.replay import ForwardCall
-from tfkfac.capture.scaling import LossBatch
+from tfkfac.capture.forward import ForwardCall
+from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.compat.graphs import called_often, state_variable
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.fosi.estimation import Estimation, Spectrum

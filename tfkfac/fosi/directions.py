@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.capture.replay import ForwardTap
+from tfkfac.capture.forward import ForwardTap
 from tfkfac.compat.graphs import count_events, state_variable
 from tfkfac.compat.inner_update import own_copy
 from tfkfac.curvature.hessian import flat_space

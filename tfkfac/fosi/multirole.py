@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.capture.replay import ForwardTap, find_call
-from tfkfac.capture.scaling import LossBatch
+from tfkfac.capture.forward import ForwardTap, find_call
+from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.trace import TraceStore, current_store, replica_id
 from tfkfac.capture.walk import walk
 from tfkfac.compat.graphs import in_graph, stamp_time, state_variable

@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.replay import ForwardCall, ForwardTap, find_call
-from tfkfac.capture.scaling import LossBatch
+from tfkfac.capture.forward import ForwardCall, ForwardTap, find_call
+from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.compat.graphs import in_graph
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator

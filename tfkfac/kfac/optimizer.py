@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.blocks.statistics import batch_statistics
-from tfkfac.capture.scaling import LossBatch, example_scale
+from tfkfac.capture.loss_batch import LossBatch, example_scale
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.kfac.active import (
     ActiveBlock,

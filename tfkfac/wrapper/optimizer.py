@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Self
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.replay import ForwardTap
-from tfkfac.capture.scaling import LossBatch, LossTap
+from tfkfac.capture.forward import ForwardTap
+from tfkfac.capture.loss_batch import LossBatch, LossTap
 from tfkfac.capture.taps import Tap, forget_first_call
 from tfkfac.capture.trace import replica_id
 from tfkfac.capture.walk import unbuilt, walk

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.model_tap import ModelTap
-from tfkfac.capture.scaling import LossBatch
 from tfkfac.capture.trace import (
     capturing,
     current_store,
