@@ -1,12 +1,12 @@
 """The loss of the current step, computed anew at given weights."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from typing_extensions import override
 
 from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.model_tap import ModelTap
@@ -40,17 +40,16 @@ class ForwardTap(ModelTap):
 
     method = "call"
 
-    def _override(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            outputs = original(*args, **kwargs)
-            if capturing():
-                calls = current_store(self._eager).setdefault(self._key(), [])
-                calls.append(ForwardCall(args, kwargs, outputs))
-                del calls[:-_MOST_CALLS]
-            return outputs
-
-        return call
+    @override
+    def _call(
+        self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        outputs = below(*args, **kwargs)
+        if capturing():
+            calls = current_store(self._eager).setdefault(self._key(), [])
+            calls.append(ForwardCall(args, kwargs, outputs))
+            del calls[:-_MOST_CALLS]
+        return outputs
 
     def take(self) -> list[ForwardCall]:
         """Returns this replica's calls of the current trace."""
