@@ -16,7 +16,7 @@ from tfkfac.capture.trace import (
     paused,
     visible_stores,
 )
-from tfkfac.compat.models import kept_losses
+from tfkfac.compat.models import call_takes_training, kept_losses
 
 # Calls of a step that are looked at; others, that no step takes, would pile up.
 _MOST_CALLS = 32
@@ -62,7 +62,7 @@ class ForwardTap(ModelTap):
 
 def training_call(model: keras.Model, x: Any) -> ForwardCall:
     """The call that Keras' own `train_step` makes."""
-    kwargs = {"training": True} if model._call_has_training_arg else {}
+    kwargs = {"training": True} if call_takes_training(model) else {}
     return ForwardCall((x,), kwargs, None)
 
 

@@ -31,6 +31,7 @@ from tfkfac.capture.trace import (
     replica_id,
     visible_stores,
 )
+from tfkfac.compat.layers import mask_of, pass_mask
 from tfkfac.compat.overrides import (
     Wrapper,
     drop_from,
@@ -130,7 +131,7 @@ class Tap:
     ) -> Any:
         rest = dict(kwargs)
         inputs = args[0] if args else rest.pop(self._input_name)
-        mask = getattr(inputs, "_keras_mask", None)
+        mask = mask_of(inputs)
         called = next(_moments_in_time)
         key = (id(self), replica_id())
         moments: Any = None  # in forward mode `note` runs during the call
@@ -227,7 +228,5 @@ def watch(tensor: tf.Tensor, note: Callable[[tf.Tensor], None]) -> tf.Tensor:
         return tf.identity(z), backward
 
     watched = identity(tensor)
-    mask = getattr(tensor, "_keras_mask", None)
-    if mask is not None:
-        watched._keras_mask = mask
+    pass_mask(tensor, watched)
     return watched

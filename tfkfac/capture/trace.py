@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record as tape_record
+
+from tfkfac.compat.graphs import open_graphs, under_tape
 
 _STORE = "_tfkfac_records"
 _state = threading.local()
@@ -24,7 +25,7 @@ def capturing() -> bool:
     """Whether a tape is on and nobody has paused the taps."""
     if getattr(_state, "paused", False):
         return False
-    return bool(tape_record.could_possibly_record())
+    return under_tape()
 
 
 @contextlib.contextmanager
@@ -67,11 +68,5 @@ def visible_stores(eager: TraceStore) -> list[TraceStore]:
     """
     if tf.executing_eagerly():
         return [eager]
-    stores = []
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None:
-        store = getattr(graph, _STORE, None)
-        if store is not None:
-            stores.append(store)
-        graph = getattr(graph, "outer_graph", None)
-    return stores
+    stores = [getattr(graph, _STORE, None) for graph in open_graphs()]
+    return [store for store in stores if store is not None]
