@@ -129,10 +129,11 @@ def is_repaired(strategy: tf.distribute.Strategy) -> bool:
 
 
 def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
-    """The devices of the replicas in this process, in their order.
+    """The devices of a strategy's replicas in this process, in their order.
 
     It relies on `strategy.extended.worker_devices`, in which, under a
     `MultiWorkerMirroredStrategy` too, there are those of this process only.
+    The default strategy has none.
     """
     return tuple(strategy.extended.worker_devices)
 
