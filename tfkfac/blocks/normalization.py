@@ -1,13 +1,13 @@
 """Block of the scale and offset of normalisation layers."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.base import Block, Record, Rows
+from tfkfac.compat.overrides import given_moments
 
 
 class NormalizationBlock(Block):
@@ -107,19 +107,3 @@ class NormalizationBlock(Block):
             tf.reshape(matrix[:, 0, i], weight.shape)
             for i, weight in enumerate(self._weights)
         ]
-
-
-@contextlib.contextmanager
-def given_moments(
-    layer: keras.layers.Layer, moments: tuple[tf.Tensor, tf.Tensor] | None
-) -> Iterator[None]:
-    """Makes a batch normalisation use moments instead of computing them."""
-    if moments is None:
-        yield
-        return
-    before = layer._moments
-    object.__setattr__(layer, "_moments", lambda *_: moments)
-    try:
-        yield
-    finally:
-        object.__setattr__(layer, "_moments", before)

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Self
 
 import keras
 
-from tfkfac.capture.taps import TraceStore, replica_id
+from tfkfac.capture.trace import TraceStore, replica_id
+from tfkfac.compat.overrides import drop_from, keep_on, kept_on, override
 
 
 class ModelTap(abc.ABC):
@@ -22,33 +23,29 @@ class ModelTap(abc.ABC):
 
     def __init__(self, model: keras.Model) -> None:
         self._eager = TraceStore()
-        self._overridden = vars(model).get(self.method)
-        override = self._override(getattr(model, self.method))
-        object.__setattr__(model, self.method, override)
+        self._installed = override(model, self.method, self._call)
 
     @abc.abstractmethod
-    def _override(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns what takes the place of the method."""
+    def _call(
+        self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Takes the place of the method, which is `below`."""
 
     @classmethod
     def open(cls, model: keras.Model) -> Self:
         """Returns the model's tap, made if need be."""
-        tap = vars(model).get(cls._attribute())
+        tap = kept_on(model, cls._attribute())
         if tap is None:
             tap = cls(model)
-            object.__setattr__(model, cls._attribute(), tap)
+            keep_on(model, cls._attribute(), tap)
         return tap
 
     @classmethod
     def close(cls, model: keras.Model) -> None:
         """Removes the tap."""
-        tap = vars(model).get(cls._attribute())
-        if tap is None:
-            return
-        object.__delattr__(model, cls._attribute())
-        object.__delattr__(model, cls.method)
-        if tap._overridden is not None:
-            object.__setattr__(model, cls.method, tap._overridden)
+        tap = drop_from(model, cls._attribute())
+        if tap is not None:
+            tap._installed.remove()
 
     @classmethod
     def _attribute(cls) -> str:

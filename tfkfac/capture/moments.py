@@ -1,16 +1,16 @@
 """Batch moments synchronised over some of the replicas only."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.taps import capturing
+from tfkfac.capture.trace import capturing
+from tfkfac.compat.overrides import release_moments, replace_moments
 from tfkfac.compat.second_order import exact_second_derivatives
 
-_TAP = "_tfkfac_moments_tap"
+__all__ = ["release_moments", "synchronized_layers", "tap_moments"]
 
 
 def synchronized_layers(
@@ -34,22 +34,11 @@ def tap_moments(
         layer: A synchronised `BatchNormalization`.
         total: Differentiable sum over the replicas that train.
     """
-    release_moments(layer)
-    original = layer._moments
 
-    @functools.wraps(original)
-    def moments(*args: Any) -> Any:
+    def moments(below: Callable[..., Any], /, *args: Any) -> Any:
         if not capturing():
-            return original(*args)
+            return below(*args)
         with exact_second_derivatives(total):
-            return original(*args)
+            return below(*args)
 
-    object.__setattr__(layer, "_moments", moments)
-    object.__setattr__(layer, _TAP, True)
-
-
-def release_moments(layer: keras.layers.Layer) -> None:
-    """Undoes `tap_moments`."""
-    if vars(layer).get(_TAP):
-        object.__delattr__(layer, _TAP)
-        object.__delattr__(layer, "_moments")
+    replace_moments(layer, moments)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import keras
 
 from tfkfac.blocks import Block, block_types
+from tfkfac.compat.layers import children
 
 SkipRule = str | re.Pattern[str] | type[keras.layers.Layer]
 
@@ -81,7 +82,7 @@ def walk(
     def visit(
         layer: keras.layers.Layer, prefix: str, reason: str | None
     ) -> Iterator[Node]:
-        for child in layer._flatten_layers(include_self=False, recursive=False):
+        for child in children(layer):
             if id(child) in seen:
                 continue
             seen.add(id(child))

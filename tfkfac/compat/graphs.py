@@ -1,30 +1,39 @@
-"""The optimizer's own state variables and event counters."""
+"""Variables of one worker, graphs, tapes and gradients of TensorFlow."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import record as tape_record
+from tensorflow.python.framework.ops import gradient_registry
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 
-def state_variable(value: Any, dtype: Any, name: str) -> tf.Variable:
+def state_variable(
+    value: Any, dtype: Any, name: str, shape: Any = None
+) -> tf.Variable:
     """Creates a non-trainable variable, also in the middle of a trace.
 
     Under a distribution strategy it is this worker's own: it is not mirrored,
     and other workers may have one of another shape or none.
 
+    This relies on `ResourceVariable`, the class below `tf.Variable`, not
+    asking the strategy who creates a variable.
+
     Args:
         value: Initial value, evaluated outside of any graph.
         dtype: Dtype of the variable.
         name: Name of the variable.
+        shape: Shape, with None where sizes may change. Defaults to that of
+            the value.
 
     Returns:
         A variable.
     """
     with tf.init_scope():
         return ResourceVariable(
-            tf.cast(value, dtype), trainable=False, name=name
+            tf.cast(value, dtype), trainable=False, name=name, shape=shape
         )
 
 
@@ -39,11 +48,30 @@ def in_graph(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
+def called_often(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a graph call a function, instead of repeating its operations.
+
+    A loop would do, but for collectives: they agree across workers in a
+    function only.
+
+    This relies on the attribute `_noinline`, without which TensorFlow puts
+    the operations back in the place of the call.
+    """
+    if tf.executing_eagerly():
+        return function
+    return tf.function(
+        function,
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    )
+
+
 def stamp_time(variable: tf.Variable) -> tf.Tensor:
     """Writes the time in seconds to a float64 variable and returns it.
 
     The plain operation would wait for that of other replicas in the same
     process, since TensorFlow orders operations with a side effect on nothing.
+    A call that is not inlined (`called_often`) is one operation by itself.
     """
 
     def stamp() -> tf.Tensor:
@@ -56,6 +84,59 @@ def stamp_time(variable: tf.Variable) -> tf.Tensor:
 
 
 def in_xla() -> bool:
-    """Whether the current trace is one that XLA compiles."""
+    """Whether the current trace is one that XLA compiles.
+
+    It relies on `GraphOrParentsInXlaContext`, which TensorFlow's own control
+    flow asks.
+    """
     graph = tf.compat.v1.get_default_graph()
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def under_tape() -> bool:
+    """Whether this thread is inside of a gradient tape or an accumulator.
+
+    It relies on `tensorflow.python.eager.record`, which TensorFlow asks before
+    it records an operation.
+    """
+    return bool(tape_record.could_possibly_record())
+
+
+def open_graphs() -> Iterator[tf.Graph]:
+    """The current graph and those around it; none when running eagerly.
+
+    It relies on the `outer_graph` of the graph of a function or a branch. The
+    outermost one has none, or is the empty graph of eager execution.
+    """
+    if tf.executing_eagerly():
+        return
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        yield graph
+        graph = getattr(graph, "outer_graph", None)
+
+
+def is_constant_to_tapes(kind: str) -> bool:
+    """Whether TensorFlow takes the derivative of an operation for zero.
+
+    It relies on `gradient_registry`, where an operation that is registered as
+    not differentiable has None in the place of a function.
+
+    Args:
+        kind: Type of the operation.
+    """
+    try:
+        return gradient_registry.lookup(kind) is None
+    except LookupError:
+        return False  # an error of TensorFlow's own, if it is needed
+
+
+def operation_without_gradient(error: LookupError) -> str:
+    """The type of the operation that a tape found no gradient for.
+
+    It relies on the messages: that of the registry ends with the type, and
+    that of `PreventGradient` says "disabled".
+    """
+    if "disabled" in str(error):
+        return "PreventGradient"
+    return str(error).rsplit(": ", 1)[-1].strip()

@@ -8,6 +8,9 @@ import keras
 import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+from tfkfac.compat.optimizers import raw_iterations
+from tfkfac.compat.overrides import Wrapper, overridden
+
 
 @contextlib.contextmanager
 def updates_in_replica(
@@ -22,53 +25,64 @@ def updates_in_replica(
     on its own copies, which stay equal. Accumulation, averaging, clipping and
     weight decay then are what they are in a single process.
 
+    This relies on `BaseOptimizer.apply` doing what touches variables through
+    these five methods, called by name on the optimizer and on its counter of
+    iterations: `_backend_update_step(grads, variables, learning_rate)` once an
+    update, with gradients already clipped and averaged over an accumulation,
+    `_backend_increment_gradient_accumulators`, `_apply_weight_decay`,
+    `_overwrite_model_variables_with_average_value` and `assign_add`. Averages
+    are in `_model_variables_moving_average`, in the order of the variables,
+    and `BaseOptimizer` has a weight decay of its own that stays in a replica.
+
     Args:
         inner: The optimizer whose `apply` is called inside.
         after: Called where it has updated the weights, before averages and
             constraints; with accumulation, in the steps that do an update.
     """
-    iterations = inner._iterations
+    iterations = raw_iterations(inner)
 
-    def update_step(grads: Any, variables: Any, learning_rate: Any) -> None:
+    def update_step(
+        _: Any, grads: Any, variables: Any, learning_rate: Any
+    ) -> None:
         for gradient, variable in zip(grads, variables, strict=True):
             inner.update_step(gradient, variable, learning_rate)
         if after is not None:
             after()
 
-    def accumulate(grads: Any, accumulators: Any) -> None:
+    def accumulate(_: Any, grads: Any, accumulators: Any) -> None:
         for gradient, accumulator in zip(grads, accumulators, strict=True):
             accumulator.assign(accumulator + gradient)
 
-    def overwrite(variables: Sequence[keras.Variable]) -> None:
+    def overwrite(_: Any, variables: Sequence[keras.Variable]) -> None:
         averages = inner._model_variables_moving_average
         for variable, average in zip(variables, averages, strict=True):
             variable.assign(average)
 
-    def decay(variables: Sequence[keras.Variable]) -> None:
+    def decay(_: Any, variables: Sequence[keras.Variable]) -> None:
         BaseOptimizer._apply_weight_decay(inner, variables)
 
-    def count(delta: Any) -> None:
+    def count(_: Any, delta: Any) -> None:
         own = own_copy(iterations.value)
         own.assign_add(tf.cast(delta, own.dtype))
 
-    substitutes = {
+    substitutes: dict[str, Wrapper] = {
         "_backend_update_step": update_step,
         "_backend_increment_gradient_accumulators": accumulate,
         "_overwrite_model_variables_with_average_value": overwrite,
         "_apply_weight_decay": decay,
     }
-    for name, function in substitutes.items():
-        object.__setattr__(inner, name, function)
-    object.__setattr__(iterations, "assign_add", count)
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, function in substitutes.items():
+            stack.enter_context(overridden(inner, name, function))
+        stack.enter_context(overridden(iterations, "assign_add", count))
         yield
-    finally:
-        for name in substitutes:
-            object.__delattr__(inner, name)
-        object.__delattr__(iterations, "assign_add")
 
 
 def own_copy(variable: Any) -> tf.Variable:
-    """This replica's copy of a mirrored variable."""
+    """This replica's copy of a mirrored variable.
+
+    It relies on `_get_on_device_or_primary` of a distributed variable; another
+    variable, which has no such method, is its own copy.
+    """
     get = getattr(variable, "_get_on_device_or_primary", None)
     return variable if get is None else get()

@@ -1,7 +1,6 @@
-"""What Keras optimizers keep to themselves."""
+"""What a Keras optimizer keeps to itself."""
 
 from collections.abc import Hashable
-from typing import Any
 
 import keras
 
@@ -9,25 +8,41 @@ import keras
 def variable_key(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Hashable:
-    """Key under which an optimizer knows a variable."""
+    """A key of a variable that is the same on all replicas.
+
+    It relies on `_var_key`, by which an optimizer finds a variable again that
+    it meets as another object: a Keras variable, the mirrored variable inside
+    it, or one replica's copy of that.
+    """
     return optimizer._var_key(variable)
 
 
 def knows_variable(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> bool:
-    """Whether a built optimizer was built with a variable."""
-    key = variable_key(optimizer, variable)
-    return key in optimizer._trainable_variables_indices
+    """Whether an optimizer was built for a variable.
+
+    It relies on the keys of `_trainable_variables_indices` being those of
+    `_var_key`.
+    """
+    known = optimizer._trainable_variables_indices
+    return variable_key(optimizer, variable) in known
 
 
 def trainable_variables(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
-    """The variables that an optimizer was built with."""
+    """The variables that an optimizer was built for, in their order.
+
+    It relies on `_trainable_variables`, which `apply` without variables uses.
+    """
     return list(optimizer._trainable_variables)
 
 
-def raw_iterations(optimizer: keras.optimizers.Optimizer) -> Any:
-    """The variable that counts calls of `apply`, micro-batches included."""
+def raw_iterations(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """The variable that counts the calls of `apply`.
+
+    It relies on `_iterations`. The public `iterations` is the number of
+    updates, which with an accumulation of gradients is not a variable.
+    """
     return optimizer._iterations

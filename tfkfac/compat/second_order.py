@@ -3,35 +3,45 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn as keras_nn
 
+from tfkfac.compat.overrides import overridden
+
 Sum = Callable[[tf.Tensor], tf.Tensor]
+Moments = tuple[tf.Tensor, tf.Tensor]  # mean and variance
 
 
 @contextlib.contextmanager
 def exact_second_derivatives(total: Sum) -> Iterator[None]:
-    """What is traced inside has right second derivatives.
+    """What is traced inside, by this thread, has right second derivatives.
 
     `tf.nn.moments` stops the gradient of the mean within the variance. That
     leaves the first derivative as it is and makes the second one wrong by
     several percent. Moments that are synchronised over replicas reduce in a
     way that is illegal inside a `tf.cond`.
 
+    This relies on Keras calling `tf.nn.moments`, and for synchronised moments
+    `_compute_moments_sync` of `keras.src.backend.tensorflow.nn`, through the
+    modules' attributes, where a layer of the user's own is likely to look as
+    well. Both are as they were when no thread is inside.
+
     Args:
         total: Differentiable sum over the replicas.
     """
 
+    def plain(_: Any, /, *args: Any, **kwargs: Any) -> Moments:
+        return plain_moments(*args, **kwargs)
+
     def synchronized(
-        x: tf.Tensor, axes: Sequence[int], keepdims: bool
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+        _: Any, x: tf.Tensor, axes: Sequence[int], keepdims: bool
+    ) -> Moments:
         return synchronized_moments(x, axes, keepdims, total)
 
     with (
-        mock.patch.object(tf.nn, "moments", plain_moments),
-        mock.patch.object(keras_nn, "_compute_moments_sync", synchronized),
+        overridden(tf.nn, "moments", plain),
+        overridden(keras_nn, "_compute_moments_sync", synchronized),
     ):
         yield
 
@@ -42,7 +52,7 @@ def plain_moments(
     shift: Any = None,
     keepdims: bool = False,
     name: str | None = None,
-) -> tuple[tf.Tensor, tf.Tensor]:
+) -> Moments:
     """Mean and variance without tricks; arguments as `tf.nn.moments`."""
     del shift, name
     wide = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
@@ -55,7 +65,7 @@ def plain_moments(
 
 def synchronized_moments(
     x: tf.Tensor, axes: Sequence[int], keepdims: bool, total: Sum
-) -> tuple[tf.Tensor, tf.Tensor]:
+) -> Moments:
     """Mean and variance over the batches of all replicas."""
     sums = [
         tf.reduce_sum(value, axes, keepdims=keepdims)

@@ -128,6 +128,16 @@ def is_repaired(strategy: tf.distribute.Strategy) -> bool:
     return isinstance(method, functools.partial) and method.func is _reduce
 
 
+def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """The devices of a strategy's replicas in this process, in their order.
+
+    It relies on `strategy.extended.worker_devices`, in which, under a
+    `MultiWorkerMirroredStrategy` too, there are those of this process only.
+    The default strategy has none.
+    """
+    return tuple(strategy.extended.worker_devices)
+
+
 def _reduce(
     strategy: tf.distribute.Strategy,
     original: Callable[..., Any],

@@ -6,10 +6,14 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.framework.ops import gradient_registry
 
-from tfkfac.capture.replay import ForwardCall, replay_loss
+from tfkfac.capture.forward import ForwardCall, replay_loss
 from tfkfac.capture.walk import walk
+from tfkfac.compat.graphs import (
+    is_constant_to_tapes,
+    open_graphs,
+    operation_without_gradient,
+)
 from tfkfac.compat.second_order import Sum, exact_second_derivatives
 from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.lanczos import Product
@@ -72,9 +76,7 @@ def hessian_operator(
                 output_gradients=[v for _, v in present],
             )
         except LookupError as error:
-            kind = str(error).rsplit(": ", 1)[-1].strip()
-            if "disabled" in str(error):
-                kind = "PreventGradient"
+            kind = operation_without_gradient(error)
             raise _no_second_derivative(model, kind) from error
         dense = [None if h is None else tf.convert_to_tensor(h) for h in images]
         return space.join(dense)
@@ -108,28 +110,19 @@ def _refuse_silent_zeros(model: keras.Model, first: int) -> None:
     graph = tf.compat.v1.get_default_graph()
     for operation in graph.get_operations()[first:]:
         kind = operation.type
-        if kind.endswith(("Grad", "Gradient")) and _has_no_gradient(kind):
+        if kind.endswith(("Grad", "Gradient")) and is_constant_to_tapes(kind):
             raise _no_second_derivative(model, kind)
-
-
-def _has_no_gradient(kind: str) -> bool:
-    try:
-        return gradient_registry.lookup(kind) is None
-    except LookupError:
-        return False  # an error of TensorFlow's own, if it is needed
 
 
 def _no_second_derivative(model: keras.Model, kind: str) -> NotImplementedError:
     """The error for an operation, with the layer that it belongs to."""
     names = {node.layer.name for node in walk(model)}
-    graph = tf.compat.v1.get_default_graph()
     found: list[str] = []
-    while graph is not None:
+    for graph in open_graphs():
         for operation in graph.get_operations():
             if operation.type == kind:
                 parts = operation.name.split("/")
                 found += [p for p in map(layer_name, parts) if p in names]
-        graph = getattr(graph, "outer_graph", None)
     where = f"Layer '{found[-1]}'" if found else "An operation"
     return NotImplementedError(
         f"{where} of model '{model.name}' has no second derivative in "

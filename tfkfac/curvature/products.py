@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.capture.replay import training_call
+from tfkfac.capture.forward import training_call
+from tfkfac.compat.models import compiled_loss, loss_takes_training
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.lanczos import (
@@ -177,7 +178,7 @@ def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
     variables = tuple(id(v) for v in model.trainable_variables)
     # Nothing in it may refer to the model, which would then never be freed.
     loss = getattr(model.compute_loss, "__func__", model.compute_loss)
-    key = (id(model._compile_loss), id(loss), variables)
+    key = (id(compiled_loss(model)), id(loss), variables)
     known = _products.get(model)
     if known is not None and known[0] == key:
         return known[1]
@@ -189,7 +190,7 @@ def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
         assert model is not None
         x, y, weight = batch
         arguments = {"x": x, "y": y, "sample_weight": weight}
-        if model._compute_loss_has_training_arg:
+        if loss_takes_training(model):
             arguments["training"] = True
         variables = model.trainable_variables
         product = hessian_operator(

@@ -7,9 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.replay import ForwardCall
-from tfkfac.capture.scaling import LossBatch
-from tfkfac.compat.graphs import state_variable
+from tfkfac.capture.forward import ForwardCall
+from tfkfac.capture.loss_batch import LossBatch
+from tfkfac.compat.graphs import called_often, state_variable
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.fosi.estimation import Estimation, Spectrum
 from tfkfac.fosi.held_batch import HeldBatch, describe, point
@@ -18,7 +18,6 @@ from tfkfac.linalg.lanczos import (
     BLOCK_ROWS,
     Candidate,
     Lanczos,
-    called_often,
 )
 
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.replay import ForwardCall
-from tfkfac.capture.scaling import LossBatch
+from tfkfac.capture.forward import ForwardCall
+from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.curvature.hessian import hessian_operator
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.shards import Shards

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.capture.replay import ForwardCall, ForwardTap, find_call
+from tfkfac.capture.forward import ForwardCall, ForwardTap, find_call
 from tfkfac.compat.graphs import in_graph
 from tfkfac.distributed.traffic import gradient_bytes
 from tfkfac.fosi.directions import Search, adopt

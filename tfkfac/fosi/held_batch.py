@@ -5,8 +5,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfkfac.capture.replay import ForwardCall
-from tfkfac.capture.scaling import LossBatch
+from tfkfac.capture.forward import ForwardCall
+from tfkfac.capture.loss_batch import LossBatch
 
 
 class HeldBatch:

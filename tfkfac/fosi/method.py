@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.capture.replay import ForwardTap
+from tfkfac.capture.forward import ForwardTap
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.fosi.directions import (
     Search,

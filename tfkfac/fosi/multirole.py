@@ -8,9 +8,9 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.capture.forward import ForwardCall, ForwardTap, find_call
 from tfkfac.capture.moments import synchronized_layers, tap_moments
-from tfkfac.capture.replay import ForwardCall, ForwardTap, find_call
-from tfkfac.capture.taps import TraceStore, current_store, replica_id
+from tfkfac.capture.trace import TraceStore, current_store, replica_id
 from tfkfac.capture.walk import walk
 from tfkfac.compat.graphs import in_graph, stamp_time, state_variable
 from tfkfac.compat.inner_update import own_copy

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from tfkfac.blocks import block_types
 from tfkfac.blocks.statistics import batch_statistics
-from tfkfac.capture.scaling import example_scale
+from tfkfac.capture.loss_batch import example_scale
 from tfkfac.capture.taps import Tap, before_first_call
 from tfkfac.capture.walk import SkipRule, build_registry, tappable, unbuilt
 from tfkfac.compat.optimizers import variable_key

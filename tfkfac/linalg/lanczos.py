@@ -7,10 +7,11 @@ tridiagonal matrix then has the same bits everywhere.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfkfac.compat.graphs import called_often
 from tfkfac.linalg.symmetric import rounding
 
 Product = Callable[[tf.Tensor], tf.Tensor]
@@ -296,21 +297,6 @@ def stack_steps(
         tf.stack([step.diagonal for step in steps]),
         tf.stack([step.coupling for step in steps]),
         tf.stack([step.kept for step in steps]),
-    )
-
-
-def called_often(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a graph call a function, instead of repeating its operations.
-
-    A loop would do, but for collectives: they agree across workers in a
-    function only.
-    """
-    if tf.executing_eagerly():
-        return function
-    return tf.function(
-        function,
-        autograph=False,
-        experimental_attributes={"_noinline": True},
     )
 
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Self
 import keras
 import tensorflow as tf
 
+from tfkfac.capture.forward import ForwardTap
+from tfkfac.capture.loss_batch import LossTap
 from tfkfac.capture.moments import release_moments
-from tfkfac.capture.replay import ForwardTap
-from tfkfac.capture.scaling import LossTap
 from tfkfac.capture.taps import Tap, forget_first_call
 from tfkfac.capture.walk import unbuilt, walk
 from tfkfac.compat.optimizers import knows_variable

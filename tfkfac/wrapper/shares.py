@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from tfkfac.capture.scaling import LossBatch
+from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.distributed.collectives import Communicator
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeVar
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.scaling import LossBatch
-from tfkfac.capture.taps import replica_id
+from tfkfac.capture.loss_batch import LossBatch
+from tfkfac.capture.trace import replica_id
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.inner_update import updates_in_replica
 from tfkfac.distributed.collectives import Communicator

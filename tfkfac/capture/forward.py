@@ -1,22 +1,22 @@
 """The loss of the current step, computed anew at given weights."""
 
-import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from typing_extensions import override
 
+from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.model_tap import ModelTap
-from tfkfac.capture.scaling import LossBatch
-from tfkfac.capture.taps import (
+from tfkfac.capture.trace import (
     capturing,
     current_store,
     paused,
     visible_stores,
 )
+from tfkfac.compat.models import call_takes_training, kept_losses
 
 # Calls of a step that are looked at; others, that no step takes, would pile up.
 _MOST_CALLS = 32
@@ -40,17 +40,16 @@ class ForwardTap(ModelTap):
 
     method = "call"
 
-    def _override(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            outputs = original(*args, **kwargs)
-            if capturing():
-                calls = current_store(self._eager).setdefault(self._key(), [])
-                calls.append(ForwardCall(args, kwargs, outputs))
-                del calls[:-_MOST_CALLS]
-            return outputs
-
-        return call
+    @override
+    def _call(
+        self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        outputs = below(*args, **kwargs)
+        if capturing():
+            calls = current_store(self._eager).setdefault(self._key(), [])
+            calls.append(ForwardCall(args, kwargs, outputs))
+            del calls[:-_MOST_CALLS]
+        return outputs
 
     def take(self) -> list[ForwardCall]:
         """Returns this replica's calls of the current trace."""
@@ -63,7 +62,7 @@ class ForwardTap(ModelTap):
 
 def training_call(model: keras.Model, x: Any) -> ForwardCall:
     """The call that Keras' own `train_step` makes."""
-    kwargs = {"training": True} if model._call_has_training_arg else {}
+    kwargs = {"training": True} if call_takes_training(model) else {}
     return ForwardCall((x,), kwargs, None)
 
 
@@ -112,25 +111,11 @@ def replay_loss(
     mapping = list(zip(variables, values, strict=True))
     with (
         paused(),
-        _kept_losses(model),
+        kept_losses(model),
         keras.StatelessScope(mapping, collect_losses=True),
     ):
         outputs = model(*call.args, **call.kwargs)
         return model.compute_loss(**{**arguments, "y_pred": outputs})
-
-
-@contextlib.contextmanager
-def _kept_losses(model: keras.Model) -> Iterator[None]:
-    """Keeps the losses that layers have added in their last call."""
-    layers = list(model._flatten_layers())
-    kept = [(list(x._losses), set(x._loss_ids)) for x in layers]
-    try:
-        yield
-    finally:
-        for layer, (losses, identities) in zip(layers, kept, strict=True):
-            layer._losses[:] = losses
-            layer._loss_ids.clear()
-            layer._loss_ids.update(identities)
 
 
 def _identities(outputs: Any) -> list[int]:

@@ -7,16 +7,16 @@ have the scale of the Fisher matrix whatever the batch size.
 """
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
+from typing_extensions import override
 
 from tfkfac.capture.model_tap import ModelTap
-from tfkfac.capture.taps import capturing, current_store, visible_stores
+from tfkfac.capture.trace import capturing, current_store, visible_stores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +44,19 @@ class LossTap(ModelTap):
 
     method = "compute_loss"
 
-    def _override(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+    def __init__(self, model: keras.Model) -> None:
+        self._signature = inspect.signature(model.compute_loss)
+        super().__init__(model)
 
-        @functools.wraps(original)
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            if capturing():
-                arguments = signature.bind(*args, **kwargs).arguments
-                batch = loss_batch(arguments)
-                current_store(self._eager)[self._key()] = batch
-            return original(*args, **kwargs)
-
-        return compute_loss
+    @override
+    def _call(
+        self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        if capturing():
+            arguments = self._signature.bind(*args, **kwargs).arguments
+            batch = loss_batch(arguments)
+            current_store(self._eager)[self._key()] = batch
+        return below(*args, **kwargs)
 
     def take(self) -> LossBatch:
         """Returns this replica's batch of the current trace."""

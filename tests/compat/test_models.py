@@ -1,0 +1,203 @@
+"""What Keras keeps to itself of models, and `compile`."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from tests.compat.contracts import contract
+from tfkfac.compat import models
+from tfkfac.compat.models import (
+    after_compile,
+    call_takes_training,
+    compiled_loss,
+    kept_losses,
+    loss_takes_training,
+)
+
+AFTER_COMPILE = "compat.models.after_compile"
+X = np.ones((3, 2), "float32")
+
+
+def network() -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((2,)),
+            layers.Dense(2, kernel_regularizer="l2"),
+            layers.ActivityRegularization(l2=1.0),
+        ]
+    )
+
+
+@contract(
+    "compat.models.kept_losses",
+    "`add_loss` appends to `_losses`, and a new call clears it.",
+)
+def test_losses_are_kept() -> None:
+    model = network()
+    model(X)
+    before = [float(loss) for loss in model.losses]
+    assert len(before) == 2
+    with kept_losses(model):
+        model(10 * X)
+        assert [float(loss) for loss in model.losses] != before
+    assert [float(loss) for loss in model.losses] == before
+
+
+@contract(
+    "compat.models.kept_losses",
+    "A stateless scope knows a layer's losses by `_loss_ids`.",
+)
+def test_losses_are_kept_around_a_stateless_scope() -> None:
+    """The scope's losses go nowhere else, the layers' stay."""
+    penalty = layers.ActivityRegularization(l2=1.0)
+    model = keras.Sequential([keras.Input((2,)), penalty])
+    model(X)
+    before = [float(loss) for loss in model.losses]
+    kept = [set(layer._loss_ids) for layer in model._flatten_layers()]
+    with (
+        kept_losses(model),
+        keras.StatelessScope([], collect_losses=True) as scope,
+    ):
+        model(10 * X)
+        assert len(model.losses) == len(scope.losses) == 1
+        assert {id(loss) for loss in scope.losses} <= penalty._loss_ids
+    assert [float(loss) for loss in model.losses] == before
+    assert [x._loss_ids for x in model._flatten_layers()] == kept
+
+
+@contract(
+    "compat.models.compiled_loss",
+    "`_compile_loss` computes the losses, and each `compile` makes a new one.",
+)
+def test_compiled_loss() -> None:
+    model = network()
+    model.compile("sgd", "mse")
+    first = compiled_loss(model)
+    assert float(first(X, X + 2)) == 4
+    model.compile("sgd", "mse")
+    assert compiled_loss(model) is not first
+
+
+@contract(
+    "compat.models.call_takes_training",
+    "`_call_has_training_arg` is about the argument of `call`.",
+)
+def test_call_takes_training() -> None:
+    class Plain(keras.Model):
+        def call(self, x: Any) -> Any:
+            return x
+
+    class Training(keras.Model):
+        def call(self, x: Any, training: bool = False) -> Any:
+            return x
+
+    assert not call_takes_training(Plain())
+    assert call_takes_training(Training())
+    assert call_takes_training(network())
+
+
+@contract(
+    "compat.models.loss_takes_training",
+    "`_compute_loss_has_training_arg` is about that of `compute_loss`.",
+)
+def test_loss_takes_training() -> None:
+    class Plain(keras.Model):
+        def compute_loss(  # type: ignore[override]
+            self,
+            x: Any = None,
+            y: Any = None,
+            y_pred: Any = None,
+            sample_weight: Any = None,
+        ) -> Any:
+            return y_pred
+
+    assert not loss_takes_training(Plain())
+    assert loss_takes_training(network())
+
+
+# ------------------------------------------------------------------ compile
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Models in the order compiled; the class is as before afterwards."""
+    owner = next(c for c in keras.Model.__mro__ if "compile" in vars(c))
+    monkeypatch.setattr(owner, "compile", owner.compile)
+    monkeypatch.setattr(models, "_ACTIONS", "_tfkfac_after_compile_test")
+    seen: list[Any] = []
+    after_compile(seen.append)
+    return seen
+
+
+@contract(AFTER_COMPILE, "`compile` is a method of a base of `keras.Model`.")
+def test_after_compile(compiled: list[Any]) -> None:
+    """Once, with the model compiled, whatever its class."""
+
+    class Own(keras.Model):
+        def compile(self, *args: Any, **kwargs: Any) -> None:
+            super().compile(*args, **kwargs)
+
+        def call(self, x: Any) -> Any:
+            return x
+
+    inputs = keras.Input((2,))
+    functional = keras.Model(inputs, layers.Dense(1)(inputs))
+    every = [network(), functional, Own()]
+    for model in every:
+        model.compile("sgd", "mse")
+        assert compiled[-1] is model
+        assert model.compiled
+    assert len(compiled) == 3
+
+
+def test_actions_are_known_once(compiled: list[Any]) -> None:
+    order: list[str] = []
+
+    def first(model: Any) -> None:
+        order.append("first")
+
+    def second(model: Any) -> None:
+        order.append("second")
+
+    for action in (first, second, first):
+        after_compile(action)
+    network().compile("sgd", "mse")
+    assert order == ["first", "second"]
+    assert len(compiled) == 1
+
+
+@contract(
+    AFTER_COMPILE,
+    "`load_model` compiles by `compile`, if that is the one of its class.",
+)
+def test_loading_compiles(compiled: list[Any], tmp_path: Path) -> None:
+    model = network()
+    model.compile("sgd", "mse")
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert compiled[-1] is loaded
+    assert isinstance(loaded.optimizer, keras.optimizers.SGD)
+
+
+@contract(
+    AFTER_COMPILE,
+    "`load_model` compiles nothing when `keras.Model` has a `compile` of its "
+    "own (if it does now, the hook could be there).",
+)
+def test_why_not_on_the_model_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = keras.Model.compile
+
+    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(keras.Model, "compile", compile, raising=False)
+    model = network()
+    model.compile("sgd", "mse")
+    model.save(tmp_path / "model.keras")
+    with pytest.warns(UserWarning, match=r"`compile\(\)` method is custom"):
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert not hasattr(loaded, "optimizer")

@@ -1,0 +1,94 @@
+"""What Keras keeps to itself of a model, and the moment it is compiled."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from tfkfac.compat.layers import all_layers
+
+Action = Callable[[keras.Model], None]
+
+_ACTIONS = "_tfkfac_after_compile"
+
+
+@contextlib.contextmanager
+def kept_losses(model: keras.Model) -> Iterator[None]:
+    """Keeps the losses that layers have added in their last call.
+
+    It relies on a layer having them in `_losses`, and what identifies them to
+    a stateless scope in `_loss_ids`.
+    """
+    layers = all_layers(model)
+    kept = [(list(x._losses), set(x._loss_ids)) for x in layers]
+    try:
+        yield
+    finally:
+        for layer, (losses, identities) in zip(layers, kept, strict=True):
+            layer._losses[:] = losses
+            layer._loss_ids.clear()
+            layer._loss_ids.update(identities)
+
+
+def compiled_loss(model: keras.Model) -> Any:
+    """What computes the compiled losses; another object after each `compile`.
+
+    It relies on `_compile_loss`.
+    """
+    return model._compile_loss
+
+
+def call_takes_training(layer: keras.layers.Layer) -> bool:
+    """Whether the `call` of a layer or model has an argument `training`.
+
+    It relies on `_call_has_training_arg`, which Keras' `train_step` asks.
+    """
+    return bool(layer._call_has_training_arg)
+
+
+def loss_takes_training(model: keras.Model) -> bool:
+    """Whether the `compute_loss` of a model has an argument `training`.
+
+    It relies on `_compute_loss_has_training_arg`, which is of the class'
+    method, asked before anybody can have put another one in its place.
+    """
+    return bool(model._compute_loss_has_training_arg)
+
+
+def after_compile(action: Action) -> None:
+    """Calls a function after each `Model.compile`, with the model.
+
+    This relies on `compile` being a method of one of the base classes of
+    `keras.Model`, and on `load_model` calling it to compile. The hook is on
+    the class that defines it and not on `keras.Model`: `load_model` compares
+    the `compile` of a model with that class' and compiles nothing when they
+    differ.
+
+    Args:
+        action: The function. An action that is known already is not called
+            twice.
+    """
+    owner = next(c for c in keras.Model.__mro__ if "compile" in vars(c))
+    actions = getattr(owner.compile, _ACTIONS, None)
+    if actions is None:
+        actions = _hook_compile(owner)
+    if action not in actions:
+        actions.append(action)
+
+
+def _hook_compile(owner: type) -> list[Action]:
+    """Puts the hook on a class and returns what is called after `compile`."""
+    actions: list[Action] = []
+    original = vars(owner)["compile"]
+
+    @functools.wraps(original)
+    def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for action in actions:
+            action(self)
+
+    setattr(compile, _ACTIONS, actions)
+    owner.compile = compile  # type: ignore[attr-defined]
+    return actions

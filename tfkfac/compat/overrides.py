@@ -1,0 +1,237 @@
+"""Overrides of attributes of one object, and what we keep on an object.
+
+This relies on Python alone: a function in the dictionary of an object (a
+layer, a model, an optimizer, a module) goes before the method of its class.
+`object.__setattr__` puts it there, since Keras' own `__setattr__` tracks what
+it is given. Saving, cloning and configs do not see it.
+
+Several may override the same attribute. What is in the object's dictionary is
+one function for all of them, which looks up at each call who has a say. They
+can go in any order, and the last one leaves the object as it was.
+"""
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# Called with what it overrides, then with the arguments of the call.
+Wrapper = Callable[..., Any]
+
+_STACK = "_tfkfac_overrides"
+_MOMENTS = "_moments"
+_MOMENTS_TAP = "_tfkfac_moments_tap"
+_NOTHING = object()
+# Replicas are threads that take turns in the middle of a call, and a user may
+# train two models that share a layer in two threads.
+_lock = threading.RLock()
+
+
+class Override:
+    """One function in the place of an attribute.
+
+    Args:
+        stack: All overrides of the attribute.
+        wrapper: The function.
+        thread: The thread that it is for; None is every thread.
+    """
+
+    def __init__(
+        self, stack: "_Stack", wrapper: Wrapper, thread: int | None
+    ) -> None:
+        self._stack = stack
+        self.wrapper = wrapper
+        self.thread = thread
+
+    def remove(self) -> None:
+        """Takes it away, and leaves all others; a second time does nothing."""
+        self._stack.remove(self)
+
+
+class _Stack:
+    """The overrides of one attribute of one object, the last one on top.
+
+    Args:
+        instance: The object.
+        name: Name of an attribute that can be called.
+    """
+
+    def __init__(self, instance: Any, name: str) -> None:
+        self._instance = instance
+        self._name = name
+        self._before = vars(instance).get(name, _NOTHING)
+        self._original = getattr(instance, name)
+        self._overrides: tuple[Override, ...] = ()
+        self._function = self._dispatcher()
+        object.__setattr__(instance, name, self._function)
+
+    @classmethod
+    def of(cls, instance: Any, name: str) -> "_Stack":
+        """Returns the stack of an attribute, made if need be."""
+        function = vars(instance).get(name)
+        stack = getattr(function, _STACK, None)
+        # Somebody else's function may have a copy of the mark.
+        if isinstance(stack, cls) and stack._function is function:
+            return stack
+        return cls(instance, name)
+
+    def add(self, wrapper: Wrapper, thread: int | None) -> Override:
+        """Puts a function on top."""
+        override = Override(self, wrapper, thread)
+        self._overrides = (*self._overrides, override)
+        return override
+
+    def remove(self, override: Override) -> None:
+        """Takes a function away, wherever it is."""
+        with _lock:
+            if override not in self._overrides:
+                return
+            self._overrides = tuple(
+                o for o in self._overrides if o is not override
+            )
+            if not self._overrides:
+                self._restore()
+
+    def _restore(self) -> None:
+        # Somebody who has put a function over this one may still call it,
+        # which then is nothing but the original.
+        if vars(self._instance).get(self._name) is not self._function:
+            return
+        if self._before is _NOTHING:
+            object.__delattr__(self._instance, self._name)
+        else:
+            object.__setattr__(self._instance, self._name, self._before)
+
+    def _dispatcher(self) -> Callable[..., Any]:
+        original = self._original
+        # An activation may be a layer, whose attributes are none of ours.
+        updated = ("__dict__",) if inspect.isroutine(original) else ()
+
+        @functools.wraps(original, updated=updated)
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            return self._visible()(*args, **kwargs)
+
+        setattr(dispatch, _STACK, self)
+        return dispatch
+
+    def _visible(self) -> Callable[..., Any]:
+        """The original under all overrides that are for this thread."""
+        thread = threading.get_ident()
+        function = self._original
+        for override in self._overrides:
+            if override.thread in (None, thread):
+                function = functools.partial(override.wrapper, function)
+        return function
+
+
+def override(instance: Any, name: str, wrapper: Wrapper) -> Override:
+    """Overrides an attribute of one object until it is removed.
+
+    Args:
+        instance: The object.
+        name: Name of an attribute that can be called.
+        wrapper: Called as `wrapper(below, *args, **kwargs)`, where `below` is
+            what it overrides.
+
+    Returns:
+        The override, to remove it.
+    """
+    with _lock:
+        return _Stack.of(instance, name).add(wrapper, None)
+
+
+@contextlib.contextmanager
+def overridden(instance: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
+    """Overrides an attribute inside of a `with` block, for this thread only.
+
+    Threads may enter and leave in any order.
+
+    Args:
+        instance: The object.
+        name: Name of an attribute that can be called.
+        wrapper: As for `override`.
+    """
+    with _lock:
+        stack = _Stack.of(instance, name)
+        temporary = stack.add(wrapper, threading.get_ident())
+    try:
+        yield
+    finally:
+        temporary.remove()
+
+
+# ---------------------------------------------------- what is kept on objects
+def keep_on(instance: Any, name: str, value: Any) -> None:
+    """Keeps something of ours on an object, as long as that lives.
+
+    Not in a table beside it: what is kept refers to the object, which would
+    then never be freed.
+    """
+    object.__setattr__(instance, name, value)
+
+
+def kept_on(instance: Any, name: str) -> Any:
+    """Returns what `keep_on` has put on an object, or None."""
+    return vars(instance).get(name)
+
+
+def drop_from(instance: Any, name: str) -> Any:
+    """Takes away and returns what `keep_on` has put on an object, or None."""
+    value = kept_on(instance, name)
+    if value is not None:
+        object.__delattr__(instance, name)
+    return value
+
+
+# ------------------------------------------- moments of a batch normalisation
+def override_moments(
+    layer: keras.layers.BatchNormalization, wrapper: Wrapper
+) -> Override:
+    """Overrides how a layer computes the moments of its batch.
+
+    This relies on `BatchNormalization.call` calling `self._moments(inputs,
+    mask)` in training, once, and on nothing else doing so.
+
+    Args:
+        layer: The layer.
+        wrapper: As for `override`; returns the mean and the variance.
+    """
+    return override(layer, _MOMENTS, wrapper)
+
+
+@contextlib.contextmanager
+def given_moments(
+    layer: keras.layers.Layer, moments: tuple[tf.Tensor, tf.Tensor] | None
+) -> Iterator[None]:
+    """Makes a batch normalisation use moments instead of computing them.
+
+    It relies on what `override_moments` does.
+    """
+    if moments is None:
+        yield
+        return
+    with overridden(layer, _MOMENTS, lambda *_: moments):
+        yield
+
+
+def replace_moments(
+    layer: keras.layers.BatchNormalization, wrapper: Wrapper
+) -> None:
+    """Overrides a layer's moments until `release_moments`.
+
+    It takes the place of the one before. Arguments as of `override_moments`.
+    """
+    release_moments(layer)
+    keep_on(layer, _MOMENTS_TAP, override_moments(layer, wrapper))
+
+
+def release_moments(layer: keras.layers.Layer) -> None:
+    """Undoes `replace_moments`."""
+    replaced = drop_from(layer, _MOMENTS_TAP)
+    if replaced is not None:
+        replaced.remove()
