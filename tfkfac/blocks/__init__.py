@@ -5,7 +5,7 @@ A new layer type is one file here and one line in `BLOCKS`.
 
 import keras
 
-from tfkfac.blocks.base import Block, Record, Rows, Statistic
+from tfkfac.blocks.base import Block, Rows, Statistic
 from tfkfac.blocks.conv import (
     ConvBlock,
     DepthwiseConvBlock,
@@ -53,4 +53,4 @@ def block_types(layer: keras.layers.Layer) -> dict[str, type[Block]]:
     return {}
 
 
-__all__ = ["BLOCKS", "Block", "Record", "Rows", "Statistic", "block_types"]
+__all__ = ["BLOCKS", "Block", "Rows", "Statistic", "block_types"]

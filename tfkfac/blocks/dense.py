@@ -7,7 +7,8 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Block, Record, Rows, append_one, stack_bias
+from tfkfac.blocks.base import Block, Rows, append_one, stack_bias
+from tfkfac.capture.record import Record
 
 
 class MatrixBlock(Block):

@@ -6,8 +6,9 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Record, Rows, Statistic
+from tfkfac.blocks.base import Rows, Statistic
 from tfkfac.blocks.dense import MatrixBlock, fold_positions
+from tfkfac.capture.record import Record
 
 
 class EmbeddingBlock(MatrixBlock):

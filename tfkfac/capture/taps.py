@@ -26,7 +26,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager import record as tape_record
 
-from tfkfac.blocks import Record
+from tfkfac.capture.record import Record
 
 _STORE = "_tfkfac_records"
 _TAP = "_tfkfac_tap"

@@ -6,7 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfkfac.blocks import Block, Record, Statistic
+from tfkfac.blocks import Block, Statistic
+from tfkfac.capture.record import Record
 from tfkfac.capture.taps import Tap
 from tfkfac.compat.graphs import count_events
 from tfkfac.kfac.state import Preconditioner
