@@ -5,7 +5,7 @@ A new layer type is one file here and one line in `BLOCKS`.
 
 import keras
 
-from tfkfac.blocks.base import Block, Rows, Statistic
+from tfkfac.blocks.base import Block
 from tfkfac.blocks.conv import (
     ConvBlock,
     DepthwiseConvBlock,
@@ -16,6 +16,7 @@ from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.einsum_dense import EinsumDenseBlock
 from tfkfac.blocks.embedding import EmbeddingBlock
 from tfkfac.blocks.normalization import NormalizationBlock
+from tfkfac.blocks.rows import Rows, Statistic
 
 # The blocks of a layer type, by the prefix that tells them apart.
 _SEPARABLE: dict[str, type[Block]] = {

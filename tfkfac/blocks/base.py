@@ -11,35 +11,12 @@ outputs)`.
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
+from tfkfac.blocks.rows import Rows, Statistic, average_positions, gram, weigh
 from tfkfac.capture.record import Record
-
-
-class Rows(NamedTuple):
-    """Inputs and pre-activation gradients as rows.
-
-    Attributes:
-        a: Inputs `(batch, shared, [groups,] inputs)`, the bias' 1 included;
-            for a diagonal factor the integer tokens `(batch, shared)`; None
-            for a block without factor A.
-        g: Gradients `(batch, shared, [groups,] outputs)`.
-        mask: Bool `(batch, shared)`, False where padded, or None.
-    """
-
-    a: tf.Tensor | None
-    g: tf.Tensor
-    mask: tf.Tensor | None
-
-
-class Statistic(NamedTuple):
-    """A sum over rows and the number it has to be divided by."""
-
-    total: tf.Tensor
-    count: tf.Tensor
 
 
 class Block(abc.ABC):
@@ -125,69 +102,3 @@ class Block(abc.ABC):
         product = tf.einsum("...ij,...kl->...ikjl", a, g)
         size = a.shape[-1] * g.shape[-1]
         return tf.reshape(product, [*g.shape[:-2], size, size])
-
-
-def weigh(
-    a: tf.Tensor, weights: tf.Tensor | None, dtype: tf.DType
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Zeroes the rows that carry no loss and counts the others."""
-    if weights is None:
-        shape = tf.shape(a)
-        return a, tf.cast(shape[0] * shape[1], dtype)
-    extra = [1] * (a.shape.rank - 2)
-    shape = tf.concat([tf.shape(weights), extra], 0)
-    # Not a product: a padded row may hold anything, NaN included.
-    a = tf.where(tf.reshape(weights, shape) > 0, a, tf.zeros_like(a))
-    return a, tf.reduce_sum(weights)
-
-
-def average_positions(
-    a: tf.Tensor, weights: tf.Tensor | None, dtype: tf.DType
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean over the positions of each example ("reduce"), and the examples."""
-    if weights is None:
-        return (
-            tf.reduce_mean(a, 1, keepdims=True),
-            tf.cast(tf.shape(a)[0], dtype),
-        )
-    positions = tf.reduce_sum(weights, 1)
-    extra = [1] * (a.shape.rank - 1)
-    shape = tf.concat([tf.shape(positions), extra], 0)
-    mean = tf.math.divide_no_nan(
-        tf.reduce_sum(a, 1, keepdims=True), tf.reshape(positions, shape)
-    )
-    return mean, tf.reduce_sum(tf.cast(positions > 0, dtype))
-
-
-def gram(rows: tf.Tensor) -> tf.Tensor:
-    """Sum of the outer products of rows with themselves.
-
-    Args:
-        rows: `(batch, shared, [groups,] n)`.
-
-    Returns:
-        `([groups,] n, n)`.
-    """
-    width = rows.shape[-1]
-    if rows.shape.rank == 4:
-        rows = tf.reshape(rows, [-1, rows.shape[2], width])
-        rows = tf.transpose(rows, [1, 0, 2])
-    else:
-        rows = tf.reshape(rows, [-1, width])
-    return tf.matmul(rows, rows, transpose_a=True)
-
-
-def append_one(rows: tf.Tensor) -> tf.Tensor:
-    """Appends the bias' 1 to each row."""
-    return tf.concat([rows, tf.ones_like(rows[..., :1])], -1)
-
-
-def stack_bias(
-    kernel: tf.Tensor, bias: Sequence[tf.Tensor], dtype: tf.DType
-) -> tf.Tensor:
-    """Puts the bias gradient, if any, under a kernel gradient matrix."""
-    kernel = tf.cast(kernel, dtype)
-    if not bias:
-        return kernel
-    row = tf.reshape(bias[0], [*kernel.shape[:-2], 1, kernel.shape[-1]])
-    return tf.concat([kernel, tf.cast(row, dtype)], -2)

@@ -6,9 +6,9 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Rows
-from tfkfac.blocks.dense import MatrixBlock, fold_positions
+from tfkfac.blocks.dense import MatrixBlock
 from tfkfac.blocks.patches import extract_patches
+from tfkfac.blocks.rows import Rows, fold_positions
 from tfkfac.capture.record import Record
 
 

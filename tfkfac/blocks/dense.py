@@ -7,7 +7,14 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Block, Rows, append_one, stack_bias
+from tfkfac.blocks.base import Block
+from tfkfac.blocks.rows import (
+    Rows,
+    append_one,
+    fold_mask,
+    fold_positions,
+    stack_bias,
+)
 from tfkfac.capture.record import Record
 
 
@@ -115,30 +122,3 @@ class DenseBlock(MatrixBlock):
             fold_positions(self.cast(record.gradient)),
             fold_mask(record.mask, tf.shape(inputs)[:-1]),
         )
-
-
-def fold_positions(tensor: tf.Tensor) -> tf.Tensor:
-    """Reshapes `(batch, ..., features)` to `(batch, shared, features)`."""
-    if tensor.shape.rank == 2:
-        return tensor[:, None]
-    # Not -1 for both: an empty batch leaves the number of positions open.
-    shape = tf.shape(tensor)
-    positions = tf.reduce_prod(shape[1:-1])
-    return tf.reshape(tensor, [shape[0], positions, tensor.shape[-1]])
-
-
-def fold_mask(mask: tf.Tensor | None, shape: tf.Tensor) -> tf.Tensor | None:
-    """Spreads a mask of the leading dimensions over `(batch, shared)`.
-
-    Args:
-        mask: Bool of shape `(batch, ...)`, or None.
-        shape: Dynamic shape `(batch, ...)` of the positions.
-    """
-    if mask is None or mask.shape.rank is None:
-        return None
-    missing = shape.shape[0] - mask.shape.rank
-    if missing < 0:
-        return None
-    mask = tf.reshape(mask, tf.concat([tf.shape(mask), [1] * missing], 0))
-    mask = tf.broadcast_to(tf.cast(mask, tf.bool), shape)
-    return tf.reshape(mask, [shape[0], tf.reduce_prod(shape[1:])])

@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Rows
-from tfkfac.blocks.dense import MatrixBlock, fold_mask
+from tfkfac.blocks.dense import MatrixBlock
+from tfkfac.blocks.rows import Rows, fold_mask
 from tfkfac.capture.record import Record
 
 

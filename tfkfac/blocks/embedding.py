@@ -6,8 +6,8 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Rows, Statistic
-from tfkfac.blocks.dense import MatrixBlock, fold_positions
+from tfkfac.blocks.dense import MatrixBlock
+from tfkfac.blocks.rows import Rows, Statistic, fold_positions
 from tfkfac.capture.record import Record
 
 

@@ -7,7 +7,8 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Block, Rows
+from tfkfac.blocks.base import Block
+from tfkfac.blocks.rows import Rows
 from tfkfac.capture.record import Record
 
 

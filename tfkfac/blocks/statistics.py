@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfkfac.blocks.base import Block, Rows, Statistic
+from tfkfac.blocks.base import Block
+from tfkfac.blocks.rows import Rows, Statistic
 from tfkfac.capture.record import Record
 
 
