@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.dense import MatrixBlock
+from tfkfac.blocks.matrix import MatrixBlock
 from tfkfac.blocks.rows import Rows, fold_mask
 from tfkfac.capture.record import Record
 
