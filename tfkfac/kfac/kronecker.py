@@ -8,13 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks import block_types
+from tfkfac.blocks.registry import build_registry, tappable
 from tfkfac.capture.taps import Tap, before_first_call
-from tfkfac.capture.walk import (
-    SkipRule,
-    build_registry,
-    tappable,
-    unbuilt,
-)
+from tfkfac.capture.walk import SkipRule, unbuilt
 from tfkfac.distributed.topology import find_topology
 from tfkfac.kfac.placement import Placement, Settings
 from tfkfac.kfac.state import ReplicaState

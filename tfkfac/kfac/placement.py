@@ -5,7 +5,7 @@ import dataclasses
 import tensorflow as tf
 
 from tfkfac.blocks import Block
-from tfkfac.capture.walk import Registry
+from tfkfac.blocks.registry import Registry
 from tfkfac.distributed.assignment import plan_layers
 from tfkfac.distributed.topology import Topology
 from tfkfac.distributed.traffic import (

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tfkfac.capture.walk import Leftover
+from tfkfac.blocks.registry import Leftover
 from tfkfac.kfac.placement import Placement
 
 
