@@ -4,11 +4,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.matrix import MatrixBlock
-from tfkfac.blocks.rows import (
-    Rows,
-    fold_mask,
-    fold_positions,
-)
+from tfkfac.blocks.rows import Rows, fold_mask, fold_positions
 from tfkfac.capture.record import Record
 
 
