@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from tfkfac.blocks.rows import Rows, Statistic, average_positions, gram, weigh
+from tfkfac.blocks.rows import Rows, Statistic, average_positions, weigh
 from tfkfac.capture.record import Record
+from tfkfac.factors import Factor
 
 
 class Block(abc.ABC):
@@ -48,8 +49,11 @@ class Block(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of "A" and "G"; a diagonal factor is a vector."""
+    def factors(self) -> dict[str, Factor]:
+        """The kinds of "A", the inputs', and "G", the outputs' factor.
+
+        A block without "A" has an identity in its place.
+        """
 
     @abc.abstractmethod
     def rows(self, record: Record) -> Rows:
@@ -64,6 +68,17 @@ class Block(abc.ABC):
         """Inverse of `to_matrix`."""
 
     # -------------------------------------------------------------- shared
+    @property
+    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors in which the factors are kept."""
+        return {name: kind.shape for name, kind in self.factors.items()}
+
+    @property
+    def gradient_shape(self) -> tuple[int, ...]:
+        """Shape `([groups,] inputs, outputs)` of the gradient matrix."""
+        a, g = self.factors.get("A"), self.factors["G"]
+        return (*g.stack_shape, a.size if a else 1, g.size)
+
     def cast(self, tensor: tf.Tensor) -> tf.Tensor:
         """Casts to the dtype of the statistics, float32 or better."""
         return tf.cast(tensor, self.dtype)
@@ -75,30 +90,28 @@ class Block(abc.ABC):
         a, count = weigh(a, weights, self.dtype)
         if sharing == "reduce":
             a, count = average_positions(a, weights, self.dtype)
-        return Statistic(gram(a), count)
+        return Statistic(self.factors["A"].gram(a), count)
 
     def output_statistic(self, g: tf.Tensor, sharing: str) -> tf.Tensor:
         """Sum of `g g^T` over rows; "reduce" adds an example's rows first."""
         if sharing == "reduce":
             g = tf.reduce_sum(g, 1, keepdims=True)
-        return gram(g)
+        return self.factors["G"].gram(g)
 
-    def dense(self, factors: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    def dense(self, values: Mapping[str, tf.Tensor]) -> tf.Tensor:
         """The block as an explicit matrix, for tests on small layers.
 
         Args:
-            factors: The factors by name.
+            values: The tensors of the factors by name.
 
         Returns:
             `A (x) G` acting on the row-major flattened gradient matrix, of
             shape `([groups,] inputs * outputs, inputs * outputs)`.
         """
-        g = factors["G"]
-        a = factors.get("A")
-        if a is None:
+        g = self.factors["G"].as_matrix(values["G"])
+        if "A" not in self.factors:
             return g
-        if a.shape.rank < g.shape.rank:
-            a = tf.linalg.diag(a)
+        a = self.factors["A"].as_matrix(values["A"])
         product = tf.einsum("...ij,...kl->...ikjl", a, g)
         size = a.shape[-1] * g.shape[-1]
         return tf.reshape(product, [*g.shape[:-2], size, size])

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.rows import append_one, stack_bias
+from tfkfac.factors import Dense, Factor, Stack
 
 
 class MatrixBlock(Block):
@@ -61,13 +62,15 @@ class MatrixBlock(Block):
 
     @property
     @override
-    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
-        *groups, inputs, outputs = self.matrix_shape
-        inputs += len(self._bias)
+    def factors(self) -> dict[str, Factor]:
+        *_, inputs, outputs = self.matrix_shape
         return {
-            "A": (*groups, inputs, inputs),
-            "G": (*groups, outputs, outputs),
+            "A": self._kind(inputs + len(self._bias)),
+            "G": self._kind(outputs),
         }
+
+    def _kind(self, size: int) -> Factor:
+        return Stack(self.groups, size) if self.groups else Dense(size)
 
     @override
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:

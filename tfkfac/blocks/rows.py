@@ -11,7 +11,7 @@ class Rows(NamedTuple):
 
     Attributes:
         a: Inputs `(batch, shared, [groups,] inputs)`, the bias' 1 included;
-            for a diagonal factor the integer tokens `(batch, shared)`; None
+            for an embedding the integer tokens `(batch, shared)`; None
             for a block without factor A.
         g: Gradients `(batch, shared, [groups,] outputs)`.
         mask: Bool `(batch, shared)`, False where padded, or None.
@@ -59,24 +59,6 @@ def average_positions(
         tf.reduce_sum(a, 1, keepdims=True), tf.reshape(positions, shape)
     )
     return mean, tf.reduce_sum(tf.cast(positions > 0, dtype))
-
-
-def gram(rows: tf.Tensor) -> tf.Tensor:
-    """Sum of the outer products of rows with themselves.
-
-    Args:
-        rows: `(batch, shared, [groups,] n)`.
-
-    Returns:
-        `([groups,] n, n)`.
-    """
-    width = rows.shape[-1]
-    if rows.shape.rank == 4:
-        rows = tf.reshape(rows, [-1, rows.shape[2], width])
-        rows = tf.transpose(rows, [1, 0, 2])
-    else:
-        rows = tf.reshape(rows, [-1, width])
-    return tf.matmul(rows, rows, transpose_a=True)
 
 
 def append_one(rows: tf.Tensor) -> tf.Tensor:
