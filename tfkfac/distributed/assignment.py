@@ -20,12 +20,26 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 MODES = ("comm_opt", "mem_opt", "hybrid_opt", "dp_kfac")
 POLICIES = ("compute", "memory", "round_robin")
 
-Shapes = Mapping[str, tuple[int, ...]]
+
+class Work(Protocol):
+    """What a plan has to know of a factor."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements that are kept."""
+
+    @property
+    def operations(self) -> int:
+        """About how many operations a decomposition takes."""
+
+
+# The factors of a layer by name, or their shapes.
+Shapes = Mapping[str, Work | tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +82,8 @@ def plan_layers(
       owner's column of the grid. With `fraction=1` it is `comm_opt`.
 
     Args:
-        shapes: The shapes of every layer's factors by name, in the order of
-            the layers.
+        shapes: The factors of every layer by name, or their shapes, in the
+            order of the layers.
         workers: Number of workers.
         mode: One of `MODES`.
         fraction: Share of the workers that are gradient workers of a layer;
@@ -89,7 +103,7 @@ def plan_layers(
     count = _gradient_workers_of_mode(mode, workers, fraction)
     layout = grid(workers, count)
     work = [
-        {name: cost(shape, policy) for name, shape in layer.items()}
+        {name: cost(factor, policy) for name, factor in layer.items()}
         for layer in shapes
     ]
     if count == workers and mode in ("comm_opt", "hybrid_opt"):
@@ -163,11 +177,12 @@ def grid(workers: int, gradient_workers: int) -> Grid:
     )
 
 
-def cost(shape: Sequence[int], policy: str) -> int:
+def cost(shape: Work | Sequence[int], policy: str) -> int:
     """Cost of decomposing a factor.
 
     Args:
-        shape: `(n, n)`, `(groups, n, n)`, or `(n,)` for a diagonal.
+        shape: The factor, or its shape: `(n, n)`, `(groups, n, n)`, or `(n,)`
+            for a diagonal.
         policy: `memory` counts elements, the others about operations: n^3 for
             a matrix, n for a diagonal.
 
@@ -175,10 +190,12 @@ def cost(shape: Sequence[int], policy: str) -> int:
         The cost, in units of its own.
     """
     _check_choice("assignment", policy, POLICIES)
-    elements = math.prod(shape)
-    if policy == "memory" or len(shape) < 2:
-        return elements
-    return elements * shape[-1]
+    if isinstance(shape, Sequence):
+        elements = math.prod(shape)
+        operations = elements * shape[-1] if len(shape) > 1 else elements
+    else:
+        elements, operations = shape.elements, shape.operations
+    return elements if policy == "memory" else operations
 
 
 def assign(costs: Sequence[int], workers: int, policy: str) -> tuple[int, ...]:
