@@ -15,6 +15,7 @@ from tfkfac.blocks.conv import (
 from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.einsum_dense import EinsumDenseBlock
 from tfkfac.blocks.embedding import EmbeddingBlock
+from tfkfac.blocks.gradient import LayerGradient
 from tfkfac.blocks.normalization import NormalizationBlock
 from tfkfac.blocks.rows import Rows, Statistic
 
@@ -54,4 +55,11 @@ def block_types(layer: keras.layers.Layer) -> dict[str, type[Block]]:
     return {}
 
 
-__all__ = ["BLOCKS", "Block", "Rows", "Statistic", "block_types"]
+__all__ = [
+    "BLOCKS",
+    "Block",
+    "LayerGradient",
+    "Rows",
+    "Statistic",
+    "block_types",
+]

@@ -133,7 +133,8 @@ def decompose_owned(
         means = one.state.factors.means(values)
         made = parts.setdefault(one.position, {})
         for name, factor in values.items():
-            made.update(solver.decompose(name, factor, means, damping))
+            kinds = one.block.factors
+            made.update(solver.decompose(kinds, name, factor, means, damping))
     return parts
 
 

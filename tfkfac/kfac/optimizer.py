@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfkfac.blocks import LayerGradient
 from tfkfac.blocks.statistics import batch_statistics
 from tfkfac.capture.scaling import LossBatch, example_scale
 from tfkfac.distributed.collectives import Communicator
@@ -280,7 +281,9 @@ class KFAC(KroneckerOptimizer):
             for one in active
         }
         own = {
-            one.position: one.state.decomposition.apply(plain[one.position])
+            one.position: one.state.decomposition.apply(
+                LayerGradient(plain[one.position])
+            )
             for one in active
             if one.state.decomposition is not None
         }

@@ -14,9 +14,8 @@ from tfkfac.distributed.traffic import (
     all_reduce_bytes,
     step_bytes,
 )
-from tfkfac.kfac.averages import factor_bytes
 from tfkfac.kfac.exchange import Exchange
-from tfkfac.solvers import Solver, decomposition_bytes
+from tfkfac.solvers import Solver
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Placement:
             settings.distribution,
             topology.workers,
             plan_layers(
-                [block.factor_shapes for block in registry.blocks],
+                [block.factors for block in registry.blocks],
                 topology.workers,
                 settings.distribution,
                 settings.fraction,
@@ -88,16 +87,18 @@ class Placement:
 
     def factor_bytes(self, rank: int, layer: int) -> int:
         """Bytes of the factors of a block that a worker keeps."""
+        block = self.blocks[layer]
         names = self.plan.owns(rank, layer)
-        block, dtype = self.blocks[layer], self.settings.factor_dtype
-        return factor_bytes(block, names, dtype)
+        elements = sum(block.factors[name].elements for name in names)
+        return elements * (self.settings.factor_dtype or block.dtype).size
 
     def decomposition_bytes(self, rank: int, layer: int) -> int:
         """Bytes of the decomposition of a block that a worker keeps."""
         if not self.plan.preconditions(rank, layer):
             return 0
-        block, dtype = self.blocks[layer], self.settings.inverse_dtype
-        return decomposition_bytes(self.solver, block, dtype)
+        block = self.blocks[layer]
+        elements = self.solver.elements(block.factors)
+        return elements * (self.settings.inverse_dtype or block.dtype).size
 
     def state_bytes(self, rank: int) -> dict[str, int]:
         """Bytes of the curvature state of a worker."""
