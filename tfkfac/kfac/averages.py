@@ -10,7 +10,7 @@ from tfkfac.compat.graphs import state_variable
 from tfkfac.linalg.symmetric import all_finite
 
 
-class Factors(tf.Module):
+class FactorAverages(tf.Module):
     """Bias-corrected exponential averages of A and G.
 
     `M_t = decay M_{t-1} + (1 - decay) batch`, `M_0 = 0`, and the factor is
