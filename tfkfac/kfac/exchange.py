@@ -66,23 +66,17 @@ class Exchange:
         counts = communicator.all_reduce(
             [statistics[i][name].count for i, name in keys]
         )
-        storage = [self._blocks[i].factors[name].storage for i, name in keys]
         shares = [
-            tf.math.divide_no_nan(statistics[i][name].total, count)
+            self._pack(
+                self._storage(i, name),
+                tf.math.divide_no_nan(statistics[i][name].total, count),
+            )
             for (i, name), count in zip(keys, counts, strict=True)
         ]
-        sums = communicator.all_reduce(
-            [
-                self._pack(part, share)
-                for part, share in zip(storage, shares, strict=True)
-            ],
-            self._factor_dtype,
-        )
+        sums = communicator.all_reduce(shares, self._factor_dtype)
         reduced: dict[int, dict[str, Statistic]] = {}
-        for (i, name), part, count, value in zip(
-            keys, storage, counts, sums, strict=True
-        ):
-            mean = self._unpack(part, value)
+        for (i, name), count, value in zip(keys, counts, sums, strict=True):
+            mean = self._unpack(self._storage(i, name), value)
             reduced.setdefault(i, {})[name] = Statistic(mean * count, count)
         return reduced
 
@@ -117,12 +111,12 @@ class Exchange:
             The parts this worker needs, by layer.
         """
         items = [i for i in self._part_items() if i.layer in set(layers)]
-        made_of = {
+        part_of = {
             i: self._solver.all_parts(self._blocks[i].factors) for i in layers
         }
 
         def value_of(item: Item) -> tf.Tensor:
-            part = made_of[item.layer][item.name]
+            part = part_of[item.layer][item.name]
             value = self._pack(part, parts[item.layer][item.name])
             return tf.cast(value, item.spec.dtype)
 
@@ -130,7 +124,7 @@ class Exchange:
         for (layer, name), value in broadcast_items(
             communicator, items, value_of
         ).items():
-            value = self._unpack(made_of[layer][name], value)
+            value = self._unpack(part_of[layer][name], value)
             value = self._blocks[layer].cast(value)
             received.setdefault(layer, {})[name] = value
         return received
@@ -195,6 +189,9 @@ class Exchange:
         ]
 
     # ------------------------------------------------------------- packing
+    def _storage(self, layer: int, name: str) -> Part:
+        return self._blocks[layer].factors[name].storage
+
     def _wire_shape(self, part: Part) -> tuple[int, ...]:
         return part.packed_shape if self._symmetric else part.shape
 
