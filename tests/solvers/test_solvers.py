@@ -19,7 +19,7 @@ from tests.support.harness import assert_close
 from tests.support.reference import Array
 from tests.support.small import curvature
 from tfkfac.blocks import Block
-from tfkfac.capture.walk import build_registry
+from tfkfac.blocks.registry import build_registry
 
 SOLVERS = ["inverse", "eigen"]
 CASES: dict[str, tuple[Any, tuple[int, ...]]] = {

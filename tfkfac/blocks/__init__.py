@@ -5,7 +5,7 @@ A new layer type is one file here and one line in `BLOCKS`.
 
 import keras
 
-from tfkfac.blocks.base import Block, Record, Rows, Statistic
+from tfkfac.blocks.base import Block
 from tfkfac.blocks.conv import (
     ConvBlock,
     DepthwiseConvBlock,
@@ -15,7 +15,9 @@ from tfkfac.blocks.conv import (
 from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.einsum_dense import EinsumDenseBlock
 from tfkfac.blocks.embedding import EmbeddingBlock
+from tfkfac.blocks.gradient import LayerGradient
 from tfkfac.blocks.normalization import NormalizationBlock
+from tfkfac.blocks.rows import Rows, Statistic
 
 # The blocks of a layer type, by the prefix that tells them apart.
 _SEPARABLE: dict[str, type[Block]] = {
@@ -53,4 +55,11 @@ def block_types(layer: keras.layers.Layer) -> dict[str, type[Block]]:
     return {}
 
 
-__all__ = ["BLOCKS", "Block", "Record", "Rows", "Statistic", "block_types"]
+__all__ = [
+    "BLOCKS",
+    "Block",
+    "LayerGradient",
+    "Rows",
+    "Statistic",
+    "block_types",
+]

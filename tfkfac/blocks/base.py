@@ -10,54 +10,14 @@ outputs)`.
 """
 
 import abc
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """What one call of a layer left behind.
-
-    Attributes:
-        inputs: The layer's input.
-        gradient: Gradient of the (scaled) loss at the pre-activation.
-        mask: Keras mask of the input, or None.
-        kwargs: Keyword arguments of the call.
-        moments: Mean and variance that a batch normalisation computed.
-    """
-
-    inputs: Any
-    gradient: tf.Tensor
-    mask: tf.Tensor | None = None
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    moments: tuple[tf.Tensor, tf.Tensor] | None = None
-
-
-class Rows(NamedTuple):
-    """Inputs and pre-activation gradients as rows.
-
-    Attributes:
-        a: Inputs `(batch, shared, [groups,] inputs)`, the bias' 1 included;
-            for a diagonal factor the integer tokens `(batch, shared)`; None
-            for a block without factor A.
-        g: Gradients `(batch, shared, [groups,] outputs)`.
-        mask: Bool `(batch, shared)`, False where padded, or None.
-    """
-
-    a: tf.Tensor | None
-    g: tf.Tensor
-    mask: tf.Tensor | None
-
-
-class Statistic(NamedTuple):
-    """A sum over rows and the number it has to be divided by."""
-
-    total: tf.Tensor
-    count: tf.Tensor
+from tfkfac.blocks.rows import Rows, Statistic, average_positions, weigh
+from tfkfac.capture.record import Record
+from tfkfac.factors import Factor
 
 
 class Block(abc.ABC):
@@ -89,8 +49,11 @@ class Block(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of "A" and "G"; a diagonal factor is a vector."""
+    def factors(self) -> dict[str, Factor]:
+        """The kinds of "A", the inputs', and "G", the outputs' factor.
+
+        A block without "A" has an identity in its place.
+        """
 
     @abc.abstractmethod
     def rows(self, record: Record) -> Rows:
@@ -105,6 +68,17 @@ class Block(abc.ABC):
         """Inverse of `to_matrix`."""
 
     # -------------------------------------------------------------- shared
+    @property
+    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors in which the factors are kept."""
+        return {name: kind.shape for name, kind in self.factors.items()}
+
+    @property
+    def gradient_shape(self) -> tuple[int, ...]:
+        """Shape `([groups,] inputs, outputs)` of the gradient matrix."""
+        a, g = self.factors.get("A"), self.factors["G"]
+        return (*g.stack_shape, a.size if a else 1, g.size)
+
     def cast(self, tensor: tf.Tensor) -> tf.Tensor:
         """Casts to the dtype of the statistics, float32 or better."""
         return tf.cast(tensor, self.dtype)
@@ -116,96 +90,28 @@ class Block(abc.ABC):
         a, count = weigh(a, weights, self.dtype)
         if sharing == "reduce":
             a, count = average_positions(a, weights, self.dtype)
-        return Statistic(gram(a), count)
+        return Statistic(self.factors["A"].gram(a), count)
 
     def output_statistic(self, g: tf.Tensor, sharing: str) -> tf.Tensor:
         """Sum of `g g^T` over rows; "reduce" adds an example's rows first."""
         if sharing == "reduce":
             g = tf.reduce_sum(g, 1, keepdims=True)
-        return gram(g)
+        return self.factors["G"].gram(g)
 
-    def dense(self, factors: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    def dense(self, values: Mapping[str, tf.Tensor]) -> tf.Tensor:
         """The block as an explicit matrix, for tests on small layers.
 
         Args:
-            factors: The factors by name.
+            values: The tensors of the factors by name.
 
         Returns:
             `A (x) G` acting on the row-major flattened gradient matrix, of
             shape `([groups,] inputs * outputs, inputs * outputs)`.
         """
-        g = factors["G"]
-        a = factors.get("A")
-        if a is None:
+        g = self.factors["G"].as_matrix(values["G"])
+        if "A" not in self.factors:
             return g
-        if a.shape.rank < g.shape.rank:
-            a = tf.linalg.diag(a)
+        a = self.factors["A"].as_matrix(values["A"])
         product = tf.einsum("...ij,...kl->...ikjl", a, g)
         size = a.shape[-1] * g.shape[-1]
         return tf.reshape(product, [*g.shape[:-2], size, size])
-
-
-def weigh(
-    a: tf.Tensor, weights: tf.Tensor | None, dtype: tf.DType
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Zeroes the rows that carry no loss and counts the others."""
-    if weights is None:
-        shape = tf.shape(a)
-        return a, tf.cast(shape[0] * shape[1], dtype)
-    extra = [1] * (a.shape.rank - 2)
-    shape = tf.concat([tf.shape(weights), extra], 0)
-    # Not a product: a padded row may hold anything, NaN included.
-    a = tf.where(tf.reshape(weights, shape) > 0, a, tf.zeros_like(a))
-    return a, tf.reduce_sum(weights)
-
-
-def average_positions(
-    a: tf.Tensor, weights: tf.Tensor | None, dtype: tf.DType
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean over the positions of each example ("reduce"), and the examples."""
-    if weights is None:
-        return (
-            tf.reduce_mean(a, 1, keepdims=True),
-            tf.cast(tf.shape(a)[0], dtype),
-        )
-    positions = tf.reduce_sum(weights, 1)
-    extra = [1] * (a.shape.rank - 1)
-    shape = tf.concat([tf.shape(positions), extra], 0)
-    mean = tf.math.divide_no_nan(
-        tf.reduce_sum(a, 1, keepdims=True), tf.reshape(positions, shape)
-    )
-    return mean, tf.reduce_sum(tf.cast(positions > 0, dtype))
-
-
-def gram(rows: tf.Tensor) -> tf.Tensor:
-    """Sum of the outer products of rows with themselves.
-
-    Args:
-        rows: `(batch, shared, [groups,] n)`.
-
-    Returns:
-        `([groups,] n, n)`.
-    """
-    width = rows.shape[-1]
-    if rows.shape.rank == 4:
-        rows = tf.reshape(rows, [-1, rows.shape[2], width])
-        rows = tf.transpose(rows, [1, 0, 2])
-    else:
-        rows = tf.reshape(rows, [-1, width])
-    return tf.matmul(rows, rows, transpose_a=True)
-
-
-def append_one(rows: tf.Tensor) -> tf.Tensor:
-    """Appends the bias' 1 to each row."""
-    return tf.concat([rows, tf.ones_like(rows[..., :1])], -1)
-
-
-def stack_bias(
-    kernel: tf.Tensor, bias: Sequence[tf.Tensor], dtype: tf.DType
-) -> tf.Tensor:
-    """Puts the bias gradient, if any, under a kernel gradient matrix."""
-    kernel = tf.cast(kernel, dtype)
-    if not bias:
-        return kernel
-    row = tf.reshape(bias[0], [*kernel.shape[:-2], 1, kernel.shape[-1]])
-    return tf.concat([kernel, tf.cast(row, dtype)], -2)

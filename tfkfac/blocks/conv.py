@@ -6,9 +6,10 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Record, Rows
-from tfkfac.blocks.dense import MatrixBlock, fold_positions
+from tfkfac.blocks.matrix import MatrixBlock
 from tfkfac.blocks.patches import extract_patches
+from tfkfac.blocks.rows import Rows, fold_positions
+from tfkfac.capture.record import Record
 
 
 class ConvBlock(MatrixBlock):

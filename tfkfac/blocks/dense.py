@@ -1,102 +1,11 @@
 """Block of `keras.layers.Dense`."""
 
-import math
-from collections.abc import Sequence
-
-import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Block, Record, Rows, append_one, stack_bias
-
-
-class MatrixBlock(Block):
-    """Block of a kernel that is a matrix after a reshape, with its bias.
-
-    A layer of `groups` independent parts has its kernel's last axis split
-    into groups and has one matrix for each.
-    """
-
-    # 0 for a layer of one part: its factors have no axis of groups.
-    groups: int = 0
-
-    def __init__(self, layer: keras.layers.Layer, path: str) -> None:
-        super().__init__(layer, path)
-        self._kernel = self._find_kernel()
-        bias = self._find_bias()
-        self._bias = [bias] if bias is not None and bias.trainable else []
-
-    def _find_kernel(self) -> keras.Variable:
-        return self.layer.kernel
-
-    def _find_bias(self) -> keras.Variable | None:
-        return self.layer.bias
-
-    @staticmethod
-    @override
-    def unsupported(layer: keras.layers.Layer) -> str | None:
-        if getattr(layer, "lora_enabled", False):
-            return "LoRA weights"
-        if getattr(layer, "quantization_mode", None) is not None:
-            return "quantized weights"
-        return None
-
-    @property
-    @override
-    def variables(self) -> list[keras.Variable]:
-        return [self._kernel, *self._bias]
-
-    @property
-    def matrix_shape(self) -> tuple[int, ...]:
-        """Shape `([groups,] inputs, outputs)` of the kernel as a matrix."""
-        outputs = self._output_size()
-        size = math.prod(self._kernel.shape)
-        if not self.groups:
-            return (size // outputs, outputs)
-        return (self.groups, size // outputs // self.groups, outputs)
-
-    def _output_size(self) -> int:
-        return self._kernel.shape[-1]
-
-    @property
-    @override
-    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
-        *groups, inputs, outputs = self.matrix_shape
-        inputs += len(self._bias)
-        return {
-            "A": (*groups, inputs, inputs),
-            "G": (*groups, outputs, outputs),
-        }
-
-    @override
-    def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
-        kernel, *bias = gradients
-        return stack_bias(self._split(kernel), bias, self.dtype)
-
-    @override
-    def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
-        if not self._bias:
-            return [self._join(matrix)]
-        bias = tf.reshape(matrix[..., -1, :], self._bias[0].shape)
-        return [self._join(matrix[..., :-1, :]), bias]
-
-    def _with_bias(self, a: tf.Tensor) -> tf.Tensor:
-        """Appends the bias' 1 to the inputs if there is a bias."""
-        return append_one(a) if self._bias else a
-
-    def _split(self, kernel: tf.Tensor) -> tf.Tensor:
-        """Kernel to `([groups,] inputs, outputs)`."""
-        if not self.groups:
-            return tf.reshape(kernel, self.matrix_shape)
-        groups, inputs, outputs = self.matrix_shape
-        kernel = tf.reshape(kernel, [inputs, groups, outputs])
-        return tf.transpose(kernel, [1, 0, 2])
-
-    def _join(self, matrix: tf.Tensor) -> tf.Tensor:
-        """Inverse of `_split`."""
-        if self.groups:
-            matrix = tf.transpose(matrix, [1, 0, 2])
-        return tf.reshape(matrix, self._kernel.shape)
+from tfkfac.blocks.matrix import MatrixBlock
+from tfkfac.blocks.rows import Rows, fold_mask, fold_positions
+from tfkfac.capture.record import Record
 
 
 class DenseBlock(MatrixBlock):
@@ -114,30 +23,3 @@ class DenseBlock(MatrixBlock):
             fold_positions(self.cast(record.gradient)),
             fold_mask(record.mask, tf.shape(inputs)[:-1]),
         )
-
-
-def fold_positions(tensor: tf.Tensor) -> tf.Tensor:
-    """Reshapes `(batch, ..., features)` to `(batch, shared, features)`."""
-    if tensor.shape.rank == 2:
-        return tensor[:, None]
-    # Not -1 for both: an empty batch leaves the number of positions open.
-    shape = tf.shape(tensor)
-    positions = tf.reduce_prod(shape[1:-1])
-    return tf.reshape(tensor, [shape[0], positions, tensor.shape[-1]])
-
-
-def fold_mask(mask: tf.Tensor | None, shape: tf.Tensor) -> tf.Tensor | None:
-    """Spreads a mask of the leading dimensions over `(batch, shared)`.
-
-    Args:
-        mask: Bool of shape `(batch, ...)`, or None.
-        shape: Dynamic shape `(batch, ...)` of the positions.
-    """
-    if mask is None or mask.shape.rank is None:
-        return None
-    missing = shape.shape[0] - mask.shape.rank
-    if missing < 0:
-        return None
-    mask = tf.reshape(mask, tf.concat([tf.shape(mask), [1] * missing], 0))
-    mask = tf.broadcast_to(tf.cast(mask, tf.bool), shape)
-    return tf.reshape(mask, [shape[0], tf.reduce_prod(shape[1:])])

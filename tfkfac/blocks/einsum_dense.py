@@ -8,8 +8,9 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Record, Rows
-from tfkfac.blocks.dense import MatrixBlock, fold_mask
+from tfkfac.blocks.matrix import MatrixBlock
+from tfkfac.blocks.rows import Rows, fold_mask
+from tfkfac.capture.record import Record
 
 
 @dataclasses.dataclass(frozen=True)

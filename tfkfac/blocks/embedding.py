@@ -6,8 +6,10 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Record, Rows, Statistic
-from tfkfac.blocks.dense import MatrixBlock, fold_positions
+from tfkfac.blocks.matrix import MatrixBlock
+from tfkfac.blocks.rows import Rows, Statistic, fold_positions
+from tfkfac.capture.record import Record
+from tfkfac.factors import Dense, Diagonal, Factor
 
 
 class EmbeddingBlock(MatrixBlock):
@@ -28,9 +30,9 @@ class EmbeddingBlock(MatrixBlock):
 
     @property
     @override
-    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
+    def factors(self) -> dict[str, Factor]:
         tokens, width = self.matrix_shape
-        return {"A": (tokens,), "G": (width, width)}
+        return {"A": Diagonal(tokens), "G": Dense(width)}
 
     @override
     def rows(self, record: Record) -> Rows:

@@ -1,13 +1,17 @@
 """Block of the scale and offset of normalisation layers."""
 
+import math
 from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Block, Record, Rows
+from tfkfac.blocks.base import Block
+from tfkfac.blocks.rows import Rows
+from tfkfac.capture.record import Record
 from tfkfac.compat.overrides import given_moments
+from tfkfac.factors import Factor, Stack
 
 
 class NormalizationBlock(Block):
@@ -46,9 +50,8 @@ class NormalizationBlock(Block):
 
     @property
     @override
-    def factor_shapes(self) -> dict[str, tuple[int, ...]]:
-        features = tf.TensorShape(self._weights[0].shape).num_elements()
-        return {"G": (features, len(self._weights), len(self._weights))}
+    def factors(self) -> dict[str, Factor]:
+        return {"G": Stack(self._features, len(self._weights))}
 
     @override
     def rows(self, record: Record) -> Rows:
@@ -63,6 +66,10 @@ class NormalizationBlock(Block):
         # Summed here: one row an example, whatever the weight sharing.
         u = tf.reduce_sum(tf.stack(parts, -1), 1, keepdims=True)
         return Rows(None, u, None)
+
+    @property
+    def _features(self) -> int:
+        return math.prod(self._weights[0].shape)
 
     def _normalized(self, record: Record) -> tf.Tensor:
         """The layer's output with a scale of one and an offset of zero.
@@ -93,8 +100,7 @@ class NormalizationBlock(Block):
         tensor = tf.transpose(tensor, [0, *shared, *axes])
         shape = tf.shape(tensor)
         positions = tf.reduce_prod(shape[1 : 1 + len(shared)])
-        features = self.factor_shapes["G"][0]
-        return tf.reshape(tensor, [shape[0], positions, features])
+        return tf.reshape(tensor, [shape[0], positions, self._features])
 
     @override
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfkfac.blocks.base import Block, Record, Rows, Statistic
+from tfkfac.blocks.base import Block
+from tfkfac.blocks.rows import Rows, Statistic
+from tfkfac.capture.record import Record
 
 
 def batch_statistics(

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfkfac.blocks import Record
+from tfkfac.capture.record import Record
 from tfkfac.capture.trace import (
     TraceStore,
     capturing,

@@ -1,4 +1,4 @@
-"""From a model to its ordered curvature blocks, and reasons for the rest."""
+"""The layers of a model in a fixed order, with unique paths."""
 
 import dataclasses
 import re
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import keras
 
-from tfkfac.blocks import Block, block_types
 from tfkfac.compat.layers import children
 
 SkipRule = str | re.Pattern[str] | type[keras.layers.Layer]
@@ -14,29 +13,6 @@ SkipRule = str | re.Pattern[str] | type[keras.layers.Layer]
 # Layers that call their sublayers in a loop of their own, where no tape of
 # ours can follow.
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
-
-
-@dataclasses.dataclass(frozen=True)
-class Leftover:
-    """Trainable variables without a block.
-
-    Attributes:
-        path: Path of the layer that owns them.
-        variables: The variables.
-        reason: Why K-FAC does not precondition them.
-    """
-
-    path: str
-    variables: tuple[keras.Variable, ...]
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Registry:
-    """What of a model is preconditioned and what is not."""
-
-    blocks: tuple[Block, ...]
-    leftovers: tuple[Leftover, ...]
 
 
 @dataclasses.dataclass
@@ -116,77 +92,6 @@ def matches(rule: SkipRule, layer: keras.layers.Layer, path: str) -> bool:
     return any(re.fullmatch(rule, name) for name in (layer.name, path))
 
 
-def tappable(
-    model: keras.Model, skip_layers: Sequence[SkipRule]
-) -> list[keras.layers.Layer]:
-    """Layers of a supported type, built or not, in the order of the walk."""
-    return [
-        node.layer
-        for node in walk(model, skip_layers)
-        if node.reason is None
-        and node.layer.trainable
-        and block_types(node.layer)
-    ]
-
-
 def unbuilt(model: keras.Model) -> list[keras.layers.Layer]:
     """Layers whose weights or sublayers may not exist yet."""
     return [node.layer for node in walk(model) if not node.layer.built]
-
-
-def build_registry(
-    model: keras.Model, skip_layers: Sequence[SkipRule]
-) -> Registry:
-    """Gives each layer of a built model its blocks.
-
-    Args:
-        model: A built model.
-        skip_layers: Layers to leave to the inner optimizer.
-
-    Returns:
-        The blocks in the order of the layers, and what is left over.
-    """
-    free = {id(v): v for v in model.trainable_variables}
-    blocks: list[Block] = []
-    leftovers: list[Leftover] = []
-    for node in walk(model, skip_layers):
-        layer, reason = node.layer, node.reason
-        if reason is None and layer.built and layer.trainable:
-            new, reason = _blocks_of(layer, node.path, free)
-            blocks += new
-        rest = [v for v in layer.trainable_variables if id(v) in free]
-        for variable in rest:
-            del free[id(variable)]
-        if rest:
-            reason = reason or f"no block for {type(layer).__name__}"
-            leftovers.append(Leftover(node.path, tuple(rest), reason))
-    return Registry(tuple(blocks), tuple(leftovers))
-
-
-def _blocks_of(
-    layer: keras.layers.Layer, path: str, free: dict[int, keras.Variable]
-) -> tuple[list[Block], str | None]:
-    """Makes a layer's blocks and takes their weights out of `free`.
-
-    Returns:
-        The blocks, and the reason if there could have been more.
-    """
-    blocks: list[Block] = []
-    for prefix, kind in block_types(layer).items():
-        reason = kind.unsupported(layer)
-        if reason is not None:
-            return blocks, reason
-        block = kind(layer, insert(path, prefix))
-        if not all(id(v) in free for v in block.variables):
-            return blocks, "kernel frozen or shared with another layer"
-        if block.variables:
-            blocks.append(block)
-        for variable in block.variables:
-            del free[id(variable)]
-    return blocks, None
-
-
-def insert(path: str, prefix: str) -> str:
-    """Puts a prefix before the last name of a path."""
-    parent, slash, name = path.rpartition("/")
-    return f"{parent}{slash}{prefix}{name}"

@@ -20,11 +20,25 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 POLICIES = ("compute", "memory", "round_robin")
 
-Shapes = Mapping[str, tuple[int, ...]]
+
+class Work(Protocol):
+    """What a plan has to know of a factor."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements that are kept."""
+
+    @property
+    def operations(self) -> int:
+        """About how many operations a decomposition takes."""
+
+
+# The factors of a layer by name, or their shapes.
+Shapes = Mapping[str, Work | tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +118,8 @@ def plan_layers(
       owner's column of the grid. With `fraction=1` it is `comm_opt`.
 
     Args:
-        shapes: The shapes of every layer's factors by name, in the order of
-            the layers.
+        shapes: The factors of every layer by name, or their shapes, in the
+            order of the layers.
         workers: Number of workers.
         mode: One of `MODES`.
         fraction: Share of the workers that are gradient workers of a layer;
@@ -127,7 +141,7 @@ def plan_layers(
     count = chosen.count(workers, fraction)
     places = grid(workers, count)
     work = [
-        {name: cost(shape, policy) for name, shape in layer.items()}
+        {name: cost(factor, policy) for name, factor in layer.items()}
         for layer in shapes
     ]
     if chosen.splits_layers(count, workers):
@@ -201,11 +215,12 @@ def grid(workers: int, gradient_workers: int) -> Grid:
     )
 
 
-def cost(shape: Sequence[int], policy: str) -> int:
+def cost(shape: Work | Sequence[int], policy: str) -> int:
     """Cost of decomposing a factor.
 
     Args:
-        shape: `(n, n)`, `(groups, n, n)`, or `(n,)` for a diagonal.
+        shape: The factor, or its shape: `(n, n)`, `(groups, n, n)`, or `(n,)`
+            for a diagonal.
         policy: `memory` counts elements, the others about operations: n^3 for
             a matrix, n for a diagonal.
 
@@ -213,10 +228,12 @@ def cost(shape: Sequence[int], policy: str) -> int:
         The cost, in units of its own.
     """
     _check_choice("assignment", policy, POLICIES)
-    elements = math.prod(shape)
-    if policy == "memory" or len(shape) < 2:
-        return elements
-    return elements * shape[-1]
+    if isinstance(shape, Sequence):
+        elements = math.prod(shape)
+        operations = elements * shape[-1] if len(shape) > 1 else elements
+    else:
+        elements, operations = shape.elements, shape.operations
+    return elements if policy == "memory" else operations
 
 
 def assign(costs: Sequence[int], workers: int, policy: str) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfkfac.blocks import Block, Record, Statistic
+from tfkfac.blocks import Block, Statistic
+from tfkfac.capture.record import Record
 from tfkfac.capture.taps import Tap
 from tfkfac.kfac.state import Preconditioner
 from tfkfac.solvers import Solver
@@ -139,7 +140,8 @@ def decompose_owned(
         means = one.state.factors.means(values)
         made = parts.setdefault(one.position, {})
         for name, factor in values.items():
-            made.update(solver.decompose(name, factor, means, damping))
+            kinds = one.block.factors
+            made.update(solver.decompose(kinds, name, factor, means, damping))
     return parts
 
 

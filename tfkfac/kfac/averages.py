@@ -1,6 +1,5 @@
 """Running averages of the Kronecker factors of one block."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -8,10 +7,10 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
 from tfkfac.compat.graphs import state_variable
-from tfkfac.linalg.symmetric import all_finite, mean_eigenvalue
+from tfkfac.linalg.symmetric import all_finite
 
 
-class Factors(tf.Module):
+class FactorAverages(tf.Module):
     """Bias-corrected exponential averages of A and G.
 
     `M_t = decay M_{t-1} + (1 - decay) batch`, `M_0 = 0`, and the factor is
@@ -33,15 +32,20 @@ class Factors(tf.Module):
         dtype: tf.DType | None = None,
     ) -> None:
         super().__init__(name="factors")
-        shapes = block.factor_shapes
-        self.names = tuple(shapes if names is None else names)
-        self.other_names = tuple(n for n in shapes if n not in self.names)
+        kinds = block.factors
+        self._block = block
+        self.names = tuple(kinds if names is None else names)
+        self.other_names = tuple(n for n in kinds if n not in self.names)
         self.averages = [
-            state_variable(np.zeros(shapes[name]), dtype or block.dtype, name)
+            state_variable(
+                np.zeros(kinds[name].shape), dtype or block.dtype, name
+            )
             for name in self.names
         ]
         self.other_means = [
-            state_variable(np.zeros(shapes[name][:-2]), block.dtype, "mean")
+            state_variable(
+                np.zeros(kinds[name].stack_shape), block.dtype, "mean"
+            )
             for name in self.other_names
         ]
         self.weight = state_variable(0.0, block.dtype, "weight")
@@ -71,7 +75,8 @@ class Factors(tf.Module):
             _mix(average, *statistics[name], share)
         for name, mean in zip(self.other_names, self.other_means, strict=True):
             total, count = statistics[name]
-            _mix(mean, mean_eigenvalue(total), count, share)
+            new = self._block.factors[name].mean_eigenvalue(total)
+            _mix(mean, new, count, share)
         self.weight.assign((1 - share) * self.weight + share)
         return finite
 
@@ -90,7 +95,11 @@ class Factors(tf.Module):
         Args:
             values: What `values` returned.
         """
-        means = {name: mean_eigenvalue(v) for name, v in values.items()}
+        kinds = self._block.factors
+        means = {
+            name: kinds[name].mean_eigenvalue(value)
+            for name, value in values.items()
+        }
         for name, mean in zip(self.other_names, self.other_means, strict=True):
             means[name] = tf.math.divide_no_nan(mean, self.weight)
         return means
@@ -104,15 +113,3 @@ def _mix(
     new = tf.math.multiply_no_nan(total, tf.math.divide_no_nan(share, count))
     old = (1 - share) * tf.cast(average, share.dtype)
     average.assign(tf.saturate_cast(old + new, average.dtype))
-
-
-def factor_bytes(
-    block: Block,
-    names: Sequence[str] | None = None,
-    dtype: tf.DType | None = None,
-) -> int:
-    """Bytes of the averages of a block's factors in storage."""
-    shapes = block.factor_shapes
-    kept = shapes if names is None else names
-    sizes = [math.prod(shapes[name]) for name in kept]
-    return sum(sizes) * (dtype or block.dtype).size

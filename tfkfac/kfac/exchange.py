@@ -1,5 +1,6 @@
 """What K-FAC sends between workers in each kind of step."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
@@ -13,9 +14,8 @@ from tfkfac.distributed.traffic import (
     broadcast_items,
     received_bytes,
 )
-from tfkfac.linalg.packing import pack, packed_size, unpack
+from tfkfac.factors import Part
 from tfkfac.solvers import Solver
-from tfkfac.solvers.base import gradient_shape
 
 Kinds = dict[str, dict[str, int]]
 Statistics = Mapping[str, Statistic]
@@ -68,16 +68,16 @@ class Exchange:
             [statistics[i][name].count for i, name in keys]
         )
         shares = [
-            tf.math.divide_no_nan(statistics[i][name].total, count)
+            self._pack(
+                self._storage(i, name),
+                tf.math.divide_no_nan(statistics[i][name].total, count),
+            )
             for (i, name), count in zip(keys, counts, strict=True)
         ]
-        sums = communicator.all_reduce(
-            [self._to_wire(share) for share in shares], self._factor_dtype
-        )
+        sums = communicator.all_reduce(shares, self._factor_dtype)
         reduced: dict[int, dict[str, Statistic]] = {}
         for (i, name), count, value in zip(keys, counts, sums, strict=True):
-            shape = self._blocks[i].factor_shapes[name]
-            mean = self._from_wire(value, shape)
+            mean = self._unpack(self._storage(i, name), value)
             reduced.setdefault(i, {})[name] = Statistic(mean * count, count)
         return reduced
 
@@ -85,17 +85,14 @@ class Exchange:
         """Bytes that each worker receives in a factor step."""
         if not self.plan.reduces_factors:
             return 0
-        shapes = [
-            (shape, self._factor_dtype or block.dtype)
-            for block in self._blocks
-            for shape in block.factor_shapes.values()
-        ]
-        totals = sum(self._wire_size(s) * dtype.size for s, dtype in shapes)
-        counts = sum(
-            block.dtype.size * len(block.factor_shapes)
-            for block in self._blocks
-        )
-        return all_reduce_bytes(totals + counts, self.plan.workers)
+        size = 0
+        for block in self._blocks:
+            dtype = self._factor_dtype or block.dtype
+            for factor in block.factors.values():
+                total = math.prod(self._wire_shape(factor.storage))
+                # And the number of rows, a scalar.
+                size += total * dtype.size + block.dtype.size
+        return all_reduce_bytes(size, self.plan.workers)
 
     # ------------------------------------------------------ decompositions
     def share_decompositions(
@@ -115,21 +112,22 @@ class Exchange:
             The parts this worker needs, by layer.
         """
         items = [i for i in self._part_items() if i.layer in set(layers)]
+        part_of = {
+            i: self._solver.all_parts(self._blocks[i].factors) for i in layers
+        }
 
         def value_of(item: Item) -> tf.Tensor:
-            value = parts[item.layer][item.name]
-            packs = self._packs_part(item.layer, item.name)
-            value = pack(value) if packs else value
+            part = part_of[item.layer][item.name]
+            value = self._pack(part, parts[item.layer][item.name])
             return tf.cast(value, item.spec.dtype)
 
         received: dict[int, Parts] = {}
         for (layer, name), value in broadcast_items(
             communicator, items, value_of
         ).items():
-            block = self._blocks[layer]
-            if self._packs_part(layer, name):
-                value = unpack(value, block.factor_shapes[name])
-            received.setdefault(layer, {})[name] = block.cast(value)
+            value = self._unpack(part_of[layer][name], value)
+            value = self._blocks[layer].cast(value)
+            received.setdefault(layer, {})[name] = value
         return received
 
     def decomposition_traffic(self, rank: int) -> int:
@@ -142,10 +140,9 @@ class Exchange:
             for factor, owner in self.plan.layers[i].owners.items():
                 members = self.plan.decomposition_group(i, factor)
                 dtype = self._inverse_dtype or block.dtype
-                for name, shape in self._solver.parts(block, factor).items():
-                    if self._packs_part(i, name):
-                        shape = (packed_size(shape),)
-                    spec = tf.TensorSpec(shape, dtype)
+                parts = self._solver.parts(block.factors, factor)
+                for name, part in parts.items():
+                    spec = tf.TensorSpec(self._wire_shape(part), dtype)
                     items.append(Item(i, name, spec, owner, members))
         return items
 
@@ -184,7 +181,7 @@ class Exchange:
             Item(
                 i,
                 str(root),
-                tf.TensorSpec(gradient_shape(block), block.dtype),
+                tf.TensorSpec(block.gradient_shape, block.dtype),
                 root,
                 members,
             )
@@ -193,24 +190,17 @@ class Exchange:
         ]
 
     # ------------------------------------------------------------- packing
-    def _packs_part(self, layer: int, name: str) -> bool:
-        shape = self._blocks[layer].factor_shapes.get(name, ())
-        return (
-            self._symmetric and self._solver.symmetric_parts and len(shape) > 1
-        )
+    def _storage(self, layer: int, name: str) -> Part:
+        return self._blocks[layer].factors[name].storage
 
-    def _wire_size(self, shape: tuple[int, ...]) -> int:
-        if self._symmetric and len(shape) > 1:
-            return packed_size(shape)
-        return tf.TensorShape(shape).num_elements()
+    def _wire_shape(self, part: Part) -> tuple[int, ...]:
+        return part.packed_shape if self._symmetric else part.shape
 
-    def _to_wire(self, matrix: tf.Tensor) -> tf.Tensor:
-        packs = self._symmetric and matrix.shape.rank > 1
-        return pack(matrix) if packs else matrix
+    def _pack(self, part: Part, value: tf.Tensor) -> tf.Tensor:
+        return part.pack(value) if self._symmetric else value
 
-    def _from_wire(self, value: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
-        packs = self._symmetric and len(shape) > 1
-        return unpack(value, shape) if packs else value
+    def _unpack(self, part: Part, value: tf.Tensor) -> tf.Tensor:
+        return part.unpack(value) if self._symmetric else value
 
 
 def step_bytes(

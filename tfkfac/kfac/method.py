@@ -8,11 +8,12 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import block_types
+from tfkfac.blocks import LayerGradient, block_types
+from tfkfac.blocks.registry import build_registry, tappable
 from tfkfac.blocks.statistics import batch_statistics
 from tfkfac.capture.loss_batch import example_scale
 from tfkfac.capture.taps import Tap, before_first_call
-from tfkfac.capture.walk import SkipRule, build_registry, tappable, unbuilt
+from tfkfac.capture.walk import SkipRule, unbuilt
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.distributed.traffic import gradient_bytes
 from tfkfac.kfac.active import (
@@ -172,7 +173,9 @@ class KFACMethod(Method):
             for one in layers
         }
         own = {
-            one.position: one.state.decomposition.apply(plain[one.position])
+            one.position: one.state.decomposition.apply(
+                LayerGradient(plain[one.position])
+            )
             for one in layers
             if one.state.decomposition is not None
         }

@@ -1,14 +1,13 @@
 """Which worker keeps and does what of a model's blocks, and what it costs."""
 
 from tfkfac.blocks import Block
-from tfkfac.capture.walk import Registry
+from tfkfac.blocks.registry import Registry
 from tfkfac.distributed.assignment import Plan, plan_layers
 from tfkfac.distributed.topology import Topology
 from tfkfac.distributed.traffic import all_reduce_bytes
-from tfkfac.kfac.averages import factor_bytes
 from tfkfac.kfac.exchange import Exchange, Kinds, step_bytes
 from tfkfac.kfac.settings import Settings
-from tfkfac.solvers import Solver, decomposition_bytes
+from tfkfac.solvers import Solver
 
 
 class Placement:
@@ -36,7 +35,7 @@ class Placement:
             settings.mode,
             topology.replicas,
             plan_layers(
-                [block.factor_shapes for block in registry.blocks],
+                [block.factors for block in registry.blocks],
                 topology.replicas,
                 settings.distribution,
                 settings.fraction,
@@ -59,16 +58,18 @@ class Placement:
 
     def factor_bytes(self, rank: int, layer: int) -> int:
         """Bytes of the factors of a block that a worker keeps."""
+        block = self.blocks[layer]
         names = self.plan.owns(rank, layer)
-        block, dtype = self.blocks[layer], self.settings.factor_dtype
-        return factor_bytes(block, names, dtype)
+        elements = sum(block.factors[name].elements for name in names)
+        return elements * (self.settings.factor_dtype or block.dtype).size
 
     def decomposition_bytes(self, rank: int, layer: int) -> int:
         """Bytes of the decomposition of a block that a worker keeps."""
         if not self.plan.preconditions(rank, layer):
             return 0
-        block, dtype = self.blocks[layer], self.settings.inverse_dtype
-        return decomposition_bytes(self.solver, block, dtype)
+        block = self.blocks[layer]
+        elements = self.solver.elements(block.factors)
+        return elements * (self.settings.inverse_dtype or block.dtype).size
 
     def state_bytes(self, rank: int) -> dict[str, int]:
         """Bytes of the curvature state of a worker."""

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block
 from tfkfac.compat.graphs import state_variable
-from tfkfac.kfac.averages import Factors
+from tfkfac.kfac.averages import FactorAverages
 from tfkfac.kfac.placement import Placement
 from tfkfac.saving.store import Entry, Spread
 from tfkfac.solvers import Decomposition, Solver
@@ -35,10 +35,10 @@ class Preconditioner(tf.Module):
     ) -> None:
         super().__init__(name="preconditioner")
         self.block = block
-        self.factors: Factors | None = None
+        self.factors: FactorAverages | None = None
         self.decomposition: Decomposition | None = None
         if names:
-            self.factors = Factors(block, names, factor_dtype)
+            self.factors = FactorAverages(block, names, factor_dtype)
         if preconditions:
             self.decomposition = Decomposition(solver, block, inverse_dtype)
 

@@ -1,6 +1,6 @@
 """The table of what is preconditioned and what is not."""
 
-from tfkfac.capture.walk import Leftover
+from tfkfac.blocks.registry import Leftover
 from tfkfac.kfac.placement import Placement
 from tfkfac.wrapper.tables import bytes_text, table
 
@@ -32,15 +32,14 @@ def describe(placement: Placement, title: str) -> list[str]:
 def block_row(placement: Placement, layer: int) -> tuple[str, ...]:
     """One line of the table of blocks; the bytes are this worker's."""
     block, rank = placement.blocks[layer], placement.topology.local[0]
-    shapes = block.factor_shapes
+    kinds = block.factors
     weights = sum(v.value.shape.num_elements() for v in block.variables)
     state = placement.factor_bytes(rank, layer)
     state += placement.decomposition_bytes(rank, layer)
     row = (
         block.path,
         block.kind,
-        shape_text(shapes.get("A")),
-        shape_text(shapes.get("G")),
+        *(kinds[name].text if name in kinds else "-" for name in ("A", "G")),
         f"{weights:,}",
         bytes_text(state),
     )
@@ -90,13 +89,3 @@ def totals(placement: Placement) -> str:
         f"State{where}: factors {bytes_text(state['factors'])}, "
         f"decompositions {bytes_text(state['decompositions'])}."
     )
-
-
-def shape_text(shape: tuple[int, ...] | None) -> str:
-    """A factor's shape: `5 x 5`, `3 of 5 x 5`, `diagonal 7` or `-`."""
-    if shape is None:
-        return "-"
-    if len(shape) == 1:
-        return f"diagonal {shape[0]}"
-    text = f"{shape[-2]} x {shape[-1]}"
-    return text if len(shape) == 2 else f"{shape[0]} of {text}"

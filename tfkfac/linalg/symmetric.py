@@ -50,7 +50,7 @@ def damped_inverse(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
 
     Args:
         matrix: Symmetric matrices of shape `(..., n, n)`.
-        damping: Non-negative numbers of shape `(...,)`.
+        damping: Non-negative numbers of shape `(...,)`, or one for all.
 
     Returns:
         Symmetric matrices of shape `(..., n, n)`.
@@ -70,11 +70,9 @@ def damped_inverse(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
     return symmetrize(inverse)
 
 
-def mean_eigenvalue(factor: tf.Tensor) -> tf.Tensor:
-    """Trace over dimension, `(...,)`, of matrices or of one diagonal."""
-    if factor.shape.rank == 1:
-        return tf.reduce_mean(factor)
-    return tf.reduce_mean(tf.linalg.diag_part(factor), -1)
+def mean_eigenvalue(matrix: tf.Tensor) -> tf.Tensor:
+    """Trace over dimension, `(...,)`, of matrices `(..., n, n)`."""
+    return tf.reduce_mean(tf.linalg.diag_part(matrix), -1)
 
 
 def rounding(dtype: tf.DType) -> float:

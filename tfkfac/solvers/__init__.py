@@ -1,6 +1,6 @@
 """Solvers: how factors become a preconditioner."""
 
-from tfkfac.solvers.base import Decomposition, Solver, decomposition_bytes
+from tfkfac.solvers.base import Decomposition, Solver
 from tfkfac.solvers.eigen import EigenSolver
 from tfkfac.solvers.inverse import InverseSolver
 
@@ -9,4 +9,4 @@ SOLVERS: dict[str, type[Solver]] = {
     "inverse": InverseSolver,
 }
 
-__all__ = ["SOLVERS", "Decomposition", "Solver", "decomposition_bytes"]
+__all__ = ["SOLVERS", "Decomposition", "Solver"]

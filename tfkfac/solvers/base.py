@@ -1,59 +1,76 @@
 """What a solver does: decompose factors now and then, apply them each step."""
 
 import abc
-import math
 from collections.abc import Mapping
+from typing import TypeVar
 
 import tensorflow as tf
 
-from tfkfac.blocks import Block
+from tfkfac.blocks import Block, LayerGradient
 from tfkfac.compat.graphs import state_variable
+from tfkfac.factors import Factor, Part, Side, Tensors
 from tfkfac.linalg.symmetric import all_finite
 
-Tensors = Mapping[str, tf.Tensor]
+T = TypeVar("T")
+
+# The kinds of a block's factors by name, "A" missing for the identity.
+Factors = Mapping[str, Factor]
+
+# On which side of the gradient matrix a factor stands; G first.
+SIDES: dict[str, Side] = {"G": "right", "A": "left"}
 
 
 class Solver(abc.ABC):
     """Turns factors and damping into a preconditioner.
 
-    A factor is a matrix, a stack of matrices (groups), a vector (diagonal), or
-    missing (the identity).
+    The parts of a factor's decomposition are named after it, "A" or "G", and
+    the suffix that its kind gives them.
     """
 
-    # A tensor of the decomposition that multiplies element by element.
-    elementwise: str | None = None
-    # Whether the parts made of a symmetric factor are symmetric too.
-    symmetric_parts = False
+    @abc.abstractmethod
+    def parts(self, factors: Factors, name: str) -> dict[str, Part]:
+        """Returns what `decompose` makes of one factor, by name."""
 
     @abc.abstractmethod
-    def shapes(self, block: Block) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors of a block's decomposition."""
+    def kept(self, factors: Factors) -> dict[str, Part]:
+        """Returns the tensors of a block's decomposition, by name."""
 
-    def initial(self, block: Block) -> dict[str, tf.Tensor]:
+    def all_parts(self, factors: Factors) -> dict[str, Part]:
+        """Returns what `decompose` makes of all factors of a block."""
+        return {
+            part_name: part
+            for name in factors
+            for part_name, part in self.parts(factors, name).items()
+        }
+
+    def elements(self, factors: Factors) -> int:
+        """Number of elements of a block's decomposition."""
+        return sum(part.elements for part in self.kept(factors).values())
+
+    def initial(
+        self, factors: Factors, dtype: tf.DType
+    ) -> dict[str, tf.Tensor]:
         """Returns the decomposition that preconditions with the identity."""
-        initial = {}
-        for name, shape in self.shapes(block).items():
-            if name == self.elementwise or len(shape) == 1:
-                initial[name] = tf.ones(shape, block.dtype)
-            else:
-                initial[name] = tf.eye(
-                    shape[-1], batch_shape=shape[:-2], dtype=block.dtype
-                )
-        return initial
-
-    @abc.abstractmethod
-    def parts(self, block: Block, name: str) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of what `decompose` makes of one factor."""
+        return {
+            name: part.identity(dtype)
+            for name, part in self.kept(factors).items()
+        }
 
     @abc.abstractmethod
     def decompose(
-        self, name: str, factor: tf.Tensor, means: Tensors, damping: tf.Tensor
+        self,
+        factors: Factors,
+        name: str,
+        value: tf.Tensor,
+        means: Tensors,
+        damping: tf.Tensor,
     ) -> Tensors:
         """Decomposes one factor.
 
         Args:
+            factors: The kinds of the block's factors.
             name: "A" or "G".
-            factor: The factor.
+            value: The factor.
             means: Mean eigenvalue of each factor of the block.
             damping: The damping.
 
@@ -66,8 +83,22 @@ class Solver(abc.ABC):
         """Makes the decomposition of a block of the parts of its factors."""
 
     @abc.abstractmethod
-    def apply(self, decomposition: Tensors, matrix: tf.Tensor) -> tf.Tensor:
-        """Preconditions a gradient matrix `([groups,] inputs, outputs)`."""
+    def apply(
+        self,
+        factors: Factors,
+        decomposition: Tensors,
+        gradient: LayerGradient,
+    ) -> tf.Tensor:
+        """Preconditions the gradient of a layer.
+
+        Args:
+            factors: The kinds of the block's factors.
+            decomposition: The tensors that are kept, by name.
+            gradient: The gradient.
+
+        Returns:
+            The preconditioned gradient matrix.
+        """
 
 
 class Decomposition(tf.Module):
@@ -84,9 +115,9 @@ class Decomposition(tf.Module):
     ) -> None:
         super().__init__(name="decomposition")
         with tf.init_scope():
-            initial = solver.initial(block)
+            initial = solver.initial(block.factors, block.dtype)
         self.solver = solver
-        self._dtype = block.dtype
+        self._block = block
         self.names = tuple(initial)
         self.tensors = [
             state_variable(value, dtype or block.dtype, name)
@@ -114,24 +145,22 @@ class Decomposition(tf.Module):
             old.assign(tf.where(good, value, old))
         return good
 
-    def apply(self, matrix: tf.Tensor) -> tf.Tensor:
-        """Preconditions a gradient matrix."""
-        tensors = [tf.cast(tensor, self._dtype) for tensor in self.tensors]
+    def apply(self, gradient: LayerGradient) -> tf.Tensor:
+        """Preconditions the gradient of the layer; returns a matrix."""
+        tensors = [self._block.cast(tensor) for tensor in self.tensors]
         named = dict(zip(self.names, tensors, strict=True))
-        return self.solver.apply(named, matrix)
+        return self.solver.apply(self._block.factors, named, gradient)
 
 
-def decomposition_bytes(
-    solver: Solver, block: Block, dtype: tf.DType | None = None
-) -> int:
-    """Bytes of a block's decomposition in storage."""
-    sizes = [math.prod(shape) for shape in solver.shapes(block).values()]
-    return sum(sizes) * (dtype or block.dtype).size
+def with_prefix(name: str, parts: Mapping[str, T]) -> dict[str, T]:
+    """Names the parts of one factor as those of a block."""
+    return {name + suffix: part for suffix, part in parts.items()}
 
 
-def gradient_shape(block: Block) -> tuple[int, ...]:
-    """Shape `([groups,] inputs, outputs)` of a block's gradient matrix."""
-    shapes = block.factor_shapes
-    *groups, outputs = shapes["G"][:-1]
-    inputs = shapes["A"][-1] if "A" in shapes else 1
-    return (*groups, inputs, outputs)
+def of_factor(name: str, tensors: Tensors) -> dict[str, tf.Tensor]:
+    """The parts of one factor among the tensors of a block, by suffix."""
+    return {
+        key.removeprefix(name): tensor
+        for key, tensor in tensors.items()
+        if key == name or key.startswith(f"{name}_")
+    }

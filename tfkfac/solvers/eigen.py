@@ -1,14 +1,17 @@
 """The implicit solver: eigen-decompositions with exact damping."""
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import Block
-from tfkfac.linalg.symmetric import eigh, rounding
-from tfkfac.solvers.base import Solver, Tensors, gradient_shape
+from tfkfac.blocks import LayerGradient
+from tfkfac.factors import VALUES, Part, Tensors
+from tfkfac.linalg.symmetric import rounding
+from tfkfac.solvers.base import SIDES, Factors, Solver, of_factor, with_prefix
 
-# Suffix of the name of a factor's eigenvalues.
-_VALUES = "_values"
+T = TypeVar("T")
 
 
 class EigenSolver(Solver):
@@ -19,52 +22,59 @@ class EigenSolver(Solver):
     kept (KAISA, section 4.4), so a new damping takes effect with the next one.
     """
 
-    elementwise = "D"
+    @override
+    def parts(self, factors: Factors, name: str) -> dict[str, Part]:
+        return with_prefix(name, factors[name].eigen_parts())
 
     @override
-    def parts(self, block: Block, name: str) -> dict[str, tuple[int, ...]]:
-        shape = block.factor_shapes[name]
-        values = {name + _VALUES: shape[:1] if len(shape) == 1 else shape[:-1]}
-        return values if len(shape) == 1 else {name: shape, **values}
-
-    @override
-    def shapes(self, block: Block) -> dict[str, tuple[int, ...]]:
-        shapes = {
-            name: shape
-            for name, shape in block.factor_shapes.items()
-            if len(shape) > 1
-        }
-        return shapes | {"D": gradient_shape(block)}
+    def kept(self, factors: Factors) -> dict[str, Part]:
+        parts = self.all_parts(factors)
+        *stack, outputs = parts["G" + VALUES].shape
+        inputs = parts["A" + VALUES].shape[-1] if "A" in factors else 1
+        return without_values(parts) | {"D": Part((*stack, inputs, outputs))}
 
     @override
     def decompose(
-        self, name: str, factor: tf.Tensor, means: Tensors, damping: tf.Tensor
+        self,
+        factors: Factors,
+        name: str,
+        value: tf.Tensor,
+        means: Tensors,
+        damping: tf.Tensor,
     ) -> Tensors:
-        if factor.shape.rank == 1:
-            return {name + _VALUES: tf.maximum(factor, 0)}
-        values, vectors = eigh(factor)
-        return {name: vectors, name + _VALUES: values}
+        return with_prefix(name, factors[name].eigen(value))
 
     @override
     def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
-        outer = parts["G" + _VALUES][..., None, :]
-        if "A" + _VALUES in parts:
-            outer = parts["A" + _VALUES][..., :, None] * outer
+        outer = parts["G" + VALUES][..., None, :]
+        if "A" + VALUES in parts:
+            outer = parts["A" + VALUES][..., :, None] * outer
         damped = outer + tf.cast(damping, outer.dtype)
         # Without damping, null directions keep a floor relative to the
         # largest; a block of zeros is left as it is.
         largest = tf.reduce_max(damped, [-2, -1], keepdims=True)
         damped = tf.maximum(damped, rounding(outer.dtype) * largest)
         damped = tf.where(largest == 0, tf.ones_like(damped), damped)
-        vectors = {k: v for k, v in parts.items() if not k.endswith(_VALUES)}
-        return {**vectors, "D": 1 / damped}
+        return without_values(parts) | {"D": 1 / damped}
 
     @override
-    def apply(self, decomposition: Tensors, matrix: tf.Tensor) -> tf.Tensor:
-        q_a = decomposition.get("A")
-        q_g = decomposition["G"]
-        rotated = tf.matmul(matrix, q_g)
-        if q_a is not None:
-            rotated = tf.matmul(q_a, rotated, transpose_a=True)
-        scaled = tf.matmul(rotated * decomposition["D"], q_g, transpose_b=True)
-        return scaled if q_a is None else tf.matmul(q_a, scaled)
+    def apply(
+        self,
+        factors: Factors,
+        decomposition: Tensors,
+        gradient: LayerGradient,
+    ) -> tf.Tensor:
+        sides = {name: side for name, side in SIDES.items() if name in factors}
+        bases = {name: of_factor(name, decomposition) for name in sides}
+        matrix = gradient.matrix
+        for name, side in sides.items():
+            matrix = factors[name].rotate(bases[name], matrix, side)
+        matrix = matrix * decomposition["D"]
+        for name, side in sides.items():
+            matrix = factors[name].rotate(bases[name], matrix, side, back=True)
+        return matrix
+
+
+def without_values(parts: Mapping[str, T]) -> dict[str, T]:
+    """Leaves out the eigenvalues: they are not kept, only what `D` is."""
+    return {k: part for k, part in parts.items() if not k.endswith(VALUES)}

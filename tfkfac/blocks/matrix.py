@@ -1,0 +1,103 @@
+"""What the blocks of kernels that are matrices share."""
+
+import math
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+from typing_extensions import override
+
+from tfkfac.blocks.base import Block
+from tfkfac.blocks.rows import append_one, stack_bias
+from tfkfac.factors import Dense, Factor, Stack
+
+
+class MatrixBlock(Block):
+    """Block of a kernel that is a matrix after a reshape, with its bias.
+
+    A layer of `groups` independent parts has its kernel's last axis split
+    into groups and has one matrix for each.
+    """
+
+    # 0 for a layer of one part: its factors have no axis of groups.
+    groups: int = 0
+
+    def __init__(self, layer: keras.layers.Layer, path: str) -> None:
+        super().__init__(layer, path)
+        self._kernel = self._find_kernel()
+        bias = self._find_bias()
+        self._bias = [bias] if bias is not None and bias.trainable else []
+
+    def _find_kernel(self) -> keras.Variable:
+        return self.layer.kernel
+
+    def _find_bias(self) -> keras.Variable | None:
+        return self.layer.bias
+
+    @staticmethod
+    @override
+    def unsupported(layer: keras.layers.Layer) -> str | None:
+        if getattr(layer, "lora_enabled", False):
+            return "LoRA weights"
+        if getattr(layer, "quantization_mode", None) is not None:
+            return "quantized weights"
+        return None
+
+    @property
+    @override
+    def variables(self) -> list[keras.Variable]:
+        return [self._kernel, *self._bias]
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Shape `([groups,] inputs, outputs)` of the kernel as a matrix."""
+        outputs = self._output_size()
+        size = math.prod(self._kernel.shape)
+        if not self.groups:
+            return (size // outputs, outputs)
+        return (self.groups, size // outputs // self.groups, outputs)
+
+    def _output_size(self) -> int:
+        return self._kernel.shape[-1]
+
+    @property
+    @override
+    def factors(self) -> dict[str, Factor]:
+        *_, inputs, outputs = self.matrix_shape
+        return {
+            "A": self._kind(inputs + len(self._bias)),
+            "G": self._kind(outputs),
+        }
+
+    def _kind(self, size: int) -> Factor:
+        return Stack(self.groups, size) if self.groups else Dense(size)
+
+    @override
+    def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        kernel, *bias = gradients
+        return stack_bias(self._split(kernel), bias, self.dtype)
+
+    @override
+    def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
+        if not self._bias:
+            return [self._join(matrix)]
+        bias = tf.reshape(matrix[..., -1, :], self._bias[0].shape)
+        return [self._join(matrix[..., :-1, :]), bias]
+
+    def _with_bias(self, a: tf.Tensor) -> tf.Tensor:
+        """Appends the bias' 1 to the inputs if there is a bias."""
+        return append_one(a) if self._bias else a
+
+    def _split(self, kernel: tf.Tensor) -> tf.Tensor:
+        """Kernel to `([groups,] inputs, outputs)`."""
+        if not self.groups:
+            return tf.reshape(kernel, self.matrix_shape)
+        groups, inputs, outputs = self.matrix_shape
+        kernel = tf.reshape(kernel, [inputs, groups, outputs])
+        return tf.transpose(kernel, [1, 0, 2])
+
+    def _join(self, matrix: tf.Tensor) -> tf.Tensor:
+        """Inverse of `_split`."""
+        if self.groups:
+            matrix = tf.transpose(matrix, [1, 0, 2])
+        return tf.reshape(matrix, self._kernel.shape)

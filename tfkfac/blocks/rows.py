@@ -1,0 +1,104 @@
+"""Rows of a layer: inputs and pre-activation gradients, and their sums."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+
+class Rows(NamedTuple):
+    """Inputs and pre-activation gradients as rows.
+
+    Attributes:
+        a: Inputs `(batch, shared, [groups,] inputs)`, the bias' 1 included;
+            for an embedding the integer tokens `(batch, shared)`; None
+            for a block without factor A.
+        g: Gradients `(batch, shared, [groups,] outputs)`.
+        mask: Bool `(batch, shared)`, False where padded, or None.
+    """
+
+    a: tf.Tensor | None
+    g: tf.Tensor
+    mask: tf.Tensor | None
+
+
+class Statistic(NamedTuple):
+    """A sum over rows and the number it has to be divided by."""
+
+    total: tf.Tensor
+    count: tf.Tensor
+
+
+def weigh(
+    a: tf.Tensor, weights: tf.Tensor | None, dtype: tf.DType
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Zeroes the rows that carry no loss and counts the others."""
+    if weights is None:
+        shape = tf.shape(a)
+        return a, tf.cast(shape[0] * shape[1], dtype)
+    extra = [1] * (a.shape.rank - 2)
+    shape = tf.concat([tf.shape(weights), extra], 0)
+    # Not a product: a padded row may hold anything, NaN included.
+    a = tf.where(tf.reshape(weights, shape) > 0, a, tf.zeros_like(a))
+    return a, tf.reduce_sum(weights)
+
+
+def average_positions(
+    a: tf.Tensor, weights: tf.Tensor | None, dtype: tf.DType
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean over the positions of each example ("reduce"), and the examples."""
+    if weights is None:
+        return (
+            tf.reduce_mean(a, 1, keepdims=True),
+            tf.cast(tf.shape(a)[0], dtype),
+        )
+    positions = tf.reduce_sum(weights, 1)
+    extra = [1] * (a.shape.rank - 1)
+    shape = tf.concat([tf.shape(positions), extra], 0)
+    mean = tf.math.divide_no_nan(
+        tf.reduce_sum(a, 1, keepdims=True), tf.reshape(positions, shape)
+    )
+    return mean, tf.reduce_sum(tf.cast(positions > 0, dtype))
+
+
+def append_one(rows: tf.Tensor) -> tf.Tensor:
+    """Appends the bias' 1 to each row."""
+    return tf.concat([rows, tf.ones_like(rows[..., :1])], -1)
+
+
+def stack_bias(
+    kernel: tf.Tensor, bias: Sequence[tf.Tensor], dtype: tf.DType
+) -> tf.Tensor:
+    """Puts the bias gradient, if any, under a kernel gradient matrix."""
+    kernel = tf.cast(kernel, dtype)
+    if not bias:
+        return kernel
+    row = tf.reshape(bias[0], [*kernel.shape[:-2], 1, kernel.shape[-1]])
+    return tf.concat([kernel, tf.cast(row, dtype)], -2)
+
+
+def fold_positions(tensor: tf.Tensor) -> tf.Tensor:
+    """Reshapes `(batch, ..., features)` to `(batch, shared, features)`."""
+    if tensor.shape.rank == 2:
+        return tensor[:, None]
+    # Not -1 for both: an empty batch leaves the number of positions open.
+    shape = tf.shape(tensor)
+    positions = tf.reduce_prod(shape[1:-1])
+    return tf.reshape(tensor, [shape[0], positions, tensor.shape[-1]])
+
+
+def fold_mask(mask: tf.Tensor | None, shape: tf.Tensor) -> tf.Tensor | None:
+    """Spreads a mask of the leading dimensions over `(batch, shared)`.
+
+    Args:
+        mask: Bool of shape `(batch, ...)`, or None.
+        shape: Dynamic shape `(batch, ...)` of the positions.
+    """
+    if mask is None or mask.shape.rank is None:
+        return None
+    missing = shape.shape[0] - mask.shape.rank
+    if missing < 0:
+        return None
+    mask = tf.reshape(mask, tf.concat([tf.shape(mask), [1] * missing], 0))
+    mask = tf.broadcast_to(tf.cast(mask, tf.bool), shape)
+    return tf.reshape(mask, [shape[0], tf.reduce_prod(shape[1:])])

@@ -1,0 +1,129 @@
+"""Factors that are kept as whole matrices: one, or one for each group."""
+
+import abc
+import dataclasses
+
+import tensorflow as tf
+from typing_extensions import override
+
+from tfkfac.factors.base import VALUES, Factor, Side, Tensors
+from tfkfac.factors.parts import MatrixPart, Part
+from tfkfac.linalg.symmetric import damped_inverse, eigh, mean_eigenvalue
+
+
+class _Matrices(Factor, abc.ABC):
+    """What one matrix and a stack of matrices share."""
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return (*self.stack_shape, self.size, self.size)
+
+    @property
+    @override
+    def storage(self) -> Part:
+        return MatrixPart(self._shape, symmetric=True)
+
+    @property
+    @override
+    def operations(self) -> int:
+        return self.elements * self.size
+
+    @override
+    def mean_eigenvalue(self, value: tf.Tensor) -> tf.Tensor:
+        return mean_eigenvalue(value)
+
+    @override
+    def as_matrix(self, value: tf.Tensor) -> tf.Tensor:
+        return value
+
+    @override
+    def inverse_parts(self) -> dict[str, Part]:
+        return {"": MatrixPart(self._shape, symmetric=True)}
+
+    @override
+    def inverse(
+        self, value: tf.Tensor, damping: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        return {"": damped_inverse(value, damping)}
+
+    @override
+    def multiply(
+        self, inverse: Tensors, matrix: tf.Tensor, side: Side
+    ) -> tf.Tensor:
+        if side == "left":
+            return tf.matmul(inverse[""], matrix)
+        return tf.matmul(matrix, inverse[""])
+
+    @override
+    def eigen_parts(self) -> dict[str, Part]:
+        return {
+            "": MatrixPart(self._shape),
+            VALUES: Part((*self.stack_shape, self.size)),
+        }
+
+    @override
+    def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
+        values, vectors = eigh(value)
+        return {"": vectors, VALUES: values}
+
+    @override
+    def rotate(
+        self,
+        eigen: Tensors,
+        matrix: tf.Tensor,
+        side: Side,
+        back: bool = False,
+    ) -> tf.Tensor:
+        if side == "left":
+            return tf.matmul(eigen[""], matrix, transpose_a=not back)
+        return tf.matmul(matrix, eigen[""], transpose_b=back)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(_Matrices):
+    """One matrix.
+
+    Attributes:
+        size: Number of its rows.
+    """
+
+    size: int
+
+    @property
+    @override
+    def text(self) -> str:
+        return f"{self.size} x {self.size}"
+
+    @override
+    def gram(self, rows: tf.Tensor) -> tf.Tensor:
+        rows = tf.reshape(rows, [-1, self.size])
+        return tf.matmul(rows, rows, transpose_a=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack(_Matrices):
+    """One matrix for each of the independent parts of a layer.
+
+    Attributes:
+        count: Number of matrices.
+        size: Number of rows of each.
+    """
+
+    count: int
+    size: int
+
+    @property
+    @override
+    def stack_shape(self) -> tuple[int, ...]:
+        return (self.count,)
+
+    @property
+    @override
+    def text(self) -> str:
+        return f"{self.count} of {self.size} x {self.size}"
+
+    @override
+    def gram(self, rows: tf.Tensor) -> tf.Tensor:
+        rows = tf.reshape(rows, [-1, self.count, self.size])
+        rows = tf.transpose(rows, [1, 0, 2])
+        return tf.matmul(rows, rows, transpose_a=True)
