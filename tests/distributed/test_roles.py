@@ -71,12 +71,16 @@ def test_a_role_that_is_left_out(
 
 
 def test_peers_without_accelerators() -> None:
-    everyone = Communicator(1, 3, "scope")
-    assert Roles((0, 1, 2)).peers(everyone) is everyone
+    assert Roles((0, 1, 2)).peers(1) == (0, 1, 2)
 
 
-def test_peers_are_numbered_within_their_role() -> None:
+def test_peers_have_the_same_role() -> None:
     roles = Roles((0, 1), (2, 3, 4))
-    for rank, place, count in [(0, 0, 2), (1, 1, 2), (2, 0, 3), (4, 2, 3)]:
-        peers = roles.peers(Communicator(rank, 5, "scope"))
-        assert (peers.rank, peers.workers) == (place, count)
+    for rank, peers in [(0, (0, 1)), (1, (0, 1)), (2, (2, 3, 4))]:
+        assert roles.peers(rank) == peers
+
+
+def test_members_are_numbered_within_their_group() -> None:
+    for rank, place in [(2, 0), (4, 2)]:
+        part = Communicator(rank, 5, "scope").among((2, 3, 4))
+        assert (part.rank, part.size) == (place, 3)

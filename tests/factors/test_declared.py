@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tests.layer_cases import EMBEDDING, GROUPED, LINEAR, NORMS, make_input
-from tests.layer_models import one_layer
+from tests.support.layer_cases import EMBEDDING, GROUPED, LINEAR, NORMS, make_input
+from tests.support.layer_models import one_layer
 from tfkfac.blocks.registry import build_registry
 from tfkfac.blocks.statistics import batch_statistics
 from tfkfac.capture.taps import Tap

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.harness import assert_close
-from tests.reference import Array
+from tests.support.harness import assert_close
+from tests.support.reference import Array
 from tfkfac.factors import (
     VALUES,
     Dense,

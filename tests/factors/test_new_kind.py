@@ -14,8 +14,8 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.harness import assert_close
-from tests.reference import Array
+from tests.support.harness import assert_close
+from tests.support.reference import Array
 from tfkfac.blocks.dense import DenseBlock
 from tfkfac.factors import (
     VALUES,

@@ -30,30 +30,27 @@ class Meeting:
 class Lockstep:
     """Has the methods of `Communicator`, and counts elements received."""
 
-    def __init__(self, rank: int, workers: int, meeting: Meeting) -> None:
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank = rank
-        self.workers = workers
+        self.size = size
         self.received = 0.0
         self._meeting = meeting
-
-    def outputs(self) -> list[tf.Tensor]:
-        return []
 
     def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         everyone = self._meeting.swap(self.rank, list(tensors))
         count = sum(math.prod(t.shape) for t in tensors)
-        self.received += 2 * count * (self.workers - 1) / self.workers
+        self.received += 2 * count * (self.size - 1) / self.size
         return [tf.add_n(list(parts)) for parts in zip(*everyone, strict=True)]
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         stacked = tf.stack(self._meeting.swap(self.rank, tensor))
-        self.received += (self.workers - 1) * math.prod(tensor.shape)
+        self.received += (self.size - 1) * math.prod(tensor.shape)
         return stacked
 
     def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
         everyone = self._meeting.swap(self.rank, tensor)
         part = math.prod(tensor.shape[1:])
-        self.received += (self.workers - 1) * part
+        self.received += (self.size - 1) * part
         return tf.stack([parts[self.rank] for parts in everyone])
 
     def reduce_scatter(self, parts: tf.Tensor) -> tf.Tensor:
