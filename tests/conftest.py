@@ -3,6 +3,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tensorflow as tf
 
 from tests.support.cluster import Pool
 
@@ -12,6 +13,16 @@ def pool() -> Iterator[Pool]:
     """Runs jobs of several workers; it starts with the first of them."""
     with Pool() as pool:
         yield pool
+
+
+@pytest.fixture(autouse=True)
+def clean_variable_scope() -> Iterator[None]:
+    """What is traced by `tf.map_fn` and raises leaves its scope changed.
+
+    No strategy could enter it afterwards.
+    """
+    yield
+    tf.compat.v1.get_variable_scope()._caching_device = None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
