@@ -1,11 +1,29 @@
 #!/usr/bin/env bash
 # Lints, type-checks and tests, in .venv (made on the first run).
-# Arguments go to pytest: bash tools/test.sh -m slow
+#   --all   also runs the slow tests
+# Other arguments go to pytest, which runs tests in several processes:
+#   bash tools/test.sh tests/kfac -k clip
+#   bash tools/test.sh tests/kfac -n 0 --pdb
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+# Each process, with the cluster that it may have started, takes up to 4 GB.
+arguments=(--numprocesses auto --maxprocesses 4)
+for argument in "$@"; do
+  case "$argument" in
+    --all) arguments+=(-m "") ;;
+    *) arguments+=("$argument") ;;
+  esac
+done
+
+# The processes share the cores; TensorFlow would start threads for all of
+# them in each.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export TF_NUM_INTRAOP_THREADS="${TF_NUM_INTRAOP_THREADS:-1}"
+export TF_NUM_INTEROP_THREADS="${TF_NUM_INTEROP_THREADS:-4}"
 
 cd "$root"
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-"$python" -m pytest "$@"
+"$python" -m pytest "${arguments[@]}"

@@ -1,5 +1,6 @@
 import functools
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -7,53 +8,57 @@ import pytest
 import tensorflow as tf
 
 from tests.support import workers_strategy
-from tests.support.cluster import Case, Outcome, run_cases
+from tests.support.cluster import Case, Pool, run
+from tests.support.jobs import SHAPES, Jobs
 from tfkfac.compat.strategy import (
     MultiWorkerMirroredStrategy,
     is_repaired,
     repair,
 )
 
-Outcomes: TypeAlias = dict[str, Outcome]
+Results = Callable[[str], list[Any]]
 
 # Name: function and keyword arguments. All equal a single process.
 EQUAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "sgd": ("train", {"validate": True, "epochs": 2}),
-    "adam, dataset, partial last batch": (
+    "two: sgd": ("train", {"validate": True, "epochs": 2}),
+    "two: adam, dataset, partial last batch": (
         "train",
         {"optimizer": "adam", "dataset": True, "rows": 18, "validate": True},
     ),
-    "sample weights, callbacks": ("train_with_extras", {}),
-    "structures": ("train_structures", {}),
+    "two: sample weights, callbacks": ("train_with_extras", {}),
+    "two: structures": ("train_structures", {}),
 }
 # Keras averages over replicas, not over rows: these train differently.
 UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
-    "last batch": ("train", {"rows": 13, "dataset": True}),
-    "last batch of one row": ("train", {"rows": 17}),
-    "only batch": ("train", {"rows": 5}),
-    "only batch of one row": ("train", {"rows": 1}),
+    "two: last batch": ("train", {"rows": 13, "dataset": True}),
+    "two: last batch of one row": ("train", {"rows": 17}),
+    "two: only batch": ("train", {"rows": 5}),
+    "two: only batch of one row": ("train", {"rows": 1}),
 }
 # The hardest for `reduce`: strings, and fewer rows on one worker.
-HARDEST = "only batch, structures"
+HARDEST = "two: only batch, structures"
 REPAIRED = {HARDEST: ("train_structures", {"rows": 5})}
 
 
-def case(name: str, kind: str) -> Case:
-    function, kwargs = (EQUAL | UNEVEN | REPAIRED)[name]
-    return Case(f"{workers_strategy.__name__}:{function}", (kind,), kwargs)
+ALL = EQUAL | UNEVEN | REPAIRED
+JOBS = Jobs(workers_strategy)
+FUNCTIONS = workers_strategy.__name__
+for name_, (function_, kwargs_) in ALL.items():
+    JOBS.add(name_, function_, **kwargs_)
+REDUCE = "two: reduce"
+JOBS.add(REDUCE, "reductions")
 
 
-@pytest.fixture(scope="module")
-def ours() -> Outcomes:
-    cases = {name: case(name, "ours") for name in EQUAL | UNEVEN | REPAIRED}
-    cases["reduce"] = Case(f"{workers_strategy.__name__}:reductions", ("ours",))
-    return run_cases(cases, time_limit=120)
+@pytest.fixture
+def results(pool: Pool) -> Results:
+    """Gives the results of a job by worker."""
+    return functools.partial(JOBS.results, pool)
 
 
 @functools.cache
 def alone(name: str) -> dict[str, Any]:
     """What a single process gets, this one."""
-    function, kwargs = (EQUAL | UNEVEN | REPAIRED)[name]
+    function, kwargs = ALL[name]
     return getattr(workers_strategy, function)(None, **kwargs)
 
 
@@ -73,16 +78,16 @@ def assert_equals_alone(workers: list[Any], name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", EQUAL)
-def test_equals_a_single_process(ours: Outcomes, name: str) -> None:
-    workers = ours[name].get()
+@pytest.mark.parametrize("name", JOBS.params(EQUAL))
+def test_equals_a_single_process(results: Results, name: str) -> None:
+    workers = results(name)
     assert_same_everywhere(workers)
     assert_equals_alone(workers, name)
 
 
-@pytest.mark.parametrize("name", UNEVEN)
-def test_uneven_batches(ours: Outcomes, name: str) -> None:
-    workers = ours[name].get()
+@pytest.mark.parametrize("name", JOBS.params(UNEVEN))
+def test_uneven_batches(results: Results, name: str) -> None:
+    workers = results(name)
     assert_same_everywhere(workers)
     (first, _) = workers
     assert np.all(np.isfinite(first["history"]["loss"]))
@@ -94,21 +99,27 @@ def test_uneven_batches(ours: Outcomes, name: str) -> None:
     np.testing.assert_allclose(first["metrics"], metrics, rtol=1e-5)
 
 
-def test_repaired_stock_strategy(ours: Outcomes) -> None:
-    stock = run_cases({HARDEST: case(HARDEST, "stock")})
-    assert_same_everywhere(ours[HARDEST].get() + stock[HARDEST].get())
+@pytest.mark.parametrize("name", JOBS.params([HARDEST]))
+def test_repaired_stock_strategy(results: Results, name: str) -> None:
+    """In a cluster of its own: a process can have one such strategy only."""
+    function, kwargs = ALL[name]
+    stock = run(f"{FUNCTIONS}:{function}", "stock", *kwargs.values())
+    assert_same_everywhere(results(name) + stock)
 
 
-def test_repaired_mirrored_strategy() -> None:
+@pytest.mark.parametrize("name", [HARDEST, "two: structures"])
+def test_repaired_mirrored_strategy(pool: Pool, name: str) -> None:
     """Whose own `reduce` takes neither strings nor uneven first batches."""
-    cases = {name: case(name, "mirrored") for name in (HARDEST, "structures")}
-    outcomes = run_cases(cases, workers=1, devices=2)
-    outcomes[HARDEST].get()
-    assert_equals_alone(outcomes["structures"].get(), "structures")
+    function, kwargs = ALL[name]
+    case = Case(f"{FUNCTIONS}:{function}", ("repaired",), kwargs)
+    workers = pool.run(name, case, SHAPES["mirrored"]).get()
+    if name in EQUAL:
+        assert_equals_alone(workers, name)
 
 
-def test_reduce(ours: Outcomes) -> None:
-    for found in ours["reduce"].get():
+@pytest.mark.parametrize("name", JOBS.params([REDUCE]))
+def test_reduce(results: Results, name: str) -> None:
+    for found in results(name):
         vector, (scalar,) = found["structure, sum"]
         assert (vector.tolist(), scalar) == ([3, 3], 3)
         vector, (scalar,) = found["structure, mean"]

@@ -68,7 +68,6 @@ def test_whole_hessian() -> None:
     np.testing.assert_allclose(got, got.T, rtol=0, atol=1e-13 * want.max())
 
 
-# ---------------------------------------------------------------------- losses
 def perceptron(units: int, activation: Any = None) -> Any:
     model = keras.Sequential(
         [

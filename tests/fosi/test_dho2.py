@@ -6,15 +6,16 @@ Differences are measured against the distance that all weights travelled.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.kfac.test_modes import assert_same_bits, distance
 from tests.support import workers_fosi
-from tests.support.cluster import Case, Outcome, run_cases
+from tests.support.cluster import Pool
+from tests.support.jobs import SHAPES, Jobs, replicas_of
+from tests.support.weights import assert_same_bits, distance
 from tests.support.workers_fosi import DEFAULTS, LARGE, MODELS
 from tfkfac.distributed.traffic import all_reduce_bytes
 
@@ -24,15 +25,10 @@ Results = Callable[[str], list[Any]]
 EXACT = 1e-9  # float64
 SINGLE = 1e-5  # float32
 
-# ------------------------------------------------------------------- cases
-# Name: where, and the arguments of `workers_fosi.train`.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {}
-# Processes, devices of each, and the kind of strategy.
-CLUSTERS = {
-    "two": (2, 1, "multi"),
-    "four": (4, 1, "multi"),
-    "mirrored": (1, 2, "mirrored"),
-}
+# -------------------------------------------------------------------- jobs
+JOBS = Jobs(workers_fosi)
+# Name: the arguments of `workers_fosi.train`.
+CASES: dict[str, dict[str, Any]] = {}
 ONE = {"num_largest": 1, "num_smallest": 0}
 UNEVEN_MOMENTS = "uneven moments"
 # Two directions for each of two workers, one for each of four.
@@ -45,28 +41,30 @@ def add(
     model: str,
     inner: str = "sgd",
     what: str = "",
+    slow: bool = False,
     **kwargs: Any,
 ) -> None:
-    name = ", ".join(p for p in (layout, model, inner, what) if p)
-    kwargs |= {"layout": layout, "model": model, "inner": inner}
-    CASES[f"{where}: {name}"] = where, kwargs
+    parts = ", ".join(p for p in (layout, model, inner, what) if p)
+    name = f"{where}: {parts}"
+    CASES[name] = kwargs | {"layout": layout, "model": model, "inner": inner}
+    JOBS.add(name, "train", slow=slow, **CASES[name])
 
 
 # Worker 1 has no row in step 4, worker 0 none in step 6: both estimate.
 add("two", "rows", "mlp", "plain", **FOUR)
 add("two", "columns", "mlp", "sgd")
-add("two", "columns", "batch_norm", "plain", feed="even")
+add("two", "columns", "batch_norm", "plain", slow=True, feed="even")
 add("two", "rows", "batch_norm", "adam", feed="even")
 add("two", "rows", "batch_norm", "sgd", UNEVEN_MOMENTS, feed="some")
 add("two", "rows", "text", "sgd")
 add("two", "rows", "mlp", "accumulation, average, decay")
-add("two", "columns", "mlp", "accumulation, clipvalue")
-add("two", "rows", "mlp", "clipnorm, decay")
+add("two", "columns", "mlp", "accumulation, clipvalue", slow=True)
+add("two", "rows", "mlp", "clipnorm, decay", slow=True)
 add("two", "columns", "mlp", "global clipnorm, average", **FOUR)
-add("two", "columns", "mlp", "sgd", "one direction", **ONE)
+add("two", "columns", "mlp", "sgd", "one direction", slow=True, **ONE)
 add("two", "columns", "plain_norm", feed="some")
-add("two", "rows", "plain_norm", feed="some")
-add("two", "rows", "mlp", "sgd", "even", feed="even")
+add("two", "rows", "plain_norm", slow=True, feed="some")
+add("two", "rows", "mlp", "sgd", "even", slow=True, feed="even")
 add("two", "rows", "mlp", "sgd", "float32", dtype="float32")
 add("two", "columns", "mlp", "sgd", "eager", feed="some", eager=True)
 add(
@@ -82,56 +80,35 @@ add(
 add("two", "rows", "mlp", "sgd", "NaN", poison=(4, 0))
 add("two", "columns", "mlp", "adam", "NaN", poison=(5, 1))
 # More workers than directions.
-add("four", "rows", "mlp", "sgd", "one direction", **ONE)
+add("four", "rows", "mlp", "sgd", "one direction", slow=True, **ONE)
 add("four", "columns", "mlp", "sgd", "one direction", **ONE)
-add("four", "columns", "batch_norm", "adam", feed="even")
-add("four", "rows", "text", "sgd")
+add("four", "columns", "batch_norm", "adam", slow=True, feed="even")
+add("four", "rows", "text", "sgd", slow=True)
 add("four", "rows", "mlp", "plain", "four directions", **FOUR)
 add("mirrored", "rows", "batch_norm", "adam", feed="even")
 add("mirrored", "columns", "mlp", "sgd")
-add("mirrored", "columns", "text", "sgd")
+add("mirrored", "columns", "text", "sgd", slow=True)
 
 # What worker 0 and worker 1 say; the rest of the job is the same.
-DISAGREEMENTS = {"seed": (0, 1), "layout": ("rows", "columns")}
-MODULE = workers_fosi.__name__
-TIME_LIMIT = 400.0  # seconds for a cluster; it takes a sixth when quiet
+DISAGREEMENTS = {
+    "two: other seed": ("seed", (0, 1)),
+    "two: other layout": ("layout", ("rows", "columns")),
+}
+for where_ in SHAPES:
+    for layout_ in ("rows", "columns"):
+        JOBS.add(f"{where_}: traffic, {layout_}", "traffic", layout_)
+for name_, arguments_ in DISAGREEMENTS.items():
+    JOBS.add(name_, "disagreement", *arguments_)
 
 
-@pytest.fixture(scope="module")
-def results() -> Results:
-    """Gives the results of a case by worker; starts its cluster if need be."""
-
-    @functools.cache
-    def outcomes(where: str) -> dict[str, Outcome]:
-        workers, devices, kind = CLUSTERS[where]
-        cases = {
-            name: Case(f"{MODULE}:train", (kind,), kwargs)
-            for name, (place, kwargs) in CASES.items()
-            if place == where
-        }
-        for layout in ("rows", "columns"):
-            name = f"{where}: traffic, {layout}"
-            cases[name] = Case(f"{MODULE}:traffic", (kind, layout))
-        for argument, values in DISAGREEMENTS.items() if where == "two" else ():
-            arguments = (kind, argument, values)
-            cases[f"{where}: other {argument}"] = Case(
-                f"{MODULE}:disagreement", arguments
-            )
-        return run_cases(cases, workers, devices, time_limit=TIME_LIMIT)
-
-    def get(name: str) -> list[Any]:
-        return outcomes(name.partition(":")[0])[name].get()
-
-    return get
-
-
-def workers_of(name: str) -> int:
-    workers, devices, _ = CLUSTERS[name.partition(":")[0]]
-    return workers * devices
+@pytest.fixture
+def results(pool: Pool) -> Results:
+    """Gives the results of a job by worker."""
+    return functools.partial(JOBS.results, pool)
 
 
 def options_of(name: str) -> dict[str, Any]:
-    return CASES[name][1]
+    return CASES[name]
 
 
 def directions_of(name: str) -> int:
@@ -166,7 +143,7 @@ def alone(name: str) -> Result:
 
 
 # ----------------------------------------------------------------- results
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_same_bits_everywhere(results: Results, name: str) -> None:
     """Weights, the inner optimizer's slots, and Ritz values."""
     workers = results(name)
@@ -187,7 +164,7 @@ def test_same_bits_everywhere(results: Results, name: str) -> None:
         np.testing.assert_array_equal(value, values[0])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_counts(results: Results, name: str) -> None:
     workers = results(name)
     options = options_of(name)
@@ -210,8 +187,10 @@ def with_reason(name: str) -> Any:
         "A replica's share of the rows is applied after its backward pass, "
         "which through synchronised moments is also that of the others' rows."
     )
-    marks = pytest.mark.xfail(strict=True, reason=reason)
-    return pytest.param(name, marks=marks if UNEVEN_MOMENTS in name else ())
+    marks = JOBS.marks(name)
+    if UNEVEN_MOMENTS in name:
+        marks.append(pytest.mark.xfail(strict=True, reason=reason))
+    return pytest.param(name, marks=marks, id=name)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +214,7 @@ def test_equals_one_process(results: Results, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in CASES if "poison" not in options_of(n)]
+    "name", JOBS.params(n for n in CASES if "poison" not in options_of(n))
 )
 def test_metrics(results: Results, name: str) -> None:
     """The same on all workers."""
@@ -245,12 +224,12 @@ def test_metrics(results: Results, name: str) -> None:
 
 
 # ------------------------------------------------------------------- state
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_state_is_divided(results: Results, name: str) -> None:
     """The basis and the directions, up to padding."""
     options = DEFAULTS | options_of(name)
     size, count = size_of(options["model"]), directions_of(name)
-    workers = workers_of(name)
+    workers = replicas_of(name)
     item = 4 if options.get("dtype") == "float32" else 8
     slices, columns = -(-size // workers), -(-count // workers)
     shape, own = (count, slices), count
@@ -269,26 +248,26 @@ def test_state_is_divided(results: Results, name: str) -> None:
         }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_reports(results: Results, name: str) -> None:
     for worker in results(name):
-        everyone = ", ".join(map(str, range(workers_of(name))))
+        everyone = ", ".join(map(str, range(replicas_of(name))))
         lines = [" ".join(li.split()) for li in worker["summary"].splitlines()]
         assert f"Workers {everyone}" in lines
         assert f"Layout {options_of(name)['layout']}" in lines
         np.testing.assert_array_equal(
-            worker["idle_share"], np.zeros(workers_of(name))
+            worker["idle_share"], np.zeros(replicas_of(name))
         )
 
 
 # ----------------------------------------------------------- communication
-@pytest.mark.parametrize("where", CLUSTERS)
-def test_traffic_of_a_large_model(results: Results, where: str) -> None:
+@pytest.mark.parametrize(
+    "name", JOBS.params(f"{where}: traffic, rows" for where in SHAPES)
+)
+def test_traffic_of_a_large_model(results: Results, name: str) -> None:
     """Slices of all directions move a third of what whole ones do."""
-    workers = workers_of(f"{where}:")
-    rows, columns = (
-        results(f"{where}: traffic, {layout}") for layout in ("rows", "columns")
-    )
+    workers = replicas_of(name)
+    rows, columns = results(name), results(name.replace("rows", "columns"))
     for ours, published in zip(rows, columns, strict=True):
         for kind in ("plain", "estimation"):
             assert (
@@ -312,10 +291,10 @@ def test_traffic_of_a_large_model(results: Results, where: str) -> None:
 
 
 # ---------------------------------------------------------------- refusals
-@pytest.mark.parametrize("argument", DISAGREEMENTS)
-def test_other_arguments_are_refused(results: Results, argument: str) -> None:
-    values: Sequence[Any] = DISAGREEMENTS[argument]
-    for message, updates in results(f"two: other {argument}"):
+@pytest.mark.parametrize("name", JOBS.params(DISAGREEMENTS))
+def test_other_arguments_are_refused(results: Results, name: str) -> None:
+    argument, values = DISAGREEMENTS[name]
+    for message, updates in results(name):
         assert f"argument {argument}: {values[0]!r} on worker 0" in message
         assert f"{values[1]!r} on worker 1" in message
         assert updates == 0

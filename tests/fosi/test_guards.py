@@ -11,14 +11,7 @@ from keras import layers
 from keras.optimizers import SGD
 
 import tfkfac
-from tests.support.fosi_reference import (
-    FEATURES,
-    data,
-    flat,
-    loss,
-    mlp,
-    small,
-)
+from tests.support.fosi_reference import FEATURES, data, flat, loss, mlp, small
 from tests.support.small import assert_same, curvature, slots, summary_text
 
 NAN, INF = float("nan"), float("inf")

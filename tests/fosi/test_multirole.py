@@ -5,35 +5,45 @@ after the other, `fosi_simulation`. All is in float64; what differs is the
 rounding of differences.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.kfac.test_modes import distance
 from tests.support import workers_fosi
+from tests.support.cluster import Pool
+from tests.support.jobs import replicas_of
 from tests.support.multirole_cases import (
     CASES,
-    CLUSTERS,
     EVALUATED,
+    JOBS,
     REFUSED,
     count_workers,
     names,
     options_of,
-    replicas_of,
-    results,
     simulated,
     steps_of,
 )
+from tests.support.weights import distance
 from tests.support.workers_fosi import DEFAULTS
 
 CLOSE = 1e-6  # of the distance that all weights travelled
 VALUES = 1e-5  # of the largest Ritz value
 
+Results = Callable[[str], list[Any]]
+
+
+@pytest.fixture
+def results(pool: Pool) -> Results:
+    """Gives the results of a job by process."""
+    return functools.partial(JOBS.results, pool)
+
 
 # ----------------------------------------------------------------- results
-@pytest.mark.parametrize("name", CASES)
-def test_weights(name: str) -> None:
+@pytest.mark.parametrize("name", JOBS.params(CASES))
+def test_weights(results: Results, name: str) -> None:
     want = simulated(name)
     weights = want.objective.split(want.weights)
     for process in results(name):
@@ -42,8 +52,8 @@ def test_weights(name: str) -> None:
         assert distance(process["weights"], weights) <= CLOSE * travelled
 
 
-@pytest.mark.parametrize("name", names(poison=False))
-def test_moving_statistics(name: str) -> None:
+@pytest.mark.parametrize("name", JOBS.params(names(poison=False)))
+def test_moving_statistics(results: Results, name: str) -> None:
     """The first worker's, also on the accelerators."""
     workers = count_workers(name)
     for process in results(name):
@@ -54,8 +64,8 @@ def test_moving_statistics(name: str) -> None:
                 np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_same_bits_at_the_end_of_epochs(name: str) -> None:
+@pytest.mark.parametrize("name", JOBS.params(CASES))
+def test_same_bits_at_the_end_of_epochs(results: Results, name: str) -> None:
     """All that a model has, of the first worker and of accelerators.
 
     Other workers may have their own moving statistics.
@@ -76,8 +86,8 @@ def test_same_bits_at_the_end_of_epochs(name: str) -> None:
                     np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_ritz_values(name: str) -> None:
+@pytest.mark.parametrize("name", JOBS.params(CASES))
+def test_ritz_values(results: Results, name: str) -> None:
     """The same bits on all workers; accelerators keep none."""
     want = simulated(name).estimate
     assert want is not None
@@ -96,8 +106,8 @@ def test_ritz_values(name: str) -> None:
         assert off <= VALUES * np.abs(want.values).max()
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_counts(name: str) -> None:
+@pytest.mark.parametrize("name", JOBS.params(CASES))
+def test_counts(results: Results, name: str) -> None:
     want = simulated(name)
     assert want.estimations > 0
     bad = int("poison" in options_of(name))
@@ -119,8 +129,8 @@ def test_counts(name: str) -> None:
 
 
 # ----------------------------------------------------------------- metrics
-@pytest.mark.parametrize("name", names(poison=False))
-def test_metrics(name: str) -> None:
+@pytest.mark.parametrize("name", JOBS.params(names(poison=False)))
+def test_metrics(results: Results, name: str) -> None:
     """Means over the rows of all replicas, at the weights of their step."""
     first, *others = results(name)
     for other in others:
@@ -135,8 +145,8 @@ def test_metrics(name: str) -> None:
         begin += length
 
 
-@pytest.mark.parametrize("name", names("evaluated"))
-def test_evaluate(name: str) -> None:
+@pytest.mark.parametrize("name", JOBS.params(names("evaluated")))
+def test_evaluate(results: Results, name: str) -> None:
     """The same everywhere right after `fit`, and right."""
     first, *others = results(name)
     for other in others:
@@ -154,8 +164,8 @@ def test_evaluate(name: str) -> None:
 
 
 # ----------------------------------------------------------------- reports
-@pytest.mark.parametrize("name", CASES)
-def test_idle_share(name: str) -> None:
+@pytest.mark.parametrize("name", JOBS.params(CASES))
+def test_idle_share(results: Results, name: str) -> None:
     for process in results(name):
         idle = process["idle_share"]
         assert idle.shape == (replicas_of(name),)
@@ -163,8 +173,8 @@ def test_idle_share(name: str) -> None:
         assert np.any(idle > 0)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_state(name: str) -> None:
+@pytest.mark.parametrize("name", JOBS.params(CASES))
+def test_state(results: Results, name: str) -> None:
     """Workers keep directions, accelerators the basis."""
     options = DEFAULTS | options_of(name)
     workers = count_workers(name)
@@ -189,8 +199,8 @@ def test_state(name: str) -> None:
         assert kept["total"] == kept["basis"] + kept["directions"]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_traffic(name: str) -> None:
+@pytest.mark.parametrize("name", JOBS.params(CASES))
+def test_traffic(results: Results, name: str) -> None:
     """Accelerators get weights and no gradients."""
     for process in results(name):
         moved = process["communication_bytes"]["estimation"]
@@ -206,12 +216,12 @@ def test_traffic(name: str) -> None:
 
 
 # ---------------------------------------------------------------- refusals
-@pytest.mark.parametrize("where", CLUSTERS)
-def test_fractions_that_leave_out_a_role(where: str) -> None:
+@pytest.mark.parametrize("name", JOBS.params(REFUSED))
+def test_fractions_that_leave_out_a_role(results: Results, name: str) -> None:
     """Already `compile` says so, on every process."""
-    for messages in results(f"{where}: refused"):
+    for messages in results(name):
         for message, fraction, missing in zip(
-            messages, REFUSED[where], ("accelerator", "worker"), strict=True
+            messages, REFUSED[name], ("accelerator", "worker"), strict=True
         ):
             assert f"accelerator_fraction={fraction}" in message
             assert f"no {missing}" in message

@@ -11,15 +11,7 @@ from keras.optimizers import SGD, Adam
 from keras.optimizers.schedules import ExponentialDecay
 
 import tfkfac
-from tests.support.fosi_reference import (
-    SIZE,
-    data,
-    fit,
-    flat,
-    loss,
-    mlp,
-    small,
-)
+from tests.support.fosi_reference import SIZE, data, fit, flat, loss, mlp, small
 from tests.support.reference import Array
 from tests.support.small import assert_same, curvature, slots, summary_text
 

@@ -40,7 +40,6 @@ def plain() -> Array:
     return trained(mlp())
 
 
-# ------------------------------------------------------------- ways to train
 class Counting(keras.Sequential):
     """Counts traces, or steps when run eagerly."""
 

@@ -17,343 +17,41 @@ import pytest
 import tensorflow as tf
 
 import tfkfac
-from tests.support import definition, workers_modes
-from tests.support.cluster import Case, Outcome, run_cases
-from tests.support.reference import Array
-from tests.support.workers_modes import (
-    ADAM_RATE,
-    BETAS,
-    DEFAULTS,
-    FEEDS,
-    MOMENTUM,
-    RATE,
-    Collective,
-    images,
-    shares,
-    small,
+from tests.support import cluster, workers_modes
+from tests.support.cluster import Pool
+from tests.support.jobs import replicas_of
+from tests.support.mode_cases import (
+    CASES,
+    DISAGREEMENTS,
+    EXACT,
+    FITS,
+    JOBS,
+    LOOPS,
+    REFUSALS,
+    Result,
+    alone,
+    assert_close,
+    by_definition,
+    names,
+    options_of,
+    owners_of,
+    plans,
 )
-from tfkfac.distributed.assignment import LayerPlan, plan_layers
+from tests.support.weights import assert_same_bits, distance
+from tests.support.workers_modes import FEEDS, Collective, shares, small
 
-Result = Mapping[str, Any]
 Results = Callable[[str], list[Result]]
-
-EXACT = 2e-7  # float64, up to a few float32 numbers
 SINGLE = 1e-5  # float32
 
-# ------------------------------------------------------------------- cases
-# Name: where, and the arguments of `workers_modes.train`.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {}
-# Processes, devices of each, and the kind of strategy.
-CLUSTERS = {
-    "two": (2, 1, "multi"),
-    "four": (4, 1, "multi"),
-    "mirrored": (1, 2, "mirrored"),
-}
 
-
-def add(where: str, what: str, mode: str, **kwargs: Any) -> None:
-    """Adds a case; a mode may bear the fraction of gradient workers."""
-    distribution, _, fraction = mode.partition(" ")
-    kwargs["distribution"] = distribution
-    if fraction:
-        over, _, under = fraction.partition("/")
-        kwargs["gradient_worker_fraction"] = int(over) / int(under or 1)
-    assert kwargs.get("model") in workers_modes.MODELS
-    CASES[f"{where}: {mode}, {what}"] = where, kwargs
-
-
-def add_grid(where: str, model: str, rows: Sequence[tuple[str, ...]]) -> None:
-    for mode, solver, inner, sharing in rows:
-        add(
-            where,
-            f"{solver}, {inner}, {model}, {sharing}",
-            mode,
-            model=model,
-            solver=solver,
-            inner=inner,
-            weight_sharing=sharing,
-        )
-
-
-# Both clusters together: every mode with both solvers and inner optimizers.
-add_grid(
-    "two",
-    "vision",
-    [
-        ("comm_opt", "inverse", "sgd", "expand"),
-        ("comm_opt", "eigen", "adam", "reduce"),
-        ("mem_opt", "inverse", "adam", "reduce"),
-        ("mem_opt", "eigen", "sgd", "expand"),
-    ],
-)
-add_grid(
-    "two",
-    "text",
-    [
-        ("comm_opt", "eigen", "sgd", "expand"),
-        ("mem_opt", "inverse", "sgd", "reduce"),
-    ],
-)
-add_grid(
-    "two",
-    "cnn",
-    [
-        ("dp_kfac", "inverse", "sgd", "expand"),
-        ("dp_kfac", "eigen", "adam", "reduce"),
-        ("hybrid_opt 1/2", "inverse", "adam", "expand"),
-    ],
-)
-add_grid(
-    "four",
-    "cnn",
-    [
-        ("comm_opt", "inverse", "adam", "expand"),
-        ("comm_opt", "eigen", "sgd", "reduce"),
-        ("mem_opt", "inverse", "sgd", "expand"),
-        ("mem_opt", "eigen", "adam", "reduce"),
-        ("dp_kfac", "inverse", "adam", "reduce"),
-        ("dp_kfac", "eigen", "sgd", "expand"),
-        ("hybrid_opt 1/4", "inverse", "sgd", "expand"),
-        ("hybrid_opt 1/4", "eigen", "adam", "reduce"),
-        ("hybrid_opt 1/2", "eigen", "sgd", "expand"),
-        ("hybrid_opt 1", "inverse", "sgd", "expand"),
-        ("hybrid_opt 1", "eigen", "adam", "reduce"),
-    ],
-)
-add_grid(
-    "mirrored",
-    "cnn",
-    [
-        ("comm_opt", "inverse", "sgd", "expand"),
-        ("mem_opt", "eigen", "adam", "reduce"),
-        ("hybrid_opt 1/2", "inverse", "sgd", "reduce"),
-        ("dp_kfac", "inverse", "adam", "expand"),
-    ],
-)
-EVERY_STEP = {"factor_update_interval": 1, "inverse_update_interval": 1}
-for solver_ in ("inverse", "eigen"):
-    add(
-        "two",
-        f"every step, {solver_}",
-        "dp_kfac",
-        model="cnn",
-        solver=solver_,
-        assignment="compute",
-        **EVERY_STEP,
-    )
-add("two", "late", "dp_kfac", model="cnn", feed="late")
-add("two", "same rows, text", "dp_kfac", model="text", feed="same")
-add("two", "float32", "comm_opt", model="vision", feed="some", dtype="float32")
-add("two", "float32", "mem_opt", model="small", dtype="float32")
-for mode_, what_ in [
-    ("comm_opt", "clipnorm, decay"),
-    ("mem_opt", "global clipnorm, average"),
-    ("comm_opt", "accumulation, clipvalue"),
-    ("mem_opt", "accumulation, average, decay"),
-]:
-    add("two", what_, mode_, model="small", inner=what_)
-add(
-    "two",
-    "schedules",
-    "comm_opt",
-    model="small",
-    damping="damping schedule",
-    kl_clip="clip schedule",
-)
-add(
-    "two",
-    "changed numbers",
-    "mem_opt",
-    model="small",
-    changes={
-        2: {"learning_rate": RATE / 2, "damping": 1.0, "kl_clip": 2**-9},
-        3: {"factor_update_interval": 1, "inverse_update_interval": 2},
-    },
-)
-add("two", "even, batch norm", "comm_opt", model="batch_norm", feed="even")
-add("mirrored", "even, batch norm", "mem_opt", model="batch_norm", feed="even")
-add("two", "eager", "mem_opt", model="small", eager=True)
-add(
-    "two",
-    "triangles",
-    "comm_opt",
-    model="vision",
-    symmetric_communication=True,
-)
-add(
-    "four",
-    "triangles, adam",
-    "hybrid_opt 1/2",
-    model="cnn",
-    inner="adam",
-    symmetric_communication=True,
-)
-for solver_, dtype_ in [("inverse", "float16"), ("eigen", "bfloat16")]:
-    add(
-        "two",
-        dtype_,
-        "comm_opt",
-        model="small",
-        solver=solver_,
-        factor_dtype=dtype_,
-        inverse_dtype=dtype_,
-    )
-# Step and worker of a batch of NaN.
-add("two", "NaN", "comm_opt", model="cnn", poison=(3, 1))
-add("two", "NaN", "dp_kfac", model="cnn", poison=(0, 0))
-
-FITS = {
-    # A clip would undo a wrong weight of the last row.
-    "arrays": {"rows": 17, "policy": None, "kl_clip": None},
-    "DATA": {"rows": 13, "policy": "DATA", "distribution": "dp_kfac"},
-    "OFF": {"rows": 12, "policy": "OFF"},
-}
-LOOPS = {"two": ["comm_opt"], "mirrored": ["dp_kfac"]}
-MODULE = workers_modes.__name__
-TIME_LIMIT = 400.0  # seconds for a cluster; it takes a quarter when quiet
-
-
-@pytest.fixture(scope="module")
-def results() -> Results:
-    """Gives the results of a case by worker; starts its cluster if need be."""
-
-    @functools.cache
-    def outcomes(where: str) -> dict[str, Outcome]:
-        workers, devices, kind = CLUSTERS[where]
-        cases = {
-            name: Case(f"{MODULE}:train", (kind,), kwargs)
-            for name, (place, kwargs) in CASES.items()
-            if place == where
-        }
-        if where == "two":
-            for name, kwargs in FITS.items():
-                cases[f"two: {name}"] = Case(f"{MODULE}:fit", (kind,), kwargs)
-        for mode in LOOPS.get(where, ()):
-            name = f"{where}: loop, {mode}"
-            cases[name] = Case(f"{MODULE}:loop", (kind, mode))
-        last = "disagreement" if devices == 1 else "parameter_server"
-        for function in ("refusals", last):
-            name = f"{where}: {function}"
-            cases[name] = Case(f"{MODULE}:{function}", (kind,))
-        return run_cases(cases, workers, devices, time_limit=TIME_LIMIT)
-
-    def get(name: str) -> list[Result]:
-        return outcomes(name.partition(":")[0])[name].get()
-
-    return get
-
-
-def workers_of(name: str) -> int:
-    workers, devices, _ = CLUSTERS[name.partition(":")[0]]
-    return workers * devices
-
-
-def options_of(name: str) -> dict[str, Any]:
-    return CASES[name][1]
-
-
-def names(*models: str, **wanted: Any) -> list[str]:
-    """Cases with one of the models, all if none, and these arguments."""
-    return [
-        name
-        for name, (_, kwargs) in CASES.items()
-        if not models or kwargs["model"] in models
-        if all(kwargs.get(k) == v for k, v in wanted.items())
-    ]
-
-
-# ---------------------------------------------------------- single process
-_SHARED = {
-    "distribution",
-    "gradient_worker_fraction",
-    "assignment",
-    "symmetric_communication",
-    "factor_dtype",
-    "inverse_dtype",
-    "poison",
-}
-
-
-def alone(name: str, **changes: Any) -> Result:
-    """What a single process, this one, gets on the same global batches."""
-    kwargs = {k: v for k, v in options_of(name).items() if k not in _SHARED}
-    kwargs |= changes
-    key = repr(sorted(kwargs.items()))
-    if key not in _ALONE:
-        _ALONE[key] = workers_modes.train(None, **kwargs)
-    return _ALONE[key]
-
-
-_ALONE: dict[str, Result] = {}
-
-
-def by_definition(
-    start: Sequence[Array],
-    steps: Sequence[Sequence[Sequence[int]]],
-    owners: Sequence[int] | None,
-    inner: str = "sgd",
-    solver: str = "inverse",
-    weight_sharing: str = "expand",
-    **options: Any,
-) -> list[Array]:
-    known = {k: v for k, v in options.items() if k in DEFAULTS}
-    update, rate = definition.sgd(RATE, MOMENTUM), RATE
-    if inner == "adam":
-        update, rate = definition.adam(ADAM_RATE, *BETAS), ADAM_RATE
-    settings = definition.Settings(
-        solver=solver,
-        weight_sharing=weight_sharing,
-        learning_rate=rate,
-        inner=update,
-        owners=owners,
-        **(DEFAULTS | known),
-    )
-    start = [w.astype(float) for w in start]
-    return definition.train(start, images(), steps, settings)
-
-
-def plans(name: str, result: Result) -> tuple[LayerPlan, ...]:
-    options = options_of(name)
-    return plan_layers(
-        [shapes for _, shapes in result["shapes"]],
-        workers_of(name),
-        options["distribution"],
-        options.get("gradient_worker_fraction"),
-        options.get("assignment"),
-    )
-
-
-def owners_of(plan: Sequence[LayerPlan]) -> list[int]:
-    return [next(iter(layer.owners.values())) for layer in plan]
-
-
-def distance(a: Sequence[Array], b: Sequence[Array]) -> float:
-    squares = [
-        np.sum((np.asarray(x, float) - y) ** 2)
-        for x, y in zip(a, b, strict=True)
-    ]
-    return float(np.sqrt(np.sum(squares)))
-
-
-def assert_close(
-    got: Result, want: Sequence[Array], tolerance: float = EXACT
-) -> None:
-    """Compares weights by the distance from the start."""
-    travelled = distance(want, got["start"])
-    assert travelled > 0.1
-    assert distance(got["weights"], want) <= tolerance * travelled
-
-
-def assert_same_bits(workers: Sequence[Result]) -> None:
-    first, *others = [copy for w in workers for copy in w["copies"]]
-    assert others
-    for other in others:
-        for got, want in zip(other, first, strict=True):
-            np.testing.assert_array_equal(got, want)
+@pytest.fixture
+def results(pool: Pool) -> Results:
+    """Gives the results of a job by worker."""
+    return functools.partial(JOBS.results, pool)
 
 
 # ----------------------------------------------------------------- results
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_same_bits_everywhere(results, name):
     """Weights, moving statistics and the inner optimizer's slots."""
     workers = results(name)
@@ -365,7 +63,7 @@ def test_same_bits_everywhere(results, name):
     assert workers[0]["iterations"] == 10 - skipped or "accumulation" in name
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_updates(results, name):
     """All workers do the same number; alone, an owner needs rows for it."""
     workers = results(name)
@@ -383,11 +81,11 @@ def test_updates(results, name):
 
 @pytest.mark.parametrize(
     "name",
-    [
+    JOBS.params(
         name
         for name in names("vision", "text", "small", "batch_norm")
         if "factor_dtype" not in options_of(name)
-    ],
+    ),
 )
 def test_equals_one_process(results, name):
     """On the same global batches, of which some workers may have no row."""
@@ -400,11 +98,11 @@ def test_equals_one_process(results, name):
         )
 
 
-@pytest.mark.parametrize("name", names("cnn"))
+@pytest.mark.parametrize("name", JOBS.params(names("cnn")))
 def test_definition(results, name):
     workers = results(name)
     options = dict(options_of(name))
-    feed = shares(FEEDS[options.get("feed", "uneven")](), workers_of(name))
+    feed = shares(FEEDS[options.get("feed", "uneven")](), replicas_of(name))
     if "poison" in options:
         # All leave out that step, whoever had the NaN.
         step, _ = options["poison"]
@@ -419,10 +117,13 @@ def test_definition(results, name):
         assert_close(worker, want)
 
 
-@pytest.mark.parametrize("dtype,bits", [("float16", 11), ("bfloat16", 8)])
-def test_half_precision(results, dtype, bits):
+@pytest.mark.parametrize(
+    "name",
+    JOBS.params(n for n in CASES if "factor_dtype" in options_of(n)),
+)
+def test_half_precision(results, name):
     """Off by a few roundings of the dtype, and not by none."""
-    (name,) = names(factor_dtype=dtype)
+    bits = {"float16": 11, "bfloat16": 8}[options_of(name)["factor_dtype"]]
     want = alone(name)["weights"]
     for worker in results(name):
         assert_close(worker, want, 5 * 2.0**-bits)
@@ -430,7 +131,7 @@ def test_half_precision(results, dtype, bits):
 
 
 # --------------------------------------------------------- state and plans
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_state_is_what_the_plan_says(results, name):
     workers = results(name)
     plan = plans(name, workers[0])
@@ -438,7 +139,7 @@ def test_state_is_what_the_plan_says(results, name):
     dtype = options.get("factor_dtype", options.get("dtype", "float64"))
     width = tf.as_dtype(dtype).size
     solver = options.get("solver", "inverse")
-    for rank, (worker, kept) in enumerate(replicas_of(workers)):
+    for rank, (worker, kept) in enumerate(kept_by(workers)):
         assert kept["total"] == kept["factors"] + kept["decompositions"]
         expected = {"factors": 0, "decompositions": 0}
         decomposed = 0
@@ -464,7 +165,7 @@ def test_state_is_what_the_plan_says(results, name):
             }
 
 
-def replicas_of(
+def kept_by(
     workers: Sequence[Result],
 ) -> list[tuple[Result, Mapping[str, int]]]:
     return [(w, kept) for w in workers for kept in w["kept"]]
@@ -484,19 +185,21 @@ def decomposition_elements(shapes: Mapping[str, Any], solver: str) -> int:
     return sum(map(elements, matrices)) + outer
 
 
-@pytest.mark.parametrize("where", ["two", "four"])
-@pytest.mark.parametrize("solver", ["inverse", "eigen"])
-def test_dp_kfac_divides_the_state(results, where, solver):
-    (name,) = [
-        n
-        for n in names("cnn", distribution="dp_kfac", solver=solver)
-        if n.startswith(f"{where}:") and "every" not in n
-    ]
+@pytest.mark.parametrize(
+    "name",
+    JOBS.params(
+        name
+        for solver in ("inverse", "eigen")
+        for name in names("cnn", distribution="dp_kfac", solver=solver)
+        if not name.startswith("mirrored:") and "every" not in name
+    ),
+)
+def test_dp_kfac_divides_the_state(results, name):
     totals = [w["state_bytes"]["total"] for w in results(name)]
     assert sum(totals) == alone(name)["state_bytes"]["total"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_summary_shows_the_plan(results, name):
     for worker in results(name):
         lines = worker["summary"].splitlines()
@@ -517,7 +220,11 @@ def test_summary_shows_the_plan(results, name):
 @pytest.mark.parametrize(
     "name",
     # Replicas of one process share a graph; an eager step has none.
-    [n for n in CASES if not n.startswith("mirrored") and "eager" not in n],
+    JOBS.params(
+        name
+        for name in CASES
+        if not name.startswith("mirrored:") and "eager" not in name
+    ),
 )
 def test_communication_is_what_the_plan_says(results, name):
     workers = results(name)
@@ -579,11 +286,10 @@ def ring(workers: int, ops: Sequence[Collective]) -> int:
     return round(2 * total(ops) * (workers - 1) / workers)
 
 
-def test_triangles_are_smaller(results):
+@pytest.mark.parametrize("name", JOBS.params(["two: comm_opt, triangles"]))
+def test_triangles_are_smaller(results, name):
     squares = "two: comm_opt, inverse, sgd, vision, expand"
-    for got, want in zip(
-        results("two: comm_opt, triangles"), results(squares), strict=True
-    ):
+    for got, want in zip(results(name), results(squares), strict=True):
         for kind, what in [
             ("factor", "factors"),
             ("inverse", "decompositions"),
@@ -594,30 +300,30 @@ def test_triangles_are_smaller(results):
 
 
 # --------------------------------------------------------------------- fit
-def test_fit_divides_global_batches(results):
-    """Of 8 rows; the last one's single row leaves nothing for a worker."""
-    assert seen(results, "arrays") == [
+# Global batches of 8 rows; the last one's single row leaves nothing for a
+# worker. Without sharding, both take the same rows, for as many steps as are
+# expected.
+SEEN = {
+    "two: arrays": [
         [[0, 1, 2, 3], [8, 9, 10, 11], [16]],
         [[4, 5, 6, 7], [12, 13, 14, 15], []],
-    ]
-    assert seen(results, "DATA") == [
+    ],
+    "two: DATA": [
         [[0, 1, 2, 3], [8, 9, 10]],
         [[4, 5, 6, 7], [11, 12]],
-    ]
+    ],
+    "two: OFF": [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2,
+}
 
 
-def test_fit_without_sharding(results):
-    """Both workers take the same rows, for as many steps as are expected."""
-    assert seen(results, "OFF") == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
+@pytest.mark.parametrize("name", JOBS.params(FITS))
+def test_fit_divides_global_batches(results, name):
+    assert [worker["seen"] for worker in results(name)] == SEEN[name]
 
 
-def seen(results: Results, name: str) -> list[Any]:
-    return [worker["seen"] for worker in results(f"two: {name}")]
-
-
-@pytest.mark.parametrize("name", FITS)
+@pytest.mark.parametrize("name", JOBS.params(FITS))
 def test_fit_is_the_definition(results, name):
-    workers = results(f"two: {name}")
+    workers = results(name)
     assert_same_bits(workers)
     steps = list(zip(*[w["seen"] for w in workers], strict=True))
     owners = None
@@ -628,36 +334,36 @@ def test_fit_is_the_definition(results, name):
         assert_close(worker, want)
 
 
-@pytest.mark.parametrize("where", LOOPS)
-def test_custom_loop(results, where):
-    for mode in LOOPS[where]:
-        workers = results(f"{where}: loop, {mode}")
-        assert_same_bits(workers)
-        feed = shares(FEEDS["even"](), workers_of(where))
-        owners = [0, 1, 0] if mode == "dp_kfac" else None
-        want = by_definition(workers[0]["start"], feed, owners)
-        for worker in workers:
-            assert_close(worker, want)
+@pytest.mark.parametrize("name", JOBS.params(LOOPS))
+def test_custom_loop(results, name):
+    workers = results(name)
+    assert_same_bits(workers)
+    feed = shares(FEEDS["even"](), replicas_of(name))
+    owners = [0, 1, 0] if LOOPS[name] == "dp_kfac" else None
+    want = by_definition(workers[0]["start"], feed, owners)
+    for worker in workers:
+        assert_close(worker, want)
 
 
 # ---------------------------------------------------------------- refusals
-@pytest.mark.parametrize("where", CLUSTERS)
-def test_refusals(results, where):
-    for found in results(f"{where}: refusals"):
+@pytest.mark.parametrize("name", JOBS.params(REFUSALS))
+def test_refusals(results, name):
+    for found in results(name):
         assert "`steps_per_execution` must be 1" in found["steps_per_execution"]
         assert "`jit_compile` must not be True" in found["jit_compile"]
         assert "`LossScaleOptimizer`" in found["LossScaleOptimizer"]
 
 
-@pytest.mark.parametrize("where", ["two", "four"])
-def test_disagreement_is_reported_everywhere(results, where):
-    for message in results(f"{where}: disagreement"):
+@pytest.mark.parametrize("name", JOBS.params(DISAGREEMENTS))
+def test_disagreement_is_reported_everywhere(results, name):
+    for message in results(name):
         assert "All workers must train the same model" in message
         assert "argument damping: 1.0 on worker 0, 2.0 on worker 1" in message
 
 
-def test_parameter_servers_are_refused(results):
-    (message,) = results("mirrored: parameter_server")
+def test_parameter_servers_are_refused():
+    target = f"{workers_modes.__name__}:parameter_server"
+    (message,) = cluster.run(target, workers=1)
     assert "must be a `MirroredStrategy`" in message
 
 

@@ -2,16 +2,17 @@
 
 Functions are named "package.module:function" and are called with the same
 arguments in every process, whose `TF_CONFIG` makes it a worker. Starting
-TensorFlow costs seconds, hence `run_cases`.
+TensorFlow costs seconds, hence a cluster stays for one case after the other:
+`Pool` keeps one and replaces it when it is broken.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from tests.support.worker_process import JOB_FILE, headline, result_file
+from tests.support.ports import address, claim_ports
+from tests.support.worker_process import case_file, result_file, write
 
 ROOT = pathlib.Path(__file__).parents[2]
 LOG_TAIL = 4000  # characters of each worker's log in a failure message
@@ -34,6 +36,18 @@ class Case:
     target: str
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What the processes of a cluster are."""
+
+    workers: int = 2
+    """Number of processes; a single one gets no `TF_CONFIG`."""
+    devices: int = 1
+    """Logical CPUs of each process."""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Variables to set in every process."""
 
 
 class ClusterError(AssertionError):
@@ -61,14 +75,16 @@ class Outcome:
         return self.values
 
 
-def run(target: str, *args: Any, workers: int = 2, **options: Any) -> list[Any]:
+def run(
+    target: str, *args: Any, time_limit: float = 60.0, **shape: Any
+) -> list[Any]:
     """Calls one function on every worker of a new cluster.
 
     Args:
         target: "package.module:function".
         *args: Its arguments.
-        workers: Number of processes.
-        **options: Those of `run_cases`.
+        time_limit: Seconds, start included.
+        **shape: Fields of `Shape`.
 
     Returns:
         The values it returned, by worker.
@@ -76,65 +92,81 @@ def run(target: str, *args: Any, workers: int = 2, **options: Any) -> list[Any]:
     Raises:
         ClusterError: If not every worker returned.
     """
-    cases = {target: Case(target, args)}
-    return run_cases(cases, workers=workers, **options)[target].get()
+    with Cluster(Shape(**shape)) as cluster:
+        return cluster.run(target, Case(target, args), time_limit).get()
 
 
-def run_cases(
-    cases: Mapping[str, Case],
-    workers: int = 2,
-    devices: int = 1,
-    time_limit: float = 60.0,
-    environment: Mapping[str, str] | None = None,
-) -> dict[str, Outcome]:
-    """Calls functions one after the other on every worker of a new cluster.
+class Pool:
+    """One cluster at a time, kept for as long as it fits and works."""
 
-    A case that raises does not keep the next from running, as long as all
-    workers come out of it.
+    def __init__(self) -> None:
+        self._cluster: Cluster | None = None
 
-    Args:
-        cases: What to call, by name.
-        workers: Number of processes; a single one gets no `TF_CONFIG`.
-        devices: Logical CPUs of each process.
-        time_limit: Seconds for everything, start included.
-        environment: Variables to set in every process.
+    def run(
+        self, name: str, case: Case, shape: Shape, time_limit: float = 60.0
+    ) -> Outcome:
+        """Calls a function on every worker of a cluster.
 
-    Returns:
-        The outcome of each case.
-    """
-    with tempfile.TemporaryDirectory(prefix="cluster-") as directory:
-        path = pathlib.Path(directory)
-        with _Cluster(path, cases, workers, devices, environment) as cluster:
-            reason = cluster.wait(time_limit)
-        return cluster.outcomes(reason)
+        Args:
+            name: Of the case, for the message of a failure.
+            case: What to call.
+            shape: Of the cluster; another one takes the place of the last.
+            time_limit: Seconds, start included.
+
+        Returns:
+            What became of it.
+        """
+        if self._cluster is None or self._cluster.shape != shape:
+            self.close()
+            self._cluster = Cluster(shape)
+        outcome = self._cluster.run(name, case, time_limit)
+        if outcome.complaint is not None:
+            # Its next collectives could meet those of this case.
+            self.close()
+        return outcome
+
+    def close(self) -> None:
+        """Ends the processes; the next case starts others."""
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
-class _Cluster:
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        cases: Mapping[str, Case],
-        workers: int,
-        devices: int,
-        environment: Mapping[str, str] | None,
-    ) -> None:
-        self._directory = directory
-        self._cases = dict(cases)
-        self._workers = range(workers)
-        calls = [(n, c.target, c.args, c.kwargs) for n, c in cases.items()]
-        job = {"cases": calls, "workers": workers, "devices": devices}
-        (directory / JOB_FILE).write_bytes(pickle.dumps(job))
-        addresses = local_addresses(workers)
-        self._processes = [
-            self._start(index, addresses, environment or {})
-            for index in self._workers
-        ]
+class Cluster:
+    """Processes that run one case after the other until they are closed."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self._cases = 0
+        self._workers = range(shape.workers)
+        with contextlib.ExitStack() as opened:
+            self._directory = pathlib.Path(
+                opened.enter_context(
+                    tempfile.TemporaryDirectory(prefix="cluster-")
+                )
+            )
+            ports = [
+                opened.enter_context(port)
+                for port in claim_ports(shape.workers)
+            ]
+            opened.callback(self._end)
+            self._processes: list[subprocess.Popen[bytes]] = []
+            for index in self._workers:
+                environment = worker_environment(
+                    index, [address(port) for port in ports]
+                )
+                environment |= shape.environment
+                self._processes.append(self._start(index, environment))
+            self._opened = opened.pop_all()
 
     def _start(
-        self,
-        index: int,
-        addresses: Sequence[str],
-        environment: Mapping[str, str],
+        self, index: int, environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         with self._log(index).open("wb") as log:
             return subprocess.Popen(
@@ -144,12 +176,13 @@ class _Cluster:
                     "tests.support.worker_process",
                     str(self._directory),
                     str(index),
+                    str(self.shape.devices),
                 ],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**worker_environment(index, addresses), **environment},
+                env=environment,
                 start_new_session=True,
             )
 
@@ -157,12 +190,32 @@ class _Cluster:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the processes and gives back their ports."""
+        self._opened.close()
+
+    def _end(self) -> None:
         for process in self._processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
             assert process.stdin is not None
             process.stdin.close()
-            process.wait()
+        patience = time.monotonic() + 5
+        for process in self._processes:
+            try:
+                process.wait(max(patience - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def run(self, name: str, case: Case, time_limit: float = 60.0) -> Outcome:
+        """Calls a function on every worker; see `Pool.run`."""
+        number, self._cases = self._cases, self._cases + 1
+        begin = [self._log(worker).stat().st_size for worker in self._workers]
+        call = (case.target, case.args, case.kwargs)
+        write(case_file(self._directory, number), pickle.dumps(call))
+        reason = self._wait(number, time_limit)
+        return self._outcome(number, name, reason, begin)
 
     def _log(self, index: int) -> pathlib.Path:
         return self._directory / f"worker{index}.log"
@@ -171,21 +224,23 @@ class _Cluster:
         path = result_file(self._directory, case, worker)
         return pickle.loads(path.read_bytes()) if path.exists() else None
 
-    def wait(self, time_limit: float) -> str | None:
-        """Waits for the end; returns why not all cases ended, if so."""
+    def _wait(self, case: int, time_limit: float) -> str | None:
+        """Waits for the end of a case; returns why it did not come, if so."""
         start = time.monotonic()
         uneven_since: float | None = None
         while True:
             now = time.monotonic()
-            done = [self._count_results(index) for index in self._workers]
-            if min(done) == len(self._cases):
-                self._dismiss()
+            results = [self._result(case, worker) for worker in self._workers]
+            if None not in results:
                 return None
-            uneven = self._failed_ahead(done)
-            uneven_since = (uneven_since or now) if uneven else None
+            failed = [w for w, r in enumerate(results) if r and r[1]]
+            if failed:
+                uneven_since = uneven_since or now
             reason = self._exited()
             if uneven_since is not None and now > uneven_since + GRACE:
-                reason = f"{uneven} and the others did not finish the case"
+                reason = (
+                    f"worker {failed[0]} failed and the others did not finish"
+                )
             elif now > start + time_limit:
                 reason = f"not finished after {time_limit:g} s"
             if reason is not None:
@@ -193,36 +248,11 @@ class _Cluster:
                 return reason
             time.sleep(0.02)
 
-    def _count_results(self, worker: int) -> int:
-        count = 0
-        while result_file(self._directory, count, worker).exists():
-            count += 1
-        return count
-
-    def _failed_ahead(self, done: Sequence[int]) -> str | None:
-        """The first worker that raised in a case its peers are still in."""
-        for worker, count in enumerate(done):
-            if count > min(done):
-                result = self._result(count - 1, worker)
-                if result is not None and result[1] is not None:
-                    return f"worker {worker} failed"
-        return None
-
     def _exited(self) -> str | None:
         for worker, process in enumerate(self._processes):
             if process.poll() is not None:
                 return f"worker {worker} exited with {process.returncode}"
         return None
-
-    def _dismiss(self) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in self._processes:
-            try:
-                process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                return  # __exit__ kills it
 
     def _dump_stacks(self) -> None:
         """Has the workers that live write Python stacks to their logs."""
@@ -231,40 +261,27 @@ class _Cluster:
                 process.send_signal(signal.SIGUSR1)
         time.sleep(0.5)
 
-    def outcomes(self, reason: str | None) -> dict[str, Outcome]:
-        """Collects the results; `reason` is what `wait` returned."""
-        return {
-            name: self._outcome(number, name, reason)
-            for number, name in enumerate(self._cases)
-        }
-
-    def _outcome(self, number: int, name: str, reason: str | None) -> Outcome:
+    def _outcome(
+        self,
+        number: int,
+        name: str,
+        reason: str | None,
+        begin: Sequence[int],
+    ) -> Outcome:
         results = [self._result(number, worker) for worker in self._workers]
         ended = [result or (None, None) for result in results]
         errors = [error for _, error in ended]
         complaint = None
         if None in results or any(errors):
             why = reason if None in results else "a worker raised"
-            logs = [self._log_tail(worker, name) for worker in self._workers]
+            logs = map(self._log_tail, self._workers, begin)
             complaint = "\n".join([f"case {name!r}: {why}", *logs])
         return Outcome([value for value, _ in ended], errors, complaint)
 
-    def _log_tail(self, worker: int, case: str) -> str:
-        """The last of what the worker wrote before the next case."""
-        log = self._log(worker).read_text(errors="replace")
-        names = list(self._cases)
-        for following in names[names.index(case) + 1 :]:
-            log = log.partition(headline(following))[0]
+    def _log_tail(self, worker: int, begin: int) -> str:
+        """The last of what the worker wrote since some byte of its log."""
+        log = self._log(worker).read_bytes()[begin:].decode(errors="replace")
         return f"--- worker {worker}\n{log[-LOG_TAIL:]}"
-
-
-def local_addresses(count: int) -> list[str]:
-    """Distinct free addresses: all are open while they are chosen."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    addresses = [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
-    for s in sockets:
-        s.close()
-    return addresses
 
 
 def worker_environment(index: int, addresses: Sequence[str]) -> dict[str, str]:

@@ -96,6 +96,10 @@ def weights_of(model: Any) -> list[Array]:
     return [np.asarray(v, np.float64) for v in model.trainable_variables]
 
 
+def flat(values: list[Array]) -> Array:
+    return np.concatenate([np.ravel(v) for v in values])
+
+
 def train_once(
     model: keras.Model,
     x: Any,
@@ -129,3 +133,11 @@ def assert_close(got: Any, want: Any, rtol: float, what: str = "") -> None:
         f"{what}: relative difference {error / max(scale, 1e-300):.2e} "
         f"> {rtol:.0e}; got {got.ravel()[:6]}, want {want.ravel()[:6]}"
     )
+
+
+def check_factors(
+    block: Any, A: Array, G: Array, rtol: float = FACTOR_RTOL
+) -> None:
+    assert set(block) == {"A", "G"}
+    assert_close(block["A"], A, rtol, "A")
+    assert_close(block["G"], G, rtol, "G")

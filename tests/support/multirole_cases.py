@@ -6,9 +6,9 @@ from typing import Any
 import keras
 
 from tests.support import definition, workers_fosi
-from tests.support.cluster import Case, Outcome, run_cases
 from tests.support.fosi_objective import Objective
 from tests.support.fosi_simulation import Settings, Simulation
+from tests.support.jobs import Jobs, replicas_of
 from tests.support.workers_fosi import DEFAULTS, MODELS, data
 from tests.support.workers_modes import (
     ADAM_RATE,
@@ -20,15 +20,10 @@ from tests.support.workers_modes import (
     shares,
 )
 
-# ------------------------------------------------------------------- cases
-# Name: where, and the arguments of `workers_fosi.train`.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {}
-# Processes, devices of each, and the kind of strategy.
-CLUSTERS = {
-    "two": (2, 1, "multi"),
-    "four": (4, 1, "multi"),
-    "mirrored": (1, 2, "mirrored"),
-}
+# -------------------------------------------------------------------- jobs
+JOBS = Jobs(workers_fosi)
+# Name: the arguments of `workers_fosi.train`.
+CASES: dict[str, dict[str, Any]] = {}
 # Estimations begin at updates 2, 5 and 8, with two iterations beside each
 # step; their results are in use from update 5 and 8 on.
 OPTIONS = {
@@ -48,20 +43,23 @@ def add(
     model: str,
     inner: str,
     what: str = "",
+    slow: bool = False,
     **kwargs: Any,
 ) -> None:
-    name = ", ".join(p for p in (layout, final, model, inner, what) if p)
+    parts = (layout, final, model, inner, what)
+    name = f"{where}: {', '.join(p for p in parts if p)}"
     if model != "mlp":
         kwargs.setdefault("feed", "some")  # moments of no row are NaN
     kwargs |= {"layout": layout, "final_update": final}
     kwargs |= {"model": model, "inner": inner, "fits": FITS}
-    CASES[f"{where}: {name}"] = where, OPTIONS | kwargs
+    CASES[name] = OPTIONS | kwargs
+    JOBS.add(name, "train", slow=slow, **CASES[name])
 
 
 add("two", "rows", "stale", "mlp", "sgd", evaluated=EVALUATED)
 add("two", "columns", "paper", "mlp", "adam")
 add("two", "columns", "stale", "batch_norm", "adam", evaluated=EVALUATED)
-add("two", "rows", "paper", "plain_norm", "sgd")
+add("two", "rows", "paper", "plain_norm", "sgd", slow=True)
 add(
     "two",
     "rows",
@@ -69,6 +67,7 @@ add(
     "mlp",
     "adam",
     "long interval",
+    slow=True,
     update_interval=4,
     lanczos_steps=3,
 )
@@ -93,8 +92,17 @@ add("four", "rows", "stale", "mlp", "adam", evaluated=EVALUATED)
 add("four", "columns", "stale", "plain_norm", "sgd", evaluated=EVALUATED)
 # With batches of different sizes, synchronised moments of several workers
 # make a known difference: `test_dho2`.
-add("four", "rows", "stale", "batch_norm", "sgd", feed="even", evaluated=2)
-add("four", "columns", "paper", "mlp", "sgd", "NaN", poison=(3, 1))
+add(
+    "four",
+    "rows",
+    "stale",
+    "batch_norm",
+    "sgd",
+    slow=True,
+    feed="even",
+    evaluated=2,
+)
+add("four", "columns", "paper", "mlp", "sgd", "NaN", slow=True, poison=(3, 1))
 for fraction_, layout_, final_ in [
     (0.25, "rows", "paper"),
     (0.25, "columns", "stale"),
@@ -107,42 +115,23 @@ for fraction_, layout_, final_ in [
         "mlp",
         "sgd",
         f"{fraction_} accelerators",
+        slow=layout_ == "columns",
         accelerator_fraction=fraction_,
     )
 add("mirrored", "rows", "stale", "mlp", "sgd", evaluated=EVALUATED)
 add("mirrored", "columns", "paper", "batch_norm", "adam")
 
-REFUSED = {"two": (0.1, 0.9), "four": (0.1, 0.9), "mirrored": (0.2, 0.8)}
-MODULE = workers_fosi.__name__
-TIME_LIMIT = 400.0  # seconds for a cluster; it takes a sixth when quiet
-
-
-@functools.cache
-def _outcomes(where: str) -> dict[str, Outcome]:
-    workers, devices, kind = CLUSTERS[where]
-    cases = {
-        name: Case(f"{MODULE}:train", (kind,), kwargs)
-        for name, (place, kwargs) in CASES.items()
-        if place == where
-    }
-    cases[f"{where}: refused"] = Case(
-        f"{MODULE}:fractions_refused", (kind, REFUSED[where])
-    )
-    return run_cases(cases, workers, devices, time_limit=TIME_LIMIT)
-
-
-def results(name: str) -> list[Any]:
-    """Those of a case by process; starts its cluster if need be."""
-    return _outcomes(name.partition(":")[0])[name].get()
-
-
-def replicas_of(name: str) -> int:
-    workers, devices, _ = CLUSTERS[name.partition(":")[0]]
-    return workers * devices
+REFUSED = {
+    "two: refused": (0.1, 0.9),
+    "four: refused": (0.1, 0.9),
+    "mirrored: refused": (0.2, 0.8),
+}
+for name_, fractions_ in REFUSED.items():
+    JOBS.add(name_, "fractions_refused", fractions_)
 
 
 def options_of(name: str) -> dict[str, Any]:
-    return CASES[name][1]
+    return CASES[name]
 
 
 def count_workers(name: str) -> int:

@@ -40,6 +40,33 @@ def mlp(seed: int = 0) -> Any:
     )
 
 
+class Scale(layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.gain = self.add_weight((shape[-1],), "ones", name="gain")
+
+    def call(self, x: Any) -> Any:
+        return x * self.gain
+
+
+def unbuilt_sequential() -> Any:
+    hidden = layers.Dense(5, activation="tanh", name="hidden")
+    return keras.Sequential([hidden, layers.Dense(CLASSES, name="logits")])
+
+
+class LateBuilt(keras.Model):
+    """Layers that do not exist before the model is built."""
+
+    def build(self, shape: Any) -> None:
+        self.hidden = layers.Dense(5, activation="tanh", name="hidden")
+        self.hidden.build(shape)
+        self.logits = layers.Dense(CLASSES, name="logits")
+        self.logits.build((None, 5))
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        return self.logits(self.hidden(x))
+
+
 def compiled_mlp(
     inner: Any = None, seed: int = 0, eager: bool = False, **kwargs: Any
 ) -> Any:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tests.support import cluster
-from tests.support.cluster import Case, ClusterError, run, run_cases
+from tests.support.cluster import Case, Cluster, ClusterError, Pool, Shape, run
 
 WORKERS = "tests.support.workers_cluster"
 
@@ -30,17 +30,20 @@ def test_values_by_worker() -> None:
 
 
 def test_cases_share_processes() -> None:
-    first, second = (
-        outcome.get()
-        for outcome in run_cases(
-            {
-                "first": Case(target("describe"), kwargs={"b": 2}),
-                "second": Case(target("describe")),
-            }
-        ).values()
-    )
-    assert first[0][3] == {"b": 2}
-    assert [w[1] for w in first] == [w[1] for w in second]
+    with Pool() as pool:
+        first, second, other = (
+            pool.run("", Case(target("describe"), (), kwargs), shape).get()
+            for kwargs, shape in (
+                ({"b": 2}, Shape()),
+                ({}, Shape()),
+                ({}, Shape(workers=3)),
+            )
+        )
+        assert first[0][3] == {"b": 2}
+        processes = [[w[1] for w in values] for values in (first, second)]
+        assert processes[0] == processes[1]
+        assert len(other) == 3
+        assert not any(is_running(process) for process in processes[0])
 
 
 def test_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,24 +55,36 @@ def test_config(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_failure_names_case_and_shows_its_log() -> None:
-    outcomes = run_cases(
-        {
-            "good": Case(target("describe")),
-            "bad": Case(target("fail")),
-            "half": Case(target("fail"), (1,)),
-            "last": Case(target("describe")),
-        }
-    )
-    outcomes["good"].get()
-    outcomes["last"].get()
-    assert all("told to fail" in str(e) for e in outcomes["bad"].errors)
-    assert outcomes["half"].values == ["fine", None]
+    with Cluster(Shape()) as cluster:
+        good, bad, half, last = (
+            cluster.run(name, Case(target(function), args))
+            for name, function, args in (
+                ("good", "describe", ()),
+                ("bad", "fail", ()),
+                ("half", "fail", (1,)),
+                ("last", "describe", ()),
+            )
+        )
+    good.get()
+    last.get()
+    assert all("told to fail" in str(e) for e in bad.errors)
+    assert half.values == ["fine", None]
     with pytest.raises(ClusterError) as error:
-        outcomes["bad"].get()
+        half.get()
     message = str(error.value)
-    assert message.startswith("case 'bad': a worker raised")
-    assert "told to fail, worker 1" in message
-    assert "'half'" not in message
+    assert message.startswith("case 'half': a worker raised")
+    assert message.count("told to fail, worker 1") == 1
+    assert "told to fail, worker 0" not in message
+
+
+def test_another_cluster_follows_one_that_failed() -> None:
+    with Pool() as pool:
+        (before, after) = (
+            pool.run("", Case(target("describe")), Shape()).get()
+            for _ in "ab"
+            if pool.run("", Case(target("fail")), Shape()).complaint
+        )
+    assert not {w[1] for w in before} & {w[1] for w in after}
 
 
 def test_peers_of_a_failed_worker_do_not_hang(
@@ -106,11 +121,8 @@ def test_odd_ends_are_errors(name: str) -> None:
 
 
 def test_environment() -> None:
-    values = run_cases(
-        {"": Case("os:getenv", ("TFKFAC_TEST",))},
-        environment={"TFKFAC_TEST": "yes"},
-    )
-    assert values[""].get() == ["yes", "yes"]
+    values = run("os:getenv", "TFKFAC_TEST", environment={"TFKFAC_TEST": "yes"})
+    assert values == ["yes", "yes"]
 
 
 def test_devices() -> None:

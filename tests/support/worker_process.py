@@ -1,10 +1,11 @@
 """What each process of a test cluster runs; `cluster.py` starts it.
 
-python -m tests.support.worker_process DIRECTORY INDEX
+python -m tests.support.worker_process DIRECTORY INDEX DEVICES
 """
 
 import faulthandler
 import importlib
+import itertools
 import os
 import pathlib
 import pickle
@@ -15,7 +16,9 @@ import time
 import traceback
 from typing import Any
 
-JOB_FILE = "job.pickle"
+
+def case_file(directory: pathlib.Path, case: int) -> pathlib.Path:
+    return directory / f"case{case}.pickle"
 
 
 def result_file(
@@ -24,27 +27,19 @@ def result_file(
     return directory / f"case{case}.worker{worker}.pickle"
 
 
-def headline(case: str) -> str:
-    """The line in a log at which a case begins."""
-    return f"=== case {case!r}\n"
-
-
-def main(directory: pathlib.Path, index: int) -> None:
-    """Runs every case, leaves a file for each and waits to be dismissed."""
+def main(directory: pathlib.Path, index: int, devices: int) -> None:
+    """Runs every case as it comes and leaves a file for it."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     dismissal = threading.Thread(target=leave_when_dismissed, daemon=True)
     dismissal.start()
-    job = pickle.loads((directory / JOB_FILE).read_bytes())
-    set_devices(job["devices"])
-    for case, (name, target, args, kwargs) in enumerate(job["cases"]):
-        print(headline(name), end="", flush=True)
-        write(result_file(directory, case, index), call(target, args, kwargs))
-        # A worker that failed must not meet its peers' last collectives with
-        # the first ones of the next case.
-        for peer in range(job["workers"]):
-            wait_for(result_file(directory, case, peer))
-    dismissal.join()
+    set_devices(devices)
+    for case in itertools.count():
+        path = case_file(directory, case)
+        while not path.exists():
+            time.sleep(0.01)
+        result = call(*pickle.loads(path.read_bytes()))
+        write(result_file(directory, case, index), result)
 
 
 def leave_when_dismissed() -> None:
@@ -91,11 +86,5 @@ def write(path: pathlib.Path, content: bytes) -> None:
     draft.rename(path)
 
 
-def wait_for(path: pathlib.Path) -> None:
-    """Polls; the parent's time limit ends it if the file never comes."""
-    while not path.exists():
-        time.sleep(0.01)
-
-
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
+    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -15,18 +15,16 @@ from keras import layers
 import tfkfac
 from tests.support import workers_modes
 from tests.support.reference import Array
+from tests.support.strategies import copies, local_ranks, strategy
 from tests.support.workers_modes import (
     CLASSES,
     FEEDS,
     RATE,
-    copies,
     dataset,
     floats,
     images,
-    local_ranks,
     sentences,
     shares,
-    strategy,
 )
 
 Changes = Mapping[int, Mapping[str, Any]]

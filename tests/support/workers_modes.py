@@ -7,7 +7,6 @@ workers as one batch.
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,8 +17,9 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support import cluster
+from tests.support.ports import address, claim_ports
 from tests.support.reference import Array
+from tests.support.strategies import copies, local_ranks, strategy
 
 CLASSES = 3
 TOKENS = 6
@@ -229,28 +229,7 @@ class Setter(keras.callbacks.Callback):
             setattr(self.model.optimizer, name, value)
 
 
-# -------------------------------------------------------------- strategies
-@functools.cache
-def strategy(kind: str | None) -> Any:
-    """A process can have one only."""
-    if kind is None:
-        return tf.distribute.get_strategy()
-    if kind == "mirrored":
-        return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-    # Longer than any wait here; the harness' time limit ends everything.
-    return tfkfac.MultiWorkerMirroredStrategy(
-        communication_options=tf.distribute.experimental.CommunicationOptions(
-            timeout_seconds=120
-        )
-    )
-
-
-def local_ranks(kind: str | None) -> list[int]:
-    if kind == "multi":
-        return [strategy(kind).cluster_resolver.task_id]
-    return list(range(strategy(kind).num_replicas_in_sync))
-
-
+# ---------------------------------------------------------------- training
 @contextlib.contextmanager
 def floats(dtype: str) -> Iterator[None]:
     before = keras.config.floatx(), keras.config.dtype_policy()
@@ -263,7 +242,6 @@ def floats(dtype: str) -> Iterator[None]:
         keras.config.set_dtype_policy(before[1])
 
 
-# ---------------------------------------------------------------- training
 def train(
     kind: str | None,
     model: str,
@@ -481,12 +459,12 @@ def refusals(kind: str) -> dict[str, str]:
     return found
 
 
-def parameter_server(kind: str) -> str:
+def parameter_server() -> str:
     """What `compile` says under a parameter server; ends other training."""
     jobs = ["chief", "worker", "ps"]
-    addresses = cluster.local_addresses(len(jobs))
+    ports = claim_ports(len(jobs))
     spec = tf.train.ClusterSpec(
-        {job: [a] for job, a in zip(jobs, addresses, strict=True)}
+        {job: [address(p)] for job, p in zip(jobs, ports, strict=True)}
     )
     servers = [tf.distribute.Server(spec, job, 0) for job in jobs[1:]]
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -529,15 +507,6 @@ def describe(kind: str | None, model: Any) -> dict[str, Any]:
         "summary": "\n".join(text),
         "traces": len(optimizer.graphs),
     }
-
-
-def copies(kind: str | None, variables: Sequence[Any]) -> list[list[Array]]:
-    """The values that each local replica has of some variables."""
-    local = strategy(kind).experimental_local_results
-    values = [local(v.value) for v in variables]
-    return [
-        [v[i].numpy() for v in values] for i in range(len(local_ranks(kind)))
-    ]
 
 
 def kept_bytes(state: Any) -> dict[str, int]:

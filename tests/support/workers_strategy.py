@@ -8,32 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.compat.strategy import (
-    MultiWorkerMirroredStrategy,
-    is_repaired,
-    repair,
-)
+from tests.support.strategies import strategy
 
 BATCH = 8
-
-
-@functools.cache
-def strategy(kind: str) -> Any:
-    """A process can have one only."""
-    # Longer than any wait here, shorter than the harness' time limit.
-    options = tf.distribute.experimental.CommunicationOptions(
-        timeout_seconds=30
-    )
-    if kind == "ours":
-        return MultiWorkerMirroredStrategy(communication_options=options)
-    if kind == "stock":
-        stock = tf.distribute.MultiWorkerMirroredStrategy(
-            communication_options=options
-        )
-        assert not is_repaired(stock)
-        return repair(stock)
-    assert kind == "mirrored"
-    return repair(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]))
 
 
 def scope(kind: str | None) -> Any:

@@ -1,0 +1,338 @@
+"""Weights, masks and losses that leave rows without a gradient."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests.support.harness import (
+    check_factors,
+    compiled,
+    find,
+    half_squared_error,
+    keras_gradients,
+    randomize,
+    train_once,
+    weights_of,
+)
+from tests.support.layer_cases import LINEAR, make_input
+from tests.support.layer_models import (
+    expected_factors,
+    expected_rows,
+    one_layer,
+    targets,
+)
+from tests.support.layer_views import view_of
+from tests.support.reference import append_one, factors
+
+SHARING = ["expand", "reduce"]
+BATCH = 4
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize("eager", [True, False])
+def test_zero_sample_weights(sharing: str, eager: bool) -> None:
+    layer = layers.Dense(3, activation="tanh", name="block")
+    model = one_layer(layer, (2, 4))
+    x = make_input("", (2, 4), 6)
+    y = targets(model, x)
+    weight = np.array([1, 0, 2, 0, 1, 0.5], "float32")
+    view = view_of(layer)
+    a, g = expected_rows(view, weights_of(model), x, y, "tanh")
+    g = g * weight[:, None, None]
+    keep = np.repeat(weight[:, None] > 0, 2, axis=1)
+    step = train_once(
+        model,
+        x,
+        y,
+        sample_weight=weight,
+        weight_sharing=sharing,
+        eager=eager,
+    )
+    want = expected_factors(view, a, g, sharing, keep)
+    check_factors(step.of("block"), *want)
+
+
+def test_zero_sample_weights_convolution() -> None:
+    factory, shape = LINEAR["conv2d_same_even_strided"]
+    layer = factory(name="block")
+    model = one_layer(layer, shape)
+    x = make_input("", shape, BATCH)
+    y = targets(model, x)
+    weight = np.array([0, 1, 1, 0], "float32")
+    view = view_of(layer)
+    a, g = expected_rows(view, weights_of(model), x, y, None)
+    g = g * weight[:, None, None]
+    keep = np.repeat(weight[:, None] > 0, a.shape[2], axis=1)
+    step = train_once(model, x, y, sample_weight=weight)
+    want = expected_factors(view, a, g, "expand", keep)
+    check_factors(step.of("block"), *want)
+
+
+def test_sample_weights_per_output() -> None:
+    """A head's rows are those that its own loss has a weight for."""
+    inputs = keras.Input((3,))
+    heads = [layers.Dense(2, name=f"head_{i}") for i in range(2)]
+    model = keras.Model(inputs, [head(inputs) for head in heads])
+    randomize(model)
+    x = make_input("", (3,), 5)
+    y = list(np.random.default_rng(5).normal(size=(2, 5, 2)).astype("float32"))
+    weights = [
+        np.array([1, 0, 1, 0, 2], "float32"),
+        np.array([0, 1, 1, 0, 1], "float32"),
+    ]
+    a = append_one(x.astype(np.float64))
+    want = {}
+    for head, target, weight in zip(heads, y, weights, strict=True):
+        g = (a @ np.vstack(weights_of(head)) - target) * weight[:, None]
+        keep = (weight > 0)[:, None]
+        want[head.name] = factors(a[:, None], g[:, None], keep=keep)
+    step = train_once(
+        model, x, y, sample_weight=weights, loss=[half_squared_error] * 2
+    )
+    for name, (A, G) in want.items():
+        check_factors(step.of(name), A, G)
+
+
+def test_all_sample_weights_zero() -> None:
+    """A batch without any loss leaves everything finite and in place."""
+    model = one_layer(layers.Dense(3, name="block"), (4,))
+    x = make_input("", (4,), BATCH)
+    step = train_once(
+        model, x, targets(model, x), sample_weight=np.zeros(BATCH, "float32")
+    )
+    for value in step.of("block").values():
+        assert np.isfinite(value).all()
+    for value in step.delta:
+        np.testing.assert_array_equal(value, 0.0)
+
+
+MASK = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 0]], bool)
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize("eager", [True, False])
+def test_padding_mask(sharing: str, eager: bool) -> None:
+    """Keras averages the loss over the valid positions only."""
+    layer = layers.Dense(2, name="block")
+    inputs = keras.Input((3, 4))
+    model = keras.Model(inputs, layer(layers.Masking()(inputs)))
+    randomize(model)
+    x = make_input("", (3, 4), 4) * MASK[..., None]
+    y = targets(model, x)
+    kernel, bias = weights_of(model)
+    a = append_one(x.astype(np.float64))
+    # mean over all valid positions of the mean over 2 features.
+    residual = a @ np.vstack([kernel, bias]) - y
+    g = len(x) * residual * MASK[..., None] / MASK.sum()
+    A, G = factors(a, g, sharing, MASK)
+    step = train_once(
+        model, x, y, loss="mse", weight_sharing=sharing, eager=eager
+    )
+    check_factors(step.of("block"), A, G)
+
+
+def test_valid_positions_without_gradient_still_count() -> None:
+    """Under a mask, a dead unit is not a padded position."""
+    layer = layers.Dense(1, activation="relu", name="block")
+    inputs = keras.Input((3, 4))
+    model = keras.Model(inputs, layer(layers.Masking()(inputs)))
+    randomize(model)
+    x = make_input("", (3, 4), 4) * MASK[..., None]
+    y = targets(model, x)
+    a = append_one(x.astype(np.float64))
+    out = np.maximum(a @ np.vstack(weights_of(model)), 0)
+    g = len(x) * (out - y) * (out > 0) * 2 / MASK.sum() * MASK[..., None]
+    assert 0 < np.count_nonzero(g) < MASK.sum()
+    step = train_once(model, x, y, loss="mse")
+    check_factors(step.of("block"), *factors(a, g, keep=MASK))
+
+
+def test_mask_that_the_loss_ignores() -> None:
+    """Padded positions whose outputs are used do carry loss."""
+    layer = layers.Dense(2, name="block")
+    inputs = keras.Input((3, 4))
+    masked = layer(layers.Masking()(inputs))
+    # The mask ends here, its positions go on.
+    flat_rows = keras.ops.reshape(masked * 1.0, (-1, 6))
+    model = keras.Model(inputs, flat_rows)
+    randomize(model)
+    x = make_input("", (3, 4), 4) * MASK[..., None]
+    y = targets(model, x)
+    a = append_one(x.astype(np.float64))
+    g = a @ np.vstack(weights_of(model)) - y.reshape(4, 3, 2)
+    step = train_once(model, x, y)
+    check_factors(step.of("block"), *factors(a, g))
+
+
+def test_embedding_padding_mask() -> None:
+    """Padding tokens carry no loss, so they do not count."""
+    inputs = keras.Input((3,), dtype="int32")
+    layer = layers.Embedding(5, 2, mask_zero=True, name="embedding")
+    head = layers.Dense(2, use_bias=False, name="head")
+    model = keras.Model(inputs, head(layer(inputs)))
+    randomize(model)
+    x = np.array([[1, 4, 0], [4, 0, 0], [2, 2, 4]], "int32")
+    mask = x != 0
+    y = targets(model, x)
+    table, kernel = weights_of(model)
+    h = table[x]
+    g2 = len(x) * (h @ kernel - y) * mask[..., None] / mask.sum()
+    g1 = g2 @ kernel.T
+    step = train_once(model, x, y, loss="mse")
+    check_factors(step.of("head"), *factors(h, g2, keep=mask))
+    A, G = factors(np.eye(5)[x], g1, keep=mask)
+    check_factors(step.of("embedding"), np.diagonal(A), G)
+
+
+def test_temporal_sample_weights() -> None:
+    """Weights per position: those of weight zero do not count in A."""
+    layer = layers.Dense(2, name="block")
+    model = one_layer(layer, (3, 4))
+    x = make_input("", (3, 4), 4)
+    y = targets(model, x)
+    weight = MASK * np.array([1.0, 2.0, 0.5], "float32")
+    a = append_one(x.astype(np.float64))
+    residual = a @ np.vstack(weights_of(model)) - y
+    g = residual * weight[..., None] / 3
+    step = train_once(model, x, y, loss="mse", sample_weight=weight)
+    check_factors(step.of("block"), *factors(a, g, keep=MASK))
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+def test_positions_without_gradient_still_count(sharing: str) -> None:
+    """Only the last position is used: nothing is padded, all rows count."""
+    layer = layers.Dense(2, activation="tanh", name="block")
+    inputs = keras.Input((3, 4))
+    model = keras.Model(inputs, layer(inputs)[:, -1])
+    randomize(model)
+    x = make_input("", (3, 4), BATCH)
+    y = targets(model, x)
+    a = append_one(x.astype(np.float64))
+    out = np.tanh(a @ np.vstack(weights_of(model)))
+    g = (out - y[:, None]) * (1 - out**2)
+    g[:, :-1] = 0
+    step = train_once(model, x, y, weight_sharing=sharing)
+    check_factors(step.of("block"), *factors(a, g, sharing))
+
+
+def test_dead_units_still_count() -> None:
+    """An example behind a dead ReLU has no gradient but is a row of A."""
+    layer = layers.Dense(1, activation="relu", name="block")
+    model = one_layer(layer, (3,))
+    x = make_input("", (3,), 12)
+    y = targets(model, x)
+    a, g = expected_rows(view_of(layer), weights_of(model), x, y, "relu")
+    assert 0 < np.count_nonzero(g) < 12
+    weight = np.ones(12, "float32")
+    for sample_weight in (None, weight):
+        model = one_layer(layers.Dense.from_config(layer.get_config()), (3,))
+        step = train_once(model, x, y, sample_weight=sample_weight)
+        check_factors(step.of("block"), *factors(a[0], g[0]))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_batch_folded_into_positions(weighted: bool) -> None:
+    """The loss' examples are the batch, however a layer sees them."""
+    layer = layers.Dense(2, name="block")
+    inputs = keras.Input((3, 4))
+    rows = layer(keras.ops.reshape(inputs, (-1, 4)))
+    model = keras.Model(inputs, keras.ops.reshape(rows, (-1, 3, 2)))
+    randomize(model)
+    x = make_input("", (3, 4), BATCH)
+    y = targets(model, x)
+    weight = np.array([1, 0, 2, 1], "float32")
+    a = append_one(x.astype(np.float64))
+    g = a @ np.vstack(weights_of(model)) - y
+    keep = None
+    if weighted:
+        g = g * weight[:, None, None]
+        keep = np.repeat(weight[:, None] > 0, 3, axis=1)
+    step = train_once(
+        model, x, y, sample_weight=weight if weighted else None, eager=False
+    )
+    check_factors(step.of("block"), *factors(a, g, keep=keep))
+
+
+def test_two_outputs_and_loss_weights() -> None:
+    """l_n is the weighted sum of an example's losses."""
+    inputs = keras.Input((3,))
+    trunk = layers.Dense(4, activation="tanh", name="trunk")
+    heads = [layers.Dense(n, name=f"head_{n}") for n in (1, 2)]
+    h = trunk(inputs)
+    model = keras.Model(inputs, [head(h) for head in heads])
+    randomize(model)
+    x = make_input("", (3,), BATCH)
+    rng = np.random.default_rng(6)
+    y = [rng.normal(size=(BATCH, n)).astype("float32") for n in (1, 2)]
+    weights = [0.5, 3.0]
+    a1 = append_one(x.astype(np.float64))
+    out = np.tanh(a1 @ np.vstack(weights_of(trunk)))
+    a2, back, want = append_one(out), 0.0, {}
+    for head, target, weight in zip(heads, y, weights, strict=True):
+        kernel, bias = weights_of(head)
+        g = weight * (a2 @ np.vstack([kernel, bias]) - target)
+        want[head.name] = factors(a2[:, None], g[:, None])
+        back = back + g @ kernel.T
+    g1 = back * (1 - out**2)
+    want["trunk"] = factors(a1[:, None], g1[:, None])
+    optimizer = compiled(model)
+    model.compile(
+        optimizer=optimizer,
+        loss=[half_squared_error, half_squared_error],
+        loss_weights=weights,
+    )
+    model.train_on_batch(x, y)
+    for name, (A, G) in want.items():
+        check_factors(find(optimizer.factors(), name), A, G)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_only_applied_gradients_count(eager: bool) -> None:
+    """A gradient taken twice, or never applied, leaves no row behind."""
+    layer = layers.Dense(2, activation="tanh", name="block")
+    model = one_layer(layer, (3,))
+    x = make_input("", (3,), BATCH)
+    y = targets(model, x)
+    a, g = expected_rows(view_of(layer), weights_of(model), x, y, "tanh")
+    optimizer = compiled(model)
+    # Somebody looks at the gradients of another batch first.
+    keras_gradients(model, x[:2] + 1.0, y[:2])
+
+    def step() -> None:
+        with tf.GradientTape(persistent=True) as tape:
+            losses = half_squared_error(y, model(x, training=True))
+            loss = tf.reduce_mean(losses)
+        variables = model.trainable_variables
+        values = [v.value for v in variables]
+        tape.gradient(loss, values)
+        optimizer.apply(tape.gradient(loss, values), variables)
+
+    (step if eager else tf.function(step))()
+    check_factors(find(optimizer.factors(), "block"), *factors(a[0], g[0]))
+
+
+class HalfSquaredError(keras.losses.Loss):
+    """The same loss as an object, which can have a dtype."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return half_squared_error(y_true, y_pred)
+
+
+def test_float64_model_is_exact() -> None:
+    """Factors of a float64 model have float64 precision."""
+    layer = layers.Conv2D(3, 2, padding="same", dtype="float64", name="block")
+    inputs = keras.Input((4, 3, 2), dtype="float64")
+    model = keras.Model(inputs, layer(inputs))
+    randomize(model)
+    x = make_input("", (4, 3, 2), BATCH).astype(np.float64)
+    y = targets(model, x).astype(np.float64)
+    view = view_of(layer)
+    a, g = expected_rows(view, weights_of(model), x, y, None)
+    loss = HalfSquaredError(dtype="float64")
+    step = train_once(model, x, y, loss=loss)
+    want = expected_factors(view, a, g, "expand")
+    check_factors(step.of("block"), *want, rtol=1e-12)

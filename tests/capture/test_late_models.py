@@ -1,0 +1,143 @@
+"""Models whose layers, or whose calls, come late."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support.harness import assert_close
+from tests.support.small import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    LateBuilt,
+    compiled_mlp,
+    curvature,
+    data,
+    kfac_of,
+    loss,
+    unbuilt_sequential,
+)
+
+X, Y = data()
+STEPS = 3
+
+
+class Subclassed(keras.Model):
+    """Layers made in the constructor, built by the first call."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.hidden = layers.Dense(5, activation="tanh", name="hidden")
+        self.logits = layers.Dense(CLASSES, name="logits")
+
+    def call(self, x: Any) -> Any:
+        return self.logits(self.hidden(x))
+
+
+class LateBlock(layers.Layer):
+    """A container layer of the same kind."""
+
+    def build(self, shape: Any) -> None:
+        self.hidden = layers.Dense(5, activation="tanh", name="hidden")
+        self.hidden.build(shape)
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        return self.hidden(x)
+
+
+def nested_unbuilt() -> Any:
+    inner = keras.Sequential([LateBlock(name="block")], name="inner")
+    return keras.Sequential([inner, layers.Dense(CLASSES, name="logits")])
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "unbuilt sequential": unbuilt_sequential,
+    "subclassed": Subclassed,
+    "built in build": LateBuilt,
+    "nested, built in build": nested_unbuilt,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "eager"),
+    [*((kind, True) for kind in MODELS), ("nested, built in build", False)],
+)
+def test_unbuilt_models(kind: str, eager: bool) -> None:
+    """Taps are in time for layers that come with the first step."""
+    keras.utils.set_random_seed(0)
+    model = MODELS[kind]()
+    optimizer = tfkfac.KFAC(1e-3, factor_update_interval=1)
+    model.compile(optimizer, loss(), run_eagerly=eager)
+    model.train_on_batch(X, Y)
+    twin = compiled_mlp(1e-3, factor_update_interval=1, eager=True)
+    twin.set_weights(model.get_weights())
+    state = curvature(optimizer)
+    optimizer.load_own_variables({k: 0 * v for k, v in state.items()})
+    model.train_on_batch(X, Y)
+    twin.train_on_batch(X, Y)
+    got, want = optimizer.factors(), kfac_of(twin).factors()
+    assert [p.rsplit("/")[-1] for p in got] == ["hidden", "logits"]
+    for mine, his in zip(got.values(), want.values(), strict=True):
+        for name in ("A", "G"):
+            assert his[name].any()
+            assert_close(mine[name], his[name], 1e-5, name)
+
+
+def test_unbuilt_attention_is_found() -> None:
+    """Attention makes its projections when it is built."""
+
+    class Attentive(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = layers.MultiHeadAttention(2, 3, name="attention")
+            self.logits = layers.Dense(CLASSES, name="logits")
+
+        def call(self, x: Any) -> Any:
+            return self.logits(self.attention(x, x))
+
+    model = Attentive()
+    model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
+    x = np.random.default_rng(0).normal(size=(4, 5, 2)).astype("float32")
+    model.train_on_batch(x, np.zeros((4, 5), "int32"))
+    blocks = kfac_of(model).factors()
+    assert list(blocks) == [
+        f"attention/{name}"
+        for name in ("query", "key", "value", "attention_output")
+    ] + ["logits"]
+    assert all(block["A"].any() for block in blocks.values())
+
+
+def test_model_whose_call_is_never_used() -> None:
+    """An autoencoder's train step may call its parts and nothing else."""
+
+    class Parts(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = unbuilt_sequential()
+            self.decoder = keras.Sequential([layers.Dense(FEATURES)])
+
+        def train_step(self, x: Any) -> dict[str, Any]:
+            with tf.GradientTape() as tape:
+                error = self.decoder(self.encoder(x)) - x
+                value = tf.reduce_mean(tf.square(error))
+            weights = self.trainable_weights
+            gradients = tape.gradient(value, weights)
+            self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+            return {"error": value}
+
+    model = Parts()
+    model.compile(tfkfac.KFAC(0.02), run_eagerly=True)
+    history = model.fit(X, epochs=8, batch_size=ROWS, verbose=0).history
+    blocks = kfac_of(model).factors()
+    assert len(blocks) == 3
+    for block in blocks.values():
+        assert block["A"].any()
+        assert block["G"].any()
+    assert history["error"][-1] < 0.9 * history["error"][0]

@@ -1,0 +1,140 @@
+"""What the taps record, and that derivatives do not notice them."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfkfac
+from tests.support.harness import assert_close
+from tests.support.reference import append_one
+from tests.support.small import (
+    ROWS,
+    assert_same,
+    compiled_mlp,
+    data,
+    everything,
+    gradients_of,
+    loss,
+    mlp,
+)
+
+X, Y = data()
+STEPS = 3
+
+
+# -------------------------------------------------------------- records
+def test_a_saliency_map_leaves_nothing_behind() -> None:
+    """A gradient that is never applied does not reach the next step."""
+    models = [compiled_mlp(eager=True) for _ in range(2)]
+    for model, saliency in zip(models, (False, True), strict=True):
+        for _ in range(2):
+            if saliency:
+                x = tf.constant(X[:3] + 5.0)
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    score = tf.reduce_sum(model(x)[:, 0])
+                assert np.asarray(tape.gradient(score, x)).any()
+            model.train_on_batch(X, Y)
+    assert_same(everything(models[1]), everything(models[0]))
+
+
+def test_unused_records_do_not_pile_up() -> None:
+    """Ten saliency maps hold no more tensors than one."""
+    model = compiled_mlp(eager=True)
+
+    def held() -> int:
+        gc.collect()
+        records = [o for o in gc.get_objects() if type(o).__name__ == "Record"]
+        return len(records)
+
+    gradients_of(model, X, Y)
+    one = held()
+    for _ in range(9):
+        gradients_of(model, X, Y)
+    assert held() <= one
+    model.train_on_batch(X, Y)
+    assert held() <= one - 2
+
+
+def test_another_tape_between_backward_pass_and_step() -> None:
+    model = mlp()
+    optimizer = tfkfac.KFAC().attach(model)
+    gradients = gradients_of(model, X, Y)
+    with tf.GradientTape():
+        model(X[:2])
+    optimizer.apply(gradients, model.trainable_variables)
+
+
+# ------------------------------------------------------------- derivatives
+def gradient_penalty(model: Any) -> list[Any]:
+    """Weights' gradients of a gradient with respect to the inputs."""
+    x = tf.constant(X)
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            score = tf.reduce_sum(model(x)[:, 0])
+        slope = inner.gradient(score, x)
+        penalty = tf.reduce_mean(tf.square(tf.norm(slope, axis=1) - 1))
+        value = penalty + tf.reduce_mean(model(x)[:, 1])
+    return list(outer.gradient(value, model.trainable_variables))
+
+
+def forward_mode(model: Any) -> list[Any]:
+    values = [v.value for v in model.trainable_variables]
+    ones = [tf.ones_like(v) for v in values]
+    with tf.autodiff.ForwardAccumulator(values, ones) as accumulator:
+        outputs = model(X)
+    return [accumulator.jvp(outputs)]
+
+
+def hessian_product(model: Any) -> list[Any]:
+    values = [v.value for v in model.trainable_variables]
+    ones = [tf.ones_like(v) for v in values]
+    with tf.autodiff.ForwardAccumulator(values, ones) as accumulator:
+        with tf.GradientTape() as tape:
+            value = loss()(Y, model(X))
+        gradients = tape.gradient(value, values)
+    return [accumulator.jvp(g) for g in gradients]
+
+
+def jacobians(model: Any) -> list[Any]:
+    with tf.GradientTape(persistent=True) as tape:
+        outputs = model(X)
+    values = [v.value for v in model.trainable_variables]
+    return list(tape.jacobian(outputs, values))
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        gradient_penalty,
+        jacobians,
+        forward_mode,
+        hessian_product,
+    ],
+)
+def test_taps_are_transparent_to_derivatives(
+    derivative: Callable[[Any], list[Any]],
+) -> None:
+    """Equal to the last bit, with and without taps."""
+    got, want = derivative(compiled_mlp(eager=True)), derivative(mlp())
+    assert len(want) in (1, 4)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert np.asarray(b).any()
+
+
+def test_gradient_penalty_trains() -> None:
+    """Nested tapes leave one record for each call of a layer."""
+    model = mlp()
+    optimizer = tfkfac.KFAC().attach(model)
+    for _ in range(2):
+        optimizer.apply(gradient_penalty(model), model.trainable_variables)
+    a = append_one(X.astype(np.float64))
+    # The inputs are seen twice, which leaves their mean as it is.
+    got = optimizer.factors()["hidden"]["A"]
+    assert_close(got, a.T @ a / ROWS, 1e-5)

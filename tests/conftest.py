@@ -1,0 +1,44 @@
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tests.support.cluster import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Runs jobs of several workers; it starts with the first of them."""
+    with Pool() as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def clean_variable_scope() -> Iterator[None]:
+    """What is traced by `tf.map_fn` and raises leaves its scope changed.
+
+    No strategy could enter it afterwards.
+    """
+    yield
+    tf.compat.v1.get_variable_scope()._caching_device = None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins: jobs, then files with many tests."""
+    counts = collections.Counter(item.path for item in items)
+
+    def key(item: pytest.Item) -> tuple[bool, int]:
+        fixtures = getattr(item, "fixturenames", ())
+        return "pool" not in fixtures, -counts[item.path]
+
+    items.sort(key=key)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests that share models or jobs run in one process."""
+    from tests.support.scheduling import FilesAndClusters
+
+    return FilesAndClusters(config, log)

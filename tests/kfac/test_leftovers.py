@@ -1,0 +1,218 @@
+"""What K-FAC leaves alone takes the inner optimizer's step."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support.small import (
+    CLASSES,
+    FEATURES,
+    Scale,
+    assert_same,
+    data,
+    gradients_of,
+    kfac_of,
+    loss,
+    mlp,
+    slots,
+    summary_text,
+)
+from tests.support.summaries import leftovers_of, sequential
+
+X, Y = data()
+
+
+# -------------------------------------------------- as the inner one would do
+@pytest.mark.filterwarnings("ignore:Model .* has no layer that K-FAC")
+@pytest.mark.parametrize("inner", ["sgd", "adam"])
+def test_everything_skipped_is_the_inner_optimizer(inner: str) -> None:
+    """To the last bit, slots included."""
+    makers: dict[str, Callable[[], Any]] = {
+        "sgd": lambda: keras.optimizers.SGD(
+            0.1, momentum=0.9, weight_decay=0.01, clipnorm=0.5
+        ),
+        "adam": lambda: keras.optimizers.Adam(0.01, use_ema=True),
+    }
+    runs = []
+    for wrapped in (True, False):
+        optimizer = makers[inner]()
+        if wrapped:
+            optimizer = tfkfac.KFAC(optimizer, skip_layers=[".*"])
+        model = mlp()
+        model.compile(optimizer, loss(), run_eagerly=inner == "sgd")
+        model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        weights = {str(i): w for i, w in enumerate(model.get_weights())}
+        kept = {k.split("/")[-1]: v for k, v in slots(model.optimizer).items()}
+        runs.append({**weights, **kept})
+    assert_same(*runs)
+    assert not np.array_equal(runs[0]["0"], mlp().get_weights()[0])
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_leftovers_take_the_plain_step(eager: bool) -> None:
+    """Beside preconditioned and clipped layers, to the last bit."""
+    model = sequential(
+        layers.Dense(4, activation="tanh", name="dense"),
+        Scale(name="scale"),
+        layers.Dense(CLASSES, name="skipped"),
+    )
+    optimizer = tfkfac.KFAC(
+        keras.optimizers.SGD(0.1), skip_layers=["skipped"], kl_clip=1e-6
+    ).attach(model)
+
+    def step() -> list[Any]:
+        gradients = gradients_of(model, X, Y)
+        optimizer.apply(gradients, model.trainable_variables)
+        return gradients
+
+    before = [v.numpy() for v in model.trainable_variables]
+    gradients = (step if eager else tf.function(step))()
+    rate = np.float32(0.1)
+    plain = [
+        np.array_equal(v.numpy(), b - rate * np.asarray(g))
+        for v, b, g in zip(
+            model.trainable_variables, before, gradients, strict=True
+        )
+    ]
+    names = [v.path.split("/")[-2] for v in model.trainable_variables]
+    assert names == ["dense", "dense", "scale", "skipped", "skipped"]
+    assert plain == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_leftover_sparse_gradient(eager: bool) -> None:
+    """A skipped embedding's gradient stays sparse and takes its step."""
+    keras.utils.set_random_seed(0)
+    tokens = layers.Embedding(7, 2, name="tokens")
+    model = sequential(
+        tokens, layers.Flatten(), layers.Dense(CLASSES), shape=(3,)
+    )
+    optimizer = tfkfac.KFAC(
+        keras.optimizers.SGD(0.1), skip_layers=["tokens"]
+    ).attach(model)
+    x, y = np.array([[0, 1, 2], [2, 3, 3]]), np.array([0, 1])
+
+    def step() -> Any:
+        gradients = gradients_of(model, x, y)
+        assert isinstance(gradients[0], tf.IndexedSlices)
+        optimizer.apply(gradients, model.trainable_variables)
+        return tf.convert_to_tensor(gradients[0])
+
+    before = tokens.get_weights()[0]
+    gradient = (step if eager else tf.function(step))()
+    want = before - np.float32(0.1) * np.asarray(gradient)
+    got = tokens.get_weights()[0]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_array_equal(got[4:], before[4:])
+    assert not np.array_equal(got[:4], before[:4])
+
+
+def test_model_without_a_supported_layer() -> None:
+    """A warning that says what happens; then the inner optimizer works."""
+    model = sequential(Scale(name="scale"))
+    with pytest.warns(UserWarning, match=r"has no layer that K-FAC.*SGD"):
+        model.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
+    optimizer = kfac_of(model)
+    assert "No layer is preconditioned." in summary_text(optimizer)
+    assert list(leftovers_of(optimizer)) == ["scale:gain"]
+    assert optimizer.factors() == {}
+    assert optimizer.state_bytes()["total"] == 0
+    model.train_on_batch(X, 0 * X)
+    assert (model.get_weights()[0] < 1).all()
+
+
+# ------------------------------------------------------- layers out of sight
+def test_weights_used_without_calling_the_layer() -> None:
+    """The error names the layer, and its advice works."""
+
+    class Shortcut(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = layers.Dense(4, name="hidden")
+            self.logits = layers.Dense(CLASSES, name="logits")
+
+        def build(self, shape: Any) -> None:
+            self.hidden.build(shape)
+            self.logits.build((None, 4))
+            self.built = True
+
+        def call(self, x: Any) -> Any:
+            x = keras.ops.matmul(x, self.hidden.kernel) + self.hidden.bias
+            return self.logits(x)
+
+    model = Shortcut()
+    model.compile(tfkfac.KFAC(), loss())
+    with pytest.raises(ValueError, match=r"'hidden'.*no call") as caught:
+        model.train_on_batch(X, Y)
+    advice = re.search(r"skip_layers=\['(\w+)'\]", str(caught.value))
+    assert advice is not None
+    model = Shortcut()
+    optimizer = tfkfac.KFAC(skip_layers=[advice[1]])
+    model.compile(optimizer, loss())
+    model.train_on_batch(X, Y)
+    assert list(optimizer.factors()) == ["logits"]
+
+
+def test_layer_called_in_a_function_of_its_own() -> None:
+    """An inner `tf.function` has its own graph: the layer is named."""
+    model = mlp()
+    model.layers[0].call = tf.function(model.layers[0].call)
+    optimizer = tfkfac.KFAC().attach(model)
+
+    @tf.function
+    def forward(x: Any) -> Any:
+        return model.layers[0](x)
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            value = loss()(Y, model.layers[1](forward(X)))
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(value, variables), variables)
+
+    with pytest.raises(ValueError, match=r"'hidden'.*`tf\.function`"):
+        step()
+
+
+def test_gradients_for_half_of_a_layer() -> None:
+    model = mlp()
+    optimizer = tfkfac.KFAC().attach(model)
+    gradients = gradients_of(model, X, Y)
+    gradients[1] = None
+    with pytest.raises(ValueError, match=r"'hidden'.*kernel.*bias.*only"):
+        optimizer.apply(gradients, model.trainable_variables)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("eager", [True, False])
+def test_unused_layer_is_fine(eager: bool) -> None:
+    """No gradient, no step, no factors; the others are preconditioned."""
+
+    class Unused(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logits = layers.Dense(CLASSES, name="logits")
+            self.spare = layers.Dense(2, name="spare")
+            self.spare.build((None, FEATURES))
+
+        def call(self, x: Any) -> Any:
+            return self.logits(x)
+
+    model = Unused()
+    model.compile(tfkfac.KFAC(), loss(), run_eagerly=eager)
+    model.train_on_batch(X, Y)
+    before = model.spare.get_weights()
+    model.train_on_batch(X, Y)
+    for value, want in zip(model.spare.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(value, want)
+    blocks = kfac_of(model).factors()
+    assert set(blocks) == {"logits", "spare"}
+    assert blocks["logits"]["A"].any()
+    assert not blocks["spare"]["A"].any()

@@ -1,0 +1,259 @@
+"""What `summary` and the other reports say."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfkfac
+from tests.support.small import (
+    CLASSES,
+    FEATURES,
+    compiled_mlp,
+    curvature,
+    data,
+    loss,
+    mlp,
+    summary_text,
+)
+from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
+
+X, Y = data()
+
+
+# ----------------------------------------------------------- what is listed
+def test_summary_of_a_model_with_everything() -> None:
+    """One row for a block: shapes, weights and bytes are the real ones."""
+    model = sequential(
+        layers.Conv2D(4, 3, name="conv"),
+        layers.Conv2D(6, 1, groups=2, use_bias=False, name="grouped"),
+        layers.BatchNormalization(name="norm"),
+        layers.GroupNormalization(2, center=False, name="scale"),
+        layers.SeparableConv2D(5, 2, name="separable"),
+        layers.Flatten(),
+        layers.Dense(7, name="dense"),
+        shape=(5, 5, 2),
+    )
+    optimizer = bind(model)
+    assert {k: v[:4] for k, v in blocks_of(optimizer).items()} == {
+        "conv": ["Conv", "19 x 19", "4 x 4", "76"],
+        "grouped": ["Conv", "2 of 2 x 2", "2 of 3 x 3", "12"],
+        "norm": ["Normalization", "-", "6 of 2 x 2", "12"],
+        "scale": ["Normalization", "-", "6 of 1 x 1", "6"],
+        "depthwise/separable": [
+            "SeparableConv, depthwise",
+            "6 of 4 x 4",
+            "6 of 1 x 1",
+            "24",
+        ],
+        "pointwise/separable": [
+            "SeparableConv, pointwise",
+            "7 x 7",
+            "5 x 5",
+            "35",
+        ],
+        "dense": ["Dense", "21 x 21", "7 x 7", "147"],
+    }
+    assert leftovers_of(optimizer) == {}
+    text = summary_text(optimizer)
+    weights = model.count_params() - 12  # moving mean and variance
+    assert f"Preconditioned weights: {weights} of {weights}." in text
+    assert "solver inverse, inner optimizer SGD" in text
+    assert f"model '{model.name}'" in text
+    # The factors and the inverses of the last layer, in single precision.
+    assert blocks_of(optimizer)["dense"][4] == "3.83 KB"
+    size = 2 * 4 * (21**2 + 7**2) / 1024
+    assert size == pytest.approx(3.83, abs=5e-3)
+
+
+def test_summary_of_an_embedding() -> None:
+    model = keras.Sequential(
+        [
+            keras.Input((4,), dtype="int32"),
+            layers.Embedding(9, 3, name="tokens"),
+            layers.Dense(2, use_bias=False, name="dense"),
+        ]
+    )
+    rows = {k: v[:4] for k, v in blocks_of(bind(model)).items()}
+    assert rows == {
+        "tokens": ["Embedding", "diagonal 9", "3 x 3", "27"],
+        "dense": ["Dense", "3 x 3", "2 x 2", "6"],
+    }
+
+
+def test_summary_prints() -> None:
+    """The default goes to standard output, as of `model.summary`."""
+    lines: list[str] = []
+    bind(mlp()).summary(print_fn=lines.append)
+    assert "hidden" in "".join(lines)
+
+
+def test_summary_prints_by_default(capsys: Any) -> None:
+    bind(mlp()).summary()
+    out, err = capsys.readouterr()
+    assert "hidden" in out
+    assert err == ""
+
+
+def test_paths_are_unique_and_end_with_the_name() -> None:
+    """Containers of equal names, layers of equal names in them."""
+
+    class Tower(keras.Model):
+        def __init__(self) -> None:
+            super().__init__(name="tower")
+            self.parts = [
+                keras.Sequential(
+                    [layers.Dense(FEATURES, name="dense")], name="part"
+                )
+                for _ in range(3)
+            ]
+            self.head = layers.Dense(CLASSES, name="dense")
+
+        def call(self, x: Any) -> Any:
+            for part in self.parts:
+                x = part(x)
+            return self.head(x)
+
+    model = Tower()
+    model(X)
+    optimizer = bind(model)
+    paths = list(blocks_of(optimizer))
+    assert len(set(paths)) == 4
+    assert all(path.rsplit("/")[-1] == "dense" for path in paths)
+    assert paths[0] == "part/dense"
+    assert paths[-1] == "dense"
+    model.train_on_batch(X, np.zeros((len(X), CLASSES)))
+    assert list(optimizer.factors()) == paths
+
+
+# ------------------------------------------------------------- before build
+class Constructed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = layers.Dense(4, name="first")
+        self.second = layers.Dense(CLASSES, name="second")
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+class BuiltLate(keras.Model):
+    def build(self, shape: Any) -> None:
+        self.first = layers.Dense(4, name="first")
+        self.first.build(shape)
+        self.second = layers.Dense(CLASSES, name="second")
+        self.second.build((None, 4))
+        self.built = True
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+UNBUILT: dict[str, Any] = {
+    "sequential": lambda: keras.Sequential(
+        [layers.Dense(4, name="first"), layers.Dense(CLASSES, name="second")]
+    ),
+    "subclassed": Constructed,
+    "layers made in build": BuiltLate,
+}
+
+
+def unbuilt_cases() -> list[Any]:
+    return [
+        value if hasattr(value, "values") else pytest.param(value, id=name)
+        for name, value in UNBUILT.items()
+    ]
+
+
+@pytest.mark.parametrize("build", unbuilt_cases())
+def test_summary_before_the_model_is_built(build: Callable[[], Any]) -> None:
+    """A clear error, not a wrong table; after a step all is there."""
+    model = build()
+    optimizer = tfkfac.KFAC()
+    model.compile(optimizer, loss(), run_eagerly=True)
+    for report in (optimizer.summary, optimizer.state_bytes):
+        with pytest.raises(ValueError, match=r"not built.*`model\.build"):
+            report()
+    model.train_on_batch(X, Y)
+    assert list(blocks_of(optimizer)) == ["first", "second"]
+
+
+@pytest.mark.filterwarnings("ignore:Model .* has no layer that K-FAC")
+def test_an_early_summary_does_not_switch_kfac_off() -> None:
+    model = BuiltLate()
+    optimizer = tfkfac.KFAC()
+    model.compile(optimizer, loss(), run_eagerly=True)
+    with contextlib.suppress(ValueError):
+        optimizer.summary(print_fn=lambda text: None)
+    model.train_on_batch(X, Y)
+    assert list(optimizer.factors()) == ["first", "second"]
+
+
+def test_reports_before_a_first_step() -> None:
+    """A built model has its factors at once: zeros."""
+    optimizer = compiled_mlp().optimizer
+    for block in optimizer.factors().values():
+        assert not block["A"].any()
+        assert not block["G"].any()
+    late = tfkfac.KFAC()
+    keras.Sequential([layers.Dense(2)]).compile(late)
+    with pytest.raises(ValueError, match=r"no factors yet.*Train a step"):
+        late.factors()
+    for report in (tfkfac.KFAC().summary, tfkfac.KFAC().state_bytes):
+        with pytest.raises(ValueError, match="does not know its model"):
+            report()
+
+
+# ------------------------------------------------------------------- bytes
+@pytest.mark.parametrize(
+    ("solver", "dtype", "factor", "inverse"),
+    [
+        ("inverse", "float32", None, None),
+        ("eigen", "float64", None, None),
+        ("eigen", "float32", "float16", None),
+        ("inverse", "float32", None, "bfloat16"),
+    ],
+)
+def test_state_bytes_are_those_of_the_variables(
+    solver: str, dtype: str, factor: str | None, inverse: str | None
+) -> None:
+    keras.config.set_dtype_policy(dtype)
+    try:
+        tokens = keras.Sequential(
+            [
+                keras.Input((6,), dtype="int32"),
+                layers.Embedding(9, 4),
+                layers.Conv1D(4, 2, groups=2),
+                layers.BatchNormalization(),
+                layers.SeparableConv1D(3, 2),
+                layers.Flatten(),
+                layers.Dense(2, use_bias=False),
+            ]
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
+    optimizer = bind(
+        tokens, solver=solver, factor_dtype=factor, inverse_dtype=inverse
+    )
+    state = curvature(optimizer)
+
+    def real(kind: str, stored: str) -> int:
+        found = [
+            v for k, v in state.items() if k.split(":")[1].startswith(kind)
+        ]
+        assert all(v.dtype.name == stored for v in found)
+        return sum(v.nbytes for v in found)
+
+    got = optimizer.state_bytes()
+    assert got == {
+        "factors": real("factor_A", factor or dtype)
+        + real("factor_G", factor or dtype),
+        "decompositions": real("solver_", inverse or dtype),
+        "total": got["factors"] + got["decompositions"],
+    }
+    assert got["factors"] > 0
+    assert got["decompositions"] > 0

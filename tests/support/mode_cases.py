@@ -1,0 +1,309 @@
+"""The jobs of the distribution modes, and what they should come to."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.support import definition, workers_modes
+from tests.support.jobs import Jobs, replicas_of
+from tests.support.reference import Array
+from tests.support.weights import distance
+from tests.support.workers_modes import (
+    ADAM_RATE,
+    BETAS,
+    DEFAULTS,
+    MOMENTUM,
+    RATE,
+    images,
+)
+from tfkfac.distributed.assignment import LayerPlan, plan_layers
+
+Result = Mapping[str, Any]
+
+EXACT = 2e-7  # float64, up to a few float32 numbers
+
+# -------------------------------------------------------------------- jobs
+JOBS = Jobs(workers_modes)
+# Name: the arguments of `workers_modes.train`.
+CASES: dict[str, dict[str, Any]] = {}
+# What is not slow has each mode on two workers and on four, and each solver.
+
+
+def add(
+    where: str, what: str, mode: str, slow: bool = False, **kwargs: Any
+) -> None:
+    """Adds a case; a mode may bear the fraction of gradient workers."""
+    distribution, _, fraction = mode.partition(" ")
+    kwargs["distribution"] = distribution
+    if fraction:
+        over, _, under = fraction.partition("/")
+        kwargs["gradient_worker_fraction"] = int(over) / int(under or 1)
+    assert kwargs.get("model") in workers_modes.MODELS
+    name = f"{where}: {mode}, {what}"
+    CASES[name] = kwargs
+    JOBS.add(name, "train", slow=slow, **kwargs)
+
+
+def add_grid(
+    where: str,
+    model: str,
+    rows: Sequence[tuple[str, str, str, str]],
+    slow: bool = False,
+) -> None:
+    for mode, solver, inner, sharing in rows:
+        add(
+            where,
+            f"{solver}, {inner}, {model}, {sharing}",
+            mode,
+            slow,
+            model=model,
+            solver=solver,
+            inner=inner,
+            weight_sharing=sharing,
+        )
+
+
+# All clusters together: every mode with both solvers and inner optimizers.
+add_grid(
+    "two",
+    "vision",
+    [
+        ("comm_opt", "inverse", "sgd", "expand"),
+        ("mem_opt", "eigen", "sgd", "expand"),
+    ],
+)
+add_grid(
+    "two",
+    "vision",
+    [
+        ("comm_opt", "eigen", "adam", "reduce"),
+        ("mem_opt", "inverse", "adam", "reduce"),
+    ],
+    slow=True,
+)
+add_grid("two", "text", [("comm_opt", "eigen", "sgd", "expand")])
+add_grid("two", "text", [("mem_opt", "inverse", "sgd", "reduce")], slow=True)
+add_grid(
+    "two",
+    "cnn",
+    [
+        ("dp_kfac", "inverse", "sgd", "expand"),
+        ("dp_kfac", "eigen", "adam", "reduce"),
+        ("hybrid_opt 1/2", "inverse", "adam", "expand"),
+    ],
+)
+add_grid(
+    "four",
+    "cnn",
+    [
+        ("comm_opt", "inverse", "adam", "expand"),
+        ("mem_opt", "eigen", "adam", "reduce"),
+        ("dp_kfac", "eigen", "sgd", "expand"),
+        ("hybrid_opt 1/2", "eigen", "sgd", "expand"),
+    ],
+)
+add_grid(
+    "four",
+    "cnn",
+    [
+        ("comm_opt", "eigen", "sgd", "reduce"),
+        ("mem_opt", "inverse", "sgd", "expand"),
+        ("dp_kfac", "inverse", "adam", "reduce"),
+        ("hybrid_opt 1/4", "inverse", "sgd", "expand"),
+        ("hybrid_opt 1/4", "eigen", "adam", "reduce"),
+        ("hybrid_opt 1", "inverse", "sgd", "expand"),
+        ("hybrid_opt 1", "eigen", "adam", "reduce"),
+    ],
+    slow=True,
+)
+add_grid(
+    "mirrored",
+    "cnn",
+    [
+        ("comm_opt", "inverse", "sgd", "expand"),
+        ("hybrid_opt 1/2", "inverse", "sgd", "reduce"),
+        ("dp_kfac", "inverse", "adam", "expand"),
+    ],
+)
+add_grid("mirrored", "cnn", [("mem_opt", "eigen", "adam", "reduce")], slow=True)
+EVERY_STEP = {"factor_update_interval": 1, "inverse_update_interval": 1}
+for solver_ in ("inverse", "eigen"):
+    add(
+        "two",
+        f"every step, {solver_}",
+        "dp_kfac",
+        slow=solver_ == "eigen",
+        model="cnn",
+        solver=solver_,
+        assignment="compute",
+        **EVERY_STEP,
+    )
+add("two", "late", "dp_kfac", model="cnn", feed="late")
+add("two", "same rows, text", "dp_kfac", model="text", feed="same")
+add("two", "float32", "comm_opt", model="vision", feed="some", dtype="float32")
+add("two", "float32", "mem_opt", slow=True, model="small", dtype="float32")
+for mode_, what_, slow_ in [
+    ("comm_opt", "clipnorm, decay", True),
+    ("mem_opt", "global clipnorm, average", False),
+    ("comm_opt", "accumulation, clipvalue", True),
+    ("mem_opt", "accumulation, average, decay", False),
+]:
+    add("two", what_, mode_, slow=slow_, model="small", inner=what_)
+add(
+    "two",
+    "schedules",
+    "comm_opt",
+    model="small",
+    damping="damping schedule",
+    kl_clip="clip schedule",
+)
+add(
+    "two",
+    "changed numbers",
+    "mem_opt",
+    model="small",
+    changes={
+        2: {"learning_rate": RATE / 2, "damping": 1.0, "kl_clip": 2**-9},
+        3: {"factor_update_interval": 1, "inverse_update_interval": 2},
+    },
+)
+add("two", "even, batch norm", "comm_opt", model="batch_norm", feed="even")
+add("mirrored", "even, batch norm", "mem_opt", model="batch_norm", feed="even")
+add("two", "eager", "mem_opt", model="small", eager=True)
+add(
+    "two",
+    "triangles",
+    "comm_opt",
+    model="vision",
+    symmetric_communication=True,
+)
+add(
+    "four",
+    "triangles, adam",
+    "hybrid_opt 1/2",
+    slow=True,
+    model="cnn",
+    inner="adam",
+    symmetric_communication=True,
+)
+for solver_, dtype_ in [("inverse", "float16"), ("eigen", "bfloat16")]:
+    add(
+        "two",
+        dtype_,
+        "comm_opt",
+        slow=dtype_ == "bfloat16",
+        model="small",
+        solver=solver_,
+        factor_dtype=dtype_,
+        inverse_dtype=dtype_,
+    )
+# Step and worker of a batch of NaN.
+add("two", "NaN", "comm_opt", model="cnn", poison=(3, 1))
+add("two", "NaN", "dp_kfac", model="cnn", poison=(0, 0))
+
+
+FITS = {
+    # A clip would undo a wrong weight of the last row.
+    "two: arrays": {"rows": 17, "policy": None, "kl_clip": None},
+    "two: DATA": {"rows": 13, "policy": "DATA", "distribution": "dp_kfac"},
+    "two: OFF": {"rows": 12, "policy": "OFF"},
+}
+LOOPS = {"two: loop": "comm_opt", "mirrored: loop": "dp_kfac"}
+REFUSALS = [f"{where}: refusals" for where in ("two", "four", "mirrored")]
+DISAGREEMENTS = [f"{where}: disagreement" for where in ("two", "four")]
+
+for name_, kwargs_ in FITS.items():
+    JOBS.add(name_, "fit", **kwargs_)
+for name_, mode_ in LOOPS.items():
+    JOBS.add(name_, "loop", mode_)
+for name_ in REFUSALS:
+    JOBS.add(name_, "refusals", slow=name_.startswith("four"))
+for name_ in DISAGREEMENTS:
+    JOBS.add(name_, "disagreement")
+
+
+def options_of(name: str) -> dict[str, Any]:
+    return CASES[name]
+
+
+def names(*models: str, **wanted: Any) -> list[str]:
+    """Cases with one of the models, all if none, and these arguments."""
+    return [
+        name
+        for name, kwargs in CASES.items()
+        if not models or kwargs["model"] in models
+        if all(kwargs.get(k) == v for k, v in wanted.items())
+    ]
+
+
+# ---------------------------------------------------------- single process
+_SHARED = {
+    "distribution",
+    "gradient_worker_fraction",
+    "assignment",
+    "symmetric_communication",
+    "factor_dtype",
+    "inverse_dtype",
+    "poison",
+}
+
+
+def alone(name: str, **changes: Any) -> Result:
+    """What a single process, this one, gets on the same global batches."""
+    kwargs = {k: v for k, v in options_of(name).items() if k not in _SHARED}
+    kwargs |= changes
+    key = repr(sorted(kwargs.items()))
+    if key not in _ALONE:
+        _ALONE[key] = workers_modes.train(None, **kwargs)
+    return _ALONE[key]
+
+
+_ALONE: dict[str, Result] = {}
+
+
+def by_definition(
+    start: Sequence[Array],
+    steps: Sequence[Sequence[Sequence[int]]],
+    owners: Sequence[int] | None,
+    inner: str = "sgd",
+    solver: str = "inverse",
+    weight_sharing: str = "expand",
+    **options: Any,
+) -> list[Array]:
+    known = {k: v for k, v in options.items() if k in DEFAULTS}
+    update, rate = definition.sgd(RATE, MOMENTUM), RATE
+    if inner == "adam":
+        update, rate = definition.adam(ADAM_RATE, *BETAS), ADAM_RATE
+    settings = definition.Settings(
+        solver=solver,
+        weight_sharing=weight_sharing,
+        learning_rate=rate,
+        inner=update,
+        owners=owners,
+        **(DEFAULTS | known),
+    )
+    start = [w.astype(float) for w in start]
+    return definition.train(start, images(), steps, settings)
+
+
+def plans(name: str, result: Result) -> tuple[LayerPlan, ...]:
+    options = options_of(name)
+    return plan_layers(
+        [shapes for _, shapes in result["shapes"]],
+        replicas_of(name),
+        options["distribution"],
+        options.get("gradient_worker_fraction"),
+        options.get("assignment"),
+    )
+
+
+def owners_of(plan: Sequence[LayerPlan]) -> list[int]:
+    return [next(iter(layer.owners.values())) for layer in plan]
+
+
+def assert_close(
+    got: Result, want: Sequence[Array], tolerance: float = EXACT
+) -> None:
+    """Compares weights by the distance from the start."""
+    travelled = distance(want, got["start"])
+    assert travelled > 0.1
+    assert distance(got["weights"], want) <= tolerance * travelled

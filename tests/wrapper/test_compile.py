@@ -1,0 +1,230 @@
+"""What `compile` does, once and again, with layers frozen or thawed."""
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support.harness import assert_close
+from tests.support.reference import append_one
+from tests.support.small import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    LateBuilt,
+    assert_same,
+    compiled_mlp,
+    curvature,
+    data,
+    everything,
+    gradients_of,
+    is_tapped,
+    kfac_of,
+    loss,
+    mlp,
+)
+
+X, Y = data()
+STEPS = 3
+
+
+# --------------------------------------------------- compile and re-compile
+def test_import_and_compile_are_all_it_takes() -> None:
+    model = mlp()
+    assert not is_tapped(model)
+    model.compile(tfkfac.KFAC(), loss())
+    assert is_tapped(model)
+
+
+def test_recompile_with_the_same_optimizer_keeps_its_state() -> None:
+    model = compiled_mlp(eager=True)
+    model.train_on_batch(X, Y)
+    before = everything(model)
+    model.compile(model.optimizer, loss(), run_eagerly=True)
+    assert_same(everything(model), before)
+    model.train_on_batch(X, Y)
+    assert int(kfac_of(model).factor_updates) == 2
+
+
+def test_recompile_with_another_kfac() -> None:
+    """The new one starts anew and gets every record, the old one none."""
+    model = compiled_mlp(eager=True)
+    old = model.optimizer
+    model.train_on_batch(X, Y)
+    before = curvature(old)
+    new = tfkfac.KFAC(solver="eigen")
+    model.compile(new, loss(), run_eagerly=True)
+    assert int(new.factor_updates) == 0
+    model.train_on_batch(X, Y)
+    assert int(new.factor_updates) == 1
+    assert all(block["G"].any() for block in new.factors().values())
+    assert_same(curvature(old), before)
+
+
+@pytest.mark.parametrize("train_between", [True, False])
+def test_recompile_with_another_optimizer_removes_all_taps(
+    train_between: bool,
+) -> None:
+    normalized = [layers.BatchNormalization(), *mlp().layers]
+    model = keras.Sequential([keras.Input((FEATURES,)), *normalized])
+    names = [set(vars(layer)) for layer in model._flatten_layers()]
+    model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
+    if train_between:
+        model.train_on_batch(X, Y)
+    model.compile("adam", loss(), run_eagerly=True)
+    assert not is_tapped(model)
+    now = [set(vars(layer)) for layer in model._flatten_layers()]
+    assert now[1:] == names[1:]
+    model.train_on_batch(X, Y)
+
+
+def test_recompile_after_the_optimizer_is_gone() -> None:
+    """No reference of the user's keeps it, its taps still go."""
+    model = compiled_mlp(eager=True)
+    model.optimizer = None
+    gc.collect()
+    model.compile("sgd", loss())
+    assert not is_tapped(model)
+
+
+def test_recompile_before_the_model_is_built_leaves_no_taps() -> None:
+    model = LateBuilt()
+    model.compile(tfkfac.KFAC(), loss())
+    model.compile("sgd", loss(), run_eagerly=True)
+    model.train_on_batch(X, Y)
+    assert not is_tapped(model)
+
+
+def test_deleted_model_and_optimizer_are_freed() -> None:
+    """Taps and records keep nothing alive."""
+    model = compiled_mlp(eager=True)
+    model.train_on_batch(X, Y)
+    gradients_of(model, X, Y)
+    ends = [weakref.ref(model.optimizer), weakref.ref(model.layers[0])]
+    del model
+    gc.collect()
+    assert [end() for end in ends] == [None, None]
+
+
+# ------------------------------------------------------------- fine-tuning
+def test_freezing_takes_a_layer_out() -> None:
+    """The same optimizer goes on with what is left, state included."""
+    model = compiled_mlp(eager=True)
+    optimizer = kfac_of(model)
+    model.train_on_batch(X, Y)
+    kept = optimizer.factors()["logits"]
+    frozen = model.layers[0].get_weights()
+    model.layers[0].trainable = False
+    model.compile(optimizer, loss(), run_eagerly=True)
+    assert list(optimizer.factors()) == ["logits"]
+    np.testing.assert_array_equal(optimizer.factors()["logits"]["A"], kept["A"])
+    head = model.layers[1].get_weights()
+    model.train_on_batch(X, Y)
+    for value, want in zip(model.layers[0].get_weights(), frozen, strict=True):
+        np.testing.assert_array_equal(value, want)
+    assert not np.array_equal(model.layers[1].get_weights()[0], head[0])
+    assert "call" not in vars(model.layers[0])
+
+
+def test_freezing_and_thawing_again() -> None:
+    """A layer that comes back starts with factors of the next batch."""
+    model = compiled_mlp(eager=True)
+    optimizer = kfac_of(model)
+    for trainable, count in ((False, 1), (True, 2)):
+        model.train_on_batch(X, Y)
+        model.layers[0].trainable = trainable
+        model.compile(optimizer, loss(), run_eagerly=True)
+        assert len(optimizer.factors()) == count
+    assert not optimizer.factors()["hidden"]["A"].any()
+    # Between two updates of the schedule, yet it must not wait.
+    optimizer.iterations.assign(101)
+    model.train_on_batch(X, Y)
+    a = append_one(X.astype(np.float64))
+    assert_close(optimizer.factors()["hidden"]["A"], a.T @ a / ROWS, 1e-5)
+
+
+def test_thawing_what_the_optimizer_was_built_without() -> None:
+    model = mlp()
+    model.layers[0].trainable = False
+    optimizer = tfkfac.KFAC()
+    model.compile(optimizer, loss(), run_eagerly=True)
+    model.train_on_batch(X, Y)
+    assert list(optimizer.factors()) == ["logits"]
+    model.layers[0].trainable = True
+    with pytest.raises(ValueError, match=r"hidden/kernel.*new optimizer"):
+        model.compile(optimizer, loss())
+    model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
+    model.train_on_batch(X, Y)
+    assert list(kfac_of(model).factors()) == ["hidden", "logits"]
+
+
+def test_fine_tuning_a_pretrained_part() -> None:
+    """A trained model inside a new one: frozen, then free."""
+    base = compiled_mlp(eager=True)
+    base.train_on_batch(X, Y)
+    base.trainable = False
+    head = layers.Dense(CLASSES, name="head")
+    model = keras.Sequential([keras.Input((FEATURES,)), base, head])
+    model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
+    model.train_on_batch(X, Y)
+    assert list(kfac_of(model).factors()) == ["head"]
+    base.trainable = True
+    model.compile(tfkfac.KFAC(1e-3), loss(), run_eagerly=True)
+    model.train_on_batch(X, Y)
+    blocks = kfac_of(model).factors()
+    assert list(blocks) == ["mlp/hidden", "mlp/logits", "head"]
+    assert all(block["G"].any() for block in blocks.values())
+
+
+# ------------------------------------------------------- refused settings
+def test_jit_compile_is_refused() -> None:
+    """On a CPU; the message says what to do."""
+    if tf.config.list_physical_devices("GPU"):
+        pytest.skip("XLA on a GPU is allowed")
+    with pytest.raises(ValueError, match=r"Received: jit_compile=True.*False"):
+        mlp().compile(tfkfac.KFAC(), loss(), jit_compile=True)
+    for jit in (False, "auto"):
+        model = mlp()
+        model.compile(tfkfac.KFAC(), loss(), jit_compile=jit)
+        assert is_tapped(model)
+
+
+REPLICAS = """
+import keras, tensorflow as tf, tfkfac
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(
+    cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+)
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+with strategy.scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    scaled = keras.optimizers.LossScaleOptimizer(tfkfac.KFAC())
+    for optimizer, steps in ((tfkfac.KFAC(), 2), (scaled, 1)):
+        try:
+            model.compile(optimizer, "mse", steps_per_execution=steps)
+        except ValueError as error:
+            print("refused:", error)
+"""
+
+
+def test_settings_refused_with_several_replicas() -> None:
+    """In a process of its own: logical devices must come first."""
+    done = subprocess.run(
+        [sys.executable, "-c", REPLICAS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    refused = [line for line in done.stdout.split("refused: ") if line]
+    assert len(refused) == 2
+    assert "steps_per_execution=2" in refused[0]
+    assert "LossScaleOptimizer" in refused[1]
