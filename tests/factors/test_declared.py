@@ -6,7 +6,13 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tests.support.layer_cases import EMBEDDING, GROUPED, LINEAR, NORMS, make_input
+from tests.support.layer_cases import (
+    EMBEDDING,
+    GROUPED,
+    LINEAR,
+    NORMS,
+    make_input,
+)
 from tests.support.layer_models import one_layer
 from tfkfac.blocks.registry import build_registry
 from tfkfac.blocks.statistics import batch_statistics

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.capture.forward import training_call
+from tfkfac.checks import check_count
 from tfkfac.compat.models import compiled_loss, loss_takes_training
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.linalg.flat import FlatSpace
@@ -75,11 +76,11 @@ def lanczos(
         ("steps", steps, 1),
         ("num_smallest", num_smallest, 0),
     ):
-        _check_count(name, value, least)
+        check_count(name, value, least)
     most = min(steps, size)
     if num_largest is None:
         num_largest = max(min(10, most - num_smallest), 0)
-    _check_count("num_largest", num_largest, 0)
+    check_count("num_largest", num_largest, 0)
     if not 0 < num_largest + num_smallest <= most:
         raise ValueError(
             "Arguments `num_largest` and `num_smallest` must add up to "
@@ -92,7 +93,7 @@ def lanczos(
             "Argument `matvec` must be a function of a vector. "
             f"Received: matvec={matvec!r}"
         )
-    _check_count("seed", seed, 0)
+    check_count("seed", seed, 0)
     start = _start_vector(start_vector, size, seed)
 
     def product(vector: tf.Tensor) -> tf.Tensor:
@@ -251,19 +252,6 @@ def _ritz_vectors(
     dtype = matrices[0].dtype
     vectors = combine(matrices, tf.cast(pairs.weights, dtype))
     return tf.cast(pairs.values, dtype), tf.transpose(vectors)
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(
-            f"Argument `{name}` must be an integer. Received: {name}={value!r} "
-            f"(of type {type(value)})"
-        )
-    if value < least:
-        raise ValueError(
-            f"Argument `{name}` must be at least {least}. "
-            f"Received: {name}={value}"
-        )
 
 
 def _check_model(model: Any) -> None:

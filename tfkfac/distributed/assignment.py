@@ -46,8 +46,7 @@ class Mode:
     """A way to distribute K-FAC over workers.
 
     Attributes:
-        gradient_workers: How many workers precondition a layer: "all", "one",
-            or the "fraction" that the user gives.
+        gradient_workers: How many of them a layer has, or that the user says.
         reduces_factors: Whether factors are of the batches of all workers; if
             not, of the owner's alone, and never sent.
         policy: What the assignment balances by default.
@@ -223,9 +222,6 @@ def cost(shape: Work | Sequence[int], policy: str) -> int:
             for a diagonal.
         policy: `memory` counts elements, the others about operations: n^3 for
             a matrix, n for a diagonal.
-
-    Returns:
-        The cost, in units of its own.
     """
     _check_choice("assignment", policy, POLICIES)
     if isinstance(shape, Sequence):
@@ -322,18 +318,18 @@ def _plan_layer(
 
 
 def _check_fraction(mode: str, fraction: float | None) -> None:
-    if (MODES[mode].gradient_workers == "fraction") == (fraction is not None):
-        return
-    if fraction is None:
+    wanted = MODES[mode].gradient_workers == "fraction"
+    if wanted and fraction is None:
         raise ValueError(
             "Argument `gradient_worker_fraction` must be given with "
             f"distribution={mode!r}. Received: gradient_worker_fraction=None"
         )
-    raise ValueError(
-        "Argument `gradient_worker_fraction` must be None unless "
-        f"distribution='hybrid_opt'. Received: distribution={mode!r}, "
-        f"gradient_worker_fraction={fraction!r}"
-    )
+    if fraction is not None and not wanted:
+        raise ValueError(
+            "Argument `gradient_worker_fraction` must be None unless "
+            f"distribution='hybrid_opt'. Received: distribution={mode!r}, "
+            f"gradient_worker_fraction={fraction!r}"
+        )
 
 
 def _fractions(workers: int) -> str:

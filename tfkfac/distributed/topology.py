@@ -4,6 +4,8 @@ import dataclasses
 
 import tensorflow as tf
 
+from tfkfac.compat.strategy import local_devices
+
 _UNSUPPORTED = (
     tf.distribute.TPUStrategy,
     tf.distribute.ParameterServerStrategy,
@@ -49,7 +51,7 @@ def find_topology(strategy: tf.distribute.Strategy) -> Topology:
     replicas = strategy.num_replicas_in_sync
     if replicas == 1:
         return Topology(1, (0,), (None,), "auto")
-    devices = tuple(strategy.extended.worker_devices)
+    devices = local_devices(strategy)
     first = 0
     if replicas > len(devices):
         first = len(devices) * task_position(strategy.cluster_resolver)

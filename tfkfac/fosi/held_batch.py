@@ -3,10 +3,10 @@
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfkfac.capture.forward import ForwardCall
 from tfkfac.capture.loss_batch import LossBatch
+from tfkfac.compat.graphs import state_variable
 
 
 class HeldBatch:
@@ -49,12 +49,8 @@ def held_variable(tensor: tf.Tensor) -> tf.Variable:
     shape = [0, *(size or 0 for size in rest)] if tensor.shape.rank else []
     empty = "" if tensor.dtype == tf.string else 0
     with tf.init_scope():
-        return ResourceVariable(
-            tf.cast(tf.fill(shape, empty), tensor.dtype),
-            trainable=False,
-            shape=any_rows,
-            name="held",
-        )
+        nothing = tf.fill(shape, empty)
+    return state_variable(nothing, tensor.dtype, "held", any_rows)
 
 
 def point(batch: LossBatch, call: ForwardCall) -> tuple[Any, ...]:

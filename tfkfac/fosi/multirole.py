@@ -9,9 +9,9 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.forward import ForwardCall, ForwardTap, find_call
-from tfkfac.capture.moments import synchronized_layers, tap_moments
 from tfkfac.capture.trace import TraceStore, current_store, replica_id
 from tfkfac.capture.walk import walk
+from tfkfac.checks import is_number
 from tfkfac.compat.graphs import in_graph, stamp_time, state_variable
 from tfkfac.compat.inner_update import own_copy
 from tfkfac.compat.optimizers import raw_iterations
@@ -35,9 +35,10 @@ from tfkfac.fosi.estimation import (
 from tfkfac.fosi.estimator import Estimator, Train
 from tfkfac.fosi.handover import hand_over, piece_bytes
 from tfkfac.fosi.layouts import Layout
+from tfkfac.fosi.moments import synchronized_layers, tap_moments
 from tfkfac.fosi.state import RoleState, State
 from tfkfac.fosi.subspace import Subspace
-from tfkfac.wrapper.hyperparameters import Hyperparameter, is_number
+from tfkfac.wrapper.hyperparameters import Hyperparameter
 from tfkfac.wrapper.step import Job, Step, Update
 
 

@@ -6,9 +6,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.fosi.layouts import LAYOUTS
 from tfkfac.fosi.method import FOSIMethod
-from tfkfac.wrapper.arguments import check_choice, check_count, check_range
 from tfkfac.wrapper.hyperparameters import Value
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
 

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfkfac.checks import check_choice
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
     check_decay,
@@ -17,7 +18,6 @@ from tfkfac.kfac.settings import (
     settings_config,
 )
 from tfkfac.solvers import SOLVERS
-from tfkfac.wrapper.arguments import check_choice
 from tfkfac.wrapper.hyperparameters import Value
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
 

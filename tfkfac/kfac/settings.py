@@ -11,9 +11,8 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.walk import SkipRule
+from tfkfac.checks import check_choice, is_number
 from tfkfac.distributed.assignment import MODES, POLICIES, Mode
-from tfkfac.wrapper.arguments import check_choice
-from tfkfac.wrapper.hyperparameters import is_number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,14 +5,14 @@ moment that always comes before the first trace, also in `load_model`, so one
 hook there calls `attach`.
 """
 
-import functools
 import weakref
-from typing import Any
 
 import keras
 
+from tfkfac.capture.detach import detach
 from tfkfac.capture.walk import unbuilt
-from tfkfac.wrapper.optimizer import SecondOrderOptimizer, detach
+from tfkfac.compat.models import after_compile
+from tfkfac.wrapper.optimizer import SecondOrderOptimizer
 
 _bound: weakref.WeakKeyDictionary[
     keras.Model, weakref.ref[SecondOrderOptimizer]
@@ -33,7 +33,8 @@ def bind(model: keras.Model) -> None:
     previous = _bound.pop(model, None)
     if previous is not None and previous() is not outer:
         # It may be gone already, but its taps are not.
-        detach(model, previous())
+        owner = previous()
+        detach(model, None if owner is None else owner.method)
     if isinstance(outer, SecondOrderOptimizer):
         outer.attach(model, loss_scaler=scaler)
         _bound[model] = weakref.ref(outer)
@@ -44,20 +45,5 @@ def bind(model: keras.Model) -> None:
 
 
 def install() -> None:
-    """Puts the hook on the class that defines `compile`.
-
-    Not on `keras.Model`: `load_model` compares a model's `compile` with that
-    class's and compiles nothing when they differ.
-    """
-    owner = next(c for c in keras.Model.__mro__ if "compile" in vars(c))
-    original = owner.compile
-    if getattr(original, "_tfkfac_hook", False):
-        return
-
-    @functools.wraps(original)
-    def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        bind(self)
-
-    compile._tfkfac_hook = True  # type: ignore[attr-defined]
-    owner.compile = compile
+    """From now on, every `Model.compile` binds."""
+    after_compile(bind)

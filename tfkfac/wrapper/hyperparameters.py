@@ -8,6 +8,7 @@ from typing import Any, Self, TypeAlias, overload
 import keras
 import tensorflow as tf
 
+from tfkfac.checks import is_number
 from tfkfac.compat.graphs import state_variable
 
 Schedule = keras.optimizers.schedules.LearningRateSchedule
@@ -171,8 +172,3 @@ class Tunable:
             vars(instance)[self._name] = new
         else:
             known.set(value)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a real number; a bool is not."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

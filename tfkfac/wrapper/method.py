@@ -85,3 +85,20 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def communication_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes this replica receives, by kind of step, for a built model."""
+
+
+def shown_tunable(name: str) -> property:
+    """The attribute of an optimizer that is the value of a tunable."""
+
+    def get(optimizer: Any) -> Any:
+        return optimizer.method.hyperparameters()[name].get()
+
+    def set_(optimizer: Any, value: Any) -> None:
+        setattr(optimizer.method, name, value)
+
+    return property(get, set_)
+
+
+def shown_argument(name: str) -> property:
+    """The attribute of an optimizer that is an argument of its method."""
+    return property(lambda optimizer: getattr(optimizer.method, name))

@@ -7,17 +7,15 @@ from typing import Any, ClassVar, Self
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.forward import ForwardTap
+from tfkfac.capture.detach import detach
 from tfkfac.capture.loss_batch import LossTap
-from tfkfac.capture.moments import release_moments
-from tfkfac.capture.taps import Tap, forget_first_call
-from tfkfac.capture.walk import unbuilt, walk
+from tfkfac.capture.walk import unbuilt
 from tfkfac.compat.optimizers import knows_variable
 from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.distributed.agreement import check_agreement
 from tfkfac.saving.store import Entry, load_state, save_state, why_unreadable
 from tfkfac.wrapper.arguments import check_inner, serialize_value
-from tfkfac.wrapper.method import Method
+from tfkfac.wrapper.method import Method, shown_argument, shown_tunable
 from tfkfac.wrapper.scaling import LossScaling
 from tfkfac.wrapper.step import Job, Step
 from tfkfac.wrapper.support import check_settings, repair_keras
@@ -44,9 +42,9 @@ class SecondOrderOptimizer(keras.optimizers.Optimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in cls.method_type.tunables():
-            setattr(cls, name, _tunable(name))
+            setattr(cls, name, shown_tunable(name))
         for name in cls.method_type.arguments:
-            setattr(cls, name, _argument(name))
+            setattr(cls, name, shown_argument(name))
 
     def __init__(self, inner_optimizer: Any, method: Method, name: str) -> None:
         super().__init__(learning_rate=0.0, name=name)
@@ -86,7 +84,7 @@ class SecondOrderOptimizer(keras.optimizers.Optimizer):
         self._check_owner(model)
         check_settings(model, loss_scaler)
         self._check_variables(model)
-        detach(model, self)
+        detach(model, self._method)
         self._scaling.know(loss_scaler)
         if self._job is None:
             self._job = Job(
@@ -97,6 +95,11 @@ class SecondOrderOptimizer(keras.optimizers.Optimizer):
         if self.built:
             self._states = tuple(self._method.create())
         return self
+
+    @property
+    def method(self) -> Method:
+        """What is done to the gradients."""
+        return self._method
 
     def bound_model(self) -> keras.Model:
         """Returns the model that the optimizer is bound to.
@@ -389,39 +392,3 @@ class SecondOrderOptimizer(keras.optimizers.Optimizer):
                 "layers are not known. Call `model.build(input_shape)` or "
                 "train a step first."
             )
-
-
-def _tunable(name: str) -> property:
-    """An attribute of an optimizer that is the value of a `Tunable`."""
-
-    def get(self: SecondOrderOptimizer) -> Any:
-        return self._method.hyperparameters()[name].get()
-
-    def set_(self: SecondOrderOptimizer, value: Any) -> None:
-        setattr(self._method, name, value)
-
-    return property(get, set_)
-
-
-def _argument(name: str) -> property:
-    """An attribute of an optimizer that is its method's, and read-only."""
-
-    def get(self: SecondOrderOptimizer) -> Any:
-        return getattr(self._method, name)
-
-    return property(get)
-
-
-def detach(model: keras.Model, optimizer: SecondOrderOptimizer | None) -> None:
-    """Removes an optimizer's taps from a model; its state is kept.
-
-    Args:
-        model: The model.
-        optimizer: The optimizer, or None for those that are gone.
-    """
-    for node in walk(model):
-        forget_first_call(node.layer)
-        release_moments(node.layer)
-        Tap.close(node.layer, optimizer)
-    ForwardTap.close(model)
-    LossTap.close(model)

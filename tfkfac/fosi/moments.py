@@ -7,10 +7,8 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.trace import capturing
-from tfkfac.compat.overrides import release_moments, replace_moments
+from tfkfac.compat.overrides import replace_moments
 from tfkfac.compat.second_order import exact_second_derivatives
-
-__all__ = ["release_moments", "synchronized_layers", "tap_moments"]
 
 
 def synchronized_layers(

@@ -1,0 +1,24 @@
+"""The end of the taps on a model."""
+
+import keras
+
+from tfkfac.capture.forward import ForwardTap
+from tfkfac.capture.loss_batch import LossTap
+from tfkfac.capture.taps import Tap, forget_first_call
+from tfkfac.capture.walk import walk
+from tfkfac.compat.overrides import release_moments
+
+
+def detach(model: keras.Model, owner: object | None) -> None:
+    """Removes everything that taps a model for somebody.
+
+    Args:
+        model: The model.
+        owner: Whose taps on layers to remove; None for those that are gone.
+    """
+    for node in walk(model):
+        forget_first_call(node.layer)
+        release_moments(node.layer)
+        Tap.close(node.layer, owner)
+    ForwardTap.close(model)
+    LossTap.close(model)
