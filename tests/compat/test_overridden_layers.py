@@ -113,7 +113,7 @@ def test_overrides_are_not_saved(tmp_path: Path) -> None:
     norm = model.get_layer("norm")
     for layer in (model, *model.layers):
         override(layer, "call", lambda below, *args, **kwargs: 1 / 0)
-        keep_on(layer, "_tfkfac_test", layers.Dense(1))
+        keep_on(layer, "_tfkfac_test", lambda: layers.Dense(1))
     override_moments(norm, lambda *_: 1 / 0)
     assert model.get_config() == config
     model.save(tmp_path / "model.keras")
@@ -131,7 +131,7 @@ def test_overrides_are_not_saved(tmp_path: Path) -> None:
 @contract(OVERRIDE, "Keras' `__setattr__` tracks the layers that it is given.")
 def test_why_not_setattr() -> None:
     layer, inner = layers.Dense(2), layers.Dense(3)
-    keep_on(layer, "_tfkfac_test", inner)
+    keep_on(layer, "_tfkfac_test", lambda: inner)
     assert inner not in layer._flatten_layers()
     layer.test = inner
     assert inner in layer._flatten_layers()

@@ -100,7 +100,8 @@ def test_a_function_held_on_to_follows() -> None:
 def test_things_kept_on_an_object() -> None:
     speaker = Speaker()
     assert kept_on(speaker, "thing") is None
-    keep_on(speaker, "thing", 1)
+    for value in (1, 2):
+        assert keep_on(speaker, "thing", lambda value=value: value) == 1
     assert kept_on(speaker, "thing") == 1
     assert drop_from(speaker, "thing") == 1
     assert drop_from(speaker, "thing") is None

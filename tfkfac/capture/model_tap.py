@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import keras
 
 from tfkfac.capture.trace import TraceStore, replica_id
-from tfkfac.compat.overrides import drop_from, keep_on, kept_on, override
+from tfkfac.compat.overrides import drop_from, keep_on, override
 
 
 class ModelTap(abc.ABC):
@@ -34,11 +34,7 @@ class ModelTap(abc.ABC):
     @classmethod
     def open(cls, model: keras.Model) -> Self:
         """Returns the model's tap, made if need be."""
-        tap = kept_on(model, cls._attribute())
-        if tap is None:
-            tap = cls(model)
-            keep_on(model, cls._attribute(), tap)
-        return tap
+        return keep_on(model, cls._attribute(), lambda: cls(model))
 
     @classmethod
     def close(cls, model: keras.Model) -> None:

@@ -77,10 +77,7 @@ class Tap:
     @classmethod
     def open(cls, layer: keras.layers.Layer, owner: object) -> "Tap":
         """Returns the layer's tap, made if need be, for one more owner."""
-        tap = kept_on(layer, _TAP)
-        if tap is None:
-            tap = cls(layer)
-            keep_on(layer, _TAP, tap)
+        tap = keep_on(layer, _TAP, lambda: cls(layer))
         tap._owners.add(owner)
         return tap
 
@@ -194,8 +191,6 @@ def before_first_call(
     layer: keras.layers.Layer, action: Callable[[], None]
 ) -> None:
     """Runs `action` once when `layer` is called next, after it was built."""
-    if kept_on(layer, _HOOK) is not None:
-        return
 
     def call(_: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -206,7 +201,7 @@ def before_first_call(
         # From the top, as `action` may have tapped the layer.
         return layer.call(*args, **kwargs)
 
-    keep_on(layer, _HOOK, override(layer, "call", call))
+    keep_on(layer, _HOOK, lambda: override(layer, "call", call))
 
 
 def forget_first_call(layer: keras.layers.Layer) -> None:

@@ -166,13 +166,26 @@ def overridden(instance: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
 
 
 # ---------------------------------------------------- what is kept on objects
-def keep_on(instance: Any, name: str, value: Any) -> None:
+def keep_on(instance: Any, name: str, make: Callable[[], Any]) -> Any:
     """Keeps something of ours on an object, as long as that lives.
 
     Not in a table beside it: what is kept refers to the object, which would
     then never be freed.
+
+    Args:
+        instance: The object.
+        name: Name of an attribute of ours.
+        make: Makes what is kept, if nothing is yet.
+
+    Returns:
+        What is kept.
     """
-    object.__setattr__(instance, name, value)
+    with _lock:
+        value = kept_on(instance, name)
+        if value is None:
+            value = make()
+            object.__setattr__(instance, name, value)
+        return value
 
 
 def kept_on(instance: Any, name: str) -> Any:
@@ -182,10 +195,7 @@ def kept_on(instance: Any, name: str) -> Any:
 
 def drop_from(instance: Any, name: str) -> Any:
     """Takes away and returns what `keep_on` has put on an object, or None."""
-    value = kept_on(instance, name)
-    if value is not None:
-        object.__delattr__(instance, name)
-    return value
+    return vars(instance).pop(name, None)
 
 
 # ------------------------------------------- moments of a batch normalisation
@@ -227,7 +237,7 @@ def replace_moments(
     It takes the place of the one before. Arguments as of `override_moments`.
     """
     release_moments(layer)
-    keep_on(layer, _MOMENTS_TAP, override_moments(layer, wrapper))
+    keep_on(layer, _MOMENTS_TAP, lambda: override_moments(layer, wrapper))
 
 
 def release_moments(layer: keras.layers.Layer) -> None:
