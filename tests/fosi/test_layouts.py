@@ -207,7 +207,7 @@ def test_hand_over(
         spectrum = None
         if not roles.trains(group.rank):
             slices = shards.own(tf.constant(whole), group.rank - workers)
-            spectrum = Spectrum(tf.constant(values), slices, tf.constant(True))
+            spectrum = Spectrum(tf.constant(values), slices)
         return hand_over(spectrum, layout, roles, group)
 
     results = run_together(workers + accelerators, work)

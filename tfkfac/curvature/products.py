@@ -20,7 +20,7 @@ from tfkfac.linalg.lanczos import (
     combine,
     random_vector,
     ritz_pairs,
-    stack_steps,
+    stack_rows,
 )
 
 __all__ = ["hessian_vector_product", "lanczos"]
@@ -247,7 +247,7 @@ def _start_vector(value: Any, size: int, seed: int) -> tf.Tensor:
 def _ritz_vectors(
     made: Sequence[Any], basis: Basis, num_largest: int, num_smallest: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    pairs = ritz_pairs(*stack_steps(made), num_largest, num_smallest)
+    pairs = ritz_pairs(*stack_rows(made), num_largest, num_smallest)
     matrices = basis.matrices()
     dtype = matrices[0].dtype
     vectors = combine(matrices, tf.cast(pairs.weights, dtype))

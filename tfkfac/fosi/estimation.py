@@ -19,7 +19,7 @@ from tfkfac.linalg.lanczos import (
     combine,
     random_vector,
     ritz_pairs,
-    stack_steps,
+    stack_rows,
 )
 from tfkfac.wrapper.shares import weighted
 
@@ -28,14 +28,13 @@ class Spectrum(NamedTuple):
     """The result of an estimation.
 
     Attributes:
-        values: Ritz values `(r,)`, ascending; the same bits on every worker.
+        values: Ritz values `(r,)`, ascending, the same bits on every worker;
+            NaN if the estimation failed.
         rows: This worker's slices `(r, n / C)` of the Ritz vectors.
-        finite: Whether the estimation succeeded, the same on every worker.
     """
 
     values: tf.Tensor
     rows: tf.Tensor
-    finite: tf.Tensor
 
 
 class Estimation:
@@ -111,14 +110,13 @@ class Estimation:
         return Spectrum(
             tf.cast(pairs.values, geometry.dtype),
             combine(matrices, weights),
-            tf.reduce_all(tf.math.is_finite(pairs.values)),
         )
 
     def run(self, local: Product, share: tf.Tensor | None) -> Spectrum:
         """Does the whole estimation."""
         iteration = self.iteration(local, share)
         steps, basis = iteration.run(self.start(), self.geometry.steps)
-        return self.spectrum(stack_steps(steps), basis.matrices())
+        return self.spectrum(stack_rows(steps), basis.matrices())
 
 
 def differentiable_sum(group: Communicator, vector: tf.Tensor) -> tf.Tensor:

@@ -85,17 +85,15 @@ class Candidate(NamedTuple):
     rows: tf.Tensor
 
 
-class Step(NamedTuple):
-    """What one iteration adds.
+class TridiagonalRow(NamedTuple):
+    """What one iteration adds to the tridiagonal matrix.
 
     Attributes:
-        row: Row of the basis.
-        diagonal: Element of the tridiagonal matrix.
+        diagonal: Element of the diagonal.
         coupling: The one between this row and the next.
         kept: Whether the row counts; a row of zeros does not.
     """
 
-    row: tf.Tensor
     diagonal: tf.Tensor
     coupling: tf.Tensor
     kept: tf.Tensor
@@ -146,7 +144,7 @@ class Lanczos:
         add: Callable[[tf.Tensor], Sequence[tf.Tensor]],
         candidate: Candidate,
         index: tf.Tensor,
-    ) -> tuple[Step, Candidate]:
+    ) -> tuple[TridiagonalRow, Candidate]:
         """Does one iteration.
 
         Args:
@@ -170,7 +168,7 @@ class Lanczos:
             candidate, image, square, removed, diagonal, index
         )
         kept = ~candidate.fresh
-        return Step(row, diagonal, coupling, kept), following
+        return TridiagonalRow(diagonal, coupling, kept), following
 
     def _multiply(self, candidate: Candidate) -> tuple[tf.Tensor, tf.Tensor]:
         """The row of a candidate, and its product or what takes its place."""
@@ -215,7 +213,9 @@ class Lanczos:
         length = tf.where(broken, one, length)
         return coupling, Candidate(vector, length, broken, scale, rows)
 
-    def run(self, vector: tf.Tensor, steps: int) -> tuple[list[Step], Basis]:
+    def run(
+        self, vector: tf.Tensor, steps: int
+    ) -> tuple[list[TridiagonalRow], Basis]:
         """Does all iterations from a start vector (a shard)."""
         basis, made = Basis(), []
         candidate = self.start(vector)
@@ -233,13 +233,13 @@ class RitzPairs(NamedTuple):
     Attributes:
         values: Ritz values `(r,)` in float64, ascending.
         weights: Ritz vectors `(r, steps)` in the basis, in float64.
-        valid: `(r,)`, False for pairs that do not exist because the iteration
-            found fewer; their value and weights are zero.
+
+    Value and weights of pairs that do not exist, because the iteration found
+    fewer, are zero.
     """
 
     values: tf.Tensor
     weights: tf.Tensor
-    valid: tf.Tensor
 
 
 def ritz_pairs(
@@ -285,18 +285,17 @@ def ritz_pairs(
     return RitzPairs(
         tf.where(finite, tf.gather(values, order), nan),
         tf.gather(weights, order),
-        tf.gather(valid, order),
     )
 
 
-def stack_steps(
-    steps: Sequence[Step],
+def stack_rows(
+    rows: Sequence[TridiagonalRow],
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns diagonal, coupling and marks of the kept rows."""
+    """Returns diagonal, coupling and marks of the rows that count."""
     return (
-        tf.stack([step.diagonal for step in steps]),
-        tf.stack([step.coupling for step in steps]),
-        tf.stack([step.kept for step in steps]),
+        tf.stack([row.diagonal for row in rows]),
+        tf.stack([row.coupling for row in rows]),
+        tf.stack([row.kept for row in rows]),
     )
 
 
