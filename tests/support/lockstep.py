@@ -28,29 +28,47 @@ class Meeting:
 
 
 class Lockstep:
-    """Has the methods of `Communicator`, and counts elements received."""
+    """Has the methods of `Communicator`, and counts what is received.
+
+    Attributes:
+        received: Elements received so far.
+        received_bytes: Their bytes on the wire.
+    """
 
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         self.rank = rank
         self.size = size
         self.received = 0.0
+        self.received_bytes = 0.0
         self._meeting = meeting
 
-    def all_reduce(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        everyone = self._meeting.swap(self.rank, list(tensors))
-        count = sum(math.prod(t.shape) for t in tensors)
-        self.received += 2 * count * (self.size - 1) / self.size
-        return [tf.add_n(list(parts)) for parts in zip(*everyone, strict=True)]
+    def _count(self, elements: float, dtype: tf.DType) -> None:
+        self.received += elements
+        self.received_bytes += elements * dtype.size
+
+    def all_reduce(
+        self, tensors: Sequence[tf.Tensor], dtype: tf.DType | None = None
+    ) -> list[tf.Tensor]:
+        wired = [tf.cast(t, dtype or t.dtype) for t in tensors]
+        everyone = self._meeting.swap(self.rank, wired)
+        for tensor in wired:
+            share = 2 * (self.size - 1) / self.size
+            self._count(share * math.prod(tensor.shape), tensor.dtype)
+        sums = [tf.add_n(list(parts)) for parts in zip(*everyone, strict=True)]
+        return [
+            tf.cast(total, t.dtype)
+            for total, t in zip(sums, tensors, strict=True)
+        ]
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         stacked = tf.stack(self._meeting.swap(self.rank, tensor))
-        self.received += (self.size - 1) * math.prod(tensor.shape)
+        self._count((self.size - 1) * math.prod(tensor.shape), tensor.dtype)
         return stacked
 
     def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
         everyone = self._meeting.swap(self.rank, tensor)
         part = math.prod(tensor.shape[1:])
-        self.received += (self.size - 1) * part
+        self._count((self.size - 1) * part, tensor.dtype)
         return tf.stack([parts[self.rank] for parts in everyone])
 
     def reduce_scatter(self, parts: tf.Tensor) -> tf.Tensor:
@@ -72,7 +90,8 @@ class Lockstep:
         if self.rank not in members:
             return None
         if self.rank != root:
-            self.received += sum(math.prod(t.shape) for t in sent)
+            for tensor in sent:
+                self._count(math.prod(tensor.shape), tensor.dtype)
         return list(sent)
 
 

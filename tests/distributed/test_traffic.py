@@ -1,0 +1,87 @@
+"""Items on their way from who has them to who needs them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.lockstep import run_together
+from tfkfac.distributed.traffic import (
+    Item,
+    all_reduce_bytes,
+    broadcast_items,
+    bundles,
+    received_bytes,
+)
+
+WORKERS = 3
+
+
+@st.composite
+def items(draw: st.DrawFn) -> list[Item]:
+    """Some items of any size, sender and receivers."""
+    made = []
+    for number in range(draw(st.integers(1, 6))):
+        members = draw(
+            st.sets(st.integers(0, WORKERS - 1), min_size=1).map(sorted)
+        )
+        root = draw(st.sampled_from(members))
+        size = draw(st.integers(0, 5))
+        dtype = draw(st.sampled_from([tf.float32, tf.float64]))
+        spec = tf.TensorSpec([size], dtype)
+        made.append(Item(number, "x", spec, root, tuple(members)))
+    return made
+
+
+def value_of(item: Item) -> tf.Tensor:
+    return tf.fill(item.spec.shape, tf.cast(item.layer + 1, item.spec.dtype))
+
+
+@settings(max_examples=30, deadline=None)
+@given(items())
+def test_members_get_what_the_root_has(sent: list[Item]) -> None:
+    def work(group: Any) -> Any:
+        asked = []
+
+        def value(item: Item) -> tf.Tensor:
+            asked.append(item.layer)
+            assert item.root == group.rank
+            return value_of(item)
+
+        got = broadcast_items(group, sent, value)
+        return got, asked, group.received_bytes
+
+    results = run_together(WORKERS, work)
+    for rank, ((got, asked, received), _) in enumerate(results):
+        mine = [item for item in sent if rank in item.members]
+        assert set(got) == {(item.layer, "x") for item in mine}
+        for item in mine:
+            np.testing.assert_array_equal(got[item.layer, "x"], value_of(item))
+        assert asked == [i.layer for i in sent if i.root == rank]
+        assert received == received_bytes(sent, rank)
+
+
+@given(items())
+def test_bundles(sent: list[Item]) -> None:
+    """One message for all with the same way; none for who needs none."""
+    found = bundles(sent)
+    together = [item for bundle in found.values() for item in bundle]
+    assert sorted(i.layer for i in together) == [
+        i.layer for i in sent if len(i.members) > 1
+    ]
+    for (root, members), bundle in found.items():
+        assert all((i.root, i.members) == (root, members) for i in bundle)
+    ways = [(i.root, i.members) for i in sent if len(i.members) > 1]
+    assert list(found) == list(dict.fromkeys(ways))
+
+
+@pytest.mark.parametrize(
+    ("size", "workers", "want"),
+    [(100, 1, 0), (100, 2, 100), (100, 4, 150), (10, 3, 13), (0, 4, 0)],
+)
+def test_ring_all_reduce(size: int, workers: int, want: int) -> None:
+    """2 (P - 1) / P of the data comes in on each worker."""
+    assert all_reduce_bytes(size, workers) == want

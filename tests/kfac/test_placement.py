@@ -1,0 +1,121 @@
+"""Who keeps what, and how many bytes that is, counted anew from the shapes."""
+
+import pytest
+
+from tests.support.placements import MODES, SIZES, place
+
+WORKERS = 4
+FLOAT, HALF = 4, 2
+modes = pytest.mark.parametrize("mode", MODES)
+
+# Elements of the two factors of each layer, of its inverses and of its
+# eigen-decomposition, whose eigenvalues are kept as their outer product.
+A = {"embedding": 7, "grouped": 2 * 25, "norm": 0, "dense": 49}
+G = {"embedding": 16, "grouped": 2 * 9, "norm": 6 * 4, "dense": 9}
+OUTER = {n: count * i * o for n, (i, o, count) in SIZES.items()}
+EIGEN = {n: (A[n] if n != "embedding" else 0) + G[n] + OUTER[n] for n in SIZES}
+INVERSE = {n: A[n] + G[n] for n in SIZES}
+
+
+@modes
+def test_every_factor_has_one_owner(mode: str) -> None:
+    placement = place(mode, WORKERS, "inverse")
+    for i, block in enumerate(placement.blocks):
+        owned = [
+            name
+            for rank in range(WORKERS)
+            for name in placement.plan.owns(rank, i)
+        ]
+        assert sorted(owned) == sorted(block.factors)
+
+
+@modes
+def test_gradient_workers(mode: str) -> None:
+    """All, one, or the fraction of them."""
+    count = {"comm_opt": 4, "hybrid_opt 1": 4, "hybrid_opt 1/2": 2}.get(mode, 1)
+    plan = place(mode, WORKERS, "inverse").plan
+    for i in range(len(SIZES)):
+        ranks = [r for r in range(WORKERS) if plan.preconditions(r, i)]
+        assert len(ranks) == count
+        assert set(plan.layers[i].owners.values()) <= set(ranks)
+
+
+@modes
+@pytest.mark.parametrize(
+    ("solver", "sizes"), [("inverse", INVERSE), ("eigen", EIGEN)]
+)
+@pytest.mark.parametrize("half", [False, True])
+def test_state_of_all_workers(
+    mode: str, solver: str, sizes: dict[str, int], half: bool
+) -> None:
+    """Factors are kept once; decompositions by each gradient worker."""
+    dtype = "bfloat16" if half else None
+    placement = place(
+        mode, WORKERS, solver, factor_dtype=dtype, inverse_dtype=dtype
+    )
+    item = HALF if half else FLOAT
+    total = sum(A.values()) + sum(G.values())
+    copies = sum(len(p.gradient_workers) for p in placement.plan.layers)
+    copies //= len(SIZES)
+    states = [placement.state_bytes(rank) for rank in range(WORKERS)]
+    assert sum(s["factors"] for s in states) == item * total
+    kept = sum(s["decompositions"] for s in states)
+    assert kept == item * copies * sum(sizes.values())
+    for state in states:
+        assert state["total"] == state["factors"] + state["decompositions"]
+
+
+def test_traffic_of_comm_opt() -> None:
+    """Counted from the definition (KAISA, section 3.1)."""
+    placement = place("comm_opt", WORKERS, "inverse")
+    gradients = 1000
+    found = [
+        placement.communication_bytes(rank, gradients)
+        for rank in range(WORKERS)
+    ]
+    factors = FLOAT * (sum(A.values()) + sum(G.values()) + 7)  # 7 row counts
+    for rank, kinds in enumerate(found):
+        owned = sum(
+            {"A": A, "G": G}[name][block.path]
+            for i, block in enumerate(placement.blocks)
+            for name in placement.plan.owns(rank, i)
+        )
+        everything = sum(A.values()) + sum(G.values())
+        plain = {
+            "gradients": 1500,
+            "factors": 0,
+            "decompositions": 0,
+            "preconditioned_gradients": 0,
+        }
+        received = FLOAT * (everything - owned)
+        assert kinds["plain"] == plain
+        assert kinds["factor"] == plain | {"factors": round(1.5 * factors)}
+        assert kinds["inverse"] == plain | {"decompositions": received}
+
+
+def test_traffic_of_dp_kfac() -> None:
+    """Gradients of the layers of others, in each step, and nothing else."""
+    placement = place("dp_kfac", WORKERS, "inverse")
+    for rank in range(WORKERS):
+        others = sum(
+            OUTER[block.path]
+            for i, block in enumerate(placement.blocks)
+            if not placement.plan.owns(rank, i)
+        )
+        for kind in placement.communication_bytes(rank, 0).values():
+            assert kind == {
+                "gradients": 0,
+                "factors": 0,
+                "decompositions": 0,
+                "preconditioned_gradients": FLOAT * others,
+            }
+
+
+def test_triangles_and_halves_travel() -> None:
+    """n (n + 1) / 2 elements of two bytes for a matrix of size n."""
+    placement = place(
+        "comm_opt", 2, "inverse", symmetric=True, factor_dtype="bfloat16"
+    )
+    packed = 7 + 10 + 2 * 15 + 2 * 6 + 6 * 3 + 28 + 6
+    kinds = placement.communication_bytes(0, 0)
+    assert kinds["factor"]["factors"] == HALF * packed + FLOAT * 7
