@@ -1,6 +1,5 @@
 """A training job, and one step of one of its replicas."""
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -165,6 +164,8 @@ class Step:
         self.batch = batch
         self.group = group
         self._is_reduced = group.size == 1
+        self._has_share = False
+        self._share: tf.Tensor | None = None
 
     def among(self, members: tuple[int, ...]) -> "Step":
         """Returns the step of a part of the group, with this replica."""
@@ -176,15 +177,20 @@ class Step:
             self.group.among(members),
         )
 
-    @functools.cached_property
+    @property
     def share(self) -> tf.Tensor | None:
         """Weight of this replica's batch in the mean, see `batch_share`.
 
         It is worked out where it is first asked for. That is in `reduce` or
         `weigh`, which every replica that trains calls outside of any branch.
         """
-        replicas = self.job.topology.replicas
-        return batch_share(self.batch, self.group, replicas)
+        # Not a `cached_property`: before Python 3.12 its lock is common to
+        # all instances, and replicas that are threads wait for each other.
+        if not self._has_share:
+            replicas = self.job.topology.replicas
+            self._share = batch_share(self.batch, self.group, replicas)
+            self._has_share = True
+        return self._share
 
     def weigh(self) -> None:
         """Makes the gradients this replica's part of that of the mean loss.

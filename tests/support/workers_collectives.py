@@ -1,0 +1,139 @@
+"""What the tests of collectives run: which of a step no path orders."""
+
+import collections
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfkfac
+from tests.support.reference import Array
+from tests.support.strategies import strategy
+
+FOSI = {"num_largest": 2, "warmup_steps": 1, "lanczos_steps": 3}
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "comm_opt": lambda: tfkfac.KFAC(distribution="comm_opt"),
+    "mem_opt": lambda: tfkfac.KFAC(distribution="mem_opt"),
+    "dp_kfac": lambda: tfkfac.KFAC(distribution="dp_kfac"),
+    "hybrid_opt": lambda: tfkfac.KFAC(
+        distribution="hybrid_opt", gradient_worker_fraction=0.5
+    ),
+    "rows": lambda: tfkfac.FOSI(layout="rows", **FOSI),
+    "columns": lambda: tfkfac.FOSI(layout="columns", **FOSI),
+    "accelerator": lambda: tfkfac.FOSI(
+        accelerator_fraction=0.5, update_interval=2, **FOSI
+    ),
+}
+
+
+def compiled(kind: str, optimizer: str, hidden: Sequence[int]) -> Any:
+    keras.utils.set_random_seed(0)
+    with strategy(kind).scope():
+        model = keras.Sequential([keras.Input((4,))])
+        for units in hidden:
+            model.add(keras.layers.Dense(units, activation="tanh"))
+        model.add(keras.layers.Dense(3))
+        model.compile(
+            OPTIMIZERS[optimizer](),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    return model
+
+
+def batches(count: int) -> tf.data.Dataset:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8 * count, 4)).astype("float32")
+    y = rng.integers(0, 3, len(x))
+    options = tf.data.Options()
+    policy = tf.data.experimental.AutoShardPolicy.DATA
+    options.experimental_distribute.auto_shard_policy = policy
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    return dataset.batch(8, drop_remainder=True).with_options(options)
+
+
+def one_layer(kind: str, optimizer: str) -> list[Array]:
+    """Trains a model of which a replica owns all and the other nothing."""
+    model = compiled(kind, optimizer, [])
+    model.fit(batches(6), verbose=0)
+    return [np.asarray(w) for w in model.get_weights()]
+
+
+# -------------------------------------------------------------------- order
+def unordered(kind: str, optimizer: str) -> dict[str, Any]:
+    """Counts pairs of collectives of a replica, in a step, by their order."""
+    model = compiled(kind, optimizer, [5, 5])
+    distributed = strategy(kind).experimental_distribute_dataset(batches(1))
+
+    @tf.function(autograph=False)
+    def step(batch: Any) -> Any:
+        return strategy(kind).run(model.train_step, args=(batch,))
+
+    graph = step.get_concrete_function(next(iter(distributed))).graph
+    definition = graph.as_graph_def()
+    functions = {f.signature.name: f for f in definition.library.function}
+    bodies = [definition.node, *(f.node_def for f in functions.values())]
+    found = {"collectives": 0, "pairs": 0, "unordered": []}
+    for nodes in bodies:
+        audit(nodes, functions, found)
+    return found
+
+
+def audit(
+    nodes: Any, functions: Mapping[str, Any], found: dict[str, Any]
+) -> None:
+    """Adds what is found in one graph or function."""
+    by_device = collections.defaultdict(list)
+    for node in nodes:
+        if holds_collective(node, functions):
+            by_device[node.device].append(node)
+            found["collectives"] += is_collective(node)
+    parents = {
+        node.name: [i.lstrip("^").partition(":")[0] for i in node.input]
+        for node in nodes
+    }
+    for ours in by_device.values():
+        for first, second in itertools.combinations(ours, 2):
+            found["pairs"] += 1
+            if not (
+                second.name in ancestors(first.name, parents)
+                or first.name in ancestors(second.name, parents)
+            ):
+                found["unordered"].append((first.op, second.op))
+
+
+def is_collective(node: Any) -> bool:
+    return str(node.op).startswith("Collective") and "Group" not in node.op
+
+
+def holds_collective(node: Any, functions: Mapping[str, Any]) -> bool:
+    """Whether a node is a collective or calls a function that has one."""
+    if is_collective(node):
+        return True
+    return any(
+        holds_collective(inner, functions)
+        for name in called(node)
+        if name in functions
+        for inner in functions[name].node_def
+    )
+
+
+def called(node: Any) -> Iterator[str]:
+    for attribute in node.attr.values():
+        if attribute.func.name:
+            yield attribute.func.name
+        yield from (f.name for f in attribute.list.func)
+
+
+def ancestors(name: str, parents: Mapping[str, Sequence[str]]) -> set[str]:
+    """All that have to be done before a node."""
+    done: set[str] = set()
+    open_ = [name]
+    while open_:
+        for parent in parents.get(open_.pop(), ()):
+            if parent not in done:
+                done.add(parent)
+                open_.append(parent)
+    return done
