@@ -76,7 +76,7 @@ class Outcome:
 
 
 def run(
-    target: str, *args: Any, time_limit: float = 60.0, **shape: Any
+    target: str, *args: Any, time_limit: float = 120.0, **shape: Any
 ) -> list[Any]:
     """Calls one function on every worker of a new cluster.
 
@@ -103,7 +103,7 @@ class Pool:
         self._cluster: Cluster | None = None
 
     def run(
-        self, name: str, case: Case, shape: Shape, time_limit: float = 60.0
+        self, name: str, case: Case, shape: Shape, time_limit: float = 120.0
     ) -> Outcome:
         """Calls a function on every worker of a cluster.
 
@@ -208,7 +208,7 @@ class Cluster:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def run(self, name: str, case: Case, time_limit: float = 60.0) -> Outcome:
+    def run(self, name: str, case: Case, time_limit: float = 120.0) -> Outcome:
         """Calls a function on every worker; see `Pool.run`."""
         number, self._cases = self._cases, self._cases + 1
         begin = [self._log(worker).stat().st_size for worker in self._workers]
