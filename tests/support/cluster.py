@@ -145,6 +145,7 @@ class Cluster:
         self.shape = shape
         self._cases = 0
         self._workers = range(shape.workers)
+        self._processes: list[subprocess.Popen[bytes]] = []
         with contextlib.ExitStack() as opened:
             self._directory = pathlib.Path(
                 opened.enter_context(
@@ -156,7 +157,6 @@ class Cluster:
                 for port in claim_ports(shape.workers)
             ]
             opened.callback(self._end)
-            self._processes: list[subprocess.Popen[bytes]] = []
             for index in self._workers:
                 environment = worker_environment(
                     index, [address(port) for port in ports]
