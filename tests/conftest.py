@@ -3,7 +3,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tensorflow as tf
 
 from tests.support.cluster import Pool
 
@@ -21,6 +20,9 @@ def clean_variable_scope() -> Iterator[None]:
 
     No strategy could enter it afterwards.
     """
+    # Not by the process that only tells others what to run.
+    import tensorflow as tf
+
     yield
     tf.compat.v1.get_variable_scope()._caching_device = None
 

@@ -99,6 +99,20 @@ def test_uneven_batches(results: Results, name: str) -> None:
     np.testing.assert_allclose(first["metrics"], metrics, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", JOBS.params([REDUCE]))
+def test_reduce(results: Results, name: str) -> None:
+    for found in results(name):
+        vector, (scalar,) = found["structure, sum"]
+        assert (vector.tolist(), scalar) == ([3, 3], 3)
+        vector, (scalar,) = found["structure, mean"]
+        assert (vector.tolist(), scalar) == ([1.5, 1.5], 1.5)
+        assert found["scalar, axis"] == 1.5
+        assert found["keywords"] == 3
+        assert found["uneven, axis"] == pytest.approx(5 / 3)
+        assert found["uneven, shape"].tolist() == [2]
+        assert found["in graph"] == {"scalar": 1.5, "vector": 1.5}
+
+
 @pytest.mark.parametrize("name", JOBS.params([HARDEST]))
 def test_repaired_stock_strategy(results: Results, name: str) -> None:
     """In a cluster of its own: a process can have one such strategy only."""
@@ -115,20 +129,6 @@ def test_repaired_mirrored_strategy(pool: Pool, name: str) -> None:
     workers = pool.run(name, case, SHAPES["mirrored"]).get()
     if name in EQUAL:
         assert_equals_alone(workers, name)
-
-
-@pytest.mark.parametrize("name", JOBS.params([REDUCE]))
-def test_reduce(results: Results, name: str) -> None:
-    for found in results(name):
-        vector, (scalar,) = found["structure, sum"]
-        assert (vector.tolist(), scalar) == ([3, 3], 3)
-        vector, (scalar,) = found["structure, mean"]
-        assert (vector.tolist(), scalar) == ([1.5, 1.5], 1.5)
-        assert found["scalar, axis"] == 1.5
-        assert found["keywords"] == 3
-        assert found["uneven, axis"] == pytest.approx(5 / 3)
-        assert found["uneven, shape"].tolist() == [2]
-        assert found["in graph"] == {"scalar": 1.5, "vector": 1.5}
 
 
 def test_repair_wants_a_strategy_it_can_repair() -> None:

@@ -20,6 +20,7 @@ from tests.support.curvature_models import (
     weight_count,
 )
 from tests.support.harness import randomize
+from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tfkfac.curvature import hessian_vector_product
 
@@ -48,7 +49,17 @@ def assert_agrees(
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask")
-@pytest.mark.parametrize("case", ZOO)
+@pytest.mark.parametrize(
+    "case",
+    with_slow(
+        ZOO,
+        "gru",
+        "simple_rnn",
+        "bidirectional",
+        "masked_rnn",
+        "grouped_attention",
+    ),
+)
 def test_layers(case: str) -> None:
     body, shape = ZOO[case]
     model = network(body, shape)

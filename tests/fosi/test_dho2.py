@@ -56,7 +56,7 @@ add("two", "columns", "mlp", "sgd")
 add("two", "columns", "batch_norm", "plain", slow=True, feed="even")
 add("two", "rows", "batch_norm", "adam", feed="even")
 add("two", "rows", "batch_norm", "sgd", UNEVEN_MOMENTS, feed="some")
-add("two", "rows", "text", "sgd")
+add("two", "rows", "text", "sgd", slow=True)
 add("two", "rows", "mlp", "accumulation, average, decay")
 add("two", "columns", "mlp", "accumulation, clipvalue", slow=True)
 add("two", "rows", "mlp", "clipnorm, decay", slow=True)
@@ -66,7 +66,7 @@ add("two", "columns", "plain_norm", feed="some")
 add("two", "rows", "plain_norm", slow=True, feed="some")
 add("two", "rows", "mlp", "sgd", "even", slow=True, feed="even")
 add("two", "rows", "mlp", "sgd", "float32", dtype="float32")
-add("two", "columns", "mlp", "sgd", "eager", feed="some", eager=True)
+add("two", "columns", "mlp", "sgd", "eager", True, feed="some", eager=True)
 add(
     "two",
     "rows",
@@ -77,7 +77,7 @@ add(
     fits=[(2, 2), (1, 6)],
 )
 # Step and worker of a batch of NaN; without it, step 4 would estimate.
-add("two", "rows", "mlp", "sgd", "NaN", poison=(4, 0))
+add("two", "rows", "mlp", "sgd", "NaN", slow=True, poison=(4, 0))
 add("two", "columns", "mlp", "adam", "NaN", poison=(5, 1))
 # More workers than directions.
 add("four", "rows", "mlp", "sgd", "one direction", slow=True, **ONE)
@@ -85,7 +85,7 @@ add("four", "columns", "mlp", "sgd", "one direction", **ONE)
 add("four", "columns", "batch_norm", "adam", slow=True, feed="even")
 add("four", "rows", "text", "sgd", slow=True)
 add("four", "rows", "mlp", "plain", "four directions", **FOUR)
-add("mirrored", "rows", "batch_norm", "adam", feed="even")
+add("mirrored", "rows", "batch_norm", "adam", slow=True, feed="even")
 add("mirrored", "columns", "mlp", "sgd")
 add("mirrored", "columns", "text", "sgd", slow=True)
 

@@ -30,6 +30,7 @@ from tests.support.fosi_reference import (
     rmsprop,
     sgd,
 )
+from tests.support.marks import with_slow
 from tests.support.reference import Array
 
 ORACLE = pathlib.Path(__file__).parents[1] / "data" / "fosi_mlp.npz"
@@ -94,7 +95,9 @@ def test_case_is_not_trivial(double: None) -> None:
 
 
 # --------------------------------------------------------------- trajectories
-@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize(
+    "inner", with_slow(INNERS, "nesterov", "rmsprop", "adamw")
+)
 def test_trajectory(inner: str, double: None) -> None:
     optimizer, got, program, want = both(inner, {}, {})
     assert program.estimated == [2, 5, 8]

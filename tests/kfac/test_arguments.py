@@ -219,7 +219,16 @@ def test_defaults() -> None:
             0.5,
         ),
     ],
-    ids=str,
+    ids=[
+        "float",
+        "numpy",
+        "zero",
+        "name",
+        "class name",
+        "optimizer",
+        "dict",
+        "config",
+    ],
 )
 def test_inner_optimizer(argument: Any, kind: type, rate: float) -> None:
     optimizer = tfkfac.KFAC(argument)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.marks import with_slow
 from tests.support.spectra import assert_pairs, run, spectrum
 
 NAN, INF = float("nan"), float("inf")
@@ -28,7 +29,7 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start", with_slow(STARTS, "unit"))
 @pytest.mark.parametrize("case", CASES)
 def test_exhausted(case: str, start: str) -> None:
     """Twice the size leaves a step for every new beginning."""

@@ -76,7 +76,7 @@ class Outcome:
 
 
 def run(
-    target: str, *args: Any, time_limit: float = 60.0, **shape: Any
+    target: str, *args: Any, time_limit: float = 120.0, **shape: Any
 ) -> list[Any]:
     """Calls one function on every worker of a new cluster.
 
@@ -103,7 +103,7 @@ class Pool:
         self._cluster: Cluster | None = None
 
     def run(
-        self, name: str, case: Case, shape: Shape, time_limit: float = 60.0
+        self, name: str, case: Case, shape: Shape, time_limit: float = 120.0
     ) -> Outcome:
         """Calls a function on every worker of a cluster.
 
@@ -145,6 +145,7 @@ class Cluster:
         self.shape = shape
         self._cases = 0
         self._workers = range(shape.workers)
+        self._processes: list[subprocess.Popen[bytes]] = []
         with contextlib.ExitStack() as opened:
             self._directory = pathlib.Path(
                 opened.enter_context(
@@ -156,7 +157,6 @@ class Cluster:
                 for port in claim_ports(shape.workers)
             ]
             opened.callback(self._end)
-            self._processes: list[subprocess.Popen[bytes]] = []
             for index in self._workers:
                 environment = worker_environment(
                     index, [address(port) for port in ports]
@@ -208,7 +208,7 @@ class Cluster:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def run(self, name: str, case: Case, time_limit: float = 60.0) -> Outcome:
+    def run(self, name: str, case: Case, time_limit: float = 120.0) -> Outcome:
         """Calls a function on every worker; see `Pool.run`."""
         number, self._cases = self._cases, self._cases + 1
         begin = [self._log(worker).stat().st_size for worker in self._workers]

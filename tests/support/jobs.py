@@ -17,8 +17,12 @@ SHAPES = {
 TIME_LIMIT = 180.0  # seconds for a job; it takes a few when quiet
 
 
+def cluster_of(name: str) -> str:
+    return name.partition(":")[0]
+
+
 def shape_of(name: str) -> Shape:
-    return SHAPES[name.partition(":")[0]]
+    return SHAPES[cluster_of(name)]
 
 
 def replicas_of(name: str) -> int:
@@ -60,7 +64,9 @@ class Jobs:
             self._slow.add(name)
 
     def params(self, names: Iterable[str]) -> list[Any]:
-        """Parameters of a test; those of slow jobs are marked."""
+        """Parameters of a test, by cluster; those of slow jobs are marked."""
+        order = list(SHAPES)
+        names = sorted(names, key=lambda name: order.index(cluster_of(name)))
         return [pytest.param(n, marks=self.marks(n), id=n) for n in names]
 
     def marks(self, name: str) -> list[pytest.MarkDecorator]:

@@ -120,11 +120,18 @@ add_grid(
     "cnn",
     [
         ("comm_opt", "inverse", "sgd", "expand"),
-        ("hybrid_opt 1/2", "inverse", "sgd", "reduce"),
         ("dp_kfac", "inverse", "adam", "expand"),
     ],
 )
-add_grid("mirrored", "cnn", [("mem_opt", "eigen", "adam", "reduce")], slow=True)
+add_grid(
+    "mirrored",
+    "cnn",
+    [
+        ("mem_opt", "eigen", "adam", "reduce"),
+        ("hybrid_opt 1/2", "inverse", "sgd", "reduce"),
+    ],
+    slow=True,
+)
 EVERY_STEP = {"factor_update_interval": 1, "inverse_update_interval": 1}
 for solver_ in ("inverse", "eigen"):
     add(
@@ -138,7 +145,7 @@ for solver_ in ("inverse", "eigen"):
         **EVERY_STEP,
     )
 add("two", "late", "dp_kfac", model="cnn", feed="late")
-add("two", "same rows, text", "dp_kfac", model="text", feed="same")
+add("two", "same rows, text", "dp_kfac", True, model="text", feed="same")
 add("two", "float32", "comm_opt", model="vision", feed="some", dtype="float32")
 add("two", "float32", "mem_opt", slow=True, model="small", dtype="float32")
 for mode_, what_, slow_ in [
@@ -167,7 +174,14 @@ add(
     },
 )
 add("two", "even, batch norm", "comm_opt", model="batch_norm", feed="even")
-add("mirrored", "even, batch norm", "mem_opt", model="batch_norm", feed="even")
+add(
+    "mirrored",
+    "even, batch norm",
+    "mem_opt",
+    slow=True,
+    model="batch_norm",
+    feed="even",
+)
 add("two", "eager", "mem_opt", model="small", eager=True)
 add(
     "two",

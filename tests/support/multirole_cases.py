@@ -86,7 +86,16 @@ add("two", "rows", "stale", "mlp", "sgd", "every step", update_interval=1)
 # Step and replica of a batch of NaN. An estimation begins in step 5; if it is
 # skipped, then the accelerators still use its batch.
 add("two", "rows", "stale", "mlp", "sgd", "NaN at begin", poison=(5, 0))
-add("two", "columns", "paper", "mlp", "sgd", "NaN at end", poison=(4, 0))
+add(
+    "two",
+    "columns",
+    "paper",
+    "mlp",
+    "sgd",
+    "NaN at end",
+    slow=True,
+    poison=(4, 0),
+)
 add("two", "rows", "stale", "mlp", "sgd", "blind", poison=(5, 1))
 add("four", "rows", "stale", "mlp", "adam", evaluated=EVALUATED)
 add("four", "columns", "stale", "plain_norm", "sgd", evaluated=EVALUATED)
@@ -115,11 +124,11 @@ for fraction_, layout_, final_ in [
         "mlp",
         "sgd",
         f"{fraction_} accelerators",
-        slow=layout_ == "columns",
+        slow=(fraction_, layout_) != (0.25, "rows"),
         accelerator_fraction=fraction_,
     )
 add("mirrored", "rows", "stale", "mlp", "sgd", evaluated=EVALUATED)
-add("mirrored", "columns", "paper", "batch_norm", "adam")
+add("mirrored", "columns", "paper", "batch_norm", "adam", slow=True)
 
 REFUSED = {
     "two: refused": (0.1, 0.9),
