@@ -1,8 +1,34 @@
 """What a Keras optimizer keeps to itself."""
 
 from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
 
 import keras
+
+if TYPE_CHECKING:
+
+    class KerasOptimizer:
+        """`keras.optimizers.Optimizer` to a type checker.
+
+        It takes Keras for `Any`, and a class below that may have any
+        attribute, so that none of its own would be checked.
+        """
+
+        name: str
+        built: bool
+
+        def __init__(self, learning_rate: float, name: str) -> None: ...
+        def build(self, variables: list[keras.Variable]) -> None:
+            """See `keras.Optimizer.build`."""
+
+        def apply_gradients(self, grads_and_vars: Any) -> Any:
+            """See `keras.Optimizer.apply_gradients`."""
+
+        def assign(self, variable: keras.Variable, value: Any) -> None:
+            """See `keras.Optimizer.assign`."""
+
+else:
+    KerasOptimizer = keras.optimizers.Optimizer
 
 
 def variable_key(

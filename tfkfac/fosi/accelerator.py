@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfkfac.capture.forward import ForwardCall
 from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.compat.graphs import called_often, state_variable
+from tfkfac.compat.tracking import Tracked
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.fosi.estimation import Estimation, Spectrum
 from tfkfac.fosi.held_batch import HeldBatch, describe, point
@@ -21,7 +22,7 @@ from tfkfac.linalg.lanczos import (
 )
 
 
-class Accelerator(tf.Module):
+class Accelerator(Tracked):
     """A Lanczos iteration that is done a few steps at a time.
 
     Args:

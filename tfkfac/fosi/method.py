@@ -9,6 +9,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.forward import ForwardTap
+from tfkfac.compat.tracking import Tracked
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.fosi.directions import (
     Search,
@@ -259,7 +260,7 @@ class FOSIMethod(Method):
         return LAYOUTS[self.layout](self.geometry, trainers)
 
     @override
-    def create(self) -> Sequence[tf.Module]:
+    def create(self) -> Sequence[Tracked]:
         geometry = self.search.geometry(self.job)
         if geometry != self._geometry:
             self.search.warn_if_fewer(self.job, geometry)

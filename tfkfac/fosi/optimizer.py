@@ -88,6 +88,19 @@ class FOSI(SecondOrderOptimizer):
 
     method_type = FOSIMethod
     _method: FOSIMethod
+    # The method's, shown as attributes.
+    alpha: Value
+    update_interval: Value
+    num_largest: int
+    num_smallest: int
+    warmup_steps: int
+    lanczos_steps: int | None
+    momentum: float
+    learning_rate_clip: float
+    layout: str
+    accelerator_fraction: float
+    final_update: str
+    seed: int
 
     def __init__(
         self,

@@ -3,13 +3,14 @@
 import tensorflow as tf
 
 from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.tracking import Tracked
 from tfkfac.fosi.accelerator import Accelerator
 from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.subspace import Subspace
 from tfkfac.saving.store import Entry
 
 
-class State(tf.Module):
+class State(Tracked):
     """The curvature state of one replica.
 
     Args:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.tracking import Tracked
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.fosi.layouts import Layout
 from tfkfac.saving.store import Entry
@@ -14,7 +15,7 @@ from tfkfac.saving.store import Entry
 _WEAK = 1e-3
 
 
-class Subspace(tf.Module):
+class Subspace(Tracked):
     """The directions of extreme curvature that one worker keeps.
 
     Args:

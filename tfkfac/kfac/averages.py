@@ -7,10 +7,11 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
 from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.tracking import Tracked
 from tfkfac.linalg.symmetric import all_finite
 
 
-class FactorAverages(tf.Module):
+class FactorAverages(Tracked):
     """Bias-corrected exponential averages of A and G.
 
     `M_t = decay M_{t-1} + (1 - decay) batch`, `M_0 = 0`, and the factor is

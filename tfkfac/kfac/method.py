@@ -15,6 +15,7 @@ from tfkfac.capture.loss_batch import example_scale
 from tfkfac.capture.taps import Tap, before_first_call
 from tfkfac.capture.walk import SkipRule, unbuilt
 from tfkfac.compat.optimizers import variable_key
+from tfkfac.compat.tracking import Tracked
 from tfkfac.distributed.traffic import gradient_bytes
 from tfkfac.kfac.active import (
     ActiveBlock,
@@ -238,7 +239,7 @@ class KFACMethod(Method):
         return self._placement
 
     @override
-    def create(self) -> Sequence[tf.Module]:
+    def create(self) -> Sequence[Tracked]:
         self._placement = None  # what was seen before the model was built
         placement = self.placement
         if not placement.blocks:
@@ -263,7 +264,7 @@ class KFACMethod(Method):
     def agreement(self) -> dict[str, Any]:
         registry = self.placement.registry
         layers = [
-            [block.path, block.kind, list(block.factor_shapes.values())]
+            [block.path, block.kind, [f.text for f in block.factors.values()]]
             for block in registry.blocks
         ]
         rest = [[left.path, left.reason] for left in registry.leftovers]

@@ -89,6 +89,14 @@ class KFAC(SecondOrderOptimizer):
 
     method_type = KFACMethod
     _method: KFACMethod
+    # The method's, shown as attributes.
+    damping: Value
+    kl_clip: Value
+    factor_update_interval: Value
+    inverse_update_interval: Value
+    solver: str
+    factor_decay: float
+    weight_sharing: str
 
     def __init__(
         self,

@@ -6,13 +6,14 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block
 from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.tracking import Tracked
 from tfkfac.kfac.averages import FactorAverages
 from tfkfac.kfac.placement import Placement
 from tfkfac.saving.store import Entry, Spread
 from tfkfac.solvers import Decomposition, Solver
 
 
-class Preconditioner(tf.Module):
+class Preconditioner(Tracked):
     """What one worker keeps of one block.
 
     Args:
@@ -66,7 +67,7 @@ class Preconditioner(tf.Module):
         return [Entry(path, name, v, Spread.OWNED) for name, v in named]
 
 
-class State(tf.Module):
+class State(Tracked):
     """The curvature state of one worker.
 
     Attributes:
@@ -128,5 +129,5 @@ class State(tf.Module):
 
 def same_shape_key(block: Block) -> Hashable:
     """Key under which a block's state can be kept over a new `attach`."""
-    shapes = tuple(sorted(block.factor_shapes.items()))
-    return (id(block.layer), block.kind, shapes)
+    factors = tuple(sorted(block.factors.items()))
+    return (id(block.layer), block.kind, factors)

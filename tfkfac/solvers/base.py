@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block, LayerGradient
 from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.tracking import Tracked
 from tfkfac.factors import Factor, Part, Side, Tensors
 from tfkfac.linalg.symmetric import all_finite
 
@@ -101,7 +102,7 @@ class Solver(abc.ABC):
         """
 
 
-class Decomposition(tf.Module):
+class Decomposition(Tracked):
     """The last good decomposition of one block.
 
     Args:

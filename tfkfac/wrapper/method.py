@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
+from tfkfac.compat.tracking import Tracked
 from tfkfac.saving.store import Entry
 from tfkfac.wrapper.hyperparameters import Hyperparameter, Tunable
 from tfkfac.wrapper.step import Job, Step
@@ -51,7 +52,7 @@ class Method(abc.ABC):
         """
 
     @abc.abstractmethod
-    def create(self) -> Sequence[tf.Module]:
+    def create(self) -> Sequence[Tracked]:
         """Creates the state for the model, which is built; keeps what fits.
 
         Returns:

@@ -10,8 +10,9 @@ import tensorflow as tf
 from tfkfac.capture.detach import detach
 from tfkfac.capture.loss_batch import LossTap
 from tfkfac.capture.walk import unbuilt
-from tfkfac.compat.optimizers import knows_variable
+from tfkfac.compat.optimizers import KerasOptimizer, knows_variable
 from tfkfac.compat.optimizers import trainable_variables as known_variables
+from tfkfac.compat.tracking import Tracked
 from tfkfac.distributed.agreement import check_agreement
 from tfkfac.saving.store import Entry, load_state, save_state, why_unreadable
 from tfkfac.wrapper.arguments import check_inner, serialize_value
@@ -21,7 +22,7 @@ from tfkfac.wrapper.step import Job, Step
 from tfkfac.wrapper.support import check_settings, repair_keras
 
 
-class SecondOrderOptimizer(keras.optimizers.Optimizer):
+class SecondOrderOptimizer(KerasOptimizer):
     """Changes the gradients, then lets an inner Keras optimizer apply them.
 
     The learning rate, the iterations and everything an inner optimizer does
@@ -53,7 +54,7 @@ class SecondOrderOptimizer(keras.optimizers.Optimizer):
         self._scaling = LossScaling(name)
         self._job: Job | None = None
         # Checkpoints follow the attributes of an optimizer.
-        self._states: tuple[tf.Module, ...] = ()
+        self._states: tuple[Tracked, ...] = ()
         self._skipped: tuple[tf.Variable, ...] = ()
         repair_keras(tf.distribute.get_strategy())
 
