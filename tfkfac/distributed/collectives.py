@@ -6,12 +6,14 @@ the raw operations with static keys. Every worker makes the same sequence of
 calls, members of a group or not, so that all agree on the keys.
 
 TensorFlow prunes an operation whose result nobody uses, and runs two that no
-path connects in any order. For a collective both are fatal: the other workers
-wait for one that is gone for ever (and only where a worker does not need the
-result, so that few models show it), and NCCL pairs the calls of devices by
-their order. So each collective of a replica reads and then writes one variable,
-its ordering token: what is stateful stays in the graph, in the order of the
-program, in branches and in nested functions too.
+path connects in any order. A pruned collective hangs the other workers, and
+only where a worker does not need its result, so that few models show it: so
+each collective of a replica writes one variable, its ordering token, and what
+is stateful stays in the graph, in branches and in nested functions too. NCCL
+pairs the calls of devices by their order: there each collective also reads the
+token before it starts, which makes it wait for those before it in the program.
+On CPUs calls are paired by their keys, and waiting would cost up to 14 % of a
+step.
 """
 
 import functools
@@ -72,10 +74,12 @@ class Communicator:
         )
 
     def _launch(self, collective: Callable[[], tf.Tensor]) -> tf.Tensor:
-        """Makes a collective after those before it, never to be pruned."""
+        """Makes a collective that stays, on NCCL after those before it."""
         if self._token is None:
             return collective()
-        with tf.control_dependencies([self._token.read_value()]):
+        ordered = self._hint == "nccl"
+        before = [self._token.read_value()] if ordered else []
+        with tf.control_dependencies(before):
             result = collective()
         with tf.control_dependencies([result]):
             self._token.assign_add(0.0)
