@@ -14,19 +14,6 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
-@pytest.fixture(autouse=True)
-def clean_variable_scope() -> Iterator[None]:
-    """What is traced by `tf.map_fn` and raises leaves its scope changed.
-
-    No strategy could enter it afterwards.
-    """
-    # Not by the process that only tells others what to run.
-    import tensorflow as tf
-
-    yield
-    tf.compat.v1.get_variable_scope()._caching_device = None
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins: jobs, then files with many tests."""
     counts = collections.Counter(item.path for item in items)

@@ -13,6 +13,7 @@ from tfkfac.compat.graphs import (
     called_often,
     in_xla,
     is_constant_to_tapes,
+    map_rows,
     open_graphs,
     operation_without_gradient,
     stamp_time,
@@ -257,3 +258,28 @@ def test_gradient_that_is_prevented() -> None:
     with pytest.raises(LookupError) as error:
         prevented()
     assert operation_without_gradient(error.value) == "PreventGradient"
+
+
+# --------------------------------------------------------------------- maps
+def test_a_map_that_raises_leaves_nothing_behind() -> None:
+    """A strategy can still be entered."""
+
+    def fail(row: tf.Tensor) -> tf.Tensor:
+        raise NotImplementedError("told to fail")
+
+    @tf.function(autograph=False)
+    def mapped(rows: tf.Tensor) -> tf.Tensor:
+        return map_rows(fail, rows)
+
+    with pytest.raises(NotImplementedError, match="told to fail"):
+        mapped(tf.ones([3, 2]))
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        assert tf.Variable(1.0).numpy() == 1.0
+
+
+def test_map_of_rows() -> None:
+    @tf.function(autograph=False)
+    def mapped(rows: tf.Tensor) -> tf.Tensor:
+        return map_rows(lambda row: 2 * row, rows)
+
+    np.testing.assert_array_equal(mapped(tf.ones([3, 2])), 2 * np.ones([3, 2]))

@@ -66,6 +66,23 @@ def called_often(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+def map_rows(
+    function: Callable[[tf.Tensor], tf.Tensor], rows: tf.Tensor
+) -> tf.Tensor:
+    """`tf.map_fn` that leaves nothing behind if the function raises.
+
+    Only in graphs. TensorFlow gives the default variable scope a caching
+    device for the time of the tracing and does not take it back then; no
+    strategy could enter that scope any more.
+    """
+    scope = tf.compat.v1.get_variable_scope()
+    before = scope.caching_device
+    try:
+        return tf.map_fn(function, rows)
+    finally:
+        scope.set_caching_device(before)
+
+
 def stamp_time(variable: tf.Variable) -> tf.Tensor:
     """Writes the time in seconds to a float64 variable and returns it.
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfkfac.capture.forward import training_call
 from tfkfac.checks import check_count
+from tfkfac.compat.graphs import map_rows
 from tfkfac.compat.models import compiled_loss, loss_takes_training
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.linalg.flat import FlatSpace
@@ -203,7 +204,7 @@ def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
         )
         if rows.shape[0] == 1:
             return product(rows[0])[None]
-        return tf.map_fn(product, rows)
+        return map_rows(product, rows)
 
     _products[model] = (key, products)
     return products

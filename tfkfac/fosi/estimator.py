@@ -34,18 +34,15 @@ class Estimator(abc.ABC):
         search: Which directions are sought, and when.
 
     Attributes:
+        job: What it is attached to.
         states: What each replica of this process keeps.
     """
 
     job: Job
+    states: Sequence[State] = ()
 
     def __init__(self, search: Search) -> None:
         self.search = search
-
-    @property
-    @abc.abstractmethod
-    def states(self) -> Sequence[State]:
-        """What each replica of this process keeps."""
 
     @abc.abstractmethod
     def attach(self, job: Job) -> None:
@@ -91,15 +88,6 @@ class Estimator(abc.ABC):
 class BetweenSteps(Estimator):
     """All replicas train, and estimate together before a step (DHO2)."""
 
-    def __init__(self, search: Search) -> None:
-        super().__init__(search)
-        self._states: tuple[State, ...] = ()
-
-    @property
-    @override
-    def states(self) -> Sequence[State]:
-        return self._states
-
     @override
     def attach(self, job: Job) -> None:
         self.job = job
@@ -110,13 +98,13 @@ class BetweenSteps(Estimator):
 
     @override
     def create(self, layout: Layout) -> None:
-        self._states = self.job.for_each(
+        self.states = self.job.for_each(
             lambda rank: State(layout, self.new_subspace(layout))
         )
 
     @override
     def run(self, step: Step, train: Train) -> None:
-        model, state = self.job.model, self.job.own(self._states)
+        model, state = self.job.model, self.job.own(self.states)
         call = find_call(model, step.batch, ForwardTap.open(model).take())
         train(step, state, lambda: self.estimate(step, state, call))
 

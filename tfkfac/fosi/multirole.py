@@ -36,7 +36,7 @@ from tfkfac.fosi.estimator import Estimator, Train
 from tfkfac.fosi.handover import hand_over, piece_bytes
 from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.moments import synchronized_layers, tap_moments
-from tfkfac.fosi.state import RoleState, State
+from tfkfac.fosi.state import RoleState
 from tfkfac.fosi.subspace import Subspace
 from tfkfac.wrapper.hyperparameters import Hyperparameter
 from tfkfac.wrapper.step import Job, Step, Update
@@ -62,6 +62,7 @@ class BesideSteps(Estimator):
     """
 
     roles: Roles
+    states: Sequence[RoleState] = ()
 
     def __init__(
         self,
@@ -74,14 +75,8 @@ class BesideSteps(Estimator):
         self.fraction = fraction
         self.final_update = final_update
         self._alpha = alpha
-        self._states: tuple[RoleState, ...] = ()
 
     # --------------------------------------------------- binding and state
-    @property
-    @override
-    def states(self) -> Sequence[State]:
-        return self._states
-
     @override
     def attach(self, job: Job) -> None:
         self.job = job
@@ -112,7 +107,7 @@ class BesideSteps(Estimator):
 
     @override
     def create(self, layout: Layout) -> None:
-        self._states = self.job.for_each(lambda rank: self._new(rank, layout))
+        self.states = self.job.for_each(lambda rank: self._new(rank, layout))
 
     def _new(self, rank: int, layout: Layout) -> RoleState:
         geometry, replicas = layout.geometry, self.job.topology.replicas
@@ -130,7 +125,7 @@ class BesideSteps(Estimator):
     # ------------------------------------------------------------ the step
     @override
     def run(self, step: Step, train: Train) -> None:
-        model, state = self.job.model, self.job.own(self._states)
+        model, state = self.job.model, self.job.own(self.states)
         calls = ForwardTap.open(model).take()
         everyone = step.group
         mine = step.among(self.roles.peers(everyone.rank))
@@ -314,9 +309,9 @@ class BesideSteps(Estimator):
 
     @override
     def idle_share(self) -> np.ndarray:
-        if not self._states:
+        if not self.states:
             return np.zeros(len(self.roles.workers))
-        idle, whole = self._states[0].times.numpy().T
+        idle, whole = self.states[0].times.numpy().T
         return np.asarray(idle / np.maximum(whole, 1e-9))
 
     @override
