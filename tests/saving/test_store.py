@@ -68,7 +68,9 @@ def test_automatic_names_of_containers() -> None:
 
 
 def test_layers_of_other_kinds_do_not_match() -> None:
-    with pytest.raises(ValueError, match=r"in the file: \['conv_1'\].*model"):
+    with pytest.raises(
+        ValueError, match=r"file: \['conv_1', 'dense'\].*model: \['d"
+    ):
         load_state(
             saved([entry("conv_1", "x", 1.0), entry("dense", "x", 1.0)]),
             [entry("dense_2", "x", 1.0), entry("dense_3", "x", 1.0)],
