@@ -235,5 +235,6 @@ def test_a_tunable_is_declared_once() -> None:
     ):
         with pytest.raises(ValueError, match="`factor` must be a positive"):
             make()
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match=r"`kind` cannot.*Received"):
         optimizer.kind = "other"
+    assert optimizer.kind == "plain"

@@ -102,4 +102,14 @@ def shown_tunable(name: str) -> property:
 
 def shown_argument(name: str) -> property:
     """The attribute of an optimizer that is an argument of its method."""
-    return property(lambda optimizer: getattr(optimizer.method, name))
+
+    def get(optimizer: Any) -> Any:
+        return getattr(optimizer.method, name)
+
+    def refuse(optimizer: Any, value: Any) -> None:
+        raise AttributeError(
+            f"Argument `{name}` cannot be changed: create another optimizer. "
+            f"It is {get(optimizer)!r}. Received: {name}={value!r}"
+        )
+
+    return property(get, refuse)
