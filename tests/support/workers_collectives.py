@@ -33,8 +33,13 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 
 def compiled(kind: str, optimizer: str, hidden: Sequence[int]) -> Any:
+    return build(strategy(kind), optimizer, hidden)
+
+
+def build(of: Any, optimizer: str, hidden: Sequence[int]) -> Any:
+    """Compiles a dense model in the scope of a strategy."""
     keras.utils.set_random_seed(0)
-    with strategy(kind).scope():
+    with of.scope():
         model = keras.Sequential([keras.Input((4,))])
         for units in hidden:
             model.add(keras.layers.Dense(units, activation="tanh"))

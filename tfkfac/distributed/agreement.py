@@ -27,13 +27,13 @@ def check_agreement(
 
     Args:
         description: Anything that JSON can hold, by name.
-        communicator: This worker's collectives. Its rank must be the only one
-            in this process.
+        communicator: The collectives of this process with the others.
 
     Raises:
         ValueError: If descriptions differ. The message says where.
     """
-    with tf.init_scope():
+    # On GPUs too: no kernel of theirs knows what is sent.
+    with tf.init_scope(), tf.device("CPU:0"):
         gathered = communicator.all_gather(tf.constant(encode(description)))
         theirs = [decode(row) for row in gathered.numpy()]
     differences = find_differences(theirs)

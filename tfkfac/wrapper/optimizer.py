@@ -161,7 +161,8 @@ class SecondOrderOptimizer(KerasOptimizer):
         self._states = tuple(self._method.create())
         if job.topology.replicas > len(job.topology.local):
             with tf.init_scope():  # a config holds values of variables
-                check_agreement(self._description(), job.group("agreement"))
+                processes = job.among_processes("agreement")
+                check_agreement(self._description(), processes)
         self.inner_optimizer.build(list(variables))
         super().build(list(variables))
 

@@ -137,6 +137,19 @@ class Job:
             self.own(self._tokens) if self._tokens else None,
         )
 
+    def among_processes(self, purpose: str) -> Communicator:
+        """Collectives of this process with the others, outside of graphs.
+
+        Args:
+            purpose: What tells them from others.
+        """
+        local, replicas = self.topology.local, self.topology.replicas
+        return Communicator(
+            local[0] // len(local),
+            replicas // len(local),
+            f"{self._scope} {purpose}",
+        )
+
 
 class Step:
     """One training step of one replica, in one trace.

@@ -1,0 +1,30 @@
+"""Several processes with several devices each agree, and train."""
+
+import numpy as np
+
+from tests.support.cluster import run
+from tests.support.strategies import strategy
+from tests.support.workers_collectives import OPTIMIZERS, batches, build
+
+# Another algorithm on several replicas.
+NOT_AS_ALONE = {"dp_kfac", "accelerator"}
+
+
+def test_two_processes_of_two_devices() -> None:
+    """All four replicas have the weights of one process, the same bits."""
+    first, second = run(
+        "tests.support.workers_grid:train",
+        list(OPTIMIZERS),
+        workers=2,
+        devices=2,
+        time_limit=300.0,
+    )
+    for name in OPTIMIZERS:
+        for ours, theirs in zip(first[name], second[name], strict=True):
+            for copy in (*ours, *theirs):
+                np.testing.assert_array_equal(copy, ours[0])
+    for name in OPTIMIZERS.keys() - NOT_AS_ALONE:
+        alone = build(strategy(None), name, [5])
+        alone.fit(batches(6), verbose=0)
+        for ours, want in zip(first[name], alone.get_weights(), strict=True):
+            np.testing.assert_allclose(ours[0], want, atol=1e-5)
