@@ -24,9 +24,6 @@ if TYPE_CHECKING:
         def apply_gradients(self, grads_and_vars: Any) -> Any:
             """See `keras.Optimizer.apply_gradients`."""
 
-        def assign(self, variable: keras.Variable, value: Any) -> None:
-            """See `keras.Optimizer.assign`."""
-
 else:
     KerasOptimizer = keras.optimizers.Optimizer
 

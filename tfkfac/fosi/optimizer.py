@@ -167,6 +167,33 @@ class FOSI(SecondOrderOptimizer):
         """
         return self._method.spectrum()
 
+    def state_bytes(self) -> dict[str, int]:
+        """Returns the bytes of this replica's curvature state.
+
+        Known before training, for a built model.
+
+        Returns:
+            The bytes of the "directions" and what goes with them, of the
+            "basis" of the Lanczos iteration, which lives during an estimation
+            only (on accelerators, always), and their "total".
+        """
+        return super().state_bytes()
+
+    def communication_bytes(self) -> dict[str, dict[str, int]]:
+        """Returns the bytes that this replica receives in a step.
+
+        Known before training, for a built model.
+
+        Returns:
+            For a step of the "warmup", a "plain" one and one with an
+            "estimation", the bytes of "gradients", of the "projections" of
+            gradient and update, of the "lanczos" iterations, of "directions"
+            on their way to who keeps them, and of the "weights" that
+            accelerators follow. With accelerators an estimation is spread
+            over an interval and its result handed over in one step.
+        """
+        return super().communication_bytes()
+
     def idle_share(self) -> np.ndarray:
         """Returns the share of the time that each replica has waited.
 

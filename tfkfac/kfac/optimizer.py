@@ -168,6 +168,28 @@ class KFAC(SecondOrderOptimizer):
             )
         return self._method.factors()
 
+    def state_bytes(self) -> dict[str, int]:
+        """Returns the bytes of this worker's curvature state.
+
+        Known before training, for a built model.
+
+        Returns:
+            The bytes of "factors", "decompositions" and their "total".
+        """
+        return super().state_bytes()
+
+    def communication_bytes(self) -> dict[str, dict[str, int]]:
+        """Returns the bytes that this worker receives in a step.
+
+        Known before training, for a built model.
+
+        Returns:
+            For a "plain" step, one that also updates the "factor"s and one
+            that also renews the "inverse"s, the bytes of "gradients",
+            "factors", "decompositions" and "preconditioned_gradients".
+        """
+        return super().communication_bytes()
+
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""
         method = self._method
