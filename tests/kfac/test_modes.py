@@ -17,9 +17,9 @@ import pytest
 import tensorflow as tf
 
 import tfkfac
-from tests.support import cluster, workers_modes
+from tests.support import cluster, workers_modes, workers_terms
 from tests.support.cluster import Pool
-from tests.support.jobs import replicas_of
+from tests.support.jobs import Jobs, replicas_of
 from tests.support.mode_cases import (
     CASES,
     DISAGREEMENTS,
@@ -373,3 +373,30 @@ def test_central_storage_is_refused():
         model = small()
         with pytest.raises(ValueError, match="must be a `MirroredStrategy`"):
             model.compile(tfkfac.KFAC(), "mse")
+
+
+# -------------------------------------------------------------- loss terms
+TERMS = Jobs(workers_terms)
+TERM_NAMES = [
+    f"{where}: {case}"
+    for where in ("two", "mirrored")
+    for case in ("mask", "weights", "sum", "outputs")
+]
+for name_ in TERM_NAMES:
+    where_, _, case_ = name_.partition(": ")
+    slow_ = where_ == "mirrored" and case_ != "outputs"
+    TERMS.add(name_, "train", case_, slow=slow_)
+
+
+@pytest.mark.parametrize("name", TERMS.params(TERM_NAMES))
+def test_tokens_weigh_the_same_on_every_worker(pool, name):
+    """Each of the valid ones, whatever their number on a worker."""
+    single = workers_terms.train(None, name.split(": ")[1])
+    for worker in TERMS.results(pool, name):
+        np.testing.assert_equal(worker["start"], single["start"])
+        assert_close(worker, single["weights"], EXACT)
+        assert worker["factors"]
+        for path, block in worker["factors"].items():
+            for key, value in block.items():
+                want = single["factors"][path][key]
+                np.testing.assert_allclose(value, want, rtol=1e-6, atol=1e-9)

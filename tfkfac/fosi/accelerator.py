@@ -39,7 +39,6 @@ class Accelerator(Tracked):
 
         self.geometry = geometry
         self.weights = vector(geometry.size, "weights")
-        self.share = state_variable(1, "float64", "share")
         self.blocks = [
             state_variable(
                 tf.zeros([min(BLOCK_ROWS, steps - start), length]),
@@ -65,19 +64,18 @@ class Accelerator(Tracked):
         batch: LossBatch,
         call: ForwardCall,
         weights: Sequence[keras.Variable],
-        share: tf.Tensor | None,
+        shares: Sequence[tf.Tensor],
         estimation: Estimation,
     ) -> None:
-        """Holds weights and batch, and starts at them."""
+        """Holds weights, batch and shares, and starts at them."""
         values = [tf.identity(v.value) for v in weights]
         self.weights.assign(flat_space(weights).join(values))
-        self._held_batch(batch, call).hold(point(batch, call))
+        current = point(batch, call, shares)
+        self._held_batch(current).hold(current)
         for block in self.blocks:
             block.assign(tf.zeros_like(block))
-        if share is not None:
-            self.share.assign(share)
         self._continue(
-            estimation.iteration(tf.identity, None).start(estimation.start())
+            estimation.iteration(tf.identity).start(estimation.start())
         )
 
     def advance(
@@ -85,6 +83,7 @@ class Accelerator(Tracked):
         model: keras.Model,
         batch: LossBatch,
         call: ForwardCall,
+        shares: Sequence[tf.Tensor],
         estimation: Estimation,
         progress: tf.Tensor,
         target: tf.Tensor,
@@ -96,6 +95,7 @@ class Accelerator(Tracked):
             model: The model.
             batch: The current batch, whose form the held one has.
             call: The current call of the model.
+            shares: The current weights of the losses.
             estimation: The accelerators' part in the estimation.
             progress: Number of iterations done.
             target: Number of iterations to have done, the same on all
@@ -103,8 +103,9 @@ class Accelerator(Tracked):
             most: Greatest difference of the two.
         """
         weights = model.trainable_variables
-        held = self._held_batch(batch, call)
-        args, kwargs, arguments = held.get(point(batch, call))
+        current = point(batch, call, shares)
+        held = self._held_batch(current)
+        args, kwargs, arguments, held_shares = held.get(current)
         local = hessian_operator(
             model,
             ForwardCall(args, kwargs, None),
@@ -112,8 +113,9 @@ class Accelerator(Tracked):
             weights,
             flat_space(weights).split(tf.convert_to_tensor(self.weights)),
             estimation.differentiable_sum,
+            held_shares,
         )
-        lanczos = estimation.iteration(local, tf.identity(self.share))
+        lanczos = estimation.iteration(local)
 
         def iterate(index: tf.Tensor) -> tf.Tensor:
             branches = [
@@ -167,9 +169,8 @@ class Accelerator(Tracked):
             [tf.convert_to_tensor(block) for block in self.blocks],
         )
 
-    def _held_batch(self, batch: LossBatch, call: ForwardCall) -> HeldBatch:
+    def _held_batch(self, current: tuple[Any, ...]) -> HeldBatch:
         """The variables for batches of this form, made when it is new."""
-        current = point(batch, call)
         leaves = tf.nest.flatten(current, expand_composites=True)
         form = [describe(leaf) for leaf in leaves]
         for known, held in self._held:

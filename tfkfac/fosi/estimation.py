@@ -21,7 +21,6 @@ from tfkfac.linalg.lanczos import (
     ritz_pairs,
     stack_rows,
 )
-from tfkfac.wrapper.shares import weighted
 
 
 class Spectrum(NamedTuple):
@@ -58,18 +57,16 @@ class Estimation:
         self.shards = Shards(geometry.size, group.size)
         self._seed = seed
 
-    def iteration(self, local: Product, share: tf.Tensor | None) -> Lanczos:
-        """Returns the iteration for the mean of local operators.
+    def iteration(self, local: Product) -> Lanczos:
+        """Returns the iteration for the sum of local operators.
 
         Args:
-            local: Product of a flat vector with the local Hessian.
-            share: Weight of the local Hessian in the mean.
+            local: Product of a flat vector with the local Hessian, weighted.
         """
         group = self.group
 
         def product(row: tf.Tensor) -> tf.Tensor:
             image = local(self.shards.gather(row, group))
-            image = weighted(image, share)
             return self.shards.reduce(image, group)
 
         return Lanczos(product, self.geometry.size, self.draw, self.sum)
@@ -112,9 +109,9 @@ class Estimation:
             combine(matrices, weights),
         )
 
-    def run(self, local: Product, share: tf.Tensor | None) -> Spectrum:
+    def run(self, local: Product) -> Spectrum:
         """Does the whole estimation."""
-        iteration = self.iteration(local, share)
+        iteration = self.iteration(local)
         steps, basis = iteration.run(self.start(), self.geometry.steps)
         return self.spectrum(stack_rows(steps), basis.matrices())
 
@@ -135,8 +132,13 @@ def local_hessian(
     batch: LossBatch,
     call: ForwardCall,
     estimation: Estimation,
+    shares: Sequence[tf.Tensor],
 ) -> Product:
-    """The Hessian of the current batch's loss at the current weights."""
+    """The Hessian of the current batch's loss at the current weights.
+
+    The loss is weighted by this replica's shares before it is differentiated:
+    through synchronised layers the Hessian has parts of other losses.
+    """
     variables = model.trainable_variables
     return hessian_operator(
         model,
@@ -145,6 +147,7 @@ def local_hessian(
         variables,
         [tf.identity(v.value) for v in variables],
         estimation.differentiable_sum,
+        shares,
     )
 
 

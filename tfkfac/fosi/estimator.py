@@ -52,6 +52,10 @@ class Estimator(abc.ABC):
     def count_trainers(self, replicas: int) -> int:
         """Number of replicas, of all, that train and share the directions."""
 
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """The replicas that a replica shares a mean loss with."""
+        return tuple(range(self.job.topology.replicas))
+
     @abc.abstractmethod
     def create(self, layout: Layout) -> None:
         """Creates the states."""
@@ -115,8 +119,10 @@ class BetweenSteps(Estimator):
         def update() -> tf.Tensor:
             geometry, group = state.layout.geometry, step.group
             estimation = Estimation(geometry, group, self.search.seed)
-            local = local_hessian(self.job.model, step.batch, call, estimation)
-            found = estimation.run(local, step.share)
+            local = local_hessian(
+                self.job.model, step.batch, call, estimation, step.loss.shares
+            )
+            found = estimation.run(local)
             part = state.layout.arrange(found.rows, group)
             adopt(state, found.values, part, group, self.job.name)
             return state.last.assign(clock)

@@ -269,6 +269,10 @@ class FOSIMethod(Method):
         return self.states
 
     @override
+    def peers(self, rank: int) -> tuple[int, ...]:
+        return self.estimator.peers(rank)
+
+    @override
     def agreement(self) -> dict[str, Any]:
         return {}
 

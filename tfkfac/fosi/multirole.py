@@ -106,6 +106,10 @@ class BesideSteps(Estimator):
         return len(self.roles.workers)
 
     @override
+    def peers(self, rank: int) -> tuple[int, ...]:
+        return self.roles.peers(rank)
+
+    @override
     def create(self, layout: Layout) -> None:
         self.states = self.job.for_each(lambda rank: self._new(rank, layout))
 
@@ -195,10 +199,11 @@ class BesideSteps(Estimator):
         assert accelerator is not None
         geometry = state.layout.geometry
         estimation = Estimation(geometry, step.group, self.search.seed)
+        shares = step.loss.shares
 
         def begin() -> tf.Tensor:
             weights = self.job.model.trainable_variables
-            accelerator.begin(step.batch, call, weights, step.share, estimation)
+            accelerator.begin(step.batch, call, weights, shares, estimation)
             return tf.constant(0)
 
         def advance() -> tf.Tensor:
@@ -206,6 +211,7 @@ class BesideSteps(Estimator):
                 self.job.model,
                 step.batch,
                 call,
+                shares,
                 estimation,
                 tf.convert_to_tensor(state.progress),
                 target,

@@ -24,8 +24,6 @@ class ActiveBlock:
         state: Its factors and decomposition.
         indices: Where its gradients are among those of the step.
         records: What its layer's calls left behind.
-        scale: What the recorded gradients are multiplied by, besides the
-            number of examples, to be those of an example's own loss.
     """
 
     position: int
@@ -33,7 +31,6 @@ class ActiveBlock:
     state: Preconditioner
     indices: tuple[int, ...]
     records: Sequence[Record]
-    scale: tf.Tensor | float
 
 
 def active_blocks(
@@ -41,7 +38,6 @@ def active_blocks(
     gradients: Sequence[tf.Tensor | None],
     keys: Sequence[Hashable],
     key_of: Callable[[Any], Hashable],
-    scale: tf.Tensor | float,
 ) -> list[ActiveBlock]:
     """Finds the gradients and records of each block in this trace.
 
@@ -52,7 +48,6 @@ def active_blocks(
         gradients: Gradients of the step.
         keys: Key of each gradient's variable.
         key_of: Function that gives the key of a variable.
-        scale: Scale of the recorded gradients, see `ActiveBlock`.
 
     Raises:
         ValueError: If a layer has gradients but no record, or gradients of
@@ -74,9 +69,7 @@ def active_blocks(
             seen = records[id(block.layer)]
             _check(block, len(present) == len(own), bool(seen))
             indices = tuple(index[key] for key in own)
-            active.append(
-                ActiveBlock(position, block, state, indices, seen, scale)
-            )
+            active.append(ActiveBlock(position, block, state, indices, seen))
     return active
 
 

@@ -11,7 +11,6 @@ from typing_extensions import override
 from tfkfac.blocks import LayerGradient, block_types
 from tfkfac.blocks.registry import build_registry, tappable
 from tfkfac.blocks.statistics import batch_statistics
-from tfkfac.capture.loss_batch import example_scale
 from tfkfac.capture.taps import Tap, before_first_call
 from tfkfac.capture.walk import SkipRule, unbuilt
 from tfkfac.compat.optimizers import variable_key
@@ -110,12 +109,12 @@ class KFACMethod(Method):
             step.gradients,
             [variable_key(inner, v) for v in step.variables],
             lambda variable: variable_key(inner, variable),
-            example_scale(self.job.scaling.factor()),
         )
 
     def update_factors(self, layers: Sequence[ActiveBlock], step: Step) -> None:
         """Local statistics -> [all-reduce] -> averages, if they are due."""
         state, placement = self.job.own(self.states), self.placement
+        scale = step.row_scale()
 
         def update() -> tf.Tensor:
             statistics = {
@@ -123,9 +122,9 @@ class KFACMethod(Method):
                     one.block,
                     one.records,
                     self.weight_sharing,
-                    one.scale,
+                    scale,
                     step.batch.weightless,
-                    step.batch.examples,
+                    step.loss.terms,
                 )
                 for one in layers
                 if placement.plan.observes(step.group.rank, one.position)
@@ -165,12 +164,17 @@ class KFACMethod(Method):
         """Gradient workers apply -> receivers receive.
 
         Returns:
-            Gradient matrices `W` and `P`, the preconditioned ones.
+            Gradient matrices `W` of the negative log-likelihood and `P`, the
+            preconditioned ones.
         """
+        unit = tf.math.divide_no_nan(
+            tf.ones_like(step.loss.unit), step.loss.unit
+        )
         plain = {
             one.position: one.block.to_matrix(
                 [step.gradients[i] for i in one.indices]
             )
+            * one.block.cast(unit)
             for one in layers
         }
         own = {

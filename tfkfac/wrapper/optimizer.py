@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfkfac.capture.detach import detach
 from tfkfac.capture.loss_batch import LossTap
 from tfkfac.capture.walk import unbuilt
+from tfkfac.checks import check_count
 from tfkfac.compat.optimizers import knows_variable
 from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.compat.tracking import Tracked
@@ -17,7 +18,7 @@ from tfkfac.distributed.agreement import check_agreement
 from tfkfac.saving.store import Entry, load_state, save_state, why_unreadable
 from tfkfac.wrapper.around import OptimizerAround
 from tfkfac.wrapper.method import Method, shown_argument, shown_tunable
-from tfkfac.wrapper.step import Job, Step
+from tfkfac.wrapper.step import Job, Step, weigh_loss
 from tfkfac.wrapper.support import check_settings, repair_keras
 
 
@@ -55,7 +56,13 @@ class SecondOrderOptimizer(OptimizerAround):
         repair_keras(tf.distribute.get_strategy())
 
     # ----------------------------------------------------------- the model
-    def attach(self, model: keras.Model, *, loss_scaler: Any = None) -> Self:
+    def attach(
+        self,
+        model: keras.Model,
+        *,
+        loss_terms: int | Callable[[], tf.Tensor] | None = None,
+        loss_scaler: Any = None,
+    ) -> Self:
         """Binds the optimizer to the model that it will train.
 
         `Model.compile` calls this. Call it yourself, before the first forward
@@ -63,6 +70,10 @@ class SecondOrderOptimizer(OptimizerAround):
 
         Args:
             model: The model.
+            loss_terms: For a loop that does not call `model.compute_loss`:
+                number of terms that the loss of a batch is the mean of, or a
+                function without arguments that returns it. 1 is a sum over
+                the terms. None is the leading dimension of a layer's input.
             loss_scaler: The `LossScaleOptimizer` around this one, if any.
 
         Returns:
@@ -78,6 +89,8 @@ class SecondOrderOptimizer(OptimizerAround):
                 "Argument `model` must be a `keras.Model`. "
                 f"Received: model={model} (of type {type(model)})"
             )
+        if loss_terms is not None and not callable(loss_terms):
+            loss_terms = check_count("loss_terms", loss_terms, 1)
         self._check_owner(model)
         check_settings(model, loss_scaler)
         self._check_variables(model)
@@ -87,6 +100,7 @@ class SecondOrderOptimizer(OptimizerAround):
             self._job = Job(
                 self.name, model, self.inner_optimizer, self._scaling
             )
+        self._job.loss_terms = loss_terms
         LossTap.open(model)
         self._method.attach(self._job)
         if self.built:
@@ -197,6 +211,29 @@ class SecondOrderOptimizer(OptimizerAround):
         job = self._bound_job()
         batch = LossTap.open(job.model).take()
         self._method.run(Step(job, grads, variables, batch, job.group()))
+
+    @tf.autograph.experimental.do_not_convert
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """Weighs the loss by this replica's share of the batch.
+
+        With it, the replicas' gradients add up to that of the mean over the
+        whole batch, also where they have different numbers of examples. Keras'
+        `train_step` calls this. A loop of your own may: under the tape, after
+        `model.compute_loss` and only for its gradients.
+
+        Args:
+            loss: What `compute_loss` returned.
+
+        Returns:
+            The loss to take the gradients of.
+        """
+        job = self._job
+        if job is None or job.topology.replicas == 1:
+            return loss
+        if not self.built:
+            with keras.name_scope(self.name):
+                self.build(job.model.trainable_variables)
+        return weigh_loss(loss, job, self._method.peers(job.rank))
 
     # -------------------------------------------------------------- saving
     def save_own_variables(self, store: Any) -> None:
