@@ -136,8 +136,9 @@ def test_state_is_what_the_plan_says(results, name):
     workers = results(name)
     plan = plans(name, workers[0])
     options = options_of(name)
-    dtype = options.get("factor_dtype", options.get("dtype", "float64"))
+    dtype = options.get("dtype", "float64")
     width = tf.as_dtype(dtype).size
+    inverse_width = tf.as_dtype(options.get("inverse_dtype", dtype)).size
     solver = options.get("solver", "inverse")
     for rank, (worker, kept) in enumerate(kept_by(workers)):
         assert kept["total"] == kept["factors"] + kept["decompositions"]
@@ -149,7 +150,7 @@ def test_state_is_what_the_plan_says(results, name):
             decomposed += sum(len(shape) > 1 for shape in owned)
             if rank in layer.gradient_workers:
                 size = decomposition_elements(shapes, solver)
-                expected["decompositions"] += width * size
+                expected["decompositions"] += inverse_width * size
         assert kept == expected | {"total": sum(expected.values())}
         if len(workers) > 1:
             assert worker["state_bytes"] == kept

@@ -250,8 +250,7 @@ def test_state_bytes_are_those_of_the_variables(
 
     got = optimizer.state_bytes()
     assert got == {
-        "factors": real("factor_A", factor or dtype)
-        + real("factor_G", factor or dtype),
+        "factors": real("factor_A", dtype) + real("factor_G", dtype),
         "decompositions": real("solver_", inverse or dtype),
         "total": got["factors"] + got["decompositions"],
     }

@@ -17,6 +17,9 @@ from tfkfac.distributed.traffic import (
 from tfkfac.factors import Part
 from tfkfac.solvers import Solver
 
+# Within the range of all dtypes on the wire: float16 ends at 65504.
+_REACH = 2.0**15
+
 Kinds = dict[str, dict[str, int]]
 Statistics = Mapping[str, Statistic]
 Parts = dict[str, tf.Tensor]
@@ -58,27 +61,31 @@ class Exchange:
     ) -> dict[int, dict[str, Statistic]]:
         """Adds up totals and counts over the workers, if the mode does.
 
-        Half-precision totals would overflow, so they travel as shares of the
-        sum of all counts.
+        In half precision totals may overflow or vanish, so they travel in
+        units of the sum of all workers' largest entries.
         """
         if not self.plan.reduces_factors:
             return {i: dict(named) for i, named in statistics.items()}
         keys = [(i, name) for i, s in statistics.items() for name in s]
-        counts = communicator.all_reduce(
-            [statistics[i][name].count for i, name in keys]
+        parts = [self._storage(i, name) for i, name in keys]
+        own = [statistics[i][name] for i, name in keys]
+        counts_and_units = communicator.all_reduce(
+            [s.count for s in own]
+            + [p.largest(s.total) for p, s in zip(parts, own, strict=True)]
         )
-        shares = [
-            self._pack(
-                self._storage(i, name),
-                tf.math.divide_no_nan(statistics[i][name].total, count),
-            )
-            for (i, name), count in zip(keys, counts, strict=True)
-        ]
-        sums = communicator.all_reduce(shares, self._factor_dtype)
+        counts = counts_and_units[: len(own)]
+        units = [unit / _REACH for unit in counts_and_units[len(own) :]]
+        sums = communicator.all_reduce(
+            [
+                self._pack(part, tf.math.divide_no_nan(one.total, unit))
+                for part, one, unit in zip(parts, own, units, strict=True)
+            ],
+            self._factor_dtype,
+        )
         reduced: dict[int, dict[str, Statistic]] = {}
-        for (i, name), count, value in zip(keys, counts, sums, strict=True):
-            mean = self._unpack(self._storage(i, name), value)
-            reduced.setdefault(i, {})[name] = Statistic(mean * count, count)
+        for k, (i, name) in enumerate(keys):
+            total = self._unpack(parts[k], sums[k]) * units[k]
+            reduced.setdefault(i, {})[name] = Statistic(total, counts[k])
         return reduced
 
     def factor_traffic(self) -> int:
@@ -90,8 +97,9 @@ class Exchange:
             dtype = self._factor_dtype or block.dtype
             for factor in block.factors.values():
                 total = math.prod(self._wire_shape(factor.storage))
-                # And the number of rows, a scalar.
-                size += total * dtype.size + block.dtype.size
+                # And the number of rows and the units, of the block's dtype.
+                small = 1 + math.prod(factor.storage.scale_shape)
+                size += total * dtype.size + small * block.dtype.size
         return all_reduce_bytes(size, self.plan.workers)
 
     # ------------------------------------------------------ decompositions

@@ -75,10 +75,12 @@ class KFAC(SecondOrderOptimizer):
             "round_robin" for "dp_kfac" and "compute" for the others.
         symmetric_communication: Whether symmetric matrices are sent as
             triangles (KAISA, section 4.3).
-        factor_dtype: Dtype of factors in storage and on the wire: "float32",
-            "bfloat16" or "float16". None is that of the weights, at least
-            float32. Decompositions are always computed in float32 or better.
-        inverse_dtype: The same for the decompositions.
+        factor_dtype: Dtype of factors on the wire: "float32", "bfloat16" or
+            "float16". None is that of the weights, at least float32. Their
+            running averages are kept in that dtype in any case: half
+            precision would round away what a new batch adds to them.
+        inverse_dtype: Dtype of decompositions in storage and on the wire, the
+            same choice. They are computed in float32 or better.
         skip_layers: Names, regular expressions (they match a layer's whole
             name or path) or classes of layers to leave to the inner optimizer.
         name: Name of the optimizer.

@@ -61,7 +61,7 @@ class Placement:
         block = self.blocks[layer]
         names = self.plan.owns(rank, layer)
         elements = sum(block.factors[name].elements for name in names)
-        return elements * (self.settings.factor_dtype or block.dtype).size
+        return elements * block.dtype.size
 
     def decomposition_bytes(self, rank: int, layer: int) -> int:
         """Bytes of the decomposition of a block that a worker keeps."""

@@ -24,8 +24,8 @@ class Settings:
         fraction: Share of the workers that are gradient workers of a layer.
         assignment: What the assignment balances.
         symmetric: Whether symmetric matrices travel as triangles.
-        factor_dtype: Dtype of factors in storage and on the wire.
-        inverse_dtype: The same for decompositions.
+        factor_dtype: Dtype of statistics on the wire.
+        inverse_dtype: Dtype of decompositions in storage and on the wire.
     """
 
     distribution: str = "comm_opt"
