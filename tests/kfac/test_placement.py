@@ -18,6 +18,8 @@ INVERSE = {n: A[n] + G[n] for n in SIZES}
 # Numbers that travel with the statistics: rows of a factor, and in what unit
 # each of its matrices is.
 COUNTS, UNITS = 7, 1 + 1 + 2 + 2 + 6 + 1 + 1
+# In float16 each inverse has a power of two; each eigenbasis and outer product.
+EIGEN_POWERS = (0 + 1 + 1) + (2 + 2 + 1) + (6 + 1) + (1 + 1 + 1)
 
 
 @modes
@@ -45,18 +47,22 @@ def test_gradient_workers(mode: str) -> None:
 
 @modes
 @pytest.mark.parametrize(
-    ("solver", "sizes"), [("inverse", INVERSE), ("eigen", EIGEN)]
+    ("solver", "sizes", "powers"),
+    [("inverse", INVERSE, UNITS), ("eigen", EIGEN, EIGEN_POWERS)],
 )
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
 def test_state_of_all_workers(
-    mode: str, solver: str, sizes: dict[str, int], half: bool
+    mode: str,
+    solver: str,
+    sizes: dict[str, int],
+    powers: int,
+    dtype: str | None,
 ) -> None:
     """Factors are kept once; decompositions by each gradient worker."""
-    dtype = "bfloat16" if half else None
     placement = place(
         mode, WORKERS, solver, factor_dtype=dtype, inverse_dtype=dtype
     )
-    item = HALF if half else FLOAT
+    item = FLOAT if dtype is None else HALF
     total = sum(A.values()) + sum(G.values())
     copies = sum(len(p.gradient_workers) for p in placement.plan.layers)
     copies //= len(SIZES)
@@ -64,7 +70,8 @@ def test_state_of_all_workers(
     # Averages are never in half precision.
     assert sum(s["factors"] for s in states) == FLOAT * total
     kept = sum(s["decompositions"] for s in states)
-    assert kept == item * copies * sum(sizes.values())
+    elements = sum(sizes.values()) + powers * (dtype == "float16")
+    assert kept == item * copies * elements
     for state in states:
         assert state["total"] == state["factors"] + state["decompositions"]
 

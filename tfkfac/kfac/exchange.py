@@ -14,7 +14,7 @@ from tfkfac.distributed.traffic import (
     broadcast_items,
     received_bytes,
 )
-from tfkfac.factors import Part
+from tfkfac.factors import Part, from_stored, stored_parts, to_stored
 from tfkfac.solvers import Solver
 
 # Within the range of all dtypes on the wire: float16 ends at 65504.
@@ -120,23 +120,26 @@ class Exchange:
             The parts this worker needs, by layer.
         """
         items = [i for i in self._part_items() if i.layer in set(layers)]
-        part_of = {
-            i: self._solver.all_parts(self._blocks[i].factors) for i in layers
+        part_of = {i: self._sent_parts(i) for i in layers}
+        sent = {
+            i: to_stored(made, part_of[i], self._part_dtype(i))
+            for i, made in parts.items()
         }
 
         def value_of(item: Item) -> tf.Tensor:
             part = part_of[item.layer][item.name]
-            value = self._pack(part, parts[item.layer][item.name])
-            return tf.cast(value, item.spec.dtype)
+            return self._pack(part, sent[item.layer][item.name])
 
         received: dict[int, Parts] = {}
         for (layer, name), value in broadcast_items(
             communicator, items, value_of
         ).items():
             value = self._unpack(part_of[layer][name], value)
-            value = self._blocks[layer].cast(value)
             received.setdefault(layer, {})[name] = value
-        return received
+        return {
+            layer: from_stored(named, self._blocks[layer].dtype)
+            for layer, named in received.items()
+        }
 
     def decomposition_traffic(self, rank: int) -> int:
         """Bytes that a worker receives when all blocks are decomposed."""
@@ -147,12 +150,19 @@ class Exchange:
         for i, block in enumerate(self._blocks):
             for factor, owner in self.plan.layers[i].owners.items():
                 members = self.plan.decomposition_group(i, factor)
-                dtype = self._inverse_dtype or block.dtype
+                dtype = self._part_dtype(i)
                 parts = self._solver.parts(block.factors, factor)
-                for name, part in parts.items():
+                for name, part in stored_parts(parts, dtype).items():
                     spec = tf.TensorSpec(self._wire_shape(part), dtype)
                     items.append(Item(i, name, spec, owner, members))
         return items
+
+    def _sent_parts(self, layer: int) -> dict[str, Part]:
+        parts = self._solver.all_parts(self._blocks[layer].factors)
+        return stored_parts(parts, self._part_dtype(layer))
+
+    def _part_dtype(self, layer: int) -> tf.DType:
+        return self._inverse_dtype or self._blocks[layer].dtype
 
     # ------------------------------------------- preconditioned gradients
     def share_gradients(

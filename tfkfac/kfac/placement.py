@@ -5,6 +5,7 @@ from tfkfac.blocks.registry import Registry
 from tfkfac.distributed.assignment import Plan, plan_layers
 from tfkfac.distributed.topology import Topology
 from tfkfac.distributed.traffic import all_reduce_bytes
+from tfkfac.factors import stored_parts
 from tfkfac.kfac.exchange import Exchange, Kinds, step_bytes
 from tfkfac.kfac.settings import Settings
 from tfkfac.solvers import Solver
@@ -68,8 +69,9 @@ class Placement:
         if not self.plan.preconditions(rank, layer):
             return 0
         block = self.blocks[layer]
-        elements = self.solver.elements(block.factors)
-        return elements * (self.settings.inverse_dtype or block.dtype).size
+        dtype = self.settings.inverse_dtype or block.dtype
+        stored = stored_parts(self.solver.kept(block.factors), dtype)
+        return sum(part.elements for part in stored.values()) * dtype.size
 
     def state_bytes(self, rank: int) -> dict[str, int]:
         """Bytes of the curvature state of a worker."""
