@@ -289,12 +289,19 @@ class KFACMethod(Method):
         return describe(self.placement, title)
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
-        """Bias-corrected averages that this replica keeps, by layer path."""
-        return {
-            p.block.path: {k: v.numpy() for k, v in p.factors.values().items()}
-            for p in self.states[0].preconditioners
-            if p.factors is not None
-        }
+        """Bias-corrected averages that this process keeps, by layer path."""
+        kept = {}
+        replicas = [state.preconditioners for state in self.states]
+        for copies in zip(*replicas, strict=True):
+            found = {
+                name: value.numpy()
+                for p in copies
+                if p.factors is not None
+                for name, value in p.factors.values().items()
+            }
+            if found:
+                kept[copies[0].block.path] = dict(sorted(found.items()))
+        return kept
 
     @override
     def state_bytes(self) -> dict[str, int]:

@@ -157,8 +157,8 @@ class KFAC(SecondOrderOptimizer):
 
         Returns:
             For each layer path its "A" and "G" as arrays, those that this
-            worker keeps; zeros before the first update. A block without one
-            of the two leaves it out.
+            process keeps, on all of its replicas; zeros before the first
+            update. A block without one of the two leaves it out.
 
         Raises:
             ValueError: If the optimizer has not been built by a first step.
