@@ -15,7 +15,7 @@ from tests.support.workers_modes import (
     RATE,
     images,
 )
-from tfkfac.distributed.assignment import LayerPlan, plan_layers
+from tfkfac.distributed.plan import LayerPlan, plan_layers
 
 Result = Mapping[str, Any]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.distributed.assignment import Plan
 from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.plan import Plan
 from tfkfac.distributed.traffic import (
     Item,
     all_reduce_bytes,

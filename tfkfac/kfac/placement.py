@@ -2,7 +2,7 @@
 
 from tfkfac.blocks import Block
 from tfkfac.blocks.registry import Registry
-from tfkfac.distributed.assignment import Plan, plan_layers
+from tfkfac.distributed.plan import Plan, plan_layers
 from tfkfac.distributed.topology import Topology
 from tfkfac.distributed.traffic import all_reduce_bytes
 from tfkfac.factors import stored_parts

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_choice, is_number
-from tfkfac.distributed.assignment import MODES, POLICIES, Mode
+from tfkfac.distributed.assignment import POLICIES
+from tfkfac.distributed.plan import MODES, Mode
 
 
 @dataclasses.dataclass(frozen=True)
