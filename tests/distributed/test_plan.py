@@ -76,6 +76,28 @@ class TestPlan:
                 owner % 2 + 2: (neighbor + 2,),
             }
 
+    @pytest.mark.parametrize(
+        ("fraction", "columns", "sends"),
+        [
+            (
+                1 / 4,
+                {(0, 4), (1, 5), (2, 6), (3, 7)},
+                {0: {1, 2, 3}, 4: {5, 6, 7}},
+            ),
+            (1 / 2, {(0, 2, 4, 6), (1, 3, 5, 7)}, {0: {1}, 2: {3}, 4: {5}}),
+        ],
+    )
+    def test_hybrid_on_eight(
+        self, fraction: float, columns: set[Any], sends: dict[int, set[int]]
+    ) -> None:
+        """The groups of KAISA's authors' code, written out."""
+        shapes: list[Shapes] = [{"A": (2, 2)}] * 8
+        layers = plan_layers(shapes, 8, "hybrid_opt", fraction)
+        assert {p.gradient_workers for p in layers} == columns
+        first = next(p for p in layers if 0 in p.gradient_workers)
+        for sender, receivers in sends.items():
+            assert set(first.receivers[sender]) == receivers
+
     @pytest.mark.parametrize("workers", [1, 2, 4])
     def test_hybrid_extremes(self, workers: int) -> None:
         least = plan("hybrid_opt", workers, fraction=1 / workers)

@@ -1,7 +1,7 @@
 """Workers in a grid: who preconditions together, who sends to whom.
 
-The workers form the grid of KAISA (figure 4), numbered row by row. With two
-gradient workers per layer on eight workers:
+The workers form the grid of KAISA (section 3.1), numbered row by row as in
+its authors' code. With two gradient workers per layer on eight workers:
 
     0 1 2 3
     4 5 6 7
@@ -10,7 +10,9 @@ A column holds the gradient workers of a layer: they have its decompositions
 and precondition its gradient. Then each of them sends the result along its
 row, and all rows do so at the same time. That is in every step, whereas
 decompositions travel down a column once in many: neighbors in number, which
-tend to share a machine, are neighbors in a row.
+tend to share a machine, are neighbors in a row. For that reason the numbers
+are not those of the paper's figure 4, which is transposed: with four gradient
+workers on eight, process 0 sends to process 4 there and to process 1 here.
 """
 
 import dataclasses
