@@ -42,7 +42,7 @@ WRONG: list[tuple[str, Any, str]] = [
         for value in (1, 1.0, -0.1, NAN, INF, "0.9", None, True, [0.9])
     ),
     *(
-        ("solver", value, r"one of \('eigen', 'inverse'\)")
+        ("solver", value, r"one of \(.*'inverse'.*\)")
         for value in ("x", "Eigen", "", None, 1, ["eigen"], b"eigen")
     ),
     *(

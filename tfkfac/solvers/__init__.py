@@ -2,11 +2,12 @@
 
 from tfkfac.solvers.base import Decomposition, Solver
 from tfkfac.solvers.eigen import EigenSolver
-from tfkfac.solvers.inverse import InverseSolver
+from tfkfac.solvers.inverse import InverseSolver, PlainInverseSolver
 
 SOLVERS: dict[str, type[Solver]] = {
     "eigen": EigenSolver,
     "inverse": InverseSolver,
+    "plain_inverse": PlainInverseSolver,
 }
 
 __all__ = ["SOLVERS", "Decomposition", "Solver"]
