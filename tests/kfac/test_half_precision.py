@@ -85,7 +85,7 @@ def preconditioned(
 ) -> dict[int, Array]:
     """What a worker makes of the gradients of its layers."""
     solver, number = placement.solver, tf.constant(damping)
-    made: dict[int, dict[str, tf.Tensor]] = {}
+    made = {}
     for i, block in enumerate(placement.blocks):
         values = {
             name: tf.constant(value, tf.float32)
@@ -95,12 +95,9 @@ def preconditioned(
             name: block.factors[name].mean_eigenvalue(value)
             for name, value in values.items()
         }
-        for name in placement.plan.owns(group.rank, i):
-            made.setdefault(i, {}).update(
-                solver.decompose(
-                    block.factors, name, values[name], means, number
-                )
-            )
+        owned = {n: values[n] for n in placement.plan.owns(group.rank, i)}
+        if owned:
+            made[i] = solver.decompose(block.factors, owned, means, number)
     everything = list(range(len(placement.blocks)))
     parts = placement.exchange.share_decompositions(group, made, everything)
     assert group.received_bytes == placement.exchange.decomposition_traffic(

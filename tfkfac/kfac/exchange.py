@@ -14,7 +14,7 @@ from tfkfac.distributed.traffic import (
     broadcast_items,
     received_bytes,
 )
-from tfkfac.factors import Part, from_stored, stored_parts, to_stored
+from tfkfac.factors import Part, Tensors, from_stored, stored_parts, to_stored
 from tfkfac.solvers import Solver
 
 # Within the range of all dtypes on the wire: float16 ends at 65504.
@@ -106,7 +106,7 @@ class Exchange:
     def share_decompositions(
         self,
         communicator: Communicator,
-        parts: Mapping[int, Parts],
+        parts: Mapping[int, Tensors],
         layers: Sequence[int],
     ) -> dict[int, Parts]:
         """Sends the parts made by owners to the gradient workers.

@@ -64,17 +64,15 @@ class Solver(abc.ABC):
     def decompose(
         self,
         factors: Factors,
-        name: str,
-        value: tf.Tensor,
+        values: Tensors,
         means: Tensors,
         damping: tf.Tensor,
     ) -> Tensors:
-        """Decomposes one factor.
+        """Decomposes the factors of a block that a worker keeps.
 
         Args:
             factors: The kinds of the block's factors.
-            name: "A" or "G".
-            value: The factor.
+            values: The factors by name, all of them or some.
             means: Mean eigenvalue of each factor of the block.
             damping: The damping.
 

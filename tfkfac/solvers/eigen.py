@@ -37,12 +37,14 @@ class EigenSolver(Solver):
     def decompose(
         self,
         factors: Factors,
-        name: str,
-        value: tf.Tensor,
+        values: Tensors,
         means: Tensors,
         damping: tf.Tensor,
     ) -> Tensors:
-        return with_prefix(name, factors[name].eigen(value))
+        parts: dict[str, tf.Tensor] = {}
+        for name, value in values.items():
+            parts |= with_prefix(name, factors[name].eigen(value))
+        return parts
 
     @override
     def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:

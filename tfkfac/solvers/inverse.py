@@ -30,13 +30,15 @@ class InverseSolver(Solver):
     def decompose(
         self,
         factors: Factors,
-        name: str,
-        value: tf.Tensor,
+        values: Tensors,
         means: Tensors,
         damping: tf.Tensor,
     ) -> Tensors:
-        share = self._share(name, means, tf.cast(damping, value.dtype))
-        return with_prefix(name, factors[name].inverse(value, share))
+        parts: dict[str, tf.Tensor] = {}
+        for name, value in values.items():
+            share = self._share(name, means, tf.cast(damping, value.dtype))
+            parts |= with_prefix(name, factors[name].inverse(value, share))
+        return parts
 
     def _share(
         self, name: str, means: Tensors, damping: tf.Tensor
