@@ -58,6 +58,20 @@ class TestPlan:
         assert layers[5].owners == {"A": 1, "G": 2}
         assert layers[6].owners["A"] == 2
 
+    @pytest.mark.parametrize("mode", MODES)
+    def test_whole_layers(self, mode: str) -> None:
+        """One owner of both factors; the gradient workers are the mode's."""
+        fraction = 1 if mode == "hybrid_opt" else None
+        whole = plan(mode, 4, fraction=fraction, whole_layers=True)
+        split = plan(mode, 4, fraction=fraction)
+        for one, other in zip(whole, split, strict=True):
+            assert len(set(one.owners.values())) == 1
+            assert set(one.owners) == set(other.owners)
+            if mode in ("comm_opt", "hybrid_opt"):
+                assert one.gradient_workers == other.gradient_workers
+        owners = {owner for one in whole for owner in one.owners.values()}
+        assert owners == {0, 1, 2, 3}
+
     @pytest.mark.parametrize("mode", ["mem_opt", "dp_kfac"])
     def test_one_owner(self, mode: str) -> None:
         for layer in plan(mode, 4):

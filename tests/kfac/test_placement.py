@@ -122,6 +122,23 @@ def test_traffic_of_dp_kfac() -> None:
             }
 
 
+def test_traffic_of_the_outer_product() -> None:
+    """KAISA's: bases and the products, in place of the eigenvalues."""
+    values = {
+        n: (n != "norm") * c * i + c * o for n, (i, o, c) in SIZES.items()
+    }
+    bases = {n: EIGEN[n] - OUTER[n] for n in SIZES}
+    for solver, extra in [("eigen", values), ("eigen_outer", OUTER)]:
+        placement = place("comm_opt", 2, solver)
+        sent = 0
+        for rank in range(2):
+            kinds = placement.communication_bytes(rank, 0)
+            sent += kinds["inverse"]["decompositions"]
+        assert sent == FLOAT * (sum(bases.values()) + sum(extra.values()))
+    for plan in placement.plan.layers:
+        assert len(set(plan.owners.values())) == 1
+
+
 def test_triangles_and_halves_travel() -> None:
     """n (n + 1) / 2 elements of two bytes for a matrix of size n."""
     placement = place(

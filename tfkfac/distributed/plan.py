@@ -120,6 +120,7 @@ def plan_layers(
     mode: str,
     fraction: float | None = None,
     policy: str | None = None,
+    whole_layers: bool = False,
 ) -> tuple[LayerPlan, ...]:
     """Plans every layer.
 
@@ -138,6 +139,8 @@ def plan_layers(
             with `hybrid_opt` only, and required there.
         policy: What is balanced, one of `POLICIES`; None is `round_robin` for
             `dp_kfac` and `compute` for the others.
+        whole_layers: Whether all factors of a layer have one owner, with
+            `comm_opt` too.
 
     Returns:
         A plan for every layer.
@@ -156,7 +159,7 @@ def plan_layers(
         {name: cost(factor, policy) for name, factor in layer.items()}
         for layer in shapes
     ]
-    if chosen.splits_layers(count, workers):
+    if chosen.splits_layers(count, workers) and not whole_layers:
         owners = _assign_factors(work, workers, policy)
     else:
         owners = _assign_layers(work, workers, policy)

@@ -44,10 +44,13 @@ class KFAC(SecondOrderOptimizer):
             float, the learning rate of `SGD(momentum=0.5)`. Defaults to 0.1.
         damping: Tikhonov damping of the Fisher matrix. A number, a schedule or
             a callable of the iteration. Defaults to 0.01.
-        solver: "inverse" (Cholesky inverses with factored damping), "eigen"
-            (eigen-decompositions, exact damping), or, to reproduce Distributed
-            K-FAC as printed (eq. 9 and 10), "plain_inverse" (the whole damping
-            on each factor). Defaults to "inverse".
+        solver: "inverse" (Cholesky inverses with factored damping) or "eigen"
+            (eigen-decompositions, exact damping). Two more reproduce papers as
+            printed: "plain_inverse" adds the whole damping to each factor
+            (Distributed K-FAC, eq. 9 and 10), and with "eigen_outer" a layer's
+            owner sends the damped outer product of the eigenvalues in place of
+            these (KAISA, section 4.4), the same steps for more traffic.
+            Defaults to "inverse".
         factor_decay: Weight of the old factors in the running average, in
             [0, 1). Defaults to 0.95.
         factor_update_interval: Steps between updates of the factors: an

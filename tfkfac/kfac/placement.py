@@ -41,6 +41,7 @@ class Placement:
                 settings.distribution,
                 settings.fraction,
                 settings.assignment,
+                solver.whole_layers,
             ),
         )
         self.exchange = Exchange(

@@ -33,7 +33,12 @@ class Solver(abc.ABC):
 
     The parts of a factor's decomposition are named after it, "A" or "G", and
     the suffix that its kind gives them.
+
+    Attributes:
+        whole_layers: Whether all factors of a layer must have one owner.
     """
+
+    whole_layers = False
 
     @abc.abstractmethod
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
