@@ -46,7 +46,7 @@ WRONG: list[tuple[str, Any, str]] = [
         for value in ("x", "Eigen", "", None, 1, ["eigen"], b"eigen")
     ),
     *(
-        ("weight_sharing", value, r"one of \('expand', 'reduce'\)")
+        ("weight_sharing", value, r"one of \('expand', 'reduce', 'average'\)")
         for value in ("x", "EXPAND", None, 3, True)
     ),
     *(

@@ -51,7 +51,7 @@ class KFACMethod(Method):
         inverse_update_interval: Steps between decompositions.
         solver: Name of the solver.
         factor_decay: Weight of the old factors in the running average.
-        weight_sharing: "expand" or "reduce".
+        weight_sharing: "expand", "reduce" or "average".
         settings: How the work is distributed.
         skip_layers: Layers to leave to the inner optimizer.
     """

@@ -62,8 +62,11 @@ class KFAC(SecondOrderOptimizer):
             number, a schedule or a callable; None switches it off. Defaults
             to 0.02.
         weight_sharing: "expand" or "reduce": what weights used at several
-            positions are approximated by (Eschenhagen et al., 2023). Defaults
-            to "expand".
+            positions are approximated by (Eschenhagen et al., 2023). "average"
+            is DP-KFAC as printed (eq. 13), the mean over the positions of the
+            gradients too, where "reduce" has their sum: with S positions G is
+            S^2 times smaller than the Fisher matrix', and `damping` weighs
+            that much more. Defaults to "expand".
         distribution: What the workers of a `tf.distribute` job share:
             "comm_opt" (factors are all-reduced, each is decomposed by one
             worker and its decomposition sent to all: plain steps send nothing
@@ -133,7 +136,9 @@ class KFAC(SecondOrderOptimizer):
             solver=check_choice("solver", solver, tuple(SOLVERS)),
             factor_decay=check_decay(factor_decay),
             weight_sharing=check_choice(
-                "weight_sharing", weight_sharing, ("expand", "reduce")
+                "weight_sharing",
+                weight_sharing,
+                ("expand", "reduce", "average"),
             ),
             settings=make_settings(
                 distribution,
