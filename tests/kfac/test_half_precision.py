@@ -116,7 +116,9 @@ def preconditioned(
 
 
 @sizes_of_g
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("solver", SOLVES)
 @pytest.mark.parametrize(
     ("mode", "workers", "packs"),
@@ -144,3 +146,53 @@ def test_small_and_large_factors(
                     assert_close(got, want, TOLERANCE[dtype], str(i))
             seen |= set(results)
         assert seen == set(range(len(SIZES)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("solver", SOLVES)
+def test_what_is_not_finite_is_rejected(solver: str, dtype: str) -> None:
+    """Of any kind of factor; the last good decomposition stays in use."""
+    placement = place("comm_opt", 1, solver, inverse_dtype=dtype)
+    state = State()
+    state.fill(placement, 0)
+    number = tf.constant(1e-2)
+    for block, kept in zip(
+        placement.blocks, state.preconditioners, strict=True
+    ):
+        decomposition = kept.decomposition
+        assert decomposition is not None
+        before = [tensor.numpy() for tensor in decomposition.tensors]
+        values = {
+            name: tf.fill(kind.shape, np.nan)
+            for name, kind in block.factors.items()
+        }
+        parts = placement.solver.decompose(
+            block.factors, values, dict.fromkeys(values, number), number
+        )
+        assert not bool(decomposition.update(parts, number))
+        for tensor, old in zip(decomposition.tensors, before, strict=True):
+            np.testing.assert_array_equal(tensor.numpy(), old)
+        W = tf.random.stateless_normal(block.gradient_shape, [0, 1])
+        P = decomposition.apply(LayerGradient(W))
+        np.testing.assert_array_equal(P, W)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("solver", SOLVES)
+def test_without_damping(solver: str, dtype: str) -> None:
+    """Zeros leave the gradient; factors that are regular are inverted."""
+    placement = place("comm_opt", 1, solver, inverse_dtype=dtype)
+    layers = Layers(placement, 1e-6)
+    (results, _), *_ = run_together(
+        1, lambda group: preconditioned(placement, layers, 0.0, group)
+    )
+    for i, place_, want in layers.parts(solver, 0.0):
+        assert_close(results[i][place_], want, 4 * TOLERANCE[dtype], str(i))
+    for factors in layers.factors:
+        for name, factor in factors.items():
+            factors[name] = np.zeros_like(factor)
+    (results, _), *_ = run_together(
+        1, lambda group: preconditioned(placement, layers, 0.0, group)
+    )
+    for i, got in results.items():
+        assert_close(got, layers.gradients[i], TOLERANCE[dtype], str(i))
