@@ -16,7 +16,7 @@ from tfkfac.factors.parts import Part
 
 # What the name of a power of two adds to that of its part.
 EXPONENT = "_exponent"
-# The largest entry is below 2^15, where the most is left for small ones.
+# The largest entry is 2^14 to 2^15: float16's range is left for small ones.
 _LARGEST = 14.0
 # Of the powers of two in float32, and of their inverses.
 _LAST = 126.0
@@ -70,7 +70,7 @@ def from_stored(stored: Tensors, dtype: tf.DType) -> dict[str, tf.Tensor]:
 
 
 def _exponent(largest: tf.Tensor) -> tf.Tensor:
-    """The `e` that makes `2^-e` times the largest entry about `2^15`."""
+    """The `e` for which `2^-e` times the largest entry is in its place."""
     exponent = tf.floor(tf.math.log(largest) / math.log(2.0)) - _LARGEST
     return tf.clip_by_value(exponent, -_LAST, _LAST)
 
