@@ -290,6 +290,15 @@ def test_loaded_without_compiling(tmp_path: Path) -> None:
     assert int(kfac_of(copy).iterations) == 1
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_decompositions_in_half_precision(dtype: str, tmp_path: Path) -> None:
+    model = compiled("functional", solver="eigen", inverse_dtype=dtype)
+    train(model, 0, 5)
+    model.save(tmp_path / "model.keras")
+    copy = keras.models.load_model(tmp_path / "model.keras")
+    assert_resumes(model, copy)
+
+
 @pytest.mark.parametrize("name", ["mixed_float16", "float64"])
 def test_other_precisions(name: str, tmp_path: Path) -> None:
     before = keras.config.dtype_policy()

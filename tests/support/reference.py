@@ -88,9 +88,9 @@ def factors(
         return A, G
     count = w.sum(1)
     mean_a = (a * w).sum(1) / np.maximum(count, 1)
-    sum_g = (g * w).sum(1)
+    one_g = (g * w).sum(1) if weight_sharing == "reduce" else g.mean(1)
     A = mean_a.T @ mean_a / np.count_nonzero(count)
-    return A, sum_g.T @ sum_g / terms
+    return A, one_g.T @ one_g / terms
 
 
 def gradient(a: Array, g: Array) -> Array:

@@ -88,14 +88,20 @@ class Block(abc.ABC):
     ) -> Statistic:
         """Sum of `a a^T` over the rows that carry loss, and their number."""
         a, count = weigh(a, weights, self.dtype)
-        if sharing == "reduce":
+        if sharing != "expand":
             a, count = average_positions(a, weights, self.dtype)
         return Statistic(self.factors["A"].gram(a), count)
 
     def output_statistic(self, g: tf.Tensor, sharing: str) -> tf.Tensor:
-        """Sum of `g g^T` over rows; "reduce" adds an example's rows first."""
+        """Sum of `g g^T` over rows.
+
+        "reduce" adds an example's rows first; "average" takes their mean, over
+        all positions.
+        """
         if sharing == "reduce":
             g = tf.reduce_sum(g, 1, keepdims=True)
+        elif sharing == "average":
+            g = tf.reduce_mean(g, 1, keepdims=True)
         return self.factors["G"].gram(g)
 
     def dense(self, values: Mapping[str, tf.Tensor]) -> tf.Tensor:

@@ -29,7 +29,7 @@ def batch_statistics(
     Args:
         block: The block.
         records: Records of the layer's calls in this step.
-        sharing: "expand" or "reduce".
+        sharing: "expand", "reduce" or "average".
         scale: What the gradients must be multiplied by.
         weightless: Bools of shape `(B, positions)`, True where a sample
             weight is zero. What carries no loss does not count in A.

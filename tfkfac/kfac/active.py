@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfkfac.blocks import Block, Statistic
 from tfkfac.capture.record import Record
 from tfkfac.capture.taps import Tap
+from tfkfac.factors import Tensors
 from tfkfac.kfac.state import Preconditioner
 from tfkfac.solvers import Solver
 from tfkfac.wrapper.guards import count_events
@@ -123,18 +124,17 @@ def update_averages(
 
 def decompose_owned(
     active: Sequence[ActiveBlock], solver: Solver, damping: tf.Tensor
-) -> dict[int, dict[str, tf.Tensor]]:
+) -> dict[int, Tensors]:
     """Decomposes the factors that this worker keeps."""
-    parts: dict[int, dict[str, tf.Tensor]] = {}
+    parts: dict[int, Tensors] = {}
     for one in active:
         if one.state.factors is None:
             continue
         values = one.state.factors.values()
         means = one.state.factors.means(values)
-        made = parts.setdefault(one.position, {})
-        for name, factor in values.items():
-            kinds = one.block.factors
-            made.update(solver.decompose(kinds, name, factor, means, damping))
+        parts[one.position] = solver.decompose(
+            one.block.factors, values, means, damping
+        )
     return parts
 
 

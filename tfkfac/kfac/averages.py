@@ -19,18 +19,18 @@ class FactorAverages(Tracked):
     of Adam in place of a start at the identity). `t` counts the updates of
     this block that were taken.
 
+    They are kept in the dtype of the statistics, float32 or better: half
+    precision would round away a new batch's share once `1 - decay` of the
+    difference is less than half a unit in the last place.
+
     Args:
         block: The block whose factors these are.
         names: The factors to keep; None is all of them. Of the others only
             the mean eigenvalue is kept.
-        dtype: Dtype of storage; None is that of the statistics.
     """
 
     def __init__(
-        self,
-        block: Block,
-        names: Sequence[str] | None = None,
-        dtype: tf.DType | None = None,
+        self, block: Block, names: Sequence[str] | None = None
     ) -> None:
         super().__init__(name="factors")
         kinds = block.factors
@@ -38,9 +38,7 @@ class FactorAverages(Tracked):
         self.names = tuple(kinds if names is None else names)
         self.other_names = tuple(n for n in kinds if n not in self.names)
         self.averages = [
-            state_variable(
-                np.zeros(kinds[name].shape), dtype or block.dtype, name
-            )
+            state_variable(np.zeros(kinds[name].shape), block.dtype, name)
             for name in self.names
         ]
         self.other_means = [
@@ -84,9 +82,7 @@ class FactorAverages(Tracked):
     def values(self) -> dict[str, tf.Tensor]:
         """The factors kept, by name; zeros before the first update."""
         return {
-            name: tf.math.divide_no_nan(
-                tf.cast(average, self.weight.dtype), self.weight
-            )
+            name: tf.math.divide_no_nan(average, self.weight)
             for name, average in zip(self.names, self.averages, strict=True)
         }
 
@@ -112,5 +108,4 @@ def _mix(
     """Moves an average by `share` towards `total / count`."""
     # NaN times a share of zero is zero here.
     new = tf.math.multiply_no_nan(total, tf.math.divide_no_nan(share, count))
-    old = (1 - share) * tf.cast(average, share.dtype)
-    average.assign(tf.saturate_cast(old + new, average.dtype))
+    average.assign((1 - share) * average + new)

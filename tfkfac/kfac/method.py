@@ -50,7 +50,7 @@ class KFACMethod(Method):
         inverse_update_interval: Steps between decompositions.
         solver: Name of the solver.
         factor_decay: Weight of the old factors in the running average.
-        weight_sharing: "expand" or "reduce".
+        weight_sharing: "expand", "reduce" or "average".
         settings: How the work is distributed.
         skip_layers: Layers to leave to the inner optimizer.
     """
@@ -293,12 +293,19 @@ class KFACMethod(Method):
         return describe(self.placement, title)
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
-        """Bias-corrected averages that this replica keeps, by layer path."""
-        return {
-            p.block.path: {k: v.numpy() for k, v in p.factors.values().items()}
-            for p in self.states[0].preconditioners
-            if p.factors is not None
-        }
+        """Bias-corrected averages that this process keeps, by layer path."""
+        kept = {}
+        replicas = [state.preconditioners for state in self.states]
+        for copies in zip(*replicas, strict=True):
+            found = {
+                name: value.numpy()
+                for p in copies
+                if p.factors is not None
+                for name, value in p.factors.values().items()
+            }
+            if found:
+                kept[copies[0].block.path] = dict(sorted(found.items()))
+        return kept
 
     @override
     def state_bytes(self) -> dict[str, int]:

@@ -45,7 +45,12 @@ class KFAC(SecondOrderOptimizer):
         damping: Tikhonov damping of the Fisher matrix. A number, a schedule or
             a callable of the iteration. Defaults to 0.01.
         solver: "inverse" (Cholesky inverses with factored damping) or "eigen"
-            (eigen-decompositions, exact damping). Defaults to "inverse".
+            (eigen-decompositions, exact damping). Two more reproduce papers as
+            printed: "plain_inverse" adds the whole damping to each factor
+            (Distributed K-FAC, eq. 9 and 10), and with "eigen_outer" a layer's
+            owner sends the damped outer product of the eigenvalues in place of
+            these (KAISA, section 4.4), the same steps for more traffic.
+            Defaults to "inverse".
         factor_decay: Weight of the old factors in the running average, in
             [0, 1). Defaults to 0.95.
         factor_update_interval: Steps between updates of the factors: an
@@ -57,8 +62,11 @@ class KFAC(SecondOrderOptimizer):
             number, a schedule or a callable; None switches it off. Defaults
             to 0.02.
         weight_sharing: "expand" or "reduce": what weights used at several
-            positions are approximated by (Eschenhagen et al., 2023). Defaults
-            to "expand".
+            positions are approximated by (Eschenhagen et al., 2023). "average"
+            is DP-KFAC as printed (eq. 13), the mean over the positions of the
+            gradients too, where "reduce" has their sum: with S positions G is
+            S^2 times smaller than the Fisher matrix', and `damping` weighs
+            that much more. Defaults to "expand".
         distribution: What the workers of a `tf.distribute` job share:
             "comm_opt" (factors are all-reduced, each is decomposed by one
             worker and its decomposition sent to all: plain steps send nothing
@@ -75,10 +83,12 @@ class KFAC(SecondOrderOptimizer):
             "round_robin" for "dp_kfac" and "compute" for the others.
         symmetric_communication: Whether symmetric matrices are sent as
             triangles (KAISA, section 4.3).
-        factor_dtype: Dtype of factors in storage and on the wire: "float32",
-            "bfloat16" or "float16". None is that of the weights, at least
-            float32. Decompositions are always computed in float32 or better.
-        inverse_dtype: The same for the decompositions.
+        factor_dtype: Dtype of factors on the wire: "float32", "bfloat16" or
+            "float16". None is that of the weights, at least float32. Their
+            running averages are kept in that dtype in any case: half
+            precision would round away what a new batch adds to them.
+        inverse_dtype: Dtype of decompositions in storage and on the wire, the
+            same choice. They are computed in float32 or better.
         skip_layers: Names, regular expressions (they match a layer's whole
             name or path) or classes of layers to leave to the inner optimizer.
         name: Name of the optimizer.
@@ -126,7 +136,9 @@ class KFAC(SecondOrderOptimizer):
             solver=check_choice("solver", solver, tuple(SOLVERS)),
             factor_decay=check_decay(factor_decay),
             weight_sharing=check_choice(
-                "weight_sharing", weight_sharing, ("expand", "reduce")
+                "weight_sharing",
+                weight_sharing,
+                ("expand", "reduce", "average"),
             ),
             settings=make_settings(
                 distribution,
@@ -155,8 +167,8 @@ class KFAC(SecondOrderOptimizer):
 
         Returns:
             For each layer path its "A" and "G" as arrays, those that this
-            worker keeps; zeros before the first update. A block without one
-            of the two leaves it out.
+            process keeps, on all of its replicas; zeros before the first
+            update. A block without one of the two leaves it out.
 
         Raises:
             ValueError: If the optimizer has not been built by a first step.

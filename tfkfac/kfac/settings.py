@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_choice, is_number
-from tfkfac.distributed.assignment import MODES, POLICIES, Mode
+from tfkfac.distributed.assignment import POLICIES
+from tfkfac.distributed.plan import MODES, Mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Settings:
         fraction: Share of the workers that are gradient workers of a layer.
         assignment: What the assignment balances.
         symmetric: Whether symmetric matrices travel as triangles.
-        factor_dtype: Dtype of factors in storage and on the wire.
-        inverse_dtype: The same for decompositions.
+        factor_dtype: Dtype of statistics on the wire.
+        inverse_dtype: Dtype of decompositions in storage and on the wire.
     """
 
     distribution: str = "comm_opt"

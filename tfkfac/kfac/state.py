@@ -21,8 +21,7 @@ class Preconditioner(Tracked):
         solver: The solver.
         names: The factors that the worker keeps.
         preconditions: Whether it is a gradient worker of the block.
-        factor_dtype: Dtype of the factors in storage; None is the block's.
-        inverse_dtype: The same for the decomposition.
+        inverse_dtype: Dtype of the decomposition; None is the block's.
     """
 
     def __init__(
@@ -31,7 +30,6 @@ class Preconditioner(Tracked):
         solver: Solver,
         names: Sequence[str],
         preconditions: bool,
-        factor_dtype: tf.DType | None = None,
         inverse_dtype: tf.DType | None = None,
     ) -> None:
         super().__init__(name="preconditioner")
@@ -39,7 +37,7 @@ class Preconditioner(Tracked):
         self.factors: FactorAverages | None = None
         self.decomposition: Decomposition | None = None
         if names:
-            self.factors = FactorAverages(block, names, factor_dtype)
+            self.factors = FactorAverages(block, names)
         if preconditions:
             self.decomposition = Decomposition(solver, block, inverse_dtype)
 
@@ -90,7 +88,6 @@ class State(Tracked):
             # Nothing is known of the new ones: update at once.
             self.factor_updates.assign(0)
             self.inverse_updates.assign(0)
-        settings = placement.settings
         self.preconditioners = tuple(
             known.get(same_shape_key(block))
             or Preconditioner(
@@ -98,8 +95,7 @@ class State(Tracked):
                 placement.solver,
                 placement.plan.owns(rank, i),
                 placement.plan.preconditions(rank, i),
-                settings.factor_dtype,
-                settings.inverse_dtype,
+                placement.settings.inverse_dtype,
             )
             for i, block in enumerate(placement.blocks)
         )
