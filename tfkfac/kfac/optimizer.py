@@ -1,7 +1,8 @@
 """K-FAC as a preconditioner in front of any Keras optimizer."""
 
+import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import keras
 import numpy as np
@@ -20,6 +21,7 @@ from tfkfac.kfac.settings import (
 from tfkfac.solvers import SOLVERS
 from tfkfac.wrapper.hyperparameters import Value
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.wrapper.support import uses_xla
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -139,6 +141,21 @@ class KFAC(SecondOrderOptimizer):
             skip_layers=check_skip_layers(skip_layers),
         )
         super().__init__(default_inner(inner_optimizer, 0.1, 0.5), method, name)
+
+    def attach(self, model: keras.Model, *, loss_scaler: Any = None) -> Self:
+        """Binds the optimizer to its model; see `SecondOrderOptimizer`."""
+        super().attach(model, loss_scaler=loss_scaler)
+        if self.solver == "eigen" and uses_xla(model):
+            # Measured on a CPU: 45 to 72 times, 1e-6 accurate in float32.
+            warnings.warn(
+                f"Model '{model.name}' is compiled by XLA, whose eigen-"
+                "decompositions are loops of Jacobi rotations: many times "
+                "slower than TensorFlow's and about 1e-6 accurate. Compile "
+                "the model with jit_compile=False, or use "
+                "KFAC(solver='inverse').",
+                stacklevel=2,
+            )
+        return self
 
     @property
     def factor_updates(self) -> tf.Variable:
