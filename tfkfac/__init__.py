@@ -4,6 +4,7 @@
 """
 
 from tfkfac import curvature
+from tfkfac.compat.optimizers import find_by_name
 from tfkfac.compat.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.kfac.optimizer import KFAC
@@ -13,3 +14,5 @@ __version__ = "0.1.0"
 __all__ = ["FOSI", "KFAC", "MultiWorkerMirroredStrategy", "curvature"]
 
 binding.install()
+find_by_name(KFAC)
+find_by_name(FOSI)
