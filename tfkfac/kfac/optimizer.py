@@ -84,6 +84,8 @@ class KFAC(SecondOrderOptimizer):
         factor_dtype: Dtype of factors in storage and on the wire: "float32",
             "bfloat16" or "float16". None is that of the weights, at least
             float32. Decompositions are always computed in float32 or better.
+            TensorFlow adds no bfloat16 on GPUs: among several of them factors
+            in it are sent as float32.
         inverse_dtype: The same for the decompositions.
         skip_layers: Names, regular expressions (they match a layer's whole
             name or path) or classes of layers to leave to the inner optimizer.

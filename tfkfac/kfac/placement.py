@@ -3,6 +3,7 @@
 from tfkfac.blocks import Block
 from tfkfac.blocks.registry import Registry
 from tfkfac.distributed.assignment import Plan, plan_layers
+from tfkfac.distributed.collectives import sum_dtype
 from tfkfac.distributed.topology import Topology
 from tfkfac.distributed.traffic import all_reduce_bytes
 from tfkfac.kfac.exchange import Exchange, Kinds, step_bytes
@@ -42,12 +43,13 @@ class Placement:
                 settings.assignment,
             ),
         )
+        factors = settings.factor_dtype
         self.exchange = Exchange(
             self.plan,
             registry.blocks,
             solver,
             settings.symmetric,
-            settings.factor_dtype,
+            factors and sum_dtype(factors, topology.hint),
             settings.inverse_dtype,
         )
 
