@@ -4,12 +4,16 @@
 """
 
 from tfkfac import curvature
+from tfkfac.compat.optimizers import find_by_name
 from tfkfac.compat.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.kfac.optimizer import KFAC
-from tfkfac.wrapper import binding
+from tfkfac.wrapper import binding, carry
 
 __version__ = "0.1.0"
 __all__ = ["FOSI", "KFAC", "MultiWorkerMirroredStrategy", "curvature"]
 
 binding.install()
+carry.install()
+find_by_name(KFAC)
+find_by_name(FOSI)

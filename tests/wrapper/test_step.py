@@ -172,7 +172,10 @@ class Scaled(Method):
 
         def direction() -> Update:
             factor = self.factor.at(self.job.clock)
-            scaled = [None if g is None else g * factor for g in step.gradients]
+            scaled = [
+                None if g is None else g * tf.cast(factor, g.dtype)
+                for g in step.gradients
+            ]
             return Update(scaled)
 
         step.apply_if_finite(direction)

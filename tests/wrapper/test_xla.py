@@ -1,6 +1,8 @@
 """Training steps that XLA compiles, as Keras has it on a GPU by default."""
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -25,6 +27,10 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+# Of the eigen solver, wanted in one test only.
+pytestmark = pytest.mark.filterwarnings("ignore:.*compiled by XLA")
+
+
 def train(optimizer: Any, jit: bool, bad_batch: int | None = None) -> Any:
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3)])
@@ -41,6 +47,10 @@ def train(optimizer: Any, jit: bool, bad_batch: int | None = None) -> Any:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch)
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA on a CPU stands in for that of a GPU, which it is refused without."""
     devices = tf.config.list_physical_devices
 
@@ -69,3 +79,43 @@ def test_events_are_counted_under_xla(name: str) -> None:
     # The bad batch comes once in each of the two epochs.
     assert int(model.optimizer.skipped_steps) == 2
     assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_eigen_says_that_it_is_slow() -> None:
+    def compile(solver: str, jit: bool) -> None:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(tfkfac.KFAC(solver=solver), "mse", jit_compile=jit)
+
+    with pytest.warns(UserWarning, match="XLA, whose eigen-decompositions"):
+        compile("eigen", jit=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile("eigen", jit=False)
+        compile("inverse", jit=True)
+
+
+# ------------------------------------- saved with a GPU and loaded without
+@pytest.mark.skipif(
+    bool(tf.config.list_physical_devices("GPU")), reason="XLA is allowed"
+)
+@pytest.mark.parametrize("name", ["inverse", "fosi"])
+def test_loads_without_a_gpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a warning, trains on as without XLA, and keeps it in the file."""
+    file = tmp_path / "model.keras"
+    with monkeypatch.context() as patch:
+        pretend_gpu(patch)
+        train(OPTIMIZERS[name](), jit=True).save(file)
+    with pytest.warns(UserWarning, match="trains with jit_compile=False"):
+        model = keras.models.load_model(file)
+    assert model.jit_compile is False
+    x, y = np.ones((8, 2), "float32"), np.zeros(8, "int64")
+    before = model.get_weights()
+    model.fit(x, y, verbose=0)
+    assert not np.array_equal(model.get_weights()[0], before[0])
+    assert model.get_compile_config()["jit_compile"] is True
+    # A user's own setting is an error all the same, after a load too.
+    with pytest.raises(ValueError, match=r"Received: jit_compile=True.*False"):
+        model.compile(OPTIMIZERS[name](), "mse", jit_compile=True)

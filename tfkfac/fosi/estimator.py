@@ -151,7 +151,9 @@ class BetweenSteps(Estimator):
 
     @override
     def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
-        gradients = gradient_bytes(self.job.model.trainable_variables)
+        gradients = gradient_bytes(
+            self.job.model.trainable_variables, self.job.topology.hint
+        )
         plain = layout.step_bytes(gradients)
         return {
             "warmup": {**plain, "projections": 0},

@@ -337,7 +337,10 @@ class BesideSteps(Estimator):
     @override
     def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
         model, rank = self.job.model, self.job.topology.local[0]
-        plain = layout.step_bytes(gradient_bytes(model.trainable_variables))
+        hint = self.job.topology.hint
+        plain = layout.step_bytes(
+            gradient_bytes(model.trainable_variables, hint)
+        )
         lanczos = 0
         if not self.roles.trains(rank):
             plain = dict.fromkeys(plain, 0)

@@ -1,6 +1,6 @@
 """FOSI and DHO2: Newton steps along extreme directions, Adam on the rest."""
 
-from typing import Any
+from typing import Any, Never
 
 import keras
 import numpy as np
@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.fosi.layouts import LAYOUTS
 from tfkfac.fosi.method import FOSIMethod
+from tfkfac.wrapper.arguments import check_rate, is_rate, refuse_unknown
 from tfkfac.wrapper.hyperparameters import Value
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
 
@@ -44,8 +45,8 @@ class FOSI(SecondOrderOptimizer):
     >>> model.compile(optimizer=tfkfac.FOSI("adam"), loss="mse")
 
     Args:
-        inner_optimizer: A Keras optimizer, its identifier or config. Defaults
-            to "adam".
+        inner_optimizer: A Keras optimizer, its identifier or config, or a
+            float or schedule, the learning rate of `Adam`. Defaults to "adam".
         num_largest: Number of directions of largest curvature.
         num_smallest: Number of directions of smallest (most negative)
             curvature.
@@ -119,7 +120,9 @@ class FOSI(SecondOrderOptimizer):
         final_update: str = "stale",
         seed: int = 0,
         name: str = "fosi",
+        **unknown: Never,
     ) -> None:
+        refuse_unknown("FOSI", unknown, keras.optimizers.Adam)
         if (
             check_count("num_largest", num_largest)
             + check_count("num_smallest", num_smallest)
@@ -150,6 +153,9 @@ class FOSI(SecondOrderOptimizer):
             ),
             seed=check_count("seed", seed),
         )
+        if is_rate(inner_optimizer):
+            rate = check_rate("inner_optimizer", inner_optimizer)
+            inner_optimizer = keras.optimizers.Adam(rate)
         super().__init__(inner_optimizer, method, name)
 
     @property

@@ -23,10 +23,12 @@ def clip_factor(
         learning_rate: Learning rate of the inner optimizer.
 
     Returns:
-        A scalar float32; 1 if there is nothing to clip.
+        A scalar float64; 1 if there is nothing to clip.
     """
     products = [tf.reduce_sum(p * w) for w, p in pairs]
-    total = tf.abs(tf.add_n([tf.cast(x, tf.float32) for x in products]))
-    length = tf.square(tf.cast(learning_rate, tf.float32)) * total
-    clipped = tf.sqrt(tf.math.divide_no_nan(kl_clip, length))
-    return tf.where(length > 0, tf.minimum(clipped, 1.0), 1.0)
+    total = tf.abs(tf.add_n([tf.cast(x, tf.float64) for x in products]))
+    length = tf.square(tf.cast(learning_rate, tf.float64)) * total
+    clipped = tf.sqrt(
+        tf.math.divide_no_nan(tf.cast(kl_clip, tf.float64), length)
+    )
+    return tf.where(length > 0, tf.minimum(clipped, 1.0), tf.ones_like(length))

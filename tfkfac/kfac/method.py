@@ -313,7 +313,9 @@ class KFACMethod(Method):
 
     @override
     def communication_bytes(self) -> dict[str, dict[str, int]]:
-        size = gradient_bytes(self.job.model.trainable_variables)
+        size = gradient_bytes(
+            self.job.model.trainable_variables, self.job.topology.hint
+        )
         return self.placement.communication_bytes(
             self.job.topology.local[0], size
         )

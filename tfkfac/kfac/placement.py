@@ -2,6 +2,7 @@
 
 from tfkfac.blocks import Block
 from tfkfac.blocks.registry import Registry
+from tfkfac.distributed.collectives import sum_dtype
 from tfkfac.distributed.plan import Plan, plan_layers
 from tfkfac.distributed.topology import Topology
 from tfkfac.distributed.traffic import all_reduce_bytes
@@ -44,12 +45,13 @@ class Placement:
                 solver.whole_layers,
             ),
         )
+        factors = settings.factor_dtype
         self.exchange = Exchange(
             self.plan,
             registry.blocks,
             solver,
             settings.symmetric,
-            settings.factor_dtype,
+            factors and sum_dtype(factors, topology.hint),
             settings.inverse_dtype,
         )
 

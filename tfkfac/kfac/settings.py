@@ -1,8 +1,6 @@
 """The arguments of K-FAC that say who does what."""
 
 import dataclasses
-import math
-import numbers
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -132,24 +130,6 @@ def settings_config(settings: Settings) -> dict[str, Any]:
         "factor_dtype": factor,
         "inverse_dtype": inverse,
     }
-
-
-def default_inner(value: Any, rate: float, momentum: float) -> Any:
-    """Returns SGD for None or a float learning rate, else the value itself.
-
-    Raises:
-        ValueError: If the learning rate is negative or not finite.
-    """
-    if value is None:
-        value = rate
-    if not is_number(value) or isinstance(value, numbers.Integral):
-        return value
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(
-            "Argument `inner_optimizer` as a learning rate must be a float of "
-            f"at least 0. Received: inner_optimizer={value!r}"
-        )
-    return keras.optimizers.SGD(float(value), momentum=momentum)
 
 
 def check_skip_layers(value: Any) -> tuple[SkipRule, ...]:

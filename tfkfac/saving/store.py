@@ -114,7 +114,9 @@ def load_state(
         _check(saved[names[path]], variables, path, optimizer)
     for path, variables in expected.items():
         for name, variable in variables.items():
-            variable.assign(np.asarray(saved[names[path]][name]))
+            # A tree may hold a number of Python for a scalar.
+            value = np.asarray(saved[names[path]][name])
+            variable.assign(tf.cast(value, variable.dtype))
 
 
 def _what(entry: Entry) -> str:

@@ -122,7 +122,7 @@ class SecondOrderOptimizer(OptimizerAround):
                 f"Optimizer '{self.name}' does not know its model. Use "
                 "`model.compile(optimizer=...)`, or call "
                 "`optimizer.attach(model)` before the first forward pass of "
-                "a custom loop."
+                "a custom loop. It cannot be inside a `MultiOptimizer`."
             )
         return self._job
 
