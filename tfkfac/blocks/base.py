@@ -23,6 +23,16 @@ from tfkfac.factors import Factor
 class Block(abc.ABC):
     """Kronecker-factored curvature block of the weights of one layer.
 
+    A subclass says which `variables` it covers and which kinds of `factors`
+    it has, turns what a call of the layer left behind into `rows`, and the
+    gradients of the variables into a matrix and back.
+
+    Attributes:
+        kind: What tables call it.
+        layer: The layer.
+        path: Its path.
+        dtype: Dtype of the statistics.
+
     Args:
         layer: A built Keras layer.
         path: Unique name that ends with the layer's name.
