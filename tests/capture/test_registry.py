@@ -167,14 +167,6 @@ LEFT: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
         frozen_kernel,
         {"first:bias": "kernel frozen or shared with another layer"},
     ),
-    "transposed convolution": (
-        lambda: sequential(
-            layers.Conv1DTranspose(2, 2, use_bias=False, name="up"),
-            layers.Conv1D(2, 2),
-            shape=SEQUENCE,
-        ),
-        {"up:kernel": "no block for Conv1DTranspose"},
-    ),
 }
 
 

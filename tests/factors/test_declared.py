@@ -11,6 +11,7 @@ from tests.support.layer_cases import (
     GROUPED,
     LINEAR,
     NORMS,
+    TRANSPOSED,
     make_input,
 )
 from tests.support.layer_models import one_layer
@@ -26,7 +27,7 @@ SEPARABLE: dict[str, Any] = {
         (4, 3, 2),
     ),
 }
-ALL = {**LINEAR, **NORMS, **SEPARABLE}
+ALL = {**LINEAR, **NORMS, **SEPARABLE, **TRANSPOSED}
 
 
 def expected_kinds(case: str) -> list[dict[str, type[Factor]]]:
@@ -35,6 +36,8 @@ def expected_kinds(case: str) -> list[dict[str, type[Factor]]]:
     if case in EMBEDDING:
         return [{"A": Diagonal, "G": Dense}]
     whole: dict[str, type[Factor]] = {"A": Dense, "G": Dense}
+    if case in TRANSPOSED:
+        return [whole] if "no_bias" in case else [whole, {"G": Dense}]
     parts: dict[str, type[Factor]] = {"A": Stack, "G": Stack}
     if case in SEPARABLE:
         return [parts, whole]

@@ -129,12 +129,10 @@ def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
     return tf.transpose(tensor, [0, *range(2, rank), 1])
 
 
-def conv_slices(
-    layer: keras.layers.Layer, inputs: tf.Tensor
-) -> list[tf.Tensor]:
-    """The layer's input under each offset of its kernel."""
+def conv_slices(layer: keras.layers.Layer, image: tf.Tensor) -> list[tf.Tensor]:
+    """What is under each offset of the layer's kernel in an image."""
     return extract_patches(
-        channels_last(layer, inputs),
+        channels_last(layer, image),
         layer.kernel_size,
         layer.strides,
         layer.dilation_rate,

@@ -11,6 +11,10 @@ from tfkfac.blocks.conv import (
     SeparableDepthwiseBlock,
     SeparablePointwiseBlock,
 )
+from tfkfac.blocks.conv_transpose import (
+    ConvTransposeBiasBlock,
+    ConvTransposeBlock,
+)
 from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.einsum_dense import EinsumDenseBlock
 from tfkfac.blocks.embedding import EmbeddingBlock
@@ -23,11 +27,18 @@ _SEPARABLE: BlockTypes = {
     "depthwise/": SeparableDepthwiseBlock,
     "pointwise/": SeparablePointwiseBlock,
 }
+_TRANSPOSED: BlockTypes = {
+    "": ConvTransposeBlock,
+    "bias/": ConvTransposeBiasBlock,
+}
 BLOCKS: dict[type[keras.layers.Layer], BlockTypes] = {
     keras.layers.Dense: {"": DenseBlock},
     keras.layers.Conv1D: {"": ConvBlock},
     keras.layers.Conv2D: {"": ConvBlock},
     keras.layers.Conv3D: {"": ConvBlock},
+    keras.layers.Conv1DTranspose: _TRANSPOSED,
+    keras.layers.Conv2DTranspose: _TRANSPOSED,
+    keras.layers.Conv3DTranspose: _TRANSPOSED,
     keras.layers.DepthwiseConv1D: {"": DepthwiseConvBlock},
     keras.layers.DepthwiseConv2D: {"": DepthwiseConvBlock},
     keras.layers.SeparableConv1D: _SEPARABLE,
