@@ -11,6 +11,7 @@ from tests.support.layer_cases import (
     GROUPED,
     LINEAR,
     NORMS,
+    PRELU,
     TRANSPOSED,
     make_input,
 )
@@ -27,12 +28,14 @@ SEPARABLE: dict[str, Any] = {
         (4, 3, 2),
     ),
 }
-ALL = {**LINEAR, **NORMS, **SEPARABLE, **TRANSPOSED}
+ALL = {**LINEAR, **NORMS, **SEPARABLE, **TRANSPOSED, **PRELU}
 
 
 def expected_kinds(case: str) -> list[dict[str, type[Factor]]]:
     if case in NORMS:
         return [{"G": Stack}]
+    if case in PRELU:
+        return [{"G": Diagonal}]
     if case in EMBEDDING:
         return [{"A": Diagonal, "G": Dense}]
     whole: dict[str, type[Factor]] = {"A": Dense, "G": Dense}

@@ -266,6 +266,14 @@ NORMS: dict[str, Case] = {
     "rms": (layers.RMSNormalization, (3, 4)),
 }
 
+PRELU: dict[str, Case] = {
+    "prelu": (layers.PReLU, (5,)),
+    "prelu_image": (layers.PReLU, (2, 3, 2)),
+    "prelu_shared": (partial(layers.PReLU, shared_axes=[1, 2]), (2, 3, 2)),
+    "prelu_shared_first": (partial(layers.PReLU, shared_axes=1), (3, 2)),
+    "prelu_one": (partial(layers.PReLU, shared_axes=[1, 2]), (3, 2)),
+}
+
 
 def make_input(
     case: str, shape: tuple[int, ...], batch: int, seed: int = 1

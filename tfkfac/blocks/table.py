@@ -19,6 +19,7 @@ from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.einsum_dense import EinsumDenseBlock
 from tfkfac.blocks.embedding import EmbeddingBlock
 from tfkfac.blocks.normalization import NormalizationBlock
+from tfkfac.blocks.prelu import PReLUBlock
 
 # The blocks of a layer type, by the prefix that tells them apart.
 BlockTypes = dict[str, type[Block]]
@@ -49,6 +50,7 @@ BLOCKS: dict[type[keras.layers.Layer], BlockTypes] = {
     keras.layers.LayerNormalization: {"": NormalizationBlock},
     keras.layers.GroupNormalization: {"": NormalizationBlock},
     keras.layers.RMSNormalization: {"": NormalizationBlock},
+    keras.layers.PReLU: {"": PReLUBlock},
 }
 # Classes that users have registered; they go before those above.
 _registered: dict[type[keras.layers.Layer], BlockTypes] = {}
