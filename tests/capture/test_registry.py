@@ -25,6 +25,13 @@ class OwnCall(layers.Dense):
         return 2 * super().call(x)
 
 
+class OwnTimes(layers.TimeDistributed):
+    """Not only applies its layer at each time step."""
+
+    def call(self, x: Any, training: Any = None, mask: Any = None) -> Any:
+        return 2 * super().call(x, training=training, mask=mask)
+
+
 class SameCall(layers.Dense):
     """Adds nothing to the computation."""
 
@@ -126,12 +133,39 @@ LEFT: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
     ),
     "time distributed": (
         lambda: sequential(
-            layers.TimeDistributed(layers.Dense(3, name="d"), name="each"),
+            layers.TimeDistributed(
+                keras.Sequential([layers.Dense(3, name="d")], name="inner"),
+                name="each",
+            ),
             layers.Dense(2),
             shape=SEQUENCE,
         ),
         {
-            f"each/d:{name}": "used in the loop of a TimeDistributed"
+            f"each/inner/d:{name}": "used in the loop of a TimeDistributed"
+            for name in ("kernel", "bias")
+        },
+    ),
+    "time distributed batch moments": (
+        lambda: sequential(
+            layers.TimeDistributed(
+                layers.BatchNormalization(name="n"), name="each"
+            ),
+            layers.Dense(2),
+            shape=SEQUENCE,
+        ),
+        {
+            f"each/n:{name}": "normalises each time step by itself"
+            for name in ("gamma", "beta")
+        },
+    ),
+    "time distributed with its own call": (
+        lambda: sequential(
+            OwnTimes(layers.Dense(3, name="d"), name="each"),
+            layers.Dense(2),
+            shape=SEQUENCE,
+        ),
+        {
+            f"each/d:{name}": "used in the loop of a OwnTimes"
             for name in ("kernel", "bias")
         },
     ),

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import keras
 
 from tfkfac.blocks import Block, block_types
-from tfkfac.capture.walk import SkipRule, walk
+from tfkfac.blocks.time_distributed import TimeDistributedBlock
+from tfkfac.capture.walk import Node, SkipRule, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Registry:
 def tappable(
     model: keras.Model, skip_layers: Sequence[SkipRule]
 ) -> list[keras.layers.Layer]:
-    """Layers of a supported type, built or not, in the order of the walk."""
+    """Layers whose calls tell the factors of a block, built or not."""
     return [
-        node.layer
+        node.tapped
         for node in walk(model, skip_layers)
         if node.reason is None
         and node.layer.trainable
@@ -63,7 +64,7 @@ def build_registry(
     for node in walk(model, skip_layers):
         layer, reason = node.layer, node.reason
         if reason is None and layer.built and layer.trainable:
-            new, reason = _blocks_of(layer, node.path, free)
+            new, reason = _blocks_of(node, free)
             blocks += new
         rest = [v for v in layer.trainable_variables if id(v) in free]
         for variable in rest:
@@ -75,7 +76,7 @@ def build_registry(
 
 
 def _blocks_of(
-    layer: keras.layers.Layer, path: str, free: dict[int, keras.Variable]
+    node: Node, free: dict[int, keras.Variable]
 ) -> tuple[list[Block], str | None]:
     """Makes a layer's blocks and takes their weights out of `free`.
 
@@ -83,11 +84,15 @@ def _blocks_of(
         The blocks, and the reason if there could have been more.
     """
     blocks: list[Block] = []
-    for prefix, kind in block_types(layer).items():
-        reason = kind.unsupported(layer)
+    for prefix, kind in block_types(node.layer).items():
+        reason = kind.unsupported(node.layer)
+        if reason is None and node.distributor is not None:
+            reason = TimeDistributedBlock.unsupported(node.distributor)
         if reason is not None:
             return blocks, reason
-        block = kind(layer, insert(path, prefix))
+        block = kind(node.layer, insert(node.path, prefix))
+        if node.distributor is not None:
+            block = TimeDistributedBlock(node.distributor, block)
         if not all(id(v) in free for v in block.variables):
             return blocks, "kernel frozen or shared with another layer"
         if block.variables:
