@@ -226,6 +226,7 @@ EINSUM: dict[str, Case] = {
 EMBEDDING: dict[str, Case] = {
     "embedding_sequence": (partial(layers.Embedding, 6, 3), (5,)),
     "embedding_rank3": (partial(layers.Embedding, 4, 2), (2, 3)),
+    "embedding_reversible": (partial(layers.ReversibleEmbedding, 6, 3), (5,)),
 }
 
 LINEAR: dict[str, Case] = {

@@ -32,6 +32,8 @@ class Block(abc.ABC):
         layer: The layer.
         path: Its path.
         dtype: Dtype of the statistics.
+        left_out: Why the block took no part in the last step that was traced,
+            or None.
 
     Args:
         layer: A built Keras layer.
@@ -39,6 +41,7 @@ class Block(abc.ABC):
     """
 
     kind: str
+    left_out: str | None = None
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         self.layer = layer
@@ -68,6 +71,14 @@ class Block(abc.ABC):
     @abc.abstractmethod
     def rows(self, record: Record) -> Rows:
         """Turns a record of the layer into rows."""
+
+    def relevant(self, records: Sequence[Record]) -> Sequence[Record]:
+        """Picks the records of the calls that the block stands for.
+
+        If the layer did something in this step that makes the block wrong,
+        `left_out` says what; its gradients then stay as they are.
+        """
+        return records
 
     @abc.abstractmethod
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -32,6 +32,16 @@ class Registry:
     blocks: tuple[Block, ...]
     leftovers: tuple[Leftover, ...]
 
+    @property
+    def left(self) -> tuple[Leftover, ...]:
+        """The leftovers, and the blocks that took no part in the last step."""
+        idle = [
+            Leftover(block.path, tuple(block.variables), block.left_out)
+            for block in self.blocks
+            if block.left_out is not None
+        ]
+        return (*self.leftovers, *idle)
+
 
 def tappable(
     model: keras.Model, skip_layers: Sequence[SkipRule]

@@ -17,7 +17,11 @@ from tfkfac.blocks.conv_transpose import (
 )
 from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.einsum_dense import EinsumDenseBlock
-from tfkfac.blocks.embedding import EmbeddingBlock
+from tfkfac.blocks.embedding import (
+    EmbeddingBlock,
+    PositionEmbeddingBlock,
+    ReversibleEmbeddingBlock,
+)
 from tfkfac.blocks.normalization import NormalizationBlock
 from tfkfac.blocks.prelu import PReLUBlock
 
@@ -46,11 +50,17 @@ BLOCKS: dict[type[keras.layers.Layer], BlockTypes] = {
     keras.layers.SeparableConv2D: _SEPARABLE,
     keras.layers.EinsumDense: {"": EinsumDenseBlock},
     keras.layers.Embedding: {"": EmbeddingBlock},
+    keras.layers.ReversibleEmbedding: {"": ReversibleEmbeddingBlock},
     keras.layers.BatchNormalization: {"": NormalizationBlock},
     keras.layers.LayerNormalization: {"": NormalizationBlock},
     keras.layers.GroupNormalization: {"": NormalizationBlock},
     keras.layers.RMSNormalization: {"": NormalizationBlock},
     keras.layers.PReLU: {"": PReLUBlock},
+}
+# The same for layers of packages that need not be there, by the names under
+# which they are registered with Keras.
+NAMED_BLOCKS: dict[str, BlockTypes] = {
+    "keras_hub>PositionEmbedding": {"": PositionEmbeddingBlock},
 }
 # Classes that users have registered; they go before those above.
 _registered: dict[type[keras.layers.Layer], BlockTypes] = {}
@@ -72,8 +82,10 @@ def block_types(layer: keras.layers.Layer) -> BlockTypes:
 
 def _types_of_class(layer_class: type) -> BlockTypes | None:
     """The blocks of a class itself, its bases not considered."""
-    types = _registered.get(layer_class)
-    return BLOCKS.get(layer_class) if types is None else types
+    for table in (_registered, BLOCKS):
+        if layer_class in table:
+            return table[layer_class]
+    return NAMED_BLOCKS.get(keras.saving.get_registered_name(layer_class))
 
 
 def register_block(

@@ -45,7 +45,8 @@ def active_blocks(
 ) -> list[ActiveBlock]:
     """Finds the gradients and records of each block in this trace.
 
-    A block whose weights have no gradient in this step takes no part.
+    A block whose weights have no gradient in this step takes no part, nor one
+    whose layer did what it does not stand for.
 
     Args:
         preconditioners: State of all blocks.
@@ -71,7 +72,9 @@ def active_blocks(
         own = [key_of(v) for v in block.variables]
         present = [key for key in own if key in index]
         if present:
-            seen = records[id(block.layer)]
+            seen = block.relevant(records[id(block.layer)])
+            if block.left_out:
+                continue
             _check(block, len(present) == len(own), bool(seen))
             indices = tuple(index[key] for key in own)
             active.append(

@@ -103,6 +103,10 @@ class State(Tracked):
             )
             for i, block in enumerate(placement.blocks)
         )
+        for kept, block in zip(
+            self.preconditioners, placement.blocks, strict=True
+        ):
+            kept.block = block  # of this registry, whose summary it is in
 
     def entries(self) -> list[Entry]:
         """All variables to save."""

@@ -13,18 +13,23 @@ def describe(placement: Placement, title: str) -> list[str]:
         title: First line.
     """
     lines = [title, ""]
-    registry = placement.registry
-    if registry.blocks:
-        rows = [block_row(placement, i) for i in range(len(registry.blocks))]
+    rows = [
+        block_row(placement, i)
+        for i, block in enumerate(placement.blocks)
+        if block.left_out is None
+    ]
+    if rows:
         header = ["Layer", "Block", "A", "G", "Weights", "State"]
         if placement.topology.replicas > 1:
             header += ["Owner", "Gradient workers"]
         lines += table(tuple(header), rows)
     else:
         lines.append("No layer is preconditioned.")
-    if registry.leftovers:
+    if placement.registry.left:
         lines += ["", "Left to the inner optimizer as they are:"]
-        rows = [row for left in registry.leftovers for row in left_rows(left)]
+        rows = [
+            row for left in placement.registry.left for row in left_rows(left)
+        ]
         lines += table(("Layer", "Variable", "Weights", "Reason"), rows)
     return [*lines, "", totals(placement)]
 
@@ -79,7 +84,10 @@ def totals(placement: Placement) -> str:
             for group in groups
             for variable in group.variables
         )
-        for groups in (placement.blocks, placement.registry.leftovers)
+        for groups in (
+            [block for block in placement.blocks if block.left_out is None],
+            placement.registry.left,
+        )
     )
     topology = placement.topology
     state = placement.state_bytes(topology.local[0])
