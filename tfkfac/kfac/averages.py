@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
@@ -38,15 +37,11 @@ class FactorAverages(Tracked):
         self.names = tuple(kinds if names is None else names)
         self.other_names = tuple(n for n in kinds if n not in self.names)
         self.averages = [
-            state_variable(
-                np.zeros(kinds[name].shape), dtype or block.dtype, name
-            )
+            _zeros(kinds[name].shape, dtype or block.dtype, name)
             for name in self.names
         ]
         self.other_means = [
-            state_variable(
-                np.zeros(kinds[name].stack_shape), block.dtype, "mean"
-            )
+            _zeros(kinds[name].stack_shape, block.dtype, "mean")
             for name in self.other_names
         ]
         self.weight = state_variable(0.0, block.dtype, "weight")
@@ -114,3 +109,9 @@ def _mix(
     new = tf.math.multiply_no_nan(total, tf.math.divide_no_nan(share, count))
     old = (1 - share) * tf.cast(average, share.dtype)
     average.assign(tf.saturate_cast(old + new, average.dtype))
+
+
+def _zeros(shape: tuple[int, ...], dtype: tf.DType, name: str) -> tf.Variable:
+    """A variable of zeros; as an array they would be there several times."""
+    with tf.init_scope():
+        return state_variable(tf.zeros(shape, dtype), dtype, name)
