@@ -48,15 +48,6 @@ class Solver(abc.ABC):
         """Number of elements of a block's decomposition."""
         return sum(part.elements for part in self.kept(factors).values())
 
-    def initial(
-        self, factors: Factors, dtype: tf.DType
-    ) -> dict[str, tf.Tensor]:
-        """Returns the decomposition that preconditions with the identity."""
-        return {
-            name: part.identity(dtype)
-            for name, part in self.kept(factors).items()
-        }
-
     @abc.abstractmethod
     def decompose(
         self,
@@ -103,7 +94,7 @@ class Solver(abc.ABC):
 
 
 class Decomposition(Tracked):
-    """The last good decomposition of one block.
+    """The last good decomposition of one block; the identity at first.
 
     Args:
         solver: The solver.
@@ -115,15 +106,15 @@ class Decomposition(Tracked):
         self, solver: Solver, block: Block, dtype: tf.DType | None = None
     ) -> None:
         super().__init__(name="decomposition")
-        with tf.init_scope():
-            initial = solver.initial(block.factors, block.dtype)
         self.solver = solver
         self._block = block
-        self.names = tuple(initial)
-        self.tensors = [
-            state_variable(value, dtype or block.dtype, name)
-            for name, value in initial.items()
-        ]
+        kept, stored = solver.kept(block.factors), dtype or block.dtype
+        self.names = tuple(kept)
+        with tf.init_scope():
+            self.tensors = [
+                state_variable(part.identity(stored), stored, name)
+                for name, part in kept.items()
+            ]
         self.failures = state_variable(0, "int64", "failed_decompositions")
 
     def update(self, parts: Tensors, damping: tf.Tensor) -> tf.Tensor:
