@@ -57,13 +57,16 @@ def tappable(
 
 
 def build_registry(
-    model: keras.Model, skip_layers: Sequence[SkipRule]
+    model: keras.Model,
+    skip_layers: Sequence[SkipRule],
+    max_factor_dim: int | None = None,
 ) -> Registry:
     """Gives each layer of a built model its blocks.
 
     Args:
         model: A built model.
         skip_layers: Layers to leave to the inner optimizer.
+        max_factor_dim: Most rows of a matrix that is kept whole, or None.
 
     Returns:
         The blocks in the order of the layers, and what is left over.
@@ -74,7 +77,7 @@ def build_registry(
     for node in walk(model, skip_layers):
         layer, reason = node.layer, node.reason
         if reason is None and layer.built and layer.trainable:
-            new, reason = _blocks_of(node, free)
+            new, reason = _blocks_of(node, free, max_factor_dim)
             blocks += new
         rest = [v for v in layer.trainable_variables if id(v) in free]
         for variable in rest:
@@ -86,7 +89,7 @@ def build_registry(
 
 
 def _blocks_of(
-    node: Node, free: dict[int, keras.Variable]
+    node: Node, free: dict[int, keras.Variable], max_factor_dim: int | None
 ) -> tuple[list[Block], str | None]:
     """Makes a layer's blocks and takes their weights out of `free`.
 
@@ -105,11 +108,26 @@ def _blocks_of(
             block = TimeDistributedBlock(node.distributor, block)
         if not all(id(v) in free for v in block.variables):
             return blocks, "kernel frozen or shared with another layer"
+        reason = _too_wide(block, max_factor_dim)
+        if reason is not None:
+            return blocks, reason
         if block.variables:
             blocks.append(block)
         for variable in block.variables:
             del free[id(variable)]
     return blocks, None
+
+
+def _too_wide(block: Block, limit: int | None) -> str | None:
+    """Why a block would take too much memory and time, or None."""
+    if limit is None or not block.variables:
+        return None
+    for name, factor in block.factors.items():
+        if factor.whole_size > limit:
+            return (
+                f"factor {name} of {factor.text} exceeds max_factor_dim={limit}"
+            )
+    return None
 
 
 def insert(path: str, prefix: str) -> str:

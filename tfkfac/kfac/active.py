@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfkfac.blocks import Block, Statistic
 from tfkfac.capture.record import Record
 from tfkfac.capture.taps import Tap
+from tfkfac.kfac.memory import memory_of
 from tfkfac.kfac.state import Preconditioner
 from tfkfac.solvers import Solver
 from tfkfac.wrapper.guards import count_events
@@ -142,9 +143,10 @@ def decompose_owned(
         values = one.state.factors.values()
         means = one.state.factors.means(values)
         made = parts.setdefault(one.position, {})
-        for name, factor in values.items():
-            kinds = one.block.factors
-            made.update(solver.decompose(kinds, name, factor, means, damping))
+        kinds = one.block.factors
+        with memory_of(one.block.path):
+            for name, value in values.items():
+                made |= solver.decompose(kinds, name, value, means, damping)
     return parts
 
 

@@ -53,6 +53,7 @@ class KFACMethod(Method):
         factor_decay: Weight of the old factors in the running average.
         weight_sharing: "expand" or "reduce".
         settings: How the work is distributed.
+        max_factor_dim: Most rows of a factor kept as a whole matrix, or None.
         skip_layers: Layers to leave to the inner optimizer.
     """
 
@@ -60,7 +61,12 @@ class KFACMethod(Method):
     kl_clip = Tunable(positive=True, optional=True)
     factor_update_interval = Tunable(integer=True, optional=True)
     inverse_update_interval = Tunable(integer=True, optional=True)
-    arguments = ("solver", "factor_decay", "weight_sharing")
+    arguments = (
+        "solver",
+        "factor_decay",
+        "weight_sharing",
+        "max_factor_dim",
+    )
 
     def __init__(
         self,
@@ -73,6 +79,7 @@ class KFACMethod(Method):
         factor_decay: float,
         weight_sharing: str,
         settings: Settings,
+        max_factor_dim: int | None,
         skip_layers: tuple[SkipRule, ...],
     ) -> None:
         self.damping = damping
@@ -83,6 +90,7 @@ class KFACMethod(Method):
         self.factor_decay = factor_decay
         self.weight_sharing = weight_sharing
         self.settings = settings
+        self.max_factor_dim = max_factor_dim
         self.skip_layers = skip_layers
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
@@ -231,7 +239,9 @@ class KFACMethod(Method):
         """Blocks of the model, and which worker does what of them."""
         if self._placement is None:
             self._placement = Placement(
-                build_registry(self.job.model, self.skip_layers),
+                build_registry(
+                    self.job.model, self.skip_layers, self.max_factor_dim
+                ),
                 self.job.topology,
                 SOLVERS[self.solver](),
                 self.settings,

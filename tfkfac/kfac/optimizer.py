@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.checks import check_choice
+from tfkfac.checks import check_choice, check_count
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
     check_decay,
@@ -79,6 +79,11 @@ class KFAC(SecondOrderOptimizer):
             "bfloat16" or "float16". None is that of the weights, at least
             float32. Decompositions are always computed in float32 or better.
         inverse_dtype: The same for the decompositions.
+        max_factor_dim: Most rows of a factor that is kept as a whole matrix.
+            A layer with a wider one is left to the inner optimizer (memory
+            grows with the square of the width, the work of decompositions
+            with its cube). None is no limit. Defaults to 16,384, whose matrix
+            takes 1 GB in float32.
         skip_layers: Names, regular expressions (they match a layer's whole
             name or path) or classes of layers to leave to the inner optimizer.
         name: Name of the optimizer.
@@ -97,6 +102,7 @@ class KFAC(SecondOrderOptimizer):
     solver: str
     factor_decay: float
     weight_sharing: str
+    max_factor_dim: int | None
 
     def __init__(
         self,
@@ -115,6 +121,7 @@ class KFAC(SecondOrderOptimizer):
         symmetric_communication: bool = False,
         factor_dtype: str | None = None,
         inverse_dtype: str | None = None,
+        max_factor_dim: int | None = 16384,
         skip_layers: Iterable[Any] = (),
         name: str = "kfac",
     ) -> None:
@@ -136,6 +143,9 @@ class KFAC(SecondOrderOptimizer):
                 factor_dtype,
                 inverse_dtype,
             ),
+            max_factor_dim=None
+            if max_factor_dim is None
+            else check_count("max_factor_dim", max_factor_dim, 1),
             skip_layers=check_skip_layers(skip_layers),
         )
         super().__init__(default_inner(inner_optimizer, 0.1, 0.5), method, name)

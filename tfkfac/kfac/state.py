@@ -8,6 +8,7 @@ from tfkfac.blocks import Block
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.kfac.averages import FactorAverages
+from tfkfac.kfac.memory import memory_of
 from tfkfac.kfac.placement import Placement
 from tfkfac.saving.store import Entry, Spread
 from tfkfac.solvers import Decomposition, Solver
@@ -38,10 +39,11 @@ class Preconditioner(Tracked):
         self.block = block
         self.factors: FactorAverages | None = None
         self.decomposition: Decomposition | None = None
-        if names:
-            self.factors = FactorAverages(block, names, factor_dtype)
-        if preconditions:
-            self.decomposition = Decomposition(solver, block, inverse_dtype)
+        with memory_of(block.path):
+            if names:
+                self.factors = FactorAverages(block, names, factor_dtype)
+            if preconditions:
+                self.decomposition = Decomposition(solver, block, inverse_dtype)
 
     def entries(self) -> list[Entry]:
         """All variables to save."""
