@@ -1,6 +1,7 @@
 """From a model to its ordered curvature blocks, and reasons for the rest."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import keras
@@ -24,6 +25,11 @@ class Leftover:
     variables: tuple[keras.Variable, ...]
     reason: str
 
+    @property
+    def weights(self) -> int:
+        """Number of weights."""
+        return count_weights(self.variables)
+
 
 @dataclasses.dataclass(frozen=True)
 class Registry:
@@ -41,6 +47,12 @@ class Registry:
             if block.left_out is not None
         ]
         return (*self.leftovers, *idle)
+
+    @property
+    def covered(self) -> int:
+        """Number of weights that are preconditioned."""
+        active = [b for b in self.blocks if b.left_out is None]
+        return sum(count_weights(block.variables) for block in active)
 
 
 def tappable(
@@ -128,6 +140,11 @@ def _too_wide(block: Block, limit: int | None) -> str | None:
                 f"factor {name} of {factor.text} exceeds max_factor_dim={limit}"
             )
     return None
+
+
+def count_weights(variables: Sequence[keras.Variable]) -> int:
+    """Number of elements of some variables."""
+    return sum(math.prod(variable.shape) for variable in variables)
 
 
 def insert(path: str, prefix: str) -> str:

@@ -12,6 +12,9 @@ from tfkfac.compat.layers import children
 # of ours can follow.
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
 
+# The reason of layers that the user has asked to leave alone.
+SKIPPED = "skip_layers"
+
 SkipRule = str | re.Pattern[str] | type[keras.layers.Layer]
 
 
@@ -85,7 +88,7 @@ def walk(
                 if matches(rule, child, path)
             ]
             used.update(rules)
-            reason = "skip_layers" if rules else parent.reason_inside
+            reason = SKIPPED if rules else parent.reason_inside
             node = Node(child, path, reason, distributor(parent.layer))
             yield from visit(node, f"{path}/")
             yield node

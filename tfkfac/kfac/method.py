@@ -29,7 +29,7 @@ from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.schedule import FACTOR_INTERVALS, INVERSE_INTERVALS, is_due
 from tfkfac.kfac.settings import Settings
 from tfkfac.kfac.state import State
-from tfkfac.kfac.summary import describe
+from tfkfac.kfac.summary import coverage_warning, describe
 from tfkfac.saving.store import Entry
 from tfkfac.solvers import SOLVERS
 from tfkfac.wrapper.hyperparameters import Tunable, Value
@@ -94,6 +94,7 @@ class KFACMethod(Method):
         self.skip_layers = skip_layers
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
+        self._warned: str | None = None
 
     # ------------------------------------------------------------ the step
     @override
@@ -252,14 +253,7 @@ class KFACMethod(Method):
     def create(self) -> Sequence[Tracked]:
         self._placement = None  # what was seen before the model was built
         placement = self.placement
-        if not placement.blocks:
-            warnings.warn(
-                f"Model '{self.job.model.name}' has no layer that K-FAC "
-                f"supports: optimizer '{self.job.name}' leaves all of it to "
-                "its inner optimizer, "
-                f"{type(self.job.inner_optimizer).__name__}.",
-                stacklevel=2,
-            )
+        self._warn_of_coverage()
         known = dict(zip(self.job.topology.local, self.states, strict=False))
 
         def make(rank: int) -> State:
@@ -269,6 +263,16 @@ class KFACMethod(Method):
 
         self.states = self.job.for_each(make)
         return self.states
+
+    def _warn_of_coverage(self) -> None:
+        """Warns of a model that is mostly left alone: once, one worker."""
+        inner = type(self.job.inner_optimizer).__name__
+        text = coverage_warning(
+            self.placement.registry, self.job.model.name, inner
+        )
+        if text not in (None, self._warned) and 0 in self.job.topology.local:
+            warnings.warn(text, stacklevel=3)
+        self._warned = text
 
     @override
     def agreement(self) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class KFAC(SecondOrderOptimizer):
     Fisher matrix: `damping` does not depend on the batch size.
 
     Weights without a block (see `summary`) go to the inner optimizer as they
-    are.
+    are; when these are most of a model, a warning says so. Layer classes of
+    your own get a block by `tfkfac.register_block`.
 
     >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 

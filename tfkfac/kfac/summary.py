@@ -1,8 +1,48 @@
 """The table of what is preconditioned and what is not."""
 
-from tfkfac.blocks.registry import Leftover
+from tfkfac.blocks.registry import Leftover, Registry, count_weights
+from tfkfac.capture.walk import SKIPPED
 from tfkfac.kfac.placement import Placement
 from tfkfac.wrapper.tables import bytes_text, table
+
+# Below this share of the weights most of a model is not trained by K-FAC.
+_LOW_COVERAGE = 0.5
+# Layers named by the warning of it.
+_MOST_NAMED = 3
+
+
+def coverage_warning(registry: Registry, model: str, inner: str) -> str | None:
+    """Returns what to say of a model that K-FAC mostly leaves alone, or None.
+
+    Layers of `skip_layers` do not count: that they are left alone is known.
+
+    Args:
+        registry: Blocks and leftovers of the model.
+        model: Name of the model.
+        inner: Name of the class of the inner optimizer.
+    """
+    left = [one for one in registry.left if one.reason != SKIPPED]
+    covered = registry.covered
+    total = covered + sum(one.weights for one in left)
+    if covered >= _LOW_COVERAGE * total:
+        return None
+    what = (
+        f"K-FAC preconditions {covered / total:.1%} of the weights of model "
+        f"'{model}' ({covered:,} of {total:,})"
+    )
+    if not registry.blocks:
+        what = f"Model '{model}' has no layer that K-FAC supports"
+    left.sort(key=lambda one: one.weights, reverse=True)
+    named = [
+        f"{one.path or '(model)'} ({one.weights:,} weights: {one.reason})"
+        for one in left[:_MOST_NAMED]
+    ]
+    named += ["..."] if len(left) > _MOST_NAMED else []
+    return (
+        f"{what}. Its inner optimizer, {inner}, trains the others alone: "
+        f"{', '.join(named)}. See `optimizer.summary()`; for layers of your "
+        "own there is `tfkfac.register_block`."
+    )
 
 
 def describe(placement: Placement, title: str) -> list[str]:
@@ -38,14 +78,13 @@ def block_row(placement: Placement, layer: int) -> tuple[str, ...]:
     """One line of the table of blocks; the bytes are this worker's."""
     block, rank = placement.blocks[layer], placement.topology.local[0]
     kinds = block.factors
-    weights = sum(v.value.shape.num_elements() for v in block.variables)
     state = placement.factor_bytes(rank, layer)
     state += placement.decomposition_bytes(rank, layer)
     row = (
         block.path,
         block.kind,
         *(kinds[name].text if name in kinds else "-" for name in ("A", "G")),
-        f"{weights:,}",
+        f"{count_weights(block.variables):,}",
         bytes_text(state),
     )
     if placement.topology.replicas == 1:
@@ -69,7 +108,7 @@ def left_rows(left: Leftover) -> list[tuple[str, ...]]:
         (
             left.path or "(model)",
             variable.name,
-            f"{variable.value.shape.num_elements():,}",
+            f"{count_weights([variable]):,}",
             left.reason,
         )
         for variable in left.variables
@@ -78,17 +117,8 @@ def left_rows(left: Leftover) -> list[tuple[str, ...]]:
 
 def totals(placement: Placement) -> str:
     """The line under the tables."""
-    covered, rest = (
-        sum(
-            variable.value.shape.num_elements()
-            for group in groups
-            for variable in group.variables
-        )
-        for groups in (
-            [block for block in placement.blocks if block.left_out is None],
-            placement.registry.left,
-        )
-    )
+    covered = placement.registry.covered
+    rest = sum(left.weights for left in placement.registry.left)
     topology = placement.topology
     state = placement.state_bytes(topology.local[0])
     where = f" of worker {topology.local[0]}" if topology.replicas > 1 else ""
