@@ -102,8 +102,17 @@ def untied() -> Any:
     return keras.Model(inputs, tokens(tokens(inputs), reverse=True))
 
 
+def distributed_and_not() -> Any:
+    layer = layers.Dense(FEATURES, name="shared")
+    inputs = keras.Input(SEQUENCE)
+    steps = layers.TimeDistributed(layer, name="each")(inputs)
+    last = layer(layers.Flatten()(steps[:, -1:]))
+    return keras.Model(inputs, layers.Dense(2, name="first")(last))
+
+
 LSTM = "used in the loop of a LSTM"
 GRU = "used in the loop of a GRU"
+REVERSIBLE = "not in the block of ReversibleEmbedding"
 LEFT: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
     "rnn": (
         lambda: sequential(
@@ -167,6 +176,13 @@ LEFT: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
             for name in ("kernel", "bias")
         },
     ),
+    "time distributed and not": (
+        distributed_and_not,
+        {
+            f"each/shared:{name}": "used in a TimeDistributed and elsewhere"
+            for name in ("kernel", "bias")
+        },
+    ),
     "lora": (
         lora,
         {
@@ -181,7 +197,7 @@ LEFT: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
     ),
     "weights of a reverse embedding": (
         untied,
-        {"tokens:reverse_embeddings": "no block for ReversibleEmbedding"},
+        {"tokens:reverse_embeddings": REVERSIBLE},
     ),
     "subclass with its own call": (
         lambda: sequential(layers.Dense(3), OwnCall(2, name="own")),

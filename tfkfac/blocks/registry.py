@@ -88,6 +88,7 @@ def build_registry(
     leftovers: list[Leftover] = []
     for node in walk(model, skip_layers):
         layer, reason = node.layer, node.reason
+        new: list[Block] = []
         if reason is None and layer.built and layer.trainable:
             new, reason = _blocks_of(node, free, max_factor_dim)
             blocks += new
@@ -95,7 +96,8 @@ def build_registry(
         for variable in rest:
             del free[id(variable)]
         if rest:
-            reason = reason or f"no block for {type(layer).__name__}"
+            missing = "not in the block of" if new else "no block for"
+            reason = reason or f"{missing} {type(layer).__name__}"
             leftovers.append(Leftover(node.path, tuple(rest), reason))
     return Registry(tuple(blocks), tuple(leftovers))
 

@@ -10,6 +10,7 @@ from typing_extensions import override
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.rows import Rows, Statistic
 from tfkfac.capture.record import Record
+from tfkfac.capture.trace import paused
 from tfkfac.compat.overrides import overridden
 from tfkfac.factors import Factor
 
@@ -59,9 +60,9 @@ class TimeDistributedBlock(Block):
         inputs = fold(record.inputs)
         gradient = fold(self.cast(record.gradient))
         mask = None if record.mask is None else fold(record.mask)
-        rows = self._block.rows(
-            Record(inputs, self._before_activation(inputs, gradient), mask)
-        )
+        with paused():  # what is computed anew is no call of the layer
+            gradient = self._before_activation(inputs, gradient)
+        rows = self._block.rows(Record(inputs, gradient, mask))
         if rows.a is None:
             # One row an example, as without the loop.
             summed = tf.reduce_sum(unfold(rows.g, shape), 1, keepdims=True)

@@ -1,12 +1,13 @@
 """The layers of a model in a fixed order, with unique paths."""
 
+import collections
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
 import keras
 
-from tfkfac.compat.layers import children
+from tfkfac.compat.layers import all_layers, children
 
 # Layers that call what is inside of them in a loop of their own, where no tap
 # of ours can follow.
@@ -63,7 +64,7 @@ def walk(
     Raises:
         ValueError: If a rule of `skip_layers` matches no layer.
     """
-    seen = {id(root)}
+    seen, ambiguous = {id(root)}, distributed_and_elsewhere(root)
     paths: set[str] = set()
     used: set[int] = set()
 
@@ -89,6 +90,8 @@ def walk(
             ]
             used.update(rules)
             reason = SKIPPED if rules else parent.reason_inside
+            if reason is None and id(child) in ambiguous:
+                reason = "used in a TimeDistributed and elsewhere"
             node = Node(child, path, reason, distributor(parent.layer))
             yield from visit(node, f"{path}/")
             yield node
@@ -112,6 +115,21 @@ def distributor(
     if isinstance(layer, known) and type(layer).call is known.call:
         return layer
     return None
+
+
+def distributed_and_elsewhere(root: keras.layers.Layer) -> set[int]:
+    """Ids of layers in a `TimeDistributed` that something else holds too.
+
+    Only calls at one of these places would be recorded.
+    """
+    layers = all_layers(root)
+    inside = {id(outer.layer) for outer in filter(distributor, layers)}
+    if not inside:
+        return inside
+    holders = collections.Counter(
+        id(child) for layer in layers for child in children(layer)
+    )
+    return {key for key in inside if holders[key] > 1}
 
 
 def matches(rule: SkipRule, layer: keras.layers.Layer, path: str) -> bool:
