@@ -114,7 +114,7 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], Array]] = {
         np.tile(np.arange(3), (BATCH, 1)),
     ),
     "later": (
-        lambda layer, x: layer(x, ops.convert_to_tensor(2)),
+        lambda layer, x: layer(x, ops.convert_to_tensor(2, "int64")),
         np.tile(np.arange(2, 5), (BATCH, 1)),
     ),
     "by keyword": (

@@ -114,6 +114,7 @@ class PositionEmbeddingBlock(EmbeddingBlock):
         positions = record.kwargs.get("positions")
         if positions is None:
             start = record.kwargs.get("start_index", 0)
+            start = tf.cast(record.kwargs.get("start_index", 0), tf.int32)
             positions = start + tf.range(shape[-1])
         positions = tf.broadcast_to(tf.cast(positions, tf.int32), shape)
         return Rows(

@@ -111,36 +111,40 @@ def _blocks_of(
         The blocks, and the reason if there could have been more.
     """
     blocks: list[Block] = []
+    outer = node.distributor
     for prefix, kind in block_types(node.layer).items():
         reason = kind.unsupported(node.layer)
-        if reason is None and node.distributor is not None:
-            reason = TimeDistributedBlock.unsupported(node.distributor)
+        if outer is not None:
+            reason = reason or TimeDistributedBlock.unsupported(outer)
         if reason is not None:
             return blocks, reason
         block = kind(node.layer, insert(node.path, prefix))
-        if node.distributor is not None:
-            block = TimeDistributedBlock(node.distributor, block)
-        if not all(id(v) in free for v in block.variables):
-            return blocks, "kernel frozen or shared with another layer"
-        reason = _too_wide(block, max_factor_dim)
+        if not block.variables:
+            continue
+        if outer is not None:
+            block = TimeDistributedBlock(outer, block)
+        reason = _why_not(block, free, max_factor_dim)
         if reason is not None:
             return blocks, reason
-        if block.variables:
-            blocks.append(block)
+        blocks.append(block)
         for variable in block.variables:
             del free[id(variable)]
     return blocks, None
 
 
-def _too_wide(block: Block, limit: int | None) -> str | None:
-    """Why a block would take too much memory and time, or None."""
-    if limit is None or not block.variables:
-        return None
-    for name, factor in block.factors.items():
-        if factor.whole_size > limit:
-            return (
-                f"factor {name} of {factor.text} exceeds max_factor_dim={limit}"
-            )
+def _why_not(
+    block: Block, free: dict[int, keras.Variable], max_factor_dim: int | None
+) -> str | None:
+    """Why a block cannot be used, or None."""
+    if not all(id(v) in free for v in block.variables):
+        return "kernel frozen or shared with another layer"
+    if max_factor_dim is not None:
+        for name, factor in block.factors.items():
+            if factor.whole_size > max_factor_dim:
+                return (
+                    f"factor {name} of {factor.text} exceeds "
+                    f"max_factor_dim={max_factor_dim}"
+                )
     return None
 
 
