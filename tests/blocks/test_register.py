@@ -106,6 +106,38 @@ def test_like_a_registered_class() -> None:
     assert table.block_types(Doubled(2)) == {"": DenseBlock}
 
 
+def test_an_own_normalisation() -> None:
+    """Its own call is what normalises, and its gain may be a `scale`."""
+
+    class Power(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.axis = -1
+            self.scale = self.add_weight((shape[-1],), "ones", name="scale")
+
+        def call(self, x: Any) -> Any:
+            power = keras.ops.mean(keras.ops.abs(x), -1, keepdims=True)
+            return self.scale * x / power
+
+    tfkfac.register_block(Power, like=layers.RMSNormalization)
+    model = one_layer(Power(name="block"), (3, 4))
+    x = make_input("", (3, 4), BATCH)
+    y = targets(model, x)
+    (scale,) = weights_of(model)
+    hat = x / np.abs(x).mean(-1, keepdims=True)
+    u = np.sum(hat * (hat * scale - y), axis=1)
+    step = train_once(model, x, y)
+    G = np.mean(u**2, axis=0)[:, None, None]
+    assert_close(step.of("block")["G"], G, 1e-5, "G")
+
+
+def test_a_class_without_the_attributes() -> None:
+    """The error names the layer, when its model is compiled."""
+    tfkfac.register_block(Scale, like=layers.Dense)
+    message = r"Layer 'mine' .*DenseBlock, needs: .*'kernel'"
+    with pytest.raises(ValueError, match=message):
+        bind(sequential(Scale(name="mine")))
+
+
 # ------------------------------------------------------------------- block
 def documented_example() -> tuple[Any, int]:
     """Runs the example of `register_block`; its layer, and how long it is."""

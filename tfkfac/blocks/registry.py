@@ -118,7 +118,7 @@ def _blocks_of(
             reason = reason or TimeDistributedBlock.unsupported(outer)
         if reason is not None:
             return blocks, reason
-        block = kind(node.layer, insert(node.path, prefix))
+        block = _make(kind, node.layer, insert(node.path, prefix))
         if not block.variables:
             continue
         if outer is not None:
@@ -130,6 +130,21 @@ def _blocks_of(
         for variable in block.variables:
             del free[id(variable)]
     return blocks, None
+
+
+def _make(kind: type[Block], layer: keras.layers.Layer, path: str) -> Block:
+    """Makes a block.
+
+    Raises:
+        ValueError: If the layer, of a registered class, has not what it needs.
+    """
+    try:
+        return kind(layer, path)
+    except AttributeError as error:
+        raise ValueError(
+            f"Layer '{path}' has not all that its block, {kind.__name__}, "
+            f"needs: {error}. See `tfkfac.register_block`."
+        ) from error
 
 
 def _why_not(
