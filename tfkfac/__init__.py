@@ -3,7 +3,8 @@
 >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 """
 
-from tfkfac import curvature
+from tfkfac import blocks, curvature, factors
+from tfkfac.blocks import register_block
 from tfkfac.compat.optimizers import find_by_name
 from tfkfac.compat.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fosi.optimizer import FOSI
@@ -11,7 +12,15 @@ from tfkfac.kfac.optimizer import KFAC
 from tfkfac.wrapper import binding, carry
 
 __version__ = "0.1.0"
-__all__ = ["FOSI", "KFAC", "MultiWorkerMirroredStrategy", "curvature"]
+__all__ = [
+    "FOSI",
+    "KFAC",
+    "MultiWorkerMirroredStrategy",
+    "blocks",
+    "curvature",
+    "factors",
+    "register_block",
+]
 
 binding.install()
 carry.install()

@@ -66,6 +66,10 @@ WRONG: list[tuple[str, Any, str]] = [
         for value in (0.5, 0, -1, 2, NAN, "0.5")
     ),
     *(
+        ("max_factor_dim", value, "an integer of at least 1")
+        for value in (0, -1, 10.0, "10", True, NAN)
+    ),
+    *(
         (f"{name}_dtype", value, r"one of \(.*'bfloat16'.*\)")
         for name in ("factor", "inverse")
         for value in ("float64", "int8", "half", 16, True)
@@ -188,6 +192,7 @@ def test_defaults() -> None:
         "symmetric_communication": False,
         "factor_dtype": None,
         "inverse_dtype": None,
+        "max_factor_dim": 16384,
         "skip_layers": [],
     }
     assert {name: config[name] for name in want} == want
@@ -286,6 +291,7 @@ NUMBERS: dict[str, Any] = {
     "symmetric_communication": True,
     "factor_dtype": "bfloat16",
     "inverse_dtype": "float16",
+    "max_factor_dim": 100,
     "name": "other",
 }
 

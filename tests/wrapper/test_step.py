@@ -47,6 +47,7 @@ def kfac_method() -> KFACMethod:
         factor_decay=0.95,
         weight_sharing="expand",
         settings=Settings(),
+        max_factor_dim=None,
         skip_layers=(),
     )
 

@@ -23,12 +23,25 @@ from tfkfac.factors import Factor
 class Block(abc.ABC):
     """Kronecker-factored curvature block of the weights of one layer.
 
+    A subclass says which `variables` it covers and which kinds of `factors`
+    it has, turns what a call of the layer left behind into `rows`, and the
+    gradients of the variables into a matrix and back.
+
+    Attributes:
+        kind: What tables call it.
+        layer: The layer.
+        path: Its path.
+        dtype: Dtype of the statistics.
+        left_out: Why the block took no part in the last step that was traced,
+            or None.
+
     Args:
         layer: A built Keras layer.
         path: Unique name that ends with the layer's name.
     """
 
     kind: str
+    left_out: str | None = None
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         self.layer = layer
@@ -58,6 +71,14 @@ class Block(abc.ABC):
     @abc.abstractmethod
     def rows(self, record: Record) -> Rows:
         """Turns a record of the layer into rows."""
+
+    def relevant(self, records: Sequence[Record]) -> Sequence[Record]:
+        """Picks the records of the calls that the block stands for.
+
+        If the layer did something in this step that makes the block wrong,
+        `left_out` says what; its gradients then stay as they are.
+        """
+        return records
 
     @abc.abstractmethod
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -66,7 +66,7 @@ class Tap:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._eager = TraceStore()
         self._moments: dict[int, Any] = {}
-        self._input_name = next(iter(inspect.signature(layer.call).parameters))
+        self._names = list(inspect.signature(layer.call).parameters)
         self._overrides = [override(layer, "call", self._call_of(layer))]
         if isinstance(layer, keras.layers.BatchNormalization):
             # For good, not for the time of a call: a synchronised layer lets
@@ -126,8 +126,8 @@ class Tap:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        rest = dict(kwargs)
-        inputs = args[0] if args else rest.pop(self._input_name)
+        rest = dict(zip(self._names, args, strict=False)) | kwargs
+        inputs = rest.pop(self._names[0])
         mask = mask_of(inputs)
         called = next(_moments_in_time)
         key = (id(self), replica_id())

@@ -10,6 +10,7 @@ from tfkfac.blocks import Block, Statistic
 from tfkfac.capture.record import Record
 from tfkfac.capture.taps import Tap
 from tfkfac.factors import Tensors
+from tfkfac.kfac.memory import memory_of
 from tfkfac.kfac.state import Preconditioner
 from tfkfac.solvers import Solver
 from tfkfac.wrapper.guards import count_events
@@ -42,7 +43,8 @@ def active_blocks(
 ) -> list[ActiveBlock]:
     """Finds the gradients and records of each block in this trace.
 
-    A block whose weights have no gradient in this step takes no part.
+    A block whose weights have no gradient in this step takes no part, nor one
+    whose layer did what it does not stand for.
 
     Args:
         preconditioners: State of all blocks.
@@ -67,7 +69,9 @@ def active_blocks(
         own = [key_of(v) for v in block.variables]
         present = [key for key in own if key in index]
         if present:
-            seen = records[id(block.layer)]
+            seen = block.relevant(records[id(block.layer)])
+            if block.left_out:
+                continue
             _check(block, len(present) == len(own), bool(seen))
             indices = tuple(index[key] for key in own)
             active.append(ActiveBlock(position, block, state, indices, seen))
@@ -132,9 +136,10 @@ def decompose_owned(
             continue
         values = one.state.factors.values()
         means = one.state.factors.means(values)
-        parts[one.position] = solver.decompose(
-            one.block.factors, values, means, damping
-        )
+        with memory_of(one.block.path):
+            parts[one.position] = solver.decompose(
+                one.block.factors, values, means, damping
+            )
     return parts
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
@@ -38,13 +37,10 @@ class FactorAverages(Tracked):
         self.names = tuple(kinds if names is None else names)
         self.other_names = tuple(n for n in kinds if n not in self.names)
         self.averages = [
-            state_variable(np.zeros(kinds[name].shape), block.dtype, name)
-            for name in self.names
+            _zeros(kinds[name].shape, block.dtype, name) for name in self.names
         ]
         self.other_means = [
-            state_variable(
-                np.zeros(kinds[name].stack_shape), block.dtype, "mean"
-            )
+            _zeros(kinds[name].stack_shape, block.dtype, "mean")
             for name in self.other_names
         ]
         self.weight = state_variable(0.0, block.dtype, "weight")
@@ -109,3 +105,9 @@ def _mix(
     # NaN times a share of zero is zero here.
     new = tf.math.multiply_no_nan(total, tf.math.divide_no_nan(share, count))
     average.assign((1 - share) * average + new)
+
+
+def _zeros(shape: tuple[int, ...], dtype: tf.DType, name: str) -> tf.Variable:
+    """A variable of zeros; as an array they would be there several times."""
+    with tf.init_scope():
+        return state_variable(tf.zeros(shape, dtype), dtype, name)

@@ -23,6 +23,7 @@ from tfkfac.kfac.active import (
     replace_decompositions,
     update_averages,
 )
+from tfkfac.kfac.advice import coverage_warning, solver_warning
 from tfkfac.kfac.clip import clip_factor
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.schedule import FACTOR_INTERVALS, INVERSE_INTERVALS, is_due
@@ -52,6 +53,7 @@ class KFACMethod(Method):
         factor_decay: Weight of the old factors in the running average.
         weight_sharing: "expand", "reduce" or "average".
         settings: How the work is distributed.
+        max_factor_dim: Most rows of a factor kept as a whole matrix, or None.
         skip_layers: Layers to leave to the inner optimizer.
     """
 
@@ -59,7 +61,12 @@ class KFACMethod(Method):
     kl_clip = Tunable(positive=True, optional=True)
     factor_update_interval = Tunable(integer=True, optional=True)
     inverse_update_interval = Tunable(integer=True, optional=True)
-    arguments = ("solver", "factor_decay", "weight_sharing")
+    arguments = (
+        "solver",
+        "factor_decay",
+        "weight_sharing",
+        "max_factor_dim",
+    )
 
     def __init__(
         self,
@@ -72,6 +79,7 @@ class KFACMethod(Method):
         factor_decay: float,
         weight_sharing: str,
         settings: Settings,
+        max_factor_dim: int | None,
         skip_layers: tuple[SkipRule, ...],
     ) -> None:
         self.damping = damping
@@ -82,9 +90,11 @@ class KFACMethod(Method):
         self.factor_decay = factor_decay
         self.weight_sharing = weight_sharing
         self.settings = settings
+        self.max_factor_dim = max_factor_dim
         self.skip_layers = skip_layers
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
+        self._warned: str | None = None
 
     # ------------------------------------------------------------ the step
     @override
@@ -221,6 +231,9 @@ class KFACMethod(Method):
         self.job = job
         self._placement = None
         self._tap_layers()
+        text = solver_warning(job.model, SOLVERS[self.solver])
+        if text is not None:
+            warnings.warn(text, stacklevel=3)
 
     def _tap_layers(self) -> None:
         """Taps the layers there are, and again when more have been built."""
@@ -235,7 +248,9 @@ class KFACMethod(Method):
         """Blocks of the model, and which worker does what of them."""
         if self._placement is None:
             self._placement = Placement(
-                build_registry(self.job.model, self.skip_layers),
+                build_registry(
+                    self.job.model, self.skip_layers, self.max_factor_dim
+                ),
                 self.job.topology,
                 SOLVERS[self.solver](),
                 self.settings,
@@ -246,14 +261,7 @@ class KFACMethod(Method):
     def create(self) -> Sequence[Tracked]:
         self._placement = None  # what was seen before the model was built
         placement = self.placement
-        if not placement.blocks:
-            warnings.warn(
-                f"Model '{self.job.model.name}' has no layer that K-FAC "
-                f"supports: optimizer '{self.job.name}' leaves all of it to "
-                "its inner optimizer, "
-                f"{type(self.job.inner_optimizer).__name__}.",
-                stacklevel=2,
-            )
+        self._warn_of_coverage()
         known = dict(zip(self.job.topology.local, self.states, strict=False))
 
         def make(rank: int) -> State:
@@ -263,6 +271,16 @@ class KFACMethod(Method):
 
         self.states = self.job.for_each(make)
         return self.states
+
+    def _warn_of_coverage(self) -> None:
+        """Warns of a model that is mostly left alone: once, one worker."""
+        inner = type(self.job.inner_optimizer).__name__
+        text = coverage_warning(
+            self.placement.registry, self.job.model.name, inner
+        )
+        if text not in (None, self._warned) and 0 in self.job.topology.local:
+            warnings.warn(text, stacklevel=3)
+        self._warned = text
 
     @override
     def agreement(self) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """K-FAC as a preconditioner in front of any Keras optimizer."""
 
-import warnings
 from collections.abc import Iterable
-from typing import Any, Never, Self
+from typing import Any, Never
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.checks import check_choice, check_range
+from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
     check_decay,
@@ -24,7 +23,6 @@ from tfkfac.wrapper.arguments import (
 )
 from tfkfac.wrapper.hyperparameters import Value
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
-from tfkfac.wrapper.support import uses_xla
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -40,7 +38,8 @@ class KFAC(SecondOrderOptimizer):
     Fisher matrix: `damping` does not depend on the batch size.
 
     Weights without a block (see `summary`) go to the inner optimizer as they
-    are.
+    are; when these are most of a model, a warning says so. Layer classes of
+    your own get a block by `tfkfac.register_block`.
 
     >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 
@@ -97,6 +96,11 @@ class KFAC(SecondOrderOptimizer):
             in it are sent as float32.
         inverse_dtype: Dtype of decompositions in storage and on the wire, the
             same choice. They are computed in float32 or better.
+        max_factor_dim: Most rows of a factor that is kept as a whole matrix.
+            A layer with a wider one is left to the inner optimizer (memory
+            grows with the square of the width, the work of decompositions
+            with its cube). None is no limit. Defaults to 16,384, whose matrix
+            takes 1 GB in float32.
         skip_layers: Names, regular expressions (they match a layer's whole
             name or path) or classes of layers to leave to the inner optimizer.
         learning_rate: Learning rate of the inner SGD, if there is no other
@@ -118,6 +122,7 @@ class KFAC(SecondOrderOptimizer):
     solver: str
     factor_decay: float
     weight_sharing: str
+    max_factor_dim: int | None
 
     def __init__(
         self,
@@ -136,6 +141,7 @@ class KFAC(SecondOrderOptimizer):
         symmetric_communication: bool = False,
         factor_dtype: str | None = None,
         inverse_dtype: str | None = None,
+        max_factor_dim: int | None = 16384,
         skip_layers: Iterable[Any] = (),
         learning_rate: Any = None,
         momentum: float | None = None,
@@ -163,6 +169,9 @@ class KFAC(SecondOrderOptimizer):
                 factor_dtype,
                 inverse_dtype,
             ),
+            max_factor_dim=None
+            if max_factor_dim is None
+            else check_count("max_factor_dim", max_factor_dim, 1),
             skip_layers=check_skip_layers(skip_layers),
         )
         if momentum is not None:
@@ -174,21 +183,6 @@ class KFAC(SecondOrderOptimizer):
             {"learning_rate": learning_rate, "momentum": momentum},
         )
         super().__init__(inner, method, name)
-
-    def attach(self, model: keras.Model, *, loss_scaler: Any = None) -> Self:
-        """Binds the optimizer to its model; see `SecondOrderOptimizer`."""
-        super().attach(model, loss_scaler=loss_scaler)
-        if self.solver == "eigen" and uses_xla(model):
-            # Measured on a CPU: 45 to 72 times, 1e-6 accurate in float32.
-            warnings.warn(
-                f"Model '{model.name}' is compiled by XLA, whose eigen-"
-                "decompositions are loops of Jacobi rotations: many times "
-                "slower than TensorFlow's and about 1e-6 accurate. Compile "
-                "the model with jit_compile=False, or use "
-                "KFAC(solver='inverse').",
-                stacklevel=2,
-            )
-        return self
 
     @property
     def factor_updates(self) -> tf.Variable:

@@ -8,6 +8,7 @@ from tfkfac.blocks import Block
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.kfac.averages import FactorAverages
+from tfkfac.kfac.memory import memory_of
 from tfkfac.kfac.placement import Placement
 from tfkfac.saving.store import Entry, Spread
 from tfkfac.solvers import Decomposition, Solver
@@ -36,10 +37,11 @@ class Preconditioner(Tracked):
         self.block = block
         self.factors: FactorAverages | None = None
         self.decomposition: Decomposition | None = None
-        if names:
-            self.factors = FactorAverages(block, names)
-        if preconditions:
-            self.decomposition = Decomposition(solver, block, inverse_dtype)
+        with memory_of(block.path):
+            if names:
+                self.factors = FactorAverages(block, names)
+            if preconditions:
+                self.decomposition = Decomposition(solver, block, inverse_dtype)
 
     def entries(self) -> list[Entry]:
         """All variables to save."""
@@ -99,6 +101,10 @@ class State(Tracked):
             )
             for i, block in enumerate(placement.blocks)
         )
+        for kept, block in zip(
+            self.preconditioners, placement.blocks, strict=True
+        ):
+            kept.block = block  # of this registry, whose summary it is in
 
     def entries(self) -> list[Entry]:
         """All variables to save."""

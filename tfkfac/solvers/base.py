@@ -56,15 +56,6 @@ class Solver(abc.ABC):
             for part_name, part in self.parts(factors, name).items()
         }
 
-    def initial(
-        self, factors: Factors, dtype: tf.DType
-    ) -> dict[str, tf.Tensor]:
-        """Returns the decomposition that preconditions with the identity."""
-        return {
-            name: part.identity(dtype)
-            for name, part in self.kept(factors).items()
-        }
-
     @abc.abstractmethod
     def decompose(
         self,
@@ -109,7 +100,7 @@ class Solver(abc.ABC):
 
 
 class Decomposition(Tracked):
-    """The last good decomposition of one block.
+    """The last good decomposition of one block; the identity at first.
 
     Args:
         solver: The solver.
@@ -124,13 +115,14 @@ class Decomposition(Tracked):
         self.solver = solver
         self._block = block
         self._dtype = dtype or block.dtype
+        variables = {}
         with tf.init_scope():
-            initial = self._stored(solver.initial(block.factors, block.dtype))
-        self.names = tuple(initial)
-        self.tensors = [
-            state_variable(value, self._dtype, name)
-            for name, value in initial.items()
-        ]
+            for name, part in solver.kept(block.factors).items():
+                identity = part.identity(block.dtype)
+                stored = to_stored({name: identity}, {name: part}, self._dtype)
+                for key, value in stored.items():
+                    variables[key] = state_variable(value, self._dtype, key)
+        self.names, self.tensors = tuple(variables), list(variables.values())
         self.failures = state_variable(0, "int64", "failed_decompositions")
 
     def update(self, parts: Tensors, damping: tf.Tensor) -> tf.Tensor:
