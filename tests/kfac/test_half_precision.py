@@ -19,6 +19,7 @@ from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import State
 
 # A few roundings of a dtype: of both factors, on the wire and in storage.
+ALWAYS = tf.constant(True)
 TOLERANCE = {"float16": 8 * 2.0**-11, "bfloat16": 8 * 2.0**-8}
 sizes_of_g = pytest.mark.parametrize(
     "size",
@@ -109,7 +110,7 @@ def preconditioned(
     for i, kept in enumerate(state.preconditioners):
         if kept.decomposition is None:
             continue
-        assert bool(kept.decomposition.update(parts[i], number))
+        assert bool(kept.decomposition.update(parts[i], number, ALWAYS))
         W = tf.constant(layers.gradients[i], tf.float32)
         results[i] = kept.decomposition.apply(LayerGradient(W)).numpy()
     return results
@@ -169,7 +170,7 @@ def test_what_is_not_finite_is_rejected(solver: str, dtype: str) -> None:
         parts = placement.solver.decompose(
             block.factors, values, dict.fromkeys(values, number), number
         )
-        assert not bool(decomposition.update(parts, number))
+        assert not bool(decomposition.update(parts, number, ALWAYS))
         for tensor, old in zip(decomposition.tensors, before, strict=True):
             np.testing.assert_array_equal(tensor.numpy(), old)
         W = tf.random.stateless_normal(block.gradient_shape, [0, 1])

@@ -72,13 +72,15 @@ class Block(abc.ABC):
     def rows(self, record: Record) -> Rows:
         """Turns a record of the layer into rows."""
 
-    def relevant(self, records: Sequence[Record]) -> Sequence[Record]:
-        """Picks the records of the calls that the block stands for.
+    def relevant(
+        self, calls: Sequence[Sequence[Record]]
+    ) -> Sequence[Sequence[Record]]:
+        """Picks the calls that the block stands for, by their records.
 
         If the layer did something in this step that makes the block wrong,
         `left_out` says what; its gradients then stay as they are.
         """
-        return records
+        return calls
 
     @abc.abstractmethod
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -103,6 +105,12 @@ class Block(abc.ABC):
     def cast(self, tensor: tf.Tensor) -> tf.Tensor:
         """Casts to the dtype of the statistics, float32 or better."""
         return tf.cast(tensor, self.dtype)
+
+    def gradient(self, rows: Rows) -> tf.Tensor:
+        """The gradient matrix that rows come to."""
+        if rows.a is None:
+            return tf.reduce_sum(rows.g, [0, 1])[..., None, :]
+        return tf.einsum("bs...i,bs...o->...io", rows.a, rows.g)
 
     def input_statistic(
         self, a: tf.Tensor, weights: tf.Tensor | None, sharing: str

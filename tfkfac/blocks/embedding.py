@@ -66,6 +66,12 @@ class EmbeddingBlock(MatrixBlock):
         return Statistic(tf.reduce_sum(squares, 0), examples)
 
     @override
+    def gradient(self, rows: Rows) -> tf.Tensor:
+        flat = tf.reshape(rows.g, [-1, self.matrix_shape[1]])
+        tokens = tf.reshape(rows.a, [-1])
+        return tf.math.unsorted_segment_sum(flat, tokens, self.matrix_shape[0])
+
+    @override
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         # A lookup's gradient is sparse; the preconditioned one is as sparse,
         # but its duplicates have to be added up before the clip.
@@ -88,9 +94,11 @@ class ReversibleEmbeddingBlock(EmbeddingBlock):
         return EmbeddingBlock.unsupported(layer)
 
     @override
-    def relevant(self, records: Sequence[Record]) -> list[Record]:
-        forward = [r for r in records if not r.kwargs.get("reverse")]
-        reversed_ = len(forward) < len(records)
+    def relevant(
+        self, calls: Sequence[Sequence[Record]]
+    ) -> list[Sequence[Record]]:
+        forward = [c for c in calls if not c[0].kwargs.get("reverse")]
+        reversed_ = len(forward) < len(calls)
         tied = reversed_ and self.layer.tie_weights
         self.left_out = _TIED if tied else None
         return forward
@@ -113,7 +121,6 @@ class PositionEmbeddingBlock(EmbeddingBlock):
         shape = tf.shape(record.gradient)[:-1]
         positions = record.kwargs.get("positions")
         if positions is None:
-            start = record.kwargs.get("start_index", 0)
             start = tf.cast(record.kwargs.get("start_index", 0), tf.int32)
             positions = start + tf.range(shape[-1])
         positions = tf.broadcast_to(tf.cast(positions, tf.int32), shape)

@@ -1,6 +1,7 @@
 """From a model to its ordered curvature blocks, and reasons for the rest."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -8,7 +9,8 @@ import keras
 
 from tfkfac.blocks import Block, block_types
 from tfkfac.blocks.time_distributed import TimeDistributedBlock
-from tfkfac.capture.walk import Node, SkipRule, walk
+from tfkfac.capture.taps import Tap, before_first_call
+from tfkfac.capture.walk import Node, SkipRule, unbuilt, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,17 +57,24 @@ class Registry:
         return sum(count_weights(block.variables) for block in active)
 
 
-def tappable(
-    model: keras.Model, skip_layers: Sequence[SkipRule]
-) -> list[keras.layers.Layer]:
-    """Layers whose calls tell the factors of a block, built or not."""
-    return [
-        node.tapped
-        for node in walk(model, skip_layers)
-        if node.reason is None
-        and node.layer.trainable
-        and block_types(node.layer)
-    ]
+def tap_layers(
+    model: keras.Model, skip_layers: Sequence[SkipRule], owner: object
+) -> None:
+    """Taps the layers there are, and again when more have been built.
+
+    Args:
+        model: The model.
+        skip_layers: Layers to leave alone.
+        owner: Who wants to know of their calls.
+    """
+    for node in walk(model, skip_layers):
+        supported = node.layer.trainable and block_types(node.layer)
+        if node.reason is None and supported:
+            Tap.open(node.tapped, owner)
+    again = functools.partial(tap_layers, model, skip_layers, owner)
+    for layer in unbuilt(model):
+        if not block_types(layer):
+            before_first_call(layer, again)
 
 
 def build_registry(

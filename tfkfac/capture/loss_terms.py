@@ -46,6 +46,8 @@ class LossMeasure:
             log-likelihood.
         unit: What the gradient of the whole loss is divided by, to be that of
             the mean negative log-likelihood.
+        summed: Scalar bool, whether the loss is the sum over its terms.
+        total: Number of terms of all replicas; None like `terms`.
         share: Weight of this replica's gradient in that of the mean over all
             terms, times the number of replicas; None is 1.
         shares: The same for each of the losses; empty if all are 1.
@@ -54,6 +56,8 @@ class LossMeasure:
     terms: tf.Tensor | None
     row_scale: tf.Tensor
     unit: tf.Tensor
+    summed: tf.Tensor
+    total: tf.Tensor | None
     share: tf.Tensor | None = None
     shares: tuple[tf.Tensor, ...] = ()
 

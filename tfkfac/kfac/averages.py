@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.tracking import Tracked
-from tfkfac.linalg.symmetric import all_finite
 
 
 class FactorAverages(Tracked):
@@ -37,35 +36,30 @@ class FactorAverages(Tracked):
         self.names = tuple(kinds if names is None else names)
         self.other_names = tuple(n for n in kinds if n not in self.names)
         self.averages = [
-            _zeros(kinds[name].shape, block.dtype, name) for name in self.names
+            zeros_variable(kinds[name].shape, block.dtype, name)
+            for name in self.names
         ]
         self.other_means = [
-            _zeros(kinds[name].stack_shape, block.dtype, "mean")
+            zeros_variable(kinds[name].stack_shape, block.dtype, "mean")
             for name in self.other_names
         ]
         self.weight = state_variable(0.0, block.dtype, "weight")
         self.rejected = state_variable(0, "int64", "rejected_statistics")
 
     def update(
-        self, statistics: Mapping[str, Statistic], decay: float
-    ) -> tf.Tensor:
+        self,
+        statistics: Mapping[str, Statistic],
+        decay: float,
+        wanted: tf.Tensor,
+    ) -> None:
         """Takes in the statistics of one batch.
-
-        Statistics that are not finite, or of an empty batch, leave the
-        averages alone.
 
         Args:
             statistics: The statistics of all factors by name.
             decay: Weight of the old average.
-
-        Returns:
-            Scalar bool, False if the statistics are not finite.
+            wanted: Whether to; if not, the averages stay as they are.
         """
-        finite = all_finite([s.total for s in statistics.values()])
-        counts = tf.stack([s.count for s in statistics.values()])
-        full = tf.reduce_all(counts > 0)
-        take = tf.cast(tf.logical_and(finite, full), self.weight.dtype)
-        share = take * (1 - decay)
+        share = tf.cast(wanted, self.weight.dtype) * (1 - decay)
         for name, average in zip(self.names, self.averages, strict=True):
             _mix(average, *statistics[name], share)
         for name, mean in zip(self.other_names, self.other_means, strict=True):
@@ -73,7 +67,6 @@ class FactorAverages(Tracked):
             new = self._block.factors[name].mean_eigenvalue(total)
             _mix(mean, new, count, share)
         self.weight.assign((1 - share) * self.weight + share)
-        return finite
 
     def values(self) -> dict[str, tf.Tensor]:
         """The factors kept, by name; zeros before the first update."""
@@ -105,9 +98,3 @@ def _mix(
     # NaN times a share of zero is zero here.
     new = tf.math.multiply_no_nan(total, tf.math.divide_no_nan(share, count))
     average.assign((1 - share) * average + new)
-
-
-def _zeros(shape: tuple[int, ...], dtype: tf.DType, name: str) -> tf.Variable:
-    """A variable of zeros; as an array they would be there several times."""
-    with tf.init_scope():
-        return state_variable(tf.zeros(shape, dtype), dtype, name)

@@ -18,8 +18,10 @@ from tfkfac.kfac.settings import (
 )
 from tfkfac.solvers import SOLVERS
 from tfkfac.wrapper.arguments import (
+    check_inner,
     choose_inner,
     refuse_unknown,
+    take_over_accumulation,
 )
 from tfkfac.wrapper.hyperparameters import Value
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
@@ -103,6 +105,10 @@ class KFAC(SecondOrderOptimizer):
             takes 1 GB in float32.
         skip_layers: Names, regular expressions (they match a layer's whole
             name or path) or classes of layers to leave to the inner optimizer.
+        gradient_accumulation_steps: Number of micro-batches, at least 2, that
+            make one step together, as if they were one batch: gradients and
+            statistics are added up, and all intervals count steps. None is 1.
+            That of the inner optimizer is taken over.
         learning_rate: Learning rate of the inner SGD, if there is no other
             `inner_optimizer`: a float, a schedule or a callable.
         momentum: Momentum of the inner SGD, likewise.
@@ -143,12 +149,23 @@ class KFAC(SecondOrderOptimizer):
         inverse_dtype: str | None = None,
         max_factor_dim: int | None = 16384,
         skip_layers: Iterable[Any] = (),
+        gradient_accumulation_steps: int | None = None,
         learning_rate: Any = None,
         momentum: float | None = None,
         name: str = "kfac",
         **unknown: Never,
     ) -> None:
         refuse_unknown("KFAC", unknown, keras.optimizers.SGD)
+        if momentum is not None:
+            momentum = check_range("momentum", momentum, 0, 1)
+        inner = check_inner(
+            choose_inner(
+                inner_optimizer,
+                keras.optimizers.SGD,
+                {"learning_rate": 0.1, "momentum": 0.5},
+                {"learning_rate": learning_rate, "momentum": momentum},
+            )
+        )
         method = KFACMethod(
             damping=damping,
             kl_clip=kl_clip,
@@ -173,16 +190,41 @@ class KFAC(SecondOrderOptimizer):
             if max_factor_dim is None
             else check_count("max_factor_dim", max_factor_dim, 1),
             skip_layers=check_skip_layers(skip_layers),
-        )
-        if momentum is not None:
-            momentum = check_range("momentum", momentum, 0, 1)
-        inner = choose_inner(
-            inner_optimizer,
-            keras.optimizers.SGD,
-            {"learning_rate": 0.1, "momentum": 0.5},
-            {"learning_rate": learning_rate, "momentum": momentum},
+            gradient_accumulation_steps=take_over_accumulation(
+                inner, gradient_accumulation_steps
+            ),
         )
         super().__init__(inner, method, name)
+
+    @property
+    def gradient_accumulation_steps(self) -> int | None:
+        """Number of micro-batches of a step, None for 1."""
+        if self._is_building:  # Keras would make sums of its own
+            return None
+        return self._method.gradient_accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: None) -> None:
+        """Keras' constructor sets it, to None."""
+        if value is not None:
+            raise AttributeError(
+                "Argument `gradient_accumulation_steps` cannot be changed: "
+                "create another optimizer. Received: "
+                f"gradient_accumulation_steps={value!r}"
+            )
+
+    @property
+    def last_step(self) -> dict[str, float]:
+        """What the last step did; empty before the first.
+
+        "clip_factor" is what `kl_clip` has multiplied the step by, at most 1;
+        "length" is the squared length of the step in the Fisher metric, after
+        the clip and before the momentum; "damping" is that of the next
+        decomposition.
+        """
+        if not self.built:
+            return {}
+        return self._method.states[0].report.values()
 
     @property
     def factor_updates(self) -> tf.Variable:
@@ -241,4 +283,5 @@ class KFAC(SecondOrderOptimizer):
             **super().get_config(),
             **settings_config(method.settings),
             "skip_layers": [serialize_skip_rule(r) for r in method.skip_layers],
+            "gradient_accumulation_steps": method.gradient_accumulation_steps,
         }

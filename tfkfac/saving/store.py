@@ -28,6 +28,8 @@ class Spread(enum.Enum):
     """Every replica has the same."""
     OWNED = "owned"
     """Some replicas have it, the same and whole; the others have none."""
+    PARTIAL = "partial"
+    """Each replica has a part of a sum."""
     ELEMENTS = "elements"
     """Each replica has a slice of the last axis."""
     DIRECTIONS = "directions"

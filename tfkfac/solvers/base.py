@@ -125,20 +125,24 @@ class Decomposition(Tracked):
         self.names, self.tensors = tuple(variables), list(variables.values())
         self.failures = state_variable(0, "int64", "failed_decompositions")
 
-    def update(self, parts: Tensors, damping: tf.Tensor) -> tf.Tensor:
+    def update(
+        self, parts: Tensors, damping: tf.Tensor, wanted: tf.Tensor
+    ) -> tf.Tensor:
         """Takes a new decomposition unless it is not finite.
 
         Args:
             parts: What the solver made of the block's factors.
             damping: The damping.
+            wanted: Whether to; if not, the old one stays.
 
         Returns:
             Scalar bool, False if the decomposition failed.
         """
         stored = self._stored(self.solver.combine(parts, damping))
         good = all_finite(list(stored.values()))
+        take = tf.logical_and(good, wanted)
         for name, old in zip(self.names, self.tensors, strict=True):
-            old.assign(tf.where(good, stored[name], old))
+            old.assign(tf.where(take, stored[name], old))
         return good
 
     def apply(self, gradient: LayerGradient) -> tf.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfkfac.checks import is_number
+from tfkfac.checks import check_count, is_number
 from tfkfac.wrapper.hyperparameters import Schedule
 
 InnerClass = type[keras.optimizers.Optimizer]
@@ -144,6 +144,39 @@ def check_inner(identifier: Any) -> keras.optimizers.Optimizer:
             f"Received: inner_optimizer={inner}"
         )
     return inner
+
+
+def take_over_accumulation(
+    inner: keras.optimizers.Optimizer, steps: Any
+) -> int | None:
+    """Makes the optimizer around accumulate what the inner one would.
+
+    Args:
+        inner: The inner optimizer. It does not accumulate any more.
+        steps: The user's own `gradient_accumulation_steps`, or None.
+
+    Returns:
+        The number of micro-batches, or None.
+
+    Raises:
+        TypeError: If it is no integer.
+        ValueError: If it is less than 2, if both say one, or if the inner
+            optimizer is in use already.
+    """
+    name = "gradient_accumulation_steps"
+    if steps is not None:
+        steps = check_count(name, steps, 2)
+    own = inner.gradient_accumulation_steps
+    if not own:
+        return steps
+    if steps is not None or inner.built:
+        raise ValueError(
+            f"Argument `{name}` must be that of one optimizer: pass it here "
+            "and not to `inner_optimizer`, or to one that is new. Received: "
+            f"{name}={steps} with inner_optimizer.{name}={own}"
+        )
+    inner.gradient_accumulation_steps = None
+    return int(own)
 
 
 def why_not_inside(inner: keras.optimizers.Optimizer) -> str | None:

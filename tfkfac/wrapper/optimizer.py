@@ -39,6 +39,7 @@ class SecondOrderOptimizer(OptimizerAround):
     """
 
     method_type: ClassVar[type[Method]]
+    _is_building = False  # whether Keras makes its state
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -169,7 +170,9 @@ class SecondOrderOptimizer(OptimizerAround):
                 processes = job.among_processes("agreement")
                 check_agreement(self._description(), processes)
         self.inner_optimizer.build(list(variables))
+        self._is_building = True
         super().build(list(variables))
+        self._is_building = False
 
     def _description(self) -> dict[str, Any]:
         """What all workers must agree on."""

@@ -30,10 +30,15 @@ def measure_loss(
     one = tf.constant(1, tf.float64)
     if not terms:
         scale = replicas / group.size
-        if scale == 1:
-            return LossMeasure(None, replicas * one, one)
+        share = None if scale == 1 else scale * one
         return LossMeasure(
-            None, replicas * one, one, scale * one, (scale * one,)
+            None,
+            replicas * one,
+            one,
+            tf.constant(False),
+            None,
+            share,
+            () if share is None else (share,),
         )
     counts = [loss.count for loss in terms]
     totals = [tf.reduce_sum(t) for t in group.all_reduce(counts)]
@@ -50,6 +55,8 @@ def measure_loss(
         _pick(counts, main),
         _pick(rows, main),
         _pick(units, main),
+        _pick([tf.constant(loss.summed) for loss in terms], main),
+        _pick(totals, main),
         None if alone else _pick(shares, main),
         () if alone else shares,
     )
