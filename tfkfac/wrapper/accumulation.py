@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import keras
 import tensorflow as tf
 
 from tfkfac.capture.loss_terms import LossMeasure
+from tfkfac.capture.walk import walk
 from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.compat.tracking import Tracked
@@ -29,7 +31,7 @@ class Accumulation(Tracked):
         super().__init__(name="accumulation")
         variables = job.model.trainable_variables
         self._steps = steps
-        self._paths = [v.path for v in variables]
+        self._names = names_of(job.model)
         self.sums = [
             zeros_variable(v.shape, v.dtype, "gradient_sum") for v in variables
         ]
@@ -90,8 +92,8 @@ class Accumulation(Tracked):
     def entries(self) -> list[Entry]:
         """All variables to save."""
         named = [
-            Entry(path, "gradient_sum", own, Spread.PARTIAL)
-            for path, own in zip(self._paths, self.sums, strict=True)
+            Entry(path, f"gradient_sum_{name}", own, Spread.PARTIAL)
+            for (path, name), own in zip(self._names, self.sums, strict=True)
         ]
         counts = {
             "micro_batches": self.count,
@@ -113,3 +115,13 @@ class Accumulation(Tracked):
 
     def _weight(self, loss: LossMeasure) -> tf.Tensor:
         return tf.where(loss.summed, tf.ones_like(loss.unit), self._terms(loss))
+
+
+def names_of(model: keras.Model) -> list[tuple[str, str]]:
+    """Path of the layer of each trainable variable, and its name there."""
+    names: dict[int, tuple[str, str]] = {}
+    for node in walk(model):
+        own = [v for v in node.layer.trainable_variables if id(v) not in names]
+        for i, variable in enumerate(own):
+            names[id(variable)] = node.path, f"{i}_{variable.name}"
+    return [names[id(v)] for v in model.trainable_variables]
