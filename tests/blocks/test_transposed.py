@@ -1,7 +1,9 @@
 """Transposed convolutions against Jacobians of Keras' own layer."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -139,6 +141,42 @@ def test_step_of_several_examples() -> None:
     W = np.einsum("nsp,nsi->ip", want.patches, want.a) / BATCH
     P = dense_solve(W, *factors(want.a, want.patches), 0.3)
     assert_close(step.delta[0], P.T.reshape(step.delta[0].shape), 1e-4, "step")
+
+
+def geometries() -> Iterator[tuple[int, int, int, str, int | None]]:
+    """Rank, kernel, stride, padding and output padding."""
+    choices = itertools.product(
+        (1, 2, 3), (1, 2, 3, 5), (1, 2, 3), ("valid", "same"), (None, 0, 1, 2)
+    )
+    for rank, kernel, stride, padding, output in choices:
+        possible = output is None or output < stride
+        # TensorFlow refuses an output that is one cell too short.
+        if kernel == 2 and padding == "same" and output == 0:
+            possible = False
+        if possible and (rank < 3 or kernel < 4):
+            yield rank, kernel, stride, padding, output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("geometry", geometries(), ids=str)
+def test_every_geometry(geometry: Any) -> None:
+    """The rows reproduce the gradient of Keras' own layer."""
+    rank, kernel, stride, padding, output = geometry
+    layer = getattr(layers, f"Conv{rank}DTranspose")(
+        3, kernel, stride, padding=padding, output_padding=output
+    )
+    shape = (*(4, 5, 3)[:rank], 2)
+    model = keras.Sequential([keras.Input(shape), layer])
+    x = tf.constant(make_input("", shape, BATCH))
+    with tf.GradientTape() as tape:
+        z = layer(x)
+        g = tf.constant(targets(model, x))
+        loss = tf.reduce_sum(z * g)
+    want = tape.gradient(loss, layer.kernel.value)
+    block = build_registry(model, ()).blocks[0]
+    rows = block.rows(Record(x, g))
+    got = tf.einsum("nsi,nso->io", rows.a, rows.g)
+    assert_close(got, block.to_matrix([want]), 1e-5, "gradient")
 
 
 # What TensorFlow cannot run on a CPU, and images of unknown size.
