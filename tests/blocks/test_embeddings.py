@@ -172,8 +172,9 @@ def test_positions_of_padding_do_not_count() -> None:
     inputs = keras.Input((TIME,), dtype="int32")
     tokens = layers.Embedding(TOKENS, WIDTH, mask_zero=True)(inputs)
     positions = PositionEmbedding(TIME, name="block")(tokens)
-    kept = positions * ops.cast(inputs > 0, "float32")[..., None]
-    model = keras.Model(inputs, layers.Dense(2)(kept))
+    kept = ops.cast(inputs > 0, "float32")[..., None]
+    hidden = (positions + tokens) * kept
+    model = keras.Model(inputs, layers.Dense(2)(hidden))
     x = np.array([[1, 2, 0, 0, 0], [3, 1, 1, 2, 0]], "int32")
     step = train_once(model, x, targets(model, x), loss="mse")
     want = np.array([2, 2, 1, 1, 0]) / 6

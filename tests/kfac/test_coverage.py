@@ -104,8 +104,8 @@ def test_it_is_said_once() -> None:
 
     def train() -> None:
         for _ in range(2):
-            model.compile(optimizer, "mse")
-            model.fit(x, x[:, :1], epochs=2, verbose=0)
+            model.compile(optimizer, "mse", run_eagerly=True)
+            model.train_on_batch(x, x[:, :1])
 
     assert len(said(train)) == 1
 

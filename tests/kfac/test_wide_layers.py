@@ -29,6 +29,7 @@ def wide() -> Any:
     )
 
 
+@pytest.mark.filterwarnings("ignore:K-FAC preconditions")
 def test_wide_layers_are_left_and_listed() -> None:
     """A matrix may be as wide as the limit; of a stack, each may."""
     optimizer = bind(wide(), max_factor_dim=10)
