@@ -76,8 +76,9 @@ def test_a_schedule_counts_beyond_float32(iteration: int) -> None:
         assert value_of(schedule, step, integer=True) == want
 
 
-@pytest.mark.parametrize("solver", SOLVES)
-@pytest.mark.parametrize("kind", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("solver", "kind"), [("eigen", "number"), ("inverse", "callable")]
+)
 def test_a_step_in_float64(solver: str, kind: str, double: None) -> None:
     """One step of K-FAC, damped and clipped, against NumPy."""
     keras.utils.set_random_seed(0)
