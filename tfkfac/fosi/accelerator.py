@@ -1,7 +1,6 @@
 """What an accelerator keeps of an estimation that spans many steps."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -64,13 +63,12 @@ class Accelerator(Tracked):
         self,
         batch: LossBatch,
         call: ForwardCall,
-        weights: Sequence[keras.Variable],
+        weights: tf.Tensor,
         share: tf.Tensor | None,
         estimation: Estimation,
     ) -> None:
         """Holds weights and batch, and starts at them."""
-        values = [tf.identity(v.value) for v in weights]
-        self.weights.assign(flat_space(weights).join(values))
+        self.weights.assign(weights)
         self._held_batch(batch, call).hold(point(batch, call))
         for block in self.blocks:
             block.assign(tf.zeros_like(block))
