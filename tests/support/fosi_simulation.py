@@ -239,8 +239,10 @@ class Simulation:
         c, o = self._start, self.weights - self._start
         projector = found.vectors @ np.linalg.pinv(found.vectors)
         p_inside = found.vectors.T @ self._sum
-        return c - self.settings.alpha * found.newton(p_inside) + (
-            o - projector @ o
+        return (
+            c
+            - self.settings.alpha * found.newton(p_inside)
+            + (o - projector @ o)
         )
 
 

@@ -17,7 +17,6 @@ from tfkfac.compat.inner_update import own_copy
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.roles import Roles, assign_roles
-from tfkfac.distributed.shards import Shards
 from tfkfac.distributed.traffic import gradient_bytes
 from tfkfac.fosi.accelerator import Accelerator
 from tfkfac.fosi.directions import (
@@ -114,7 +113,7 @@ class BesideSteps(Estimator):
     def _new(self, rank: int, layout: Layout) -> RoleState:
         geometry, replicas = layout.geometry, self.job.topology.replicas
         if not self.roles.trains(rank):
-            shards = Shards(geometry.size, len(self.roles.accelerators))
+            shards = geometry.slices(len(self.roles.accelerators))
             accelerator = Accelerator(geometry, shards.length)
             return RoleState(layout, None, accelerator, None, replicas)
         final = FinalUpdate(geometry) if self.final_update == "paper" else None
@@ -212,7 +211,6 @@ class BesideSteps(Estimator):
                 estimation,
                 tf.convert_to_tensor(state.progress),
                 target,
-                self._most_iterations(geometry.steps),
             )
             return tf.constant(0)
 
@@ -225,7 +223,7 @@ class BesideSteps(Estimator):
         counter = own_copy(raw_iterations(self.job.inner_optimizer).value)
         done = [tf.identity(counter)]
         if state.accelerator is not None:
-            done.append(tf.identity(state.accelerator.diagonal))
+            done.append(tf.identity(state.accelerator.tridiagonal.diagonal))
         before = tf.identity(state.left)
         with tf.control_dependencies([*done, before]):
             arrived = stamp_time(state.arrived)
