@@ -10,12 +10,12 @@ import tensorflow as tf
 
 from tests.compat.contracts import contract
 from tfkfac.compat.graphs import (
-    called_often,
     in_xla,
     is_constant_to_tapes,
     map_rows,
     open_graphs,
     operation_without_gradient,
+    repeat,
     stamp_time,
     state_variable,
     under_tape,
@@ -88,22 +88,58 @@ def operations(function: Callable[[Any], Any]) -> set[str]:
 
 
 @contract(
-    "compat.graphs.called_often",
+    "compat.graphs.repeat",
     "With the attribute `_noinline` a function is called, not inlined.",
 )
-def test_calls_are_not_inlined() -> None:
+def test_loops_are_not_inlined() -> None:
     def square(x: Any) -> Any:
         return tf.raw_ops.Square(x=x)
 
-    def called(x: Any) -> Any:
-        return called_often(square)(x)
+    def repeated(x: Any) -> Any:
+        return repeat(lambda index, x: square(x), x, 0, 1)
 
     assert "Square" in operations(tf.function(square, autograph=False))
-    assert "Square" not in operations(called)
+    assert "Square" not in operations(repeated)
 
 
-def test_called_often_is_the_function_itself_outside_of_graphs() -> None:
-    assert called_often(len) is len
+@contract(
+    "compat.graphs.repeat",
+    "The loop has the same name whatever scopes there are around.",
+)
+def test_names_of_loops() -> None:
+    def body(index: Any, x: Any) -> Any:
+        return x + 1.0
+
+    @tf.function
+    def step(x: Any) -> Any:
+        with tf.name_scope("replica_1"):
+            return repeat(body, repeat(body, x, 0, 2), 0, 2)
+
+    names = {
+        node.name
+        for function in step.get_concrete_function(tf.constant(1.0))
+        .graph.as_graph_def()
+        .library.function
+        for node in function.node_def
+        if "While" in node.op
+    }
+    assert names == {"repeat"}
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_repeat(eager: bool) -> None:
+    """Calls with each index and the last state."""
+
+    def run(end: Any) -> Any:
+        def body(index: Any, state: Any) -> Any:
+            total, last = state
+            return total * 10 + index, last + 1.0
+
+        return repeat(body, (tf.constant(0), tf.constant(0.5)), 2, end)
+
+    run = run if eager else tf.function(run)
+    total, last = run(tf.constant(5))
+    assert (int(total), float(last)) == (234, 3.5)
 
 
 @contract(

@@ -107,9 +107,9 @@ def test_orthonormal(top: float) -> None:
         return v * scales
 
     iteration = Lanczos(product, 2000, lambda i: random_vector(2000, 0, i + 1))
-    made, basis = iteration.run(random_vector(2000, 0, 0), 100)
-    kept = np.array([float(step.kept) for step in made])
-    rows = np.concatenate(basis.matrices()).astype(np.float64)
+    made, matrices = iteration.run(random_vector(2000, 0, 0), 100)
+    kept = made.kept.numpy().astype(np.float64)
+    rows = np.concatenate(matrices).astype(np.float64)
     np.testing.assert_allclose(rows @ rows.T, np.diag(kept), atol=1e-6)
     assert kept.all() or top == 1e9
     values, vectors = lanczos(product, 2000, 100, num_largest=50)

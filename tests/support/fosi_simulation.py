@@ -86,7 +86,7 @@ class Simulation:
         self._pending: Estimate | None = None
         self._bad = False
         self._momentum = np.zeros(settings.num_largest + settings.num_smallest)
-        self._sum = np.zeros_like(self.weights)
+        self._begin_interval()
 
     def run(self, feed: Sequence[Sequence[Rows]]) -> "Simulation":
         for number, rows in enumerate(feed):
@@ -115,6 +115,7 @@ class Simulation:
         ready = self.clock >= self.settings.warmup_steps
         if ready and not self._progress and self._at_boundary():
             self._last = self.clock
+            self._begin_interval()
             self._bad = number in self.settings.blind
             self._pending = None if self._bad else self._estimate(rows)
         elif not self._progress:
@@ -185,7 +186,7 @@ class Simulation:
             gradient = mean(points)
             self.statistics = points[0][1].statistics
         if self.settings.final_update == "paper":
-            self._sum += (self._last >= 0) * gradient
+            self._sum = self._sum + gradient
             self.weights = self.weights + self.settings.inner(0, gradient)
         else:
             self.weights = self.weights + self._step(gradient)
@@ -223,11 +224,26 @@ class Simulation:
             self.estimate = new
             self.estimations += 1
         if self.settings.final_update == "paper" and self.estimate is not None:
-            inside = self.estimate.vectors.T @ self._sum
-            newton = self.estimate.newton(inside)
-            self.weights = self.weights - self.settings.alpha * newton
-        self._sum = np.zeros_like(self._sum)
+            self.weights = self._equation_17(self.estimate)
         self._progress = 0
+
+    def _begin_interval(self) -> None:
+        self._start = self.weights
+        self._sum = np.zeros_like(self.weights)
+
+    def _equation_17(self, found: Estimate) -> Array:
+        """`w = c - alpha V (p_V / |lambda|) + o - V V^T o` of the paper.
+
+        The projector is a matrix here, made from the directions alone.
+        """
+        c, o = self._start, self.weights - self._start
+        projector = found.vectors @ np.linalg.pinv(found.vectors)
+        p_inside = found.vectors.T @ self._sum
+        return (
+            c
+            - self.settings.alpha * found.newton(p_inside)
+            + (o - projector @ o)
+        )
 
 
 def mean(points: Sequence[tuple[int, Point]]) -> Array:

@@ -1,13 +1,15 @@
 """Variables of one worker, graphs, tapes and gradients of TensorFlow."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.python.eager import record as tape_record
 from tensorflow.python.framework.ops import gradient_registry
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+T = TypeVar("T")
 
 
 def state_variable(
@@ -54,22 +56,47 @@ def in_graph(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
-def called_often(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a graph call a function, instead of repeating its operations.
+def repeat(
+    body: Callable[[tf.Tensor, T], T],
+    state: T,
+    first: int | tf.Tensor,
+    end: int | tf.Tensor,
+) -> T:
+    """Calls a function for each index of a range; a graph has it once.
 
-    A loop would do, but for collectives: they agree across workers in a
-    function only.
+    Collectives are legal in it. In a loop they agree across workers by the
+    name of the loop, to which scopes and replicas add prefixes. So the loop
+    is alone in a function of its own.
 
-    This relies on the attribute `_noinline`, without which TensorFlow puts
-    the operations back in the place of the call.
+    This relies on names beginning anew in a function, and on the attribute
+    `_noinline`, without which TensorFlow puts the operations back in the place
+    of the call.
+
+    Args:
+        body: Function of the index, an int32 scalar, and of what it returned
+            last: any nest of tensors, of fixed shapes and dtypes.
+        state: What it gets first.
+        first: The first index.
+        end: The one after the last.
     """
-    if tf.executing_eagerly():
-        return function
-    return tf.function(
-        function,
+
+    def loop(state: T, first: tf.Tensor, end: tf.Tensor) -> T:
+        # One after the other, as the collectives are.
+        _, last = tf.while_loop(
+            lambda index, _: index < end,
+            lambda index, state: (index + 1, body(index, state)),
+            [first, state],
+            parallel_iterations=1,
+            name="repeat",
+        )
+        return last
+
+    function = tf.function(
+        loop,
         autograph=False,
         experimental_attributes={"_noinline": True},
     )
+    return function(state, *(tf.cast(i, tf.int32) for i in (first, end)))
 
 
 def map_rows(
@@ -94,7 +121,7 @@ def stamp_time(variable: tf.Variable) -> tf.Tensor:
 
     The plain operation would wait for that of other replicas in the same
     process, since TensorFlow orders operations with a side effect on nothing.
-    A call that is not inlined (`called_often`) is one operation by itself.
+    A call that is not inlined is one operation by itself.
     """
 
     def stamp() -> tf.Tensor:

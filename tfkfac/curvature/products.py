@@ -15,14 +15,13 @@ from tfkfac.compat.models import compiled_loss, loss_takes_training
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.lanczos import (
-    Basis,
     Lanczos,
     Product,
     combine,
     random_vector,
     ritz_pairs,
-    stack_rows,
 )
+from tfkfac.linalg.sums import padded_size
 
 __all__ = ["hessian_vector_product", "lanczos"]
 
@@ -96,17 +95,22 @@ def lanczos(
         )
     check_count("seed", seed, 0)
     start = _start_vector(start_vector, size, seed)
+    padding = [[0, padded_size(size) - size]]
 
     def product(vector: tf.Tensor) -> tf.Tensor:
-        image = tf.cast(tf.convert_to_tensor(matvec(vector)), vector.dtype)
-        return tf.reshape(image, [size])
+        image = tf.convert_to_tensor(matvec(vector[:size]))
+        return tf.pad(tf.reshape(tf.cast(image, vector.dtype), [size]), padding)
 
     def draw(index: tf.Tensor) -> tf.Tensor:
-        return tf.cast(random_vector(size, seed, index + 1), start.dtype)
+        vector = random_vector(size, seed, index + 1)
+        return tf.pad(tf.cast(vector, start.dtype), padding)
 
     iteration = Lanczos(product, size, draw)
-    made, basis = iteration.run(start, steps)
-    return _ritz_vectors(made, basis, num_largest, num_smallest)
+    tridiagonal, matrices = iteration.run(tf.pad(start, padding), steps)
+    pairs = ritz_pairs(tridiagonal, num_largest, num_smallest)
+    vectors = combine(matrices, tf.cast(pairs.weights, start.dtype))
+    values = tf.cast(pairs.values, start.dtype)
+    return values, tf.transpose(vectors[:, :size])
 
 
 def hessian_vector_product(
@@ -243,16 +247,6 @@ def _start_vector(value: Any, size: int, seed: int) -> tf.Tensor:
         )
     # Squares of very small or large numbers leave the range of float32.
     return tf.math.divide_no_nan(vector, tf.reduce_max(tf.abs(vector)))
-
-
-def _ritz_vectors(
-    made: Sequence[Any], basis: Basis, num_largest: int, num_smallest: int
-) -> tuple[tf.Tensor, tf.Tensor]:
-    pairs = ritz_pairs(*stack_rows(made), num_largest, num_smallest)
-    matrices = basis.matrices()
-    dtype = matrices[0].dtype
-    vectors = combine(matrices, tf.cast(pairs.weights, dtype))
-    return tf.cast(pairs.values, dtype), tf.transpose(vectors)
 
 
 def _check_model(model: Any) -> None:

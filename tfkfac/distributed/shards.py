@@ -1,22 +1,27 @@
 """Vectors of which every member of a group keeps a slice."""
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from tfkfac.distributed.collectives import Communicator
 
 
 class Shards:
-    """Slices of equal length of a vector, by rank; the last ends in zeros.
+    """Slices of equal length of a vector, by rank; the last end in zeros.
 
     Args:
         size: Length of the vector.
         count: Number of slices.
+        padded: Gives the length of a slice, from the least that is enough.
     """
 
-    def __init__(self, size: int, count: int) -> None:
+    def __init__(
+        self, size: int, count: int, padded: Callable[[int], int] = int
+    ) -> None:
         self.size = size
         self.count = count
-        self.length = -(-size // count)
+        self.length = padded(-(-size // count))
 
     def range(self, rank: int) -> slice:
         """The elements of a slice; may be none."""
@@ -25,8 +30,6 @@ class Shards:
 
     def own(self, vector: tf.Tensor, rank: int) -> tf.Tensor:
         """Returns the slices, of one rank, of vectors `(..., size)`."""
-        if self.count == 1:
-            return vector
         part = vector[..., self.range(rank)]
         missing = self.length - part.shape[-1]
         padding = [[0, 0]] * (vector.shape.rank - 1) + [[0, missing]]
@@ -35,7 +38,7 @@ class Shards:
     def gather(self, shard: tf.Tensor, communicator: Communicator) -> tf.Tensor:
         """Returns the vector of which this rank has a slice."""
         if self.count == 1:
-            return shard
+            return shard[: self.size]
         gathered = communicator.all_gather(shard)
         return tf.reshape(gathered, [-1])[: self.size]
 
@@ -44,7 +47,7 @@ class Shards:
     ) -> tf.Tensor:
         """Returns this rank's slice of the sum of all vectors."""
         if self.count == 1:
-            return vector
+            return self.own(vector, 0)
         padding = self.count * self.length - self.size
         padded = tf.pad(vector, [[0, padding]]) if padding else vector
         return communicator.reduce_scatter(

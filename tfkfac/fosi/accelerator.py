@@ -1,6 +1,5 @@
 """What an accelerator keeps of an estimation that spans many steps."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,17 +8,14 @@ import tensorflow as tf
 
 from tfkfac.capture.forward import ForwardCall
 from tfkfac.capture.loss_batch import LossBatch
-from tfkfac.compat.graphs import called_often, state_variable
+from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.rows import copied_rows
 from tfkfac.compat.tracking import Tracked
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.fosi.estimation import Estimation, Spectrum
 from tfkfac.fosi.held_batch import HeldBatch, describe, point
 from tfkfac.fosi.layouts import Geometry
-from tfkfac.linalg.lanczos import (
-    BLOCK_ROWS,
-    Candidate,
-    Lanczos,
-)
+from tfkfac.linalg.lanczos import Candidate, Krylov, Tridiagonal
 
 
 class Accelerator(Tracked):
@@ -39,17 +35,13 @@ class Accelerator(Tracked):
 
         self.geometry = geometry
         self.weights = vector(geometry.size, "weights")
-        self.blocks = [
-            state_variable(
-                tf.zeros([min(BLOCK_ROWS, steps - start), length]),
-                dtype,
-                "basis",
-            )
-            for start in range(0, steps, BLOCK_ROWS)
-        ]
-        self.diagonal = vector(steps, "diagonal")
-        self.coupling = vector(steps, "coupling")
-        self.kept = vector(steps, "kept", "bool")
+        basis = tf.zeros([steps, length])
+        self.basis = state_variable(basis, dtype, "basis")
+        self.tridiagonal = Tridiagonal(
+            vector(steps, "diagonal"),
+            vector(steps, "coupling"),
+            vector(steps, "kept", "bool"),
+        )
         self.candidate = Candidate(
             vector(length, "candidate"),
             state_variable(0, dtype, "length"),
@@ -63,20 +55,16 @@ class Accelerator(Tracked):
         self,
         batch: LossBatch,
         call: ForwardCall,
-        weights: Sequence[keras.Variable],
+        weights: tf.Tensor,
         shares: Sequence[tf.Tensor],
         estimation: Estimation,
     ) -> None:
         """Holds weights, batch and shares, and starts at them."""
-        values = [tf.identity(v.value) for v in weights]
-        self.weights.assign(flat_space(weights).join(values))
+        self.weights.assign(weights)
         current = point(batch, call, shares)
         self._held_batch(current).hold(current)
-        for block in self.blocks:
-            block.assign(tf.zeros_like(block))
-        self._continue(
-            estimation.iteration(tf.identity).start(estimation.start())
-        )
+        iteration = estimation.iteration(tf.identity)
+        self._assign(iteration.begin(estimation.start(), self.geometry.steps))
 
     def advance(
         self,
@@ -87,9 +75,8 @@ class Accelerator(Tracked):
         estimation: Estimation,
         progress: tf.Tensor,
         target: tf.Tensor,
-        most: int,
     ) -> None:
-        """Does the iterations from `progress` up to `target`, at most `most`.
+        """Does the iterations from `progress` up to `target`.
 
         Args:
             model: The model.
@@ -100,7 +87,6 @@ class Accelerator(Tracked):
             progress: Number of iterations done.
             target: Number of iterations to have done, the same on all
                 accelerators.
-            most: Greatest difference of the two.
         """
         weights = model.trainable_variables
         current = point(batch, call, shares)
@@ -115,59 +101,30 @@ class Accelerator(Tracked):
             estimation.differentiable_sum,
             held_shares,
         )
-        lanczos = estimation.iteration(local)
+        iteration = estimation.iteration(local)
+        basis, tridiagonal, candidate = self._state()
+        state = Krylov(copied_rows(basis), tridiagonal, candidate)
+        self._assign(iteration.advance(state, progress, target))
 
-        def iterate(index: tf.Tensor) -> tf.Tensor:
-            branches = [
-                functools.partial(self._iterate, lanczos, estimation, i, index)
-                for i in range(len(self.blocks))
-            ]
-            return tf.switch_case(index // BLOCK_ROWS, branches)
+    def _state(self) -> Krylov:
+        variables = self.basis, self.tridiagonal, self.candidate
+        state: Krylov = tf.nest.map_structure(
+            tf.convert_to_tensor, Krylov(*variables)
+        )
+        return state
 
-        step = called_often(iterate)
-        for done in range(most):
-            index = tf.cast(progress, tf.int32) + done
-            tf.cond(
-                index < tf.cast(target, tf.int32),
-                functools.partial(step, index),
-                lambda: tf.constant(0),
-            )
-
-    def _iterate(
-        self,
-        lanczos: Lanczos,
-        estimation: Estimation,
-        block: int,
-        index: tf.Tensor,
-    ) -> tf.Tensor:
-        """Iteration `index`, whose row belongs in a given block."""
-
-        def add(row: tf.Tensor) -> list[tf.Tensor]:
-            self.blocks[block][index % BLOCK_ROWS].assign(row)
-            return [tf.identity(b) for b in self.blocks[: block + 1]]
-
-        candidate = Candidate(*map(tf.convert_to_tensor, self.candidate))
-        step, following = lanczos.iterate(add, candidate, index)
-        self.diagonal[index].assign(step.diagonal)
-        self.coupling[index].assign(step.coupling)
-        self.kept[index].assign(step.kept)
-        self._continue(following)
-        return tf.constant(0)
-
-    def _continue(self, candidate: Candidate) -> None:
-        for variable, value in zip(self.candidate, candidate, strict=True):
-            variable.assign(value)
+    def _assign(self, state: Krylov) -> None:
+        variables = self.basis, self.tridiagonal, self.candidate
+        tf.nest.map_structure(
+            lambda variable, value: variable.assign(value),
+            Krylov(*variables),
+            state,
+        )
 
     def spectrum(self, estimation: Estimation) -> Spectrum:
         """Returns the Ritz pairs when all iterations are done."""
-        numbers = [
-            tf.convert_to_tensor(v)
-            for v in (self.diagonal, self.coupling, self.kept)
-        ]
-        return estimation.spectrum(
-            (numbers[0], numbers[1], numbers[2]),
-            [tf.convert_to_tensor(block) for block in self.blocks],
-        )
+        state = self._state()
+        return estimation.spectrum(state.tridiagonal, [state.basis])
 
     def _held_batch(self, current: tuple[Any, ...]) -> HeldBatch:
         """The variables for batches of this form, made when it is new."""

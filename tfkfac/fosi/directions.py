@@ -138,6 +138,13 @@ def flat_gradient(step: Step) -> tf.Tensor:
     return flat_space(weights).join(ordered)
 
 
+def flat_weights(model: keras.Model) -> tf.Tensor:
+    """A copy of this replica's weights, as a vector."""
+    weights = model.trainable_variables
+    values = [tf.identity(v.value) for v in weights]
+    return flat_space(weights).join(values)
+
+
 def add_to_weights(
     model: keras.Model, change: tf.Tensor, places: Iterable[int] | None = None
 ) -> None:

@@ -10,16 +10,15 @@ from tfkfac.capture.forward import ForwardCall
 from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.curvature.hessian import hessian_operator
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.distributed.shards import Shards
 from tfkfac.distributed.traffic import all_reduce_bytes
 from tfkfac.fosi.layouts import Geometry
 from tfkfac.linalg.lanczos import (
     Lanczos,
     Product,
+    Tridiagonal,
     combine,
     random_vector,
     ritz_pairs,
-    stack_rows,
 )
 
 
@@ -54,7 +53,7 @@ class Estimation:
     ) -> None:
         self.geometry = geometry
         self.group = group
-        self.shards = Shards(geometry.size, group.size)
+        self.shards = geometry.slices(group.size)
         self._seed = seed
 
     def iteration(self, local: Product) -> Lanczos:
@@ -71,10 +70,15 @@ class Estimation:
 
         return Lanczos(product, self.geometry.size, self.draw, self.sum)
 
-    def sum(self, vector: tf.Tensor) -> tf.Tensor:
-        """Sum over the group."""
-        (total,) = self.group.all_reduce([vector])
-        return total
+    def sum(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Sum over the group of numbers, up to one more than steps."""
+        if self.group.size == 1:
+            return numbers
+        # A collective wants a fixed shape, and rows come in.
+        count, most = tf.size(numbers), self.geometry.steps + 1
+        padded = tf.pad(numbers, [[0, most - count]])
+        (total,) = self.group.all_reduce([tf.ensure_shape(padded, [most])])
+        return total[:count]
 
     def differentiable_sum(self, vector: tf.Tensor) -> tf.Tensor:
         """Sum over the group, differentiable any number of times."""
@@ -91,18 +95,16 @@ class Estimation:
         return tf.cast(own, self.geometry.dtype)
 
     def spectrum(
-        self,
-        numbers: tuple[tf.Tensor, tf.Tensor, tf.Tensor],
-        matrices: Sequence[tf.Tensor],
+        self, tridiagonal: Tridiagonal, matrices: Sequence[tf.Tensor]
     ) -> Spectrum:
         """Returns the Ritz pairs.
 
         Args:
-            numbers: Diagonal, coupling and marks of the kept rows.
+            tridiagonal: What the iterations made.
             matrices: The rows of the basis (slices).
         """
         geometry = self.geometry
-        pairs = ritz_pairs(*numbers, geometry.largest, geometry.smallest)
+        pairs = ritz_pairs(tridiagonal, geometry.largest, geometry.smallest)
         weights = tf.cast(pairs.weights, geometry.dtype)
         return Spectrum(
             tf.cast(pairs.values, geometry.dtype),
@@ -112,8 +114,8 @@ class Estimation:
     def run(self, local: Product) -> Spectrum:
         """Does the whole estimation."""
         iteration = self.iteration(local)
-        steps, basis = iteration.run(self.start(), self.geometry.steps)
-        return self.spectrum(stack_rows(steps), basis.matrices())
+        made = iteration.run(self.start(), self.geometry.steps)
+        return self.spectrum(*made)
 
 
 def differentiable_sum(group: Communicator, vector: tf.Tensor) -> tf.Tensor:
@@ -153,16 +155,15 @@ def local_hessian(
 
 def basis_bytes(geometry: Geometry, replicas: int) -> int:
     """Bytes of the basis that each of some replicas keeps."""
-    length = Shards(geometry.size, replicas).length
+    length = geometry.slices(replicas).length
     return geometry.steps * length * geometry.dtype.size
 
 
 def estimation_bytes(geometry: Geometry, replicas: int) -> int:
     """Bytes that each of some replicas receives for an estimation."""
     item, steps = geometry.dtype.size, geometry.steps
-    slices = Shards(geometry.size, replicas).length * (replicas - 1)
-    numbers = 1 + sum(2 * (i + 1) + 1 for i in range(steps))
+    slices = geometry.slices(replicas).length * (replicas - 1)
+    # For the start, and for both orthogonalisations of each iteration.
+    sums = (1 + 2 * steps) * all_reduce_bytes((steps + 1) * item, replicas)
     # A row is gathered and its product reduced to slices.
-    return 2 * steps * slices * item + all_reduce_bytes(
-        numbers * item, replicas
-    )
+    return 2 * steps * slices * item + sums

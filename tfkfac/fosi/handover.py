@@ -6,7 +6,6 @@ import tensorflow as tf
 
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.roles import Roles
-from tfkfac.distributed.shards import Shards
 from tfkfac.fosi.estimation import Spectrum
 from tfkfac.fosi.layouts import Layout
 
@@ -70,7 +69,7 @@ def pieces(
         Worker, accelerator, directions, elements, and where the accelerator's
         slice begins.
     """
-    shards = Shards(layout.geometry.size, len(roles.accelerators))
+    shards = layout.geometry.slices(len(roles.accelerators))
     for position, worker in enumerate(roles.workers):
         rows, elements = layout.part(position)
         for index, accelerator in enumerate(roles.accelerators):

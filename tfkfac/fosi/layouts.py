@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.shards import Shards
 from tfkfac.distributed.traffic import all_reduce_bytes
+from tfkfac.linalg.sums import padded_size, row_products
 from tfkfac.saving.store import Spread
 
 
@@ -35,6 +36,10 @@ class Geometry:
         """Number of directions, r."""
         return self.largest + self.smallest
 
+    def slices(self, count: int) -> Shards:
+        """How some replicas divide a vector, for sums in chunks."""
+        return Shards(self.size, count, padded_size)
+
 
 class Layout(abc.ABC):
     """Which part of the directions V a worker keeps, as rows of V^T.
@@ -47,7 +52,7 @@ class Layout(abc.ABC):
     def __init__(self, geometry: Geometry, workers: int) -> None:
         self.geometry = geometry
         self.workers = workers
-        self.elements = Shards(geometry.size, workers)
+        self.elements = geometry.slices(workers)
         self.columns = Shards(geometry.directions, workers)
 
     # How directions, and numbers that go with them, are spread over workers.
@@ -151,7 +156,7 @@ class RowsLayout(Layout):
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """See `Layout.project_out`."""
         own = self.elements.reduce(gradient, group)
-        (inside,) = group.all_reduce([tf.linalg.matvec(directions, own)])
+        (inside,) = group.all_reduce([row_products(directions, own)])
         own -= tf.linalg.matvec(directions, inside, transpose_a=True)
         return inside, self.elements.gather(own, group)
 
@@ -169,7 +174,7 @@ class RowsLayout(Layout):
     ) -> tf.Tensor:
         """See `Layout.coefficients`."""
         own = self.elements.own(vector, group.rank)
-        (total,) = group.all_reduce([tf.linalg.matvec(directions, own)])
+        (total,) = group.all_reduce([row_products(directions, own)])
         return total
 
     def combine(
@@ -207,6 +212,10 @@ class ColumnsLayout(Layout):
     Every product with V is a sum over the workers of vectors of length n.
     """
 
+    @property
+    def _whole(self) -> Shards:
+        return self.geometry.slices(1)
+
     spread = Spread.DIRECTIONS
     number_spread = Spread.DIRECTIONS
 
@@ -220,7 +229,7 @@ class ColumnsLayout(Layout):
     @property
     def shape(self) -> tuple[int, int]:
         """See `Layout.shape`."""
-        return self.columns.length, self.geometry.size
+        return self.columns.length, self._whole.length
 
     def own(self, numbers: tf.Tensor, rank: int) -> tf.Tensor:
         """See `Layout.own`."""
@@ -230,7 +239,7 @@ class ColumnsLayout(Layout):
         self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
     ) -> tf.Tensor:
         """See `Layout.coefficients`: those of the own directions."""
-        return tf.linalg.matvec(directions, vector)
+        return row_products(directions, self._whole.own(vector, 0))
 
     def combine(
         self,
@@ -242,7 +251,7 @@ class ColumnsLayout(Layout):
         sums = []
         for one in weights:
             own = tf.linalg.matvec(directions, one, transpose_a=True)
-            sums += group.all_reduce([own])
+            sums += group.all_reduce([self._whole.gather(own, group)])
         return tf.add_n(sums)
 
     def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
@@ -257,7 +266,7 @@ class ColumnsLayout(Layout):
         received = group.all_to_all(tf.stack(parts))
         whole = tf.transpose(received, [1, 0, 2])
         flat = tf.reshape(whole, [self.columns.length, -1])
-        return flat[:, : self.geometry.size]
+        return self._whole.own(flat[:, : self.geometry.size], 0)
 
     def part(self, rank: int) -> tuple[slice, slice]:
         """See `Layout.part`."""

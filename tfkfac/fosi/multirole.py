@@ -12,12 +12,11 @@ from tfkfac.capture.forward import ForwardCall, ForwardTap, find_call
 from tfkfac.capture.trace import TraceStore, current_store, replica_id
 from tfkfac.capture.walk import walk
 from tfkfac.checks import is_number
-from tfkfac.compat.graphs import in_graph, stamp_time, state_variable
+from tfkfac.compat.graphs import in_graph, stamp_time
 from tfkfac.compat.inner_update import own_copy
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.roles import Roles, assign_roles
-from tfkfac.distributed.shards import Shards
 from tfkfac.distributed.traffic import gradient_bytes
 from tfkfac.fosi.accelerator import Accelerator
 from tfkfac.fosi.directions import (
@@ -25,6 +24,7 @@ from tfkfac.fosi.directions import (
     add_to_weights,
     adopt,
     flat_gradient,
+    flat_weights,
 )
 from tfkfac.fosi.estimation import (
     Estimation,
@@ -33,6 +33,7 @@ from tfkfac.fosi.estimation import (
     estimation_bytes,
 )
 from tfkfac.fosi.estimator import Estimator, Train
+from tfkfac.fosi.final_update import FinalUpdate
 from tfkfac.fosi.handover import hand_over, piece_bytes
 from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.moments import synchronized_layers, tap_moments
@@ -116,15 +117,12 @@ class BesideSteps(Estimator):
     def _new(self, rank: int, layout: Layout) -> RoleState:
         geometry, replicas = layout.geometry, self.job.topology.replicas
         if not self.roles.trains(rank):
-            shards = Shards(geometry.size, len(self.roles.accelerators))
+            shards = geometry.slices(len(self.roles.accelerators))
             accelerator = Accelerator(geometry, shards.length)
             return RoleState(layout, None, accelerator, None, replicas)
-        total = None
-        if self.final_update == "paper":
-            zeros = tf.zeros([geometry.size])
-            total = state_variable(zeros, geometry.dtype, "gradient_sum")
+        final = FinalUpdate(geometry) if self.final_update == "paper" else None
         subspace = self.new_subspace(layout)
-        return RoleState(layout, subspace, None, total, replicas)
+        return RoleState(layout, subspace, None, final, replicas)
 
     # ------------------------------------------------------------ the step
     @override
@@ -137,8 +135,8 @@ class BesideSteps(Estimator):
         if state.accelerator is not None:
             call = find_call(model, step.batch, calls)
             self._accelerate(state, mine, call, begins, target)
-        elif self.final_update == "paper":
-            self._train_and_sum(mine, state)
+        elif state.final_update is not None:
+            self._train_and_sum(mine, state.final_update, begins)
         else:
             train(mine, state, lambda: None)
         state.progress.assign(target)
@@ -173,17 +171,21 @@ class BesideSteps(Estimator):
         interval = self.search.interval.get()
         return math.ceil(steps / interval) if is_number(interval) else steps
 
-    def _train_and_sum(self, step: Step, state: RoleState) -> None:
+    def _train_and_sum(
+        self, step: Step, final: FinalUpdate, begins: tf.Tensor
+    ) -> None:
         """The inner optimizer's step; the gradient is remembered."""
         step.reduce()
 
+        def begin() -> tf.Tensor:
+            final.begin(flat_weights(self.job.model))
+            return tf.constant(0)
+
         def direction() -> Update:
-            assert state.gradient_sum is not None
-            gradient = flat_gradient(step)
-            begun = tf.cast(state.last >= 0, gradient.dtype)
-            state.gradient_sum.assign_add(begun * gradient)
+            final.add(flat_gradient(step))
             return Update(step.gradients)
 
+        tf.cond(begins, begin, lambda: tf.constant(0))
         step.apply_if_finite(direction)
 
     def _accelerate(
@@ -202,7 +204,7 @@ class BesideSteps(Estimator):
         shares = step.loss.shares
 
         def begin() -> tf.Tensor:
-            weights = self.job.model.trainable_variables
+            weights = flat_weights(self.job.model)
             accelerator.begin(step.batch, call, weights, shares, estimation)
             return tf.constant(0)
 
@@ -215,7 +217,6 @@ class BesideSteps(Estimator):
                 estimation,
                 tf.convert_to_tensor(state.progress),
                 target,
-                self._most_iterations(geometry.steps),
             )
             return tf.constant(0)
 
@@ -228,7 +229,7 @@ class BesideSteps(Estimator):
         counter = own_copy(raw_iterations(self.job.inner_optimizer).value)
         done = [tf.identity(counter)]
         if state.accelerator is not None:
-            done.append(tf.identity(state.accelerator.diagonal))
+            done.append(tf.identity(state.accelerator.tridiagonal.diagonal))
         before = tf.identity(state.left)
         with tf.control_dependencies([*done, before]):
             arrived = stamp_time(state.arrived)
@@ -270,19 +271,14 @@ class BesideSteps(Estimator):
         tf.cond(ends, take_over, lambda: tf.convert_to_tensor(state.progress))
 
     def _final_update(self, state: RoleState, group: Communicator) -> None:
-        """A Newton step with the interval's gradients, as published (eq. 17).
-
-        Without the second projection there, which changes nothing.
-        """
-        if state.gradient_sum is None:
+        """What workers do at the end of an interval, as published."""
+        if state.final_update is None:
             return
+        weights = flat_weights(self.job.model)
+        alpha = tf.cast(self._alpha.at(self.job.clock), weights.dtype)
         subspace = state.existing_subspace
-        total = tf.convert_to_tensor(state.gradient_sum)
-        inside = subspace.coefficients(total, group)
-        alpha = tf.cast(self._alpha.at(self.job.clock), total.dtype)
-        newton = alpha * inside * subspace.inverse_curvature(group.rank)
-        add_to_weights(self.job.model, -subspace.combine([newton], group))
-        state.gradient_sum.assign(tf.zeros_like(total))
+        move = state.final_update.move(weights, subspace, alpha, group)
+        add_to_weights(self.job.model, move)
 
     def _send_weights(self, state: RoleState, everyone: Communicator) -> None:
         """Gives the accelerators the first worker's variables."""

@@ -77,9 +77,10 @@ class FOSI(SecondOrderOptimizer):
         final_update: With accelerators, what workers do with the result:
             "stale" (steps as above with it, in the next interval) or "paper"
             (the inner optimizer's steps, and at the end of an interval one
-            Newton step with the sum of all its gradients, as published: it
-            diverges for `alpha` times `update_interval` above 2 and is there
-            to reproduce the paper). Defaults to "stale".
+            Newton step with the sum of all its gradients, which also takes
+            back what those steps moved in the directions, as published in
+            equation 17: it diverges for `alpha` times `update_interval` above
+            2 and is there to reproduce the paper). Defaults to "stale".
         seed: Seed of the Lanczos iteration's start vector.
         name: Name of the optimizer.
 

@@ -5,6 +5,7 @@ import tensorflow as tf
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.fosi.accelerator import Accelerator
+from tfkfac.fosi.final_update import FinalUpdate
 from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.subspace import Subspace
 from tfkfac.saving.store import Entry
@@ -56,8 +57,8 @@ class RoleState(State):
     Attributes:
         accelerator: The iteration under way; None on workers.
         progress: Number of its iterations done; 0 when none is under way.
-        gradient_sum: Sum of the gradients of an interval, for the published
-            final update on workers.
+        final_update: What workers remember of an interval for the published
+            final update; None without it.
         times: Idle and all seconds of each replica `(replicas, 2)`.
         arrived: When this replica last came to the meeting that ends a step.
         left: When it last left it.
@@ -68,12 +69,12 @@ class RoleState(State):
         layout: Layout,
         subspace: Subspace | None,
         accelerator: Accelerator | None,
-        gradient_sum: tf.Variable | None,
+        final_update: FinalUpdate | None,
         replicas: int,
     ) -> None:
         super().__init__(layout, subspace)
         self.accelerator = accelerator
-        self.gradient_sum = gradient_sum
+        self.final_update = final_update
         self.progress = state_variable(0, "int64", "progress")
         times = tf.zeros([replicas, 2])
         self.times = state_variable(times, "float64", "times")

@@ -55,8 +55,8 @@ class StepReport(Tracked):
             [ruled],
             [self.hints],
             [name],
-            f"kl_clip has shortened nearly all of the first {_FIRST} steps. Are "
-            "the model's inputs normalised? A smaller learning rate or a "
+            f"kl_clip has shortened nearly all of the first {_FIRST} steps. "
+            "Are the model's inputs normalised? A smaller learning rate or a "
             "larger damping may help too; see `optimizer.last_step`.",
         )
 

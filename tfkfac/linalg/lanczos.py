@@ -11,40 +11,20 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfkfac.compat.graphs import called_often
+from tfkfac.compat.graphs import in_xla, repeat
+from tfkfac.compat.rows import new_rows, set_row
+from tfkfac.linalg.sums import row_products
 from tfkfac.linalg.symmetric import rounding
 
 Product = Callable[[tf.Tensor], tf.Tensor]
 
-# Rows of the basis are copied once, when a block of so many is full.
-BLOCK_ROWS = 8
-
-
-class Basis:
-    """Rows of equal length, of which more come in."""
-
-    def __init__(self) -> None:
-        self._blocks: list[tf.Tensor] = []
-        self._rows: list[tf.Tensor] = []
-
-    def add(self, row: tf.Tensor) -> list[tf.Tensor]:
-        """Adds a row and returns all, as matrices."""
-        self._rows.append(row)
-        return self.matrices()
-
-    def matrices(self) -> list[tf.Tensor]:
-        """Returns the rows, as matrices of up to `BLOCK_ROWS` of them."""
-        if len(self._rows) == BLOCK_ROWS:
-            self._blocks.append(tf.stack(self._rows))
-            self._rows = []
-        loose = [tf.stack(self._rows)] if self._rows else []
-        return [*self._blocks, *loose]
+# Rows of an eager basis are copied once, when a block of so many is full.
+_BLOCK_ROWS = 8
 
 
 def coefficients(matrices: Sequence[tf.Tensor], vector: tf.Tensor) -> tf.Tensor:
     """Products of rows with a vector of their length."""
-    column = vector[:, None]
-    return tf.concat([tf.matmul(m, column) for m in matrices], 0)[:, 0]
+    return tf.concat([row_products(m, vector) for m in matrices], 0)
 
 
 def combine(matrices: Sequence[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
@@ -63,7 +43,7 @@ def project_out(
 def _terms(
     matrices: Sequence[tf.Tensor], weights: tf.Tensor
 ) -> list[tf.Tensor]:
-    parts = tf.split(weights, [m.shape[0] for m in matrices], axis=1)
+    parts = tf.split(weights, [tf.shape(m)[0] for m in matrices], axis=1)
     return [tf.matmul(w, m) for m, w in zip(matrices, parts, strict=True)]
 
 
@@ -85,18 +65,32 @@ class Candidate(NamedTuple):
     rows: tf.Tensor
 
 
-class TridiagonalRow(NamedTuple):
-    """What one iteration adds to the tridiagonal matrix.
+class Tridiagonal(NamedTuple):
+    """The tridiagonal matrix, or what one iteration adds to it.
 
     Attributes:
-        diagonal: Element of the diagonal.
-        coupling: The one between this row and the next.
-        kept: Whether the row counts; a row of zeros does not.
+        diagonal: Elements of the diagonal.
+        coupling: Those between a row and the next.
+        kept: Whether a row counts; a row of zeros does not.
     """
 
     diagonal: tf.Tensor
     coupling: tf.Tensor
     kept: tf.Tensor
+
+
+class Krylov(NamedTuple):
+    """What there is after some of the iterations.
+
+    Attributes:
+        basis: Rows `(steps, length)`; those to come are zero.
+        tridiagonal: Vectors `(steps,)`.
+        candidate: What the next row is made of.
+    """
+
+    basis: tf.Tensor
+    tridiagonal: Tridiagonal
+    candidate: Candidate
 
 
 class Lanczos:
@@ -127,8 +121,77 @@ class Lanczos:
         self._size = size
         self._draw = draw
         self._reduce = reduce
-        self._begin = called_often(self._multiply)
-        self._end = called_often(self._judge)
+
+    def run(
+        self, vector: tf.Tensor, steps: int
+    ) -> tuple[Tridiagonal, list[tf.Tensor]]:
+        """Does all iterations.
+
+        Args:
+            vector: Start vector (a shard).
+            steps: Number of iterations.
+
+        Returns:
+            The tridiagonal matrix, and the rows of the basis in matrices.
+        """
+        if tf.executing_eagerly():
+            return self._run_eagerly(vector, steps)
+        state = self.advance(self.begin(vector, steps), 0, steps)
+        return state.tridiagonal, [state.basis]
+
+    def begin(self, vector: tf.Tensor, steps: int) -> Krylov:
+        """Returns what there is before the first iteration."""
+        numbers = tf.zeros([steps], vector.dtype)
+        return Krylov(
+            new_rows(steps, vector.shape[0], vector.dtype),
+            Tridiagonal(numbers, numbers, tf.zeros([steps], tf.bool)),
+            self.start(vector),
+        )
+
+    def advance(
+        self, state: Krylov, first: int | tf.Tensor, end: int | tf.Tensor
+    ) -> Krylov:
+        """Does the iterations from number `first` up to `end`, in a graph."""
+
+        def iterate(index: tf.Tensor, state: Krylov) -> Krylov:
+            place = tf.range(state.basis.shape[0]) == index
+            added: list[tf.Tensor] = []
+
+            def add(row: tf.Tensor) -> list[tf.Tensor]:
+                basis = set_row(state.basis, index, row)
+                added.append(basis)
+                # XLA wants a fixed shape: rows of zeros add nothing.
+                return [basis if in_xla() else basis[: index + 1]]
+
+            new, candidate = self.iterate(add, state.candidate, index)
+            numbers = [
+                tf.where(place, number, vector)
+                for number, vector in zip(new, state.tridiagonal, strict=True)
+            ]
+            return Krylov(added[0], Tridiagonal(*numbers), candidate)
+
+        return repeat(iterate, state, first, end)
+
+    def _run_eagerly(
+        self, vector: tf.Tensor, steps: int
+    ) -> tuple[Tridiagonal, list[tf.Tensor]]:
+        """Like `run`. Outside of graphs a change of a matrix copies it."""
+        blocks: list[tf.Tensor] = []
+        rows: list[tf.Tensor] = []
+
+        def add(row: tf.Tensor) -> list[tf.Tensor]:
+            if len(rows) == _BLOCK_ROWS:
+                blocks.append(tf.stack(rows))
+                rows.clear()
+            rows.append(row)
+            return [*blocks, tf.stack(rows)]
+
+        candidate, made = self.start(vector), []
+        for index in range(steps):
+            new, candidate = self.iterate(add, candidate, tf.constant(index))
+            made.append(new)
+        numbers = [tf.stack(values) for values in zip(*made, strict=True)]
+        return Tridiagonal(*numbers), [*blocks, tf.stack(rows)]
 
     def start(self, vector: tf.Tensor) -> Candidate:
         """Returns the first candidate, for a start vector (a shard)."""
@@ -144,7 +207,7 @@ class Lanczos:
         add: Callable[[tf.Tensor], Sequence[tf.Tensor]],
         candidate: Candidate,
         index: tf.Tensor,
-    ) -> tuple[TridiagonalRow, Candidate]:
+    ) -> tuple[Tridiagonal, Candidate]:
         """Does one iteration.
 
         Args:
@@ -153,7 +216,7 @@ class Lanczos:
             candidate: What the row is made of.
             index: Number of the iteration.
         """
-        row, image = self._begin(candidate)
+        row, image = self._multiply(candidate)
         matrices = add(row)
         first = self._reduce(coefficients(matrices, image))
         image = project_out(matrices, first, image)
@@ -164,11 +227,11 @@ class Lanczos:
         image = project_out(matrices, second, image)
         removed = tf.reduce_sum(second * second)
         diagonal = first[index] + second[index]
-        coupling, following = self._end(
+        coupling, following = self._judge(
             candidate, image, square, removed, diagonal, index
         )
         kept = ~candidate.fresh
-        return TridiagonalRow(diagonal, coupling, kept), following
+        return Tridiagonal(diagonal, coupling, kept), following
 
     def _multiply(self, candidate: Candidate) -> tuple[tf.Tensor, tf.Tensor]:
         """The row of a candidate, and its product or what takes its place."""
@@ -213,19 +276,6 @@ class Lanczos:
         length = tf.where(broken, one, length)
         return coupling, Candidate(vector, length, broken, scale, rows)
 
-    def run(
-        self, vector: tf.Tensor, steps: int
-    ) -> tuple[list[TridiagonalRow], Basis]:
-        """Does all iterations from a start vector (a shard)."""
-        basis, made = Basis(), []
-        candidate = self.start(vector)
-        for index in range(steps):
-            step, candidate = self.iterate(
-                basis.add, candidate, tf.constant(index)
-            )
-            made.append(step)
-        return made, basis
-
 
 class RitzPairs(NamedTuple):
     """The ends of the spectrum.
@@ -243,23 +293,18 @@ class RitzPairs(NamedTuple):
 
 
 def ritz_pairs(
-    diagonal: tf.Tensor,
-    coupling: tf.Tensor,
-    kept: tf.Tensor,
-    num_largest: int,
-    num_smallest: int,
+    tridiagonal: Tridiagonal, num_largest: int, num_smallest: int
 ) -> RitzPairs:
     """Decomposes the tridiagonal matrix.
 
     Args:
-        diagonal: `(steps,)`.
-        coupling: `(steps,)`; the last element couples to nothing.
-        kept: `(steps,)`, whether a row counts.
+        tridiagonal: The matrix; its last row couples to nothing.
         num_largest: Number of pairs from the upper end.
         num_smallest: Number of pairs from the lower end.
     """
-    diagonal = tf.cast(diagonal, tf.float64)
-    coupling = tf.cast(coupling[:-1], tf.float64)
+    diagonal = tf.cast(tridiagonal.diagonal, tf.float64)
+    coupling = tf.cast(tridiagonal.coupling[:-1], tf.float64)
+    kept = tridiagonal.kept
     numbers = tf.concat([diagonal, coupling], 0)
     finite = tf.reduce_all(tf.math.is_finite(numbers))
     # Rows that do not count get an eigenvalue above all others.
@@ -285,17 +330,6 @@ def ritz_pairs(
     return RitzPairs(
         tf.where(finite, tf.gather(values, order), nan),
         tf.gather(weights, order),
-    )
-
-
-def stack_rows(
-    rows: Sequence[TridiagonalRow],
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Returns diagonal, coupling and marks of the rows that count."""
-    return (
-        tf.stack([row.diagonal for row in rows]),
-        tf.stack([row.coupling for row in rows]),
-        tf.stack([row.kept for row in rows]),
     )
 
 
