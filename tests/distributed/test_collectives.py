@@ -50,9 +50,10 @@ def test_bfloat16_factors_are_counted_as_they_are_sent(pool: Pool) -> None:
     (found,) = JOBS.results(pool, "mirrored: half over NCCL")
     inputs, outputs = (5, 6, 6), (5, 5, 3)
     elements = sum(n * n for n in inputs + outputs)
-    rows = len(inputs + outputs)
+    # Each factor comes with its number of rows and its unit.
+    scalars = 2 * len(inputs + outputs)
     # Each of two replicas receives half of the sum, twice.
-    assert found["bytes"]["factor"]["factors"] == 4 * (elements + rows)
+    assert found["bytes"]["factor"]["factors"] == 4 * (elements + scalars)
 
 
 @pytest.mark.parametrize("job", SINGLE)
