@@ -63,3 +63,35 @@ def test_the_hint_is_given_once(kl_clip: float, capfd: Any) -> None:
     lines: list[str] = []
     model.optimizer.summary(print_fn=lines.append)
     assert ("kl_clip ruled" in lines[0]) == (kl_clip == 1e-12)
+
+
+@pytest.mark.parametrize("loss", ["mean", "sum", "token means", "token sums"])
+@pytest.mark.parametrize("ends", ["plainly", "after a normalisation"])
+def test_a_summed_loss_of_a_custom_loop_is_told(
+    loss: str, ends: str, capfd: Any
+) -> None:
+    """Of a cross-entropy; a mean over examples is never taken for a sum."""
+    normalised = [layers.LayerNormalization()] if ends != "plainly" else []
+    model = keras.Sequential(
+        [keras.Input((4, 3)), layers.Dense(5), *normalised, layers.Dense(3)]
+    )
+    optimizer = tfkfac.KFAC().attach(model)
+    x = RNG.normal(size=(8, 4, 3)).astype("float32")
+    labels = RNG.integers(0, 3, size=(8, 4))
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                labels, model(x, training=True)
+            )
+            total = {
+                "mean": tf.reduce_mean(losses[:, 0]),
+                "sum": tf.reduce_sum(losses),
+                "token means": tf.reduce_mean(losses),
+                "token sums": tf.reduce_mean(tf.reduce_sum(losses, 1)),
+            }[loss]
+        variables = model.trainable_variables
+        optimizer.apply(
+            tape.gradient(total, [v.value for v in variables]), variables
+        )
+    said = capfd.readouterr().err.count("the loss looks like the sum")
+    assert said == (loss == "sum")

@@ -17,6 +17,8 @@ class Record:
         mask: Keras mask of the input, or None.
         kwargs: The other arguments of the call, by name.
         moments: Mean and variance that a batch normalisation computed.
+        order: Grows in the order in which gradients came: a smaller one is of
+            a layer nearer to the loss.
     """
 
     inputs: Any
@@ -24,3 +26,4 @@ class Record:
     mask: tf.Tensor | None = None
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     moments: tuple[tf.Tensor, tf.Tensor] | None = None
+    order: int = 0

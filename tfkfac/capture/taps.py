@@ -145,8 +145,8 @@ class Tap:
             # that was not for this optimizer (a saliency map, the other half
             # of a GAN) or of an earlier micro-batch.
             notes = [note for note in store.get(key, ()) if note.noted > called]
-            record = Record(inputs, gradient, mask, rest, moments)
             noted = next(_moments_in_time)
+            record = Record(inputs, gradient, mask, rest, moments, noted)
             store[key] = [*notes, Note(called, noted, record)]
 
         with listening(layer, note) as passed:

@@ -221,6 +221,18 @@ def is_wanted(state: Preconditioner, due: tf.Tensor) -> tf.Tensor:
     return tf.logical_and(state.observed > 0, new)
 
 
+def gradient_matrices(
+    active: Sequence[ActiveBlock], gradients: Gradients, unit: tf.Tensor
+) -> dict[int, tf.Tensor]:
+    """The gradients of the blocks in units of the loss, by position."""
+    scale = tf.math.divide_no_nan(tf.ones_like(unit), unit)
+    return {
+        one.position: one.block.to_matrix([gradients[i] for i in one.indices])
+        * one.block.cast(scale)
+        for one in active
+    }
+
+
 def put_back(
     active: Sequence[ActiveBlock],
     matrices: Sequence[tf.Tensor],

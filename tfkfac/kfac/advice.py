@@ -1,9 +1,13 @@
 """What users are told, once, of a model or a setting that will disappoint."""
 
+from collections.abc import Sequence
+
 import keras
+import tensorflow as tf
 
 from tfkfac.blocks.registry import Registry
 from tfkfac.capture.walk import SKIPPED
+from tfkfac.kfac.active import ActiveBlock
 from tfkfac.solvers import Solver
 from tfkfac.solvers.eigen import EigenSolver
 from tfkfac.wrapper.support import uses_xla
@@ -12,6 +16,8 @@ from tfkfac.wrapper.support import uses_xla
 _LOW_COVERAGE = 0.5
 # Layers named by the warning of it.
 _MOST_NAMED = 3
+# 2, and room for rounding.
+_LARGEST_SOFTMAX = 2.02
 
 
 def coverage_warning(registry: Registry, model: str, inner: str) -> str | None:
@@ -59,3 +65,31 @@ def solver_warning(model: keras.Model, solver: type[Solver]) -> str | None:
         "and about 1e-6 accurate. Compile the model with jit_compile=False, or "
         "use KFAC(solver='inverse')."
     )
+
+
+def looks_summed(
+    layers: Sequence[ActiveBlock], scale: tf.Tensor
+) -> tf.Tensor | None:
+    """Whether a loss that nobody has seen is a sum, taken for a mean.
+
+    It can be told of a softmax cross-entropy: an example's gradient at the
+    logits adds up to 0, and its absolute values to 2 at most.
+
+    Args:
+        layers: The blocks of the step.
+        scale: What makes an example's own gradient of the recorded ones, and
+            the number of examples, if the loss is their mean.
+
+    Returns:
+        A scalar bool; None where it cannot be told.
+    """
+    if not layers:
+        return None
+    last = min(layers, key=lambda one: min(r.order for r in one.records))
+    g = last.block.rows(last.records[-1]).g
+    if g.shape.rank != 3 or g.shape[-1] == 1:
+        return None
+    g *= tf.cast(scale, g.dtype) * tf.cast(tf.shape(g)[0], g.dtype)
+    sizes = tf.reduce_sum(tf.abs(g), -1)
+    is_softmax = tf.reduce_all(tf.abs(tf.reduce_sum(g, -1)) <= 1e-3 * sizes)
+    return is_softmax & (tf.reduce_mean(sizes) > _LARGEST_SOFTMAX)

@@ -20,13 +20,18 @@ from tfkfac.kfac.active import (
     active_blocks,
     any_of,
     decompose_owned,
+    gradient_matrices,
     is_wanted,
     put_back,
     replace_decompositions,
     report_unexplained,
     update_averages,
 )
-from tfkfac.kfac.advice import coverage_warning, solver_warning
+from tfkfac.kfac.advice import (
+    coverage_warning,
+    looks_summed,
+    solver_warning,
+)
 from tfkfac.kfac.clip import clip_step
 from tfkfac.kfac.pending import Pending
 from tfkfac.kfac.placement import Placement
@@ -161,6 +166,9 @@ class KFACMethod(Method):
     ) -> Statistics:
         """What this replica's batch says of the factors, by position."""
         scale = step.row_scale()
+        if step.loss.terms is None:
+            report = self.job.own(self.states).report
+            report.note_sum(looks_summed(layers, scale), self.job.name)
         return {
             one.position: batch_statistics(
                 one.block,
@@ -253,16 +261,7 @@ class KFACMethod(Method):
             Gradient matrices `W` of the negative log-likelihood and `P`, the
             preconditioned ones.
         """
-        unit = tf.math.divide_no_nan(
-            tf.ones_like(step.loss.unit), step.loss.unit
-        )
-        plain = {
-            one.position: one.block.to_matrix(
-                [step.gradients[i] for i in one.indices]
-            )
-            * one.block.cast(unit)
-            for one in layers
-        }
+        plain = gradient_matrices(layers, step.gradients, step.loss.unit)
         own = {
             one.position: one.state.decomposition.apply(
                 LayerGradient(plain[one.position])

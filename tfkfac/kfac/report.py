@@ -1,4 +1,4 @@
-"""What the last step did, and a hint when the clip rules all of them."""
+"""What the last step did, and hints when steps are shorter than need be."""
 
 import tensorflow as tf
 
@@ -19,6 +19,7 @@ class StepReport(Tracked):
         steps: Number of steps so far.
         clipped: Number of the first of them that the clip has shortened.
         hints: 1 once the hint has been given.
+        sums: Number of times that the loss has looked like a sum.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class StepReport(Tracked):
         self.steps = state_variable(0, "int64", "reported_steps")
         self.clipped = state_variable(0, "int64", "clipped_steps")
         self.hints = state_variable(0, "int64", "clip_hints")
+        self.sums = state_variable(0, "int64", "summed_losses")
         self._values = {
             name: state_variable(0.0, "float64", name)
             for name in ("clip_factor", "length", "damping")
@@ -58,6 +60,19 @@ class StepReport(Tracked):
             f"kl_clip has shortened nearly all of the first {_FIRST} steps. "
             "Are the model's inputs normalised? A smaller learning rate or a "
             "larger damping may help too; see `optimizer.last_step`.",
+        )
+
+    def note_sum(self, summed: tf.Tensor | None, name: str) -> None:
+        """Notes whether the loss looks like a sum that is taken for a mean."""
+        if summed is None:
+            return
+        count_events(
+            [summed],
+            [self.sums],
+            [name],
+            "the loss looks like the sum over the examples, but is taken for "
+            "their mean, which makes steps too short. Divide it by their "
+            "number, or say `optimizer.attach(model, loss_terms=1)`.",
         )
 
     def values(self) -> dict[str, float]:

@@ -147,8 +147,10 @@ class State(Tracked):
 
     def events(self) -> list[tuple[str, tf.Variable]]:
         """What can go wrong, and how often it did."""
-        text = "times that kl_clip ruled the first steps"
-        events = [(text, self.report.hints)]
+        events = [
+            ("times that kl_clip ruled the first steps", self.report.hints),
+            ("times that the loss looked like a sum", self.report.sums),
+        ]
         for p in self.preconditioners:
             text = f"gradients of other passes in {p.block.path}"
             events.append((text, p.unexplained))
