@@ -57,6 +57,19 @@ def test_vector_of_split() -> None:
     np.testing.assert_array_equal(flat.join(flat.split(vector)), vector)
 
 
+def test_the_length_is_static() -> None:
+    """A graph does not know the shape of a sparse gradient made dense."""
+    flat = FlatSpace([(4, 2), (3,)], [tf.float32] * 2)
+
+    @tf.function
+    def join(rows: tf.Tensor, indices: tf.Tensor, shape: tf.Tensor) -> None:
+        dense = tf.convert_to_tensor(tf.IndexedSlices(rows, indices, shape))
+        assert dense.shape != (4, 2)
+        assert flat.join([dense, tf.ones(3)]).shape == (11,)
+
+    join(tf.ones([2, 2]), tf.constant([1, 3]), tf.constant([4, 2]))
+
+
 def test_order_is_row_major() -> None:
     flat = FlatSpace([(2, 2), (1,)], [tf.float32] * 2)
     vector = flat.join([tf.constant([[1.0, 2], [3, 4]]), tf.constant([5.0])])

@@ -29,11 +29,14 @@ class FlatSpace:
         return sum(self._sizes)
 
     def join(self, tensors: Sequence[tf.Tensor | None]) -> tf.Tensor:
-        """Returns the vector of some tensors; None is zero."""
+        """Returns the vector of some tensors; None is zero.
+
+        Its length is static, whatever is known of the shapes of the tensors.
+        """
         parts = [
             tf.zeros([size], self.dtype)
             if tensor is None
-            else tf.cast(tf.reshape(tensor, [-1]), self.dtype)
+            else tf.cast(tf.reshape(tensor, [size]), self.dtype)
             for tensor, size in zip(tensors, self._sizes, strict=True)
         ]
         return tf.concat(parts, 0)
