@@ -87,16 +87,15 @@ def test_state_is_made_where_it_is_kept(
     model = sequential(layers.Dense(3), shape=(999,))
     (block,) = build_registry(model, ()).blocks
     tracemalloc.start()
-    state = Preconditioner(
-        block, SOLVERS[solver](), ["A", "G"], True, dtype, dtype
-    )
+    state = Preconditioner(block, SOLVERS[solver](), ["A", "G"], True, dtype)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1000**2
     assert state.factors is not None
     assert state.decomposition is not None
     a, b = state.factors.averages[0], state.decomposition.tensors[0]
-    assert a.dtype == b.dtype == (dtype or tf.float32)
+    assert a.dtype == tf.float32
+    assert b.dtype == (dtype or tf.float32)
     assert not np.asarray(tf.cast(a, tf.float32)).any()
     names = state.decomposition.names
     one = state.decomposition.tensors[names.index("A")]

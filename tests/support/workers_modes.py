@@ -516,7 +516,11 @@ def kept_bytes(state: Any) -> dict[str, int]:
         return sum(v.shape.num_elements() * v.dtype.size for v in variables)
 
     kept = state.preconditioners
-    return {
+    pending = {}
+    if state.pending is not None:
+        variables = [v for v in state.pending.variables if v.shape.rank]
+        pending["accumulation"] = size(variables)
+    return pending | {
         "factors": sum(size(p.factors.averages) for p in kept if p.factors),
         "decompositions": sum(
             size(p.decomposition.tensors) for p in kept if p.decomposition

@@ -29,8 +29,10 @@ def network(case: str) -> keras.Model:
     masked = layers.Masking()(inputs)
     hidden = layers.Dense(5, activation="tanh", name="hidden")
     if case == "outputs":
-        heads = [layers.Dense(2)(hidden(h)) for h in (masked, inputs)]
-        return keras.Model(inputs, heads)
+        heads = [layers.Dense(2, name=name) for name in ("one", "two")]
+        return keras.Model(
+            inputs, [heads[0](hidden(masked)), heads[1](hidden(inputs))]
+        )
     h = hidden(masked if case == "mask" else inputs)
     return keras.Model(inputs, layers.Dense(2, name="out")(h))
 

@@ -384,7 +384,10 @@ class KFACMethod(Method):
 
     @override
     def state_bytes(self) -> dict[str, int]:
-        return self.placement.state_bytes(self.job.topology.local[0])
+        size = None
+        if self.gradient_accumulation_steps is not None:
+            size = gradient_bytes(self.job.model.trainable_variables)
+        return self.placement.state_bytes(self.job.topology.local[0], size)
 
     @override
     def communication_bytes(self) -> dict[str, dict[str, int]]:

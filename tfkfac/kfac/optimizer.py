@@ -260,7 +260,8 @@ class KFAC(SecondOrderOptimizer):
         Known before training, for a built model.
 
         Returns:
-            The bytes of "factors", "decompositions" and their "total".
+            The bytes of "factors", "decompositions" and their "total", and of
+            the sums for "accumulation" if there is any.
         """
         return super().state_bytes()
 

@@ -76,16 +76,35 @@ class Placement:
         stored = stored_parts(self.solver.kept(block.factors), dtype)
         return sum(part.elements for part in stored.values()) * dtype.size
 
-    def state_bytes(self, rank: int) -> dict[str, int]:
-        """Bytes of the curvature state of a worker."""
+    def statistic_bytes(self, rank: int, layer: int) -> int:
+        """Bytes of the sums of a block's statistics over micro-batches."""
+        if not self.plan.observes(rank, layer):
+            return 0
+        block = self.blocks[layer]
+        kinds = block.factors.values()
+        return sum(kind.elements + 1 for kind in kinds) * block.dtype.size
+
+    def state_bytes(
+        self, rank: int, accumulated: int | None = None
+    ) -> dict[str, int]:
+        """Bytes of the curvature state of a worker.
+
+        Args:
+            rank: The worker.
+            accumulated: Bytes of the gradients that it adds up over
+                micro-batches; None if it does not.
+        """
         layers = range(len(self.blocks))
-        factors = sum(self.factor_bytes(rank, i) for i in layers)
-        inverses = sum(self.decomposition_bytes(rank, i) for i in layers)
-        return {
-            "factors": factors,
-            "decompositions": inverses,
-            "total": factors + inverses,
+        sizes = {
+            "factors": sum(self.factor_bytes(rank, i) for i in layers),
+            "decompositions": sum(
+                self.decomposition_bytes(rank, i) for i in layers
+            ),
         }
+        if accumulated is not None:
+            statistics = sum(self.statistic_bytes(rank, i) for i in layers)
+            sizes["accumulation"] = accumulated + statistics
+        return {**sizes, "total": sum(sizes.values())}
 
     def communication_bytes(self, rank: int, gradient_bytes: int) -> Kinds:
         """Bytes that a worker receives in each kind of step."""
