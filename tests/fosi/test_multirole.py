@@ -188,15 +188,20 @@ def test_state(results: Results, name: str) -> None:
             shape if rank < workers else None for rank in process["ranks"]
         ]
         assert process["shapes"] == shapes
-        # Of the first replica of the process.
+        # Of the first replica of the process, which has trained.
         kept, slices = process["state_bytes"], -(-size // accelerators)
+        assert kept["total"] == process["kept_bytes"]
+        assert kept["counters"] == 8 * (3 + 1 + 2 * replicas_of(name) + 2)
+        vector, paper = 8 * size, options["final_update"] == "paper"
         if process["ranks"][0] < workers:
             assert kept["basis"] == 0
             assert kept["directions"] >= 8 * np.prod(shape)
+            assert kept["copies"] == 2 * vector * paper
         else:
-            assert kept["basis"] == 8 * options["lanczos_steps"] * slices
+            assert kept["basis"] >= 8 * options["lanczos_steps"] * slices
             assert kept["directions"] == 0
-        assert kept["total"] == kept["basis"] + kept["directions"]
+            # The weights, and a batch of some rows.
+            assert kept["copies"] > vector
 
 
 @pytest.mark.parametrize("name", JOBS.params(CASES))
@@ -209,6 +214,11 @@ def test_traffic(results: Results, name: str) -> None:
         if works:
             assert moved["lanczos"] == moved["weights"] == 0
             assert moved["directions"] > 0
+            if options_of(name)["final_update"] == "paper":
+                assert process["communication_bytes"]["plain"] == {
+                    **dict.fromkeys(moved, 0),
+                    "gradients": moved["gradients"],
+                }
         else:
             assert moved["gradients"] == moved["projections"] == 0
             assert moved["weights"] == sum(v.nbytes for v in variables)

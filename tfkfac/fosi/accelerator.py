@@ -51,6 +51,23 @@ class Accelerator(Tracked):
         )
         self._held: list[tuple[Any, HeldBatch]] = []
 
+    @staticmethod
+    def basis_bytes(geometry: Geometry, length: int) -> int:
+        """Bytes of the basis, the tridiagonal matrix and the candidate."""
+        rows = geometry.steps * (length + 2) + length + 2
+        flags = geometry.steps + 1
+        return rows * geometry.dtype.size + flags + tf.int32.size
+
+    @staticmethod
+    def point_bytes(geometry: Geometry) -> int:
+        """Bytes of the weights that it holds and of its batch's share."""
+        return geometry.size * geometry.dtype.size + tf.float64.size
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of the batches that it holds."""
+        return sum(held.bytes for _, held in self._held)
+
     def begin(
         self,
         batch: LossBatch,

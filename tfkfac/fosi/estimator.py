@@ -135,13 +135,14 @@ class BetweenSteps(Estimator):
 
     @override
     def state_bytes(self, layout: Layout) -> dict[str, int]:
-        directions = Subspace.bytes(layout, self.accumulates())
-        basis = basis_bytes(layout.geometry, layout.workers)
-        return {
-            "directions": directions,
-            "basis": basis,
-            "total": directions + basis,
-        }
+        return with_total(
+            {
+                "directions": Subspace.bytes(layout, self.accumulates()),
+                "basis": basis_bytes(layout.geometry, layout.workers),
+                "copies": 0,
+                "counters": State.bytes(),
+            }
+        )
 
     @override
     def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
@@ -153,6 +154,12 @@ class BetweenSteps(Estimator):
             "estimation": {
                 **plain,
                 "lanczos": estimation_bytes(layout.geometry, layout.workers),
-                "directions": layout.arrangement_bytes(),
+                "directions": layout.arrangement_bytes()
+                + Subspace.carrying_bytes(layout, self.accumulates()),
             },
         }
+
+
+def with_total(kinds: dict[str, int]) -> dict[str, int]:
+    """Adds the sum of some kinds of bytes."""
+    return {**kinds, "total": sum(kinds.values())}

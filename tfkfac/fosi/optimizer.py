@@ -171,12 +171,16 @@ class FOSI(SecondOrderOptimizer):
     def state_bytes(self) -> dict[str, int]:
         """Returns the bytes of this replica's curvature state.
 
-        Known before training, for a built model.
+        Known before training, for a built model, but for the batch that an
+        accelerator holds: its size counts from the first step on.
 
         Returns:
-            The bytes of the "directions" and what goes with them, of the
-            "basis" of the Lanczos iteration, which lives during an estimation
-            only (on accelerators, always), and their "total".
+            The bytes of the "directions" and their momentum, of the "basis" of
+            the Lanczos iteration with what goes with it, which lives during an
+            estimation only (on accelerators, always), of "copies" (on
+            accelerators the weights and the batch of an estimation, on workers
+            with `final_update="paper"` the weights and the sum of the
+            gradients of an interval), of "counters", and their "total".
         """
         return super().state_bytes()
 
@@ -189,9 +193,11 @@ class FOSI(SecondOrderOptimizer):
             For a step of the "warmup", a "plain" one and one with an
             "estimation", the bytes of "gradients", of the "projections" of
             gradient and update, of the "lanczos" iterations, of "directions"
-            on their way to who keeps them, and of the "weights" that
-            accelerators follow. With accelerators an estimation is spread
-            over an interval and its result handed over in one step.
+            on their way to who keeps them with the momentum on its way to
+            them, and of the "weights" that accelerators follow. With
+            accelerators an estimation is spread over an interval and its
+            result handed over in one step. Single numbers are not counted:
+            sizes of batches, whether gradients are finite, times.
         """
         return super().communication_bytes()
 

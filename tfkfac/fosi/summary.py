@@ -37,6 +37,7 @@ def describe(
         ("Estimations", str(estimations)),
         ("State: directions", bytes_text(state["directions"])),
         ("State: Lanczos basis", bytes_text(state["basis"])),
+        ("State: copies", bytes_text(state["copies"])),
         *distribution,
     ]
     if len(spectrum):
