@@ -3,13 +3,26 @@
 >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 """
 
-from tfkfac import curvature
+from tfkfac import blocks, curvature, factors
+from tfkfac.blocks import register_block
+from tfkfac.compat.optimizers import find_by_name
 from tfkfac.compat.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.kfac.optimizer import KFAC
-from tfkfac.wrapper import binding
+from tfkfac.wrapper import binding, carry
 
 __version__ = "0.1.0"
-__all__ = ["FOSI", "KFAC", "MultiWorkerMirroredStrategy", "curvature"]
+__all__ = [
+    "FOSI",
+    "KFAC",
+    "MultiWorkerMirroredStrategy",
+    "blocks",
+    "curvature",
+    "factors",
+    "register_block",
+]
 
 binding.install()
+carry.install()
+find_by_name(KFAC)
+find_by_name(FOSI)

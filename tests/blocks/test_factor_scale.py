@@ -46,19 +46,6 @@ def test_loss_scale_is_undone(eager: bool) -> None:
         assert_close(got, want, 1e-5)
 
 
-@pytest.mark.parametrize("sharing", SHARING)
-def test_loss_per_position_counts_examples(sharing: str) -> None:
-    """Keras' mean over (batch, time) losses: l_n is the mean over time."""
-    layer = layers.Dense(2, name="block")
-    model = one_layer(layer, (3, 4))
-    x = make_input("", (3, 4), BATCH)
-    y = targets(model, x)
-    a = append_one(x.astype(np.float64))
-    g = (a @ np.vstack(weights_of(model)) - y) / 3
-    step = train_once(model, x, y, loss="mse", weight_sharing=sharing)
-    check_factors(step.of("block"), *factors(a, g, sharing))
-
-
 @pytest.mark.parametrize("copies", [2, 5])
 @pytest.mark.parametrize("sharing", SHARING)
 def test_batch_size_invariance(copies: int, sharing: str) -> None:

@@ -4,6 +4,7 @@ The model under test is one layer with the loss on its output, so inputs and
 pre-activation gradients are known in closed form.
 """
 
+import itertools
 from typing import Any
 
 import keras
@@ -53,8 +54,16 @@ def check_reference(
 
 
 # ---------------------------------------------------------- linear layers
-@pytest.mark.parametrize("sharing", SHARING)
-@pytest.mark.parametrize("case", LINEAR)
+@pytest.mark.parametrize(
+    ("case", "sharing"),
+    [
+        *itertools.product(LINEAR, SHARING),
+        # DP-KFAC, eq. 13.
+        *itertools.product(
+            ["dense_rank3", "conv1d_groups", "embedding_sequence"], ["average"]
+        ),
+    ],
+)
 def test_linear_layer(case: str, sharing: str) -> None:
     factory, shape = LINEAR[case]
     layer = factory(name="block")

@@ -125,10 +125,9 @@ def test_padding_mask(sharing: str, eager: bool) -> None:
     y = targets(model, x)
     kernel, bias = weights_of(model)
     a = append_one(x.astype(np.float64))
-    # mean over all valid positions of the mean over 2 features.
-    residual = a @ np.vstack([kernel, bias]) - y
-    g = len(x) * residual * MASK[..., None] / MASK.sum()
-    A, G = factors(a, g, sharing, MASK)
+    # The terms are the valid positions, the unit of 2 features is 1.
+    g = (a @ np.vstack([kernel, bias]) - y) * MASK[..., None]
+    A, G = factors(a, g, sharing, MASK, terms=MASK.sum())
     step = train_once(
         model, x, y, loss="mse", weight_sharing=sharing, eager=eager
     )
@@ -145,10 +144,12 @@ def test_valid_positions_without_gradient_still_count() -> None:
     y = targets(model, x)
     a = append_one(x.astype(np.float64))
     out = np.maximum(a @ np.vstack(weights_of(model)), 0)
-    g = len(x) * (out - y) * (out > 0) * 2 / MASK.sum() * MASK[..., None]
+    # The square of one feature is twice the negative log-likelihood.
+    g = (out - y) * (out > 0) * MASK[..., None]
     assert 0 < np.count_nonzero(g) < MASK.sum()
     step = train_once(model, x, y, loss="mse")
-    check_factors(step.of("block"), *factors(a, g, keep=MASK))
+    want = factors(a, g, keep=MASK, terms=MASK.sum())
+    check_factors(step.of("block"), *want)
 
 
 def test_mask_that_the_loss_ignores() -> None:
@@ -180,11 +181,12 @@ def test_embedding_padding_mask() -> None:
     y = targets(model, x)
     table, kernel = weights_of(model)
     h = table[x]
-    g2 = len(x) * (h @ kernel - y) * mask[..., None] / mask.sum()
+    g2 = (h @ kernel - y) * mask[..., None]
     g1 = g2 @ kernel.T
     step = train_once(model, x, y, loss="mse")
-    check_factors(step.of("head"), *factors(h, g2, keep=mask))
-    A, G = factors(np.eye(5)[x], g1, keep=mask)
+    want = factors(h, g2, keep=mask, terms=mask.sum())
+    check_factors(step.of("head"), *want)
+    A, G = factors(np.eye(5)[x], g1, keep=mask, terms=mask.sum())
     check_factors(step.of("embedding"), np.diagonal(A), G)
 
 
@@ -197,9 +199,9 @@ def test_temporal_sample_weights() -> None:
     weight = MASK * np.array([1.0, 2.0, 0.5], "float32")
     a = append_one(x.astype(np.float64))
     residual = a @ np.vstack(weights_of(model)) - y
-    g = residual * weight[..., None] / 3
+    g = residual * weight[..., None]
     step = train_once(model, x, y, loss="mse", sample_weight=weight)
-    check_factors(step.of("block"), *factors(a, g, keep=MASK))
+    check_factors(step.of("block"), *factors(a, g, keep=MASK, terms=12))
 
 
 @pytest.mark.parametrize("sharing", SHARING)
@@ -258,7 +260,7 @@ def test_batch_folded_into_positions(weighted: bool) -> None:
 
 
 def test_two_outputs_and_loss_weights() -> None:
-    """l_n is the weighted sum of an example's losses."""
+    """The unit is that of the output with the largest."""
     inputs = keras.Input((3,))
     trunk = layers.Dense(4, activation="tanh", name="trunk")
     heads = [layers.Dense(n, name=f"head_{n}") for n in (1, 2)]
@@ -274,7 +276,7 @@ def test_two_outputs_and_loss_weights() -> None:
     a2, back, want = append_one(out), 0.0, {}
     for head, target, weight in zip(heads, y, weights, strict=True):
         kernel, bias = weights_of(head)
-        g = weight * (a2 @ np.vstack([kernel, bias]) - target)
+        g = weight / 3 * (a2 @ np.vstack([kernel, bias]) - target)
         want[head.name] = factors(a2[:, None], g[:, None])
         back = back + g @ kernel.T
     g1 = back * (1 - out**2)

@@ -99,9 +99,6 @@ def test_critic_learns_from_its_own_loss(eager: bool) -> None:
         np.testing.assert_array_equal(value, want)
 
 
-@pytest.mark.xfail(
-    reason="a record is of the last backward pass, whatever was asked of it"
-)
 @pytest.mark.parametrize(
     ("eager", "generator_first"), [(True, True), (True, False), (False, True)]
 )

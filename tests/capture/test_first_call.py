@@ -51,7 +51,7 @@ def test_the_first_call_sees_what_was_tapped(held: bool) -> None:
         with tf.GradientTape() as tape:
             y = call(X)
         tape.gradient(y, layer.kernel)
-        assert len(Tap.records(layer)) == 1
+        assert len(Tap.calls(layer)) == 1
     Tap.close(layer, owner)
     assert not ours(layer)
 

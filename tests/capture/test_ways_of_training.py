@@ -144,7 +144,7 @@ def test_every_way_of_training_is_the_same(
     model = train(mlp())
     got = trained(model)
     # Factors and inverses of both layers, and the counters.
-    assert len(got) == 4 + 3 + 2 * 7
+    assert len(got) == 4 + 3 + 2 * 9
     assert list(got) == list(run_by_fit)
     assert int(kfac_of(model).iterations) == STEPS
     for name, want in run_by_fit.items():

@@ -8,7 +8,13 @@ import tensorflow as tf
 from keras import layers
 
 from tests.compat.contracts import contract
-from tfkfac.compat.layers import all_layers, children, mask_of, pass_mask
+from tfkfac.compat.layers import (
+    all_layers,
+    called_with,
+    children,
+    mask_of,
+    pass_mask,
+)
 from tfkfac.curvature.hessian import layer_name
 
 
@@ -49,6 +55,20 @@ def test_all_layers() -> None:
         "Sequential",
     }
     assert len({id(x) for x in found}) == 1 + 2 + 2
+
+
+@contract(
+    "compat.layers.called_with",
+    "`_inbound_nodes` have the `arguments` of calls in functional models.",
+)
+def test_arguments_of_calls() -> None:
+    layer = layers.ReversibleEmbedding(5, 2)
+    assert not called_with(layer, "reverse")
+    layer(keras.Input((3,), dtype="int32"))
+    layer(keras.Input((3,), dtype="int32"), reverse=False)
+    assert not called_with(layer, "reverse")
+    layer(keras.Input((3, 2)), reverse=True)
+    assert called_with(layer, "reverse")
 
 
 @contract("compat.layers.mask_of", "A tensor has its mask as `_keras_mask`.")

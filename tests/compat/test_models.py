@@ -14,6 +14,7 @@ from tfkfac.compat.models import (
     after_compile,
     call_takes_training,
     compiled_loss,
+    compiles_from_config,
     kept_losses,
     loss_takes_training,
 )
@@ -124,7 +125,8 @@ def test_loss_takes_training() -> None:
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Models in the order compiled; the class is as before afterwards."""
     owner = next(c for c in keras.Model.__mro__ if "compile" in vars(c))
-    monkeypatch.setattr(owner, "compile", owner.compile)
+    for name in ("compile", "compile_from_config"):
+        monkeypatch.setattr(owner, name, vars(owner)[name])
     monkeypatch.setattr(models, "_ACTIONS", "_tfkfac_after_compile_test")
     seen: list[Any] = []
     after_compile(seen.append)
@@ -179,6 +181,32 @@ def test_loading_compiles(compiled: list[Any], tmp_path: Path) -> None:
     loaded = keras.models.load_model(tmp_path / "model.keras")
     assert compiled[-1] is loaded
     assert isinstance(loaded.optimizer, keras.optimizers.SGD)
+
+
+@contract(
+    "compat.models.compiles_from_config",
+    "`load_model` and `clone_model` call `compile_from_config`.",
+)
+def test_compiles_from_config(compiled: list[Any], tmp_path: Path) -> None:
+    """True in a load or a clone, false in a user's own `compile` after it."""
+    seen: list[bool] = []
+    after_compile(lambda model: seen.append(compiles_from_config()))
+    model = network()
+    model.compile("sgd", "mse")
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    loaded.compile("sgd", "mse")
+    keras.models.clone_model(loaded)
+    assert len(compiled) == 4
+    assert seen == [False, True, False, True]
+    assert not compiles_from_config()
+
+
+def test_compiles_from_config_ends_with_an_error(compiled: list[Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        network().compile_from_config({"optimizer": "no such thing"})
+    assert not compiled
+    assert not compiles_from_config()
 
 
 @contract(

@@ -6,30 +6,53 @@ NCCL pairs the calls of devices by their order, which nothing here can run:
 that they have one is read off the graphs.
 """
 
+from typing import Any
+from unittest import mock
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests.support import workers_collectives
 from tests.support.cluster import Pool
+from tests.support.gpu_kernels import REPORTS
 from tests.support.jobs import Jobs
-from tests.support.workers_collectives import OPTIMIZERS
+from tests.support.workers_collectives import HALF, OPTIMIZERS
 from tfkfac.distributed.collectives import Communicator
 
 JOBS = Jobs(workers_collectives)
-ORDERS = {f"mirrored: order of {name}": name for name in OPTIMIZERS}
+NCCL = {f"mirrored: {name} over NCCL": name for name in OPTIMIZERS | HALF}
 SINGLE = {f"two: one layer, {name}": name for name in OPTIMIZERS}
-for job, name in ORDERS.items():
-    JOBS.add(job, "unordered", name)
+for job, name in NCCL.items():
+    JOBS.add(job, "step_over_nccl", name)
 for job, name in SINGLE.items():
     JOBS.add(job, "one_layer", name)
 
 
-@pytest.mark.parametrize("job", ORDERS)
+@pytest.mark.parametrize("job", NCCL)
 def test_all_are_in_one_order(pool: Pool, job: str) -> None:
     (found,) = JOBS.results(pool, job)
     assert found["pairs"] >= 3, found
     assert not found["unordered"], found
+
+
+@pytest.mark.parametrize("job", NCCL)
+def test_a_gpu_can_do_all(pool: Pool, job: str) -> None:
+    """NCCL adds neither integers nor bfloat16, says TensorFlow's source."""
+    (found,) = JOBS.results(pool, job)
+    # Clocks of the waiting times are the host's, like the event reports.
+    assert found["not on a GPU"] <= REPORTS | {"Timestamp"}
+    assert found["added up"] <= {"float32", "float64"}
+
+
+def test_bfloat16_factors_are_counted_as_they_are_sent(pool: Pool) -> None:
+    """Of 4 inputs, two layers of 5 units and 3 outputs, with biases."""
+    (found,) = JOBS.results(pool, "mirrored: half over NCCL")
+    inputs, outputs = (5, 6, 6), (5, 5, 3)
+    elements = sum(n * n for n in inputs + outputs)
+    rows = len(inputs + outputs)
+    # Each of two replicas receives half of the sum, twice.
+    assert found["bytes"]["factor"]["factors"] == 4 * (elements + rows)
 
 
 @pytest.mark.parametrize("job", SINGLE)
@@ -46,3 +69,26 @@ def test_a_part_of_a_group_has_its_token() -> None:
     part = Communicator(2, 4, "scope", token=token).among((0, 2))
     assert (part.rank, part.size) == (1, 2)
     assert part._token is token
+
+
+@pytest.mark.parametrize(
+    ("hint", "wire"), [("nccl", tf.float32), ("auto", tf.bfloat16)]
+)
+@pytest.mark.parametrize("given", [None, tf.bfloat16])
+def test_bfloat16_is_not_added_up_over_nccl(
+    hint: str, wire: tf.DType, given: tf.DType | None
+) -> None:
+    """Whether tensors have that dtype or are to be sent in it."""
+    sent: list[tf.DType] = []
+
+    def reduce(input: tf.Tensor, **_: Any) -> tf.Tensor:
+        sent.append(input.dtype)
+        return 2 * input
+
+    dtypes = [tf.bfloat16] * 2 if given is None else [tf.float32, tf.float64]
+    tensors = [tf.constant([1.0, 2.5], d) for d in dtypes]
+    with mock.patch.object(tf.raw_ops, "CollectiveReduce", reduce):
+        sums = Communicator(0, 2, "scope", hint).all_reduce(tensors, given)
+    assert sent == [wire]
+    assert [t.dtype for t in sums] == [t.dtype for t in tensors]
+    np.testing.assert_array_equal(tf.cast(sums[0], tf.float32), [2.0, 5.0])

@@ -11,6 +11,8 @@ from tests.support.layer_cases import (
     GROUPED,
     LINEAR,
     NORMS,
+    PRELU,
+    TRANSPOSED,
     make_input,
 )
 from tests.support.layer_models import one_layer
@@ -26,15 +28,19 @@ SEPARABLE: dict[str, Any] = {
         (4, 3, 2),
     ),
 }
-ALL = {**LINEAR, **NORMS, **SEPARABLE}
+ALL = {**LINEAR, **NORMS, **SEPARABLE, **TRANSPOSED, **PRELU}
 
 
 def expected_kinds(case: str) -> list[dict[str, type[Factor]]]:
     if case in NORMS:
         return [{"G": Stack}]
+    if case in PRELU:
+        return [{"G": Diagonal}]
     if case in EMBEDDING:
         return [{"A": Diagonal, "G": Dense}]
     whole: dict[str, type[Factor]] = {"A": Dense, "G": Dense}
+    if case in TRANSPOSED:
+        return [whole] if "no_bias" in case else [whole, {"G": Dense}]
     parts: dict[str, type[Factor]] = {"A": Stack, "G": Stack}
     if case in SEPARABLE:
         return [parts, whole]
@@ -60,7 +66,7 @@ def test_blocks_declare_what_they_make(case: str, sharing: str) -> None:
             strict=True,
         )
     )
-    records = Tap.records(layer)
+    records = [call[-1] for call in Tap.calls(layer)]
     Tap.close(layer, model)
 
     kinds = [{k: type(f) for k, f in b.factors.items()} for b in blocks]

@@ -30,7 +30,6 @@ JOBS = Jobs(workers_fosi)
 # Name: the arguments of `workers_fosi.train`.
 CASES: dict[str, dict[str, Any]] = {}
 ONE = {"num_largest": 1, "num_smallest": 0}
-UNEVEN_MOMENTS = "uneven moments"
 # Two directions for each of two workers, one for each of four.
 FOUR = {"num_largest": 3, "num_smallest": 1}
 
@@ -55,7 +54,7 @@ add("two", "rows", "mlp", "plain", **FOUR)
 add("two", "columns", "mlp", "sgd")
 add("two", "columns", "batch_norm", "plain", slow=True, feed="even")
 add("two", "rows", "batch_norm", "adam", feed="even")
-add("two", "rows", "batch_norm", "sgd", UNEVEN_MOMENTS, feed="some")
+add("two", "rows", "batch_norm", "sgd", "uneven moments", feed="some")
 add("two", "rows", "text", "sgd", slow=True)
 add("two", "rows", "mlp", "accumulation, average, decay")
 add("two", "columns", "mlp", "accumulation, clipvalue", slow=True)
@@ -181,21 +180,9 @@ def test_counts(results: Results, name: str) -> None:
     assert {n for w in workers for n in w["failures"]} == {0}
 
 
-def with_reason(name: str) -> Any:
-    """Moments of batches of different sizes are a known difference."""
-    reason = (
-        "A replica's share of the rows is applied after its backward pass, "
-        "which through synchronised moments is also that of the others' rows."
-    )
-    marks = JOBS.marks(name)
-    if UNEVEN_MOMENTS in name:
-        marks.append(pytest.mark.xfail(strict=True, reason=reason))
-    return pytest.param(name, marks=marks, id=name)
-
-
 @pytest.mark.parametrize(
     "name",
-    [with_reason(n) for n in CASES if options_of(n)["model"] != "plain_norm"],
+    JOBS.params(n for n in CASES if options_of(n)["model"] != "plain_norm"),
 )
 def test_equals_one_process(results: Results, name: str) -> None:
     """On the same global batches, of which some workers may have no row."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tfkfac
 from tests.support import workers_fosi
 from tests.support.cluster import Pool
 from tests.support.jobs import replicas_of
@@ -223,6 +224,25 @@ def test_traffic(results: Results, name: str) -> None:
             assert moved["gradients"] == moved["projections"] == 0
             assert moved["weights"] == sum(v.nbytes for v in variables)
             assert moved["directions"] == 0
+
+
+@pytest.mark.parametrize("name", JOBS.params(CASES))
+def test_summary(results: Results, name: str) -> None:
+    """When the first estimation has come, it says so no more."""
+    for process in results(name):
+        assert "the first" not in process["summary"]
+
+
+def test_when_the_first_estimation_comes() -> None:
+    """At the end of the first interval, which follows the warmup."""
+    options: Any = {"accelerator_fraction": 0.5, "warmup_steps": 1200}
+    known = tfkfac.FOSI(**options, update_interval=30).method.estimator
+    assert known.first(0) == known.first(1229) == "the first after update 1,230"
+    assert known.first(1230) == ""
+    changing = tfkfac.FOSI(**options, update_interval=lambda t: 30)
+    first = changing.method.estimator.first
+    assert first(0) == first(1200) == "the first begins before update 1,201"
+    assert first(1201) == ""
 
 
 # ---------------------------------------------------------------- refusals

@@ -85,7 +85,7 @@ def test_estimation(workers: int) -> None:
     def work(group: Any) -> None:
         estimation = Estimation(GEOMETRY, group, 0)
         scale = tf.range(1.0, SIZE + 1, dtype=tf.float64)
-        estimation.run(lambda v: scale * v, None)
+        estimation.run(lambda v: scale * v)
 
     for _, received in run_together(workers, work):
         off = abs(received * ITEM - estimation_bytes(GEOMETRY, workers))

@@ -16,7 +16,7 @@ from tfkfac.blocks import Statistic
 from tfkfac.kfac.placement import Placement
 
 modes = pytest.mark.parametrize("mode", MODES)
-solvers = pytest.mark.parametrize("solver", ["inverse", "eigen"])
+solvers = pytest.mark.parametrize("solver", ["inverse", "eigen", "eigen_outer"])
 workers_ = pytest.mark.parametrize("workers", [2, 4])
 
 

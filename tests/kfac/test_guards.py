@@ -319,21 +319,6 @@ def test_statistics_that_overflow_are_not_taken(capfd: Any) -> None:
     assert_finite(model)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        "bfloat16",
-        "float16",
-    ],
-)
-def test_one_large_batch_in_a_small_dtype(dtype: str) -> None:
-    """Factors beyond the dtype of their storage do not stay for ever."""
-    model = compiled_mlp(eager=True, factor_dtype=dtype)
-    for scale in (1.0, 3e3, 1.0):
-        model.train_on_batch(scale * X, Y)
-    assert_finite(model)
-
-
 # -------------------------------------------------------- degenerate factors
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("damping", [0.0, 1e-8, 0.01])

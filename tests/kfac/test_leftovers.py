@@ -30,7 +30,6 @@ X, Y = data()
 
 
 # -------------------------------------------------- as the inner one would do
-@pytest.mark.filterwarnings("ignore:Model .* has no layer that K-FAC")
 @pytest.mark.parametrize("inner", ["sgd", "adam"])
 def test_everything_skipped_is_the_inner_optimizer(inner: str) -> None:
     """To the last bit, slots included."""

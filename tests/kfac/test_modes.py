@@ -17,9 +17,9 @@ import pytest
 import tensorflow as tf
 
 import tfkfac
-from tests.support import cluster, workers_modes
+from tests.support import cluster, workers_modes, workers_terms
 from tests.support.cluster import Pool
-from tests.support.jobs import replicas_of
+from tests.support.jobs import Jobs, replicas_of
 from tests.support.mode_cases import (
     CASES,
     DISAGREEMENTS,
@@ -136,8 +136,9 @@ def test_state_is_what_the_plan_says(results, name):
     workers = results(name)
     plan = plans(name, workers[0])
     options = options_of(name)
-    dtype = options.get("factor_dtype", options.get("dtype", "float64"))
+    dtype = options.get("dtype", "float64")
     width = tf.as_dtype(dtype).size
+    inverse_width = tf.as_dtype(options.get("inverse_dtype", dtype)).size
     solver = options.get("solver", "inverse")
     for rank, (worker, kept) in enumerate(kept_by(workers)):
         assert kept["total"] == kept["factors"] + kept["decompositions"]
@@ -149,20 +150,51 @@ def test_state_is_what_the_plan_says(results, name):
             decomposed += sum(len(shape) > 1 for shape in owned)
             if rank in layer.gradient_workers:
                 size = decomposition_elements(shapes, solver)
-                expected["decompositions"] += width * size
+                if options.get("inverse_dtype") == "float16":
+                    # A power of two beside each, and an outer product's.
+                    size += len(shapes) + (solver == "eigen")
+                expected["decompositions"] += inverse_width * size
         assert kept == expected | {"total": sum(expected.values())}
         if len(workers) > 1:
             assert worker["state_bytes"] == kept
             if "eager" not in options:
                 assert worker["decompositions"] == decomposed
-            assert {
-                path: tuple(factors)
-                for path, factors in worker["factors"].items()
-            } == {
-                path: layer.owned_by(rank)
-                for layer, (path, _) in zip(plan, worker["shapes"], strict=True)
-                if layer.owned_by(rank)
-            }
+
+
+@pytest.mark.parametrize("name", JOBS.params(CASES))
+def test_factors_are_those_of_the_replicas_of_a_process(results, name):
+    workers = results(name)
+    plan = plans(name, workers[0])
+    first = 0
+    for worker in workers:
+        ranks = range(first, first + len(worker["kept"]))
+        first = ranks.stop
+        kept = {
+            path: [f for f in layer.owners if layer.owners[f] in ranks]
+            for layer, (path, _) in zip(plan, worker["shapes"], strict=True)
+        }
+        got = {path: list(found) for path, found in worker["factors"].items()}
+        assert got == {path: found for path, found in kept.items() if found}
+        assert list(got) == [path for path in kept if path in got]
+    assert first == replicas_of(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    JOBS.params(
+        n
+        for n in names("cnn", distribution="comm_opt")
+        if "poison" not in options_of(n)
+    ),
+)
+def test_factors_equal_those_of_one_process(results, name):
+    want = alone(name)["factors"]
+    for worker in results(name):
+        for path, found in worker["factors"].items():
+            for factor, value in found.items():
+                np.testing.assert_allclose(
+                    value, want[path][factor], rtol=1e-5, atol=1e-6
+                )
 
 
 def kept_by(
@@ -373,3 +405,30 @@ def test_central_storage_is_refused():
         model = small()
         with pytest.raises(ValueError, match="must be a `MirroredStrategy`"):
             model.compile(tfkfac.KFAC(), "mse")
+
+
+# -------------------------------------------------------------- loss terms
+TERMS = Jobs(workers_terms)
+TERM_NAMES = [
+    f"{where}: {case}"
+    for where in ("two", "mirrored")
+    for case in ("mask", "weights", "sum", "outputs")
+]
+for name_ in TERM_NAMES:
+    where_, _, case_ = name_.partition(": ")
+    slow_ = where_ == "mirrored" and case_ != "outputs"
+    TERMS.add(name_, "train", case_, slow=slow_)
+
+
+@pytest.mark.parametrize("name", TERMS.params(TERM_NAMES))
+def test_tokens_weigh_the_same_on_every_worker(pool, name):
+    """Each of the valid ones, whatever their number on a worker."""
+    single = workers_terms.train(None, name.split(": ")[1])
+    for worker in TERMS.results(pool, name):
+        np.testing.assert_equal(worker["start"], single["start"])
+        assert_close(worker, single["weights"], EXACT)
+        assert worker["factors"]
+        for path, block in worker["factors"].items():
+            for key, value in block.items():
+                want = single["factors"][path][key]
+                np.testing.assert_allclose(value, want, rtol=1e-6, atol=1e-9)

@@ -15,6 +15,11 @@ G = {"embedding": 16, "grouped": 2 * 9, "norm": 6 * 4, "dense": 9}
 OUTER = {n: count * i * o for n, (i, o, count) in SIZES.items()}
 EIGEN = {n: (A[n] if n != "embedding" else 0) + G[n] + OUTER[n] for n in SIZES}
 INVERSE = {n: A[n] + G[n] for n in SIZES}
+# Numbers that travel with the statistics: rows of a factor, and in what unit
+# each of its matrices is.
+COUNTS, UNITS = 7, 1 + 1 + 2 + 2 + 6 + 1 + 1
+# In float16 each inverse has a power of two; each eigenbasis and outer product.
+EIGEN_POWERS = (0 + 1 + 1) + (2 + 2 + 1) + (6 + 1) + (1 + 1 + 1)
 
 
 @modes
@@ -42,25 +47,31 @@ def test_gradient_workers(mode: str) -> None:
 
 @modes
 @pytest.mark.parametrize(
-    ("solver", "sizes"), [("inverse", INVERSE), ("eigen", EIGEN)]
+    ("solver", "sizes", "powers"),
+    [("inverse", INVERSE, UNITS), ("eigen", EIGEN, EIGEN_POWERS)],
 )
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
 def test_state_of_all_workers(
-    mode: str, solver: str, sizes: dict[str, int], half: bool
+    mode: str,
+    solver: str,
+    sizes: dict[str, int],
+    powers: int,
+    dtype: str | None,
 ) -> None:
     """Factors are kept once; decompositions by each gradient worker."""
-    dtype = "bfloat16" if half else None
     placement = place(
         mode, WORKERS, solver, factor_dtype=dtype, inverse_dtype=dtype
     )
-    item = HALF if half else FLOAT
+    item = FLOAT if dtype is None else HALF
     total = sum(A.values()) + sum(G.values())
     copies = sum(len(p.gradient_workers) for p in placement.plan.layers)
     copies //= len(SIZES)
     states = [placement.state_bytes(rank) for rank in range(WORKERS)]
-    assert sum(s["factors"] for s in states) == item * total
+    # Averages are never in half precision.
+    assert sum(s["factors"] for s in states) == FLOAT * total
     kept = sum(s["decompositions"] for s in states)
-    assert kept == item * copies * sum(sizes.values())
+    elements = sum(sizes.values()) + powers * (dtype == "float16")
+    assert kept == item * copies * elements
     for state in states:
         assert state["total"] == state["factors"] + state["decompositions"]
 
@@ -73,7 +84,7 @@ def test_traffic_of_comm_opt() -> None:
         placement.communication_bytes(rank, gradients)
         for rank in range(WORKERS)
     ]
-    factors = FLOAT * (sum(A.values()) + sum(G.values()) + 7)  # 7 row counts
+    factors = FLOAT * (sum(A.values()) + sum(G.values()) + COUNTS + UNITS)
     for rank, kinds in enumerate(found):
         owned = sum(
             {"A": A, "G": G}[name][block.path]
@@ -111,6 +122,23 @@ def test_traffic_of_dp_kfac() -> None:
             }
 
 
+def test_traffic_of_the_outer_product() -> None:
+    """KAISA's: bases and the products, in place of the eigenvalues."""
+    values = {
+        n: (n != "norm") * c * i + c * o for n, (i, o, c) in SIZES.items()
+    }
+    bases = {n: EIGEN[n] - OUTER[n] for n in SIZES}
+    for solver, extra in [("eigen", values), ("eigen_outer", OUTER)]:
+        placement = place("comm_opt", 2, solver)
+        sent = 0
+        for rank in range(2):
+            kinds = placement.communication_bytes(rank, 0)
+            sent += kinds["inverse"]["decompositions"]
+        assert sent == FLOAT * (sum(bases.values()) + sum(extra.values()))
+    for plan in placement.plan.layers:
+        assert len(set(plan.owners.values())) == 1
+
+
 def test_triangles_and_halves_travel() -> None:
     """n (n + 1) / 2 elements of two bytes for a matrix of size n."""
     placement = place(
@@ -118,4 +146,5 @@ def test_triangles_and_halves_travel() -> None:
     )
     packed = 7 + 10 + 2 * 15 + 2 * 6 + 6 * 3 + 28 + 6
     kinds = placement.communication_bytes(0, 0)
-    assert kinds["factor"]["factors"] == HALF * packed + FLOAT * 7
+    small = FLOAT * (COUNTS + UNITS)
+    assert kinds["factor"]["factors"] == HALF * packed + small

@@ -216,6 +216,7 @@ def test_reports_before_a_first_step() -> None:
         ("eigen", "float64", None, None),
         ("eigen", "float32", "float16", None),
         ("inverse", "float32", None, "bfloat16"),
+        ("inverse", "float32", None, "float16"),
     ],
 )
 def test_state_bytes_are_those_of_the_variables(
@@ -250,8 +251,7 @@ def test_state_bytes_are_those_of_the_variables(
 
     got = optimizer.state_bytes()
     assert got == {
-        "factors": real("factor_A", factor or dtype)
-        + real("factor_G", factor or dtype),
+        "factors": real("factor_A", dtype) + real("factor_G", dtype),
         "decompositions": real("solver_", inverse or dtype),
         "total": got["factors"] + got["decompositions"],
     }

@@ -223,6 +223,7 @@ def test_all_finite_does_not_add_tensors_up() -> None:
     """Infinities of two tensors do not cancel, large sums do not overflow."""
     assert not bool(all_finite([tf.constant(INF), tf.constant(-INF)]))
     assert bool(all_finite([tf.constant(3e38)] * 5))
+    assert bool(all_finite([tf.fill([99], tf.constant(6e4, tf.float16))]))
 
 
 def test_all_finite_in_a_graph() -> None:

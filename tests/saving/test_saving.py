@@ -1,10 +1,12 @@
 """Training resumes exactly: Keras files, checkpoints, backups, mismatches."""
 
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -238,13 +240,111 @@ def test_weights_for_a_model_with_another_optimizer(tmp_path: Path) -> None:
             np.testing.assert_array_equal(got, want)
 
 
-def test_legacy_file(tmp_path: Path) -> None:
-    """Keras' old format keeps at least the inner optimizer's state."""
-    model = compiled_mlp("adam", eager=True)
-    train(model, 0, 2)
+# --------------------------------- what Keras does not ask optimizers for
+def test_state_tree() -> None:
+    """As `keras.callbacks.OrbaxCheckpoint` saves, with numbers for scalars."""
+    model = compiled("functional", "adam", solver="eigen")
+    train(model, 0, 5)
+    tree = keras.tree.map_structure(
+        lambda x: x.item() if x.ndim == 0 else x.copy(),
+        model.get_state_tree("numpy_array"),
+    )
+    # With the names of the inner optimizer, by which Keras finds its variables.
+    copy = keras.models.clone_model(model)
+    train(copy, 100, 101)
+    copy.set_state_tree(tree)
+    assert_resumes(model, copy)
+
+
+def test_state_tree_of_tensors() -> None:
+    model = compiled_mlp(eager=True)
+    train(model, 0, 3)
+    tree = model.get_state_tree()
+    before = everything(model)
+    assert all(tf.is_tensor(x) for x in keras.tree.flatten(tree))
+    train(model, 3, 5)
+    # TensorFlow's variables in a tree go on with the training.
+    own = tree["optimizer_variables"]["curvature"]
+    changed = curvature(kfac_of(model))
+    assert not same(changed, {name: np.array(x) for name, x in own.items()})
+    model.set_state_tree({"optimizer_variables": {"curvature": own}})
+    assert_same(
+        curvature(kfac_of(model)), {k: np.array(x) for k, x in own.items()}
+    )
+    assert not same(everything(model), before)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"solver": "eigen"},
+        {"factor_dtype": "bfloat16", "inverse_dtype": "float16"},
+    ],
+    ids=["eigen", "half"],
+)
+def test_legacy_file(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """Models in Keras' old format."""
+    file = tmp_path / "model.h5"
+    model = compiled("sequential", "adam", **arguments)
+    train(model, 0, 5)
+    model.save(file)
+    copy = keras.models.load_model(file)
+    copy.run_eagerly = True
+    assert_resumes(model, copy)
+    keras.models.load_model(file, compile=False)
+
+
+def test_legacy_file_in_a_loss_scale_optimizer(tmp_path: Path) -> None:
+    model = mlp()
+    scaler = keras.optimizers.LossScaleOptimizer(tfkfac.KFAC())
+    model.compile(scaler, loss(), run_eagerly=True)
+    train(model, 0, 3)
     model.save(tmp_path / "model.h5")
     copy = keras.models.load_model(tmp_path / "model.h5")
-    assert int(kfac_of(copy).iterations) == 2
+    assert_same(curvature(kfac_of(copy)), curvature(kfac_of(model)))
+    assert any(v.any() for v in curvature(kfac_of(copy)).values())
+
+
+def test_saved_without_curvature(tmp_path: Path) -> None:
+    """By another optimizer or an earlier version: said, not an error."""
+    file = tmp_path / "model.h5"
+    model = compiled_mlp(eager=True)
+    train(model, 0, 2)
+    model.save(file)
+    with h5py.File(file, "a") as opened:
+        del opened["curvature"]
+    tree = model.get_state_tree()
+    del tree["optimizer_variables"]["curvature"]
+    with pytest.warns(UserWarning, match="'kfac' finds no curvature"):
+        copy = keras.models.load_model(file)
+    assert int(kfac_of(copy).factor_updates) == 0
+    with pytest.warns(UserWarning, match="'kfac' finds no curvature"):
+        model.set_state_tree(tree)
+
+
+def test_other_optimizers_are_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "model.h5"
+    model = mlp()
+    model.compile("adam", loss())
+    train(model, 0, 2)
+    model.save(file)
+    with h5py.File(file, "r") as opened:
+        assert "curvature" not in opened
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy = keras.models.load_model(file)
+        tree = model.get_state_tree()
+        assert "curvature" not in tree["optimizer_variables"]
+        copy.set_state_tree(tree)
+
+
+def test_other_layers_in_a_state_tree() -> None:
+    """An error as in any file."""
+    model, other = compiled_mlp(eager=True), compiled("functional")
+    for each in (model, other):
+        train(each, 0, 1)
+    with pytest.raises(ValueError, match="is of other layers"):
+        other.set_state_tree(model.get_state_tree())
 
 
 def test_changed_hyperparameters_are_saved(tmp_path: Path) -> None:
@@ -288,6 +388,15 @@ def test_loaded_without_compiling(tmp_path: Path) -> None:
     copy.compile(tfkfac.KFAC(solver="eigen"), loss(), run_eagerly=True)
     train(copy, 3, 4)
     assert int(kfac_of(copy).iterations) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_decompositions_in_half_precision(dtype: str, tmp_path: Path) -> None:
+    model = compiled("functional", solver="eigen", inverse_dtype=dtype)
+    train(model, 0, 5)
+    model.save(tmp_path / "model.keras")
+    copy = keras.models.load_model(tmp_path / "model.keras")
+    assert_resumes(model, copy)
 
 
 @pytest.mark.parametrize("name", ["mixed_float16", "float64"])

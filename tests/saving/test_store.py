@@ -45,6 +45,15 @@ def test_keys_name_spread_entry_and_layer() -> None:
     }
 
 
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16])
+def test_halves_are_cast(dtype: tf.DType) -> None:
+    """Averages were once kept in half precision."""
+    old = [Entry("a", "x", tf.Variable([1.5], dtype=dtype))]
+    new = [entry("a", "x", -1.0)]
+    load_state(saved(old), new, "test")
+    assert values(new) == [1.5]
+
+
 def test_order_does_not_matter() -> None:
     old = [entry(layer, "x", i) for i, layer in enumerate("abc")]
     new = [entry(layer, "x", -1.0) for layer in "cab"]

@@ -23,7 +23,12 @@ from tests.support.reference import (
     patches,
 )
 
-SOLVES = {"eigen": eigen_solve, "inverse": inverse_solve}
+SOLVES = {
+    "eigen": eigen_solve,
+    # Other messages, the same steps.
+    "eigen_outer": eigen_solve,
+    "inverse": inverse_solve,
+}
 Rows = Sequence[int]
 Inner = Callable[[int, Array], Array]
 

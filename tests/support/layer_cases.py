@@ -124,6 +124,61 @@ GROUPED: dict[str, Case] = {
     ),
 }
 
+TRANSPOSED: dict[str, Case] = {
+    "transposed1d": (partial(layers.Conv1DTranspose, 3, 2), (5, 2)),
+    "transposed1d_same_strided": (
+        partial(
+            layers.Conv1DTranspose,
+            2,
+            3,
+            strides=2,
+            padding="same",
+            activation="tanh",
+        ),
+        (4, 3),
+    ),
+    "transposed2d_overlap": (
+        partial(layers.Conv2DTranspose, 2, (3, 2), strides=2),
+        (3, 4, 2),
+    ),
+    "transposed2d_same": (
+        partial(layers.Conv2DTranspose, 3, (2, 5), padding="same"),
+        (3, 4, 2),
+    ),
+    "transposed2d_same_output_padding": (
+        partial(
+            layers.Conv2DTranspose,
+            2,
+            (3, 4),
+            strides=(3, 2),
+            padding="same",
+            output_padding=(2, 1),
+            activation="relu",
+        ),
+        (3, 2, 3),
+    ),
+    "transposed2d_gaps": (
+        partial(layers.Conv2DTranspose, 2, 2, strides=3, output_padding=1),
+        (2, 3, 2),
+    ),
+    "transposed2d_no_bias": (
+        partial(layers.Conv2DTranspose, 2, 3, use_bias=False),
+        (3, 3, 1),
+    ),
+    "transposed2d_one_position": (
+        partial(layers.Conv2DTranspose, 2, 3, activation="tanh"),
+        (1, 1, 3),
+    ),
+    "transposed3d": (
+        partial(layers.Conv3DTranspose, 2, (2, 1, 3), strides=(1, 2, 2)),
+        (2, 3, 2, 2),
+    ),
+    "transposed3d_same": (
+        partial(layers.Conv3DTranspose, 1, 2, strides=2, padding="same"),
+        (2, 1, 2, 2),
+    ),
+}
+
 
 def _einsum(equation: str, shape: Any, bias: str | None = None) -> Any:
     return partial(layers.EinsumDense, equation, shape, bias_axes=bias)
@@ -171,6 +226,7 @@ EINSUM: dict[str, Case] = {
 EMBEDDING: dict[str, Case] = {
     "embedding_sequence": (partial(layers.Embedding, 6, 3), (5,)),
     "embedding_rank3": (partial(layers.Embedding, 4, 2), (2, 3)),
+    "embedding_reversible": (partial(layers.ReversibleEmbedding, 6, 3), (5,)),
 }
 
 LINEAR: dict[str, Case] = {
@@ -209,6 +265,14 @@ NORMS: dict[str, Case] = {
         (4, 6),
     ),
     "rms": (layers.RMSNormalization, (3, 4)),
+}
+
+PRELU: dict[str, Case] = {
+    "prelu": (layers.PReLU, (5,)),
+    "prelu_image": (layers.PReLU, (2, 3, 2)),
+    "prelu_shared": (partial(layers.PReLU, shared_axes=[1, 2]), (2, 3, 2)),
+    "prelu_shared_first": (partial(layers.PReLU, shared_axes=1), (3, 2)),
+    "prelu_one": (partial(layers.PReLU, shared_axes=[1, 2]), (3, 2)),
 }
 
 

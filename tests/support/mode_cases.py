@@ -15,7 +15,7 @@ from tests.support.workers_modes import (
     RATE,
     images,
 )
-from tfkfac.distributed.assignment import LayerPlan, plan_layers
+from tfkfac.distributed.plan import LayerPlan, plan_layers
 
 Result = Mapping[str, Any]
 
@@ -101,11 +101,13 @@ add_grid(
         ("hybrid_opt 1/2", "eigen", "sgd", "expand"),
     ],
 )
+add_grid("two", "cnn", [("comm_opt", "eigen_outer", "sgd", "expand")])
 add_grid(
     "four",
     "cnn",
     [
         ("comm_opt", "eigen", "sgd", "reduce"),
+        ("hybrid_opt 1/2", "eigen_outer", "adam", "reduce"),
         ("mem_opt", "inverse", "sgd", "expand"),
         ("dp_kfac", "inverse", "adam", "reduce"),
         ("hybrid_opt 1/4", "inverse", "sgd", "expand"),
@@ -307,6 +309,7 @@ def plans(name: str, result: Result) -> tuple[LayerPlan, ...]:
         options["distribution"],
         options.get("gradient_worker_fraction"),
         options.get("assignment"),
+        whole_layers=options.get("solver") == "eigen_outer",
     )
 
 

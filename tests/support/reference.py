@@ -69,25 +69,28 @@ def factors(
     g: Array,
     weight_sharing: str = "expand",
     keep: Array | None = None,
+    terms: float | None = None,
 ) -> tuple[Array, Array]:
     """A and G of one batch; `keep` (batch, shared) marks rows with a loss.
 
-    Rows that are not kept are missing from A's sum and count. G is divided
-    by the whole batch, as the loss is.
+    Rows that are not kept are missing from A's sum and count. `g` is the
+    gradient of a term's own loss. G is divided by the number of terms, as the
+    loss is: one for each example if nothing else is given.
     """
     batch, shared = a.shape[:2]
+    terms = batch if terms is None else terms
     if keep is None:
         keep = np.ones((batch, shared), bool)
     w = keep.astype(float)[..., None]
     if weight_sharing == "expand":
         A = np.einsum("nsi,nsj->ij", a * w, a) / w.sum()
-        G = np.einsum("nsi,nsj->ij", g * w, g) / batch
+        G = np.einsum("nsi,nsj->ij", g * w, g) / terms
         return A, G
     count = w.sum(1)
     mean_a = (a * w).sum(1) / np.maximum(count, 1)
-    sum_g = (g * w).sum(1)
+    one_g = (g * w).sum(1) if weight_sharing == "reduce" else g.mean(1)
     A = mean_a.T @ mean_a / np.count_nonzero(count)
-    return A, sum_g.T @ sum_g / batch
+    return A, one_g.T @ one_g / terms
 
 
 def gradient(a: Array, g: Array) -> Array:

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfkfac.wrapper.step
+from tests.support.gpu_kernels import nodes_of, without_gpu_kernel
 from tests.support.reference import Array
 from tests.support.strategies import strategy
 from tfkfac.distributed.topology import Topology, find_topology
@@ -31,6 +32,13 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     ),
 }
 
+# Rounded too much to be compared with others.
+HALF: dict[str, Callable[[], Any]] = {
+    "half": lambda: tfkfac.KFAC(
+        solver="eigen", factor_dtype="bfloat16", inverse_dtype="bfloat16"
+    ),
+}
+
 
 def compiled(kind: str, optimizer: str, hidden: Sequence[int]) -> Any:
     return build(strategy(kind), optimizer, hidden)
@@ -45,7 +53,7 @@ def build(of: Any, optimizer: str, hidden: Sequence[int]) -> Any:
             model.add(keras.layers.Dense(units, activation="tanh"))
         model.add(keras.layers.Dense(3))
         model.compile(
-            OPTIMIZERS[optimizer](),
+            (OPTIMIZERS | HALF)[optimizer](),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
     return model
@@ -70,10 +78,12 @@ def one_layer(kind: str, optimizer: str) -> list[Array]:
 
 
 # -------------------------------------------------------------------- order
-def unordered(kind: str, optimizer: str) -> dict[str, Any]:
-    """Counts pairs of collectives of a replica, in a step, by their order.
+def step_over_nccl(kind: str, optimizer: str) -> dict[str, Any]:
+    """Looks at a step over NCCL, which is traced and never run.
 
-    The step is that of NCCL. It is traced and never run.
+    Returns:
+        Pairs of collectives of a replica, and those that no path orders; what
+        a GPU could not do; and the bytes said to be received.
     """
     with mock.patch.object(tfkfac.wrapper.step, "find_topology", on_gpus):
         model = compiled(kind, optimizer, [5, 5])
@@ -87,7 +97,18 @@ def unordered(kind: str, optimizer: str) -> dict[str, Any]:
     definition = graph.as_graph_def()
     functions = {f.signature.name: f for f in definition.library.function}
     bodies = [definition.node, *(f.node_def for f in functions.values())]
-    found = {"collectives": 0, "pairs": 0, "unordered": []}
+    found = {
+        "collectives": 0,
+        "pairs": 0,
+        "unordered": [],
+        "not on a GPU": without_gpu_kernel(graph),
+        "added up": {
+            tf.as_dtype(node.attr["T"].type).name
+            for node in nodes_of(graph)
+            if node.op == "CollectiveReduce"
+        },
+        "bytes": model.optimizer.communication_bytes(),
+    }
     for nodes in bodies:
         audit(nodes, functions, found)
     return found

@@ -12,6 +12,7 @@ from keras import layers
 import tfkfac
 from tests.support.lockstep import run_together
 from tfkfac.capture.loss_batch import LossBatch
+from tfkfac.capture.loss_terms import mean_over
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import Settings
 from tfkfac.saving.store import Entry
@@ -46,6 +47,7 @@ def kfac_method() -> KFACMethod:
         factor_decay=0.95,
         weight_sharing="expand",
         settings=Settings(),
+        max_factor_dim=None,
         skip_layers=(),
     )
 
@@ -93,9 +95,9 @@ def step_of(group: Any, gradient: Any, rows: int | None) -> Step:
     model = model_of()
     job = Job("test", model, keras.optimizers.SGD(1.0))
     job.create()
-    examples = None if rows is None else tf.constant(rows)
+    terms = () if rows is None else (mean_over(rows),)
     variable = model.trainable_variables[:1]
-    return Step(job, [gradient], variable, LossBatch(examples), group)
+    return Step(job, [gradient], variable, LossBatch(terms), group)
 
 
 def test_the_share_is_worked_out_once() -> None:
@@ -106,8 +108,10 @@ def test_the_share_is_worked_out_once() -> None:
         gradient = tf.fill([3, 2], float(group.rank + 1))
         step = step_of(counting, gradient, rows=[6, 2][group.rank])
         step.reduce()
-        assert step.share is step.share
-        return step.gradients[0], float(step.share), counting.calls
+        assert step.loss is step.loss
+        share = step.loss.share
+        assert share is not None
+        return step.gradients[0], float(share), counting.calls
 
     for rank, ((gradient, share, calls), _) in enumerate(run_together(2, work)):
         assert share == [0.75, 0.25][rank]
@@ -169,7 +173,10 @@ class Scaled(Method):
 
         def direction() -> Update:
             factor = self.factor.at(self.job.clock)
-            scaled = [None if g is None else g * factor for g in step.gradients]
+            scaled = [
+                None if g is None else g * tf.cast(factor, g.dtype)
+                for g in step.gradients
+            ]
             return Update(scaled)
 
         step.apply_if_finite(direction)

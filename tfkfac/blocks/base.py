@@ -23,12 +23,25 @@ from tfkfac.factors import Factor
 class Block(abc.ABC):
     """Kronecker-factored curvature block of the weights of one layer.
 
+    A subclass says which `variables` it covers and which kinds of `factors`
+    it has, turns what a call of the layer left behind into `rows`, and the
+    gradients of the variables into a matrix and back.
+
+    Attributes:
+        kind: What tables call it.
+        layer: The layer.
+        path: Its path.
+        dtype: Dtype of the statistics.
+        left_out: Why the block took no part in the last step that was traced,
+            or None.
+
     Args:
         layer: A built Keras layer.
         path: Unique name that ends with the layer's name.
     """
 
     kind: str
+    left_out: str | None = None
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         self.layer = layer
@@ -59,6 +72,16 @@ class Block(abc.ABC):
     def rows(self, record: Record) -> Rows:
         """Turns a record of the layer into rows."""
 
+    def relevant(
+        self, calls: Sequence[Sequence[Record]]
+    ) -> Sequence[Sequence[Record]]:
+        """Picks the calls that the block stands for, by their records.
+
+        If the layer did something in this step that makes the block wrong,
+        `left_out` says what; its gradients then stay as they are.
+        """
+        return calls
+
     @abc.abstractmethod
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         """Gradients of `variables` as one `([groups,] inputs, outputs)`."""
@@ -83,19 +106,31 @@ class Block(abc.ABC):
         """Casts to the dtype of the statistics, float32 or better."""
         return tf.cast(tensor, self.dtype)
 
+    def gradient(self, rows: Rows) -> tf.Tensor:
+        """The gradient matrix that rows come to."""
+        if rows.a is None:
+            return tf.reduce_sum(rows.g, [0, 1])[..., None, :]
+        return tf.einsum("bs...i,bs...o->...io", rows.a, rows.g)
+
     def input_statistic(
         self, a: tf.Tensor, weights: tf.Tensor | None, sharing: str
     ) -> Statistic:
         """Sum of `a a^T` over the rows that carry loss, and their number."""
         a, count = weigh(a, weights, self.dtype)
-        if sharing == "reduce":
+        if sharing != "expand":
             a, count = average_positions(a, weights, self.dtype)
         return Statistic(self.factors["A"].gram(a), count)
 
     def output_statistic(self, g: tf.Tensor, sharing: str) -> tf.Tensor:
-        """Sum of `g g^T` over rows; "reduce" adds an example's rows first."""
+        """Sum of `g g^T` over rows.
+
+        "reduce" adds an example's rows first; "average" takes their mean, over
+        all positions.
+        """
         if sharing == "reduce":
             g = tf.reduce_sum(g, 1, keepdims=True)
+        elif sharing == "average":
+            g = tf.reduce_mean(g, 1, keepdims=True)
         return self.factors["G"].gram(g)
 
     def dense(self, values: Mapping[str, tf.Tensor]) -> tf.Tensor:

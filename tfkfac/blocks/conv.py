@@ -40,7 +40,7 @@ class ConvBlock(MatrixBlock):
             ones = [tf.ones_like(slices[0][..., :1])] if self._bias else []
             return Rows(fold_positions(tf.concat(slices + ones, -1)), g, None)
         return Rows(
-            self._with_bias(split_channels(slices, self.groups)),
+            self.with_bias(split_channels(slices, self.groups)),
             split_features(g, self.groups),
             None,
         )
@@ -60,7 +60,7 @@ class DepthwiseConvBlock(MatrixBlock):
         slices = conv_slices(self.layer, self.cast(record.inputs))
         gradient = channels_last(self.layer, self.cast(record.gradient))
         return Rows(
-            self._with_bias(split_channels(slices, self.groups)),
+            self.with_bias(split_channels(slices, self.groups)),
             split_features(fold_positions(gradient), self.groups),
             None,
         )
@@ -118,7 +118,7 @@ class SeparablePointwiseBlock(MatrixBlock):
         positions = tf.reduce_prod(shape[1:-2])
         a = tf.reshape(middle, [shape[0], positions, channels * multiplier])
         gradient = channels_last(self.layer, self.cast(record.gradient))
-        return Rows(self._with_bias(a), fold_positions(gradient), None)
+        return Rows(self.with_bias(a), fold_positions(gradient), None)
 
 
 def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
@@ -129,12 +129,10 @@ def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
     return tf.transpose(tensor, [0, *range(2, rank), 1])
 
 
-def conv_slices(
-    layer: keras.layers.Layer, inputs: tf.Tensor
-) -> list[tf.Tensor]:
-    """The layer's input under each offset of its kernel."""
+def conv_slices(layer: keras.layers.Layer, image: tf.Tensor) -> list[tf.Tensor]:
+    """What is under each offset of the layer's kernel in an image."""
     return extract_patches(
-        channels_last(layer, inputs),
+        channels_last(layer, image),
         layer.kernel_size,
         layer.strides,
         layer.dilation_rate,

@@ -19,7 +19,7 @@ class DenseBlock(MatrixBlock):
         if isinstance(inputs, tf.SparseTensor):
             inputs = tf.sparse.to_dense(inputs)
         return Rows(
-            self._with_bias(fold_positions(self.cast(inputs))),
+            self.with_bias(fold_positions(self.cast(inputs))),
             fold_positions(self.cast(record.gradient)),
             fold_mask(record.mask, tf.shape(inputs)[:-1]),
         )

@@ -176,7 +176,7 @@ class EinsumDenseBlock(MatrixBlock):
             shape = tf.shape(record.inputs)
             axes = [labels.inputs.index(c) for c in labels.shared]
             mask = fold_mask(record.mask, tf.gather(shape, axes))
-        return Rows(self._with_bias(a), g, mask)
+        return Rows(self.with_bias(a), g, mask)
 
     def _fold(self, tensor: tf.Tensor, labels: str, features: str) -> tf.Tensor:
         """Brings a tensor to `(batch, shared, [groups,] features)`."""

@@ -15,6 +15,9 @@ from tfkfac.factors import Dense, Factor, Stack
 class MatrixBlock(Block):
     """Block of a kernel that is a matrix after a reshape, with its bias.
 
+    The layer has the attributes `kernel` and, if there is one, `bias`. A
+    subclass has to turn a record into rows, with `with_bias` at the inputs.
+
     A layer of `groups` independent parts has its kernel's last axis split
     into groups and has one matrix for each.
     """
@@ -32,7 +35,7 @@ class MatrixBlock(Block):
         return self.layer.kernel
 
     def _find_bias(self) -> keras.Variable | None:
-        return self.layer.bias
+        return getattr(self.layer, "bias", None)
 
     @staticmethod
     @override
@@ -84,7 +87,7 @@ class MatrixBlock(Block):
         bias = tf.reshape(matrix[..., -1, :], self._bias[0].shape)
         return [self._join(matrix[..., :-1, :]), bias]
 
-    def _with_bias(self, a: tf.Tensor) -> tf.Tensor:
+    def with_bias(self, a: tf.Tensor) -> tf.Tensor:
         """Appends the bias' 1 to the inputs if there is a bias."""
         return append_one(a) if self._bias else a
 

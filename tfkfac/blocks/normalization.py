@@ -26,12 +26,12 @@ class NormalizationBlock(Block):
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
-        rms = isinstance(layer, keras.layers.RMSNormalization)
-        names = ("scale",) if rms else ("gamma", "beta")
-        weights = [getattr(layer, name, None) for name in names]
-        self._weights = [w for w in weights if w is not None and w.trainable]
-        self._gain = weights[0]
-        self._all = [w for w in weights if w is not None]
+        # The gain of `RMSNormalization` is `scale`; elsewhere that is a flag.
+        gains = [weight_of(layer, name) for name in ("gamma", "scale")]
+        self._gain = next((w for w in gains if w is not None), None)
+        both = [self._gain, weight_of(layer, "beta")]
+        self._all = [w for w in both if w is not None]
+        self._weights = [w for w in self._all if w.trainable]
 
     @staticmethod
     @override
@@ -113,3 +113,9 @@ class NormalizationBlock(Block):
             tf.reshape(matrix[:, 0, i], weight.shape)
             for i, weight in enumerate(self._weights)
         ]
+
+
+def weight_of(layer: keras.layers.Layer, name: str) -> keras.Variable | None:
+    """Returns an attribute of a layer if it is a weight."""
+    value = getattr(layer, name, None)
+    return value if isinstance(value, keras.Variable) else None

@@ -46,7 +46,7 @@ def weigh(
 def average_positions(
     a: tf.Tensor, weights: tf.Tensor | None, dtype: tf.DType
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean over the positions of each example ("reduce"), and the examples."""
+    """Mean over the positions of each example, and the examples."""
     if weights is None:
         return (
             tf.reduce_mean(a, 1, keepdims=True),

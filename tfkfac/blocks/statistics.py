@@ -15,25 +15,26 @@ def batch_statistics(
     sharing: str,
     scale: tf.Tensor | float = 1.0,
     weightless: Sequence[tf.Tensor] = (),
-    examples: tf.Tensor | None = None,
+    terms: tf.Tensor | None = None,
 ) -> dict[str, Statistic]:
     """Sums the factors of one batch over all recorded calls of a layer.
 
-    With `B` examples and `S` shared positions, "expand" gives
-    `A = 1/(B S) sum a a^T` and `G = 1/B sum g g^T`; "reduce" averages `a` and
-    sums `g` over the positions first (Eschenhagen et al., 2023). The rows of
-    several calls are pooled. The tape sees gradients of the mean loss, which
-    are `1/B` of an example's own: `scale` undoes what is left of that, the
-    loss scale and the number of replicas.
+    With `B` examples, `S` shared positions and a loss that is the mean over
+    `T` terms, "expand" gives `A = 1/(B S) sum a a^T` and `G = T sum c c^T`
+    with the gradient `c` of that mean; "reduce" averages `a` and sums `c` over
+    the positions first (Eschenhagen et al., 2023). The rows of several calls
+    are pooled. `scale` makes a term's own gradient of what the tape has seen,
+    the gradient of a mean times some constants.
 
     Args:
         block: The block.
         records: Records of the layer's calls in this step.
-        sharing: "expand" or "reduce".
-        scale: What the gradients must be multiplied by, besides `B`.
+        sharing: "expand", "reduce" or "average".
+        scale: What the gradients must be multiplied by.
         weightless: Bools of shape `(B, positions)`, True where a sample
             weight is zero. What carries no loss does not count in A.
-        examples: `B`, when it is not the leading dimension of the layer.
+        terms: `T`. None is the leading dimension of the layer, and the
+            gradients must be multiplied by it besides `scale`.
 
     Returns:
         Sum and count of each factor by name.
@@ -41,15 +42,16 @@ def batch_statistics(
     statistics: dict[str, Statistic] = {}
     for record in records:
         rows = block.rows(record)
-        batch = tf.shape(rows.g)[0] if examples is None else examples
-        batch = tf.cast(batch, block.dtype)
-        g = rows.g * (tf.cast(scale, block.dtype) * batch)
-        # The examples of a further call are the same examples.
+        count, factor = terms, tf.cast(scale, block.dtype)
+        if count is None:
+            count = tf.shape(rows.g)[0]
+            factor *= tf.cast(count, block.dtype)
+        # The terms of a further call are the same terms.
         previous = statistics.get("G")
-        total = block.output_statistic(g, sharing)
+        total = block.output_statistic(rows.g * factor, sharing)
         if previous is not None:
             total += previous.total
-        statistics["G"] = Statistic(total, batch)
+        statistics["G"] = Statistic(total, tf.cast(count, block.dtype))
         if rows.a is not None:
             weights = _row_weights(block, rows, weightless)
             new = block.input_statistic(rows.a, weights, sharing)

@@ -9,6 +9,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.loss_batch import LossBatch
+from tfkfac.capture.loss_terms import read_terms, weigh
 from tfkfac.capture.model_tap import ModelTap
 from tfkfac.capture.trace import (
     capturing,
@@ -16,6 +17,7 @@ from tfkfac.capture.trace import (
     paused,
     visible_stores,
 )
+from tfkfac.compat.losses import observed_losses
 from tfkfac.compat.models import call_takes_training, kept_losses
 
 # Calls of a step that are looked at; others, that no step takes, would pile up.
@@ -95,6 +97,7 @@ def replay_loss(
     arguments: dict[str, Any],
     variables: Sequence[keras.Variable],
     values: Sequence[tf.Tensor],
+    shares: Sequence[tf.Tensor] = (),
 ) -> tf.Tensor:
     """Computes the loss with other weights, and changes no state.
 
@@ -107,15 +110,18 @@ def replay_loss(
         arguments: Those of `compute_loss`; `y_pred` is computed anew.
         variables: Weights.
         values: What to put in their place.
+        shares: Weights of the losses, see `weigh`.
     """
     mapping = list(zip(variables, values, strict=True))
     with (
         paused(),
         kept_losses(model),
         keras.StatelessScope(mapping, collect_losses=True),
+        observed_losses() as losses,
     ):
         outputs = model(*call.args, **call.kwargs)
-        return model.compute_loss(**{**arguments, "y_pred": outputs})
+        loss = model.compute_loss(**{**arguments, "y_pred": outputs})
+    return weigh(loss, read_terms(model, losses), shares)
 
 
 def _identities(outputs: Any) -> list[int]:

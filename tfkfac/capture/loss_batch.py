@@ -1,13 +1,8 @@
-"""The loss batch: its size, and which of its examples carry loss.
-
-Keras' loss is a mean over the examples of a replica, divided by the number of
-replicas and multiplied by the loss scale. What the taps see must be multiplied
-by all three to be the gradient of one example's own loss, so that the factors
-have the scale of the Fisher matrix whatever the batch size.
-"""
+"""The loss batch of a step: its examples, terms, and those without loss."""
 
 import dataclasses
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,24 +10,35 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.capture.loss_terms import (
+    LossMeasure,
+    LossTerms,
+    mean_over,
+    read_terms,
+)
 from tfkfac.capture.model_tap import ModelTap
 from tfkfac.capture.trace import capturing, current_store, visible_stores
+from tfkfac.compat.losses import observed_losses
 
 
 @dataclasses.dataclass(frozen=True)
 class LossBatch:
-    """The batch over which the loss was averaged.
+    """The batch of a loss.
 
     Attributes:
-        examples: Scalar integer, or None if it was not seen.
+        terms: The terms of each of its losses; none if they were not seen.
         weightless: For each output with sample weights, bool
             `(examples, positions)`, True where the weight is zero.
         arguments: What `compute_loss` was called with.
+        ordinal: Number of batches that were seen before in the same step.
+        measure: What the replicas know of the loss, if it has been weighed.
     """
 
-    examples: tf.Tensor | None = None
+    terms: tuple[LossTerms, ...] = ()
     weightless: tuple[tf.Tensor, ...] = ()
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ordinal: int = 0
+    measure: LossMeasure | None = None
 
 
 class LossTap(ModelTap):
@@ -45,6 +51,7 @@ class LossTap(ModelTap):
     method = "compute_loss"
 
     def __init__(self, model: keras.Model) -> None:
+        self._model = weakref.ref(model)
         self._signature = inspect.signature(model.compute_loss)
         super().__init__(model)
 
@@ -52,32 +59,56 @@ class LossTap(ModelTap):
     def _call(
         self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        if capturing():
-            arguments = self._signature.bind(*args, **kwargs).arguments
-            batch = loss_batch(arguments)
-            current_store(self._eager)[self._key()] = batch
-        return below(*args, **kwargs)
+        if not capturing():
+            return below(*args, **kwargs)
+        with observed_losses() as calls:
+            loss = below(*args, **kwargs)
+        model, before = self._model(), self._taken()
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        terms = read_terms(model, calls) if model is not None else ()
+        ordinal = 0 if before is None else before.ordinal + 1
+        self.note(loss_batch(arguments, terms, ordinal))
+        return loss
+
+    def note(self, batch: LossBatch) -> None:
+        """Notes this replica's batch of the current trace."""
+        current_store(self._eager)[self._key()] = batch
 
     def take(self) -> LossBatch:
-        """Returns this replica's batch of the current trace."""
+        """Returns this replica's batch of the current trace, and forgets it."""
+        return self._taken() or LossBatch()
+
+    def _taken(self) -> LossBatch | None:
         key = self._key()
         batches = [
             store.pop(key)
             for store in visible_stores(self._eager)
             if key in store
         ]
-        return batches[0] if batches else LossBatch()
+        return batches[0] if batches else None
 
 
-def loss_batch(arguments: dict[str, Any]) -> LossBatch:
-    """Reads the batch off the arguments of `compute_loss`."""
+def loss_batch(
+    arguments: dict[str, Any],
+    terms: tuple[LossTerms, ...] = (),
+    ordinal: int = 0,
+) -> LossBatch:
+    """Reads the batch off a call of `compute_loss`.
+
+    Args:
+        arguments: Its arguments.
+        terms: The terms of the losses that it has called. Without any it is
+            taken for a mean over the examples.
+        ordinal: Number of batches that were seen before in the same step.
+    """
     sources = [arguments.get(name) for name in ("x", "y_pred", "y")]
     tensors = [
         t
         for t in keras.tree.flatten(sources)
         if tf.is_tensor(t) and t.shape.rank
     ]
-    examples = tf.shape(tensors[0])[0] if tensors else None
+    if tensors and not terms:
+        terms = (mean_over(tf.shape(tensors[0])[0]),)
     weights = [
         tf.convert_to_tensor(w)
         for w in keras.tree.flatten(arguments.get("sample_weight"))
@@ -88,10 +119,4 @@ def loss_batch(arguments: dict[str, Any]) -> LossBatch:
         for w in weights
         if w.shape.rank
     )
-    return LossBatch(examples, weightless, arguments)
-
-
-def example_scale(loss_scale: tf.Tensor | None) -> tf.Tensor | float:
-    """Factor from a tape's gradient times the batch to an example's own."""
-    replicas = float(tf.distribute.get_strategy().num_replicas_in_sync)
-    return replicas if loss_scale is None else replicas / loss_scale
+    return LossBatch(terms, weightless, arguments, ordinal)

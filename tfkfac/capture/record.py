@@ -15,7 +15,7 @@ class Record:
         inputs: The layer's input.
         gradient: Gradient of the (scaled) loss at the pre-activation.
         mask: Keras mask of the input, or None.
-        kwargs: Keyword arguments of the call.
+        kwargs: The other arguments of the call, by name.
         moments: Mean and variance that a batch normalisation computed.
     """
 

@@ -5,8 +5,9 @@ linear part and the activation whose gradient function notes the gradient that
 flows through. The tape of `train_step`, or the user's own, does the rest. Only
 a call under a tape is touched; inference, saving and cloning are not.
 
-The records of a step are those of the last backward pass before it, with all
-calls of the forward pass that went ahead of it.
+The records of a step are those of the backward passes before it, with all
+calls of the forward pass that went ahead of them. A call has one for each of
+them that came through it.
 
 Records are Python objects that hold the tensors of one trace. They live on
 the graph that they belong to, so that no trace ever sees another's tensors,
@@ -66,7 +67,7 @@ class Tap:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._eager = TraceStore()
         self._moments: dict[int, Any] = {}
-        self._input_name = next(iter(inspect.signature(layer.call).parameters))
+        self._names = list(inspect.signature(layer.call).parameters)
         self._overrides = [override(layer, "call", self._call_of(layer))]
         if isinstance(layer, keras.layers.BatchNormalization):
             # For good, not for the time of a call: a synchronised layer lets
@@ -98,16 +99,21 @@ class Tap:
                 installed.remove()
 
     @staticmethod
-    def records(layer: keras.layers.Layer) -> list[Record]:
-        """Takes this replica's records of a layer from the current trace."""
+    def calls(layer: keras.layers.Layer) -> list[list[Record]]:
+        """Takes this replica's records of a layer from the current trace.
+
+        Returns:
+            The records of each call, in the order in which they came.
+        """
         tap = kept_on(layer, _TAP)
         if tap is None:
             return []
         key = (id(tap), replica_id())
-        records: list[Record] = []
+        calls: dict[int, list[Record]] = {}
         for store in visible_stores(tap._eager):
-            records += [note.record for note in store.pop(key, ())]
-        return records
+            for note in store.pop(key, ()):
+                calls.setdefault(note.called, []).append(note.record)
+        return list(calls.values())
 
     def _call_of(self, layer: keras.layers.Layer) -> Wrapper:
         def call(
@@ -126,8 +132,8 @@ class Tap:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        rest = dict(kwargs)
-        inputs = args[0] if args else rest.pop(self._input_name)
+        rest = dict(zip(self._names, args, strict=False)) | kwargs
+        inputs = rest.pop(self._names[0])
         mask = mask_of(inputs)
         called = next(_moments_in_time)
         key = (id(self), replica_id())
@@ -137,13 +143,8 @@ class Tap:
             store = current_store(self._eager)
             # What was noted before this call is of an earlier backward pass
             # that was not for this optimizer (a saliency map, the other half
-            # of a GAN) or of an earlier micro-batch. A second gradient of the
-            # same call takes the place of the first.
-            notes = [
-                note
-                for note in store.get(key, ())
-                if note.noted > called and note.called != called
-            ]
+            # of a GAN) or of an earlier micro-batch.
+            notes = [note for note in store.get(key, ()) if note.noted > called]
             record = Record(inputs, gradient, mask, rest, moments)
             noted = next(_moments_in_time)
             store[key] = [*notes, Note(called, noted, record)]

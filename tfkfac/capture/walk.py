@@ -1,18 +1,22 @@
 """The layers of a model in a fixed order, with unique paths."""
 
+import collections
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
 import keras
 
-from tfkfac.compat.layers import children
+from tfkfac.compat.layers import all_layers, children
+
+# Layers that call what is inside of them in a loop of their own, where no tap
+# of ours can follow.
+_LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
+
+# The reason of layers that the user has asked to leave alone.
+SKIPPED = "skip_layers"
 
 SkipRule = str | re.Pattern[str] | type[keras.layers.Layer]
-
-# Layers that call their sublayers in a loop of their own, where no tape of
-# ours can follow.
-_LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
 
 
 @dataclasses.dataclass
@@ -23,11 +27,29 @@ class Node:
         layer: The layer.
         path: Names of the containers and of the layer, joined by "/".
         reason: Why it can have no block, or None.
+        distributor: The `TimeDistributed` that calls the layer at each time
+            step, and whose input and output tell what the layer's are.
     """
 
     layer: keras.layers.Layer
     path: str
     reason: str | None
+    distributor: keras.layers.TimeDistributed | None = None
+
+    @property
+    def tapped(self) -> keras.layers.Layer:
+        """The layer whose calls are recorded."""
+        return self.distributor or self.layer
+
+    @property
+    def reason_inside(self) -> str | None:
+        """Why the layers inside of it can have no block, or None."""
+        if self.reason is not None:
+            return self.reason
+        loop = self.distributor
+        if loop is None and distributor(self.layer) is None:
+            loop = self.layer if isinstance(self.layer, _LOOPS) else None
+        return loop and f"used in the loop of a {type(loop).__name__}"
 
 
 def walk(
@@ -42,7 +64,7 @@ def walk(
     Raises:
         ValueError: If a rule of `skip_layers` matches no layer.
     """
-    seen = {id(root)}
+    seen, ambiguous = {id(root)}, distributed_and_elsewhere(root)
     paths: set[str] = set()
     used: set[int] = set()
 
@@ -55,10 +77,8 @@ def walk(
         paths.add(path)
         return path
 
-    def visit(
-        layer: keras.layers.Layer, prefix: str, reason: str | None
-    ) -> Iterator[Node]:
-        for child in children(layer):
+    def visit(parent: Node, prefix: str) -> Iterator[Node]:
+        for child in children(parent.layer):
             if id(child) in seen:
                 continue
             seen.add(id(child))
@@ -69,20 +89,47 @@ def walk(
                 if matches(rule, child, path)
             ]
             used.update(rules)
-            why = "skip_layers" if rules else reason
-            if why is None and isinstance(child, _LOOPS):
-                why = f"used in the loop of a {type(child).__name__}"
-            yield from visit(child, f"{path}/", why)
-            yield Node(child, path, why)
+            reason = SKIPPED if rules else parent.reason_inside
+            if reason is None and id(child) in ambiguous:
+                reason = "used in a TimeDistributed and elsewhere"
+            node = Node(child, path, reason, distributor(parent.layer))
+            yield from visit(node, f"{path}/")
+            yield node
 
-    yield from visit(root, "", None)
-    yield Node(root, "", None)
+    top = Node(root, "", None)
+    yield from visit(top, "")
+    yield top
     unused = [r for i, r in enumerate(skip_layers) if i not in used]
     if unused:
         raise ValueError(
             "Argument `skip_layers` must match layers of the model. No layer "
             f"of '{root.name}' matches: {unused}"
         )
+
+
+def distributor(
+    layer: keras.layers.Layer,
+) -> keras.layers.TimeDistributed | None:
+    """Returns a layer if it calls another one at each time step."""
+    known = keras.layers.TimeDistributed
+    if isinstance(layer, known) and type(layer).call is known.call:
+        return layer
+    return None
+
+
+def distributed_and_elsewhere(root: keras.layers.Layer) -> set[int]:
+    """Ids of layers in a `TimeDistributed` that something else holds too.
+
+    Only calls at one of these places would be recorded.
+    """
+    layers = all_layers(root)
+    inside = {id(outer.layer) for outer in filter(distributor, layers)}
+    if not inside:
+        return inside
+    holders = collections.Counter(
+        id(child) for layer in layers for child in children(layer)
+    )
+    return {key for key in inside if holders[key] > 1}
 
 
 def matches(rule: SkipRule, layer: keras.layers.Layer, path: str) -> bool:

@@ -1,6 +1,6 @@
 """Variables of one worker, graphs, tapes and gradients of TensorFlow."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -37,6 +37,12 @@ def state_variable(
         return ResourceVariable(
             tf.cast(value, dtype), trainable=False, name=name, shape=shape
         )
+
+
+def zeros_variable(shape: Sequence[int], dtype: Any, name: str) -> tf.Variable:
+    """A `state_variable` of zeros, made without an array of them."""
+    with tf.init_scope():
+        return state_variable(tf.zeros(shape, dtype), dtype, name)
 
 
 def in_graph(function: Callable[[], Any]) -> Callable[[], Any]:

@@ -25,6 +25,16 @@ def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return layer._flatten_layers()
 
 
+def called_with(layer: keras.layers.Layer, flag: str) -> bool:
+    """Whether a functional model calls a layer with a keyword that is true.
+
+    What other layers and models do in their `call` is not seen. It relies on
+    `_inbound_nodes`, one for each such call, with its `arguments`.
+    """
+    nodes = layer._inbound_nodes
+    return any(node.arguments.kwargs.get(flag) for node in nodes)
+
+
 def mask_of(tensor: Any) -> tf.Tensor | None:
     """The mask that a tensor carries, or None.
 

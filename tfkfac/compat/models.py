@@ -1,6 +1,7 @@
 """What Keras keeps to itself of a model, and the moment it is compiled."""
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from tfkfac.compat.layers import all_layers
 Action = Callable[[keras.Model], None]
 
 _ACTIONS = "_tfkfac_after_compile"
+_from_config = contextvars.ContextVar("compiles_from_config", default=False)
 
 
 @contextlib.contextmanager
@@ -70,18 +72,33 @@ def after_compile(action: Action) -> None:
         action: The function. An action that is known already is not called
             twice.
     """
-    owner = next(c for c in keras.Model.__mro__ if "compile" in vars(c))
+    owner = _owner("compile")
     actions = getattr(owner.compile, _ACTIONS, None)
     if actions is None:
         actions = _hook_compile(owner)
+        _hook_compile_from_config(_owner("compile_from_config"))
     if action not in actions:
         actions.append(action)
 
 
-def _hook_compile(owner: type) -> list[Action]:
+def compiles_from_config() -> bool:
+    """Whether a model is compiled with what another was, not by its user.
+
+    It relies on `load_model` and `clone_model` calling `compile_from_config`,
+    which calls `compile`, and is known once `after_compile` has been called.
+    """
+    return _from_config.get()
+
+
+def _owner(method: str) -> Any:
+    """The base class of `keras.Model` that defines a method."""
+    return next(c for c in keras.Model.__mro__ if method in vars(c))
+
+
+def _hook_compile(owner: Any) -> list[Action]:
     """Puts the hook on a class and returns what is called after `compile`."""
     actions: list[Action] = []
-    original = vars(owner)["compile"]
+    original = owner.compile
 
     @functools.wraps(original)
     def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
@@ -90,5 +107,20 @@ def _hook_compile(owner: type) -> list[Action]:
             action(self)
 
     setattr(compile, _ACTIONS, actions)
-    owner.compile = compile  # type: ignore[attr-defined]
+    owner.compile = compile
     return actions
+
+
+def _hook_compile_from_config(owner: Any) -> None:
+    """Makes a class note that it compiles from a config."""
+    original = owner.compile_from_config
+
+    @functools.wraps(original)
+    def compile_from_config(self: keras.Model, config: Any) -> None:
+        token = _from_config.set(True)
+        try:
+            original(self, config)
+        finally:
+            _from_config.reset(token)
+
+    owner.compile_from_config = compile_from_config

@@ -4,6 +4,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import keras
+from keras.src.optimizers import ALL_OBJECTS_DICT
 
 if TYPE_CHECKING:
 
@@ -26,6 +27,16 @@ if TYPE_CHECKING:
 
 else:
     KerasOptimizer = keras.optimizers.Optimizer
+
+
+def find_by_name(optimizer: type[KerasOptimizer]) -> None:
+    """Lets `compile("name")` and `keras.optimizers.get` find a class.
+
+    It relies on `keras.optimizers.deserialize` looking a name up, in lower
+    case, in the table `ALL_OBJECTS_DICT`, and on its taking a class from there
+    that is registered as serialisable and not of Keras.
+    """
+    ALL_OBJECTS_DICT[optimizer.__name__.lower()] = optimizer
 
 
 def variable_key(

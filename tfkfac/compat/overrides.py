@@ -3,7 +3,9 @@
 This relies on Python alone: a function in the dictionary of an object (a
 layer, a model, an optimizer, a module) goes before the method of its class.
 `object.__setattr__` puts it there, since Keras' own `__setattr__` tracks what
-it is given. Saving, cloning and configs do not see it.
+it is given. Saving, cloning and configs do not see it. A method that Python
+looks up on the class, as it does with `__call__`, is overridden there, if the
+class itself defines it; what overrides it then gets the object as well.
 
 Several may override the same attribute. What is in the object's dictionary is
 one function for all of them, which looks up at each call who has a say. They
@@ -68,7 +70,7 @@ class _Stack:
         self._original = getattr(instance, name)
         self._overrides: tuple[Override, ...] = ()
         self._function = self._dispatcher()
-        object.__setattr__(instance, name, self._function)
+        _set(instance, name, self._function)
 
     @classmethod
     def of(cls, instance: Any, name: str) -> "_Stack":
@@ -105,7 +107,7 @@ class _Stack:
         if self._before is _NOTHING:
             object.__delattr__(self._instance, self._name)
         else:
-            object.__setattr__(self._instance, self._name, self._before)
+            _set(self._instance, self._name, self._before)
 
     def _dispatcher(self) -> Callable[..., Any]:
         original = self._original
@@ -127,6 +129,12 @@ class _Stack:
             if override.thread in (None, thread):
                 function = functools.partial(override.wrapper, function)
         return function
+
+
+def _set(instance: Any, name: str, value: Any) -> None:
+    """Sets an attribute of an object, or of a class, behind its back."""
+    owner = type if isinstance(instance, type) else object
+    owner.__setattr__(instance, name, value)
 
 
 def override(instance: Any, name: str, wrapper: Wrapper) -> Override:

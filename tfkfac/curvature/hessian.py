@@ -26,6 +26,7 @@ def hessian_operator(
     variables: Sequence[keras.Variable],
     values: Sequence[tf.Tensor],
     total: Sum = tf.identity,
+    shares: Sequence[tf.Tensor] = (),
 ) -> Product:
     """Differentiates the loss once and returns the product with its Hessian.
 
@@ -39,6 +40,7 @@ def hessian_operator(
         variables: The weights.
         values: The point, a tensor for each of them.
         total: Differentiable sum over the replicas, for synchronised layers.
+        shares: This replica's weights of the losses in the mean.
 
     Returns:
         Function of a flat vector.
@@ -54,7 +56,9 @@ def hessian_operator(
         outer.watch(values)
         with tf.GradientTape(watch_accessed_variables=False) as inner:
             inner.watch(values)
-            loss = replay_loss(model, call, arguments, variables, values)
+            loss = replay_loss(
+                model, call, arguments, variables, values, shares
+            )
         slopes = inner.gradient(loss, values)
         # Sparse gradients become dense, so that a product can meet them.
         slopes = [

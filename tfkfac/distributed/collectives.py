@@ -14,6 +14,8 @@ pairs the calls of devices by their order: there each collective also reads the
 token before it starts, which makes it wait for those before it in the program.
 On CPUs calls are paired by their keys, and waiting would cost up to 14 % of a
 step.
+
+TensorFlow 2.21 adds no bfloat16 on GPUs, so sums of it travel as float32 there.
 """
 
 import functools
@@ -92,7 +94,8 @@ class Communicator:
 
         Args:
             tensors: Tensors of static shape, the same on every member.
-            dtype: Dtype on the wire; None is each tensor's own.
+            dtype: Dtype on the wire; None is each tensor's own. What is added
+                up in it is `sum_dtype`.
 
         Returns:
             The sums, in the tensors' own dtype, the same bits everywhere.
@@ -101,8 +104,12 @@ class Communicator:
             return list(tensors)
         everyone = tuple(range(self.size))
         results: list[tf.Tensor] = []
-        for bucket in split_buckets(tensors, dtype):
-            flat = flatten(bucket, dtype)
+
+        def wire(own: tf.DType) -> tf.DType:
+            return sum_dtype(dtype or own, self._hint)
+
+        for bucket in split_buckets(tensors, wire):
+            flat = flatten(bucket, wire)
             group, instance = self._keys("reduce", everyone, 0, flat)
             reduce = functools.partial(
                 tf.raw_ops.CollectiveReduce,
@@ -141,11 +148,15 @@ class Communicator:
         """
         results: list[tf.Tensor] = []
         start = 0
-        for bucket in split_buckets(like, dtype):
+
+        def wire(own: tf.DType) -> tf.DType:
+            return dtype or own
+
+        for bucket in split_buckets(like, wire):
             mine = None
             if self.rank == root and tensors is not None:
                 part = tensors[start : start + len(bucket)]
-                mine = flatten(part, dtype)
+                mine = flatten(part, wire)
             start += len(bucket)
             flat = self._broadcast_flat(mine, bucket, root, members, dtype)
             if flat is not None:
@@ -266,29 +277,40 @@ def stable_key(*parts: object) -> int:
     return 2**30 + zlib.crc32(text) % 2**30
 
 
+def sum_dtype(dtype: tf.DType, hint: str) -> tf.DType:
+    """Dtype in which tensors of a dtype are added up over workers.
+
+    Args:
+        dtype: The dtype that they have, or are to have on the wire.
+        hint: Communication hint.
+    """
+    return tf.float32 if (dtype, hint) == (tf.bfloat16, "nccl") else dtype
+
+
 def split_buckets(
     tensors: Sequence[tf.Tensor] | Sequence[tf.TensorSpec],
-    dtype: tf.DType | None,
+    wire: Callable[[tf.DType], tf.DType],
 ) -> list[list[tf.Tensor]]:
     """Groups tensors, in order, into buckets of one wire dtype and size."""
     buckets: list[list[tf.Tensor]] = []
     filled, last = 0, None
     for tensor in tensors:
-        wire = dtype or tensor.dtype
-        size = math.prod(tensor.shape) * wire.size
-        if last != wire or filled + size > BUCKET_BYTES:
+        dtype = wire(tensor.dtype)
+        size = math.prod(tensor.shape) * dtype.size
+        if last != dtype or filled + size > BUCKET_BYTES:
             buckets.append([])
-            filled, last = 0, wire
+            filled, last = 0, dtype
         buckets[-1].append(tensor)
         filled += size
     return buckets
 
 
-def flatten(tensors: Sequence[tf.Tensor], dtype: tf.DType | None) -> tf.Tensor:
-    """Joins tensors into one vector in the wire dtype."""
-    parts = [tf.reshape(t, [-1]) for t in tensors]
-    flat = tf.concat(parts, 0)
-    return flat if dtype is None else tf.cast(flat, dtype)
+def flatten(
+    tensors: Sequence[tf.Tensor], wire: Callable[[tf.DType], tf.DType]
+) -> tf.Tensor:
+    """Joins tensors of one wire dtype into a vector of it."""
+    parts = [tf.cast(tf.reshape(t, [-1]), wire(t.dtype)) for t in tensors]
+    return tf.concat(parts, 0)
 
 
 def unflatten(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.collectives import Communicator, sum_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +95,17 @@ def broadcast_items(
     return values
 
 
-def gradient_bytes(variables: Sequence[keras.Variable]) -> int:
-    """Bytes of the gradients of some variables."""
+def gradient_bytes(
+    variables: Sequence[keras.Variable], hint: str = "auto"
+) -> int:
+    """Bytes of the gradients of some variables, as they are added up.
+
+    Args:
+        variables: The variables.
+        hint: Communication hint of their sum.
+    """
     return sum(
-        v.value.shape.num_elements() * tf.as_dtype(v.dtype).size
+        v.value.shape.num_elements()
+        * sum_dtype(tf.as_dtype(v.dtype), hint).size
         for v in variables
     )

@@ -5,6 +5,7 @@ A new kind is one class here, a `Factor`; a block declares which it has.
 
 from tfkfac.factors.base import VALUES, Factor, Side, Tensors
 from tfkfac.factors.diagonal import Diagonal
+from tfkfac.factors.half import from_stored, stored_parts, to_stored
 from tfkfac.factors.matrices import Dense, Stack
 from tfkfac.factors.parts import MatrixPart, Part
 
@@ -18,4 +19,7 @@ __all__ = [
     "Side",
     "Stack",
     "Tensors",
+    "from_stored",
+    "stored_parts",
+    "to_stored",
 ]

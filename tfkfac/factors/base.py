@@ -55,6 +55,11 @@ class Factor(abc.ABC):
         return ()
 
     @property
+    def whole_size(self) -> int:
+        """Number of rows of the largest matrix kept whole; 0 if none is."""
+        return self.size
+
+    @property
     @abc.abstractmethod
     def operations(self) -> int:
         """About how many operations a decomposition takes."""

@@ -27,6 +27,11 @@ class Diagonal(Factor):
 
     @property
     @override
+    def whole_size(self) -> int:
+        return 0
+
+    @property
+    @override
     def operations(self) -> int:
         return self.size
 

@@ -37,6 +37,15 @@ class Part:
         """Inverse of `pack`."""
         return packed
 
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Shape of what `largest` returns."""
+        return (1,) * len(self.shape)
+
+    def largest(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the largest absolute entry, in a shape to divide by."""
+        return tf.reduce_max(tf.abs(value), keepdims=True)
+
     def identity(self, dtype: tf.DType) -> tf.Tensor:
         """Returns the value that leaves a gradient as it is."""
         return tf.ones(self.shape, dtype)
@@ -65,6 +74,16 @@ class MatrixPart(Part):
     @override
     def unpack(self, packed: tf.Tensor) -> tf.Tensor:
         return unpack(packed, self.shape) if self.symmetric else packed
+
+    @property
+    @override
+    def scale_shape(self) -> tuple[int, ...]:
+        return (*self.shape[:-2], 1, 1)
+
+    @override
+    def largest(self, value: tf.Tensor) -> tf.Tensor:
+        """One for each matrix: those of a stack may be of any size."""
+        return tf.reduce_max(tf.abs(value), [-2, -1], keepdims=True)
 
     @override
     def identity(self, dtype: tf.DType) -> tf.Tensor:

@@ -1,5 +1,6 @@
 """What an accelerator keeps of an estimation that spans many steps."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -34,7 +35,6 @@ class Accelerator(Tracked):
 
         self.geometry = geometry
         self.weights = vector(geometry.size, "weights")
-        self.share = state_variable(1, "float64", "share")
         basis = tf.zeros([steps, length])
         self.basis = state_variable(basis, dtype, "basis")
         self.tridiagonal = Tridiagonal(
@@ -58,11 +58,6 @@ class Accelerator(Tracked):
         flags = geometry.steps + 1
         return rows * geometry.dtype.size + flags + tf.int32.size
 
-    @staticmethod
-    def point_bytes(geometry: Geometry) -> int:
-        """Bytes of the weights that it holds and of its batch's share."""
-        return geometry.size * geometry.dtype.size + tf.float64.size
-
     @property
     def batch_bytes(self) -> int:
         """Bytes of the batches that it holds."""
@@ -73,15 +68,14 @@ class Accelerator(Tracked):
         batch: LossBatch,
         call: ForwardCall,
         weights: tf.Tensor,
-        share: tf.Tensor | None,
+        shares: Sequence[tf.Tensor],
         estimation: Estimation,
     ) -> None:
-        """Holds weights and batch, and starts at them."""
+        """Holds weights, batch and shares, and starts at them."""
         self.weights.assign(weights)
-        self._held_batch(batch, call).hold(point(batch, call))
-        if share is not None:
-            self.share.assign(share)
-        iteration = estimation.iteration(tf.identity, None)
+        current = point(batch, call, shares)
+        self._held_batch(current).hold(current)
+        iteration = estimation.iteration(tf.identity)
         self._assign(iteration.begin(estimation.start(), self.geometry.steps))
 
     def advance(
@@ -89,6 +83,7 @@ class Accelerator(Tracked):
         model: keras.Model,
         batch: LossBatch,
         call: ForwardCall,
+        shares: Sequence[tf.Tensor],
         estimation: Estimation,
         progress: tf.Tensor,
         target: tf.Tensor,
@@ -99,14 +94,16 @@ class Accelerator(Tracked):
             model: The model.
             batch: The current batch, whose form the held one has.
             call: The current call of the model.
+            shares: The current weights of the losses.
             estimation: The accelerators' part in the estimation.
             progress: Number of iterations done.
             target: Number of iterations to have done, the same on all
                 accelerators.
         """
         weights = model.trainable_variables
-        held = self._held_batch(batch, call)
-        args, kwargs, arguments = held.get(point(batch, call))
+        current = point(batch, call, shares)
+        held = self._held_batch(current)
+        args, kwargs, arguments, held_shares = held.get(current)
         local = hessian_operator(
             model,
             ForwardCall(args, kwargs, None),
@@ -114,8 +111,9 @@ class Accelerator(Tracked):
             weights,
             flat_space(weights).split(tf.convert_to_tensor(self.weights)),
             estimation.differentiable_sum,
+            held_shares,
         )
-        iteration = estimation.iteration(local, tf.identity(self.share))
+        iteration = estimation.iteration(local)
         basis, tridiagonal, candidate = self._state()
         state = Krylov(copied_rows(basis), tridiagonal, candidate)
         self._assign(iteration.advance(state, progress, target))
@@ -140,9 +138,8 @@ class Accelerator(Tracked):
         state = self._state()
         return estimation.spectrum(state.tridiagonal, [state.basis])
 
-    def _held_batch(self, batch: LossBatch, call: ForwardCall) -> HeldBatch:
+    def _held_batch(self, current: tuple[Any, ...]) -> HeldBatch:
         """The variables for batches of this form, made when it is new."""
-        current = point(batch, call)
         leaves = tf.nest.flatten(current, expand_composites=True)
         form = [describe(leaf) for leaf in leaves]
         for known, held in self._held:

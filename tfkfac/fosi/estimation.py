@@ -20,7 +20,6 @@ from tfkfac.linalg.lanczos import (
     random_vector,
     ritz_pairs,
 )
-from tfkfac.wrapper.shares import weighted
 
 
 class Spectrum(NamedTuple):
@@ -57,18 +56,16 @@ class Estimation:
         self.shards = geometry.slices(group.size)
         self._seed = seed
 
-    def iteration(self, local: Product, share: tf.Tensor | None) -> Lanczos:
-        """Returns the iteration for the mean of local operators.
+    def iteration(self, local: Product) -> Lanczos:
+        """Returns the iteration for the sum of local operators.
 
         Args:
-            local: Product of a flat vector with the local Hessian.
-            share: Weight of the local Hessian in the mean.
+            local: Product of a flat vector with the local Hessian, weighted.
         """
         group = self.group
 
         def product(row: tf.Tensor) -> tf.Tensor:
             image = local(self.shards.gather(row, group))
-            image = weighted(image, share)
             return self.shards.reduce(image, group)
 
         return Lanczos(product, self.geometry.size, self.draw, self.sum)
@@ -114,9 +111,9 @@ class Estimation:
             combine(matrices, weights),
         )
 
-    def run(self, local: Product, share: tf.Tensor | None) -> Spectrum:
+    def run(self, local: Product) -> Spectrum:
         """Does the whole estimation."""
-        iteration = self.iteration(local, share)
+        iteration = self.iteration(local)
         made = iteration.run(self.start(), self.geometry.steps)
         return self.spectrum(*made)
 
@@ -137,8 +134,13 @@ def local_hessian(
     batch: LossBatch,
     call: ForwardCall,
     estimation: Estimation,
+    shares: Sequence[tf.Tensor],
 ) -> Product:
-    """The Hessian of the current batch's loss at the current weights."""
+    """The Hessian of the current batch's loss at the current weights.
+
+    The loss is weighted by this replica's shares before it is differentiated:
+    through synchronised layers the Hessian has parts of other losses.
+    """
     variables = model.trainable_variables
     return hessian_operator(
         model,
@@ -147,6 +149,7 @@ def local_hessian(
         variables,
         [tf.identity(v.value) for v in variables],
         estimation.differentiable_sum,
+        shares,
     )
 
 

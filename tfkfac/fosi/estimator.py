@@ -52,6 +52,10 @@ class Estimator(abc.ABC):
     def count_trainers(self, replicas: int) -> int:
         """Number of replicas, of all, that train and share the directions."""
 
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """The replicas that a replica shares a mean loss with."""
+        return tuple(range(self.job.topology.replicas))
+
     @abc.abstractmethod
     def create(self, layout: Layout) -> None:
         """Creates the states."""
@@ -59,6 +63,14 @@ class Estimator(abc.ABC):
     @abc.abstractmethod
     def run(self, step: Step, train: Train) -> None:
         """Does a step, in which those that train call `train`."""
+
+    @abc.abstractmethod
+    def first(self, updates: int) -> str:
+        """When the first estimation comes; empty after that.
+
+        Args:
+            updates: Number of updates of the weights so far.
+        """
 
     @abc.abstractmethod
     def rows(self) -> list[tuple[str, str]]:
@@ -115,8 +127,10 @@ class BetweenSteps(Estimator):
         def update() -> tf.Tensor:
             geometry, group = state.layout.geometry, step.group
             estimation = Estimation(geometry, group, self.search.seed)
-            local = local_hessian(self.job.model, step.batch, call, estimation)
-            found = estimation.run(local, step.share)
+            local = local_hessian(
+                self.job.model, step.batch, call, estimation, step.loss.shares
+            )
+            found = estimation.run(local)
             part = state.layout.arrange(found.rows, group)
             adopt(state, found.values, part, group, self.job.name)
             return state.last.assign(clock)
@@ -124,6 +138,13 @@ class BetweenSteps(Estimator):
         due = self.search.begins(clock, state.last)
         last = state.last
         tf.cond(due, in_graph(update), lambda: tf.convert_to_tensor(last))
+
+    @override
+    def first(self, updates: int) -> str:
+        warmup = self.search.warmup_steps
+        if updates > warmup:
+            return ""
+        return f"the first before update {warmup + 1:,}"
 
     @override
     def rows(self) -> list[tuple[str, str]]:
@@ -146,7 +167,9 @@ class BetweenSteps(Estimator):
 
     @override
     def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
-        gradients = gradient_bytes(self.job.model.trainable_variables)
+        gradients = gradient_bytes(
+            self.job.model.trainable_variables, self.job.topology.hint
+        )
         plain = layout.step_bytes(gradients)
         return {
             "warmup": {**plain, "projections": 0},

@@ -1,5 +1,6 @@
 """A batch kept for later steps."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -69,10 +70,12 @@ def held_variable(tensor: tf.Tensor) -> tf.Variable:
     return state_variable(nothing, tensor.dtype, "held", any_rows)
 
 
-def point(batch: LossBatch, call: ForwardCall) -> tuple[Any, ...]:
-    """What the loss of a batch is computed from."""
+def point(
+    batch: LossBatch, call: ForwardCall, shares: Sequence[tf.Tensor]
+) -> tuple[Any, ...]:
+    """What the loss of a batch is computed from, and this replica's shares."""
     arguments = {k: v for k, v in batch.arguments.items() if k != "y_pred"}
-    return call.args, call.kwargs, arguments
+    return call.args, call.kwargs, arguments, tuple(shares)
 
 
 def describe(leaf: Any) -> Any:

@@ -106,6 +106,10 @@ class BesideSteps(Estimator):
         return len(self.roles.workers)
 
     @override
+    def peers(self, rank: int) -> tuple[int, ...]:
+        return self.roles.peers(rank)
+
+    @override
     def create(self, layout: Layout) -> None:
         self.states = self.job.for_each(lambda rank: self._new(rank, layout))
 
@@ -196,10 +200,11 @@ class BesideSteps(Estimator):
         assert accelerator is not None
         geometry = state.layout.geometry
         estimation = Estimation(geometry, step.group, self.search.seed)
+        shares = step.loss.shares
 
         def begin() -> tf.Tensor:
             weights = flat_weights(self.job.model)
-            accelerator.begin(step.batch, call, weights, step.share, estimation)
+            accelerator.begin(step.batch, call, weights, shares, estimation)
             return tf.constant(0)
 
         def advance() -> tf.Tensor:
@@ -207,6 +212,7 @@ class BesideSteps(Estimator):
                 self.job.model,
                 step.batch,
                 call,
+                shares,
                 estimation,
                 tf.convert_to_tensor(state.progress),
                 target,
@@ -291,8 +297,20 @@ class BesideSteps(Estimator):
 
     # ----------------------------------------------------------- reporting
     @override
+    def first(self, updates: int) -> str:
+        """See `Estimator.first`: at the end of the first interval."""
+        end, interval = self.search.warmup_steps, self.search.interval.get()
+        if is_number(interval):
+            end += int(interval)
+            return f"the first after update {end:,}" if updates < end else ""
+        begins = f"the first begins before update {end + 1:,}"
+        return begins if updates <= end else ""
+
+    @override
     def rows(self) -> list[tuple[str, str]]:
         waiting = ", ".join(f"{share:.0%}" for share in self.idle_share())
+        if self.job.topology.hint == "nccl":
+            waiting += " by the hosts' clocks, which may not see GPUs work"
         return [
             ("Workers", ", ".join(map(str, self.roles.workers))),
             ("Accelerators", ", ".join(map(str, self.roles.accelerators))),
@@ -317,7 +335,7 @@ class BesideSteps(Estimator):
         else:
             shards = geometry.slices(len(self.roles.accelerators))
             basis = Accelerator.basis_bytes(geometry, shards.length)
-            copies = Accelerator.point_bytes(geometry)
+            copies = geometry.size * geometry.dtype.size
             accelerator = self.states[0].accelerator if self.states else None
             if accelerator is not None:
                 copies += accelerator.batch_bytes
@@ -334,7 +352,10 @@ class BesideSteps(Estimator):
     def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
         model, rank = self.job.model, self.job.topology.local[0]
         trains, paper = self.roles.trains(rank), self.final_update == "paper"
-        plain = layout.step_bytes(gradient_bytes(model.trainable_variables))
+        hint = self.job.topology.hint
+        plain = layout.step_bytes(
+            gradient_bytes(model.trainable_variables, hint)
+        )
         if not trains:
             plain = dict.fromkeys(plain, 0)
             plain["weights"] = sum(

@@ -1,6 +1,6 @@
 """FOSI and DHO2: Newton steps along extreme directions, Adam on the rest."""
 
-from typing import Any
+from typing import Any, Never
 
 import keras
 import numpy as np
@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.fosi.layouts import LAYOUTS
 from tfkfac.fosi.method import FOSIMethod
+from tfkfac.wrapper.arguments import check_rate, is_rate, refuse_unknown
 from tfkfac.wrapper.hyperparameters import Value
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
 
@@ -44,8 +45,8 @@ class FOSI(SecondOrderOptimizer):
     >>> model.compile(optimizer=tfkfac.FOSI("adam"), loss="mse")
 
     Args:
-        inner_optimizer: A Keras optimizer, its identifier or config. Defaults
-            to "adam".
+        inner_optimizer: A Keras optimizer, its identifier or config, or a
+            float or schedule, the learning rate of `Adam`. Defaults to "adam".
         num_largest: Number of directions of largest curvature.
         num_smallest: Number of directions of smallest (most negative)
             curvature.
@@ -78,8 +79,9 @@ class FOSI(SecondOrderOptimizer):
             (the inner optimizer's steps, and at the end of an interval one
             Newton step with the sum of all its gradients, which also takes
             back what those steps moved in the directions, as published in
-            equation 17: it diverges for `alpha` times `update_interval` above
-            2 and is there to reproduce the paper). Defaults to "stale".
+            equation 17: there to reproduce the paper, as most such updates
+            raise the loss, and with `alpha` times `update_interval` above 2 it
+            can diverge). Defaults to "stale".
         seed: Seed of the Lanczos iteration's start vector.
         name: Name of the optimizer.
 
@@ -120,7 +122,9 @@ class FOSI(SecondOrderOptimizer):
         final_update: str = "stale",
         seed: int = 0,
         name: str = "fosi",
+        **unknown: Never,
     ) -> None:
+        refuse_unknown("FOSI", unknown, keras.optimizers.Adam)
         if (
             check_count("num_largest", num_largest)
             + check_count("num_smallest", num_smallest)
@@ -151,6 +155,9 @@ class FOSI(SecondOrderOptimizer):
             ),
             seed=check_count("seed", seed),
         )
+        if is_rate(inner_optimizer):
+            rate = check_rate("inner_optimizer", inner_optimizer)
+            inner_optimizer = keras.optimizers.Adam(rate)
         super().__init__(inner_optimizer, method, name)
 
     @property
@@ -164,7 +171,8 @@ class FOSI(SecondOrderOptimizer):
 
         Returns:
             The values in use, ascending; empty before the first estimation
-            that found any curvature, and on accelerators.
+            that found any curvature (`summary` says when the first comes),
+            and on accelerators.
         """
         return self._method.spectrum()
 
@@ -207,6 +215,9 @@ class FOSI(SecondOrderOptimizer):
         That is for the others at the end of a step, counted from the second
         step on. If it is high on workers, the accelerators are too slow for
         `update_interval`; if it is high on accelerators, fewer would do.
+        The hosts' clocks are read. A GPU may still work on what its host has
+        launched: there this time counts as waiting too. It has not been run
+        on a GPU.
 
         Returns:
             A number in [0, 1] for each replica, workers first; zeros without

@@ -7,11 +7,16 @@ from typing import Any
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
+from tfkfac.blocks.passes import records_of
 from tfkfac.capture.record import Record
 from tfkfac.capture.taps import Tap
+from tfkfac.factors import Tensors
+from tfkfac.kfac.memory import memory_of
 from tfkfac.kfac.state import Preconditioner
+from tfkfac.linalg.symmetric import all_finite
 from tfkfac.solvers import Solver
 from tfkfac.wrapper.guards import count_events
+from tfkfac.wrapper.step import Gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +29,8 @@ class ActiveBlock:
         state: Its factors and decomposition.
         indices: Where its gradients are among those of the step.
         records: What its layer's calls left behind.
-        scale: What the recorded gradients are multiplied by, besides the
-            number of examples, to be those of an example's own loss.
+        explained: Whether its gradients are of what was recorded; None if
+            nothing speaks against it.
     """
 
     position: int
@@ -33,7 +38,7 @@ class ActiveBlock:
     state: Preconditioner
     indices: tuple[int, ...]
     records: Sequence[Record]
-    scale: tf.Tensor | float
+    explained: tf.Tensor | None = None
 
 
 def active_blocks(
@@ -41,18 +46,17 @@ def active_blocks(
     gradients: Sequence[tf.Tensor | None],
     keys: Sequence[Hashable],
     key_of: Callable[[Any], Hashable],
-    scale: tf.Tensor | float,
 ) -> list[ActiveBlock]:
     """Finds the gradients and records of each block in this trace.
 
-    A block whose weights have no gradient in this step takes no part.
+    A block whose weights have no gradient in this step takes no part, nor one
+    whose layer did what it does not stand for.
 
     Args:
         preconditioners: State of all blocks.
-        gradients: Gradients of the step.
+        gradients: Gradients of the step, of this replica alone.
         keys: Key of each gradient's variable.
         key_of: Function that gives the key of a variable.
-        scale: Scale of the recorded gradients, see `ActiveBlock`.
 
     Raises:
         ValueError: If a layer has gradients but no record, or gradients of
@@ -64,18 +68,23 @@ def active_blocks(
         if gradient is not None
     }
     layers = {id(p.block.layer): p.block.layer for p in preconditioners}
-    records = {key: Tap.records(layer) for key, layer in layers.items()}
+    calls = {key: Tap.calls(layer) for key, layer in layers.items()}
     active = []
     for position, state in enumerate(preconditioners):
         block = state.block
         own = [key_of(v) for v in block.variables]
         present = [key for key in own if key in index]
         if present:
-            seen = records[id(block.layer)]
+            seen = block.relevant(calls[id(block.layer)])
+            if block.left_out:
+                continue
             _check(block, len(present) == len(own), bool(seen))
             indices = tuple(index[key] for key in own)
+            records, explained = records_of(
+                block, seen, [gradients[i] for i in indices]
+            )
             active.append(
-                ActiveBlock(position, block, state, indices, seen, scale)
+                ActiveBlock(position, block, state, indices, records, explained)
             )
     return active
 
@@ -99,49 +108,78 @@ def _check(block: Block, complete: bool, recorded: bool) -> None:
         )
 
 
+def report_unexplained(active: Sequence[ActiveBlock]) -> None:
+    """Counts gradients that are not of the recorded backward passes."""
+    doubtful = [
+        (tf.logical_not(one.explained), one)
+        for one in active
+        if one.explained is not None
+    ]
+    count_events(
+        [flag for flag, _ in doubtful],
+        [one.state.unexplained for _, one in doubtful],
+        [one.block.path for _, one in doubtful],
+        "the gradient that was applied is not the sum of gradients that were "
+        "taken of the last forward pass; the factor G is that of the nearest "
+        "of them.",
+    )
+
+
 def update_averages(
     active: Sequence[ActiveBlock],
     statistics: Mapping[int, Mapping[str, Statistic]],
     decay: float,
+    due: tf.Tensor,
 ) -> tf.Tensor:
     """Moves the averages that this worker keeps.
 
+    Args:
+        active: The blocks of the step.
+        statistics: Their statistics by position.
+        decay: Weight of the old averages.
+        due: Whether an interval ends here. A block that has no statistics yet
+            takes its first ones in any case.
+
     Returns:
-        Scalar int64, 0 if there was not a single row, else 1.
+        Scalar int64, 0 if no block has taken any, else 1.
     """
-    kept = [
-        (one, one.state.factors)
-        for one in active
-        if one.state.factors is not None
-    ]
-    finite = [
-        factors.update(statistics[one.position], decay) for one, factors in kept
-    ]
+    taken, bad = [], []
+    for one in active:
+        if one.position not in statistics:
+            continue
+        named, state = statistics[one.position], one.state
+        finite = all_finite([s.total for s in named.values()])
+        full = tf.reduce_all(tf.stack([s.count for s in named.values()]) > 0)
+        wanted = tf.logical_or(due, tf.equal(state.observed, 0))
+        take = wanted & full & finite
+        if state.factors is not None:
+            state.factors.update(named, decay, take)
+            bad.append((wanted & ~finite, state.factors.rejected, one))
+        state.observed.assign_add(tf.cast(take, tf.int64))
+        taken.append(take)
     count_events(
-        [tf.logical_not(flag) for flag in finite],
-        [factors.rejected for _, factors in kept],
-        [one.block.path for one, _ in kept],
+        [flag for flag, *_ in bad],
+        [counter for _, counter, _ in bad],
+        [one.block.path for *_, one in bad],
         "statistics are not finite, the factors keep their values.",
     )
-    counts = [s.count for named in statistics.values() for s in named.values()]
-    rows = [tf.cast(count, tf.float32) for count in counts]
-    return tf.cast(tf.add_n([*rows, 0.0]) > 0, tf.int64)
+    return tf.cast(any_of(taken), tf.int64)
 
 
 def decompose_owned(
     active: Sequence[ActiveBlock], solver: Solver, damping: tf.Tensor
-) -> dict[int, dict[str, tf.Tensor]]:
+) -> dict[int, Tensors]:
     """Decomposes the factors that this worker keeps."""
-    parts: dict[int, dict[str, tf.Tensor]] = {}
+    parts: dict[int, Tensors] = {}
     for one in active:
         if one.state.factors is None:
             continue
         values = one.state.factors.values()
         means = one.state.factors.means(values)
-        made = parts.setdefault(one.position, {})
-        for name, factor in values.items():
-            kinds = one.block.factors
-            made.update(solver.decompose(kinds, name, factor, means, damping))
+        with memory_of(one.block.path):
+            parts[one.position] = solver.decompose(
+                one.block.factors, values, means, damping
+            )
     return parts
 
 
@@ -149,21 +187,54 @@ def replace_decompositions(
     active: Sequence[ActiveBlock],
     parts: Mapping[int, Mapping[str, tf.Tensor]],
     damping: tf.Tensor,
+    due: tf.Tensor,
 ) -> None:
-    """Replaces the decompositions of this worker by new ones that are good."""
-    kept = [
-        (one, one.state.decomposition)
-        for one in active
-        if one.state.decomposition is not None
-    ]
-    good = [
-        decomposition.update(parts[one.position], damping)
-        for one, decomposition in kept
-    ]
+    """Replaces the decompositions of this worker by new ones that are good.
+
+    Args:
+        active: The blocks of the step.
+        parts: What was made of their factors, by position.
+        damping: The damping.
+        due: Whether an interval ends here. A block without a decomposition
+            takes its first one in any case, if it has statistics.
+    """
+    bad = []
+    for one in active:
+        state, decomposition = one.state, one.state.decomposition
+        wanted = is_wanted(state, due)
+        if decomposition is not None:
+            good = decomposition.update(parts[one.position], damping, wanted)
+            bad.append((wanted & ~good, decomposition.failures, one))
+        state.decomposed.assign_add(tf.cast(wanted, tf.int64))
     count_events(
-        [tf.logical_not(flag) for flag in good],
-        [decomposition.failures for _, decomposition in kept],
-        [one.block.path for one, _ in kept],
+        [flag for flag, *_ in bad],
+        [counter for _, counter, _ in bad],
+        [one.block.path for *_, one in bad],
         "the decomposition failed, the last good one stays in use; a larger "
         "damping may help.",
     )
+
+
+def is_wanted(state: Preconditioner, due: tf.Tensor) -> tf.Tensor:
+    """Whether a block is decomposed: never before it has statistics."""
+    new = tf.logical_or(due, tf.equal(state.decomposed, 0))
+    return tf.logical_and(state.observed > 0, new)
+
+
+def put_back(
+    active: Sequence[ActiveBlock],
+    matrices: Sequence[tf.Tensor],
+    gradients: Gradients,
+) -> Gradients:
+    """Puts preconditioned gradients in the places of the gradients."""
+    replaced = list(gradients)
+    for one, matrix in zip(active, matrices, strict=True):
+        new = one.block.from_matrix(matrix)
+        for i, gradient in zip(one.indices, new, strict=True):
+            replaced[i] = gradient
+    return replaced
+
+
+def any_of(flags: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Whether any flag is set; of none, none is."""
+    return tf.reduce_any(tf.stack([tf.constant(False), *flags]))

@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.tracking import Tracked
-from tfkfac.linalg.symmetric import all_finite
 
 
 class FactorAverages(Tracked):
@@ -19,18 +17,18 @@ class FactorAverages(Tracked):
     of Adam in place of a start at the identity). `t` counts the updates of
     this block that were taken.
 
+    They are kept in the dtype of the statistics, float32 or better: half
+    precision would round away a new batch's share once `1 - decay` of the
+    difference is less than half a unit in the last place.
+
     Args:
         block: The block whose factors these are.
         names: The factors to keep; None is all of them. Of the others only
             the mean eigenvalue is kept.
-        dtype: Dtype of storage; None is that of the statistics.
     """
 
     def __init__(
-        self,
-        block: Block,
-        names: Sequence[str] | None = None,
-        dtype: tf.DType | None = None,
+        self, block: Block, names: Sequence[str] | None = None
     ) -> None:
         super().__init__(name="factors")
         kinds = block.factors
@@ -38,40 +36,30 @@ class FactorAverages(Tracked):
         self.names = tuple(kinds if names is None else names)
         self.other_names = tuple(n for n in kinds if n not in self.names)
         self.averages = [
-            state_variable(
-                np.zeros(kinds[name].shape), dtype or block.dtype, name
-            )
+            zeros_variable(kinds[name].shape, block.dtype, name)
             for name in self.names
         ]
         self.other_means = [
-            state_variable(
-                np.zeros(kinds[name].stack_shape), block.dtype, "mean"
-            )
+            zeros_variable(kinds[name].stack_shape, block.dtype, "mean")
             for name in self.other_names
         ]
         self.weight = state_variable(0.0, block.dtype, "weight")
         self.rejected = state_variable(0, "int64", "rejected_statistics")
 
     def update(
-        self, statistics: Mapping[str, Statistic], decay: float
-    ) -> tf.Tensor:
+        self,
+        statistics: Mapping[str, Statistic],
+        decay: float,
+        wanted: tf.Tensor,
+    ) -> None:
         """Takes in the statistics of one batch.
-
-        Statistics that are not finite, or of an empty batch, leave the
-        averages alone.
 
         Args:
             statistics: The statistics of all factors by name.
             decay: Weight of the old average.
-
-        Returns:
-            Scalar bool, False if the statistics are not finite.
+            wanted: Whether to; if not, the averages stay as they are.
         """
-        finite = all_finite([s.total for s in statistics.values()])
-        counts = tf.stack([s.count for s in statistics.values()])
-        full = tf.reduce_all(counts > 0)
-        take = tf.cast(tf.logical_and(finite, full), self.weight.dtype)
-        share = take * (1 - decay)
+        share = tf.cast(wanted, self.weight.dtype) * (1 - decay)
         for name, average in zip(self.names, self.averages, strict=True):
             _mix(average, *statistics[name], share)
         for name, mean in zip(self.other_names, self.other_means, strict=True):
@@ -79,14 +67,11 @@ class FactorAverages(Tracked):
             new = self._block.factors[name].mean_eigenvalue(total)
             _mix(mean, new, count, share)
         self.weight.assign((1 - share) * self.weight + share)
-        return finite
 
     def values(self) -> dict[str, tf.Tensor]:
         """The factors kept, by name; zeros before the first update."""
         return {
-            name: tf.math.divide_no_nan(
-                tf.cast(average, self.weight.dtype), self.weight
-            )
+            name: tf.math.divide_no_nan(average, self.weight)
             for name, average in zip(self.names, self.averages, strict=True)
         }
 
@@ -112,5 +97,4 @@ def _mix(
     """Moves an average by `share` towards `total / count`."""
     # NaN times a share of zero is zero here.
     new = tf.math.multiply_no_nan(total, tf.math.divide_no_nan(share, count))
-    old = (1 - share) * tf.cast(average, share.dtype)
-    average.assign(tf.saturate_cast(old + new, average.dtype))
+    average.assign((1 - share) * average + new)

@@ -1,16 +1,28 @@
 """The clip in the metric of the Fisher matrix."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 
-def clip_factor(
+class Clip(NamedTuple):
+    """What the clip does in one step.
+
+    Attributes:
+        factor: What the preconditioned gradients are multiplied by.
+        length: The squared length of the step before.
+    """
+
+    factor: tf.Tensor
+    length: tf.Tensor
+
+
+def clip_step(
     pairs: Sequence[tuple[tf.Tensor, tf.Tensor]],
-    kl_clip: tf.Tensor,
+    kl_clip: tf.Tensor | None,
     learning_rate: Any,
-) -> tf.Tensor:
+) -> Clip:
     """`nu = min(1, sqrt(kl_clip / (lr^2 |sum <P, W>|)))`.
 
     `lr^2 <P, W>` is the squared length of a step in the Fisher metric, about
@@ -19,14 +31,19 @@ def clip_factor(
 
     Args:
         pairs: Gradient matrices `W` and `P`, the preconditioned ones.
-        kl_clip: Largest squared length.
+        kl_clip: Largest squared length; None is none.
         learning_rate: Learning rate of the inner optimizer.
 
     Returns:
-        A scalar float32; 1 if there is nothing to clip.
+        Factor and length, scalars of float64; 1 if there is nothing to clip.
     """
     products = [tf.reduce_sum(p * w) for w, p in pairs]
-    total = tf.abs(tf.add_n([tf.cast(x, tf.float32) for x in products]))
-    length = tf.square(tf.cast(learning_rate, tf.float32)) * total
-    clipped = tf.sqrt(tf.math.divide_no_nan(kl_clip, length))
-    return tf.where(length > 0, tf.minimum(clipped, 1.0), 1.0)
+    total = tf.abs(tf.add_n([tf.cast(x, tf.float64) for x in products]))
+    length = tf.square(tf.cast(learning_rate, tf.float64)) * total
+    if kl_clip is None:
+        return Clip(tf.ones_like(length), length)
+    clipped = tf.sqrt(
+        tf.math.divide_no_nan(tf.cast(kl_clip, tf.float64), length)
+    )
+    factor = tf.where(length > 0, tf.minimum(clipped, 1.0), 1.0)
+    return Clip(factor, length)

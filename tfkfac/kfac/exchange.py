@@ -6,16 +6,19 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.distributed.assignment import Plan
 from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.plan import Plan
 from tfkfac.distributed.traffic import (
     Item,
     all_reduce_bytes,
     broadcast_items,
     received_bytes,
 )
-from tfkfac.factors import Part
+from tfkfac.factors import Part, Tensors, from_stored, stored_parts, to_stored
 from tfkfac.solvers import Solver
+
+# Within the range of all dtypes on the wire: float16 ends at 65504.
+_REACH = 2.0**15
 
 Kinds = dict[str, dict[str, int]]
 Statistics = Mapping[str, Statistic]
@@ -58,27 +61,31 @@ class Exchange:
     ) -> dict[int, dict[str, Statistic]]:
         """Adds up totals and counts over the workers, if the mode does.
 
-        Half-precision totals would overflow, so they travel as shares of the
-        sum of all counts.
+        In half precision totals may overflow or vanish, so they travel in
+        units of the sum of all workers' largest entries.
         """
         if not self.plan.reduces_factors:
             return {i: dict(named) for i, named in statistics.items()}
         keys = [(i, name) for i, s in statistics.items() for name in s]
-        counts = communicator.all_reduce(
-            [statistics[i][name].count for i, name in keys]
+        parts = [self._storage(i, name) for i, name in keys]
+        own = [statistics[i][name] for i, name in keys]
+        counts_and_units = communicator.all_reduce(
+            [s.count for s in own]
+            + [p.largest(s.total) for p, s in zip(parts, own, strict=True)]
         )
-        shares = [
-            self._pack(
-                self._storage(i, name),
-                tf.math.divide_no_nan(statistics[i][name].total, count),
-            )
-            for (i, name), count in zip(keys, counts, strict=True)
-        ]
-        sums = communicator.all_reduce(shares, self._factor_dtype)
+        counts = counts_and_units[: len(own)]
+        units = [unit / _REACH for unit in counts_and_units[len(own) :]]
+        sums = communicator.all_reduce(
+            [
+                self._pack(part, tf.math.divide_no_nan(one.total, unit))
+                for part, one, unit in zip(parts, own, units, strict=True)
+            ],
+            self._factor_dtype,
+        )
         reduced: dict[int, dict[str, Statistic]] = {}
-        for (i, name), count, value in zip(keys, counts, sums, strict=True):
-            mean = self._unpack(self._storage(i, name), value)
-            reduced.setdefault(i, {})[name] = Statistic(mean * count, count)
+        for k, (i, name) in enumerate(keys):
+            total = self._unpack(parts[k], sums[k]) * units[k]
+            reduced.setdefault(i, {})[name] = Statistic(total, counts[k])
         return reduced
 
     def factor_traffic(self) -> int:
@@ -90,15 +97,16 @@ class Exchange:
             dtype = self._factor_dtype or block.dtype
             for factor in block.factors.values():
                 total = math.prod(self._wire_shape(factor.storage))
-                # And the number of rows, a scalar.
-                size += total * dtype.size + block.dtype.size
+                # And the number of rows and the units, of the block's dtype.
+                small = 1 + math.prod(factor.storage.scale_shape)
+                size += total * dtype.size + small * block.dtype.size
         return all_reduce_bytes(size, self.plan.workers)
 
     # ------------------------------------------------------ decompositions
     def share_decompositions(
         self,
         communicator: Communicator,
-        parts: Mapping[int, Parts],
+        parts: Mapping[int, Tensors],
         layers: Sequence[int],
     ) -> dict[int, Parts]:
         """Sends the parts made by owners to the gradient workers.
@@ -112,23 +120,26 @@ class Exchange:
             The parts this worker needs, by layer.
         """
         items = [i for i in self._part_items() if i.layer in set(layers)]
-        part_of = {
-            i: self._solver.all_parts(self._blocks[i].factors) for i in layers
+        part_of = {i: self._sent_parts(i) for i in layers}
+        sent = {
+            i: to_stored(made, part_of[i], self._part_dtype(i))
+            for i, made in parts.items()
         }
 
         def value_of(item: Item) -> tf.Tensor:
             part = part_of[item.layer][item.name]
-            value = self._pack(part, parts[item.layer][item.name])
-            return tf.cast(value, item.spec.dtype)
+            return self._pack(part, sent[item.layer][item.name])
 
         received: dict[int, Parts] = {}
         for (layer, name), value in broadcast_items(
             communicator, items, value_of
         ).items():
             value = self._unpack(part_of[layer][name], value)
-            value = self._blocks[layer].cast(value)
             received.setdefault(layer, {})[name] = value
-        return received
+        return {
+            layer: from_stored(named, self._blocks[layer].dtype)
+            for layer, named in received.items()
+        }
 
     def decomposition_traffic(self, rank: int) -> int:
         """Bytes that a worker receives when all blocks are decomposed."""
@@ -139,12 +150,19 @@ class Exchange:
         for i, block in enumerate(self._blocks):
             for factor, owner in self.plan.layers[i].owners.items():
                 members = self.plan.decomposition_group(i, factor)
-                dtype = self._inverse_dtype or block.dtype
+                dtype = self._part_dtype(i)
                 parts = self._solver.parts(block.factors, factor)
-                for name, part in parts.items():
+                for name, part in stored_parts(parts, dtype).items():
                     spec = tf.TensorSpec(self._wire_shape(part), dtype)
                     items.append(Item(i, name, spec, owner, members))
         return items
+
+    def _sent_parts(self, layer: int) -> dict[str, Part]:
+        parts = self._solver.all_parts(self._blocks[layer].factors)
+        return stored_parts(parts, self._part_dtype(layer))
+
+    def _part_dtype(self, layer: int) -> tf.DType:
+        return self._inverse_dtype or self._blocks[layer].dtype
 
     # ------------------------------------------- preconditioned gradients
     def share_gradients(

@@ -1,30 +1,34 @@
 """K-FAC, step by step."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import LayerGradient, block_types
-from tfkfac.blocks.registry import build_registry, tappable
+from tfkfac.blocks import LayerGradient, Statistic
+from tfkfac.blocks.registry import build_registry, tap_layers
 from tfkfac.blocks.statistics import batch_statistics
-from tfkfac.capture.loss_batch import example_scale
-from tfkfac.capture.taps import Tap, before_first_call
-from tfkfac.capture.walk import SkipRule, unbuilt
+from tfkfac.capture.walk import SkipRule
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.compat.tracking import Tracked
 from tfkfac.distributed.traffic import gradient_bytes
 from tfkfac.kfac.active import (
     ActiveBlock,
     active_blocks,
+    any_of,
     decompose_owned,
+    is_wanted,
+    put_back,
     replace_decompositions,
+    report_unexplained,
     update_averages,
 )
-from tfkfac.kfac.clip import clip_factor
+from tfkfac.kfac.advice import coverage_warning, solver_warning
+from tfkfac.kfac.clip import clip_step
+from tfkfac.kfac.pending import Pending
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.schedule import FACTOR_INTERVALS, INVERSE_INTERVALS, is_due
 from tfkfac.kfac.settings import Settings
@@ -34,9 +38,10 @@ from tfkfac.saving.store import Entry
 from tfkfac.solvers import SOLVERS
 from tfkfac.wrapper.hyperparameters import Tunable, Value
 from tfkfac.wrapper.method import Method
-from tfkfac.wrapper.step import Gradients, Job, Step, Update
+from tfkfac.wrapper.step import Job, Step, Update
 
 Pairs = list[tuple[tf.Tensor, tf.Tensor]]
+Statistics = Mapping[int, Mapping[str, Statistic]]
 
 
 class KFACMethod(Method):
@@ -51,16 +56,23 @@ class KFACMethod(Method):
         inverse_update_interval: Steps between decompositions.
         solver: Name of the solver.
         factor_decay: Weight of the old factors in the running average.
-        weight_sharing: "expand" or "reduce".
+        weight_sharing: "expand", "reduce" or "average".
         settings: How the work is distributed.
+        max_factor_dim: Most rows of a factor kept as a whole matrix, or None.
         skip_layers: Layers to leave to the inner optimizer.
+        gradient_accumulation_steps: Micro-batches of a step, or None.
     """
 
     damping = Tunable()
     kl_clip = Tunable(positive=True, optional=True)
     factor_update_interval = Tunable(integer=True, optional=True)
     inverse_update_interval = Tunable(integer=True, optional=True)
-    arguments = ("solver", "factor_decay", "weight_sharing")
+    arguments = (
+        "solver",
+        "factor_decay",
+        "weight_sharing",
+        "max_factor_dim",
+    )
 
     def __init__(
         self,
@@ -73,7 +85,9 @@ class KFACMethod(Method):
         factor_decay: float,
         weight_sharing: str,
         settings: Settings,
+        max_factor_dim: int | None,
         skip_layers: tuple[SkipRule, ...],
+        gradient_accumulation_steps: int | None = None,
     ) -> None:
         self.damping = damping
         self.kl_clip = kl_clip
@@ -83,68 +97,141 @@ class KFACMethod(Method):
         self.factor_decay = factor_decay
         self.weight_sharing = weight_sharing
         self.settings = settings
+        self.max_factor_dim = max_factor_dim
         self.skip_layers = skip_layers
+        self.gradient_accumulation_steps = gradient_accumulation_steps
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
+        self._said: set[str] = set()
 
     # ------------------------------------------------------------ the step
     @override
     def run(self, step: Step) -> None:
         """One step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
-        step.reduce()
         layers = self.observe(step)
+        pending = self.job.own(self.states).pending
+        if pending is None:
+            self.update(layers, step, lambda: self.statistics(layers, step))
+            return
+        self.accumulate(layers, step, pending)
+
+        def complete() -> tf.Tensor:
+            self.update(layers, pending.merged(step), pending.statistics)
+            return pending.reset()
+
+        tf.cond(pending.is_complete(), complete, lambda: tf.constant(0))
+
+    def update(
+        self,
+        layers: Sequence[ActiveBlock],
+        step: Step,
+        statistics: Callable[[], Statistics],
+    ) -> None:
+        """An update of the weights.
+
+        Args:
+            layers: The blocks of the step.
+            step: The step, its gradients still this replica's own.
+            statistics: Returns this replica's statistics of the batch.
+        """
+        step.reduce()
 
         def direction() -> Update:
-            self.update_factors(layers, step)
+            self.update_factors(layers, step, statistics)
             self.update_inverses(layers, step)
-            pairs = self.precondition(layers, step)
-            return self.replace(layers, self.clip(pairs), step)
+            matrices = self.clip(self.precondition(layers, step))
+            return Update(put_back(layers, matrices, step.gradients))
 
         step.apply_if_finite(direction)
 
     def observe(self, step: Step) -> list[ActiveBlock]:
         """The blocks of this step, with what their layers left behind."""
         inner = self.job.inner_optimizer
-        return active_blocks(
+        layers = active_blocks(
             self.job.own(self.states).preconditioners,
             step.gradients,
             [variable_key(inner, v) for v in step.variables],
             lambda variable: variable_key(inner, variable),
-            example_scale(self.job.scaling.factor()),
+        )
+        report_unexplained(layers)
+        return layers
+
+    def statistics(
+        self, layers: Sequence[ActiveBlock], step: Step
+    ) -> Statistics:
+        """What this replica's batch says of the factors, by position."""
+        scale = step.row_scale()
+        return {
+            one.position: batch_statistics(
+                one.block,
+                one.records,
+                self.weight_sharing,
+                scale,
+                step.batch.weightless,
+                step.loss.terms,
+            )
+            for one in self.observed(layers, step)
+        }
+
+    def observed(
+        self, layers: Sequence[ActiveBlock], step: Step
+    ) -> list[ActiveBlock]:
+        """The blocks whose statistics this replica takes."""
+        rank, plan = step.group.rank, self.placement.plan
+        return [one for one in layers if plan.observes(rank, one.position)]
+
+    def accumulate(
+        self, layers: Sequence[ActiveBlock], step: Step, pending: Pending
+    ) -> None:
+        """Adds a micro-batch to those before."""
+        step.weigh()
+        pending.add_gradients(step)
+        due, late = self.factors_due(layers, step)
+        tf.cond(
+            due | late,
+            lambda: pending.add_statistics(self.statistics(layers, step)),
+            lambda: tf.constant(0),
         )
 
-    def update_factors(self, layers: Sequence[ActiveBlock], step: Step) -> None:
+    def factors_due(
+        self, layers: Sequence[ActiveBlock], step: Step
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Whether an interval ends here, and whether a block has nothing."""
+        measured = FACTOR_INTERVALS
+        due = is_due(self.factor_update_interval, measured, self.job.clock)
+        late = [
+            tf.equal(one.state.observed, 0)
+            for one in self.observed(layers, step)
+        ]
+        return due, any_of(late)
+
+    def update_factors(
+        self,
+        layers: Sequence[ActiveBlock],
+        step: Step,
+        statistics: Callable[[], Statistics],
+    ) -> None:
         """Local statistics -> [all-reduce] -> averages, if they are due."""
         state, placement = self.job.own(self.states), self.placement
+        due, late = self.factors_due(layers, step)
 
         def update() -> tf.Tensor:
-            statistics = {
-                one.position: batch_statistics(
-                    one.block,
-                    one.records,
-                    self.weight_sharing,
-                    one.scale,
-                    step.batch.weightless,
-                    step.batch.examples,
-                )
-                for one in layers
-                if placement.plan.observes(step.group.rank, one.position)
-            }
             reduced = placement.exchange.reduce_statistics(
-                step.group, statistics
+                step.group, statistics()
             )
-            taken = update_averages(layers, reduced, self.factor_decay)
+            taken = update_averages(layers, reduced, self.factor_decay, due)
             return state.factor_updates.assign_add(taken)
 
-        interval, done = self.factor_update_interval, state.factor_updates
-        due = is_due(interval, FACTOR_INTERVALS, self.job.clock, done)
-        tf.cond(due, update, lambda: tf.convert_to_tensor(done))
+        done = state.factor_updates
+        tf.cond(due | late, update, lambda: tf.convert_to_tensor(done))
 
     def update_inverses(
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> None:
         """Owners decompose -> gradient workers receive, if that is due."""
         state, placement = self.job.own(self.states), self.placement
+        measured = INVERSE_INTERVALS
+        due = is_due(self.inverse_update_interval, measured, self.job.clock)
 
         def update() -> tf.Tensor:
             damping = self.damping.at(self.job.clock)
@@ -152,25 +239,28 @@ class KFACMethod(Method):
             parts = placement.exchange.share_decompositions(
                 step.group, made, [one.position for one in layers]
             )
-            replace_decompositions(layers, parts, damping)
+            replace_decompositions(layers, parts, damping, due)
             return state.inverse_updates.assign_add(1)
 
-        interval, done = self.inverse_update_interval, state.inverse_updates
-        due = is_due(interval, INVERSE_INTERVALS, self.job.clock, done)
-        # Before the first statistics (an empty batch) there is nothing.
-        due = tf.logical_and(due, state.factor_updates > 0)
-        tf.cond(due, update, lambda: tf.convert_to_tensor(done))
+        done = state.inverse_updates
+        wanted = any_of([is_wanted(one.state, due) for one in layers])
+        tf.cond(wanted, update, lambda: tf.convert_to_tensor(done))
 
     def precondition(self, layers: Sequence[ActiveBlock], step: Step) -> Pairs:
         """Gradient workers apply -> receivers receive.
 
         Returns:
-            Gradient matrices `W` and `P`, the preconditioned ones.
+            Gradient matrices `W` of the negative log-likelihood and `P`, the
+            preconditioned ones.
         """
+        unit = tf.math.divide_no_nan(
+            tf.ones_like(step.loss.unit), step.loss.unit
+        )
         plain = {
             one.position: one.block.to_matrix(
                 [step.gradients[i] for i in one.indices]
             )
+            * one.block.cast(unit)
             for one in layers
         }
         own = {
@@ -187,51 +277,34 @@ class KFACMethod(Method):
 
     def clip(self, pairs: Pairs) -> list[tf.Tensor]:
         """Scales the preconditioned gradients to the longest step allowed."""
-        if self.kl_clip.get() is None or not pairs:
-            factor = tf.constant(1.0)
-        else:
-            factor = clip_factor(
-                pairs,
-                self.kl_clip.at(self.job.clock),
-                self.job.inner_optimizer.learning_rate,
-            )
-        return [p * tf.cast(factor, p.dtype) for _, p in pairs]
-
-    def replace(
-        self,
-        layers: Sequence[ActiveBlock],
-        matrices: Sequence[tf.Tensor],
-        step: Step,
-    ) -> Update:
-        """Puts preconditioned gradients in the places of the gradients."""
-        replaced: Gradients = list(step.gradients)
-        for one, matrix in zip(layers, matrices, strict=True):
-            new = one.block.from_matrix(matrix)
-            for i, gradient in zip(one.indices, new, strict=True):
-                replaced[i] = gradient
-        return Update(replaced)
+        if not pairs:
+            return []
+        clock = self.job.clock
+        clip = clip_step(
+            pairs,
+            None if self.kl_clip.get() is None else self.kl_clip.at(clock),
+            self.job.inner_optimizer.learning_rate,
+        )
+        report = self.job.own(self.states).report
+        report.note(clip, self.damping.at(clock), self.job.name)
+        return [p * tf.cast(clip.factor, p.dtype) for _, p in pairs]
 
     # --------------------------------------------------- binding and state
     @override
     def attach(self, job: Job) -> None:
         self.job = job
         self._placement = None
-        self._tap_layers()
-
-    def _tap_layers(self) -> None:
-        """Taps the layers there are, and again when more have been built."""
-        for layer in tappable(self.job.model, self.skip_layers):
-            Tap.open(layer, self)
-        for layer in unbuilt(self.job.model):
-            if not block_types(layer):
-                before_first_call(layer, self._tap_layers)
+        tap_layers(job.model, self.skip_layers, self)
+        self._say(solver_warning(job.model, SOLVERS[self.solver]))
 
     @property
     def placement(self) -> Placement:
         """Blocks of the model, and which worker does what of them."""
         if self._placement is None:
             self._placement = Placement(
-                build_registry(self.job.model, self.skip_layers),
+                build_registry(
+                    self.job.model, self.skip_layers, self.max_factor_dim
+                ),
                 self.job.topology,
                 SOLVERS[self.solver](),
                 self.settings,
@@ -242,23 +315,30 @@ class KFACMethod(Method):
     def create(self) -> Sequence[Tracked]:
         self._placement = None  # what was seen before the model was built
         placement = self.placement
-        if not placement.blocks:
-            warnings.warn(
-                f"Model '{self.job.model.name}' has no layer that K-FAC "
-                f"supports: optimizer '{self.job.name}' leaves all of it to "
-                "its inner optimizer, "
-                f"{type(self.job.inner_optimizer).__name__}.",
-                stacklevel=2,
-            )
+        inner = type(self.job.inner_optimizer).__name__
+        name = self.job.model.name
+        self._say(coverage_warning(placement.registry, name, inner))
         known = dict(zip(self.job.topology.local, self.states, strict=False))
 
         def make(rank: int) -> State:
             state = known.get(rank) or State()
             state.fill(placement, rank)
+            if self.gradient_accumulation_steps is not None:
+                state.accumulate(
+                    self.gradient_accumulation_steps, placement, rank, self.job
+                )
             return state
 
         self.states = self.job.for_each(make)
         return self.states
+
+    def _say(self, text: str | None) -> None:
+        """Warns of something, once and on one worker."""
+        if text is None or text in self._said:
+            return
+        self._said.add(text)
+        if 0 in self.job.topology.local:
+            warnings.warn(text, stacklevel=4)
 
     @override
     def agreement(self) -> dict[str, Any]:
@@ -289,12 +369,19 @@ class KFACMethod(Method):
         return describe(self.placement, title)
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
-        """Bias-corrected averages that this replica keeps, by layer path."""
-        return {
-            p.block.path: {k: v.numpy() for k, v in p.factors.values().items()}
-            for p in self.states[0].preconditioners
-            if p.factors is not None
-        }
+        """Bias-corrected averages that this process keeps, by layer path."""
+        kept = {}
+        replicas = [state.preconditioners for state in self.states]
+        for copies in zip(*replicas, strict=True):
+            found = {
+                name: value.numpy()
+                for p in copies
+                if p.factors is not None
+                for name, value in p.factors.values().items()
+            }
+            if found:
+                kept[copies[0].block.path] = dict(sorted(found.items()))
+        return kept
 
     @override
     def state_bytes(self) -> dict[str, int]:
@@ -302,7 +389,9 @@ class KFACMethod(Method):
 
     @override
     def communication_bytes(self) -> dict[str, dict[str, int]]:
-        size = gradient_bytes(self.job.model.trainable_variables)
+        size = gradient_bytes(
+            self.job.model.trainable_variables, self.job.topology.hint
+        )
         return self.placement.communication_bytes(
             self.job.topology.local[0], size
         )

@@ -1,23 +1,28 @@
 """K-FAC as a preconditioner in front of any Keras optimizer."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Never
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.checks import check_choice
+from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
     check_decay,
     check_skip_layers,
-    default_inner,
     make_settings,
     serialize_skip_rule,
     settings_config,
 )
 from tfkfac.solvers import SOLVERS
+from tfkfac.wrapper.arguments import (
+    check_inner,
+    choose_inner,
+    refuse_unknown,
+    take_over_accumulation,
+)
 from tfkfac.wrapper.hyperparameters import Value
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
 
@@ -35,17 +40,24 @@ class KFAC(SecondOrderOptimizer):
     Fisher matrix: `damping` does not depend on the batch size.
 
     Weights without a block (see `summary`) go to the inner optimizer as they
-    are.
+    are; when these are most of a model, a warning says so. Layer classes of
+    your own get a block by `tfkfac.register_block`.
 
     >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 
     Args:
         inner_optimizer: A Keras optimizer, its identifier or config, or a
-            float, the learning rate of `SGD(momentum=0.5)`. Defaults to 0.1.
+            float or schedule, the learning rate of `SGD(momentum=0.5)`.
+            Defaults to 0.1.
         damping: Tikhonov damping of the Fisher matrix. A number, a schedule or
             a callable of the iteration. Defaults to 0.01.
         solver: "inverse" (Cholesky inverses with factored damping) or "eigen"
-            (eigen-decompositions, exact damping). Defaults to "inverse".
+            (eigen-decompositions, exact damping). Two more reproduce papers as
+            printed: "plain_inverse" adds the whole damping to each factor
+            (Distributed K-FAC, eq. 9 and 10), and with "eigen_outer" a layer's
+            owner sends the damped outer product of the eigenvalues in place of
+            these (KAISA, section 4.4), the same steps for more traffic.
+            Defaults to "inverse".
         factor_decay: Weight of the old factors in the running average, in
             [0, 1). Defaults to 0.95.
         factor_update_interval: Steps between updates of the factors: an
@@ -57,8 +69,11 @@ class KFAC(SecondOrderOptimizer):
             number, a schedule or a callable; None switches it off. Defaults
             to 0.02.
         weight_sharing: "expand" or "reduce": what weights used at several
-            positions are approximated by (Eschenhagen et al., 2023). Defaults
-            to "expand".
+            positions are approximated by (Eschenhagen et al., 2023). "average"
+            is DP-KFAC as printed (eq. 13), the mean over the positions of the
+            gradients too, where "reduce" has their sum: with S positions G is
+            S^2 times smaller than the Fisher matrix', and `damping` weighs
+            that much more. Defaults to "expand".
         distribution: What the workers of a `tf.distribute` job share:
             "comm_opt" (factors are all-reduced, each is decomposed by one
             worker and its decomposition sent to all: plain steps send nothing
@@ -75,12 +90,28 @@ class KFAC(SecondOrderOptimizer):
             "round_robin" for "dp_kfac" and "compute" for the others.
         symmetric_communication: Whether symmetric matrices are sent as
             triangles (KAISA, section 4.3).
-        factor_dtype: Dtype of factors in storage and on the wire: "float32",
-            "bfloat16" or "float16". None is that of the weights, at least
-            float32. Decompositions are always computed in float32 or better.
-        inverse_dtype: The same for the decompositions.
+        factor_dtype: Dtype of factors on the wire: "float32", "bfloat16" or
+            "float16". None is that of the weights, at least float32. Their
+            running averages are kept in that dtype in any case: half
+            precision would round away what a new batch adds to them.
+            TensorFlow adds no bfloat16 on GPUs: among several of them factors
+            in it are sent as float32.
+        inverse_dtype: Dtype of decompositions in storage and on the wire, the
+            same choice. They are computed in float32 or better.
+        max_factor_dim: Most rows of a factor that is kept as a whole matrix.
+            A layer with a wider one is left to the inner optimizer (memory
+            grows with the square of the width, the work of decompositions
+            with its cube). None is no limit. Defaults to 16,384, whose matrix
+            takes 1 GB in float32.
         skip_layers: Names, regular expressions (they match a layer's whole
             name or path) or classes of layers to leave to the inner optimizer.
+        gradient_accumulation_steps: Number of micro-batches, at least 2, that
+            make one step together, as if they were one batch: gradients and
+            statistics are added up, and all intervals count steps. None is 1.
+            That of the inner optimizer is taken over.
+        learning_rate: Learning rate of the inner SGD, if there is no other
+            `inner_optimizer`: a float, a schedule or a callable.
+        momentum: Momentum of the inner SGD, likewise.
         name: Name of the optimizer.
 
     Raises:
@@ -97,6 +128,7 @@ class KFAC(SecondOrderOptimizer):
     solver: str
     factor_decay: float
     weight_sharing: str
+    max_factor_dim: int | None
 
     def __init__(
         self,
@@ -115,9 +147,25 @@ class KFAC(SecondOrderOptimizer):
         symmetric_communication: bool = False,
         factor_dtype: str | None = None,
         inverse_dtype: str | None = None,
+        max_factor_dim: int | None = 16384,
         skip_layers: Iterable[Any] = (),
+        gradient_accumulation_steps: int | None = None,
+        learning_rate: Any = None,
+        momentum: float | None = None,
         name: str = "kfac",
+        **unknown: Never,
     ) -> None:
+        refuse_unknown("KFAC", unknown, keras.optimizers.SGD)
+        if momentum is not None:
+            momentum = check_range("momentum", momentum, 0, 1)
+        inner = check_inner(
+            choose_inner(
+                inner_optimizer,
+                keras.optimizers.SGD,
+                {"learning_rate": 0.1, "momentum": 0.5},
+                {"learning_rate": learning_rate, "momentum": momentum},
+            )
+        )
         method = KFACMethod(
             damping=damping,
             kl_clip=kl_clip,
@@ -126,7 +174,9 @@ class KFAC(SecondOrderOptimizer):
             solver=check_choice("solver", solver, tuple(SOLVERS)),
             factor_decay=check_decay(factor_decay),
             weight_sharing=check_choice(
-                "weight_sharing", weight_sharing, ("expand", "reduce")
+                "weight_sharing",
+                weight_sharing,
+                ("expand", "reduce", "average"),
             ),
             settings=make_settings(
                 distribution,
@@ -136,9 +186,45 @@ class KFAC(SecondOrderOptimizer):
                 factor_dtype,
                 inverse_dtype,
             ),
+            max_factor_dim=None
+            if max_factor_dim is None
+            else check_count("max_factor_dim", max_factor_dim, 1),
             skip_layers=check_skip_layers(skip_layers),
+            gradient_accumulation_steps=take_over_accumulation(
+                inner, gradient_accumulation_steps
+            ),
         )
-        super().__init__(default_inner(inner_optimizer, 0.1, 0.5), method, name)
+        super().__init__(inner, method, name)
+
+    @property
+    def gradient_accumulation_steps(self) -> int | None:
+        """Number of micro-batches of a step, None for 1."""
+        if self._is_building:  # Keras would make sums of its own
+            return None
+        return self._method.gradient_accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: None) -> None:
+        """Keras' constructor sets it, to None."""
+        if value is not None:
+            raise AttributeError(
+                "Argument `gradient_accumulation_steps` cannot be changed: "
+                "create another optimizer. Received: "
+                f"gradient_accumulation_steps={value!r}"
+            )
+
+    @property
+    def last_step(self) -> dict[str, float]:
+        """What the last step did; empty before the first.
+
+        "clip_factor" is what `kl_clip` has multiplied the step by, at most 1;
+        "length" is the squared length of the step in the Fisher metric, after
+        the clip and before the momentum; "damping" is that of the next
+        decomposition.
+        """
+        if not self.built:
+            return {}
+        return self._method.states[0].report.values()
 
     @property
     def factor_updates(self) -> tf.Variable:
@@ -155,8 +241,8 @@ class KFAC(SecondOrderOptimizer):
 
         Returns:
             For each layer path its "A" and "G" as arrays, those that this
-            worker keeps; zeros before the first update. A block without one
-            of the two leaves it out.
+            process keeps, on all of its replicas; zeros before the first
+            update. A block without one of the two leaves it out.
 
         Raises:
             ValueError: If the optimizer has not been built by a first step.
@@ -197,4 +283,5 @@ class KFAC(SecondOrderOptimizer):
             **super().get_config(),
             **settings_config(method.settings),
             "skip_layers": [serialize_skip_rule(r) for r in method.skip_layers],
+            "gradient_accumulation_steps": method.gradient_accumulation_steps,
         }

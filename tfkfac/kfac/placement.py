@@ -2,9 +2,11 @@
 
 from tfkfac.blocks import Block
 from tfkfac.blocks.registry import Registry
-from tfkfac.distributed.assignment import Plan, plan_layers
+from tfkfac.distributed.collectives import sum_dtype
+from tfkfac.distributed.plan import Plan, plan_layers
 from tfkfac.distributed.topology import Topology
 from tfkfac.distributed.traffic import all_reduce_bytes
+from tfkfac.factors import stored_parts
 from tfkfac.kfac.exchange import Exchange, Kinds, step_bytes
 from tfkfac.kfac.settings import Settings
 from tfkfac.solvers import Solver
@@ -40,14 +42,16 @@ class Placement:
                 settings.distribution,
                 settings.fraction,
                 settings.assignment,
+                solver.whole_layers,
             ),
         )
+        factors = settings.factor_dtype
         self.exchange = Exchange(
             self.plan,
             registry.blocks,
             solver,
             settings.symmetric,
-            settings.factor_dtype,
+            factors and sum_dtype(factors, topology.hint),
             settings.inverse_dtype,
         )
 
@@ -61,15 +65,16 @@ class Placement:
         block = self.blocks[layer]
         names = self.plan.owns(rank, layer)
         elements = sum(block.factors[name].elements for name in names)
-        return elements * (self.settings.factor_dtype or block.dtype).size
+        return elements * block.dtype.size
 
     def decomposition_bytes(self, rank: int, layer: int) -> int:
         """Bytes of the decomposition of a block that a worker keeps."""
         if not self.plan.preconditions(rank, layer):
             return 0
         block = self.blocks[layer]
-        elements = self.solver.elements(block.factors)
-        return elements * (self.settings.inverse_dtype or block.dtype).size
+        dtype = self.settings.inverse_dtype or block.dtype
+        stored = stored_parts(self.solver.kept(block.factors), dtype)
+        return sum(part.elements for part in stored.values()) * dtype.size
 
     def state_bytes(self, rank: int) -> dict[str, int]:
         """Bytes of the curvature state of a worker."""

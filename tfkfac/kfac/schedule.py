@@ -15,15 +15,13 @@ def is_due(
     interval: Hyperparameter,
     measured: tuple[int, int, int],
     clock: tf.Tensor,
-    done: tf.Variable,
 ) -> tf.Tensor:
-    """Whether an interval ends here, or nothing was done yet.
+    """Whether an interval ends here.
 
     Args:
         interval: The user's interval.
         measured: The intervals in its place where it is None.
         clock: Number of updates of the weights so far.
-        done: Number of times it was done so far.
 
     Returns:
         A scalar bool.
@@ -33,7 +31,7 @@ def is_due(
         if interval.get() is None
         else interval.at(clock)
     )
-    return tf.logical_or(tf.equal(clock % steps, 0), tf.equal(done, 0))
+    return tf.equal(clock % steps, 0)
 
 
 def dense_start(

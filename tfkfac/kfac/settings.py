@@ -1,8 +1,6 @@
 """The arguments of K-FAC that say who does what."""
 
 import dataclasses
-import math
-import numbers
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +10,8 @@ import tensorflow as tf
 
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_choice, is_number
-from tfkfac.distributed.assignment import MODES, POLICIES, Mode
+from tfkfac.distributed.assignment import POLICIES
+from tfkfac.distributed.plan import MODES, Mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +23,8 @@ class Settings:
         fraction: Share of the workers that are gradient workers of a layer.
         assignment: What the assignment balances.
         symmetric: Whether symmetric matrices travel as triangles.
-        factor_dtype: Dtype of factors in storage and on the wire.
-        inverse_dtype: The same for decompositions.
+        factor_dtype: Dtype of statistics on the wire.
+        inverse_dtype: Dtype of decompositions in storage and on the wire.
     """
 
     distribution: str = "comm_opt"
@@ -131,24 +130,6 @@ def settings_config(settings: Settings) -> dict[str, Any]:
         "factor_dtype": factor,
         "inverse_dtype": inverse,
     }
-
-
-def default_inner(value: Any, rate: float, momentum: float) -> Any:
-    """Returns SGD for None or a float learning rate, else the value itself.
-
-    Raises:
-        ValueError: If the learning rate is negative or not finite.
-    """
-    if value is None:
-        value = rate
-    if not is_number(value) or isinstance(value, numbers.Integral):
-        return value
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(
-            "Argument `inner_optimizer` as a learning rate must be a float of "
-            f"at least 0. Received: inner_optimizer={value!r}"
-        )
-    return keras.optimizers.SGD(float(value), momentum=momentum)
 
 
 def check_skip_layers(value: Any) -> tuple[SkipRule, ...]:

@@ -8,21 +8,33 @@ from tfkfac.blocks import Block
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.kfac.averages import FactorAverages
+from tfkfac.kfac.memory import memory_of
+from tfkfac.kfac.pending import Pending
 from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.report import StepReport
 from tfkfac.saving.store import Entry, Spread
 from tfkfac.solvers import Decomposition, Solver
+from tfkfac.wrapper.accumulation import Accumulation
+from tfkfac.wrapper.step import Job
 
 
 class Preconditioner(Tracked):
     """What one worker keeps of one block.
+
+    Attributes:
+        block: The block.
+        factors: The averages of its factors, if the worker keeps any.
+        decomposition: Their decomposition, if it is a gradient worker.
+        observed: Number of statistics taken so far.
+        decomposed: Number of decompositions so far, the failed ones too.
+        unexplained: Number of gradients that no recorded pass explains.
 
     Args:
         block: The block.
         solver: The solver.
         names: The factors that the worker keeps.
         preconditions: Whether it is a gradient worker of the block.
-        factor_dtype: Dtype of the factors in storage; None is the block's.
-        inverse_dtype: The same for the decomposition.
+        inverse_dtype: Dtype of the decomposition; None is the block's.
     """
 
     def __init__(
@@ -31,21 +43,25 @@ class Preconditioner(Tracked):
         solver: Solver,
         names: Sequence[str],
         preconditions: bool,
-        factor_dtype: tf.DType | None = None,
         inverse_dtype: tf.DType | None = None,
     ) -> None:
         super().__init__(name="preconditioner")
         self.block = block
         self.factors: FactorAverages | None = None
         self.decomposition: Decomposition | None = None
-        if names:
-            self.factors = FactorAverages(block, names, factor_dtype)
-        if preconditions:
-            self.decomposition = Decomposition(solver, block, inverse_dtype)
+        self.observed = state_variable(0, "int64", "observed")
+        self.decomposed = state_variable(0, "int64", "decomposed")
+        self.unexplained = state_variable(0, "int64", "unexplained_gradients")
+        with memory_of(block.path):
+            if names:
+                self.factors = FactorAverages(block, names)
+            if preconditions:
+                self.decomposition = Decomposition(solver, block, inverse_dtype)
 
     def entries(self) -> list[Entry]:
         """All variables to save."""
-        path, named = self.block.path, []
+        path = self.block.path
+        named = [("observed", self.observed), ("decomposed", self.decomposed)]
         if self.factors is not None:
             averages = zip(
                 self.factors.names, self.factors.averages, strict=True
@@ -74,23 +90,21 @@ class State(Tracked):
         preconditioners: What it keeps of each block, in order.
         factor_updates: Number of factor updates so far.
         inverse_updates: Number of updates of the decompositions so far.
+        pending: The micro-batches of the next step, if there are any.
+        report: What the last step did.
     """
 
     def __init__(self) -> None:
         super().__init__(name="replica")
         self.preconditioners: tuple[Preconditioner, ...] = ()
+        self.pending: Pending | None = None
+        self.report = StepReport()
         self.factor_updates = state_variable(0, "int64", "factor_updates")
         self.inverse_updates = state_variable(0, "int64", "inverse_updates")
 
     def fill(self, placement: Placement, rank: int) -> None:
         """Makes what is missing for the blocks; keeps what fits."""
         known = {same_shape_key(p.block): p for p in self.preconditioners}
-        new = any(same_shape_key(b) not in known for b in placement.blocks)
-        if self.preconditioners and new:
-            # Nothing is known of the new ones: update at once.
-            self.factor_updates.assign(0)
-            self.inverse_updates.assign(0)
-        settings = placement.settings
         self.preconditioners = tuple(
             known.get(same_shape_key(block))
             or Preconditioner(
@@ -98,11 +112,26 @@ class State(Tracked):
                 placement.solver,
                 placement.plan.owns(rank, i),
                 placement.plan.preconditions(rank, i),
-                settings.factor_dtype,
-                settings.inverse_dtype,
+                placement.settings.inverse_dtype,
             )
             for i, block in enumerate(placement.blocks)
         )
+        for kept, block in zip(
+            self.preconditioners, placement.blocks, strict=True
+        ):
+            kept.block = block  # of this registry, whose summary it is in
+
+    def accumulate(
+        self, steps: int, placement: Placement, rank: int, job: Job
+    ) -> None:
+        """Makes room for the micro-batches of a step."""
+        observed = {
+            i: block
+            for i, block in enumerate(placement.blocks)
+            if placement.plan.observes(rank, i)
+        }
+        if self.pending is None or not self.pending.is_for(observed):
+            self.pending = Pending(Accumulation(steps, job), observed)
 
     def entries(self) -> list[Entry]:
         """All variables to save."""
@@ -110,14 +139,19 @@ class State(Tracked):
             Entry("", "factor_updates", self.factor_updates),
             Entry("", "inverse_updates", self.inverse_updates),
         ]
-        return counters + [
-            entry for p in self.preconditioners for entry in p.entries()
+        return [
+            *counters,
+            *(entry for p in self.preconditioners for entry in p.entries()),
+            *(self.pending.entries() if self.pending is not None else ()),
         ]
 
     def events(self) -> list[tuple[str, tf.Variable]]:
         """What can go wrong, and how often it did."""
-        events = []
+        text = "times that kl_clip ruled the first steps"
+        events = [(text, self.report.hints)]
         for p in self.preconditioners:
+            text = f"gradients of other passes in {p.block.path}"
+            events.append((text, p.unexplained))
             if p.factors is not None:
                 text = f"statistics not finite in {p.block.path}"
                 events.append((text, p.factors.rejected))

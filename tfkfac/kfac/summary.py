@@ -1,6 +1,6 @@
 """The table of what is preconditioned and what is not."""
 
-from tfkfac.blocks.registry import Leftover
+from tfkfac.blocks.registry import Leftover, count_weights
 from tfkfac.kfac.placement import Placement
 from tfkfac.wrapper.tables import bytes_text, table
 
@@ -13,18 +13,23 @@ def describe(placement: Placement, title: str) -> list[str]:
         title: First line.
     """
     lines = [title, ""]
-    registry = placement.registry
-    if registry.blocks:
-        rows = [block_row(placement, i) for i in range(len(registry.blocks))]
+    rows = [
+        block_row(placement, i)
+        for i, block in enumerate(placement.blocks)
+        if block.left_out is None
+    ]
+    if rows:
         header = ["Layer", "Block", "A", "G", "Weights", "State"]
         if placement.topology.replicas > 1:
             header += ["Owner", "Gradient workers"]
         lines += table(tuple(header), rows)
     else:
         lines.append("No layer is preconditioned.")
-    if registry.leftovers:
+    if placement.registry.left:
         lines += ["", "Left to the inner optimizer as they are:"]
-        rows = [row for left in registry.leftovers for row in left_rows(left)]
+        rows = [
+            row for left in placement.registry.left for row in left_rows(left)
+        ]
         lines += table(("Layer", "Variable", "Weights", "Reason"), rows)
     return [*lines, "", totals(placement)]
 
@@ -33,14 +38,13 @@ def block_row(placement: Placement, layer: int) -> tuple[str, ...]:
     """One line of the table of blocks; the bytes are this worker's."""
     block, rank = placement.blocks[layer], placement.topology.local[0]
     kinds = block.factors
-    weights = sum(v.value.shape.num_elements() for v in block.variables)
     state = placement.factor_bytes(rank, layer)
     state += placement.decomposition_bytes(rank, layer)
     row = (
         block.path,
         block.kind,
         *(kinds[name].text if name in kinds else "-" for name in ("A", "G")),
-        f"{weights:,}",
+        f"{count_weights(block.variables):,}",
         bytes_text(state),
     )
     if placement.topology.replicas == 1:
@@ -64,7 +68,7 @@ def left_rows(left: Leftover) -> list[tuple[str, ...]]:
         (
             left.path or "(model)",
             variable.name,
-            f"{variable.value.shape.num_elements():,}",
+            f"{count_weights([variable]):,}",
             left.reason,
         )
         for variable in left.variables
@@ -73,14 +77,8 @@ def left_rows(left: Leftover) -> list[tuple[str, ...]]:
 
 def totals(placement: Placement) -> str:
     """The line under the tables."""
-    covered, rest = (
-        sum(
-            variable.value.shape.num_elements()
-            for group in groups
-            for variable in group.variables
-        )
-        for groups in (placement.blocks, placement.registry.leftovers)
-    )
+    covered = placement.registry.covered
+    rest = sum(left.weights for left in placement.registry.left)
     topology = placement.topology
     state = placement.state_bytes(topology.local[0])
     where = f" of worker {topology.local[0]}" if topology.replicas > 1 else ""

@@ -33,7 +33,7 @@ class FlatSpace:
         parts = [
             tf.zeros([size], self.dtype)
             if tensor is None
-            else tf.cast(tf.reshape(tensor, [-1]), self.dtype)
+            else tf.cast(tf.reshape(tensor, [size]), self.dtype)
             for tensor, size in zip(tensors, self._sizes, strict=True)
         ]
         return tf.concat(parts, 0)

@@ -13,9 +13,10 @@ def all_finite(tensors: list[tf.Tensor]) -> tf.Tensor:
 
     A sum carries every NaN and infinity of its terms, and one reduction is
     several times cheaper than an element-wise test. Values so large that
-    their sum overflows count as not finite.
+    their sum overflows float32 count as not finite.
     """
-    sums = [tf.cast(tf.reduce_sum(t), tf.float64) for t in tensors]
+    wide = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in tensors]
+    sums = [tf.cast(tf.reduce_sum(t), tf.float64) for t in wide]
     return tf.reduce_all(tf.math.is_finite(tf.stack(sums)))
 
 

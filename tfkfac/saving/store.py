@@ -28,6 +28,8 @@ class Spread(enum.Enum):
     """Every replica has the same."""
     OWNED = "owned"
     """Some replicas have it, the same and whole; the others have none."""
+    PARTIAL = "partial"
+    """Each replica has a part of a sum."""
     ELEMENTS = "elements"
     """Each replica has a slice of the last axis."""
     DIRECTIONS = "directions"
@@ -114,7 +116,9 @@ def load_state(
         _check(saved[names[path]], variables, path, optimizer)
     for path, variables in expected.items():
         for name, variable in variables.items():
-            variable.assign(np.asarray(saved[names[path]][name]))
+            # A tree may hold a number of Python for a scalar.
+            value = np.asarray(saved[names[path]][name])
+            variable.assign(tf.cast(value, variable.dtype))
 
 
 def _what(entry: Entry) -> str:

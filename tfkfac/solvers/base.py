@@ -9,7 +9,14 @@ import tensorflow as tf
 from tfkfac.blocks import Block, LayerGradient
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
-from tfkfac.factors import Factor, Part, Side, Tensors
+from tfkfac.factors import (
+    Factor,
+    Part,
+    Side,
+    Tensors,
+    from_stored,
+    to_stored,
+)
 from tfkfac.linalg.symmetric import all_finite
 
 T = TypeVar("T")
@@ -26,7 +33,12 @@ class Solver(abc.ABC):
 
     The parts of a factor's decomposition are named after it, "A" or "G", and
     the suffix that its kind gives them.
+
+    Attributes:
+        whole_layers: Whether all factors of a layer must have one owner.
     """
+
+    whole_layers = False
 
     @abc.abstractmethod
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
@@ -44,34 +56,19 @@ class Solver(abc.ABC):
             for part_name, part in self.parts(factors, name).items()
         }
 
-    def elements(self, factors: Factors) -> int:
-        """Number of elements of a block's decomposition."""
-        return sum(part.elements for part in self.kept(factors).values())
-
-    def initial(
-        self, factors: Factors, dtype: tf.DType
-    ) -> dict[str, tf.Tensor]:
-        """Returns the decomposition that preconditions with the identity."""
-        return {
-            name: part.identity(dtype)
-            for name, part in self.kept(factors).items()
-        }
-
     @abc.abstractmethod
     def decompose(
         self,
         factors: Factors,
-        name: str,
-        value: tf.Tensor,
+        values: Tensors,
         means: Tensors,
         damping: tf.Tensor,
     ) -> Tensors:
-        """Decomposes one factor.
+        """Decomposes the factors of a block that a worker keeps.
 
         Args:
             factors: The kinds of the block's factors.
-            name: "A" or "G".
-            value: The factor.
+            values: The factors by name, all of them or some.
             means: Mean eigenvalue of each factor of the block.
             damping: The damping.
 
@@ -103,7 +100,7 @@ class Solver(abc.ABC):
 
 
 class Decomposition(Tracked):
-    """The last good decomposition of one block.
+    """The last good decomposition of one block; the identity at first.
 
     Args:
         solver: The solver.
@@ -115,42 +112,48 @@ class Decomposition(Tracked):
         self, solver: Solver, block: Block, dtype: tf.DType | None = None
     ) -> None:
         super().__init__(name="decomposition")
-        with tf.init_scope():
-            initial = solver.initial(block.factors, block.dtype)
         self.solver = solver
         self._block = block
-        self.names = tuple(initial)
-        self.tensors = [
-            state_variable(value, dtype or block.dtype, name)
-            for name, value in initial.items()
-        ]
+        self._dtype = dtype or block.dtype
+        variables = {}
+        with tf.init_scope():
+            for name, part in solver.kept(block.factors).items():
+                identity = part.identity(block.dtype)
+                stored = to_stored({name: identity}, {name: part}, self._dtype)
+                for key, value in stored.items():
+                    variables[key] = state_variable(value, self._dtype, key)
+        self.names, self.tensors = tuple(variables), list(variables.values())
         self.failures = state_variable(0, "int64", "failed_decompositions")
 
-    def update(self, parts: Tensors, damping: tf.Tensor) -> tf.Tensor:
+    def update(
+        self, parts: Tensors, damping: tf.Tensor, wanted: tf.Tensor
+    ) -> tf.Tensor:
         """Takes a new decomposition unless it is not finite.
 
         Args:
             parts: What the solver made of the block's factors.
             damping: The damping.
+            wanted: Whether to; if not, the old one stays.
 
         Returns:
             Scalar bool, False if the decomposition failed.
         """
-        new = self.solver.combine(parts, damping)
-        stored = [
-            tf.cast(new[name], old.dtype)
-            for name, old in zip(self.names, self.tensors, strict=True)
-        ]
-        good = all_finite(stored)
-        for value, old in zip(stored, self.tensors, strict=True):
-            old.assign(tf.where(good, value, old))
+        stored = self._stored(self.solver.combine(parts, damping))
+        good = all_finite(list(stored.values()))
+        take = tf.logical_and(good, wanted)
+        for name, old in zip(self.names, self.tensors, strict=True):
+            old.assign(tf.where(take, stored[name], old))
         return good
 
     def apply(self, gradient: LayerGradient) -> tf.Tensor:
         """Preconditions the gradient of the layer; returns a matrix."""
-        tensors = [self._block.cast(tensor) for tensor in self.tensors]
-        named = dict(zip(self.names, tensors, strict=True))
-        return self.solver.apply(self._block.factors, named, gradient)
+        stored = dict(zip(self.names, self.tensors, strict=True))
+        tensors = from_stored(stored, self._block.dtype)
+        return self.solver.apply(self._block.factors, tensors, gradient)
+
+    def _stored(self, tensors: Tensors) -> dict[str, tf.Tensor]:
+        kept = self.solver.kept(self._block.factors)
+        return to_stored(tensors, kept, self._dtype)
 
 
 def with_prefix(name: str, parts: Mapping[str, T]) -> dict[str, T]:

@@ -29,20 +29,20 @@ class EigenSolver(Solver):
     @override
     def kept(self, factors: Factors) -> dict[str, Part]:
         parts = self.all_parts(factors)
-        *stack, outputs = parts["G" + VALUES].shape
-        inputs = parts["A" + VALUES].shape[-1] if "A" in factors else 1
-        return without_values(parts) | {"D": Part((*stack, inputs, outputs))}
+        return without_values(parts) | outer_part(parts)
 
     @override
     def decompose(
         self,
         factors: Factors,
-        name: str,
-        value: tf.Tensor,
+        values: Tensors,
         means: Tensors,
         damping: tf.Tensor,
     ) -> Tensors:
-        return with_prefix(name, factors[name].eigen(value))
+        parts: dict[str, tf.Tensor] = {}
+        for name, value in values.items():
+            parts |= with_prefix(name, factors[name].eigen(value))
+        return parts
 
     @override
     def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
@@ -73,6 +73,51 @@ class EigenSolver(Solver):
         for name, side in sides.items():
             matrix = factors[name].rotate(bases[name], matrix, side, back=True)
         return matrix
+
+
+class OuterEigenSolver(EigenSolver):
+    """The same, with `D` made where G is decomposed, and sent.
+
+    As printed in KAISA (section 4.4): the gradient workers get the matrix
+    `D` in place of the two vectors of eigenvalues, and have nothing left to
+    compute of it. It is much more to send.
+    """
+
+    whole_layers = True
+
+    @override
+    def parts(self, factors: Factors, name: str) -> dict[str, Part]:
+        parts = super().parts(factors, name)
+        if name == "A":
+            return without_values(parts)
+        every = parts | super().parts(factors, "A") if "A" in factors else parts
+        return without_values(parts) | outer_part(every)
+
+    @override
+    def kept(self, factors: Factors) -> dict[str, Part]:
+        return self.all_parts(factors)
+
+    @override
+    def decompose(
+        self,
+        factors: Factors,
+        values: Tensors,
+        means: Tensors,
+        damping: tf.Tensor,
+    ) -> Tensors:
+        parts = super().decompose(factors, values, means, damping)
+        return super().combine(parts, damping)
+
+    @override
+    def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
+        return parts
+
+
+def outer_part(parts: Mapping[str, Part]) -> dict[str, Part]:
+    """What `D` is, from the eigenvalues among the parts of a block."""
+    *stack, outputs = parts["G" + VALUES].shape
+    inputs = parts["A" + VALUES].shape[-1] if "A" + VALUES in parts else 1
+    return {"D": Part((*stack, inputs, outputs))}
 
 
 def without_values(parts: Mapping[str, T]) -> dict[str, T]:

@@ -1,4 +1,4 @@
-"""The explicit solver: factored damping and inverses by Cholesky."""
+"""The explicit solvers: inverses of damped factors, by Cholesky."""
 
 import tensorflow as tf
 from typing_extensions import override
@@ -30,17 +30,24 @@ class InverseSolver(Solver):
     def decompose(
         self,
         factors: Factors,
-        name: str,
-        value: tf.Tensor,
+        values: Tensors,
         means: Tensors,
         damping: tf.Tensor,
     ) -> Tensors:
-        damping = tf.cast(damping, value.dtype)
-        if "A" in factors:
-            pi = balance(means["A"], means["G"])
-            root = tf.sqrt(damping)
-            damping = pi * root if name == "A" else root / pi
-        return with_prefix(name, factors[name].inverse(value, damping))
+        parts: dict[str, tf.Tensor] = {}
+        for name, value in values.items():
+            share = self._share(name, means, tf.cast(damping, value.dtype))
+            parts |= with_prefix(name, factors[name].inverse(value, share))
+        return parts
+
+    def _share(
+        self, name: str, means: Tensors, damping: tf.Tensor
+    ) -> tf.Tensor:
+        """What is added to the eigenvalues of one factor."""
+        if "A" not in means:
+            return damping
+        pi, root = balance(means["A"], means["G"]), tf.sqrt(damping)
+        return pi * root if name == "A" else root / pi
 
     @override
     def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
@@ -59,6 +66,22 @@ class InverseSolver(Solver):
                 inverse = of_factor(name, decomposition)
                 matrix = factors[name].multiply(inverse, matrix, side)
         return matrix
+
+
+class PlainInverseSolver(InverseSolver):
+    """Preconditions with `(A + damping I)^-1 W (G + damping I)^-1`.
+
+    The explicit inverses of Distributed K-FAC (eq. 9 and 10) as printed: both
+    factors get the whole damping, whatever their sizes. It is not the damping
+    of `A (x) G`, and where one factor is much smaller than the other, as G is
+    late in training, it is lost beside it.
+    """
+
+    @override
+    def _share(
+        self, name: str, means: Tensors, damping: tf.Tensor
+    ) -> tf.Tensor:
+        return damping
 
 
 def balance(mean_a: tf.Tensor, mean_g: tf.Tensor) -> tf.Tensor:

@@ -6,6 +6,7 @@ hook there calls `attach`.
 """
 
 import weakref
+from typing import Any
 
 import keras
 
@@ -30,6 +31,7 @@ def bind(model: keras.Model) -> None:
     scaler = None
     if isinstance(outer, keras.optimizers.LossScaleOptimizer):
         outer, scaler = outer.inner_optimizer, outer
+    check_alone(outer)
     previous = _bound.pop(model, None)
     if previous is not None and previous() is not outer:
         # It may be gone already, but its taps are not.
@@ -42,6 +44,25 @@ def bind(model: keras.Model) -> None:
             # Variables created in the first step would cost a second trace.
             with keras.name_scope(outer.name):
                 outer.build(model.trainable_variables)
+
+
+def check_alone(optimizer: Any) -> None:
+    """Refuses an optimizer of ours that gets a part of the gradients.
+
+    Raises:
+        ValueError: If `optimizer` is a `MultiOptimizer` that holds one.
+    """
+    if not isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return
+    for inner in optimizer.optimizers:
+        if isinstance(inner, SecondOrderOptimizer):
+            raise ValueError(
+                f"Optimizer '{inner.name}' must not be inside a "
+                "`MultiOptimizer`, which gives each optimizer a part of the "
+                "gradients: its steps are of all weights of a model together. "
+                "Compile the model with it alone; what it leaves out goes to "
+                f"its inner optimizer. Received: optimizer={optimizer}"
+            )
 
 
 def install() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Self, TypeAlias, overload
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfkfac.checks import is_number
@@ -21,6 +22,8 @@ class Hyperparameter:
 
     A number lives in a variable, so that a new one takes effect in the next
     step without a new trace. A schedule or callable is part of the trace.
+    Values are in float64, for models in it; others cast them where they are
+    used.
 
     Args:
         name: Name of the argument, for messages.
@@ -79,13 +82,13 @@ class Hyperparameter:
             return
         self._built = True
         if is_number(self._value):
-            dtype = "int64" if self._integer else "float32"
-            self._variable = state_variable(self._value, dtype, self.name)
+            dtype = "int64" if self._integer else "float64"
+            value = np.asarray(self._value, dtype)
+            self._variable = state_variable(value, dtype, self.name)
         elif isinstance(self._value, Schedule):
             self._function = self._value
         elif self._value is not None:
-            # AutoGraph lets a callable use Python's `if`.
-            self._function = tf.function(self._value)
+            self._function = traced(self._value)
 
     def at(self, iteration: tf.Tensor) -> tf.Tensor:
         """Returns the value at an iteration, as a scalar tensor."""
@@ -93,11 +96,12 @@ class Hyperparameter:
             return tf.convert_to_tensor(self._variable)
         if self._function is None:
             raise ValueError(f"Argument `{self.name}` has no value.")
-        # As a float, so that a callable can calculate with it.
-        value = self._function(tf.cast(iteration, tf.float32))
+        # As a float, so that a callable can calculate with it; float32 ends
+        # to count at 2^24.
+        value = exactly(self._function(tf.cast(iteration, tf.float64)))
         if self._integer:
             return tf.maximum(tf.cast(value, tf.int64), 1)
-        return tf.cast(value, tf.float32)
+        return value
 
     def _validate(self, value: Value) -> Value:
         """Returns an allowed value, a number as Python's own."""
@@ -125,6 +129,30 @@ class Hyperparameter:
         if self._integer:
             return value >= 1 and isinstance(value, numbers.Integral)
         return value > 0 if self._positive else value >= 0
+
+
+def traced(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Lets a callable of the iteration use Python's `if`, by AutoGraph.
+
+    It gets the iteration in Keras' float type, which it may mix with tensors
+    of that, at least float32.
+    """
+
+    @tf.function
+    def value(iteration: tf.Tensor) -> tf.Tensor:
+        wide = keras.config.floatx() == "float64"
+        return exactly(
+            function(tf.cast(iteration, tf.float64 if wide else tf.float32))
+        )
+
+    return value
+
+
+def exactly(value: Any) -> tf.Tensor:
+    """A number or scalar tensor in float64; a Python float keeps its bits."""
+    if is_number(value):
+        return tf.constant(value, tf.float64)
+    return tf.cast(value, tf.float64)
 
 
 class Tunable:

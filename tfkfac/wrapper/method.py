@@ -63,6 +63,10 @@ class Method(abc.ABC):
     def run(self, step: Step) -> None:
         """Does one training step."""
 
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """The replicas that a replica shares a mean loss with: all."""
+        return tuple(range(self.job.topology.replicas))
+
     @abc.abstractmethod
     def agreement(self) -> dict[str, Any]:
         """What all workers must have in common, by name; JSON can hold it."""

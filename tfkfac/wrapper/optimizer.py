@@ -10,19 +10,19 @@ import tensorflow as tf
 from tfkfac.capture.detach import detach
 from tfkfac.capture.loss_batch import LossTap
 from tfkfac.capture.walk import unbuilt
-from tfkfac.compat.optimizers import KerasOptimizer, knows_variable
+from tfkfac.checks import check_count
+from tfkfac.compat.optimizers import knows_variable
 from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.compat.tracking import Tracked
 from tfkfac.distributed.agreement import check_agreement
 from tfkfac.saving.store import Entry, load_state, save_state, why_unreadable
-from tfkfac.wrapper.arguments import check_inner, serialize_value
+from tfkfac.wrapper.around import OptimizerAround
 from tfkfac.wrapper.method import Method, shown_argument, shown_tunable
-from tfkfac.wrapper.scaling import LossScaling
-from tfkfac.wrapper.step import Job, Step
+from tfkfac.wrapper.step import Job, Step, weigh_loss
 from tfkfac.wrapper.support import check_settings, repair_keras
 
 
-class SecondOrderOptimizer(KerasOptimizer):
+class SecondOrderOptimizer(OptimizerAround):
     """Changes the gradients, then lets an inner Keras optimizer apply them.
 
     The learning rate, the iterations and everything an inner optimizer does
@@ -39,6 +39,7 @@ class SecondOrderOptimizer(KerasOptimizer):
     """
 
     method_type: ClassVar[type[Method]]
+    _is_building = False  # whether Keras makes its state
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -48,10 +49,7 @@ class SecondOrderOptimizer(KerasOptimizer):
             setattr(cls, name, shown_argument(name))
 
     def __init__(self, inner_optimizer: Any, method: Method, name: str) -> None:
-        super().__init__(learning_rate=0.0, name=name)
-        self.inner_optimizer = check_inner(inner_optimizer)
-        self._method = method
-        self._scaling = LossScaling(name)
+        super().__init__(inner_optimizer, method, name)
         self._job: Job | None = None
         # Checkpoints follow the attributes of an optimizer.
         self._states: tuple[Tracked, ...] = ()
@@ -59,7 +57,13 @@ class SecondOrderOptimizer(KerasOptimizer):
         repair_keras(tf.distribute.get_strategy())
 
     # ----------------------------------------------------------- the model
-    def attach(self, model: keras.Model, *, loss_scaler: Any = None) -> Self:
+    def attach(
+        self,
+        model: keras.Model,
+        *,
+        loss_terms: int | Callable[[], tf.Tensor] | None = None,
+        loss_scaler: Any = None,
+    ) -> Self:
         """Binds the optimizer to the model that it will train.
 
         `Model.compile` calls this. Call it yourself, before the first forward
@@ -67,6 +71,10 @@ class SecondOrderOptimizer(KerasOptimizer):
 
         Args:
             model: The model.
+            loss_terms: For a loop that does not call `model.compute_loss`:
+                number of terms that the loss of a batch is the mean of, or a
+                function without arguments that returns it. 1 is a sum over
+                the terms. None is the leading dimension of a layer's input.
             loss_scaler: The `LossScaleOptimizer` around this one, if any.
 
         Returns:
@@ -82,6 +90,8 @@ class SecondOrderOptimizer(KerasOptimizer):
                 "Argument `model` must be a `keras.Model`. "
                 f"Received: model={model} (of type {type(model)})"
             )
+        if loss_terms is not None and not callable(loss_terms):
+            loss_terms = check_count("loss_terms", loss_terms, 1)
         self._check_owner(model)
         check_settings(model, loss_scaler)
         self._check_variables(model)
@@ -91,16 +101,12 @@ class SecondOrderOptimizer(KerasOptimizer):
             self._job = Job(
                 self.name, model, self.inner_optimizer, self._scaling
             )
+        self._job.loss_terms = loss_terms
         LossTap.open(model)
         self._method.attach(self._job)
         if self.built:
             self._states = tuple(self._method.create())
         return self
-
-    @property
-    def method(self) -> Method:
-        """What is done to the gradients."""
-        return self._method
 
     def bound_model(self) -> keras.Model:
         """Returns the model that the optimizer is bound to.
@@ -117,7 +123,7 @@ class SecondOrderOptimizer(KerasOptimizer):
                 f"Optimizer '{self.name}' does not know its model. Use "
                 "`model.compile(optimizer=...)`, or call "
                 "`optimizer.attach(model)` before the first forward pass of "
-                "a custom loop."
+                "a custom loop. It cannot be inside a `MultiOptimizer`."
             )
         return self._job
 
@@ -164,7 +170,9 @@ class SecondOrderOptimizer(KerasOptimizer):
                 processes = job.among_processes("agreement")
                 check_agreement(self._description(), processes)
         self.inner_optimizer.build(list(variables))
+        self._is_building = True
         super().build(list(variables))
+        self._is_building = False
 
     def _description(self) -> dict[str, Any]:
         """What all workers must agree on."""
@@ -207,86 +215,30 @@ class SecondOrderOptimizer(KerasOptimizer):
         batch = LossTap.open(job.model).take()
         self._method.run(Step(job, grads, variables, batch, job.group()))
 
-    # ---------------------------------------------------------- delegation
-    @property
-    def learning_rate(self) -> Any:
-        """The inner optimizer's learning rate."""
-        return self.inner_optimizer.learning_rate
+    @tf.autograph.experimental.do_not_convert
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """Weighs the loss by this replica's share of the batch.
 
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        self.inner_optimizer.learning_rate = value
+        With it, the replicas' gradients add up to that of the mean over the
+        whole batch, also where they have different numbers of examples. Keras'
+        `train_step` calls this. A loop of your own may: under the tape, after
+        `model.compute_loss` and only for its gradients.
 
-    @property
-    def iterations(self) -> Any:
-        """The inner optimizer's number of updates."""
-        return self.inner_optimizer.iterations
+        Args:
+            loss: What `compute_loss` returned.
 
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """The inner optimizer's variables."""
-        variables: list[keras.Variable] = self.inner_optimizer.variables
-        return variables
-
-    @property
-    def skipped_steps(self) -> tf.Variable | int:
-        """Number of steps skipped because a gradient was not finite."""
-        return self._skipped[0] if self._skipped else 0
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Notes when a `LossScaleOptimizer` is put around."""
-        # Keras' LossScaleOptimizer resets this attribute on what it wraps,
-        # the only sign of it there is.
-        if name == "loss_scale_factor" and "_scaling" in vars(self):
-            if value is not None:
-                raise ValueError(
-                    "Argument `loss_scale_factor` must be None; wrap the "
-                    "optimizer in a `keras.optimizers.LossScaleOptimizer` "
-                    f"instead. Received: loss_scale_factor={value}"
-                )
-            self._scaling.is_wrapped = True
-        super().__setattr__(name, value)
-
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the inner optimizer's variables, those of `variables`."""
-        self.inner_optimizer.set_weights(weights)
-
-    def finalize_variable_values(
-        self, var_list: Sequence[keras.Variable]
-    ) -> None:
-        """Lets the inner optimizer write its averages at the end."""
-        self.inner_optimizer.finalize_variable_values(var_list)
+        Returns:
+            The loss to take the gradients of.
+        """
+        job = self._job
+        if job is None or job.topology.replicas == 1:
+            return loss
+        if not self.built:
+            with keras.name_scope(self.name):
+                self.build(job.model.trainable_variables)
+        return weigh_loss(loss, job, self._method.peers(job.rank))
 
     # -------------------------------------------------------------- saving
-    def get_config(self) -> dict[str, Any]:
-        """Returns the arguments of the constructor."""
-        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        method = self._method
-        return {
-            "name": self.name,
-            "inner_optimizer": inner,
-            **{
-                name: serialize_value(parameter.get())
-                for name, parameter in method.hyperparameters().items()
-            },
-            **{name: getattr(method, name) for name in method.arguments},
-        }
-
-    @classmethod
-    def from_config(
-        cls,
-        config: dict[str, Any],
-        custom_objects: dict[str, Any] | None = None,
-    ) -> Self:
-        """Creates an optimizer from its config."""
-        arguments = {
-            name: keras.saving.deserialize_keras_object(value, custom_objects)
-            if isinstance(value, dict)
-            else value
-            for name, value in config.items()
-        }
-        return cls(**arguments)
-
     def save_own_variables(self, store: Any) -> None:
         """Writes the curvature state, named by layer.
 
@@ -340,6 +292,11 @@ class SecondOrderOptimizer(KerasOptimizer):
         return None
 
     # ----------------------------------------------------------- reporting
+    @property
+    def skipped_steps(self) -> tf.Variable | int:
+        """Number of steps skipped because a gradient was not finite."""
+        return self._skipped[0] if self._skipped else 0
+
     def summary(self, print_fn: Callable[[str], None] = print) -> None:
         """Prints what the optimizer does with the model, and its state.
 

@@ -1,5 +1,6 @@
 """A training job, and one step of one of its replicas."""
 
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -8,7 +9,13 @@ from typing import NamedTuple, TypeVar
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.loss_batch import LossBatch
+from tfkfac.capture.loss_batch import LossBatch, LossTap
+from tfkfac.capture.loss_terms import (
+    LossMeasure,
+    LossTerms,
+    mean_over,
+    weigh,
+)
 from tfkfac.capture.trace import replica_id
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.inner_update import updates_in_replica
@@ -17,7 +24,7 @@ from tfkfac.distributed.topology import find_topology
 from tfkfac.linalg.symmetric import all_finite
 from tfkfac.wrapper.guards import count_events
 from tfkfac.wrapper.scaling import LossScaling
-from tfkfac.wrapper.shares import batch_share, weighted
+from tfkfac.wrapper.shares import measure_loss, weighted
 
 T = TypeVar("T")
 Gradients = list[tf.Tensor | None]
@@ -50,6 +57,8 @@ class Job:
     Attributes:
         topology: The replicas of the job, and which of them live here.
         skipped: For each of those, the number of steps it has skipped.
+        loss_terms: Number of terms of a loss that nobody sees being computed,
+            or a function that returns it.
     """
 
     def __init__(
@@ -62,6 +71,7 @@ class Job:
         self.name = name
         self.inner_optimizer = inner_optimizer
         self.scaling = LossScaling(name) if scaling is None else scaling
+        self.loss_terms: int | Callable[[], tf.Tensor] | None = None
         self.topology = find_topology(model.distribute_strategy)
         self.skipped: tuple[tf.Variable, ...] = ()
         self._model = weakref.ref(model)
@@ -89,6 +99,13 @@ class Job:
         """The replica whose code is being traced or run."""
         local = self.topology.local
         return local[0] if len(local) == 1 else replica_id()
+
+    def terms_of(self, batch: LossBatch) -> tuple[LossTerms, ...]:
+        """The terms of the losses of a batch; none if they are not known."""
+        if batch.terms or self.loss_terms is None:
+            return batch.terms
+        known = self.loss_terms
+        return (mean_over(known() if callable(known) else known),)
 
     def create(self) -> None:
         """Creates what every step needs, whatever the method."""
@@ -177,8 +194,7 @@ class Step:
         self.batch = batch
         self.group = group
         self._is_reduced = group.size == 1
-        self._has_share = False
-        self._share: tf.Tensor | None = None
+        self._measure = batch.measure
 
     def among(self, members: tuple[int, ...]) -> "Step":
         """Returns the step of a part of the group, with this replica."""
@@ -191,31 +207,50 @@ class Step:
         )
 
     @property
-    def share(self) -> tf.Tensor | None:
-        """Weight of this replica's batch in the mean, see `batch_share`.
+    def loss(self) -> LossMeasure:
+        """What the replicas of the group know of the loss.
 
         It is worked out where it is first asked for. That is in `reduce` or
         `weigh`, which every replica that trains calls outside of any branch.
         """
         # Not a `cached_property`: before Python 3.12 its lock is common to
         # all instances, and replicas that are threads wait for each other.
-        if not self._has_share:
-            replicas = self.job.topology.replicas
-            self._share = batch_share(self.batch, self.group, replicas)
-            self._has_share = True
-        return self._share
+        if self._measure is None:
+            self._measure = measure_loss(
+                self.job.terms_of(self.batch),
+                self.group,
+                self.job.topology.replicas,
+                is_weighed=False,
+            )
+        return self._measure
+
+    def row_scale(self) -> tf.Tensor:
+        """What recorded gradients are multiplied by, see `LossMeasure`."""
+        scale = self.job.scaling.factor()
+        if scale is None:
+            return self.loss.row_scale
+        return self.loss.row_scale / tf.cast(scale, self.loss.row_scale.dtype)
 
     def weigh(self) -> None:
         """Makes the gradients this replica's part of that of the mean loss.
 
         With batches of different sizes, the last of an epoch, the mean of the
-        replicas' gradients is not that of the global mean.
+        replicas' gradients is not that of the global mean. Where the loss has
+        been weighed before the gradients were taken, they are already.
         """
-        if self.group.size == 1 and self.share is None:
+        share = self.loss.share
+        if self.batch.measure is not None:
+            share = None
+        if self.group.size == 1 and share is None:
             return
+        # The static shape of a gradient may be lost where the batch is open.
         self.gradients = [
-            None if g is None else weighted(tf.convert_to_tensor(g), self.share)
-            for g in self.gradients
+            None
+            if g is None
+            else weighted(
+                tf.ensure_shape(tf.convert_to_tensor(g), v.shape), share
+            )
+            for g, v in zip(self.gradients, self.variables, strict=True)
         ]
 
     def reduce(self) -> None:
@@ -278,6 +313,27 @@ class Step:
             return
         with updates_in_replica(inner, update.after):
             inner.apply(gradients, self.variables)
+
+
+def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:
+    """Weighs a replica's loss by its share of the terms, see `LossMeasure`.
+
+    Under the tape, so that what flows back through synchronised layers to
+    other replicas has the right weight too. The step knows of it by the batch.
+
+    Args:
+        loss: The loss that the model's `compute_loss` has returned.
+        job: The job.
+        peers: The replicas that share the mean with this one.
+    """
+    tap = LossTap.open(job.model)
+    batch = tap.take()
+    if not batch.terms or batch.measure is not None:
+        return loss
+    group = job.group(f"loss {batch.ordinal}").among(peers)
+    measure = measure_loss(batch.terms, group, job.topology.replicas, True)
+    tap.note(dataclasses.replace(batch, measure=measure))
+    return weigh(loss, batch.terms, measure.shares)
 
 
 def values_of(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:

@@ -1,10 +1,12 @@
 """Where an optimizer can be used."""
 
+import warnings
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfkfac.compat.models import compiles_from_config
 from tfkfac.compat.strategy import repair
 from tfkfac.distributed.topology import check_strategy
 
@@ -19,13 +21,7 @@ def check_settings(model: keras.Model, loss_scaler: Any) -> None:
     Raises:
         ValueError: If a setting or the strategy is not supported.
     """
-    jit = getattr(model, "jit_compile", False)
-    if jit is True and not tf.config.list_physical_devices("GPU"):
-        raise ValueError(
-            "Argument `jit_compile` must not be True without a GPU: XLA's "
-            "decompositions are many times slower on a CPU. Received: "
-            "jit_compile=True. Compile the model with jit_compile=False."
-        )
+    check_xla(model)
     strategy = model.distribute_strategy
     check_strategy(strategy)
     repair_keras(strategy)
@@ -43,6 +39,39 @@ def check_settings(model: keras.Model, loss_scaler: Any) -> None:
             "as one of them has a gradient that is not finite. Use the "
             "policy 'mixed_bfloat16', which needs none."
         )
+
+
+def check_xla(model: keras.Model) -> None:
+    """Refuses XLA without a GPU; a loaded model does without, and says so.
+
+    On a machine with a GPU Keras puts `jit_compile=True` into the config of
+    every model, its users' choice or not.
+
+    Raises:
+        ValueError: If the user asks for it.
+    """
+    if not uses_xla(model) or tf.config.list_physical_devices("GPU"):
+        return
+    why = (
+        "without a GPU: XLA's decompositions are many times slower on a CPU. "
+        "Received: jit_compile=True."
+    )
+    if not compiles_from_config():
+        raise ValueError(
+            f"Argument `jit_compile` must not be True {why} Compile the model "
+            "with jit_compile=False."
+        )
+    warnings.warn(
+        f"Model '{model.name}' was saved with a `jit_compile` that is of no "
+        f"use {why} It trains with jit_compile=False.",
+        stacklevel=2,
+    )
+    model.jit_compile = False
+
+
+def uses_xla(model: keras.Model) -> bool:
+    """Whether Keras compiles the training step of a model by XLA."""
+    return model.compiled and bool(model.jit_compile)
 
 
 def repair_keras(strategy: tf.distribute.Strategy) -> None:

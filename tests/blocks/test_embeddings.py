@@ -1,0 +1,181 @@
+"""Embeddings that do more than look up tokens, and those of positions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from tests.support.harness import (
+    assert_close,
+    compiled,
+    find,
+    keras_gradients,
+    randomize,
+    train_once,
+    weights_of,
+)
+from tests.support.layer_cases import make_input
+from tests.support.layer_models import targets
+from tests.support.reference import Array, factors
+from tests.support.summaries import blocks_of, leftovers_of
+
+BATCH, TOKENS, WIDTH, TIME = 4, 6, 3, 5
+
+
+class Language(keras.Model):
+    """Calls its embedding where no functional model sees it."""
+
+    def __init__(self, tie_weights: bool) -> None:
+        super().__init__()
+        self.tokens = layers.ReversibleEmbedding(
+            TOKENS, WIDTH, tie_weights=tie_weights, name="tokens"
+        )
+        self.hidden = layers.Dense(WIDTH, name="hidden")
+
+    def call(self, x: Any) -> Any:
+        return self.tokens(self.hidden(self.tokens(x)), reverse=True)
+
+
+def language(tie_weights: bool) -> tuple[Any, Array, Array]:
+    """A model that is built, tokens, and targets for its outputs."""
+    model = Language(tie_weights)
+    x = make_input("embedding", (TIME,), BATCH)
+    model(x)
+    randomize(model)
+    return model, x, targets(model, x)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_tied_weights_used_in_reverse(eager: bool) -> None:
+    """Seen in the first step: the layer is left alone and listed."""
+    model, x, y = language(tie_weights=True)
+    gradients = keras_gradients(model, x, y)
+    optimizer = compiled(model, eager=eager)
+    before = weights_of(model)
+    model.train_on_batch(x, y)
+    delta = [b - a for b, a in zip(before, weights_of(model), strict=True)]
+    assert_close(delta[0], gradients[0], 1e-5, "plain step of the embedding")
+    assert np.abs(delta[1] - gradients[1]).max() > 1e-3
+    assert list(blocks_of(optimizer)) == ["hidden"]
+    why = "used in reverse with tied weights"
+    assert leftovers_of(optimizer) == {"tokens:embeddings": why}
+    # Compiled anew, the optimizer keeps its state, and its summary is right.
+    model.compile(optimizer, "mse", run_eagerly=eager)
+    model.train_on_batch(x, y)
+    assert leftovers_of(optimizer) == {"tokens:embeddings": why}
+
+
+def test_weights_of_their_own_in_reverse() -> None:
+    """The embedding's factors are those of its lookups alone."""
+    model, x, y = language(tie_weights=False)
+    embeddings, reverse, kernel, bias = weights_of(model)
+    a = np.eye(TOKENS)[x]
+    z = (a @ embeddings @ kernel + bias) @ reverse
+    g = (z - y) @ reverse.T @ kernel.T
+    step = train_once(model, x, y)
+    A, G = factors(a, g)
+    assert_close(step.of("tokens")["A"], np.diagonal(A), 1e-5, "A")
+    assert_close(step.of("tokens")["G"], G, 1e-5, "G")
+
+
+# --------------------------------------------------------------- positions
+@keras.saving.register_keras_serializable(package="keras_hub")
+class PositionEmbedding(layers.Layer):
+    """What keras-hub's layer of this name computes from its arguments."""
+
+    def __init__(self, sequence_length: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.sequence_length = sequence_length
+
+    def build(self, shape: Any) -> None:
+        self.position_embeddings = self.add_weight(
+            name="embeddings", shape=[self.sequence_length, shape[-1]]
+        )
+
+    def call(self, inputs: Any, start_index: Any = 0, positions: Any = None):
+        shape = ops.shape(inputs)
+        table = ops.convert_to_tensor(self.position_embeddings)
+        if positions is None:
+            table = ops.slice(table, (start_index, 0), shape[-2:])
+        else:
+            if len(positions.shape) == 1:
+                positions = ops.expand_dims(positions, 0)
+            table = ops.take(table, positions, axis=0)
+        return ops.broadcast_to(table, shape)
+
+
+CHOSEN = np.array([[0, 1, 2], [3, 4, 5], [1, 1, 1], [5, 0, 2]], "int32")
+CALLS: dict[str, tuple[Callable[[Any, Any], Any], Array]] = {
+    "from the start": (
+        lambda layer, x: layer(x),
+        np.tile(np.arange(3), (BATCH, 1)),
+    ),
+    "later": (
+        lambda layer, x: layer(x, ops.convert_to_tensor(2, "int64")),
+        np.tile(np.arange(2, 5), (BATCH, 1)),
+    ),
+    "by keyword": (
+        lambda layer, x: layer(x, start_index=1),
+        np.tile(np.arange(1, 4), (BATCH, 1)),
+    ),
+    "the same positions": (
+        lambda layer, x: layer(x, positions=np.array([4, 0, 4], "int32")),
+        np.tile([4, 0, 4], (BATCH, 1)),
+    ),
+    "own positions": (
+        lambda layer, x: layer(x, positions=ops.convert_to_tensor(CHOSEN)),
+        CHOSEN,
+    ),
+}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("case", CALLS)
+def test_position_embedding(case: str, sharing: str) -> None:
+    """The factors of an embedding whose tokens are the positions."""
+    call, positions = CALLS[case]
+    layer = PositionEmbedding(6, name="block")
+
+    class Positioned(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = layer
+
+        def call(self, x: Any) -> Any:
+            return ops.tanh(x + call(self.block, x))
+
+    model = Positioned()
+    x = make_input("", (3, WIDTH), BATCH)
+    model(x)
+    randomize(model)
+    y = targets(model, x)
+    (table,) = weights_of(model)
+    out = np.tanh(x + table[positions])
+    g = (out - y) * (1 - out**2)
+    a = np.eye(6)[positions]
+    mean = np.einsum("nsi,nso->io", a, g) / BATCH
+    assert_close(mean, keras_gradients(model, x, y)[0], 1e-5, "gradient")
+    optimizer = compiled(model, weight_sharing=sharing)
+    model.train_on_batch(x, y)
+    block = find(optimizer.factors(), "block")
+    A, G = factors(a, g, sharing)
+    assert_close(block["A"], np.diagonal(A), 1e-5, "A")
+    assert_close(block["G"], G, 1e-5, "G")
+
+
+@pytest.mark.filterwarnings("ignore:Layer 'block'.*does not support masking")
+def test_positions_of_padding_do_not_count() -> None:
+    """Padded ones without a gradient are no rows."""
+    inputs = keras.Input((TIME,), dtype="int32")
+    tokens = layers.Embedding(TOKENS, WIDTH, mask_zero=True)(inputs)
+    positions = PositionEmbedding(TIME, name="block")(tokens)
+    kept = ops.cast(inputs > 0, "float32")[..., None]
+    hidden = (positions + tokens) * kept
+    model = keras.Model(inputs, layers.Dense(2)(hidden))
+    x = np.array([[1, 2, 0, 0, 0], [3, 1, 1, 2, 0]], "int32")
+    step = train_once(model, x, targets(model, x), loss="mse")
+    want = np.array([2, 2, 1, 1, 0]) / 6
+    assert_close(step.of("block")["A"], want, 1e-6, "A")

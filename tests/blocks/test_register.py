@@ -1,0 +1,324 @@
+"""Blocks of layer classes that users register."""
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support.harness import (
+    assert_close,
+    check_factors,
+    keras_gradients,
+    train_once,
+    weights_of,
+)
+from tests.support.layer_cases import make_input
+from tests.support.layer_models import one_layer, targets
+from tests.support.reference import append_one, factors
+from tests.support.small import FEATURES, Scale
+from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
+from tfkfac.blocks import MatrixBlock, Rows, fold_positions, table
+from tfkfac.blocks.dense import DenseBlock
+
+BATCH = 5
+
+
+@pytest.fixture(autouse=True)
+def clean_register(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(table, "_registered", {})
+    yield
+
+
+class Doubled(layers.Dense):
+    """A dense layer with a call of its own."""
+
+    def call(self, x: Any, training: Any = None) -> Any:
+        return super().call(x)
+
+
+class Linear(layers.Layer):
+    """Not related to Dense, and without a bias."""
+
+    def __init__(self, activation: str | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.activation = keras.activations.get(activation)
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight((shape[-1], 3), name="kernel")
+
+    def call(self, x: Any) -> Any:
+        return self.activation(x @ self.kernel)
+
+
+class Square(layers.Dense):
+    """A dense layer on squares."""
+
+    def call(self, x: Any) -> Any:
+        return super().call(x * x)
+
+
+class SquareBlock(MatrixBlock):
+    kind = "Square"
+
+    def rows(self, record: Any) -> Rows:
+        a = fold_positions(tf.square(self.cast(record.inputs)))
+        g = fold_positions(self.cast(record.gradient))
+        return Rows(self.with_bias(a), g, None)
+
+
+# -------------------------------------------------------------------- like
+def test_a_class_that_is_like_another() -> None:
+    """The factors of a subclass with its own call are those of Dense."""
+    tfkfac.register_block(Doubled, like=layers.Dense)
+    model = one_layer(Doubled(3, activation="tanh", name="block"), (2, 4))
+    x = make_input("", (2, 4), BATCH)
+    y = targets(model, x)
+    a = append_one(x.astype(np.float64))
+    out = np.tanh(a @ np.vstack(weights_of(model)))
+    step = train_once(model, x, y)
+    check_factors(step.of("block"), *factors(a, (out - y) * (1 - out**2)))
+
+
+def test_a_class_with_the_same_attributes() -> None:
+    """Its gradient is taken before its activation; it needs no bias."""
+    tfkfac.register_block(Linear, like=layers.Dense)
+    model = one_layer(Linear("tanh", name="block"), (4,))
+    x = make_input("", (4,), BATCH)
+    y = targets(model, x)
+    (kernel,) = weights_of(model)
+    out = np.tanh(x @ kernel)
+    g = (out - y) * (1 - out**2)
+    step = train_once(model, x, y)
+    a = x.astype(np.float64)
+    check_factors(step.of("block"), *factors(a[:, None], g[:, None]))
+
+
+def test_like_a_registered_class() -> None:
+    tfkfac.register_block(Linear, like=layers.Dense)
+    tfkfac.register_block(Doubled, like=Linear)
+    assert table.block_types(Doubled(2)) == {"": DenseBlock}
+
+
+def test_an_own_normalisation() -> None:
+    """Its own call is what normalises, and its gain may be a `scale`."""
+
+    class Power(layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.axis = -1
+            self.scale = self.add_weight((shape[-1],), "ones", name="scale")
+
+        def call(self, x: Any) -> Any:
+            power = keras.ops.mean(keras.ops.abs(x), -1, keepdims=True)
+            return self.scale * x / power
+
+    tfkfac.register_block(Power, like=layers.RMSNormalization)
+    model = one_layer(Power(name="block"), (3, 4))
+    x = make_input("", (3, 4), BATCH)
+    y = targets(model, x)
+    (scale,) = weights_of(model)
+    hat = x / np.abs(x).mean(-1, keepdims=True)
+    u = np.sum(hat * (hat * scale - y), axis=1)
+    step = train_once(model, x, y)
+    G = np.mean(u**2, axis=0)[:, None, None]
+    assert_close(step.of("block")["G"], G, 1e-5, "G")
+
+
+def test_a_class_without_the_attributes() -> None:
+    """The error names the layer, when its model is compiled."""
+    tfkfac.register_block(Scale, like=layers.Dense)
+    message = r"Layer 'mine' .*DenseBlock, needs: .*'kernel'"
+    with pytest.raises(ValueError, match=message):
+        bind(sequential(Scale(name="mine")))
+
+
+# ------------------------------------------------------------------- block
+def documented_example() -> tuple[Any, int]:
+    """Runs the example of `register_block`; its layer, and how long it is."""
+    text = inspect.getdoc(tfkfac.register_block)
+    assert text is not None
+    code = textwrap.dedent(text.split("```python\n")[1].split("```")[0])
+    names: dict[str, Any] = {"keras": keras, "tf": tf, "tfkfac": tfkfac}
+    exec(code, names)
+    return names["Scale"], len(code.splitlines())
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_documented_example(sharing: str) -> None:
+    """G is the Fisher matrix of the gains, and the step is its inverse's."""
+    layer_class, lines = documented_example()
+    assert lines < 30
+    model = one_layer(layer_class(name="block"), (3, 4))
+    x = make_input("", (3, 4), BATCH)
+    y = targets(model, x)
+    (gain,) = weights_of(model)
+    u = np.sum(x * (x * gain - y), axis=1)
+    step = train_once(model, x, y, weight_sharing=sharing, damping=0.1)
+    block = step.of("block")
+    assert set(block) == {"G"}
+    fisher = u.T @ u / BATCH
+    assert_close(block["G"], fisher, 1e-5, "G")
+    want = np.linalg.solve(fisher + 0.1 * np.eye(4), u.mean(0))
+    assert_close(step.delta[0], want, 1e-4, "step")
+
+
+def test_block_of_a_kernel() -> None:
+    tfkfac.register_block(Square, block=SquareBlock)
+    model = one_layer(Square(2, name="block"), (3, 4))
+    x = make_input("", (3, 4), BATCH)
+    y = targets(model, x)
+    a = append_one(x.astype(np.float64) ** 2)
+    g = a @ np.vstack(weights_of(model)) - y
+    step = train_once(model, x, y)
+    check_factors(step.of("block"), *factors(a, g))
+
+
+def test_several_weights() -> None:
+    """One Fisher matrix of all of them, in the order of the variables."""
+
+    class Affine(Scale):
+        def build(self, shape: Any) -> None:
+            super().build(shape)
+            self.shift = self.add_weight((2, shape[-1]), name="shift")
+
+        def call(self, x: Any) -> Any:
+            return super().call(x) + self.shift
+
+    class AffineBlock(tfkfac.blocks.PerExampleBlock):
+        kind = "Affine"
+
+        @property
+        def variables(self) -> Any:
+            return [self.layer.gain, self.layer.shift]
+
+        def example_gradients(self, record: Any) -> list[tf.Tensor]:
+            g = record.gradient
+            return [tf.reduce_sum(record.inputs * g, 1), g]
+
+    tfkfac.register_block(Affine, block=AffineBlock)
+    model = one_layer(Affine(name="block"), (2, 3))
+    x = make_input("", (2, 3), BATCH)
+    y = targets(model, x)
+    gain, shift = weights_of(model)
+    g = x * gain + shift - y
+    u = np.concatenate([(x * g).sum(1), g.reshape(BATCH, -1)], -1)
+    for part, want in zip(
+        np.split(u.mean(0), [3]), keras_gradients(model, x, y), strict=True
+    ):
+        assert_close(part, want.ravel(), 1e-5, "gradient")
+    step = train_once(model, x, y, damping=0.1)
+    fisher = u.T @ u / BATCH
+    assert_close(step.of("block")["G"], fisher, 1e-5, "G")
+    want = np.linalg.solve(fisher + 0.1 * np.eye(9), u.mean(0))
+    got = np.concatenate([d.ravel() for d in step.delta])
+    assert_close(got, want, 1e-4, "step")
+
+
+# ------------------------------------------------------------- whose it is
+def test_registered_before_built_in() -> None:
+    tfkfac.register_block(layers.Dense, block=SquareBlock)
+    assert table.block_types(layers.Dense(2)) == {"": SquareBlock}
+
+
+def test_the_last_registration_counts() -> None:
+    tfkfac.register_block(Square, like=layers.Dense)
+    tfkfac.register_block(Square, block=SquareBlock)
+    assert table.block_types(Square(2)) == {"": SquareBlock}
+
+
+def test_subclasses_of_registered_classes() -> None:
+    """Covered unless they change the call."""
+
+    class Same(Doubled):
+        pass
+
+    class Other(Doubled):
+        def call(self, x: Any, training: Any = None) -> Any:
+            return 2 * super().call(x)
+
+    tfkfac.register_block(Doubled, like=layers.Dense)
+    assert table.block_types(Same(2)) == {"": DenseBlock}
+    assert table.block_types(Other(2)) == {}
+
+
+@pytest.mark.filterwarnings("ignore:Model .* has no layer that K-FAC")
+def test_late_registration_waits_for_the_next_compile() -> None:
+    model = sequential(Doubled(3, name="late"))
+    optimizer = bind(model)
+    tfkfac.register_block(Doubled, like=layers.Dense)
+    assert leftovers_of(optimizer)["late:kernel"] == "no block for Doubled"
+    x = np.ones((2, FEATURES), "float32")
+    model.train_on_batch(x, np.ones((2, 3)))
+    assert optimizer.factors() == {}
+    model.compile(optimizer, "mse", run_eagerly=True)
+    assert list(blocks_of(optimizer)) == ["late"]
+    model.train_on_batch(x, np.zeros((2, 3)))
+    assert optimizer.factors()["late"]["A"].any()
+
+
+# ------------------------------------------------------------------ errors
+class Unfinished(tfkfac.blocks.PerExampleBlock):
+    """Without its kind and all that is abstract."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"layer_class": layers.Dense(2), "like": layers.Dense},
+            TypeError,
+            r"`layer_class` must be a subclass of `keras.layers.Layer`. Rec",
+        ),
+        (
+            {"layer_class": int, "block": SquareBlock},
+            TypeError,
+            r"`layer_class` must be.*Received: layer_class=<class 'int'>",
+        ),
+        (
+            {"layer_class": Square},
+            ValueError,
+            r"One of the arguments `like` and `block` must be given",
+        ),
+        (
+            {
+                "layer_class": Square,
+                "like": layers.Dense,
+                "block": SquareBlock,
+            },
+            ValueError,
+            r"One of the arguments `like` and `block` must be given",
+        ),
+        (
+            {"layer_class": Square, "like": layers.LSTM},
+            ValueError,
+            r"`like` must be .* one of Dense, Conv1D.*Received: like=.*LSTM",
+        ),
+        (
+            {"layer_class": Square, "like": "Dense"},
+            ValueError,
+            r"`like` must be .*Received: like='Dense'",
+        ),
+        (
+            {"layer_class": Square, "block": layers.Dense},
+            TypeError,
+            r"`block` must be a subclass of `tfkfac.blocks.Block`. Received",
+        ),
+        (
+            {"layer_class": Square, "block": Unfinished},
+            TypeError,
+            r"which lacks example_gradients, variables, kind",
+        ),
+    ],
+)
+def test_errors(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        tfkfac.register_block(**arguments)
+    assert not table._registered

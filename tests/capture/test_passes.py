@@ -1,0 +1,87 @@
+"""Two gradients of one forward pass: the one that is applied decides."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support.harness import check_factors, find, randomize, weights_of
+from tests.support.reference import append_one, factors
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(6, 3)).astype("float32")
+Y = RNG.normal(size=(2, 6, 2)).astype("float32")
+
+# Weights of the two gradients in what is applied, and of those in G.
+APPLIED = {
+    "sum": ((1, 1), (1, 1)),
+    "first": ((1, 0), (1, 0)),
+    "second": ((0, 1), (0, 1)),
+    "sum, clipped": ((0.1, 0.1), (1, 1)),
+    "first, clipped": ((0.1, 0), (1, 0)),
+}
+
+
+def run(applied: Any, eager: bool, layer: Any, shape: tuple[int, ...]) -> Any:
+    """A step with a mixture of the gradients of two losses."""
+    model = keras.Sequential([keras.Input(shape), layer])
+    randomize(model)
+    optimizer = tfkfac.KFAC(keras.optimizers.SGD(0.0)).attach(model)
+
+    def step() -> None:
+        with tf.GradientTape(persistent=True) as tape:
+            outputs = model(X, training=True)
+            losses = [
+                tf.reduce_sum(tf.square(outputs - y)) / (2 * len(X)) for y in Y
+            ]
+        variables = model.trainable_variables
+        values = [v.value for v in variables]
+        grads = [tape.gradient(loss, values) for loss in losses]
+        optimizer.apply(
+            [
+                sum(w * g for w, g in zip(applied, both, strict=True))
+                for both in zip(*grads, strict=True)
+            ],
+            variables,
+        )
+
+    (step if eager else tf.function(step))()
+    return optimizer
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("name", list(APPLIED))
+def test_factors_are_of_what_is_applied(name: str, eager: bool) -> None:
+    applied, counted = APPLIED[name]
+    layer = layers.Dense(2, name="block")
+    optimizer = run(applied, eager, layer, (3,))
+    a = append_one(X.astype(np.float64))
+    out = a @ np.vstack(weights_of(layer))
+    g = sum(w * (out - y) for w, y in zip(counted, Y, strict=True))
+    want = factors(a[:, None], g[:, None])
+    check_factors(find(optimizer.factors(), "block"), *want)
+
+
+def test_a_gradient_of_something_else_is_said_once(capfd: Any) -> None:
+    layer = layers.Dense(2, name="block")
+    optimizer = run((1, -3), True, layer, (3,))
+    assert "tfkfac: block: the gradient that was" in capfd.readouterr().err
+    lines: list[str] = []
+    optimizer.summary(print_fn=lines.append)
+    assert "gradients of other passes in block: 1" in lines[0]
+
+
+def test_one_gradient_costs_nothing(capfd: Any) -> None:
+    """No comparison at all, whatever is applied in its place."""
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    optimizer = tfkfac.KFAC().attach(model)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(X, training=True)))
+    variables = model.trainable_variables
+    grads = tape.gradient(loss, [v.value for v in variables])
+    optimizer.apply([tf.ones_like(g) for g in grads], variables)
+    assert "tfkfac" not in capfd.readouterr().err

@@ -1,0 +1,26 @@
+"""Keras on another backend than TensorFlow."""
+
+import subprocess
+import sys
+
+# The other backends need packages of their own: only the answer is another.
+PRETENDED = """
+import keras
+keras.backend.backend = lambda: "jax"
+import tfkfac
+"""
+
+
+def test_another_backend_is_an_import_error() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PRETENDED],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    error = done.stderr.strip().splitlines()[-1]
+    assert error.startswith("ImportError: tfkfac needs Keras' TensorFlow")
+    assert "KERAS_BACKEND=tensorflow" in error
+    assert error.endswith("Received: backend='jax'")

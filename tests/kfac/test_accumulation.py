@@ -1,0 +1,179 @@
+"""Micro-batches: many of them are one batch, for the curvature too."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfkfac
+from tests.support.reference import Array
+
+SIZES = (4, 2, 6)  # rows of the micro-batches of a step
+STEPS = 5
+ROWS = sum(SIZES)
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Any:
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx(before)
+
+
+def data() -> tuple[Array, Array]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(STEPS * ROWS, 5))
+    return x, rng.normal(size=(STEPS * ROWS, 2))
+
+
+def model_of(optimizer: Any, loss: Any = "mse") -> Any:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((5,), dtype="float64"),
+            layers.Dense(4, activation="tanh", dtype="float64", name="one"),
+            layers.PReLU(dtype="float64", name="slopes"),
+            layers.Dense(2, dtype="float64", name="two"),
+        ]
+    )
+    model.compile(optimizer, loss)
+    return model
+
+
+def kfac(inner: Any = None, **options: Any) -> Any:
+    inner = inner or keras.optimizers.SGD(0.1, momentum=0.5)
+    intervals = {"factor_update_interval": 2, "inverse_update_interval": 4}
+    return tfkfac.KFAC(inner, **(intervals | options))
+
+
+def train(model: Any, in_pieces: bool, sizes: tuple[int, ...] = SIZES) -> Any:
+    x, y = data()
+    for step in range(STEPS):
+        begin = step * ROWS
+        for size in sizes if in_pieces else (ROWS,):
+            rows = slice(begin, begin + size)
+            model.train_on_batch(x[rows], y[rows])
+            begin += size
+    return model
+
+
+def assert_same(pieces: Any, whole: Any) -> None:
+    for ours, theirs in zip(
+        pieces.get_weights(), whole.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-13)
+    ours, theirs = (m.optimizer for m in (pieces, whole))
+    if isinstance(ours, keras.optimizers.LossScaleOptimizer):
+        ours, theirs = ours.inner_optimizer, theirs.inner_optimizer
+    for path, block in theirs.factors().items():
+        for name, value in block.items():
+            np.testing.assert_allclose(
+                ours.factors()[path][name], value, rtol=1e-10, atol=1e-15
+            )
+    for count in ("iterations", "factor_updates", "inverse_updates"):
+        assert int(getattr(ours, count)) == int(getattr(theirs, count))
+    assert int(ours.iterations) == STEPS
+
+
+@pytest.mark.parametrize(
+    "case", ["mse", "sum", "eigen", "adam", "loss scale", "no clip"]
+)
+def test_micro_batches_of_any_size_are_one_batch(case: str) -> None:
+    loss: Any = "mse"
+    if case == "sum":
+        loss = keras.losses.MeanSquaredError(reduction="sum")
+
+    def optimizer(**options: Any) -> Any:
+        if case == "eigen":
+            options |= {"solver": "eigen", "weight_sharing": "reduce"}
+        if case == "no clip":
+            options |= {"kl_clip": None, "damping": 0.5}
+        inner = keras.optimizers.Adam(0.01) if case == "adam" else None
+        made = kfac(inner, **options)
+        if case == "loss scale":
+            return keras.optimizers.LossScaleOptimizer(
+                made, initial_scale=1024.0
+            )
+        return made
+
+    pieces = train(
+        model_of(optimizer(gradient_accumulation_steps=3), loss), True
+    )
+    assert_same(pieces, train(model_of(optimizer(), loss), False))
+
+
+def test_that_of_the_inner_optimizer_is_taken_over() -> None:
+    inner = keras.optimizers.SGD(
+        0.1, momentum=0.5, gradient_accumulation_steps=3
+    )
+    pieces = train(model_of(kfac(inner)), True)
+    assert_same(pieces, train(model_of(kfac()), False))
+    config = pieces.optimizer.get_config()
+    assert config["gradient_accumulation_steps"] == 3
+    assert pieces.optimizer.gradient_accumulation_steps == 3
+    again = tfkfac.KFAC.from_config(config)
+    assert again.gradient_accumulation_steps == 3
+    assert again.inner_optimizer.gradient_accumulation_steps is None
+
+
+def test_an_unfinished_step_moves_nothing() -> None:
+    model = model_of(kfac(gradient_accumulation_steps=3))
+    before = model.get_weights()
+    x, y = data()
+    for _ in range(2):
+        model.train_on_batch(x[:4], y[:4])
+    for ours, theirs in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    model.train_on_batch(x[:4], y[:4])
+    assert not np.array_equal(model.get_weights()[0], before[0])
+
+
+def test_a_bad_micro_batch_costs_its_step() -> None:
+    model = model_of(kfac(gradient_accumulation_steps=3))
+    x, y = data()
+    before = model.get_weights()
+    for bad in (False, True, False):
+        model.train_on_batch(np.where(bad, np.nan, x[:4]), y[:4])
+    for ours, theirs in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert int(model.optimizer.skipped_steps) == 1
+    # The next step is as if there had been nothing.
+    for _ in range(3):
+        model.train_on_batch(x[:4], y[:4])
+    fresh = model_of(kfac())
+    fresh.train_on_batch(x[:4], y[:4])
+    for ours, theirs in zip(
+        model.get_weights(), fresh.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-13)
+
+
+def test_a_model_saved_within_a_step_goes_on(tmp_path: Any) -> None:
+    x, y = data()
+    model = model_of(kfac(gradient_accumulation_steps=3))
+    for size in (4, 4, 4, 4, 2):
+        model.train_on_batch(x[:size], y[:size])
+    model.save(tmp_path / "m.keras")
+    loaded = keras.models.load_model(tmp_path / "m.keras")
+    for one in (model, loaded):
+        one.train_on_batch(x[:6], y[:6])
+        one.train_on_batch(x[6:9], y[6:9])
+    for ours, theirs in zip(
+        loaded.get_weights(), model.get_weights(), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("value", [1, 0, 2.0, True])
+def test_it_is_a_number_of_at_least_two(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="accumulation_steps"):
+        kfac(gradient_accumulation_steps=value)
+
+
+def test_only_one_optimizer_accumulates() -> None:
+    inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"accumulation_steps.*of one"):
+        kfac(inner, gradient_accumulation_steps=2)

@@ -1,0 +1,118 @@
+"""What is said of a model that K-FAC mostly leaves alone."""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfkfac
+from tests.support.small import FEATURES, Scale
+from tests.support.summaries import sequential
+
+
+def said(action: Callable[[], Any]) -> list[str]:
+    """The warnings of K-FAC, repeated ones too."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(w.message) for w in caught if "K-FAC" in str(w.message)]
+
+
+def compiling(model: Any, **kwargs: Any) -> list[str]:
+    optimizer = tfkfac.KFAC(**kwargs)
+    return said(lambda: model.compile(optimizer, "mse", run_eagerly=True))
+
+
+class Offset(layers.Layer):
+    """A layer without a block, with as many weights as wanted."""
+
+    def __init__(self, weights: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.weights_wanted = weights
+
+    def build(self, shape: Any) -> None:
+        self.offset = self.add_weight((self.weights_wanted,), name="offset")
+
+    def call(self, x: Any) -> Any:
+        return x + keras.ops.sum(self.offset)
+
+
+def test_low_coverage() -> None:
+    """The share, and the largest layers that are left, with the reason."""
+    model = sequential(
+        layers.LSTM(4, name="lstm"),
+        layers.Reshape((2, 2)),
+        layers.GRU(2, name="gru"),
+        Scale(name="scale"),
+        Offset(1, name="one"),
+        layers.Dense(3, name="dense"),
+        shape=(6, 5),
+    )
+    # Keras' numbers of weights: kernel, recurrent kernel and bias.
+    lstm, gru = 4 * (5 + 4 + 1) * 4, 3 * (2 + 2 + 2) * 2
+    dense = (2 + 1) * 3
+    total = lstm + gru + 2 + 1 + dense
+    assert total == model.count_params()
+    (text,) = compiling(model)
+    want = (
+        f"K-FAC preconditions {100 * dense / total:.1f}% of the weights of "
+        f"model '{model.name}' ({dense} of {total}). Its inner optimizer, SGD, "
+        f"trains the others alone: lstm/lstm_cell ({lstm} weights: used in "
+        f"the loop of a LSTM), gru/gru_cell ({gru} weights: used in the loop "
+        "of a GRU), scale (2 weights: no block for Scale), .... See "
+        "`optimizer.summary()`"
+    )
+    assert text.startswith(want)
+
+
+@pytest.mark.parametrize(("weights", "warned"), [(18, False), (19, True)])
+def test_from_which_share_on(weights: int, warned: bool) -> None:
+    """Half of the weights is not low."""
+    dense = layers.Dense(3, use_bias=False)
+    texts = compiling(sequential(Offset(weights), dense))
+    assert 3 * FEATURES == 18
+    assert len(texts) == warned
+
+
+def test_layers_without_any_block() -> None:
+    (text,) = compiling(sequential(Offset(2, name="offset")))
+    assert re.match(r"Model 'seq.*' has no layer that K-FAC supports\.", text)
+    assert "offset (2 weights: no block for Offset)" in text
+
+
+def test_what_the_user_skips_does_not_count() -> None:
+    def model() -> Any:
+        return sequential(
+            layers.Dense(50, name="large"), layers.Dense(1, name="small")
+        )
+
+    assert not compiling(model(), skip_layers=["large"])
+    assert not compiling(model(), skip_layers=[".*"])
+    assert compiling(model(), max_factor_dim=20)
+
+
+def test_it_is_said_once() -> None:
+    """Not again when the model is compiled again, or trains."""
+    model = sequential(Offset(50), layers.Dense(1))
+    optimizer = tfkfac.KFAC()
+    x = np.ones((4, FEATURES), "float32")
+
+    def train() -> None:
+        for _ in range(2):
+            model.compile(optimizer, "mse", run_eagerly=True)
+            model.train_on_batch(x, x[:, :1])
+
+    assert len(said(train)) == 1
+
+
+def test_it_is_said_when_the_model_is_built() -> None:
+    model = keras.Sequential([Offset(50), layers.Dense(1)])
+    assert not compiling(model)
+    x = np.ones((4, FEATURES), "float32")
+    assert len(said(lambda: model.train_on_batch(x, x[:, :1]))) == 1
+    assert not said(lambda: model.train_on_batch(x, x[:, :1]))

@@ -1,0 +1,303 @@
+"""The step does not depend on how one and the same loss is written.
+
+A mean or a sum over features or examples, any constant times it, labels per
+token: damping, clip and factors are those of the negative log-likelihood of a
+term, `L = u (1/T) sum_t nll_t`. Expected factors are worked out in NumPy.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support.harness import (
+    assert_close,
+    check_factors,
+    find,
+    randomize,
+    weights_of,
+)
+from tests.support.reference import Array, append_one, factors
+
+ROWS, FEATURES = 12, 4
+LOSSES = keras.losses
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(ROWS, 5)).astype("float32")
+REAL = RNG.normal(size=(ROWS, FEATURES)).astype("float32")
+BITS = (REAL > 0).astype("float32")
+CLASSES = RNG.integers(0, FEATURES, ROWS)
+HOT = np.eye(FEATURES, dtype="float32")[CLASSES]
+
+
+def squares(y: Any, p: Any) -> Any:
+    return tf.reduce_sum(tf.square(y - p), -1)
+
+
+def sigmoid(y: Any, p: Any) -> Any:
+    return tf.reduce_sum(
+        tf.nn.sigmoid_cross_entropy_with_logits(labels=y, logits=p), -1
+    )
+
+
+def smoothed(**options: Any) -> Any:
+    return LOSSES.CategoricalCrossentropy(label_smoothing=0.1, **options)
+
+
+# Kind: labels, activation of the outputs, the loss and others equal to it but
+# for a constant.
+SAME: dict[str, tuple[Array, str | None, Any, dict[str, Any]]] = {
+    "square": (
+        REAL,
+        None,
+        "mse",
+        {
+            "sum": squares,
+            "half": lambda y, p: 0.5 * squares(y, p),
+            "17 times": lambda y, p: 17.0 * squares(y, p),
+            "number": lambda y, p: tf.reduce_mean(tf.square(y - p)),
+            "summed number": lambda y, p: tf.reduce_sum(tf.square(y - p)),
+            "summed": LOSSES.MeanSquaredError(reduction="sum"),
+            "unreduced": LOSSES.MeanSquaredError(reduction="none"),
+        },
+    ),
+    "binary": (
+        BITS,
+        "sigmoid",
+        "binary_crossentropy",
+        {
+            "summed": LOSSES.BinaryCrossentropy(reduction="sum"),
+            "own": lambda y, p: 3 * FEATURES * LOSSES.binary_crossentropy(y, p),
+        },
+    ),
+    "binary logits": (
+        BITS,
+        None,
+        LOSSES.BinaryCrossentropy(from_logits=True),
+        {"sum": sigmoid},
+    ),
+    "categorical": (
+        HOT,
+        "softmax",
+        "categorical_crossentropy",
+        {
+            "summed": LOSSES.CategoricalCrossentropy(reduction="sum"),
+            "own": lambda y, p: 5 * LOSSES.categorical_crossentropy(y, p),
+        },
+    ),
+    "sparse logits": (
+        CLASSES,
+        None,
+        LOSSES.SparseCategoricalCrossentropy(from_logits=True),
+        {
+            "own": lambda y, p: (
+                2.0
+                * tf.nn.softmax_cross_entropy_with_logits(
+                    labels=tf.one_hot(tf.cast(tf.reshape(y, [-1]), "int32"), 4),
+                    logits=p,
+                )
+            ),
+        },
+    ),
+    "smoothed": (
+        HOT,
+        "softmax",
+        smoothed(),
+        {"sum": smoothed(reduction="sum")},
+    ),
+}
+
+
+def network(activation: str | None = None) -> Any:
+    keras.utils.set_random_seed(1)
+    return keras.Sequential(
+        [
+            keras.Input((5,)),
+            layers.Dense(6, activation="tanh", name="hidden"),
+            layers.Dense(FEATURES, activation=activation, name="out"),
+        ]
+    )
+
+
+def step_of(
+    model: Any, x: Any, y: Any, loss: Any, **options: Any
+) -> tuple[list[Array], Any]:
+    """How far a step of `KFAC()` goes, and the optimizer."""
+    fit = {k: options.pop(k) for k in ("sample_weight",) if k in options}
+    model.compile(tfkfac.KFAC(), loss, run_eagerly=True, **options)
+    before = model.get_weights()
+    model.train_on_batch(x, y, **fit)
+    after = model.get_weights()
+    moved = [a - b for a, b in zip(after, before, strict=True)]
+    return moved, model.optimizer
+
+
+def assert_same_step(got: list[Array], want: list[Array]) -> None:
+    for ours, theirs in zip(got, want, strict=True):
+        assert np.linalg.norm(theirs) > 0
+        assert_close(ours, theirs, 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind, (*_, others) in SAME.items() for name in others],
+)
+def test_a_constant_times_a_loss_makes_the_same_step(
+    kind: str, name: str
+) -> None:
+    y, activation, loss, others = SAME[kind]
+    want, _ = step_of(network(activation), X, y, loss)
+    got, _ = step_of(network(activation), X, y, others[name])
+    assert_same_step(got, want)
+
+
+def test_loss_weights_are_such_constants() -> None:
+    want, _ = step_of(network(), X, REAL, "mse")
+    got, _ = step_of(network(), X, REAL, "mse", loss_weights=[7.0])
+    assert_same_step(got, want)
+
+
+@pytest.mark.parametrize("factor", [1.0, 10.0])
+def test_several_outputs(factor: float) -> None:
+    """All of them times a constant: the same step."""
+
+    def two() -> Any:
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((5,))
+        h = layers.Dense(6, activation="tanh")(inputs)
+        return keras.Model(inputs, [layers.Dense(4)(h), layers.Dense(2)(h)])
+
+    y = [REAL, REAL[:, :2]]
+    want, _ = step_of(two(), X, y, ["mse", "mse"], loss_weights=[1.0, 2.0])
+    got, _ = step_of(
+        two(), X, y, ["mse", "mse"], loss_weights=[factor, 2 * factor]
+    )
+    assert_same_step(got, want)
+
+
+def residuals(model: Any, x: Array, y: Array) -> tuple[Array, Array]:
+    """Rows of a model's only dense layer, and gradients of nll, a square."""
+    a = append_one(x.astype(np.float64))
+    return a, a @ np.vstack(weights_of(model)) - y
+
+
+MASK = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 0]], bool)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize(
+    "case", ["tokens", "examples", "mask", "weights", "sum", "squeezed"]
+)
+def test_terms_are_what_the_loss_is_the_mean_of(
+    case: str, sharing: str
+) -> None:
+    """`G = T sum c c^T / u^2 = (1/T) sum g g^T` with the terms' own `g`."""
+    width = 1 if case == "squeezed" else 2
+    inputs = keras.Input((3, 4))
+    h = layers.Masking()(inputs) if case == "mask" else inputs
+    model = keras.Model(inputs, layers.Dense(width, name="block")(h))
+    randomize(model)
+    x = np.random.default_rng(2).normal(size=(4, 3, 4)).astype("float32")
+    if case == "mask":
+        x *= MASK[..., None]
+    y = np.random.default_rng(3).normal(size=(4, 3, width)).astype("float32")
+    a, g = residuals(model, x, y)
+    weight = np.array([[1, 0, 2], [0.5, 1, 1], [0, 0, 1], [1, 1, 1]], "float32")
+    options: dict[str, Any] = {}
+    loss, keep, terms = "mse", None, 12.0
+    if case == "examples":
+        # One number for an example: its positions are outputs of one term.
+        terms = 4
+
+        def loss(y: Any, p: Any) -> Any:
+            return tf.reduce_mean(tf.square(y - p), [1, 2])
+    elif case == "mask":
+        keep, terms = MASK, MASK.sum()
+    elif case == "weights":
+        g, keep = g * weight[..., None], weight > 0
+        terms, options["sample_weight"] = weight.sum(), weight
+        loss = LOSSES.MeanSquaredError(reduction="mean_with_sample_weight")
+    elif case == "sum":
+        loss = LOSSES.MeanSquaredError(reduction="sum")
+    elif case == "squeezed":
+        # Keras takes the mean over the positions, now the last axis.
+        y, terms = y[..., 0], 4
+    if keep is not None:
+        g = g * keep[..., None]
+    model.compile(
+        tfkfac.KFAC(weight_sharing=sharing),
+        loss,
+        run_eagerly=sharing == "reduce",
+    )
+    model.train_on_batch(x, y, **options)
+    want = factors(a, g, sharing, keep, terms)
+    check_factors(find(model.optimizer.factors(), "block"), *want)
+
+
+# ------------------------------------------------------------- custom loops
+@pytest.mark.parametrize("terms", [1, 12, None, lambda: tf.constant(12)])
+def test_loss_terms_of_a_custom_loop(terms: Any) -> None:
+    """Labels per token: 12 terms; by default the layer's leading dimension."""
+    model = keras.Sequential([keras.Input((3, 4)), layers.Dense(2, name="d")])
+    randomize(model)
+    x = np.random.default_rng(2).normal(size=(4, 3, 4)).astype("float32")
+    a, g = residuals(model, x, np.zeros((4, 3, 2)))
+    optimizer = tfkfac.KFAC().attach(model, loss_terms=terms)
+    with tf.GradientTape() as tape:
+        # Of 12 terms, the mean but for a sum.
+        loss = 0.5 * tf.reduce_sum(tf.square(model(x, training=True)))
+        loss /= 1 if terms == 1 else 12
+    variables = model.trainable_variables
+    optimizer.apply(
+        tape.gradient(loss, [v.value for v in variables]), variables
+    )
+    # T sum c c^T with the gradient c of the loss.
+    count = 4 if terms is None else 1 if terms == 1 else 12
+    c = g if terms == 1 else g / 12
+    want = factors(a, c * count, terms=count)
+    check_factors(find(optimizer.factors(), "d"), *want)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "all", True])
+def test_loss_terms_are_checked(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="`loss_terms`"):
+        tfkfac.KFAC().attach(network(), loss_terms=value)
+
+
+# ------------------------------------------------------------ unknown losses
+def huber(y: Any, p: Any) -> Any:
+    return LOSSES.huber(y, p, delta=0.5)
+
+
+def fussy(y: Any, p: Any) -> Any:
+    """Fails on anything but the labels it was made for."""
+    tf.debugging.assert_equal(tf.reduce_sum(tf.cast(y > 99, "int32")), ROWS)
+    return tf.reduce_mean(tf.square(p), -1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "slope"),
+    [
+        (huber, lambda y, p: np.clip(p - y, -0.5, 0.5) / FEATURES),
+        (fussy, lambda y, p: 2 * p / FEATURES),
+    ],
+)
+def test_a_loss_of_no_known_likelihood_has_the_unit_one(
+    loss: Any, slope: Callable[[Array, Array], Array]
+) -> None:
+    y = REAL if loss is huber else np.full_like(REAL, 0)
+    if loss is fussy:
+        y[:, 0] = 100
+    model = keras.Sequential(
+        [keras.Input((5,)), layers.Dense(FEATURES, name="out")]
+    )
+    randomize(model)
+    a = append_one(X.astype(np.float64))
+    g = slope(y, a @ np.vstack(weights_of(model)))
+    _, optimizer = step_of(model, X, y, loss)
+    want = factors(a[:, None], g[:, None])
+    check_factors(find(optimizer.factors(), "out"), *want)

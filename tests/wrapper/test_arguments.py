@@ -1,0 +1,199 @@
+"""The inner optimizer and its arguments, in the manners of Keras."""
+
+import json
+import re
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from keras.optimizers.schedules import ExponentialDecay
+
+import tfkfac
+
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+CLASSES = [tfkfac.KFAC, tfkfac.FOSI]
+
+
+def schedule() -> ExponentialDecay:
+    return ExponentialDecay(0.5, 1, 0.5)
+
+
+def small() -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((2,)),
+            layers.Dense(3, name="first"),
+            layers.Dense(1, name="second"),
+        ]
+    )
+
+
+# ---------------------------------------------- arguments for the default one
+@pytest.mark.parametrize(
+    ("arguments", "rate", "momentum"),
+    [
+        ({}, 0.1, 0.5),
+        ({"learning_rate": 0.25}, 0.25, 0.5),
+        ({"momentum": 0.75}, 0.1, 0.75),
+        ({"momentum": 0}, 0.1, 0.0),
+        ({"learning_rate": 0.25, "momentum": 0.75}, 0.25, 0.75),
+        ({"learning_rate": np.float32(0.25)}, 0.25, 0.5),
+        ({"inner_optimizer": 0.25, "momentum": 0.75}, 0.25, 0.75),
+        ({"learning_rate": lambda: 0.25}, 0.25, 0.5),
+    ],
+)
+def test_arguments_of_the_inner_sgd(
+    arguments: Any, rate: float, momentum: float
+) -> None:
+    inner = tfkfac.KFAC(**arguments).inner_optimizer
+    assert type(inner) is SGD
+    assert float(inner.learning_rate) == pytest.approx(rate)
+    assert inner.momentum == momentum
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: tfkfac.KFAC(schedule()), SGD),
+        (lambda: tfkfac.KFAC(learning_rate=schedule()), SGD),
+        (lambda: tfkfac.FOSI(schedule()), Adam),
+    ],
+)
+def test_a_schedule_is_a_learning_rate(make: Any, kind: type) -> None:
+    """It follows the iterations, and goes through a config."""
+    optimizer = make()
+    text = json.dumps(keras.optimizers.serialize(optimizer))
+    copy = keras.optimizers.deserialize(json.loads(text))
+    for each in (optimizer, copy):
+        assert type(each.inner_optimizer) is kind
+        assert float(each.learning_rate) == pytest.approx(0.5)
+        each.inner_optimizer.iterations.assign(2)
+        assert float(each.learning_rate) == pytest.approx(0.125)
+
+
+def test_a_float_is_the_learning_rate_of_adam() -> None:
+    inner = tfkfac.FOSI(0.25).inner_optimizer
+    assert type(inner) is Adam
+    assert float(inner.learning_rate) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        *(("learning_rate", x) for x in ("adam", SGD(0.1), 0.1, schedule())),
+        *(("momentum", x) for x in ("adam", SGD(0.1))),
+    ],
+)
+def test_not_beside_what_has_its_own(name: str, given: Any) -> None:
+    with pytest.raises(ValueError, match=rf"`{name}`.*left out.*{name}=0.25"):
+        tfkfac.KFAC(given, **{name: 0.25})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"learning_rate": 1}, "must be a float.*=1 "),
+        ({"learning_rate": -0.1}, "float of at least 0"),
+        ({"learning_rate": True}, "must be a float.*=True"),
+        ({"learning_rate": "fast"}, "must be a float.*='fast'"),
+        ({"momentum": 1.0}, r"`momentum` must be a number in \[0, 1\)"),
+        ({"momentum": "high"}, r"`momentum` must be a number in \[0, 1\)"),
+        ({"inner_optimizer": 1}, r"a float \(1.0, not 1\).*=1 "),
+    ],
+)
+def test_wrong_values(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tfkfac.KFAC(**arguments)
+
+
+# --------------------------------------------- arguments of inner optimizers
+OF_THE_INNER = {
+    "clipnorm": 1.0,
+    "clipvalue": 0.5,
+    "global_clipnorm": 1.0,
+    "weight_decay": 0.01,
+    "use_ema": True,
+    "ema_momentum": 0.9,
+    "ema_overwrite_frequency": 3,
+}
+
+
+@pytest.mark.parametrize("make", CLASSES)
+@pytest.mark.parametrize("name", OF_THE_INNER)
+def test_arguments_of_the_inner_optimizer(make: Any, name: str) -> None:
+    """What the message says to write works."""
+    value = OF_THE_INNER[name]
+    with pytest.raises(ValueError, match="on the inner optimizer") as caught:
+        make(**{name: value})
+    message = str(caught.value)
+    assert f"Received: {name}={value}" in message
+    written = re.search(r"optimizer: (.*)\. Received", message)
+    assert written is not None
+    code = written[1].replace("(...,", "(").replace(")).", "))")
+    names = {"KFAC": tfkfac.KFAC, "FOSI": tfkfac.FOSI, "keras": keras}
+    assert getattr(eval(code, names).inner_optimizer, name) == value
+
+
+@pytest.mark.parametrize("make", CLASSES)
+def test_loss_scale_factor(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"`keras\.optimizers\.LossScaleOpt"):
+        make(loss_scale_factor=8.0)
+
+
+@pytest.mark.parametrize("make", CLASSES)
+def test_arguments_of_nobody(make: Any) -> None:
+    with pytest.raises(TypeError, match=r"unexpected.*'dampening'.*=0.1"):
+        make(dampening=0.1)
+
+
+# -------------------------------------------------------- one inside another
+@pytest.mark.parametrize("outer", CLASSES)
+@pytest.mark.parametrize("inner", CLASSES)
+def test_not_one_in_another(outer: Any, inner: Any) -> None:
+    with pytest.raises(ValueError, match="outermost is bound") as caught:
+        outer(inner())
+    assert "LossScale" not in str(caught.value)
+
+
+def multi(optimizer: Any) -> Any:
+    return keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(SGD(0.1), {".*first/.*": optimizer})
+    )
+
+
+@pytest.mark.parametrize("make", CLASSES)
+def test_not_inside_a_multi_optimizer(make: Any) -> None:
+    optimizer = multi(make(name="inside"))
+    with pytest.raises(ValueError, match=r"'inside'.*a part of the gradients"):
+        small().compile(optimizer, "mse")
+
+
+def test_not_inside_a_multi_optimizer_that_asks_a_function() -> None:
+    """Which is asked in the first step only."""
+    kfac = tfkfac.KFAC()
+    model = small()
+    model.compile(keras.optimizers.MultiOptimizer(lambda v: kfac), "mse")
+    with pytest.raises(ValueError, match="cannot be inside a `MultiOptim"):
+        model.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
+
+
+@pytest.mark.parametrize("make", CLASSES)
+def test_no_multi_optimizer_inside(make: Any) -> None:
+    with pytest.raises(ValueError, match="`MultiOptimizer` has no learning"):
+        make(multi(Adam()))
+
+
+# ------------------------------------------------------------------- by name
+@pytest.mark.parametrize("make", CLASSES)
+def test_found_by_name(make: Any) -> None:
+    name = make.__name__
+    for identifier in (name, name.lower(), f"tfkfac>{name}"):
+        found = keras.optimizers.get(identifier)
+        assert type(found) is make
+        assert found.get_config()["name"] == name.lower()
+    model = small()
+    model.compile(name.lower(), "mse")
+    assert type(model.optimizer) is make
+    assert model.optimizer.bound_model() is model

@@ -1,0 +1,126 @@
+"""Hyper-parameters lose no digits in a float64 model."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.optimizers.schedules import PiecewiseConstantDecay
+
+import tfkfac
+from tests.support.curvature_models import floats
+from tests.support.harness import half_squared_error
+from tests.support.reference import SOLVES, append_one, clip_factor
+from tfkfac.kfac.clip import clip_step
+from tfkfac.wrapper.hyperparameters import Hyperparameter
+
+DAMPING, CLIP = 0.03, 0.007  # neither is exact in binary
+FUNCTIONS: dict[str, Any] = {
+    "number": DAMPING,
+    "callable": lambda iteration: DAMPING,
+    "numpy": lambda iteration: np.float64(DAMPING),
+}
+
+
+def value_of(value: Any, iteration: int, **rules: Any) -> Any:
+    parameter = Hyperparameter("x", value, **rules)
+    parameter.build()
+    return parameter.at(tf.constant(iteration, tf.int64)).numpy()
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    with floats("float64"):
+        yield
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_values_are_exact(kind: str) -> None:
+    assert value_of(FUNCTIONS[kind], 3) == DAMPING
+
+
+def test_a_new_number_is_exact() -> None:
+    parameter = Hyperparameter("x", 1)
+    parameter.build()
+    parameter.set(DAMPING)
+    assert parameter.at(tf.constant(0)).numpy() == DAMPING
+
+
+def test_a_callable_may_mix_with_keras_float_type() -> None:
+    def value(iteration: Any) -> Any:
+        if iteration < 2:
+            return tf.constant(0.5) * iteration
+        return keras.ops.minimum(iteration, 2.5) / tf.constant(4.0)
+
+    assert value_of(value, 1) == 0.5
+    assert value_of(value, 2) == 0.5
+    assert value_of(value, 9) == 0.625
+
+
+def test_a_callable_in_float64(double: None) -> None:
+    """Equal to Python's; float32 is off by 1e-8."""
+
+    def value(iteration: Any) -> Any:
+        return DAMPING * 0.9 ** (iteration / 7)
+
+    want = DAMPING * 0.9 ** (10 / 7)
+    assert value_of(value, 10) == pytest.approx(want, rel=1e-15, abs=0)
+
+
+@pytest.mark.parametrize("iteration", [2**24 + 1, 2**31 + 1])
+def test_a_schedule_counts_beyond_float32(iteration: int) -> None:
+    schedule = PiecewiseConstantDecay([iteration], [3, 5])
+    for step, want in ((iteration - 1, 3), (iteration, 3), (iteration + 1, 5)):
+        assert value_of(schedule, step, integer=True) == want
+
+
+@pytest.mark.parametrize(
+    ("solver", "kind"), [("eigen", "number"), ("inverse", "callable")]
+)
+def test_a_step_in_float64(solver: str, kind: str, double: None) -> None:
+    """One step of K-FAC, damped and clipped, against NumPy."""
+    keras.utils.set_random_seed(0)
+    layer = keras.layers.Dense(3)
+    model = keras.Sequential([keras.Input((4,)), layer])
+    model.compile(
+        tfkfac.KFAC(
+            keras.optimizers.SGD(0.5),
+            solver=solver,
+            damping=FUNCTIONS[kind],
+            kl_clip=CLIP,
+        ),
+        half_squared_error,
+    )
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(16, 4)), rng.normal(size=(16, 3))
+    start = np.vstack([layer.kernel.numpy(), layer.bias.numpy()])
+    a = append_one(x)
+    g = a @ start - y
+    W = a.T @ g / len(x)
+    P = SOLVES[solver](W, a.T @ a / len(x), g.T @ g / len(x), DAMPING)
+    nu = clip_factor([(P, W)], 0.5, CLIP)
+    assert nu < 0.5
+    model.train_on_batch(x, y)
+    end = np.vstack([layer.kernel.numpy(), layer.bias.numpy()])
+    np.testing.assert_allclose(
+        end, start - 0.5 * nu * P, rtol=1e-13, atol=1e-14
+    )
+
+
+def test_the_clip_in_float64() -> None:
+    """Also beside a layer in float32."""
+    rng = np.random.default_rng(0)
+    wide, narrow = rng.normal(size=(2, 2, 5))
+    narrow = np.abs(narrow).astype("float32")
+    pairs = [tuple(map(tf.constant, both)) for both in (wide, narrow)]
+    clip = tf.constant(CLIP, tf.float64)
+    rate = tf.constant(0.7, tf.float64)
+    got = clip_step(pairs[:1], clip, rate).factor.numpy()
+    want = clip_factor([(wide[0], wide[1])], 0.7, CLIP)
+    assert got == pytest.approx(want, rel=1e-15, abs=0)
+    got = clip_step(pairs, clip, rate).factor.numpy()
+    exact = narrow.astype(np.float64)
+    want = clip_factor([(wide[0], wide[1]), (exact[0], exact[1])], 0.7, CLIP)
+    assert got == pytest.approx(want, rel=1e-7)

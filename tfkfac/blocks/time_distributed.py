@@ -1,0 +1,121 @@
+"""Block of a layer inside of a `keras.layers.TimeDistributed`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from typing_extensions import override
+
+from tfkfac.blocks.base import Block
+from tfkfac.blocks.rows import Rows, Statistic
+from tfkfac.capture.record import Record
+from tfkfac.capture.trace import paused
+from tfkfac.compat.overrides import overridden
+from tfkfac.factors import Factor
+
+
+class TimeDistributedBlock(Block):
+    """The block of a layer that is applied at each time step.
+
+    The time steps are positions, so that a `Dense` in a `TimeDistributed` has
+    the factors of a `Dense` on sequences. Keras calls the layer in a loop, or
+    in a vectorised one, out of sight. But the outer layer's input and the
+    gradient at its output are those of the inner one, a batch of all steps of
+    all examples. An activation between them is gone through backwards, with
+    pre-activations computed anew.
+
+    Args:
+        layer: The `TimeDistributed`.
+        block: The block of the layer inside.
+    """
+
+    def __init__(
+        self, layer: keras.layers.TimeDistributed, block: Block
+    ) -> None:
+        super().__init__(layer, block.path)
+        self.kind, self.dtype = block.kind, block.dtype
+        self._block = block
+
+    @staticmethod
+    @override
+    def unsupported(layer: keras.layers.Layer) -> str | None:
+        if isinstance(layer.layer, keras.layers.BatchNormalization):
+            return "normalises each time step by itself"
+        return None
+
+    @property
+    @override
+    def variables(self) -> list[keras.Variable]:
+        return self._block.variables
+
+    @property
+    @override
+    def factors(self) -> dict[str, Factor]:
+        return self._block.factors
+
+    @override
+    def rows(self, record: Record) -> Rows:
+        shape = tf.shape(record.gradient)[:2]
+        inputs = fold(record.inputs)
+        gradient = fold(self.cast(record.gradient))
+        mask = None if record.mask is None else fold(record.mask)
+        with paused():  # what is computed anew is no call of the layer
+            gradient = self._before_activation(inputs, gradient)
+        rows = self._block.rows(Record(inputs, gradient, mask))
+        if rows.a is None:
+            # One row an example, as without the loop.
+            summed = tf.reduce_sum(unfold(rows.g, shape), 1, keepdims=True)
+            return Rows(None, summed, None)
+        mask = None if rows.mask is None else unfold(rows.mask, shape)
+        return Rows(unfold(rows.a, shape), unfold(rows.g, shape), mask)
+
+    def _before_activation(self, inputs: Any, gradient: tf.Tensor) -> tf.Tensor:
+        """Takes a gradient back through the inner layer's activation."""
+        inner = self._block.layer
+        activation = getattr(inner, "activation", None)
+        if activation is None or activation is keras.activations.linear:
+            return gradient
+        with overridden(inner, "activation", lambda _, z: z):
+            z = inner.call(tf.cast(inputs, inner.variable_dtype))
+        z = self.cast(z)
+        with tf.GradientTape() as tape:
+            tape.watch(z)
+            out = activation(z)
+        return tape.gradient(out, z, output_gradients=gradient)
+
+    @override
+    def input_statistic(
+        self, a: tf.Tensor, weights: tf.Tensor | None, sharing: str
+    ) -> Statistic:
+        return self._block.input_statistic(a, weights, sharing)
+
+    @override
+    def output_statistic(self, g: tf.Tensor, sharing: str) -> tf.Tensor:
+        return self._block.output_statistic(g, sharing)
+
+    @override
+    def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        return self._block.to_matrix(gradients)
+
+    @override
+    def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
+        return self._block.from_matrix(matrix)
+
+
+def fold(tensor: tf.Tensor) -> tf.Tensor:
+    """`(batch, time, ...)` to `(batch * time, ...)`."""
+    shape = tf.shape(tensor)
+    folded = tf.concat([[shape[0] * shape[1]], shape[2:]], 0)
+    return tf.ensure_shape(
+        tf.reshape(tensor, folded), [None, *tensor.shape[2:]]
+    )
+
+
+def unfold(rows: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
+    """`(batch * time, shared, ...)` to `(batch, time * shared, ...)`."""
+    now = tf.shape(rows)
+    unfolded = tf.concat([[shape[0], shape[1] * now[1]], now[2:]], 0)
+    return tf.ensure_shape(
+        tf.reshape(rows, unfolded), [None, None, *rows.shape[2:]]
+    )

@@ -1,0 +1,167 @@
+"""What a loss is a mean or a sum of: its terms, their number, its unit.
+
+A compiled loss is `L = u (1/T) sum_t nll_t`, with `T` what its reduction
+divides by (examples, tokens, pixels; the valid ones where there is a mask) and
+`nll_t` the negative log-likelihood of a term, summed over its outputs. One
+whose reduction is "sum" is `T` times that.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfkfac.capture.loss_units import natural_unit
+from tfkfac.compat.losses import LossCall, Reduction, loss_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class LossTerms:
+    """The terms of one loss, of this replica's batch.
+
+    Attributes:
+        count: `T`, a scalar float64.
+        unit: `u`, a scalar float64, the weight of the loss included.
+        summed: Whether the loss is the sum over the terms, not the mean.
+        part: What of the whole loss it is; None if there is nothing else.
+    """
+
+    count: tf.Tensor
+    unit: tf.Tensor
+    summed: bool = False
+    part: tf.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LossMeasure:
+    """What the replicas know of the loss of a step when they have compared.
+
+    Attributes:
+        terms: Number of terms of this replica; None is the leading dimension
+            of each layer's input.
+        row_scale: What a recorded gradient is multiplied by, and by the number
+            of terms where that is None, to be that of a term's own negative
+            log-likelihood.
+        unit: What the gradient of the whole loss is divided by, to be that of
+            the mean negative log-likelihood.
+        summed: Scalar bool, whether the loss is the sum over its terms.
+        total: Number of terms of all replicas; None like `terms`.
+        share: Weight of this replica's gradient in that of the mean over all
+            terms, times the number of replicas; None is 1.
+        shares: The same for each of the losses; empty if all are 1.
+    """
+
+    terms: tf.Tensor | None
+    row_scale: tf.Tensor
+    unit: tf.Tensor
+    summed: tf.Tensor
+    total: tf.Tensor | None
+    share: tf.Tensor | None = None
+    shares: tuple[tf.Tensor, ...] = ()
+
+
+def weigh(
+    loss: tf.Tensor,
+    terms: Sequence[LossTerms],
+    shares: Sequence[tf.Tensor],
+) -> tf.Tensor:
+    """Weighs a replica's loss, so that the mean is that over all terms.
+
+    Args:
+        loss: The whole loss.
+        terms: The terms of its parts.
+        shares: The weight of each of them; empty if all are 1.
+    """
+    if not shares:
+        return loss
+    first, *others = shares
+    weighed = _times(loss, first)
+    for one, share in zip(terms[1:], others, strict=False):
+        if one.part is not None:
+            weighed += tf.cast(_times(one.part, share - first), loss.dtype)
+    return weighed
+
+
+def _times(loss: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
+    """A loss times a share; that of an empty batch may be NaN."""
+    return tf.math.multiply_no_nan(loss, tf.cast(share, loss.dtype))
+
+
+def mean_over(count: Any) -> LossTerms:
+    """A loss that is the mean over some terms, of no known likelihood."""
+    return LossTerms(_wide(count), _wide(1))
+
+
+def read_terms(
+    model: keras.Model, calls: Sequence[LossCall]
+) -> tuple[LossTerms, ...]:
+    """Returns the terms of the losses that a `compute_loss` has called.
+
+    Args:
+        model: The model.
+        calls: The calls of losses in it.
+    """
+    compiled = loss_weights(model)
+    ours = [call.loss for call in calls] == [loss for loss, _ in compiled]
+    weights = [w for _, w in compiled] if ours else [1.0] * len(calls)
+    return tuple(
+        _terms_of(call, call.reduction, weight)
+        for call, weight in zip(calls, weights, strict=True)
+        if call.reduction is not None
+    )
+
+
+def _terms_of(
+    call: LossCall, reduction: Reduction, weight: float | tf.Tensor
+) -> LossTerms:
+    values = reduction.values
+    unit = natural_unit(call.loss, call.y_true, call.y_pred, values)
+    scale = _wide(weight) * _wide(unit.value)
+    if values.shape.rank:
+        summed = reduction.kind in ("sum", "none", None)
+        count = _count(reduction)
+    else:
+        # The user's own reduction, which Keras leaves as it is: it does not
+        # divide by the number of replicas either.
+        summed = unit.summed
+        count = _predictions(call.y_pred, by_example=not unit.known)
+        if not summed:
+            scale *= tf.distribute.get_strategy().num_replicas_in_sync
+    part = tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype)
+    return LossTerms(count, scale, summed, part)
+
+
+def _count(reduction: Reduction) -> tf.Tensor:
+    """What Keras divides by, or would if it took a mean."""
+    values, weights, mask = (
+        reduction.values,
+        reduction.weights,
+        reduction.mask,
+    )
+    valid = None if mask is None else _wide(mask)
+    if reduction.kind == "mean_with_sample_weight" and weights is not None:
+        own = _wide(weights)
+        if valid is not None:
+            own *= tf.reshape(valid, tf.shape(own))
+        return tf.reduce_sum(own)
+    count = _wide(tf.size(values))
+    if valid is None:
+        return count
+    return tf.math.divide_no_nan(
+        count * tf.reduce_sum(valid), _wide(tf.size(mask))
+    )
+
+
+def _predictions(y_pred: Any, by_example: bool) -> tf.Tensor:
+    """Number of predictions, each a vector of features, or of examples."""
+    first = keras.tree.flatten(y_pred)[0]
+    shape = tf.shape(first)
+    if by_example or first.shape.rank == 1:
+        return _wide(shape[0])
+    return _wide(tf.reduce_prod(shape[:-1]))
+
+
+def _wide(value: Any) -> tf.Tensor:
+    return tf.cast(value, tf.float64)

@@ -1,0 +1,179 @@
+"""The natural unit of a loss: what it is of a negative log-likelihood.
+
+Damping and the clip are in units of a likelihood's Fisher matrix. Keras' mean
+squared error over `D` features is `2/D` of the negative log-likelihood of a
+normal distribution, its binary cross-entropy `1/D` of that of `D` Bernoulli
+variables. With the loss divided by this unit, the step does not depend on
+whether a loss is a mean, a sum or any other multiple of one likelihood.
+
+Keras' own losses are known by their functions. Any other is tried on random
+numbers: if it is proportional to one of the likelihoods, the ratio is its
+unit. A loss that is not has the unit 1.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfkfac.compat.losses import loss_function
+
+Array = np.ndarray[Any, Any]
+Shape = tuple[int | None, ...]
+# Labels, predictions, and the negative log-likelihood of each output.
+Sample = tuple[Array, Array, Array]
+
+# Means over the features of a term: the unit times their number.
+_MEANS: dict[Callable[..., Any], float] = {
+    keras.losses.mean_squared_error: 2.0,
+    keras.losses.binary_crossentropy: 1.0,
+    keras.losses.poisson: 1.0,
+}
+# Sums over the outputs of a term: the unit is 1.
+_SUMS = (
+    keras.losses.categorical_crossentropy,
+    keras.losses.sparse_categorical_crossentropy,
+    keras.losses.kl_divergence,
+)
+_TRIES = (2, 3)  # batch sizes
+_LARGEST = 10**6  # elements of a try
+_TOLERANCE = 1e-3
+
+
+class Unit(NamedTuple):
+    """What a loss is of a negative log-likelihood.
+
+    Attributes:
+        value: Its value of a term over that of the likelihood.
+        summed: Of a loss that returns one number, whether that is a sum over
+            the terms and not their mean.
+        known: Whether the likelihood is known.
+    """
+
+    value: float | tf.Tensor = 1.0
+    summed: bool = False
+    known: bool = True
+
+
+_UNKNOWN = Unit(known=False)
+
+
+def natural_unit(
+    loss: keras.losses.Loss, y_true: Any, y_pred: Any, values: tf.Tensor
+) -> Unit:
+    """Returns the unit of a loss.
+
+    Args:
+        loss: The loss.
+        y_true: Labels.
+        y_pred: Predictions.
+        values: What the loss returned for them before its reduction: one
+            number for each term, or a single one.
+    """
+    if not tf.is_tensor(y_pred) or not hasattr(y_true, "shape"):
+        return _UNKNOWN
+    labels = tf.TensorShape(y_true.shape)
+    if not y_pred.shape.rank or labels.rank is None:
+        return _UNKNOWN
+    function = loss_function(loss)
+    if function in _SUMS:
+        return Unit()
+    if function in _MEANS:
+        return Unit(_MEANS[function] / _features(y_pred, values))
+    return _recognise(
+        loss, tuple(labels), tuple(y_pred.shape), values.shape.rank
+    )
+
+
+def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
+    """Number of features that a value is the mean over."""
+    static = y_pred.shape[values.shape.rank :]
+    if values.shape.rank and static.is_fully_defined():
+        return float(max(math.prod(static), 1))
+    sizes = [tf.cast(tf.size(t), tf.float32) for t in (y_pred, values)]
+    return tf.maximum(tf.math.divide_no_nan(*sizes), 1.0)
+
+
+def _recognise(
+    loss: keras.losses.Loss, y_true: Shape, y_pred: Shape, rank: int
+) -> Unit:
+    """Tries a loss on random numbers."""
+    sizes = [size or 2 for size in y_pred[1:]]
+    if math.prod(sizes) * max(_TRIES) > _LARGEST:
+        return _UNKNOWN
+    samples = [_samples(batch, sizes, y_true) for batch in _TRIES]
+    for tries in zip(*samples, strict=True):
+        try:
+            with tf.init_scope():
+                found = [_ratio(loss, sample, rank) for sample in tries]
+        except Exception:
+            continue
+        unit = _common_unit(found, [_terms(s, rank) for s in tries])
+        if unit is not None:
+            return unit
+    return _UNKNOWN
+
+
+def _ratio(loss: keras.losses.Loss, sample: Sample, rank: int) -> float | None:
+    """The loss over the likelihood if that is the same for all terms."""
+    *pair, likelihood = sample
+    labels, predictions = (tf.constant(y, loss.dtype) for y in pair)
+    values = np.asarray(loss.call(labels, predictions))
+    expected = likelihood.sum(tuple(range(rank, likelihood.ndim)))
+    if values.shape != expected.shape or not np.all(expected):
+        return None
+    ratios = values / expected
+    ratio = float(np.mean(ratios))
+    same = np.all(np.abs(ratios - ratio) <= _TOLERANCE * abs(ratio))
+    return ratio if same and ratio > 0 else None
+
+
+def _terms(sample: Sample, rank: int) -> int:
+    """Number of terms that a single number is about; 1 for one of many."""
+    shape = sample[1].shape
+    return 1 if rank else math.prod(shape[:-1] if len(shape) > 1 else shape)
+
+
+def _common_unit(ratios: list[float | None], terms: list[int]) -> Unit | None:
+    """The unit that tries with different batch sizes agree on."""
+    first, second = ratios
+    if first is None or second is None:
+        return None
+    if math.isclose(first, second, rel_tol=_TOLERANCE):
+        return Unit(first, summed=terms[0] > 1)
+    first, second = first * terms[0], second * terms[1]
+    if math.isclose(first, second, rel_tol=_TOLERANCE):
+        return Unit(first)
+    return None
+
+
+def _samples(batch: int, sizes: list[int], y_true: Shape) -> Iterator[Sample]:
+    """Labels and predictions of every distribution, with their likelihood."""
+    draw = np.random.default_rng(batch)
+    shape = (batch, *sizes)
+    like_labels = (batch, *(size or 2 for size in y_true[1:]))
+
+    def labelled(labels: Array) -> Array:
+        """Labels in the user's shape, where it differs by axes of one."""
+        same = labels.size == math.prod(like_labels)
+        return labels.reshape(like_labels) if same else labels
+
+    z = draw.normal(size=shape)
+    y = draw.normal(size=shape)
+    yield labelled(y), z, np.square(y - z) / 2
+    p = 1 / (1 + np.exp(-z))
+    y = draw.integers(0, 2, shape).astype(float)
+    bernoulli = -np.log(np.where(y > 0, p, 1 - p))
+    yield labelled(y), z, bernoulli
+    yield labelled(y), p, bernoulli
+    p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    classes = draw.integers(0, shape[-1], shape[:-1])
+    hot = np.eye(shape[-1])[classes]
+    categorical = -hot * np.log(p)
+    sparse = math.prod(like_labels) != hot.size
+    y = labelled(classes if sparse else hot)
+    yield y, z, categorical
+    yield y, p, categorical

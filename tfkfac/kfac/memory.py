@@ -1,0 +1,33 @@
+"""What is said when a layer is too large for the memory."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+
+@contextlib.contextmanager
+def memory_of(path: str) -> Iterator[None]:
+    """Names a layer in the error when there is no memory for it.
+
+    In a graph it is the operations that bear the name, which TensorFlow's
+    error says.
+
+    Args:
+        path: Path of the layer.
+
+    Raises:
+        MemoryError: If memory was exhausted.
+    """
+    # A scope's name allows less than a layer's.
+    scope = re.sub(r"[^A-Za-z0-9_./-]", "_", f"kfac/{path}")
+    try:
+        with tf.name_scope(scope):
+            yield
+    except (MemoryError, tf.errors.ResourceExhaustedError) as error:
+        raise MemoryError(
+            f"No memory for the factors of layer '{path}' and their "
+            "decomposition. Leave it to the inner optimizer with "
+            f"skip_layers=['{path}'] or a smaller `max_factor_dim`. {error}"
+        ) from error

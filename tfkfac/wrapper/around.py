@@ -1,0 +1,108 @@
+"""What Keras sees of an optimizer around another: a config, and the other."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import keras
+
+from tfkfac.compat.optimizers import KerasOptimizer
+from tfkfac.wrapper.arguments import check_inner, serialize_value
+from tfkfac.wrapper.method import Method
+from tfkfac.wrapper.scaling import LossScaling
+
+
+class OptimizerAround(KerasOptimizer):
+    """A Keras optimizer that leaves to another what is not its method's.
+
+    The config is the method's arguments and the inner optimizer.
+
+    Args:
+        inner_optimizer: A Keras optimizer, its identifier or its config.
+        method: What is done to the gradients.
+        name: Name of the optimizer.
+    """
+
+    def __init__(self, inner_optimizer: Any, method: Method, name: str) -> None:
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = check_inner(inner_optimizer)
+        self._method = method
+        self._scaling = LossScaling(name)
+
+    @property
+    def method(self) -> Method:
+        """What is done to the gradients."""
+        return self._method
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments of the constructor."""
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        method = self._method
+        return {
+            "name": self.name,
+            "inner_optimizer": inner,
+            **{
+                name: serialize_value(parameter.get())
+                for name, parameter in method.hyperparameters().items()
+            },
+            **{name: getattr(method, name) for name in method.arguments},
+        }
+
+    @classmethod
+    def from_config(
+        cls,
+        config: dict[str, Any],
+        custom_objects: dict[str, Any] | None = None,
+    ) -> Self:
+        """Creates an optimizer from its config."""
+        arguments = {
+            name: keras.saving.deserialize_keras_object(value, custom_objects)
+            if isinstance(value, dict)
+            else value
+            for name, value in config.items()
+        }
+        return cls(**arguments)
+
+    # ---------------------------------------------------------- delegation
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's number of updates."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """The inner optimizer's variables."""
+        variables: list[keras.Variable] = self.inner_optimizer.variables
+        return variables
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Notes when a `LossScaleOptimizer` is put around."""
+        # Keras' LossScaleOptimizer resets this attribute on what it wraps,
+        # the only sign of it there is.
+        if name == "loss_scale_factor" and "_scaling" in vars(self):
+            if value is not None:
+                raise ValueError(
+                    "Argument `loss_scale_factor` must be None; wrap the "
+                    "optimizer in a `keras.optimizers.LossScaleOptimizer` "
+                    f"instead. Received: loss_scale_factor={value}"
+                )
+            self._scaling.is_wrapped = True
+        super().__setattr__(name, value)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets the inner optimizer's variables, those of `variables`."""
+        self.inner_optimizer.set_weights(weights)
+
+    def finalize_variable_values(
+        self, var_list: Sequence[keras.Variable]
+    ) -> None:
+        """Lets the inner optimizer write its averages at the end."""
+        self.inner_optimizer.finalize_variable_values(var_list)
