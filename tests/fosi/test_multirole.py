@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tfkfac
 from tests.support import workers_fosi
 from tests.support.cluster import Pool
 from tests.support.jobs import replicas_of
@@ -188,15 +189,20 @@ def test_state(results: Results, name: str) -> None:
             shape if rank < workers else None for rank in process["ranks"]
         ]
         assert process["shapes"] == shapes
-        # Of the first replica of the process.
+        # Of the first replica of the process, which has trained.
         kept, slices = process["state_bytes"], -(-size // accelerators)
+        assert kept["total"] == process["kept_bytes"]
+        assert kept["counters"] == 8 * (3 + 1 + 2 * replicas_of(name) + 2)
+        vector, paper = 8 * size, options["final_update"] == "paper"
         if process["ranks"][0] < workers:
             assert kept["basis"] == 0
             assert kept["directions"] >= 8 * np.prod(shape)
+            assert kept["copies"] == 2 * vector * paper
         else:
-            assert kept["basis"] == 8 * options["lanczos_steps"] * slices
+            assert kept["basis"] >= 8 * options["lanczos_steps"] * slices
             assert kept["directions"] == 0
-        assert kept["total"] == kept["basis"] + kept["directions"]
+            # The weights, and a batch of some rows.
+            assert kept["copies"] > vector
 
 
 @pytest.mark.parametrize("name", JOBS.params(CASES))
@@ -209,10 +215,34 @@ def test_traffic(results: Results, name: str) -> None:
         if works:
             assert moved["lanczos"] == moved["weights"] == 0
             assert moved["directions"] > 0
+            if options_of(name)["final_update"] == "paper":
+                assert process["communication_bytes"]["plain"] == {
+                    **dict.fromkeys(moved, 0),
+                    "gradients": moved["gradients"],
+                }
         else:
             assert moved["gradients"] == moved["projections"] == 0
             assert moved["weights"] == sum(v.nbytes for v in variables)
             assert moved["directions"] == 0
+
+
+@pytest.mark.parametrize("name", JOBS.params(CASES))
+def test_summary(results: Results, name: str) -> None:
+    """When the first estimation has come, it says so no more."""
+    for process in results(name):
+        assert "the first" not in process["summary"]
+
+
+def test_when_the_first_estimation_comes() -> None:
+    """At the end of the first interval, which follows the warmup."""
+    options: Any = {"accelerator_fraction": 0.5, "warmup_steps": 1200}
+    known = tfkfac.FOSI(**options, update_interval=30).method.estimator
+    assert known.first(0) == known.first(1229) == "the first after update 1,230"
+    assert known.first(1230) == ""
+    changing = tfkfac.FOSI(**options, update_interval=lambda t: 30)
+    first = changing.method.estimator.first
+    assert first(0) == first(1200) == "the first begins before update 1,201"
+    assert first(1201) == ""
 
 
 # ---------------------------------------------------------------- refusals

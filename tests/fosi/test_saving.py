@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras.optimizers import SGD, Adam
 from keras.optimizers.schedules import ExponentialDecay
 
@@ -170,7 +171,8 @@ def test_state_bytes(trained: Any) -> None:
     names = ("directions", "ritz_values", "momentum")
     own = sum(kept[name].nbytes for name in names)
     want = {"directions": own, "basis": 4 * SIZE * 4}
-    want["total"] = own + want["basis"]
+    want |= {"copies": 0, "counters": 3 * 8}  # numbers of estimations
+    want["total"] = sum(want.values())
     assert optimizer.state_bytes() == want
     model = mlp()
     model.compile(small(num_smallest=1), loss())
@@ -231,6 +233,7 @@ def test_summary_before_training() -> None:
     model.compile(tfkfac.FOSI(num_largest=3), loss())
     text = summary_text(model.optimizer)
     assert "Ritz values" not in text
+    assert "0, the first before update 101" in text
     assert "3 of largest and 0 of smallest" in text
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     optimizer = tfkfac.FOSI().attach(unbuilt)
@@ -238,3 +241,35 @@ def test_summary_before_training() -> None:
         with pytest.raises(ValueError, match="is not built"):
             report()
     assert optimizer.spectrum().shape == (0,)
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_summary_says_when_the_first_estimation_comes(warmup: int) -> None:
+    """Until it has come: before the update after those of the warmup."""
+    model = mlp()
+    model.compile(small(warmup_steps=warmup), loss())
+    model.optimizer.build(model.trainable_variables)
+    for step in range(warmup + 2):
+        text = summary_text(model.optimizer)
+        come = len(model.optimizer.spectrum()) > 0
+        assert come == (step > warmup)
+        assert ("the first" in text) != come
+        if not come:
+            assert f"0, the first before update {warmup + 1}\n" in text + "\n"
+        model.train_on_batch(X, Y)
+
+
+# -------------------------------------------------------------------- graphs
+def nodes(steps: int) -> int:
+    """Number of operations in the graph of a step, functions included."""
+    model = mlp()
+    model.compile(small(lanczos_steps=steps), loss())
+    model.optimizer.build(model.trainable_variables)
+    step = tf.function(lambda: model.train_step((X, Y)))
+    graph = step.get_concrete_function().graph.as_graph_def()
+    functions = graph.library.function
+    return len(graph.node) + sum(len(f.node_def) for f in functions)
+
+
+def test_the_graph_does_not_grow_with_the_steps() -> None:
+    assert nodes(10) == nodes(4)

@@ -245,10 +245,30 @@ def describe(kind: str | None, model: Any) -> dict[str, Any]:
         "shapes": [s and tuple(s.directions.shape) for s in kept],
         "spectrum": optimizer.spectrum(),
         "state_bytes": optimizer.state_bytes(),
+        "kept_bytes": sum(
+            bytes_of(v) for v in variables_in(optimizer._states[0])
+        ),
         "communication_bytes": optimizer.communication_bytes(),
         "idle_share": optimizer.idle_share(),
         "summary": "\n".join(text),
     }
+
+
+def variables_in(thing: Any) -> list[Any]:
+    """All variables in an object's attributes, lists and tuples."""
+    if isinstance(thing, tf.Variable):
+        return [thing]
+    parts = list(thing) if isinstance(thing, (list, tuple)) else []
+    if type(thing).__module__.startswith("tfkfac.fosi"):
+        parts += vars(thing).values()
+    return [v for part in parts for v in variables_in(part)]
+
+
+def bytes_of(variable: tf.Variable) -> int:
+    array = variable.numpy()
+    if array.dtype == object:
+        return sum(map(len, array.ravel()))
+    return int(array.nbytes)
 
 
 # ---------------------------------------------------------------- refusals

@@ -51,6 +51,18 @@ class Accelerator(Tracked):
         )
         self._held: list[tuple[Any, HeldBatch]] = []
 
+    @staticmethod
+    def basis_bytes(geometry: Geometry, length: int) -> int:
+        """Bytes of the basis, the tridiagonal matrix and the candidate."""
+        rows = geometry.steps * (length + 2) + length + 2
+        flags = geometry.steps + 1
+        return rows * geometry.dtype.size + flags + tf.int32.size
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of the batches that it holds."""
+        return sum(held.bytes for _, held in self._held)
+
     def begin(
         self,
         batch: LossBatch,

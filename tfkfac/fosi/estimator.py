@@ -65,6 +65,14 @@ class Estimator(abc.ABC):
         """Does a step, in which those that train call `train`."""
 
     @abc.abstractmethod
+    def first(self, updates: int) -> str:
+        """When the first estimation comes; empty after that.
+
+        Args:
+            updates: Number of updates of the weights so far.
+        """
+
+    @abc.abstractmethod
     def rows(self) -> list[tuple[str, str]]:
         """Rows of the summary that say who does what."""
 
@@ -132,6 +140,13 @@ class BetweenSteps(Estimator):
         tf.cond(due, in_graph(update), lambda: tf.convert_to_tensor(last))
 
     @override
+    def first(self, updates: int) -> str:
+        warmup = self.search.warmup_steps
+        if updates > warmup:
+            return ""
+        return f"the first before update {warmup + 1:,}"
+
+    @override
     def rows(self) -> list[tuple[str, str]]:
         replicas = self.job.topology.replicas
         if replicas == 1:
@@ -141,13 +156,14 @@ class BetweenSteps(Estimator):
 
     @override
     def state_bytes(self, layout: Layout) -> dict[str, int]:
-        directions = Subspace.bytes(layout, self.accumulates())
-        basis = basis_bytes(layout.geometry, layout.workers)
-        return {
-            "directions": directions,
-            "basis": basis,
-            "total": directions + basis,
-        }
+        return with_total(
+            {
+                "directions": Subspace.bytes(layout, self.accumulates()),
+                "basis": basis_bytes(layout.geometry, layout.workers),
+                "copies": 0,
+                "counters": State.bytes(),
+            }
+        )
 
     @override
     def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
@@ -161,6 +177,12 @@ class BetweenSteps(Estimator):
             "estimation": {
                 **plain,
                 "lanczos": estimation_bytes(layout.geometry, layout.workers),
-                "directions": layout.arrangement_bytes(),
+                "directions": layout.arrangement_bytes()
+                + Subspace.carrying_bytes(layout, self.accumulates()),
             },
         }
+
+
+def with_total(kinds: dict[str, int]) -> dict[str, int]:
+    """Adds the sum of some kinds of bytes."""
+    return {**kinds, "total": sum(kinds.values())}

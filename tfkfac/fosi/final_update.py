@@ -5,7 +5,7 @@ import tensorflow as tf
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.fosi.layouts import Geometry
+from tfkfac.fosi.layouts import Geometry, Layout
 from tfkfac.fosi.subspace import Subspace
 
 
@@ -31,6 +31,11 @@ class FinalUpdate(Tracked):
     def bytes(geometry: Geometry) -> int:
         """Bytes of what a worker keeps."""
         return 2 * geometry.size * geometry.dtype.size
+
+    @staticmethod
+    def moving_bytes(layout: Layout) -> int:
+        """Bytes that a worker receives in `move`."""
+        return 2 * layout.coefficients_bytes + layout.combine_bytes
 
     def begin(self, weights: tf.Tensor) -> None:
         """Begins an interval at some weights."""

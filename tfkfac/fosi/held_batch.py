@@ -24,6 +24,15 @@ class HeldBatch:
             for leaf in leaves
         ]
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the batch that is held, none before the first."""
+        return sum(
+            size_in_bytes(variable.read_value())
+            for variable in self._variables
+            if variable is not None
+        )
+
     def hold(self, structure: Any) -> None:
         """Copies the current batch."""
         leaves = tf.nest.flatten(structure, expand_composites=True)
@@ -41,6 +50,13 @@ class HeldBatch:
         return tf.nest.pack_sequence_as(
             structure, values, expand_composites=True
         )
+
+
+def size_in_bytes(tensor: tf.Tensor) -> int:
+    """Bytes of the elements of an eager tensor."""
+    if tensor.dtype == tf.string:
+        return int(tf.reduce_sum(tf.strings.length(tensor)))
+    return int(tf.size(tensor)) * int(tensor.dtype.size)
 
 
 def held_variable(tensor: tf.Tensor) -> tf.Variable:

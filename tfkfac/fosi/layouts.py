@@ -116,6 +116,16 @@ class Layout(abc.ABC):
             "weights": 0,
         }
 
+    @property
+    @abc.abstractmethod
+    def coefficients_bytes(self) -> int:
+        """Bytes that a worker receives in `coefficients`."""
+
+    @property
+    @abc.abstractmethod
+    def combine_bytes(self) -> int:
+        """Bytes that a worker receives in `combine`, for each coefficients."""
+
     @abc.abstractmethod
     def projection_bytes(self) -> int:
         """Bytes that a worker receives for the projections of a step."""
@@ -123,9 +133,6 @@ class Layout(abc.ABC):
     @abc.abstractmethod
     def arrangement_bytes(self) -> int:
         """Bytes that a worker receives in `arrange`."""
-
-    def _gather_bytes(self) -> int:
-        return self.elements.length * (self.workers - 1) * self._item
 
     def _reduce_bytes(self, count: int) -> int:
         return all_reduce_bytes(count * self._item, self.workers)
@@ -196,10 +203,19 @@ class RowsLayout(Layout):
         """See `Layout.part`."""
         return slice(0, self.geometry.directions), self.elements.range(rank)
 
+    @property
+    def coefficients_bytes(self) -> int:
+        """See `Layout.coefficients_bytes`: a sum of r numbers."""
+        return self._reduce_bytes(self.geometry.directions)
+
+    @property
+    def combine_bytes(self) -> int:
+        """A gather of n numbers, whatever is combined."""
+        return self.elements.length * (self.workers - 1) * self._item
+
     def projection_bytes(self) -> int:
         """A gather of n and two sums of r numbers."""
-        small = self._reduce_bytes(self.geometry.directions)
-        return self._gather_bytes() + 2 * small
+        return self.combine_bytes + 2 * self.coefficients_bytes
 
     def arrangement_bytes(self) -> int:
         """See `Layout.arrangement_bytes`."""
@@ -272,9 +288,19 @@ class ColumnsLayout(Layout):
         """See `Layout.part`."""
         return self.columns.range(rank), slice(0, self.geometry.size)
 
+    @property
+    def coefficients_bytes(self) -> int:
+        """See `Layout.coefficients_bytes`: nothing moves."""
+        return 0
+
+    @property
+    def combine_bytes(self) -> int:
+        """See `Layout.combine_bytes`: a sum of n numbers."""
+        return self._reduce_bytes(self.geometry.size)
+
     def projection_bytes(self) -> int:
         """Three sums of n numbers."""
-        return 3 * self._reduce_bytes(self.geometry.size)
+        return 3 * self.combine_bytes
 
     def arrangement_bytes(self) -> int:
         """See `Layout.arrangement_bytes`."""

@@ -306,13 +306,15 @@ class FOSIMethod(Method):
             f"steps in the directions, {inner} on the rest"
         )
         made = int(self.states[0].estimations.numpy()) if self.states else 0
+        first = self.estimator.first(int(self.job.clock))
+        estimations = f"{made}, {first}" if first else str(made)
         rows = self.estimator.rows()
         if self.job.topology.replicas > 1:
             rows.insert(2, ("Layout", self.layout))
         return describe(
             title,
             self.geometry,
-            made,
+            estimations,
             self.state_bytes(),
             rows,
             self.spectrum(),

@@ -28,11 +28,10 @@ from tfkfac.fosi.directions import (
 )
 from tfkfac.fosi.estimation import (
     Estimation,
-    basis_bytes,
     differentiable_sum,
     estimation_bytes,
 )
-from tfkfac.fosi.estimator import Estimator, Train
+from tfkfac.fosi.estimator import Estimator, Train, with_total
 from tfkfac.fosi.final_update import FinalUpdate
 from tfkfac.fosi.handover import hand_over, piece_bytes
 from tfkfac.fosi.layouts import Layout
@@ -283,10 +282,7 @@ class BesideSteps(Estimator):
     def _send_weights(self, state: RoleState, everyone: Communicator) -> None:
         """Gives the accelerators the first worker's variables."""
         model = self.job.model
-        variables = sorted(
-            [*model.trainable_variables, *model.non_trainable_variables],
-            key=lambda v: str(wire_type(v)),
-        )
+        variables = all_variables(model)
         values = [tf.cast(v.value, wire_type(v)) for v in variables]
         received = everyone.broadcast(
             values,
@@ -301,8 +297,20 @@ class BesideSteps(Estimator):
 
     # ----------------------------------------------------------- reporting
     @override
+    def first(self, updates: int) -> str:
+        """See `Estimator.first`: at the end of the first interval."""
+        end, interval = self.search.warmup_steps, self.search.interval.get()
+        if is_number(interval):
+            end += int(interval)
+            return f"the first after update {end:,}" if updates < end else ""
+        begins = f"the first begins before update {end + 1:,}"
+        return begins if updates <= end else ""
+
+    @override
     def rows(self) -> list[tuple[str, str]]:
         waiting = ", ".join(f"{share:.0%}" for share in self.idle_share())
+        if self.job.topology.hint == "nccl":
+            waiting += " by the hosts' clocks, which may not see GPUs work"
         return [
             ("Workers", ", ".join(map(str, self.roles.workers))),
             ("Accelerators", ", ".join(map(str, self.roles.accelerators))),
@@ -318,41 +326,68 @@ class BesideSteps(Estimator):
 
     @override
     def state_bytes(self, layout: Layout) -> dict[str, int]:
-        directions = basis = 0
+        geometry, replicas = layout.geometry, self.job.topology.replicas
+        directions = basis = copies = 0
         if self.roles.trains(self.job.topology.local[0]):
             directions = Subspace.bytes(layout, self.accumulates())
+            if self.final_update == "paper":
+                copies = FinalUpdate.bytes(geometry)
         else:
-            estimating = len(self.roles.accelerators)
-            basis = basis_bytes(layout.geometry, estimating)
-        return {
-            "directions": directions,
-            "basis": basis,
-            "total": directions + basis,
-        }
+            shards = geometry.slices(len(self.roles.accelerators))
+            basis = Accelerator.basis_bytes(geometry, shards.length)
+            copies = geometry.size * geometry.dtype.size
+            accelerator = self.states[0].accelerator if self.states else None
+            if accelerator is not None:
+                copies += accelerator.batch_bytes
+        return with_total(
+            {
+                "directions": directions,
+                "basis": basis,
+                "copies": copies,
+                "counters": RoleState.role_bytes(replicas),
+            }
+        )
 
     @override
     def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
         model, rank = self.job.model, self.job.topology.local[0]
+        trains, paper = self.roles.trains(rank), self.final_update == "paper"
         hint = self.job.topology.hint
         plain = layout.step_bytes(
             gradient_bytes(model.trainable_variables, hint)
         )
-        lanczos = 0
-        if not self.roles.trains(rank):
+        if not trains:
             plain = dict.fromkeys(plain, 0)
-            plain["weights"] = gradient_bytes(model.variables)
+            plain["weights"] = sum(
+                math.prod(v.shape) * wire_type(v).size
+                for v in all_variables(model)
+            )
+        if paper:
+            plain["projections"] = 0
+        estimation = dict(plain)
+        if trains:
+            carrying = Subspace.carrying_bytes(layout, self.accumulates())
+            pieces = piece_bytes(layout, self.roles, rank)
+            estimation["directions"] = pieces + carrying
+        else:
             estimating = len(self.roles.accelerators)
             lanczos = estimation_bytes(layout.geometry, estimating)
-        estimation = {
-            **plain,
-            "lanczos": lanczos,
-            "directions": piece_bytes(layout, self.roles, rank),
-        }
+            estimation["lanczos"] = lanczos
+        if trains and paper:
+            estimation["projections"] = FinalUpdate.moving_bytes(layout)
         return {
             "warmup": {**plain, "projections": 0},
             "plain": plain,
             "estimation": estimation,
         }
+
+
+def all_variables(model: keras.Model) -> list[keras.Variable]:
+    """The variables of a model, those of one wire type after the other."""
+    return sorted(
+        [*model.trainable_variables, *model.non_trainable_variables],
+        key=lambda v: str(wire_type(v)),
+    )
 
 
 def wire_type(variable: keras.Variable) -> tf.DType:

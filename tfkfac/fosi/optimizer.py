@@ -79,8 +79,9 @@ class FOSI(SecondOrderOptimizer):
             (the inner optimizer's steps, and at the end of an interval one
             Newton step with the sum of all its gradients, which also takes
             back what those steps moved in the directions, as published in
-            equation 17: it diverges for `alpha` times `update_interval` above
-            2 and is there to reproduce the paper). Defaults to "stale".
+            equation 17: there to reproduce the paper, as most such updates
+            raise the loss, and with `alpha` times `update_interval` above 2 it
+            can diverge). Defaults to "stale".
         seed: Seed of the Lanczos iteration's start vector.
         name: Name of the optimizer.
 
@@ -170,19 +171,24 @@ class FOSI(SecondOrderOptimizer):
 
         Returns:
             The values in use, ascending; empty before the first estimation
-            that found any curvature, and on accelerators.
+            that found any curvature (`summary` says when the first comes),
+            and on accelerators.
         """
         return self._method.spectrum()
 
     def state_bytes(self) -> dict[str, int]:
         """Returns the bytes of this replica's curvature state.
 
-        Known before training, for a built model.
+        Known before training, for a built model, but for the batch that an
+        accelerator holds: its size counts from the first step on.
 
         Returns:
-            The bytes of the "directions" and what goes with them, of the
-            "basis" of the Lanczos iteration, which lives during an estimation
-            only (on accelerators, always), and their "total".
+            The bytes of the "directions" and their momentum, of the "basis" of
+            the Lanczos iteration with what goes with it, which lives during an
+            estimation only (on accelerators, always), of "copies" (on
+            accelerators the weights and the batch of an estimation, on workers
+            with `final_update="paper"` the weights and the sum of the
+            gradients of an interval), of "counters", and their "total".
         """
         return super().state_bytes()
 
@@ -195,9 +201,11 @@ class FOSI(SecondOrderOptimizer):
             For a step of the "warmup", a "plain" one and one with an
             "estimation", the bytes of "gradients", of the "projections" of
             gradient and update, of the "lanczos" iterations, of "directions"
-            on their way to who keeps them, and of the "weights" that
-            accelerators follow. With accelerators an estimation is spread
-            over an interval and its result handed over in one step.
+            on their way to who keeps them with the momentum on its way to
+            them, and of the "weights" that accelerators follow. With
+            accelerators an estimation is spread over an interval and its
+            result handed over in one step. Single numbers are not counted:
+            sizes of batches, whether gradients are finite, times.
         """
         return super().communication_bytes()
 
@@ -207,6 +215,9 @@ class FOSI(SecondOrderOptimizer):
         That is for the others at the end of a step, counted from the second
         step on. If it is high on workers, the accelerators are too slow for
         `update_interval`; if it is high on accelerators, fewer would do.
+        The hosts' clocks are read. A GPU may still work on what its host has
+        launched: there this time counts as waiting too. It has not been run
+        on a GPU.
 
         Returns:
             A number in [0, 1] for each replica, workers first; zeros without

@@ -39,6 +39,11 @@ class State(Tracked):
         assert self.subspace is not None
         return self.subspace
 
+    @staticmethod
+    def bytes() -> int:
+        """Bytes of the counters."""
+        return 3 * tf.int64.size
+
     def entries(self) -> list[Entry]:
         """All variables to save."""
         entries = [
@@ -80,3 +85,9 @@ class RoleState(State):
         self.times = state_variable(times, "float64", "times")
         self.arrived = state_variable(0, "float64", "arrived")
         self.left = state_variable(0, "float64", "left")
+
+    @staticmethod
+    def role_bytes(replicas: int) -> int:
+        """Bytes of the counters and times."""
+        times = 2 * replicas + 2
+        return State.bytes() + tf.int64.size + times * tf.float64.size

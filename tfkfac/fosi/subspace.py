@@ -51,6 +51,12 @@ class Subspace(Tracked):
         count = rows * length + own * (1 + accumulates) + directions
         return int(count * item.size)
 
+    @staticmethod
+    def carrying_bytes(layout: Layout, accumulates: bool) -> int:
+        """Bytes that a worker receives in `replace`."""
+        one = layout.combine_bytes + layout.coefficients_bytes
+        return (1 + accumulates) * one
+
     def entries(self) -> list[Entry]:
         """All variables to save."""
         spread = self.layout.spread

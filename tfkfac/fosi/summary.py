@@ -11,7 +11,7 @@ from tfkfac.wrapper.tables import bytes_text, table
 def describe(
     title: str,
     geometry: Geometry,
-    estimations: int,
+    estimations: str,
     state: dict[str, int],
     distribution: Sequence[tuple[str, str]],
     spectrum: np.ndarray,
@@ -21,7 +21,7 @@ def describe(
     Args:
         title: First line.
         geometry: Sizes.
-        estimations: Number of estimations so far.
+        estimations: How many there were, or when the first comes.
         state: Bytes of the state by kind.
         distribution: Rows of the table that say who does what.
         spectrum: The Ritz values in use.
@@ -34,9 +34,10 @@ def describe(
             "smallest curvature",
         ),
         ("Lanczos steps", str(geometry.steps)),
-        ("Estimations", str(estimations)),
+        ("Estimations", estimations),
         ("State: directions", bytes_text(state["directions"])),
         ("State: Lanczos basis", bytes_text(state["basis"])),
+        ("State: copies", bytes_text(state["copies"])),
         *distribution,
     ]
     if len(spectrum):

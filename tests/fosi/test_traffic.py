@@ -1,0 +1,92 @@
+"""What is reported to move, against what does.
+
+Workers are threads that count what they receive.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support.lockstep import run_together
+from tests.support.reference import Array
+from tfkfac.fosi.estimation import Estimation, estimation_bytes
+from tfkfac.fosi.final_update import FinalUpdate
+from tfkfac.fosi.layouts import LAYOUTS, Geometry
+from tfkfac.fosi.subspace import Subspace
+
+SIZE, ITEM = 23, 8
+GEOMETRY = Geometry(SIZE, 3, 0, 5, tf.float64)
+
+layouts = pytest.mark.parametrize("name", LAYOUTS)
+groups = pytest.mark.parametrize("workers", [1, 2, 3, 4])
+
+
+def close(received: float, reported: int) -> bool:
+    """But for the rounding of a few sums."""
+    return abs(received * ITEM - reported) <= 3
+
+
+@layouts
+@groups
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_new_directions(name: str, workers: int, accumulates: bool) -> None:
+    """The momentum's way to them, and its value there."""
+    layout = LAYOUTS[name](GEOMETRY, workers)
+    old, new = np.linalg.qr(np.random.default_rng(0).normal(size=(2, SIZE, 3)))[
+        0
+    ]
+    momentum = np.array([1.0, -2.0, 0.5])
+
+    def part(whole: Array, rank: int) -> Any:
+        own = np.zeros(layout.shape)
+        piece = whole.T[layout.part(rank)]
+        own[: piece.shape[0], : piece.shape[1]] = piece
+        return tf.constant(own)
+
+    def work(group: Any) -> Array:
+        rank = group.rank
+        subspace = Subspace(layout, accumulates)
+        subspace.directions.assign(part(old, rank))
+        subspace.momentum.assign(layout.own(tf.constant(momentum), rank))
+        values = tf.constant([1.0, 2.0, 3.0], tf.float64)
+        subspace.replace(values, part(new, rank), group)
+        return subspace.momentum.numpy()
+
+    want = new.T @ (old @ momentum)
+    reported = Subspace.carrying_bytes(layout, accumulates)
+    assert (reported > 0) == (workers > 1)
+    for rank, (got, received) in enumerate(run_together(workers, work)):
+        own = layout.own(tf.constant(want), rank)
+        np.testing.assert_allclose(got, own, atol=1e-13)
+        assert close(received, reported)
+
+
+@layouts
+@groups
+def test_final_update(name: str, workers: int) -> None:
+    layout = LAYOUTS[name](GEOMETRY, workers)
+
+    def work(group: Any) -> None:
+        vector = tf.ones([SIZE], tf.float64)
+        final = FinalUpdate(GEOMETRY)
+        subspace, alpha = Subspace(layout, False), tf.ones([], tf.float64)
+        final.move(vector, subspace, alpha, group)
+
+    for _, received in run_together(workers, work):
+        assert close(received, FinalUpdate.moving_bytes(layout))
+
+
+@groups
+def test_estimation(workers: int) -> None:
+    """All sums and slices of a Lanczos iteration."""
+
+    def work(group: Any) -> None:
+        estimation = Estimation(GEOMETRY, group, 0)
+        scale = tf.range(1.0, SIZE + 1, dtype=tf.float64)
+        estimation.run(lambda v: scale * v)
+
+    for _, received in run_together(workers, work):
+        off = abs(received * ITEM - estimation_bytes(GEOMETRY, workers))
+        assert off <= 11
