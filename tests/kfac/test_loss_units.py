@@ -269,6 +269,26 @@ def test_loss_terms_are_checked(value: Any) -> None:
 
 
 # ------------------------------------------------------------ unknown losses
+def test_a_negative_weight_does_not_turn_the_step_around() -> None:
+    """Uphill is what was asked for: the gradient is that of minus the loss."""
+    want, _ = step_of(network(), X, REAL, "mse")
+    got, _ = step_of(network(), X, REAL, "mse", loss_weights=[-2.0])
+    for ours, theirs in zip(got, want, strict=True):
+        assert_close(ours, -theirs, 2e-5)
+
+
+def test_an_unknown_sum_is_a_mean_times_the_examples() -> None:
+    def mean(y: Any, p: Any) -> Any:
+        return tf.reduce_mean(huber(y, p))
+
+    def total(y: Any, p: Any) -> Any:
+        return tf.reduce_sum(huber(y, p))
+
+    want, _ = step_of(network(), X, REAL, mean)
+    got, _ = step_of(network(), X, REAL, total)
+    assert_same_step(got, want)
+
+
 def huber(y: Any, p: Any) -> Any:
     return LOSSES.huber(y, p, delta=0.5)
 

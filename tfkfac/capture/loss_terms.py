@@ -8,7 +8,7 @@ whose reduction is "sum" is `T` times that.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -23,7 +23,7 @@ class LossTerms:
 
     Attributes:
         count: `T`, a scalar float64.
-        unit: `u`, a scalar float64, the weight of the loss included.
+        unit: `u`, a scalar float64, the size of the loss' weight included.
         summed: Whether the loss is the sum over the terms, not the mean.
         part: What of the whole loss it is; None if there is nothing else.
     """
@@ -34,8 +34,7 @@ class LossTerms:
     part: tf.Tensor | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class LossMeasure:
+class LossMeasure(NamedTuple):
     """What the replicas know of the loss of a step when they have compared.
 
     Attributes:
@@ -118,7 +117,8 @@ def _terms_of(
 ) -> LossTerms:
     values = reduction.values
     unit = natural_unit(call.loss, call.y_true, call.y_pred, values)
-    scale = _wide(weight) * _wide(unit.value)
+    # A negative weight is the user's own; it does not turn the step around.
+    scale = tf.abs(_wide(weight)) * _wide(unit.value)
     if values.shape.rank:
         summed = reduction.kind in ("sum", "none", None)
         count = _count(reduction)

@@ -83,8 +83,13 @@ def natural_unit(
         return Unit()
     if function in _MEANS:
         return Unit(_MEANS[function] / _features(y_pred, values))
-    return _recognise(
+    unit = _recognise(
         loss, tuple(labels), tuple(y_pred.shape), values.shape.rank
+    )
+    if unit.known or values.shape.rank:
+        return unit
+    return unit._replace(
+        summed=_doubles(loss, tuple(labels), tuple(y_pred.shape))
     )
 
 
@@ -115,6 +120,23 @@ def _recognise(
         if unit is not None:
             return unit
     return _UNKNOWN
+
+
+def _doubles(loss: keras.losses.Loss, y_true: Shape, y_pred: Shape) -> bool:
+    """Whether a loss of every example twice is twice as large."""
+    sizes = [size or 2 for size in y_pred[1:]]
+    if math.prod(sizes) * max(_TRIES) > _LARGEST:
+        return False
+    for *pair, _ in _samples(_TRIES[0], sizes, y_true):
+        once = [tf.constant(y, loss.dtype) for y in pair]
+        twice = [tf.concat([y, y], 0) for y in once]
+        try:
+            with tf.init_scope():
+                values = [float(loss.call(*both)) for both in (once, twice)]
+        except Exception:
+            continue
+        return math.isclose(values[1], 2 * values[0], rel_tol=_TOLERANCE)
+    return False
 
 
 def _ratio(loss: keras.losses.Loss, sample: Sample, rank: int) -> float | None:

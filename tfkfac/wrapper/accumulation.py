@@ -68,8 +68,8 @@ class Accumulation(Tracked):
                 self._sums_of(step), step.gradients, strict=True
             )
         ]
-        measure = dataclasses.replace(
-            step.loss, unit=self._unit(step.loss), share=None, shares=()
+        measure = step.loss._replace(
+            unit=self._unit(step.loss), share=None, shares=()
         )
         batch = dataclasses.replace(step.batch, measure=measure)
         return Step(step.job, gradients, step.variables, batch, step.group)

@@ -5,8 +5,6 @@ import tensorflow as tf
 from tfkfac.capture.loss_terms import LossMeasure, LossTerms
 from tfkfac.distributed.collectives import Communicator
 
-Tensors = tuple[tf.Tensor, ...]
-
 
 def measure_loss(
     terms: tuple[LossTerms, ...],
@@ -40,42 +38,39 @@ def measure_loss(
             share,
             () if share is None else (share,),
         )
-    counts = [loss.count for loss in terms]
-    totals = [tf.reduce_sum(t) for t in group.all_reduce(counts)]
-    shares, rows, units = zip(
-        *(
-            _measure_one(loss, total, replicas, is_weighed)
-            for loss, total in zip(terms, totals, strict=True)
-        ),
-        strict=True,
-    )
-    main = tf.argmax(tf.stack([loss.unit for loss in terms]))
-    alone = replicas == group.size == 1
-    return LossMeasure(
-        _pick(counts, main),
-        _pick(rows, main),
-        _pick(units, main),
-        _pick([tf.constant(loss.summed) for loss in terms], main),
-        _pick(totals, main),
-        None if alone else _pick(shares, main),
-        () if alone else shares,
-    )
+    totals = group.all_reduce([loss.count for loss in terms])
+    measures = [
+        _measure_one(loss, total, replicas, is_weighed)
+        for loss, total in zip(terms, totals, strict=True)
+    ]
+    main = measures[0]
+    if len(terms) > 1:
+        largest = tf.argmax(tf.stack([loss.unit for loss in terms]))
+        fields = zip(*(one[:-1] for one in measures), strict=True)
+        main = LossMeasure(*(tf.stack(values)[largest] for values in fields))
+    if replicas == group.size == 1:
+        return main._replace(share=None)
+    shares = [one.share for one in measures if one.share is not None]
+    return main._replace(shares=tuple(shares))
 
 
 def _measure_one(
     loss: LossTerms, total: tf.Tensor, replicas: int, is_weighed: bool
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Share, scale of the rows and unit of one loss."""
-    unit = loss.unit
-    if loss.summed:
-        return tf.ones_like(unit), 1 / unit, unit * total
-    own = replicas * loss.count
+) -> LossMeasure:
+    """The measure of one loss."""
+    own, one = replicas * loss.count, tf.ones_like(total)
+    scale, unit = total if is_weighed else own, loss.unit
     share = tf.math.divide_no_nan(own, total)
-    return share, (total if is_weighed else own) / unit, unit
-
-
-def _pick(values: Tensors | list[tf.Tensor], index: tf.Tensor) -> tf.Tensor:
-    return values[0] if len(values) == 1 else tf.stack(values)[index]
+    if loss.summed:
+        scale, unit, share = one, unit * total, one
+    return LossMeasure(
+        loss.count,
+        tf.math.divide_no_nan(scale, loss.unit),
+        unit,
+        tf.constant(loss.summed),
+        total,
+        share,
+    )
 
 
 def weighted(tensor: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
