@@ -8,7 +8,7 @@ Here they are made in chunks, and the chunks are added up in float64.
 
 import tensorflow as tf
 
-CHUNK = 4096
+CHUNK = 2048
 
 
 def row_products(matrix: tf.Tensor, vector: tf.Tensor) -> tf.Tensor:
@@ -37,6 +37,6 @@ def _add_chunks(matrix: tf.Tensor, vector: tf.Tensor) -> tf.Tensor:
 def padded_size(size: int) -> int:
     """Size to store long vectors in: whole chunks, which nobody has to copy.
 
-    Short ones, where that might be more than a sixteenth, stay as they are.
+    Short ones, where that might be more than an eighth, stay as they are.
     """
-    return size if size <= 16 * CHUNK else -(-size // CHUNK) * CHUNK
+    return size if size <= 8 * CHUNK else -(-size // CHUNK) * CHUNK
