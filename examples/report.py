@@ -79,7 +79,9 @@ def traffic_table(optimizer: tfkfac.KFAC | tfkfac.FOSI) -> str:
     ]
     parts = optimizer.state_bytes()
     total = f"curvature state: {parts.pop('total'):,} bytes"
-    state = ", ".join(f"{name} {size:,}" for name, size in parts.items())
+    state = ", ".join(
+        f"{name} {size:,}" for name, size in parts.items() if size
+    )
     return "\n".join([*aligned(cells), f"{total} ({state})"])
 
 
