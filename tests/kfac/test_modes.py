@@ -427,7 +427,7 @@ TERM_NAMES = [
 ]
 for name_ in TERM_NAMES:
     where_, _, case_ = name_.partition(": ")
-    slow_ = where_ == "mirrored"
+    slow_ = where_ == "mirrored" or case_ == "sum"
     TERMS.add(name_, "train", case_, slow=slow_)
 
 

@@ -60,6 +60,12 @@ class LossMeasure(NamedTuple):
     share: tf.Tensor | None = None
     shares: tuple[tf.Tensor, ...] = ()
 
+    def shared(
+        self, share: tf.Tensor | None, shares: tuple[tf.Tensor, ...] = ()
+    ) -> "LossMeasure":
+        """The same measure with other shares."""
+        return LossMeasure(*self[:5], share, shares)
+
 
 def weigh(
     loss: tf.Tensor,

@@ -88,9 +88,8 @@ def natural_unit(
     )
     if unit.known or values.shape.rank:
         return unit
-    return unit._replace(
-        summed=_doubles(loss, tuple(labels), tuple(y_pred.shape))
-    )
+    sums = _doubles(loss, tuple(labels), tuple(y_pred.shape))
+    return Unit(summed=sums, known=False)
 
 
 def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:

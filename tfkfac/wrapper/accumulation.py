@@ -68,8 +68,13 @@ class Accumulation(Tracked):
                 self._sums_of(step), step.gradients, strict=True
             )
         ]
-        measure = step.loss._replace(
-            unit=self._unit(step.loss), share=None, shares=()
+        loss = step.loss
+        measure = LossMeasure(
+            loss.terms,
+            loss.row_scale,
+            self._unit(loss),
+            loss.summed,
+            loss.total,
         )
         batch = dataclasses.replace(step.batch, measure=measure)
         return Step(step.job, gradients, step.variables, batch, step.group)

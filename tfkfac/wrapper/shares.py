@@ -49,9 +49,9 @@ def measure_loss(
         fields = zip(*(one[:-1] for one in measures), strict=True)
         main = LossMeasure(*(tf.stack(values)[largest] for values in fields))
     if replicas == group.size == 1:
-        return main._replace(share=None)
+        return main.shared(None)
     shares = [one.share for one in measures if one.share is not None]
-    return main._replace(shares=tuple(shares))
+    return main.shared(main.share, tuple(shares))
 
 
 def _measure_one(
