@@ -152,7 +152,7 @@ add("two", "float32", "comm_opt", model="vision", feed="some", dtype="float32")
 add("two", "float32", "mem_opt", slow=True, model="small", dtype="float32")
 for mode_, what_, slow_ in [
     ("comm_opt", "clipnorm, decay", True),
-    ("mem_opt", "global clipnorm, average", False),
+    ("mem_opt", "global clipnorm, average", True),
     ("comm_opt", "accumulation, clipvalue", True),
     ("mem_opt", "accumulation, average, decay", False),
 ]:
@@ -161,6 +161,7 @@ add(
     "two",
     "schedules",
     "comm_opt",
+    slow=True,
     model="small",
     damping="damping schedule",
     kl_clip="clip schedule",
@@ -175,14 +176,14 @@ add(
         3: {"factor_update_interval": 1, "inverse_update_interval": 2},
     },
 )
-add("two", "even, batch norm", "comm_opt", model="batch_norm", feed="even")
+add("two", "batch norm", "comm_opt", model="batch_norm", feed="some")
 add(
     "mirrored",
-    "even, batch norm",
+    "batch norm",
     "mem_opt",
     slow=True,
     model="batch_norm",
-    feed="even",
+    feed="some",
 )
 add("two", "eager", "mem_opt", model="small", eager=True)
 add(

@@ -9,6 +9,9 @@ import tfkfac
 from tests.support.small import FEATURES, kfac_of, summary_text
 
 
+_bound: list[Any] = []
+
+
 def tables(optimizer: Any) -> list[list[list[str]]]:
     """Cells of each table of the summary, without the headers."""
     lines = summary_text(optimizer).splitlines()
@@ -42,6 +45,7 @@ def leftovers_of(optimizer: Any) -> dict[str, str]:
 
 
 def bind(model: Any, **kwargs: Any) -> tfkfac.KFAC:
+    _bound.append(model)  # an optimizer does not keep its model
     model.compile(tfkfac.KFAC(**kwargs), "mse", run_eagerly=True)
     return kfac_of(model)
 
