@@ -8,7 +8,6 @@ import keras
 import tfkfac
 from tests.support.small import FEATURES, kfac_of, summary_text
 
-
 _bound: list[Any] = []
 
 
