@@ -1,6 +1,7 @@
 """Several processes with several devices each agree, and train."""
 
 import numpy as np
+import pytest
 
 from tests.support.cluster import run
 from tests.support.strategies import strategy
@@ -8,22 +9,34 @@ from tests.support.workers_collectives import OPTIMIZERS, batches, build
 
 # Another algorithm on several replicas.
 NOT_AS_ALONE = {"dp_kfac", "accelerator"}
+QUICK = ["comm_opt", "dp_kfac", "rows"]
 
 
-def test_two_processes_of_two_devices() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(QUICK, id="quick"),
+        pytest.param(
+            [name for name in OPTIMIZERS if name not in QUICK],
+            id="all others",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_two_processes_of_two_devices(names: list[str]) -> None:
     """All four replicas have the weights of one process, the same bits."""
     first, second = run(
         "tests.support.workers_grid:train",
-        list(OPTIMIZERS),
+        names,
         workers=2,
         devices=2,
         time_limit=300.0,
     )
-    for name in OPTIMIZERS:
+    for name in names:
         for ours, theirs in zip(first[name], second[name], strict=True):
             for copy in (*ours, *theirs):
                 np.testing.assert_array_equal(copy, ours[0])
-    for name in OPTIMIZERS.keys() - NOT_AS_ALONE:
+    for name in set(names) - NOT_AS_ALONE:
         alone = build(strategy(None), name, [5])
         alone.fit(batches(6), verbose=0)
         for ours, want in zip(first[name], alone.get_weights(), strict=True):

@@ -86,11 +86,11 @@ add_grid(
     "two",
     "cnn",
     [
-        ("dp_kfac", "inverse", "sgd", "expand"),
         ("dp_kfac", "eigen", "adam", "reduce"),
         ("hybrid_opt 1/2", "inverse", "adam", "expand"),
     ],
 )
+add_grid("two", "cnn", [("dp_kfac", "inverse", "sgd", "expand")], slow=True)
 add_grid(
     "four",
     "cnn",
@@ -148,8 +148,16 @@ for solver_ in ("inverse", "eigen"):
     )
 add("two", "late", "dp_kfac", model="cnn", feed="late")
 add("two", "same rows, text", "dp_kfac", True, model="text", feed="same")
-add("two", "float32", "comm_opt", model="vision", feed="some", dtype="float32")
-add("two", "float32", "mem_opt", slow=True, model="small", dtype="float32")
+add(
+    "two",
+    "float32",
+    "comm_opt",
+    slow=True,
+    model="vision",
+    feed="some",
+    dtype="float32",
+)
+add("two", "float32", "mem_opt", model="small", dtype="float32")
 for mode_, what_, slow_ in [
     ("comm_opt", "clipnorm, decay", True),
     ("mem_opt", "global clipnorm, average", True),
@@ -215,7 +223,7 @@ for solver_, dtype_ in [("inverse", "float16"), ("eigen", "bfloat16")]:
     )
 # Step and worker of a batch of NaN.
 add("two", "NaN", "comm_opt", model="cnn", poison=(3, 1))
-add("two", "NaN", "dp_kfac", model="cnn", poison=(0, 0))
+add("two", "NaN", "dp_kfac", slow=True, model="cnn", poison=(0, 0))
 
 
 FITS = {
