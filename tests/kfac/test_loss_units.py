@@ -190,14 +190,15 @@ MASK = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 0]], bool)
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize(
-    "case", ["tokens", "examples", "mask", "weights", "sum", "squeezed"]
+    "case",
+    ["tokens", "examples", "mask", "weights", "sum", "squeezed", "open"],
 )
 def test_terms_are_what_the_loss_is_the_mean_of(
     case: str, sharing: str
 ) -> None:
     """`G = T sum c c^T / u^2 = (1/T) sum g g^T` with the terms' own `g`."""
-    width = 1 if case == "squeezed" else 2
-    inputs = keras.Input((3, 4))
+    width = 1 if case in ("squeezed", "open") else 2
+    inputs = keras.Input((None if case == "open" else 3, 4))
     h = layers.Masking()(inputs) if case == "mask" else inputs
     model = keras.Model(inputs, layers.Dense(width, name="block")(h))
     randomize(model)
@@ -223,7 +224,7 @@ def test_terms_are_what_the_loss_is_the_mean_of(
         loss = LOSSES.MeanSquaredError(reduction="mean_with_sample_weight")
     elif case == "sum":
         loss = LOSSES.MeanSquaredError(reduction="sum")
-    elif case == "squeezed":
+    elif case in ("squeezed", "open"):
         # Keras takes the mean over the positions, now the last axis.
         y, terms = y[..., 0], 4
     if keep is not None:
@@ -269,6 +270,19 @@ def test_loss_terms_are_checked(value: Any) -> None:
 
 
 # ------------------------------------------------------------ unknown losses
+def test_single_numbers_without_an_axis_of_features() -> None:
+    """Keras takes their mean over the examples itself."""
+    model = keras.Sequential(
+        [keras.Input((5,)), layers.Dense(1, name="d"), layers.Reshape(())]
+    )
+    randomize(model)
+    a = append_one(X.astype(np.float64))
+    g = a @ np.vstack(weights_of(model)) - REAL[:, :1]
+    _, optimizer = step_of(model, X, REAL[:, 0], "mse")
+    want = factors(a[:, None], g[:, None])
+    check_factors(find(optimizer.factors(), "d"), *want)
+
+
 def test_a_negative_weight_does_not_turn_the_step_around() -> None:
     """Uphill is what was asked for: the gradient is that of minus the loss."""
     want, _ = step_of(network(), X, REAL, "mse")

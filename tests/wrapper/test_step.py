@@ -12,13 +12,14 @@ from keras import layers
 import tfkfac
 from tests.support.lockstep import run_together
 from tfkfac.capture.loss_batch import LossBatch
-from tfkfac.capture.loss_terms import mean_over
+from tfkfac.capture.loss_terms import LossTerms, mean_over
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import Settings
 from tfkfac.saving.store import Entry
 from tfkfac.wrapper.hyperparameters import Tunable
 from tfkfac.wrapper.method import Method
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.wrapper.shares import measure_loss
 from tfkfac.wrapper.step import Job, Step, Update
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
@@ -117,6 +118,23 @@ def test_the_share_is_worked_out_once() -> None:
         assert share == [0.75, 0.25][rank]
         np.testing.assert_allclose(gradient, 1 * 0.75 + 2 * 0.25)
         assert calls == 2
+
+
+def test_replicas_have_one_unit_whatever_their_shapes() -> None:
+    """The mean over the terms of what each has found."""
+
+    def work(group: Any) -> Any:
+        rank = group.rank
+        terms = LossTerms(
+            tf.constant([3.0, 1.0][rank], tf.float64),
+            tf.constant([2.0, 6.0][rank], tf.float64),
+            is_fixed=False,
+        )
+        measure = measure_loss((terms,), group, 2, True)
+        return float(measure.unit), float(measure.row_scale)
+
+    for rank, (found, _) in enumerate(run_together(2, work)):
+        assert found == (3.0, [2.0, 4 / 6][rank])
 
 
 def test_an_empty_batch_counts_for_nothing() -> None:

@@ -25,12 +25,15 @@ class LossTerms:
         count: `T`, a scalar float64.
         unit: `u`, a scalar float64, the size of the loss' weight included.
         summed: Whether the loss is the sum over the terms, not the mean.
+        is_fixed: Whether the unit is the same on all replicas, a number that
+            no shape of theirs has a say in.
         part: What of the whole loss it is; None if there is nothing else.
     """
 
     count: tf.Tensor
     unit: tf.Tensor
     summed: bool = False
+    is_fixed: bool = True
     part: tf.Tensor | None = None
 
 
@@ -136,7 +139,8 @@ def _terms_of(
         if not summed:
             scale *= tf.distribute.get_strategy().num_replicas_in_sync
     part = tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype)
-    return LossTerms(count, scale, summed, part)
+    is_fixed = not (tf.is_tensor(unit.value) or tf.is_tensor(weight))
+    return LossTerms(count, scale, summed, is_fixed, part)
 
 
 def _count(reduction: Reduction) -> tf.Tensor:

@@ -93,11 +93,23 @@ def natural_unit(
 
 
 def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
-    """Number of features that a value is the mean over."""
-    static = y_pred.shape[values.shape.rank :]
-    if values.shape.rank and static.is_fully_defined():
-        return float(max(math.prod(static), 1))
-    sizes = [tf.cast(tf.size(t), tf.float32) for t in (y_pred, values)]
+    """Number of features that a value is the mean over.
+
+    A tensor if it is not known before. It does not depend on the number of
+    examples, which may be 0.
+    """
+    rank = values.shape.rank
+    if rank == 0:
+        return 1.0  # a mean over the examples of single numbers
+    ours, theirs = y_pred.shape[1:], values.shape[1:]
+    if ours.is_fully_defined() and theirs.is_fully_defined():
+        return max(math.prod(ours) / max(math.prod(theirs), 1), 1.0)
+    if y_pred.shape[rank:].is_fully_defined():
+        return float(max(math.prod(y_pred.shape[rank:]), 1))
+    sizes = [
+        tf.cast(tf.reduce_prod(tf.shape(t)[1:]), tf.float64)
+        for t in (y_pred, values)
+    ]
     return tf.maximum(tf.math.divide_no_nan(*sizes), 1.0)
 
 

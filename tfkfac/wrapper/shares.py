@@ -38,14 +38,14 @@ def measure_loss(
             share,
             () if share is None else (share,),
         )
-    totals = group.all_reduce([loss.count for loss in terms])
+    totals, units = _totals(terms, group)
     measures = [
-        _measure_one(loss, total, replicas, is_weighed)
-        for loss, total in zip(terms, totals, strict=True)
+        _measure_one(loss, total, unit, replicas, is_weighed)
+        for loss, total, unit in zip(terms, totals, units, strict=True)
     ]
     main = measures[0]
     if len(terms) > 1:
-        largest = tf.argmax(tf.stack([loss.unit for loss in terms]))
+        largest = tf.argmax(tf.stack(units))
         fields = zip(*(one[:-1] for one in measures), strict=True)
         main = LossMeasure(*(tf.stack(values)[largest] for values in fields))
     if replicas == group.size == 1:
@@ -54,12 +54,34 @@ def measure_loss(
     return main.shared(main.share, tuple(shares))
 
 
+def _totals(
+    terms: tuple[LossTerms, ...], group: Communicator
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Number of terms and unit of each loss, the same on all replicas.
+
+    A unit that depends on a replica's shapes becomes their mean.
+    """
+    counts = [loss.count for loss in terms]
+    open_ = [loss.count * loss.unit for loss in terms if not loss.is_fixed]
+    sums = group.all_reduce([*counts, *open_])
+    totals, rest = sums[: len(counts)], iter(sums[len(counts) :])
+    units = [
+        loss.unit if loss.is_fixed else tf.math.divide_no_nan(next(rest), total)
+        for loss, total in zip(terms, totals, strict=True)
+    ]
+    return totals, units
+
+
 def _measure_one(
-    loss: LossTerms, total: tf.Tensor, replicas: int, is_weighed: bool
+    loss: LossTerms,
+    total: tf.Tensor,
+    unit: tf.Tensor,
+    replicas: int,
+    is_weighed: bool,
 ) -> LossMeasure:
-    """The measure of one loss."""
+    """The measure of one loss, of which all replicas have total and unit."""
     own, one = replicas * loss.count, tf.ones_like(total)
-    scale, unit = total if is_weighed else own, loss.unit
+    scale = total if is_weighed else own
     share = tf.math.divide_no_nan(own, total)
     if loss.summed:
         scale, unit, share = one, unit * total, one
