@@ -93,3 +93,23 @@ def test_bfloat16_is_not_added_up_over_nccl(
     assert sent == [wire]
     assert [t.dtype for t in sums] == [t.dtype for t in tensors]
     np.testing.assert_array_equal(tf.cast(sums[0], tf.float32), [2.0, 5.0])
+
+
+def test_no_two_reductions_share_a_scope() -> None:
+    """TensorFlow would fuse them, whether or not one needs the other."""
+    token = tf.Variable(0.0)
+
+    def twice() -> tf.Tensor:
+        group = Communicator(0, 2, "two of a scope", token=token)
+        (first,) = group.all_reduce([tf.ones([3])])
+        (second,) = group.all_reduce([first + 1.0])
+        return second
+
+    graph = tf.function(twice).get_concrete_function().graph
+    names = [
+        op.name
+        for op in graph.get_operations()
+        if op.type == "CollectiveReduce"
+    ]
+    assert len(names) == 2
+    assert len({name.rpartition("/")[0] for name in names}) == 2

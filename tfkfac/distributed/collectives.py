@@ -79,9 +79,11 @@ class Communicator:
         """Makes a collective that stays, on NCCL after those before it."""
         if self._token is None:
             return collective()
+        # In a scope of its own: TensorFlow fuses reductions of one scope, also
+        # those of which one needs the other, and then gives up on the graph.
         ordered = self._hint == "nccl"
         before = [self._token.read_value()] if ordered else []
-        with tf.control_dependencies(before):
+        with tf.control_dependencies(before), tf.name_scope("collective"):
             result = collective()
         with tf.control_dependencies([result]):
             self._token.assign_add(0.0)
