@@ -36,8 +36,13 @@ class KFAC(SecondOrderOptimizer):
     inputs and of the gradients at its pre-activations (Martens & Grosse, 2015;
     Distributed K-FAC, TPDS 2022). Factors and decompositions are renewed on
     clocks of their own. The result, clipped in the metric of the Fisher
-    matrix, goes to the inner optimizer. Factors have the scale of the true
-    Fisher matrix: `damping` does not depend on the batch size.
+    matrix, goes to the inner optimizer.
+
+    Factors, damping and clip are in units of the negative log-likelihood of a
+    term of the loss (an example, token or pixel, whatever Keras' mean is over):
+    they do not depend on the batch size, and a mean, a sum and any multiple of
+    one loss make the same steps. With several losses, number of terms and unit
+    are those of the one with the largest unit, its weight included.
 
     Weights without a block (see `summary`) go to the inner optimizer as they
     are; when these are most of a model, a warning says so. Layer classes of
