@@ -66,10 +66,11 @@ class EigenSolver(Solver):
     ) -> tf.Tensor:
         sides = {name: side for name, side in SIDES.items() if name in factors}
         bases = {name: of_factor(name, decomposition) for name in sides}
-        matrix = gradient.matrix
+        matrix, outer = gradient.matrix, decomposition["D"]
         for name, side in sides.items():
             matrix = factors[name].rotate(bases[name], matrix, side)
-        matrix = matrix * decomposition["D"]
+            outer = factors[name].widen(outer, side)
+        matrix = matrix * outer
         for name, side in sides.items():
             matrix = factors[name].rotate(bases[name], matrix, side, back=True)
         return matrix
