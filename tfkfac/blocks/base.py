@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
+from tfkfac.blocks.gradient import LayerGradient
 from tfkfac.blocks.rows import Rows, Statistic, average_positions, weigh
 from tfkfac.capture.record import Record
 from tfkfac.factors import Factor
@@ -89,6 +90,10 @@ class Block(abc.ABC):
     @abc.abstractmethod
     def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
         """Inverse of `to_matrix`."""
+
+    def from_gradient(self, gradient: LayerGradient) -> list[tf.Tensor]:
+        """The same of a gradient in any form."""
+        return self.from_matrix(gradient.matrix)
 
     # -------------------------------------------------------------- shared
     @property

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfkfac.blocks import Block, Statistic
+from tfkfac.blocks import Block, RowGradient, Statistic
 from tfkfac.blocks.passes import records_of
 from tfkfac.capture.record import Record
 from tfkfac.capture.taps import Tap
@@ -16,7 +16,6 @@ from tfkfac.kfac.state import Preconditioner
 from tfkfac.linalg.symmetric import all_finite
 from tfkfac.solvers import Solver
 from tfkfac.wrapper.guards import count_events
-from tfkfac.wrapper.step import Gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +30,8 @@ class ActiveBlock:
         records: What its layer's calls left behind.
         explained: Whether its gradients are of what was recorded; None if
             nothing speaks against it.
+        rows: The rows that its gradient is the product of, if it is taken
+            from them.
     """
 
     position: int
@@ -39,6 +40,7 @@ class ActiveBlock:
     indices: tuple[int, ...]
     records: Sequence[Record]
     explained: tf.Tensor | None = None
+    rows: RowGradient | None = None
 
 
 def active_blocks(
@@ -219,32 +221,6 @@ def is_wanted(state: Preconditioner, due: tf.Tensor) -> tf.Tensor:
     """Whether a block is decomposed: never before it has statistics."""
     new = tf.logical_or(due, tf.equal(state.decomposed, 0))
     return tf.logical_and(state.observed > 0, new)
-
-
-def gradient_matrices(
-    active: Sequence[ActiveBlock], gradients: Gradients, unit: tf.Tensor
-) -> dict[int, tf.Tensor]:
-    """The gradients of the blocks in units of the loss, by position."""
-    scale = tf.math.divide_no_nan(tf.ones_like(unit), unit)
-    return {
-        one.position: one.block.to_matrix([gradients[i] for i in one.indices])
-        * one.block.cast(scale)
-        for one in active
-    }
-
-
-def put_back(
-    active: Sequence[ActiveBlock],
-    matrices: Sequence[tf.Tensor],
-    gradients: Gradients,
-) -> Gradients:
-    """Puts preconditioned gradients in the places of the gradients."""
-    replaced = list(gradients)
-    for one, matrix in zip(active, matrices, strict=True):
-        new = one.block.from_matrix(matrix)
-        for i, gradient in zip(one.indices, new, strict=True):
-            replaced[i] = gradient
-    return replaced
 
 
 def any_of(flags: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import LayerGradient, Statistic
+from tfkfac.blocks import Statistic
 from tfkfac.blocks.registry import build_registry, tap_layers
 from tfkfac.blocks.statistics import batch_statistics
 from tfkfac.capture.walk import SkipRule
@@ -20,9 +20,7 @@ from tfkfac.kfac.active import (
     active_blocks,
     any_of,
     decompose_owned,
-    gradient_matrices,
     is_wanted,
-    put_back,
     replace_decompositions,
     report_unexplained,
     update_averages,
@@ -35,6 +33,13 @@ from tfkfac.kfac.advice import (
 from tfkfac.kfac.clip import clip_step
 from tfkfac.kfac.pending import Pending
 from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.precondition import (
+    Preconditioned,
+    precondition_matrices,
+    precondition_rows,
+    put_back,
+)
+from tfkfac.kfac.rows import with_rows
 from tfkfac.kfac.schedule import FACTOR_INTERVALS, INVERSE_INTERVALS, is_due
 from tfkfac.kfac.settings import Settings
 from tfkfac.kfac.state import State
@@ -43,9 +48,8 @@ from tfkfac.saving.store import Entry
 from tfkfac.solvers import SOLVERS
 from tfkfac.wrapper.hyperparameters import Tunable, Value
 from tfkfac.wrapper.method import Method
-from tfkfac.wrapper.step import Job, Step, Update
+from tfkfac.wrapper.step import Gradients, Job, Step, Update
 
-Pairs = list[tuple[tf.Tensor, tf.Tensor]]
 Statistics = Mapping[int, Mapping[str, Statistic]]
 
 
@@ -144,21 +148,22 @@ class KFACMethod(Method):
         def direction() -> Update:
             self.update_factors(layers, step, statistics)
             self.update_inverses(layers, step)
-            matrices = self.clip(self.precondition(layers, step))
-            return Update(put_back(layers, matrices, step.gradients))
+            return Update(self.clip(self.precondition(layers, step), step))
 
         step.apply_if_finite(direction)
 
     def observe(self, step: Step) -> list[ActiveBlock]:
         """The blocks of this step, with what their layers left behind."""
-        inner = self.job.inner_optimizer
+        inner, own = self.job.inner_optimizer, self.job.own(self.states)
         layers = active_blocks(
-            self.job.own(self.states).preconditioners,
+            own.preconditioners,
             step.gradients,
             [variable_key(inner, v) for v in step.variables],
             lambda variable: variable_key(inner, variable),
         )
         report_unexplained(layers)
+        if own.pending is None and self.placement.takes_rows:
+            return with_rows(layers, step)
         return layers
 
     def statistics(
@@ -254,39 +259,35 @@ class KFACMethod(Method):
         wanted = any_of([is_wanted(one.state, due) for one in layers])
         tf.cond(wanted, update, lambda: tf.convert_to_tensor(done))
 
-    def precondition(self, layers: Sequence[ActiveBlock], step: Step) -> Pairs:
-        """Gradient workers apply -> receivers receive.
+    def precondition(
+        self, layers: Sequence[ActiveBlock], step: Step
+    ) -> list[Preconditioned]:
+        """Gradient workers apply -> receivers receive."""
+        by_rows = [one for one in layers if one.rows is not None]
+        others = [one for one in layers if one.rows is None]
+        exchange = self.placement.exchange
+        return [
+            *precondition_rows(by_rows, step),
+            *precondition_matrices(others, step, exchange),
+        ]
+
+    def clip(self, made: Sequence[Preconditioned], step: Step) -> Gradients:
+        """Scales what is preconditioned to the longest step allowed.
 
         Returns:
-            Gradient matrices `W` of the negative log-likelihood and `P`, the
-            preconditioned ones.
+            All gradients for the inner optimizer.
         """
-        plain = gradient_matrices(layers, step.gradients, step.loss.unit)
-        own = {
-            one.position: one.state.decomposition.apply(
-                LayerGradient(plain[one.position])
-            )
-            for one in layers
-            if one.state.decomposition is not None
-        }
-        shared = self.placement.exchange.share_gradients(
-            step.group, own, list(plain)
-        )
-        return [(plain[i], shared[i]) for i in plain]
-
-    def clip(self, pairs: Pairs) -> list[tf.Tensor]:
-        """Scales the preconditioned gradients to the longest step allowed."""
-        if not pairs:
-            return []
+        if not made:
+            return step.gradients
         clock = self.job.clock
         clip = clip_step(
-            pairs,
+            [one.product for one in made],
             None if self.kl_clip.get() is None else self.kl_clip.at(clock),
             self.job.inner_optimizer.learning_rate,
         )
         report = self.job.own(self.states).report
         report.note(clip, self.damping.at(clock), self.job.name)
-        return [p * tf.cast(clip.factor, p.dtype) for _, p in pairs]
+        return put_back(made, clip.factor, step.gradients)
 
     # --------------------------------------------------- binding and state
     @override

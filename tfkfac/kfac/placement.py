@@ -60,6 +60,18 @@ class Placement:
         """The blocks, in the order of the layers."""
         return self.registry.blocks
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether gradients may be preconditioned by their rows.
+
+        Every worker has to do it with its own ones.
+        """
+        everywhere = all(
+            len(layer.gradient_workers) == self.topology.replicas
+            for layer in self.plan.layers
+        )
+        return self.solver.takes_rows and everywhere
+
     def factor_bytes(self, rank: int, layer: int) -> int:
         """Bytes of the factors of a block that a worker keeps."""
         block = self.blocks[layer]
