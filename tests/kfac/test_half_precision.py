@@ -175,7 +175,9 @@ def test_what_is_not_finite_is_rejected(solver: str, dtype: str) -> None:
             np.testing.assert_array_equal(tensor.numpy(), old)
         W = tf.random.stateless_normal(block.gradient_shape, [0, 1])
         P = decomposition.apply(MatrixGradient(W)).matrix
-        np.testing.assert_array_equal(P, W)
+        # The identity, in whose dtype the product is.
+        half = (solver, dtype) == ("inverse", "bfloat16")
+        np.testing.assert_allclose(P, W, rtol=2**-8 if half else 0)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

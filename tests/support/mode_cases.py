@@ -146,6 +146,14 @@ for solver_ in ("inverse", "eigen"):
         assignment="compute",
         **EVERY_STEP,
     )
+for where_, mode_, slow_ in [
+    ("two", "comm_opt", False),
+    ("two", "mem_opt", True),
+    ("four", "hybrid_opt 1", True),
+    ("mirrored", "comm_opt", False),
+]:
+    add(where_, "rows", mode_, slow=slow_, model="wide")
+add("two", "rows, NaN", "comm_opt", True, model="wide", poison=(3, 1))
 add("two", "late", "dp_kfac", model="cnn", feed="late")
 add("two", "same rows, text", "dp_kfac", True, model="text", feed="same")
 add(

@@ -118,6 +118,19 @@ def small() -> keras.Model:
     )
 
 
+def wide() -> keras.Model:
+    """Layers that are preconditioned by their rows, and one that is not."""
+    return keras.Sequential(
+        [
+            keras.Input((5, 5, 2)),
+            layers.Flatten(),
+            layers.Dense(40, activation="tanh", name="first"),
+            layers.Dense(40, activation="tanh", name="second"),
+            layers.Dense(CLASSES, name="logits"),
+        ]
+    )
+
+
 def batch_norm() -> keras.Model:
     return keras.Sequential(
         [
@@ -141,7 +154,7 @@ def text() -> keras.Model:
 
 
 MODELS: dict[str, Callable[[], keras.Model]] = {
-    f.__name__: f for f in (vision, cnn, small, batch_norm, text)
+    f.__name__: f for f in (vision, cnn, small, wide, batch_norm, text)
 }
 
 # -------------------------------------------------------------- optimizers

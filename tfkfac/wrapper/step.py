@@ -243,7 +243,7 @@ class Step:
         """
         for i in indices:
             self.gradients[i] = None
-        self._bounds.append(tf.cast(bound, tf.float32))
+        self._bounds.append(bound)
 
     @property
     def share(self) -> tf.Tensor | None:
