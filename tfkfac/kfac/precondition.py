@@ -126,9 +126,8 @@ def _apply(
     for limit, members in undecided.items():
         results = _decide([parts[i] for i in members], limit)
         made.update(zip(members, results, strict=True))
-    return [made[i][0] for i in sorted(made)], [
-        made[i][1] for i in sorted(made)
-    ]
+    ordered = [made[i] for i in range(len(parts))]
+    return [new for new, _ in ordered], [product for _, product in ordered]
 
 
 def _decide(

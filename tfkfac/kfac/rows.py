@@ -89,6 +89,7 @@ def most_rows(factors: Mapping[str, Factor], workers: int) -> int:
 def bound(rows: RowGradient) -> tf.Tensor:
     """A number that is finite only if `a^T g` is.
 
-    No element of it is larger than the product of the norms.
+    No element of it is larger than the product of the norms, which this is but
+    for a factor.
     """
-    return tf.nn.l2_loss(rows.a) * tf.nn.l2_loss(rows.g)
+    return tf.sqrt(tf.nn.l2_loss(rows.a)) * tf.sqrt(tf.nn.l2_loss(rows.g))
