@@ -29,6 +29,7 @@ from tests.support.mode_cases import (
     JOBS,
     LOOPS,
     REFUSALS,
+    TURNS,
     Result,
     alone,
     assert_close,
@@ -97,6 +98,22 @@ def test_equals_one_process(results, name):
         assert_close(
             worker, single["weights"], SINGLE if single_precision else EXACT
         )
+
+
+@pytest.mark.parametrize("name", JOBS.params(TURNS))
+def test_turns_are_those_of_one_process(results, name):
+    """Whatever the workers: steps and turns are of the model alone."""
+    workers = results(name)
+    assert_same_bits(workers)
+    solver = TURNS[name].get("solver", "inverse")
+    single = workers_modes.train_in_turns(None, model="vision", solver=solver)
+    same = [n for n in names("vision", solver=solver) if n.startswith("two")]
+    at_once = alone(same[0])
+    # The first turn at 1, 5 and 9, the second at 3 and 7, both at the start.
+    assert {pair for w in workers for pair in w["updates"]} == {(5, 6)}
+    for worker in workers:
+        assert_close(worker, single["weights"])
+        assert distance(worker["weights"], at_once["weights"]) > 1e-4
 
 
 @pytest.mark.parametrize("name", JOBS.params(names("cnn")))

@@ -240,12 +240,23 @@ FITS = {
     "two: DATA": {"rows": 13, "policy": "DATA", "distribution": "dp_kfac"},
     "two: OFF": {"rows": 12, "policy": "OFF"},
 }
+# Decompositions in turns: the arguments of `workers_modes.train`.
+TURNS = {
+    "two: turns": {"distribution": "comm_opt"},
+    "four: turns": {
+        "distribution": "hybrid_opt",
+        "gradient_worker_fraction": 0.5,
+        "solver": "eigen",
+    },
+}
 LOOPS = {"two: loop": "comm_opt", "mirrored: loop": "dp_kfac"}
 REFUSALS = [f"{where}: refusals" for where in ("two", "four", "mirrored")]
 DISAGREEMENTS = [f"{where}: disagreement" for where in ("two", "four")]
 
 for name_, kwargs_ in FITS.items():
     JOBS.add(name_, "fit", **kwargs_)
+for name_, kwargs_ in TURNS.items():
+    JOBS.add(name_, "train_in_turns", model="vision", **kwargs_)
 for name_, mode_ in LOOPS.items():
     JOBS.add(name_, "loop", mode_)
 for name_ in REFUSALS:

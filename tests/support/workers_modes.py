@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -20,6 +21,7 @@ import tfkfac
 from tests.support.ports import address, claim_ports
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
+from tfkfac.kfac import schedule
 
 CLASSES = 3
 TOKENS = 6
@@ -301,6 +303,12 @@ def train(
             callbacks=[Setter(changes or {})],
         )
     return {"start": start} | describe(kind, network)
+
+
+def train_in_turns(kind: str | None, **kwargs: Any) -> dict[str, Any]:
+    """`train`, with decompositions in turns however small they are."""
+    with mock.patch.multiple(schedule, _WORTH_A_TURN=1, _SLACK=1):
+        return train(kind, **kwargs)
 
 
 def compiled(

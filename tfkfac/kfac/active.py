@@ -10,8 +10,10 @@ from tfkfac.blocks import Block, RowGradient, Statistic
 from tfkfac.blocks.passes import records_of
 from tfkfac.capture.record import Record
 from tfkfac.capture.taps import Tap
+from tfkfac.distributed.collectives import Communicator
 from tfkfac.factors import Tensors
 from tfkfac.kfac.memory import memory_of
+from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import Preconditioner
 from tfkfac.linalg.symmetric import all_finite
 from tfkfac.solvers import Solver
@@ -166,6 +168,39 @@ def update_averages(
         "statistics are not finite, the factors keep their values.",
     )
     return tf.cast(any_of(taken), tf.int64)
+
+
+def renew_decompositions(
+    active: Sequence[ActiveBlock],
+    placement: Placement,
+    group: Communicator,
+    damping: tf.Tensor,
+    due: tf.Tensor,
+) -> tf.Tensor:
+    """Owners decompose -> gradient workers receive, if that is due.
+
+    Args:
+        active: The blocks of one turn.
+        placement: Who does what of them.
+        group: This worker's collectives.
+        damping: The damping.
+        due: Whether their turn has come.
+
+    Returns:
+        Scalar bool, whether any block was decomposed.
+    """
+
+    def renew() -> tf.Tensor:
+        made = decompose_owned(active, placement.solver, damping)
+        parts = placement.exchange.share_decompositions(
+            group, made, [one.position for one in active]
+        )
+        replace_decompositions(active, parts, damping, due)
+        return tf.constant(0)
+
+    wanted = any_of([is_wanted(one.state, due) for one in active])
+    tf.cond(wanted, renew, lambda: tf.constant(0))
+    return wanted
 
 
 def decompose_owned(

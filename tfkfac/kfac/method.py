@@ -19,9 +19,7 @@ from tfkfac.kfac.active import (
     ActiveBlock,
     active_blocks,
     any_of,
-    decompose_owned,
-    is_wanted,
-    replace_decompositions,
+    renew_decompositions,
     report_unexplained,
     update_averages,
 )
@@ -40,7 +38,7 @@ from tfkfac.kfac.precondition import (
     put_back,
 )
 from tfkfac.kfac.rows import with_rows
-from tfkfac.kfac.schedule import FACTOR_INTERVALS, INVERSE_INTERVALS, is_due
+from tfkfac.kfac.schedule import factor_steps, inverse_steps, turns_due
 from tfkfac.kfac.settings import Settings
 from tfkfac.kfac.state import State
 from tfkfac.kfac.summary import describe
@@ -210,13 +208,13 @@ class KFACMethod(Method):
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Whether an interval ends here, and whether a block has nothing."""
-        measured = FACTOR_INTERVALS
-        due = is_due(self.factor_update_interval, measured, self.job.clock)
+        clock = self.job.clock
+        steps = factor_steps(self.factor_update_interval, clock)
         late = [
             tf.equal(one.state.observed, 0)
             for one in self.observed(layers, step)
         ]
-        return due, any_of(late)
+        return tf.equal(clock % steps, 0), any_of(late)
 
     def update_factors(
         self,
@@ -241,23 +239,24 @@ class KFACMethod(Method):
     def update_inverses(
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> None:
-        """Owners decompose -> gradient workers receive, if that is due."""
+        """Decomposes the blocks whose turn has come."""
         state, placement = self.job.own(self.states), self.placement
-        measured = INVERSE_INTERVALS
-        due = is_due(self.inverse_update_interval, measured, self.job.clock)
-
-        def update() -> tf.Tensor:
-            damping = self.damping.at(self.job.clock)
-            made = decompose_owned(layers, placement.solver, damping)
-            parts = placement.exchange.share_decompositions(
-                step.group, made, [one.position for one in layers]
-            )
-            replace_decompositions(layers, parts, damping, due)
-            return state.inverse_updates.assign_add(1)
-
-        done = state.inverse_updates
-        wanted = any_of([is_wanted(one.state, due) for one in layers])
-        tf.cond(wanted, update, lambda: tf.convert_to_tensor(done))
+        clock = self.job.clock
+        turns: dict[int, list[ActiveBlock]] = {}
+        for one in layers:
+            turns.setdefault(placement.turns[one.position], []).append(one)
+        due = turns_due(
+            max(placement.turns, default=0) + 1,
+            inverse_steps(self.inverse_update_interval, clock),
+            factor_steps(self.factor_update_interval, clock),
+            clock,
+        )
+        damping = self.damping.at(clock)
+        renewed = [
+            renew_decompositions(group, placement, step.group, damping, due[k])
+            for k, group in sorted(turns.items())
+        ]
+        state.inverse_updates.assign_add(tf.cast(any_of(renewed), tf.int64))
 
     def precondition(
         self, layers: Sequence[ActiveBlock], step: Step

@@ -69,7 +69,11 @@ class KFAC(SecondOrderOptimizer):
             integer, a schedule or a callable of the iteration. None is every
             step at first, every 5 from step 20, every 10 from step 100.
         inverse_update_interval: The same for the decompositions. None is 5
-            at first, 20 from step 20, 50 from step 100.
+            at first, 20 from step 20, 50 from step 100. Each is renewed once
+            in an interval: where they are little work, all at its start; in
+            a large model in up to four turns over the interval, so that no
+            step takes much longer than the others. The first ones are made
+            as soon as there are factors.
         kl_clip: Largest squared length of a step in the Fisher metric, as a
             number, a schedule or a callable; None switches it off. Defaults
             to 0.02.
@@ -238,7 +242,7 @@ class KFAC(SecondOrderOptimizer):
 
     @property
     def inverse_updates(self) -> tf.Variable:
-        """Number of updates of the decompositions so far."""
+        """Number of steps so far that have renewed decompositions."""
         return self._method.states[0].inverse_updates
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
@@ -277,7 +281,7 @@ class KFAC(SecondOrderOptimizer):
 
         Returns:
             For a "plain" step, one that also updates the "factor"s and one
-            that also renews the "inverse"s, the bytes of "gradients",
+            that also renews all "inverse"s, the bytes of "gradients",
             "factors", "decompositions" and "preconditioned_gradients".
         """
         return super().communication_bytes()

@@ -8,6 +8,7 @@ from tfkfac.distributed.topology import Topology
 from tfkfac.distributed.traffic import all_reduce_bytes
 from tfkfac.factors import stored_parts
 from tfkfac.kfac.exchange import Exchange, Kinds, step_bytes
+from tfkfac.kfac.schedule import take_turns
 from tfkfac.kfac.settings import Settings
 from tfkfac.solvers import Solver
 
@@ -20,6 +21,9 @@ class Placement:
         topology: The workers.
         solver: The solver.
         settings: How the work is distributed.
+
+    Attributes:
+        turns: The turn in which each block is decomposed.
     """
 
     def __init__(
@@ -33,25 +37,30 @@ class Placement:
         self.topology = topology
         self.solver = solver
         self.settings = settings
+        factors = [block.factors for block in registry.blocks]
+        self.turns = take_turns(
+            [sum(f.operations for f in kinds.values()) for kinds in factors]
+        )
         self.plan = Plan(
             settings.mode,
             topology.replicas,
             plan_layers(
-                [block.factors for block in registry.blocks],
+                factors,
                 topology.replicas,
                 settings.distribution,
                 settings.fraction,
                 settings.assignment,
                 solver.whole_layers,
+                self.turns,
             ),
         )
-        factors = settings.factor_dtype
+        wire = settings.factor_dtype
         self.exchange = Exchange(
             self.plan,
             registry.blocks,
             solver,
             settings.symmetric,
-            factors and sum_dtype(factors, topology.hint),
+            wire and sum_dtype(wire, topology.hint),
             settings.inverse_dtype,
         )
 
