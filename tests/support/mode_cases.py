@@ -229,6 +229,34 @@ for solver_, dtype_ in [("inverse", "float16"), ("eigen", "bfloat16")]:
         factor_dtype=dtype_,
         inverse_dtype=dtype_,
     )
+HALF: dict[str, dict[str, Any]] = {
+    dtype: {"factor_dtype": dtype, "inverse_dtype": dtype}
+    for dtype in ("bfloat16", "float16")
+}
+# The inputs of the hidden layer, 51 with the bias, as a sketch.
+for where_, mode_, solver_, slow_, kwargs_ in [
+    ("two", "comm_opt", "inverse", False, {"symmetric_communication": True}),
+    ("two", "mem_opt", "eigen", False, {}),
+    ("two", "dp_kfac", "inverse", False, {"feed": "same"}),
+    ("two", "comm_opt", "eigen_outer", True, {}),
+    ("two", "dp_kfac", "eigen", True, {"feed": "same"}),
+    ("four", "hybrid_opt 1/2", "inverse", True, {}),
+    ("four", "hybrid_opt 1/4", "eigen", True, {}),
+    ("mirrored", "comm_opt", "inverse", True, {}),
+    ("two", "hybrid_opt 1/2", "inverse", True, HALF["bfloat16"]),
+    ("two", "mem_opt", "inverse", True, HALF["float16"]),
+]:
+    add(
+        where_,
+        f"sketch, {solver_}",
+        mode_,
+        slow_,
+        model="small",
+        solver=solver_,
+        max_factor_dim=10,
+        factor_rank=3,
+        **kwargs_,
+    )
 # Step and worker of a batch of NaN.
 add("two", "NaN", "comm_opt", model="cnn", poison=(3, 1))
 add("two", "NaN", "dp_kfac", slow=True, model="cnn", poison=(0, 0))

@@ -10,7 +10,7 @@ from typing_extensions import override
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.gradient import LayerGradient, RowGradient
 from tfkfac.blocks.rows import append_one, stack_bias
-from tfkfac.factors import Dense, Factor, Stack
+from tfkfac.factors import Factor
 
 
 class MatrixBlock(Block):
@@ -74,7 +74,9 @@ class MatrixBlock(Block):
         }
 
     def _kind(self, size: int) -> Factor:
-        return Stack(self.groups, size) if self.groups else Dense(size)
+        if self.groups:
+            return self.limit.stack(self.groups, size)
+        return self.limit.matrix(size)
 
     @override
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -94,6 +94,10 @@ class Factor(abc.ABC):
     def as_matrix(self, value: tf.Tensor) -> tf.Tensor:
         """The matrix written out, `(*stack_shape, size, size)`."""
 
+    def shown(self, value: tf.Tensor) -> tf.Tensor:
+        """The factor as users see it: the matrix, or only its diagonal."""
+        return value
+
     # ---------------------------------------------------- the explicit solver
     @abc.abstractmethod
     def inverse_parts(self) -> dict[str, Part]:
@@ -167,3 +171,13 @@ class Factor(abc.ABC):
             side: The side on which the factor stands.
             back: Whether from the eigenbasis.
         """
+
+    def widen(self, values: tf.Tensor, side: Side) -> tf.Tensor:
+        """One number for each coordinate in the eigenbasis.
+
+        Args:
+            values: One for each eigenvalue of `eigen` along an axis of a
+                gradient matrix, which several coordinates may share.
+            side: The side on which the factor stands.
+        """
+        return values

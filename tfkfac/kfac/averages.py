@@ -70,10 +70,12 @@ class FactorAverages(Tracked):
 
     def values(self) -> dict[str, tf.Tensor]:
         """The factors kept, by name; zeros before the first update."""
-        return {
-            name: tf.math.divide_no_nan(average, self.weight)
-            for name, average in zip(self.names, self.averages, strict=True)
-        }
+        return {name: self.value(name) for name in self.names}
+
+    def value(self, name: str) -> tf.Tensor:
+        """One of the factors kept."""
+        average = self.averages[self.names.index(name)]
+        return tf.math.divide_no_nan(average, self.weight)
 
     def means(self, values: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Mean eigenvalue of every factor of the block.

@@ -15,6 +15,7 @@ from tfkfac.capture.walk import SkipRule
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.compat.tracking import Tracked
 from tfkfac.distributed.traffic import gradient_bytes
+from tfkfac.factors import Limit
 from tfkfac.kfac.active import (
     ActiveBlock,
     active_blocks,
@@ -40,7 +41,7 @@ from tfkfac.kfac.precondition import (
 from tfkfac.kfac.rows import with_rows
 from tfkfac.kfac.schedule import factor_steps, inverse_steps, turns_due
 from tfkfac.kfac.settings import Settings
-from tfkfac.kfac.state import State
+from tfkfac.kfac.state import State, kept_factors
 from tfkfac.kfac.summary import describe
 from tfkfac.saving.store import Entry
 from tfkfac.solvers import SOLVERS
@@ -66,6 +67,7 @@ class KFACMethod(Method):
         weight_sharing: "expand", "reduce" or "average".
         settings: How the work is distributed.
         max_factor_dim: Most rows of a factor kept as a whole matrix, or None.
+        factor_rank: Rank to which wider ones are approximated.
         skip_layers: Layers to leave to the inner optimizer.
         gradient_accumulation_steps: Micro-batches of a step, or None.
     """
@@ -79,6 +81,7 @@ class KFACMethod(Method):
         "factor_decay",
         "weight_sharing",
         "max_factor_dim",
+        "factor_rank",
     )
 
     def __init__(
@@ -93,6 +96,7 @@ class KFACMethod(Method):
         weight_sharing: str,
         settings: Settings,
         max_factor_dim: int | None,
+        factor_rank: int,
         skip_layers: tuple[SkipRule, ...],
         gradient_accumulation_steps: int | None = None,
     ) -> None:
@@ -105,6 +109,7 @@ class KFACMethod(Method):
         self.weight_sharing = weight_sharing
         self.settings = settings
         self.max_factor_dim = max_factor_dim
+        self.factor_rank = factor_rank
         self.skip_layers = skip_layers
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.states: tuple[State, ...] = ()
@@ -302,7 +307,9 @@ class KFACMethod(Method):
         if self._placement is None:
             self._placement = Placement(
                 build_registry(
-                    self.job.model, self.skip_layers, self.max_factor_dim
+                    self.job.model,
+                    self.skip_layers,
+                    Limit(self.max_factor_dim, self.factor_rank),
                 ),
                 self.job.topology,
                 SOLVERS[self.solver](),
@@ -365,22 +372,11 @@ class KFACMethod(Method):
             f"{self.solver}, inner optimizer "
             f"{type(self.job.inner_optimizer).__name__}"
         )
-        return describe(self.placement, title)
+        return describe(self.placement, self.states, title)
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
         """Bias-corrected averages that this process keeps, by layer path."""
-        kept = {}
-        replicas = [state.preconditioners for state in self.states]
-        for copies in zip(*replicas, strict=True):
-            found = {
-                name: value.numpy()
-                for p in copies
-                if p.factors is not None
-                for name, value in p.factors.values().items()
-            }
-            if found:
-                kept[copies[0].block.path] = dict(sorted(found.items()))
-        return kept
+        return kept_factors(self.states)
 
     @override
     def state_bytes(self) -> dict[str, int]:

@@ -107,11 +107,17 @@ class KFAC(SecondOrderOptimizer):
             in it are sent as float32.
         inverse_dtype: Dtype of decompositions in storage and on the wire, the
             same choice. They are computed in float32 or better.
-        max_factor_dim: Most rows of a factor that is kept as a whole matrix.
-            A layer with a wider one is left to the inner optimizer (memory
-            grows with the square of the width, the work of decompositions
-            with its cube). None is no limit. Defaults to 16,384, whose matrix
-            takes 1 GB in float32.
+        max_factor_dim: Most rows of a factor that is kept as a whole matrix:
+            its memory grows with the square of the width, the work of its
+            decomposition with the cube. Of a wider one the product with
+            `factor_rank` fixed columns is kept, sent and averaged, from which
+            Nystroem's approximation is made. Its decomposition acts on the
+            leading directions, and as a multiple of the identity on all
+            others; `summary` says how much of the trace is in the leading
+            ones. None is no limit. Defaults to 16,384, whose matrix takes 1 GB
+            in float32.
+        factor_rank: Number of these columns, at least 1; one less than the
+            factor has rows if these are fewer. Defaults to 64.
         skip_layers: Names, regular expressions (they match a layer's whole
             name or path) or classes of layers to leave to the inner optimizer.
         gradient_accumulation_steps: Number of micro-batches, at least 2, that
@@ -138,6 +144,7 @@ class KFAC(SecondOrderOptimizer):
     factor_decay: float
     weight_sharing: str
     max_factor_dim: int | None
+    factor_rank: int
 
     def __init__(
         self,
@@ -157,6 +164,7 @@ class KFAC(SecondOrderOptimizer):
         factor_dtype: str | None = None,
         inverse_dtype: str | None = None,
         max_factor_dim: int | None = 16384,
+        factor_rank: int = 64,
         skip_layers: Iterable[Any] = (),
         gradient_accumulation_steps: int | None = None,
         learning_rate: Any = None,
@@ -198,6 +206,7 @@ class KFAC(SecondOrderOptimizer):
             max_factor_dim=None
             if max_factor_dim is None
             else check_count("max_factor_dim", max_factor_dim, 1),
+            factor_rank=check_count("factor_rank", factor_rank, 1),
             skip_layers=check_skip_layers(skip_layers),
             gradient_accumulation_steps=take_over_accumulation(
                 inner, gradient_accumulation_steps
@@ -251,7 +260,9 @@ class KFAC(SecondOrderOptimizer):
         Returns:
             For each layer path its "A" and "G" as arrays, those that this
             process keeps, on all of its replicas; zeros before the first
-            update. A block without one of the two leaves it out.
+            update. A diagonal is a vector; of a factor with more than
+            `max_factor_dim` rows it is the approximation, written out as a
+            matrix. A block without one of the two leaves it out.
 
         Raises:
             ValueError: If the optimizer has not been built by a first step.

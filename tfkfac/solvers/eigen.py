@@ -69,9 +69,11 @@ class EigenSolver(Solver):
         # What is lost in a rotation, the damping may make large.
         kept = {k: tf.cast(t, matrix.dtype) for k, t in decomposition.items()}
         bases = {name: of_factor(name, kept) for name in sides}
+        outer = kept["D"]
         for name, side in sides.items():
             matrix = factors[name].rotate(bases[name], matrix, side)
-        matrix = matrix * kept["D"]
+            outer = factors[name].widen(outer, side)
+        matrix = matrix * outer
         for name, side in sides.items():
             matrix = factors[name].rotate(bases[name], matrix, side, back=True)
         return MatrixGradient(matrix)
