@@ -47,7 +47,8 @@ class Job:
 
     Attributes:
         first_step: Seconds and processor seconds of the first step, from the
-            call on, with tracing but without building the model.
+            making of the optimizer's state on, with tracing; the model is
+            there already.
         steps: Number of steps so far.
 
     Raises:
@@ -154,7 +155,7 @@ def _environments(
         "CUDA_VISIBLE_DEVICES": "-1",
         "OMP_NUM_THREADS": threads,
         "PYTHONPATH": os.pathsep.join(str(part) for part in path if part),
-        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
         "TF_NUM_INTRAOP_THREADS": threads,
         "TF_NUM_INTEROP_THREADS": "2",
     }

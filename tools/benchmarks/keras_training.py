@@ -1,7 +1,5 @@
 """Training in Keras, a step at a time."""
 
-import contextlib
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -29,30 +27,32 @@ _FIRST_ORDER: dict[str, Callable[..., Any]] = {
 
 
 class KerasTraining:
-    """A compiled model and its batch.
+    """A model, its optimizer and a batch.
 
-    On several workers (`TF_CONFIG`) it is that of all of them together.
+    On several workers (`TF_CONFIG`) the batch is that of all of them together.
     """
 
     def __init__(self, task: Task) -> None:
         keras.utils.set_random_seed(0)
         self._mode = task.mode
-        self._is_distributed = _workers() > 1
-        with _scope():
+        self._strategy = _strategy()
+        with self._strategy.scope():
             self._model = build(task.model)
             self._optimizer = make_optimizer(task.optimizer, task.arguments)
-            loss = (
-                pixels_cross_entropy
-                if task.model == "M4"
-                else keras.losses.SparseCategoricalCrossentropy(
-                    from_logits=True
-                )
-            )
-            self._model.compile(self._optimizer, loss)
+        self._loss = (
+            pixels_cross_entropy
+            if task.model == "M4"
+            else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        )
         self._batch = make_batch(task.model, task.batch)
 
     def run(self, end_of_step: Callable[[], bool]) -> None:
-        """Trains until `end_of_step`, called after each step, says no."""
+        """Compiles; trains until `end_of_step`, after each step, says no."""
+        with self._strategy.scope():
+            self._model.compile(self._optimizer, self._loss)
+            # Variables made in the first trace would cost Keras' optimizers,
+            # though not ours, a second one.
+            self._optimizer.build(self._model.trainable_variables)
         if self._mode == "fit":
             self._fit(end_of_step)
             return
@@ -88,7 +88,7 @@ class KerasTraining:
 
     def _fit(self, end_of_step: Callable[[], bool]) -> None:
         x, y = self._batch
-        rest = max(len(x) // 3, _workers())
+        rest = max(len(x) // 3, self._strategy.num_replicas_in_sync)
         last = tf.data.Dataset.from_tensors((x[:rest], y[:rest]))
 
         def note(batch: int, logs: Any) -> None:
@@ -113,7 +113,7 @@ class KerasTraining:
         facts = {}
         if hasattr(self._optimizer, "state_bytes"):
             facts["state_bytes"] = self._optimizer.state_bytes()["total"]
-            if self._is_distributed:
+            if self._strategy.num_replicas_in_sync > 1:
                 facts["communication_bytes"] = (
                     self._optimizer.communication_bytes()
                 )
@@ -145,14 +145,10 @@ def pixels_cross_entropy(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(losses, -1)
 
 
-def _workers() -> int:
-    config = json.loads(os.environ.get("TF_CONFIG", "{}"))
-    return len(config.get("cluster", {}).get("worker", [""]))
-
-
-def _scope() -> contextlib.AbstractContextManager:
-    if _workers() == 1:
-        return contextlib.nullcontext()
+def _strategy() -> tf.distribute.Strategy:
+    """That of the cluster this process belongs to, if any."""
+    if "TF_CONFIG" not in os.environ:
+        return tf.distribute.get_strategy()
     import tfkfac
 
-    return tfkfac.MultiWorkerMirroredStrategy().scope()
+    return tfkfac.MultiWorkerMirroredStrategy()
