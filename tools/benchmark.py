@@ -98,7 +98,7 @@ def show(options: argparse.Namespace, rows: Sequence[Row]) -> None:
         print(f"\n{report.markdown(rows)}")
     if options.readme:
         report.write_readme(README, report.markdown(rows))
-    if options.plot:
+    if options.plot and any("mixes" in row for row in rows):
         plots.save_steps(options.plot, rows)
 
 
@@ -137,6 +137,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.mode = "fit" if options.workers > 1 else "function"
     if options.workers > 1 and options.mode != "fit":
         parser.error("several workers run in --mode fit only")
+    if options.first_step and options.plot:
+        parser.error("--first-step has no plot")
     if shutil.which(options.torch_python) is None:
         parser.error(f"--torch-python: no program {options.torch_python!r}")
     names = README_MODELS, README_VARIANTS

@@ -36,6 +36,12 @@ def input_shape(model: str) -> tuple[int, ...]:
     return (size[0],) if size else _SHAPES[model]
 
 
+def classes(model: str) -> int:
+    """Number of classes of a classifier: the units of an mlp, else 10."""
+    size = mlp_size(model)
+    return size[0] if size else CLASSES
+
+
 def make_batch(model: str, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets; images have their channels last."""
     random = np.random.RandomState(0)
@@ -48,4 +54,4 @@ def make_batch(model: str, size: int) -> tuple[np.ndarray, np.ndarray]:
         ).astype("int32")
         return text[:, :-1], text[:, 1:]
     x = random.rand(size, *input_shape(model)).astype("float32")
-    return x, x if model == "M4" else random.randint(0, CLASSES, size)
+    return x, x if model == "M4" else random.randint(0, classes(model), size)

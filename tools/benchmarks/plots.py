@@ -47,8 +47,7 @@ def save_growth(path: pathlib.Path, growth: Sequence[dict[str, Any]]) -> None:
                 line["sizes"],
                 line["values"],
                 marker="o",
-                label=f"{line['quantity']}: {line['exponent']:.2f}"
-                f" (counted {line['counted_exponent']:.2f})",
+                label=f"{line['quantity']}, exponent {line['exponent']:.2f}",
             )
         for row, unit in enumerate(("seconds", "bytes")):
             panels[row, column].set(

@@ -138,8 +138,9 @@ def factor_traffic(size: Size) -> float:
 
 
 def inverse_traffic(size: Size) -> float:
-    """And the inverses that other workers have computed."""
-    return factor_traffic(size) + 2 * size.factors * size.reduced
+    """Received where inverses are renewed: those of the other workers."""
+    others = 1 - 1 / size.workers
+    return 4 * (size.weights * size.reduced + size.factors * others)
 
 
 # Operations for seconds, bytes for bytes; for the first step layers.
