@@ -66,7 +66,8 @@ WRONG: list[tuple[str, Any, str]] = [
         for value in (0.5, 0, -1, 2, NAN, "0.5")
     ),
     *(
-        ("max_factor_dim", value, "an integer of at least 1")
+        (name, value, "an integer of at least 1")
+        for name in ("max_factor_dim", "factor_rank")
         for value in (0, -1, 10.0, "10", True, NAN)
     ),
     *(
@@ -193,6 +194,7 @@ def test_defaults() -> None:
         "factor_dtype": None,
         "inverse_dtype": None,
         "max_factor_dim": 16384,
+        "factor_rank": 64,
         "skip_layers": [],
     }
     assert {name: config[name] for name in want} == want
@@ -292,6 +294,7 @@ NUMBERS: dict[str, Any] = {
     "factor_dtype": "bfloat16",
     "inverse_dtype": "float16",
     "max_factor_dim": 100,
+    "factor_rank": 8,
     "name": "other",
 }
 

@@ -93,7 +93,6 @@ def test_what_the_user_skips_does_not_count() -> None:
 
     assert not compiling(model(), skip_layers=["large"])
     assert not compiling(model(), skip_layers=[".*"])
-    assert compiling(model(), max_factor_dim=20)
 
 
 def test_it_is_said_once() -> None:

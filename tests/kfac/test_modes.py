@@ -29,6 +29,7 @@ from tests.support.mode_cases import (
     JOBS,
     LOOPS,
     REFUSALS,
+    TURNS,
     Result,
     alone,
     assert_close,
@@ -99,6 +100,22 @@ def test_equals_one_process(results, name):
         )
 
 
+@pytest.mark.parametrize("name", JOBS.params(TURNS))
+def test_turns_are_those_of_one_process(results, name):
+    """Whatever the workers: steps and turns are of the model alone."""
+    workers = results(name)
+    assert_same_bits(workers)
+    solver = TURNS[name].get("solver", "inverse")
+    single = workers_modes.train_in_turns(None, model="vision", solver=solver)
+    same = [n for n in names("vision", solver=solver) if n.startswith("two")]
+    at_once = alone(same[0])
+    # The first turn at 1, 5 and 9, the second at 3 and 7, both at the start.
+    assert {pair for w in workers for pair in w["updates"]} == {(5, 6)}
+    for worker in workers:
+        assert_close(worker, single["weights"])
+        assert distance(worker["weights"], at_once["weights"]) > 1e-4
+
+
 @pytest.mark.parametrize("name", JOBS.params(names("cnn")))
 def test_definition(results, name):
     workers = results(name)
@@ -154,12 +171,16 @@ def test_state_is_what_the_plan_says(results, name):
         for layer, (_, shapes) in zip(plan, worker["shapes"], strict=True):
             owned = [shapes[f] for f in layer.owned_by(rank)]
             expected["factors"] += width * sum(map(elements, owned))
-            decomposed += sum(len(shape) > 1 for shape in owned)
+            # Of a sketch twice, to approximate it and then.
+            decomposed += sum(
+                (len(shape) > 1) + is_sketch(shape) for shape in owned
+            )
             if rank in layer.gradient_workers:
                 size = decomposition_elements(shapes, solver)
                 if options.get("inverse_dtype") == "float16":
                     # A power of two beside each, and an outer product's.
                     size += len(shapes) + (solver == "eigen")
+                    size += sum(map(is_sketch, shapes.values()))
                 expected["decompositions"] += inverse_width * size
         assert kept == expected | {"total": sum(expected.values())}
         if len(workers) > 1:
@@ -215,13 +236,27 @@ def elements(shape: Sequence[int]) -> int:
 
 
 def decomposition_elements(shapes: Mapping[str, Any], solver: str) -> int:
-    """Inverses; or eigenvectors and the outer sum of the eigenvalues."""
+    """Inverses; or eigenvectors and the outer sum of the eigenvalues.
+
+    Of a sketch, which has a row more, as many vectors; and their number of
+    eigenvalues and one, or one number.
+    """
+    total = sum(
+        elements(shape) - is_sketch(shape) * shape[-1]
+        for shape in shapes.values()
+        if solver == "inverse" or len(shape) > 1
+    )
     if solver == "inverse":
-        return sum(map(elements, shapes.values()))
-    matrices = [s for s in shapes.values() if len(s) > 1]
-    inputs = shapes["A"][-1] if "A" in shapes else 1
-    outer = elements(shapes["G"][:-1]) * inputs
-    return sum(map(elements, matrices)) + outer
+        return total + sum(map(is_sketch, shapes.values()))
+    inputs, outputs = (
+        shapes[name][-1] + is_sketch(shapes[name]) if name in shapes else 1
+        for name in ("A", "G")
+    )
+    return total + elements(shapes["G"][:-2]) * inputs * outputs
+
+
+def is_sketch(shape: Sequence[int]) -> bool:
+    return len(shape) > 1 and shape[-1] != shape[-2]
 
 
 @pytest.mark.parametrize(
@@ -284,12 +319,23 @@ def test_communication_is_what_the_plan_says(results, name):
             for kind in ("Reduce", "BcastSend", "BcastRecv")
         }
         assert sum(map(len, kinds.values())) == len(ops)
-        # The rows of all workers, and all gradients at once.
+        # The rows of all workers, and all gradients at once. What is made of
+        # the rows of two layers comes later, with two more numbers for each.
         rows, gradients = kinds[0, "Reduce"]
+        late = kinds[1, "Reduce"]
+        more = 0
+        if options_of(name)["model"] == "wide" and mode != "mem_opt":
+            wide, products = late
+            assert wide.elements == 51 * 40 + 41 * 40
+            assert products.elements == 2
+            more = ring(count, [products, products])
+        else:
+            assert not late
         assert rows.elements == 1
         reported = worker["communication_bytes"]
         for kind, row in reported.items():
-            assert row["gradients"] == ring(count, [gradients])
+            sums = ring(count, [gradients, *late])
+            assert row["gradients"] == sums - more
             assert row["preconditioned_gradients"] == total(
                 kinds[1, "BcastRecv"]
             )
@@ -300,10 +346,9 @@ def test_communication_is_what_the_plan_says(results, name):
                 kinds[2, "BcastRecv"]
             )
         assert not kinds[0, "BcastSend"] + kinds[0, "BcastRecv"]
-        assert not kinds[1, "Reduce"]
         fraction = options_of(name).get("gradient_worker_fraction")
         if mode == "comm_opt" or fraction == 1:
-            assert not [o for o in ops if o.depth == 1]
+            assert kinds[1, "Reduce"] == [o for o in ops if o.depth == 1]
             assert reported["plain"]["preconditioned_gradients"] == 0
         if mode == "dp_kfac":
             assert not [o for o in ops if o.depth == 2]

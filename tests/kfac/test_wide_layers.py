@@ -1,19 +1,41 @@
 """Layers whose factors are large."""
 
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support.small import compiled_mlp, data, gradients_of
+from tests.support.harness import assert_close, compiled, randomize
+from tests.support.reference import (
+    Array,
+    append_one,
+    dense_solve,
+    factors,
+    gradient,
+    inverse_solve,
+)
+from tests.support.small import (
+    assert_same,
+    compiled_mlp,
+    curvature,
+    data,
+    everything,
+    gradients_of,
+    kfac_of,
+)
 from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
+from tfkfac.blocks import table
+from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.registry import build_registry
-from tfkfac.factors import Dense, Diagonal, Stack
+from tfkfac.factors import Dense, Diagonal, Factor, Limit, LowRank, Stack
 from tfkfac.kfac.state import Preconditioner
+from tfkfac.linalg.nystroem import probes
 from tfkfac.solvers import SOLVERS
 
 
@@ -29,52 +51,224 @@ def wide() -> Any:
     )
 
 
-@pytest.mark.filterwarnings("ignore:K-FAC preconditions")
-def test_wide_layers_are_left_and_listed() -> None:
+def test_wide_factors_are_sketches() -> None:
     """A matrix may be as wide as the limit; of a stack, each may."""
-    optimizer = bind(wide(), max_factor_dim=10)
-    kept = ["fits", "groups", "depthwise/outputs"]
-    assert list(blocks_of(optimizer)) == kept
-    a = "factor A of 11 x 11 exceeds max_factor_dim=10"
-    g = "factor G of 30 x 30 exceeds max_factor_dim=10"
-    assert leftovers_of(optimizer) == {
-        "inputs:kernel": a,
-        "inputs:bias": a,
-        "outputs:pointwise_kernel": g,
-        "outputs:bias": g,
+    optimizer = bind(wide(), max_factor_dim=10, factor_rank=3)
+    assert leftovers_of(optimizer) == {}
+    kinds = {name: row[1:3] for name, row in blocks_of(optimizer).items()}
+    assert kinds == {
+        "inputs": ["11 x 11, rank 3", "4 x 4"],
+        "fits": ["4 x 4", "4 x 4"],
+        "groups": ["2 of 3 x 3", "2 of 3 x 3"],
+        "depthwise/outputs": ["6 of 1 x 1", "6 of 1 x 1"],
+        "pointwise/outputs": ["7 x 7", "30 x 30, rank 3"],
     }
+
+
+def test_groups_are_sketches_too() -> None:
+    optimizer = bind(wide(), max_factor_dim=2, factor_rank=3)
+    row = blocks_of(optimizer)["groups"]
+    assert row[1:3] == ["2 of 3 x 3, rank 2", "2 of 3 x 3, rank 2"]
 
 
 @pytest.mark.parametrize("limit", [30, None])
 def test_limit_that_nothing_exceeds(limit: int | None) -> None:
-    optimizer = bind(wide(), max_factor_dim=limit)
-    assert leftovers_of(optimizer) == {}
+    rows = blocks_of(bind(wide(), max_factor_dim=limit)).values()
+    assert not any("rank" in cell for row in rows for cell in row)
 
 
-@pytest.mark.filterwarnings("ignore:Model .* has no layer that K-FAC")
+def test_nothing_changes_below_the_limit() -> None:
+    """To the last bit, whatever the rank; the widest factor has 7 rows."""
+    trained = [
+        compiled_mlp(eager=True, max_factor_dim=limit, factor_rank=rank)
+        for limit, rank in ((7, 1), (None, 64))
+    ]
+    for model in trained:
+        for seed in range(2):
+            model.train_on_batch(*data(seed=seed))
+    assert_same(*map(everything, trained))
+
+
 def test_default_limit() -> None:
-    """16,384 with the bias' row; nothing is allocated for a wider one."""
-    for inputs, left in ((16383, False), (16384, True)):
+    """16,384 with the bias' row; no matrix is made for a wider one."""
+    default = tfkfac.KFAC()
+    limit = Limit(default.max_factor_dim, default.factor_rank)
+    for inputs, kind in (
+        (16383, Dense(16384)),
+        (16384, LowRank(16385, 64)),
+    ):
         model = sequential(layers.Dense(1, name="wide"), shape=(inputs,))
-        registry = build_registry(model, (), tfkfac.KFAC().max_factor_dim)
-        assert bool(registry.leftovers) is left
-    optimizer = bind(sequential(layers.Dense(2, name="wide"), shape=(30000,)))
-    assert set(leftovers_of(optimizer).values()) == {
-        "factor A of 30001 x 30001 exceeds max_factor_dim=16384"
-    }
-    assert optimizer.state_bytes()["total"] == 0
+        (block,) = build_registry(model, (), limit).blocks
+        assert block.factors["A"] == kind
+    model = sequential(layers.Dense(2, name="wide"), shape=(30000,))
+    optimizer = bind(model)
+    model.train_on_batch(np.ones((4, 30000)), np.ones((4, 2)))
+    sketch, basis, scale = 64 * 30002, 64 * 30001, 1
+    size = 4 * (sketch + basis + scale + 2 * 2**2)
+    assert optimizer.state_bytes()["total"] == size
 
 
 def test_a_vocabulary_is_no_matrix() -> None:
     """The A of an embedding is diagonal, whatever its size."""
-    tokens = layers.Embedding(50, 3, name="tokens")
+    tokens = layers.Embedding(50, 7, name="tokens")
     optimizer = bind(sequential(tokens, shape=(4,)), max_factor_dim=5)
-    assert list(blocks_of(optimizer)) == ["tokens"]
+    (row,) = blocks_of(optimizer).values()
+    assert row[1:3] == ["diagonal 50", "7 x 7, rank 6"]
+
+
+class Own(tfkfac.blocks.MatrixBlock):
+    """A block that does not know of the limit."""
+
+    kind = "Own"
+    rows = DenseBlock.rows
+
+    @property
+    def factors(self) -> dict[str, Factor]:
+        inputs, outputs = self.matrix_shape
+        return {"A": Dense(inputs + 1), "G": Dense(outputs)}
+
+
+@pytest.mark.filterwarnings("ignore:Model .* has no layer that K-FAC")
+def test_a_matrix_that_a_block_insists_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is left to the inner optimizer rather than made."""
+    monkeypatch.setattr(table, "_registered", {layers.Dense: {"": Own}})
+    model = sequential(layers.Dense(4, name="own"), shape=(10,))
+    reasons = leftovers_of(bind(model, max_factor_dim=10))
+    text = "factor A of 11 x 11 exceeds max_factor_dim=10"
+    assert reasons == {"own:kernel": text, "own:bias": text}
+    assert leftovers_of(bind(model, max_factor_dim=11)) == {}
 
 
 def test_sizes_of_whole_matrices() -> None:
-    kinds = (Dense(7), Stack(9, 3), Diagonal(100))
-    assert [kind.whole_size for kind in kinds] == [7, 3, 0]
+    kinds = (Dense(7), Stack(9, 3), Diagonal(100), LowRank(100, 5))
+    assert [kind.whole_size for kind in kinds] == [7, 3, 0, 0]
+
+
+# ---------------------------------------------------------------- training
+def nystroem(matrix: Array, rank: int) -> Array:
+    """With the rest of the trace on the diagonal."""
+    omega = probes(len(matrix), rank, tf.float64).numpy()
+    product = matrix @ omega
+    low_rank = product @ np.linalg.pinv(omega.T @ product) @ product.T
+    rest = np.trace(matrix - low_rank) / len(matrix)
+    return np.asarray(low_rank + rest * np.eye(len(matrix)))
+
+
+def linear(solver: str, **kwargs: Any) -> Any:
+    """One layer in float64, rate 1, of half the squared error."""
+    model = keras.Sequential(
+        [
+            keras.Input((9,), dtype="float64"),
+            layers.Dense(7, dtype="float64", name="wide"),
+        ]
+    )
+    randomize(model)
+    compiled(model, solver=solver, damping=0.1, **kwargs)
+    return model
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("limit", [6, 9])
+def test_step_by_its_definition(solver: str, limit: int) -> None:
+    """A alone as a sketch, or both."""
+    model = linear(solver, max_factor_dim=limit, factor_rank=4)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(30, 9)), rng.normal(size=(30, 7))
+    kernel, bias = before = model.get_weights()
+    a, g = append_one(x), x @ kernel + bias - y
+    A, G = factors(a[:, None], g[:, None])
+    A = nystroem(A, 4)
+    if limit < 7:
+        G = nystroem(G, 4)
+    W = gradient(a[:, None], g[:, None])
+    want = SOLUTIONS[solver](W, A, G, 0.1)
+    model.train_on_batch(x, y)
+    after = model.get_weights()
+    step = [b - a for b, a in zip(before, after, strict=True)]
+    # The number of rows is in single precision.
+    assert_close(np.concatenate([step[0], step[1][None]]), want, 1e-6)
+    kept = kfac_of(model).factors()["wide"]
+    assert_close(kept["A"], A, 1e-6)
+    assert_close(kept["G"], G, 1e-6)
+
+
+def plain_inverse_solve(W: Array, A: Array, G: Array, damping: float) -> Array:
+    """Both factors with the whole damping."""
+    left = np.linalg.solve(A + damping * np.eye(len(A)), W)
+    right = np.linalg.solve(G + damping * np.eye(len(G)), left.T)
+    return np.asarray(right.T)
+
+
+SOLUTIONS = {
+    "inverse": inverse_solve,
+    "plain_inverse": plain_inverse_solve,
+    "eigen": dense_solve,
+    "eigen_outer": dense_solve,
+}
+
+
+@pytest.mark.parametrize("solver", ["inverse", "eigen"])
+def test_training_where_nothing_is_lost(solver: str) -> None:
+    """On inputs of low rank it is that with whole matrices."""
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(40, 3)) @ rng.normal(size=(3, 9))
+    y = rng.normal(size=(40, 7))
+    found = []
+    for limit in (9, None):
+        model = linear(solver, max_factor_dim=limit, factor_rank=4, inner=0.1)
+        model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        found.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+    assert_close(*found, 1e-7)
+
+
+def test_summary_says_what_a_sketch_explains() -> None:
+    model = linear("inverse", max_factor_dim=9, factor_rank=4)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(30, 9)), rng.normal(size=(30, 7))
+    assert blocks_of(kfac_of(model))["wide"][1] == "10 x 10, rank 4"
+    model.train_on_batch(x, y)
+    A = append_one(x).T @ append_one(x) / 30
+    rest = np.linalg.eigvalsh(nystroem(A, 4))[0]
+    share = 1 - 10 * rest / np.trace(A)
+    assert 0.2 < share < 0.9
+    text = f"10 x 10, rank 4 ({share:.0%} of trace)"
+    assert blocks_of(kfac_of(model))["wide"][1] == text
+
+
+def test_saving(tmp_path: Path) -> None:
+    """Training resumes exactly; another rank is an error, by name."""
+    rng = np.random.default_rng(0)
+    batches = [
+        (rng.normal(size=(5, 9)), rng.normal(size=(5, 7))) for _ in "123"
+    ]
+    arguments = {"max_factor_dim": 6, "factor_rank": 4}
+    model = linear("eigen", **arguments)
+    model.train_on_batch(*batches[0])
+    copy = linear("eigen", **arguments)
+    for name in ("state.weights.h5", "checkpoint"):
+        if name == "checkpoint":
+            saved = tf.train.Checkpoint(model).save(str(tmp_path / name))
+            tf.train.Checkpoint(copy).restore(saved)
+        else:
+            model.save_weights(tmp_path / name)
+            copy.load_weights(tmp_path / name)
+        for one in (model, copy):
+            one.train_on_batch(*batches[1])
+        assert_same(everything(copy), everything(model))
+        for one in (model, copy):
+            one.train_on_batch(*batches[2])
+        assert_same(everything(copy), everything(model))
+    other = linear("eigen", max_factor_dim=6, factor_rank=3)
+    with pytest.raises(ValueError, match=r"does not fit layer 'wide'"):
+        kfac_of(other).load_own_variables(curvature(kfac_of(model)))
+
+
+def test_config_from_before_the_rank() -> None:
+    config = tfkfac.KFAC(max_factor_dim=100).get_config()
+    del config["factor_rank"]
+    assert tfkfac.KFAC.from_config(config).factor_rank == 64
 
 
 # ------------------------------------------------------------------ memory

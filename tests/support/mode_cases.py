@@ -146,6 +146,14 @@ for solver_ in ("inverse", "eigen"):
         assignment="compute",
         **EVERY_STEP,
     )
+for where_, mode_, slow_ in [
+    ("two", "comm_opt", False),
+    ("two", "mem_opt", True),
+    ("four", "hybrid_opt 1", True),
+    ("mirrored", "comm_opt", False),
+]:
+    add(where_, "rows", mode_, slow=slow_, model="wide")
+add("two", "rows, NaN", "comm_opt", True, model="wide", poison=(3, 1))
 add("two", "late", "dp_kfac", model="cnn", feed="late")
 add("two", "same rows, text", "dp_kfac", True, model="text", feed="same")
 add(
@@ -221,6 +229,34 @@ for solver_, dtype_ in [("inverse", "float16"), ("eigen", "bfloat16")]:
         factor_dtype=dtype_,
         inverse_dtype=dtype_,
     )
+HALF: dict[str, dict[str, Any]] = {
+    dtype: {"factor_dtype": dtype, "inverse_dtype": dtype}
+    for dtype in ("bfloat16", "float16")
+}
+# The inputs of the hidden layer, 51 with the bias, as a sketch.
+for where_, mode_, solver_, slow_, kwargs_ in [
+    ("two", "comm_opt", "inverse", False, {"symmetric_communication": True}),
+    ("two", "mem_opt", "eigen", False, {}),
+    ("two", "dp_kfac", "inverse", False, {"feed": "same"}),
+    ("two", "comm_opt", "eigen_outer", True, {}),
+    ("two", "dp_kfac", "eigen", True, {"feed": "same"}),
+    ("four", "hybrid_opt 1/2", "inverse", True, {}),
+    ("four", "hybrid_opt 1/4", "eigen", True, {}),
+    ("mirrored", "comm_opt", "inverse", True, {}),
+    ("two", "hybrid_opt 1/2", "inverse", True, HALF["bfloat16"]),
+    ("two", "mem_opt", "inverse", True, HALF["float16"]),
+]:
+    add(
+        where_,
+        f"sketch, {solver_}",
+        mode_,
+        slow_,
+        model="small",
+        solver=solver_,
+        max_factor_dim=10,
+        factor_rank=3,
+        **kwargs_,
+    )
 # Step and worker of a batch of NaN.
 add("two", "NaN", "comm_opt", model="cnn", poison=(3, 1))
 add("two", "NaN", "dp_kfac", slow=True, model="cnn", poison=(0, 0))
@@ -232,12 +268,23 @@ FITS = {
     "two: DATA": {"rows": 13, "policy": "DATA", "distribution": "dp_kfac"},
     "two: OFF": {"rows": 12, "policy": "OFF"},
 }
+# Decompositions in turns: the arguments of `workers_modes.train`.
+TURNS = {
+    "two: turns": {"distribution": "comm_opt"},
+    "four: turns": {
+        "distribution": "hybrid_opt",
+        "gradient_worker_fraction": 0.5,
+        "solver": "eigen",
+    },
+}
 LOOPS = {"two: loop": "comm_opt", "mirrored: loop": "dp_kfac"}
 REFUSALS = [f"{where}: refusals" for where in ("two", "four", "mirrored")]
 DISAGREEMENTS = [f"{where}: disagreement" for where in ("two", "four")]
 
 for name_, kwargs_ in FITS.items():
     JOBS.add(name_, "fit", **kwargs_)
+for name_, kwargs_ in TURNS.items():
+    JOBS.add(name_, "train_in_turns", model="vision", **kwargs_)
 for name_, mode_ in LOOPS.items():
     JOBS.add(name_, "loop", mode_)
 for name_ in REFUSALS:

@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
+from tfkfac.blocks.gradient import LayerGradient
 from tfkfac.blocks.rows import Rows, Statistic, average_positions, weigh
 from tfkfac.capture.record import Record
-from tfkfac.factors import Factor
+from tfkfac.factors import Factor, Limit
 
 
 class Block(abc.ABC):
@@ -34,6 +35,8 @@ class Block(abc.ABC):
         dtype: Dtype of the statistics.
         left_out: Why the block took no part in the last step that was traced,
             or None.
+        limit: Which matrices may be kept whole, and what wider ones are kept
+            as: the `factors` of one matrix should be its `matrix(size)`.
 
     Args:
         layer: A built Keras layer.
@@ -42,6 +45,7 @@ class Block(abc.ABC):
 
     kind: str
     left_out: str | None = None
+    limit = Limit()
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         self.layer = layer
@@ -89,6 +93,10 @@ class Block(abc.ABC):
     @abc.abstractmethod
     def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
         """Inverse of `to_matrix`."""
+
+    def from_gradient(self, gradient: LayerGradient) -> list[tf.Tensor]:
+        """The same of a gradient in any form."""
+        return self.from_matrix(gradient.matrix)
 
     # -------------------------------------------------------------- shared
     @property

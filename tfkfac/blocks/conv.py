@@ -1,15 +1,17 @@
 """Blocks of convolutions of one to three dimensions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.blocks.correlation import is_cheaper, patch_gram
 from tfkfac.blocks.matrix import MatrixBlock
 from tfkfac.blocks.patches import extract_patches
-from tfkfac.blocks.rows import Rows, fold_positions
+from tfkfac.blocks.rows import Rows, Statistic, fold_positions
 from tfkfac.capture.record import Record
+from tfkfac.factors import Dense
 
 
 class ConvBlock(MatrixBlock):
@@ -17,7 +19,8 @@ class ConvBlock(MatrixBlock):
 
     Patches are in the order of Keras' kernel, `(kernel size..., channels)`,
     with the zeros of the padding. A grouped convolution has a pair of factors
-    for each of its groups.
+    for each of its groups. Where it is cheaper, A is made of the image's
+    correlation with itself instead.
     """
 
     kind = "Conv"
@@ -32,18 +35,38 @@ class ConvBlock(MatrixBlock):
 
     @override
     def rows(self, record: Record) -> Rows:
-        slices = conv_slices(self.layer, self.cast(record.inputs))
-        gradient = channels_last(self.layer, self.cast(record.gradient))
-        g = fold_positions(gradient)
-        if not self.groups:
-            # The bias' 1 in the same copy as the patches.
-            ones = [tf.ones_like(slices[0][..., :1])] if self._bias else []
-            return Rows(fold_positions(tf.concat(slices + ones, -1)), g, None)
-        return Rows(
-            self.with_bias(split_channels(slices, self.groups)),
-            split_features(g, self.groups),
-            None,
+        inputs = self.cast(record.inputs)
+        g = fold_positions(
+            channels_last(self.layer, self.cast(record.gradient))
         )
+        if self.groups:
+            g = split_features(g, self.groups)
+        return Rows(
+            lambda: self._patches(inputs), g, None, self._gram_of(inputs)
+        )
+
+    def _patches(self, inputs: tf.Tensor) -> tf.Tensor:
+        slices = conv_slices(self.layer, inputs)
+        if self.groups:
+            return self.with_bias(split_channels(slices, self.groups))
+        # The bias' 1 in the same copy as the patches.
+        ones = [tf.ones_like(slices[0][..., :1])] if self._bias else []
+        return fold_positions(tf.concat(slices + ones, -1))
+
+    def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
+        """What makes A of correlations, where that is cheaper."""
+        layer = self.layer
+        if (
+            len(layer.kernel_size) != 2
+            or max(layer.dilation_rate) > 1
+            or not isinstance(self.factors["A"], Dense)
+        ):
+            return None
+        images = channels_last(layer, inputs)
+        geometry = layer.kernel_size, layer.strides, layer.padding
+        if not is_cheaper(images.shape, *geometry):
+            return None
+        return lambda: patch_gram(images, *geometry, bool(self._bias))
 
 
 class DepthwiseConvBlock(MatrixBlock):

@@ -10,7 +10,7 @@ from tfkfac.blocks.matrix import MatrixBlock
 from tfkfac.blocks.rows import Rows, Statistic, fold_mask, fold_positions
 from tfkfac.capture.record import Record
 from tfkfac.compat.layers import called_with
-from tfkfac.factors import Dense, Diagonal, Factor
+from tfkfac.factors import Diagonal, Factor
 
 _TIED = "used in reverse with tied weights"
 
@@ -35,7 +35,7 @@ class EmbeddingBlock(MatrixBlock):
     @override
     def factors(self) -> dict[str, Factor]:
         tokens, width = self.matrix_shape
-        return {"A": Diagonal(tokens), "G": Dense(width)}
+        return {"A": Diagonal(tokens), "G": self.limit.matrix(width)}
 
     @override
     def rows(self, record: Record) -> Rows:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.rows import Rows
 from tfkfac.capture.record import Record
-from tfkfac.factors import Dense, Diagonal, Factor
+from tfkfac.factors import Diagonal, Factor
 
 
 class PerExampleBlock(Block, abc.ABC):
@@ -45,7 +45,9 @@ class PerExampleBlock(Block, abc.ABC):
     @override
     def factors(self) -> dict[str, Factor]:
         size = sum(self._sizes)
-        return {"G": Diagonal(size) if self.diagonal else Dense(size)}
+        if self.diagonal:
+            return {"G": Diagonal(size)}
+        return {"G": self.limit.matrix(size)}
 
     @override
     def rows(self, record: Record) -> Rows:

@@ -11,6 +11,7 @@ from tfkfac.blocks import Block, block_types
 from tfkfac.blocks.time_distributed import TimeDistributedBlock
 from tfkfac.capture.taps import Tap, before_first_call
 from tfkfac.capture.walk import Node, SkipRule, unbuilt, walk
+from tfkfac.factors import Limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +81,14 @@ def tap_layers(
 def build_registry(
     model: keras.Model,
     skip_layers: Sequence[SkipRule],
-    max_factor_dim: int | None = None,
+    limit: Limit = Block.limit,
 ) -> Registry:
     """Gives each layer of a built model its blocks.
 
     Args:
         model: A built model.
         skip_layers: Layers to leave to the inner optimizer.
-        max_factor_dim: Most rows of a matrix that is kept whole, or None.
+        limit: Which factors are kept whole.
 
     Returns:
         The blocks in the order of the layers, and what is left over.
@@ -99,7 +100,7 @@ def build_registry(
         layer, reason = node.layer, node.reason
         new: list[Block] = []
         if reason is None and layer.built and layer.trainable:
-            new, reason = _blocks_of(node, free, max_factor_dim)
+            new, reason = _blocks_of(node, free, limit)
             blocks += new
         rest = [v for v in layer.trainable_variables if id(v) in free]
         for variable in rest:
@@ -112,7 +113,7 @@ def build_registry(
 
 
 def _blocks_of(
-    node: Node, free: dict[int, keras.Variable], max_factor_dim: int | None
+    node: Node, free: dict[int, keras.Variable], limit: Limit
 ) -> tuple[list[Block], str | None]:
     """Makes a layer's blocks and takes their weights out of `free`.
 
@@ -128,11 +129,12 @@ def _blocks_of(
         if reason is not None:
             return blocks, reason
         block = _make(kind, node.layer, insert(node.path, prefix))
+        block.limit = limit
         if not block.variables:
             continue
         if outer is not None:
             block = TimeDistributedBlock(outer, block)
-        reason = _why_not(block, free, max_factor_dim)
+        reason = _why_not(block, free, limit)
         if reason is not None:
             return blocks, reason
         blocks.append(block)
@@ -157,18 +159,18 @@ def _make(kind: type[Block], layer: keras.layers.Layer, path: str) -> Block:
 
 
 def _why_not(
-    block: Block, free: dict[int, keras.Variable], max_factor_dim: int | None
+    block: Block, free: dict[int, keras.Variable], limit: Limit
 ) -> str | None:
     """Why a block cannot be used, or None."""
     if not all(id(v) in free for v in block.variables):
         return "kernel frozen or shared with another layer"
-    if max_factor_dim is not None:
-        for name, factor in block.factors.items():
-            if factor.whole_size > max_factor_dim:
-                return (
-                    f"factor {name} of {factor.text} exceeds "
-                    f"max_factor_dim={max_factor_dim}"
-                )
+    for name, factor in block.factors.items():
+        # Only of a block that does not ask the limit.
+        if limit.exceeded(factor.whole_size):
+            return (
+                f"factor {name} of {factor.text} exceeds "
+                f"max_factor_dim={limit.size}"
+            )
     return None
 
 

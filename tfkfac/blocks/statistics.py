@@ -52,14 +52,23 @@ def batch_statistics(
         if previous is not None:
             total += previous.total
         statistics["G"] = Statistic(total, tf.cast(count, block.dtype))
-        if rows.a is not None:
+        if "A" in block.factors:
             weights = _row_weights(block, rows, weightless)
-            new = block.input_statistic(rows.a, weights, sharing)
+            new = _input_statistic(block, rows, weights, sharing)
             old = statistics.get("A")
             if old is not None:
                 new = Statistic(old.total + new.total, old.count + new.count)
             statistics["A"] = new
     return statistics
+
+
+def _input_statistic(
+    block: Block, rows: Rows, weights: tf.Tensor | None, sharing: str
+) -> Statistic:
+    """Sums up A, without the rows if all of them count alike."""
+    if rows.gram is not None and weights is None and sharing == "expand":
+        return rows.gram()
+    return block.input_statistic(rows.a, weights, sharing)
 
 
 def _row_weights(

@@ -6,6 +6,8 @@ A new kind is one class here, a `Factor`; a block declares which it has.
 from tfkfac.factors.base import VALUES, Factor, Side, Tensors
 from tfkfac.factors.diagonal import Diagonal
 from tfkfac.factors.half import from_stored, stored_parts, to_stored
+from tfkfac.factors.limit import Limit
+from tfkfac.factors.low_rank import LowRank
 from tfkfac.factors.matrices import Dense, Stack
 from tfkfac.factors.parts import MatrixPart, Part
 
@@ -14,6 +16,8 @@ __all__ = [
     "Dense",
     "Diagonal",
     "Factor",
+    "Limit",
+    "LowRank",
     "MatrixPart",
     "Part",
     "Side",

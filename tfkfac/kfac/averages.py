@@ -104,6 +104,11 @@ class FactorAverages(Tracked):
         """The factors kept, by name; zeros before the first update."""
         return _corrected(self.names, self.averages, self.weight)
 
+    def value(self, name: str) -> tf.Tensor:
+        """One of the factors kept."""
+        average = self.averages[self.names.index(name)]
+        return tf.math.divide_no_nan(average, self.weight)
+
     def decompose(self, solver: Solver, damping: tf.Tensor) -> Tensors:
         """Decomposes the factors kept.
 

@@ -8,22 +8,19 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import LayerGradient, Statistic
+from tfkfac.blocks import Statistic
 from tfkfac.blocks.registry import build_registry, tap_layers
 from tfkfac.blocks.statistics import batch_statistics
 from tfkfac.capture.walk import SkipRule
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.compat.tracking import Tracked
 from tfkfac.distributed.traffic import gradient_bytes
+from tfkfac.factors import Limit
 from tfkfac.kfac.active import (
     ActiveBlock,
     active_blocks,
     any_of,
-    decompose_owned,
-    gradient_matrices,
-    is_wanted,
-    put_back,
-    replace_decompositions,
+    renew_decompositions,
     report_unexplained,
     update_averages,
 )
@@ -35,17 +32,23 @@ from tfkfac.kfac.advice import (
 from tfkfac.kfac.clip import clip_step
 from tfkfac.kfac.pending import Pending
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.schedule import FACTOR_INTERVALS, INVERSE_INTERVALS, is_due
+from tfkfac.kfac.precondition import (
+    Preconditioned,
+    precondition_matrices,
+    precondition_rows,
+    put_back,
+)
+from tfkfac.kfac.rows import with_rows
+from tfkfac.kfac.schedule import factor_steps, inverse_steps, turns_due
 from tfkfac.kfac.settings import Settings
-from tfkfac.kfac.state import State
+from tfkfac.kfac.state import State, kept_factors
 from tfkfac.kfac.summary import describe
 from tfkfac.saving.store import Entry
 from tfkfac.solvers import SOLVERS
 from tfkfac.wrapper.hyperparameters import Tunable, Value
 from tfkfac.wrapper.method import Method
-from tfkfac.wrapper.step import Job, Step, Update
+from tfkfac.wrapper.step import Gradients, Job, Step, Update
 
-Pairs = list[tuple[tf.Tensor, tf.Tensor]]
 Statistics = Mapping[int, Mapping[str, Statistic]]
 
 
@@ -64,6 +67,7 @@ class KFACMethod(Method):
         weight_sharing: "expand", "reduce" or "average".
         settings: How the work is distributed.
         max_factor_dim: Most rows of a factor kept as a whole matrix, or None.
+        factor_rank: Rank to which wider ones are approximated.
         skip_layers: Layers to leave to the inner optimizer.
         gradient_accumulation_steps: Micro-batches of a step, or None.
     """
@@ -77,6 +81,7 @@ class KFACMethod(Method):
         "factor_decay",
         "weight_sharing",
         "max_factor_dim",
+        "factor_rank",
     )
 
     def __init__(
@@ -91,6 +96,7 @@ class KFACMethod(Method):
         weight_sharing: str,
         settings: Settings,
         max_factor_dim: int | None,
+        factor_rank: int,
         skip_layers: tuple[SkipRule, ...],
         gradient_accumulation_steps: int | None = None,
     ) -> None:
@@ -103,6 +109,7 @@ class KFACMethod(Method):
         self.weight_sharing = weight_sharing
         self.settings = settings
         self.max_factor_dim = max_factor_dim
+        self.factor_rank = factor_rank
         self.skip_layers = skip_layers
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.states: tuple[State, ...] = ()
@@ -144,21 +151,22 @@ class KFACMethod(Method):
         def direction() -> Update:
             self.update_factors(layers, step, statistics)
             self.update_inverses(layers, step)
-            matrices = self.clip(self.precondition(layers, step))
-            return Update(put_back(layers, matrices, step.gradients))
+            return Update(self.clip(self.precondition(layers, step), step))
 
         step.apply_if_finite(direction)
 
     def observe(self, step: Step) -> list[ActiveBlock]:
         """The blocks of this step, with what their layers left behind."""
-        inner = self.job.inner_optimizer
+        inner, own = self.job.inner_optimizer, self.job.own(self.states)
         layers = active_blocks(
-            self.job.own(self.states).preconditioners,
+            own.preconditioners,
             step.gradients,
             [variable_key(inner, v) for v in step.variables],
             lambda variable: variable_key(inner, variable),
         )
         report_unexplained(layers)
+        if own.pending is None and self.placement.takes_rows:
+            return with_rows(layers, step)
         return layers
 
     def statistics(
@@ -205,13 +213,13 @@ class KFACMethod(Method):
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Whether an interval ends here, and whether a block has nothing."""
-        measured = FACTOR_INTERVALS
-        due = is_due(self.factor_update_interval, measured, self.job.clock)
+        clock = self.job.clock
+        steps = factor_steps(self.factor_update_interval, clock)
         late = [
             tf.equal(one.state.observed, 0)
             for one in self.observed(layers, step)
         ]
-        return due, any_of(late)
+        return tf.equal(clock % steps, 0), any_of(late)
 
     def update_factors(
         self,
@@ -236,57 +244,54 @@ class KFACMethod(Method):
     def update_inverses(
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> None:
-        """Owners decompose -> gradient workers receive, if that is due."""
+        """Decomposes the blocks whose turn has come."""
         state, placement = self.job.own(self.states), self.placement
-        measured = INVERSE_INTERVALS
-        due = is_due(self.inverse_update_interval, measured, self.job.clock)
+        clock = self.job.clock
+        turns: dict[int, list[ActiveBlock]] = {}
+        for one in layers:
+            turns.setdefault(placement.turns[one.position], []).append(one)
+        due = turns_due(
+            max(placement.turns, default=0) + 1,
+            inverse_steps(self.inverse_update_interval, clock),
+            factor_steps(self.factor_update_interval, clock),
+            clock,
+        )
+        damping = self.damping.at(clock)
+        renewed = [
+            renew_decompositions(group, placement, step.group, damping, due[k])
+            for k, group in sorted(turns.items())
+        ]
+        state.inverse_updates.assign_add(tf.cast(any_of(renewed), tf.int64))
 
-        def update() -> tf.Tensor:
-            damping = self.damping.at(self.job.clock)
-            made = decompose_owned(layers, placement.solver, damping)
-            parts = placement.exchange.share_decompositions(
-                step.group, made, [one.position for one in layers]
-            )
-            replace_decompositions(layers, parts, damping, due)
-            return state.inverse_updates.assign_add(1)
+    def precondition(
+        self, layers: Sequence[ActiveBlock], step: Step
+    ) -> list[Preconditioned]:
+        """Gradient workers apply -> receivers receive."""
+        by_rows = [one for one in layers if one.rows is not None]
+        others = [one for one in layers if one.rows is None]
+        exchange = self.placement.exchange
+        return [
+            *precondition_rows(by_rows, step),
+            *precondition_matrices(others, step, exchange),
+        ]
 
-        done = state.inverse_updates
-        wanted = any_of([is_wanted(one.state, due) for one in layers])
-        tf.cond(wanted, update, lambda: tf.convert_to_tensor(done))
-
-    def precondition(self, layers: Sequence[ActiveBlock], step: Step) -> Pairs:
-        """Gradient workers apply -> receivers receive.
+    def clip(self, made: Sequence[Preconditioned], step: Step) -> Gradients:
+        """Scales what is preconditioned to the longest step allowed.
 
         Returns:
-            Gradient matrices `W` of the negative log-likelihood and `P`, the
-            preconditioned ones.
+            All gradients for the inner optimizer.
         """
-        plain = gradient_matrices(layers, step.gradients, step.loss.unit)
-        own = {
-            one.position: one.state.decomposition.apply(
-                LayerGradient(plain[one.position])
-            )
-            for one in layers
-            if one.state.decomposition is not None
-        }
-        shared = self.placement.exchange.share_gradients(
-            step.group, own, list(plain)
-        )
-        return [(plain[i], shared[i]) for i in plain]
-
-    def clip(self, pairs: Pairs) -> list[tf.Tensor]:
-        """Scales the preconditioned gradients to the longest step allowed."""
-        if not pairs:
-            return []
+        if not made:
+            return step.gradients
         clock = self.job.clock
         clip = clip_step(
-            pairs,
+            [one.product for one in made],
             None if self.kl_clip.get() is None else self.kl_clip.at(clock),
             self.job.inner_optimizer.learning_rate,
         )
         report = self.job.own(self.states).report
         report.note(clip, self.damping.at(clock), self.job.name)
-        return [p * tf.cast(clip.factor, p.dtype) for _, p in pairs]
+        return put_back(made, clip.factor, step.gradients)
 
     # --------------------------------------------------- binding and state
     @override
@@ -302,7 +307,9 @@ class KFACMethod(Method):
         if self._placement is None:
             self._placement = Placement(
                 build_registry(
-                    self.job.model, self.skip_layers, self.max_factor_dim
+                    self.job.model,
+                    self.skip_layers,
+                    Limit(self.max_factor_dim, self.factor_rank),
                 ),
                 self.job.topology,
                 SOLVERS[self.solver](),
@@ -365,22 +372,11 @@ class KFACMethod(Method):
             f"{self.solver}, inner optimizer "
             f"{type(self.job.inner_optimizer).__name__}"
         )
-        return describe(self.placement, title)
+        return describe(self.placement, self.states, title)
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
         """Bias-corrected averages that this process keeps, by layer path."""
-        kept = {}
-        replicas = [state.preconditioners for state in self.states]
-        for copies in zip(*replicas, strict=True):
-            found = {
-                name: value.numpy()
-                for p in copies
-                if p.factors is not None
-                for name, value in p.factors.values().items()
-            }
-            if found:
-                kept[copies[0].block.path] = dict(sorted(found.items()))
-        return kept
+        return kept_factors(self.states)
 
     @override
     def state_bytes(self) -> dict[str, int]:

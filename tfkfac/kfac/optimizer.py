@@ -69,7 +69,11 @@ class KFAC(SecondOrderOptimizer):
             integer, a schedule or a callable of the iteration. None is every
             step at first, every 5 from step 20, every 10 from step 100.
         inverse_update_interval: The same for the decompositions. None is 5
-            at first, 20 from step 20, 50 from step 100.
+            at first, 20 from step 20, 50 from step 100. Each is renewed once
+            in an interval: where they are little work, all at its start; in
+            a large model in up to four turns over the interval, so that no
+            step takes much longer than the others. The first ones are made
+            as soon as there are factors.
         kl_clip: Largest squared length of a step in the Fisher metric, as a
             number, a schedule or a callable; None switches it off. Defaults
             to 0.02.
@@ -103,11 +107,17 @@ class KFAC(SecondOrderOptimizer):
             in it are sent as float32.
         inverse_dtype: Dtype of decompositions in storage and on the wire, the
             same choice. They are computed in float32 or better.
-        max_factor_dim: Most rows of a factor that is kept as a whole matrix.
-            A layer with a wider one is left to the inner optimizer (memory
-            grows with the square of the width, the work of decompositions
-            with its cube). None is no limit. Defaults to 16,384, whose matrix
-            takes 1 GB in float32.
+        max_factor_dim: Most rows of a factor that is kept as a whole matrix:
+            its memory grows with the square of the width, the work of its
+            decomposition with the cube. Of a wider one the product with
+            `factor_rank` fixed columns is kept, sent and averaged, from which
+            Nystroem's approximation is made. Its decomposition acts on the
+            leading directions, and as a multiple of the identity on all
+            others; `summary` says how much of the trace is in the leading
+            ones. None is no limit. Defaults to 16,384, whose matrix takes 1 GB
+            in float32.
+        factor_rank: Number of these columns, at least 1; one less than the
+            factor has rows if these are fewer. Defaults to 64.
         skip_layers: Names, regular expressions (they match a layer's whole
             name or path) or classes of layers to leave to the inner optimizer.
         gradient_accumulation_steps: Number of micro-batches, at least 2, that
@@ -134,6 +144,7 @@ class KFAC(SecondOrderOptimizer):
     factor_decay: float
     weight_sharing: str
     max_factor_dim: int | None
+    factor_rank: int
 
     def __init__(
         self,
@@ -153,6 +164,7 @@ class KFAC(SecondOrderOptimizer):
         factor_dtype: str | None = None,
         inverse_dtype: str | None = None,
         max_factor_dim: int | None = 16384,
+        factor_rank: int = 64,
         skip_layers: Iterable[Any] = (),
         gradient_accumulation_steps: int | None = None,
         learning_rate: Any = None,
@@ -194,6 +206,7 @@ class KFAC(SecondOrderOptimizer):
             max_factor_dim=None
             if max_factor_dim is None
             else check_count("max_factor_dim", max_factor_dim, 1),
+            factor_rank=check_count("factor_rank", factor_rank, 1),
             skip_layers=check_skip_layers(skip_layers),
             gradient_accumulation_steps=take_over_accumulation(
                 inner, gradient_accumulation_steps
@@ -238,7 +251,7 @@ class KFAC(SecondOrderOptimizer):
 
     @property
     def inverse_updates(self) -> tf.Variable:
-        """Number of updates of the decompositions so far."""
+        """Number of steps so far that have renewed decompositions."""
         return self._method.states[0].inverse_updates
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
@@ -247,7 +260,9 @@ class KFAC(SecondOrderOptimizer):
         Returns:
             For each layer path its "A" and "G" as arrays, those that this
             process keeps, on all of its replicas; zeros before the first
-            update. A block without one of the two leaves it out.
+            update. A diagonal is a vector; of a factor with more than
+            `max_factor_dim` rows it is the approximation, written out as a
+            matrix. A block without one of the two leaves it out.
 
         Raises:
             ValueError: If the optimizer has not been built by a first step.
@@ -277,7 +292,7 @@ class KFAC(SecondOrderOptimizer):
 
         Returns:
             For a "plain" step, one that also updates the "factor"s and one
-            that also renews the "inverse"s, the bytes of "gradients",
+            that also renews all "inverse"s, the bytes of "gradients",
             "factors", "decompositions" and "preconditioned_gradients".
         """
         return super().communication_bytes()

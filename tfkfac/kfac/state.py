@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks import Block
@@ -89,7 +90,7 @@ class State(Tracked):
     Attributes:
         preconditioners: What it keeps of each block, in order.
         factor_updates: Number of factor updates so far.
-        inverse_updates: Number of updates of the decompositions so far.
+        inverse_updates: Number of steps that have renewed decompositions.
         pending: The micro-batches of the next step, if there are any.
         report: What the last step did.
     """
@@ -161,6 +162,22 @@ class State(Tracked):
                 text = f"failed decompositions of {p.block.path}"
                 events.append((text, p.decomposition.failures))
         return events
+
+
+def kept_factors(states: Sequence[State]) -> dict[str, dict[str, np.ndarray]]:
+    """The factors that the replicas of this process keep, by layer path."""
+    kept = {}
+    replicas = [state.preconditioners for state in states]
+    for copies in zip(*replicas, strict=True):
+        found = {
+            name: one.block.factors[name].shown(value).numpy()
+            for one in copies
+            if one.factors is not None
+            for name, value in one.factors.values().items()
+        }
+        if found:
+            kept[copies[0].block.path] = dict(sorted(found.items()))
+    return kept
 
 
 def same_shape_key(block: Block) -> Hashable:

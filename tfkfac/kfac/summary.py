@@ -1,20 +1,28 @@
 """The table of what is preconditioned and what is not."""
 
+from collections.abc import Sequence
+
+from tfkfac.blocks import Block
 from tfkfac.blocks.registry import Leftover, count_weights
+from tfkfac.factors import LowRank
 from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.state import State
 from tfkfac.wrapper.tables import bytes_text, table
 
 
-def describe(placement: Placement, title: str) -> list[str]:
+def describe(
+    placement: Placement, states: Sequence[State], title: str
+) -> list[str]:
     """Returns the lines of the summary of an optimizer.
 
     Args:
         placement: The blocks, and which worker does what of them.
+        states: What the replicas of this process keep; none before training.
         title: First line.
     """
     lines = [title, ""]
     rows = [
-        block_row(placement, i)
+        block_row(placement, states, i)
         for i, block in enumerate(placement.blocks)
         if block.left_out is None
     ]
@@ -34,16 +42,17 @@ def describe(placement: Placement, title: str) -> list[str]:
     return [*lines, "", totals(placement)]
 
 
-def block_row(placement: Placement, layer: int) -> tuple[str, ...]:
+def block_row(
+    placement: Placement, states: Sequence[State], layer: int
+) -> tuple[str, ...]:
     """One line of the table of blocks; the bytes are this worker's."""
     block, rank = placement.blocks[layer], placement.topology.local[0]
-    kinds = block.factors
     state = placement.factor_bytes(rank, layer)
     state += placement.decomposition_bytes(rank, layer)
     row = (
         block.path,
         block.kind,
-        *(kinds[name].text if name in kinds else "-" for name in ("A", "G")),
+        *(factor_text(block, name, states) for name in ("A", "G")),
         f"{count_weights(block.variables):,}",
         bytes_text(state),
     )
@@ -60,6 +69,20 @@ def block_row(placement: Placement, layer: int) -> tuple[str, ...]:
         ", ".join(dict.fromkeys(names)),
         ", ".join(map(str, plan.gradient_workers)),
     )
+
+
+def factor_text(block: Block, name: str, states: Sequence[State]) -> str:
+    """What one factor is, and how much of it a sketch explains so far."""
+    kind = block.factors.get(name)
+    if kind is None:
+        return "-"
+    if isinstance(kind, LowRank):
+        for one in (p for state in states for p in state.preconditioners):
+            kept = one.factors if one.block is block else None
+            if kept is not None and name in kept.names and one.observed > 0:
+                share = float(kind.explained(kept.value(name)))
+                return f"{kind.text} ({share:.0%} of trace)"
+    return kind.text
 
 
 def left_rows(left: Leftover) -> list[tuple[str, ...]]:

@@ -36,9 +36,11 @@ class Solver(abc.ABC):
 
     Attributes:
         whole_layers: Whether all factors of a layer must have one owner.
+        takes_rows: Whether `apply` keeps a gradient of rows in that form.
     """
 
     whole_layers = False
+    takes_rows = False
 
     @abc.abstractmethod
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
@@ -86,16 +88,14 @@ class Solver(abc.ABC):
         factors: Factors,
         decomposition: Tensors,
         gradient: LayerGradient,
-    ) -> tf.Tensor:
+    ) -> LayerGradient:
         """Preconditions the gradient of a layer.
 
         Args:
             factors: The kinds of the block's factors.
-            decomposition: The tensors that are kept, by name.
+            decomposition: The tensors that are kept, by name; in bfloat16 if
+                they are kept so.
             gradient: The gradient.
-
-        Returns:
-            The preconditioned gradient matrix.
         """
 
 
@@ -162,10 +162,12 @@ class Decomposition(Tracked):
             self.tensors,
         )
 
-    def apply(self, gradient: LayerGradient) -> tf.Tensor:
-        """Preconditions the gradient of the layer; returns a matrix."""
-        stored = dict(zip(self.names, self.tensors, strict=True))
-        tensors = from_stored(stored, self._block.dtype)
+    def apply(self, gradient: LayerGradient) -> LayerGradient:
+        """Preconditions the gradient of the layer."""
+        tensors: Tensors = dict(zip(self.names, self.tensors, strict=True))
+        # In bfloat16 as they are: solvers know what can be done in it.
+        if self._dtype != tf.bfloat16:
+            tensors = from_stored(tensors, self._block.dtype)
         return self.solver.apply(self._block.factors, tensors, gradient)
 
     def _stored(self, tensors: Tensors) -> dict[str, tf.Tensor]:
