@@ -12,10 +12,10 @@ from tfkfac.capture.record import Record
 from tfkfac.capture.taps import Tap
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.factors import Tensors
+from tfkfac.kfac.averages import quality
 from tfkfac.kfac.memory import memory_of
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import Preconditioner
-from tfkfac.linalg.symmetric import all_finite
 from tfkfac.solvers import Solver
 from tfkfac.wrapper.guards import count_events
 
@@ -152,12 +152,12 @@ def update_averages(
         if one.position not in statistics:
             continue
         named, state = statistics[one.position], one.state
-        finite = all_finite([s.total for s in named.values()])
-        full = tf.reduce_all(tf.stack([s.count for s in named.values()]) > 0)
         wanted = tf.logical_or(due, tf.equal(state.observed, 0))
-        take = wanted & full & finite
-        if state.factors is not None:
-            state.factors.update(named, decay, take)
+        if state.factors is None:
+            full, finite = quality(named)
+            take = wanted & full & finite
+        else:
+            take, finite = state.factors.update(named, decay, wanted)
             bad.append((wanted & ~finite, state.factors.rejected, one))
         state.observed.assign_add(tf.cast(take, tf.int64))
         taken.append(take)
@@ -211,12 +211,8 @@ def decompose_owned(
     for one in active:
         if one.state.factors is None:
             continue
-        values = one.state.factors.values()
-        means = one.state.factors.means(values)
         with memory_of(one.block.path):
-            parts[one.position] = solver.decompose(
-                one.block.factors, values, means, damping
-            )
+            parts[one.position] = one.state.factors.decompose(solver, damping)
     return parts
 
 

@@ -1,13 +1,13 @@
 """What a solver does: decompose factors now and then, apply them each step."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import tensorflow as tf
 
 from tfkfac.blocks import Block, LayerGradient
-from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.graphs import shared_call, state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.factors import (
     Factor,
@@ -138,12 +138,29 @@ class Decomposition(Tracked):
         Returns:
             Scalar bool, False if the decomposition failed.
         """
-        stored = self._stored(self.solver.combine(parts, damping))
-        good = all_finite(list(stored.values()))
-        take = tf.logical_and(good, wanted)
-        for name, old in zip(self.names, self.tensors, strict=True):
-            old.assign(tf.where(take, stored[name], old))
-        return good
+
+        def update(
+            parts: Tensors,
+            damping: tf.Tensor,
+            wanted: tf.Tensor,
+            tensors: Sequence[tf.Variable],
+        ) -> tf.Tensor:
+            stored = self._stored(self.solver.combine(parts, damping))
+            good = all_finite(list(stored.values()))
+            take = tf.logical_and(good, wanted)
+            for name, old in zip(self.names, tensors, strict=True):
+                old.assign(tf.where(take, stored[name], old))
+            return good
+
+        kinds = tuple(self._block.factors.items())
+        return shared_call(
+            ("replace", self.solver, kinds, self._dtype),
+            update,
+            dict(parts),
+            damping,
+            wanted,
+            self.tensors,
+        )
 
     def apply(self, gradient: LayerGradient) -> LayerGradient:
         """Preconditions the gradient of the layer."""
