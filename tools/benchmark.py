@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks import plots, report, sweep
 from benchmarks.data import MODELS, exists
-from benchmarks.jobs import Setting
+from benchmarks.jobs import DiedError, Setting
 from benchmarks.measurement import Row, measure, measure_first_steps
 from benchmarks.phases import parse_mix
 from benchmarks.task import MODES
@@ -65,7 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     rows: list[Row] = []
     for model in options.models:
-        new = measure_model(model, options, setting)
+        try:
+            new = measure_model(model, options, setting)
+        except DiedError as error:
+            sys.exit(f"{model}: {error}")
         print(report.text_table(new), flush=True)
         rows += new
         save(options, {"rows": rows})
@@ -94,6 +97,8 @@ def show(options: argparse.Namespace, rows: Sequence[Row]) -> None:
     """Writes all that the options ask for."""
     if not options.first_step:
         print(f"\n{report.kinds_table(rows)}")
+    if options.workers > 1:
+        print(f"\n{report.traffic_table(rows)}")
     if options.markdown:
         print(f"\n{report.markdown(rows)}")
     if options.readme:
@@ -141,9 +146,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--first-step has no plot")
     if shutil.which(options.torch_python) is None:
         parser.error(f"--torch-python: no program {options.torch_python!r}")
-    names = README_MODELS, README_VARIANTS
-    if not options.readme:
-        names = README_MODELS[:4], ["sgd", "kfac-inverse", "kfac-eigen"]
+    names = README_MODELS[:4], ["sgd", "kfac-inverse", "kfac-eigen"]
+    if options.readme:
+        names = README_MODELS, README_VARIANTS
+        try:
+            report.readme_parts(README)  # better now than after an hour
+        except ValueError as error:
+            parser.error(str(error))
     options.models = options.models or names[0]
     options.variants = options.variants or names[1]
     return options

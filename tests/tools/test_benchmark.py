@@ -37,9 +37,23 @@ def test_defaults() -> None:
     assert options.models == ["M1", "M2", "M3", "M4"]
     assert options.variants[0] == "sgd"
     assert benchmark.parse_arguments(["--workers", "2"]).mode == "fit"
-    readme = benchmark.parse_arguments(["--readme", "--models", "M1"])
-    assert readme.models == ["M1"]
-    assert readme.variants == benchmark.README_VARIANTS
+
+
+def test_readme(
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    readme = tmp_path / "README.md"
+    monkeypatch.setattr(benchmark, "README", readme)
+    readme.write_text(report.BEGIN)
+    with pytest.raises(SystemExit):
+        benchmark.parse_arguments(["--readme"])
+    assert "README.md must have the lines" in capsys.readouterr().err
+    readme.write_text(report.BEGIN + report.END)
+    options = benchmark.parse_arguments(["--readme", "--models", "M1"])
+    assert options.models == ["M1"]
+    assert options.variants == benchmark.README_VARIANTS
 
 
 def run(folder: pathlib.Path, *arguments: str) -> list[dict[str, Any]]:

@@ -61,6 +61,22 @@ def test_text() -> None:
     assert set(lines[4].split()) == {"M1", "torch-sgd", "-"}
 
 
+def test_kinds() -> None:
+    """Of K-FAC only; a kind that no step has is left open."""
+    [_, *lines] = report.kinds_table(ROWS).splitlines()
+    assert [line.split()[1:] for line in lines] == [
+        ["kfac-inverse", "(10,100)", "2.00", "-", "-"],
+        ["kfac-inverse", "(1,10)", "2.00", "-", "-"],
+    ]
+
+
+def test_traffic() -> None:
+    parts = {"gradients": 1_500_000, "factors": 2_000_000}
+    own = ROWS[2] | {"communication_bytes": {"factor": parts}}
+    [_, line] = report.traffic_table([ROWS[0], own]).splitlines()
+    assert line.split() == ["M1", "kfac-inverse", "factor", "3.5"]
+
+
 def test_growth() -> None:
     line = {
         "axis": "width",

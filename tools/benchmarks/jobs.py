@@ -1,5 +1,6 @@
 """The processes of a variant."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -117,7 +118,7 @@ class Job:
         assert process.stdout is not None
         # The others of a cluster would wait for ever for one that has died.
         while not select.select([process.stdout], [], [], 1.0)[0]:
-            if any(p.poll() for p in self._processes):
+            if any(p.poll() is not None for p in self._processes):
                 break
         else:
             if line := process.stdout.readline():
@@ -133,7 +134,8 @@ class Job:
         """Ends the processes."""
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
         for process in self._processes:
             try:
                 process.wait(GRACE)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.measurement import Row
+from benchmarks.variants import parse
 
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 MEGABYTE = 1e6
@@ -51,13 +52,25 @@ def _step_cells(row: Row, mix: str) -> list[str]:
 
 
 def kinds_table(rows: Sequence[Row]) -> str:
-    """Medians of the kinds of step of each mix, in milliseconds."""
+    """Medians of K-FAC's kinds of step at each mix, in milliseconds."""
     kinds = ("plain", "factor", "inverse")
     lines = [["model", "variant", "intervals", *kinds]]
     for row in rows:
+        if not parse(row["variant"]).is_kfac:
+            continue
         for mix, cost in row.get("mixes", {}).items():
             cells = (_number(cost["kinds_ms"].get(k), ".2f") for k in kinds)
             lines.append([row["model"], row["variant"], mix, *cells])
+    return _align(lines)
+
+
+def traffic_table(rows: Sequence[Row]) -> str:
+    """Megabytes that the first worker receives in each kind of step."""
+    lines = [["model", "variant", "step", "received MB"]]
+    for row in rows:
+        for kind, parts in row.get("communication_bytes", {}).items():
+            received = _megabytes(sum(parts.values()))
+            lines.append([row["model"], row["variant"], kind, received])
     return _align(lines)
 
 
@@ -128,9 +141,10 @@ def _matrix(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
 
 def _ratios(row: Row) -> str:
     first, *_ = costs = list(row["mixes"].values())
-    if row["variant"] in ("sgd", "torch-sgd"):
+    variant = parse(row["variant"])
+    if variant.text == variant.base:
         return f"{first['mean_ms']:.1f} ms"
-    if "kfac-" not in row["variant"]:  # the same at all intervals
+    if not variant.is_kfac:  # the same at all intervals
         return _number(first.get("ratio"), ".2f")
     ratios = (_number(cost.get("ratio"), ".2f") for cost in costs)
     return f"{' / '.join(ratios)} ({_longest(first):.1f})"
@@ -142,11 +156,21 @@ def write_readme(path: pathlib.Path, text: str) -> None:
     Raises:
         ValueError: If the file lacks one of them.
     """
+    before, after = readme_parts(path)
+    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def readme_parts(path: pathlib.Path) -> tuple[str, str]:
+    """What stands before and after the tables of a file.
+
+    Raises:
+        ValueError: If the file lacks one of the marks around them.
+    """
     before, begin, rest = path.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{path} must have the lines {BEGIN} and {END}")
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    return before, after
 
 
 def _longest(cost: Mapping[str, Any]) -> float:

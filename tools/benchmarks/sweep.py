@@ -187,6 +187,7 @@ def run(setting: Setting, is_quick: bool) -> list[dict[str, Any]]:
                 "counted_exponent": exponent(sizes, [c[name] for c in counted]),
             }
             for name in COUNTS
+            if any(point[name] for point in points)  # no traffic of one
         ]
     return growth
 
