@@ -22,6 +22,10 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "half": lambda: tfkfac.KFAC(
         factor_dtype="bfloat16", inverse_dtype="bfloat16"
     ),
+    "sketch": lambda: tfkfac.KFAC(max_factor_dim=10, factor_rank=3),
+    "sketch, eigen": lambda: tfkfac.KFAC(
+        solver="eigen", max_factor_dim=10, factor_rank=3
+    ),
     "fosi": lambda: tfkfac.FOSI(
         num_largest=2, num_smallest=1, warmup_steps=1, lanczos_steps=4
     ),
@@ -67,8 +71,10 @@ def graph_of(
 @pytest.mark.parametrize(
     ("network", "optimizer"),
     [
-        (images, "inverse"),
+        (images, "sketch"),
         (images, "fosi"),
+        pytest.param(images, "inverse", marks=SLOW),
+        pytest.param(images, "sketch, eigen", marks=SLOW),
         pytest.param(tokens, "eigen", marks=SLOW),
         pytest.param(images, "eigen", marks=SLOW),
         pytest.param(images, "half", marks=SLOW),

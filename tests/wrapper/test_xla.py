@@ -16,6 +16,7 @@ import tfkfac
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "inverse": lambda: tfkfac.KFAC(0.1),
     "eigen": lambda: tfkfac.KFAC(0.1, solver="eigen"),
+    "sketch": lambda: tfkfac.KFAC(0.1, max_factor_dim=2, factor_rank=2),
     # As many directions as weights: the start vector, which XLA draws in
     # another way, makes no difference then.
     "fosi": lambda: tfkfac.FOSI(
@@ -71,7 +72,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("pretended_gpu")
-@pytest.mark.parametrize("name", ["inverse", "eigen", "fosi"])
+@pytest.mark.parametrize("name", ["inverse", "eigen", "sketch", "fosi"])
 def test_trains_as_without_xla(name: str) -> None:
     plain = train(OPTIMIZERS[name](), jit=False)
     compiled = train(OPTIMIZERS[name](), jit=True)

@@ -28,6 +28,7 @@ def memory_of(path: str) -> Iterator[None]:
     except (MemoryError, tf.errors.ResourceExhaustedError) as error:
         raise MemoryError(
             f"No memory for the factors of layer '{path}' and their "
-            "decomposition. Leave it to the inner optimizer with "
-            f"skip_layers=['{path}'] or a smaller `max_factor_dim`. {error}"
+            "decomposition. Have them approximated, with a smaller "
+            "`max_factor_dim`, or leave the layer to the inner optimizer, with "
+            f"skip_layers=['{path}']. {error}"
         ) from error

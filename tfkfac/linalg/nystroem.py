@@ -34,7 +34,7 @@ def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
     # As whole numbers: a float32 knows no angle of a million turns.
     steps = tf.range(1, 2 * size, 2, tf.int64)[:, None] * frequencies
     angles = tf.cast(steps % (4 * size), dtype) * (math.pi / (2 * size))
-    scale = tf.cast(signs[:, None] * math.sqrt(2 / size), dtype)
+    scale = tf.cast(signs, dtype)[:, None] * math.sqrt(2 / size)
     return scale * tf.cos(angles)
 
 
@@ -43,9 +43,9 @@ def _random_transform(size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
     """A sign for each row, and a frequency for each column of `probes`."""
     # The legacy generator: its numbers are the same in all NumPy versions.
     rng = np.random.RandomState(0)
-    signs = rng.randint(2, size=size) * 2.0 - 1.0
+    signs = 2 * rng.randint(2, size=size) - 1
     frequencies = 1 + rng.permutation(size - 1)[:rank]
-    return signs, frequencies.astype(np.int64)
+    return signs.astype(np.int8), frequencies.astype(np.int64)
 
 
 def nystroem_half(
