@@ -32,6 +32,9 @@ class Block(abc.ABC):
         layer: The layer.
         path: Its path.
         dtype: Dtype of the statistics.
+        examples_first: Whether input, gradient and mask of a record have the
+            examples as their first axis, and the rows of an example are of
+            its own alone. Then statistics of a part of a batch are cheaper.
         left_out: Why the block took no part in the last step that was traced,
             or None.
 
@@ -41,6 +44,7 @@ class Block(abc.ABC):
     """
 
     kind: str
+    examples_first: bool = False
     left_out: str | None = None
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks import LayerGradient, Statistic
+from tfkfac.blocks.part import Part
 from tfkfac.blocks.registry import build_registry, tap_layers
 from tfkfac.blocks.statistics import batch_statistics
 from tfkfac.capture.walk import SkipRule
@@ -35,7 +36,7 @@ from tfkfac.kfac.pending import Pending
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.schedule import factor_steps, inverse_steps, turns_due
 from tfkfac.kfac.settings import Settings
-from tfkfac.kfac.state import State
+from tfkfac.kfac.state import State, kept_factors
 from tfkfac.kfac.summary import describe
 from tfkfac.saving.store import Entry
 from tfkfac.solvers import SOLVERS
@@ -60,6 +61,7 @@ class KFACMethod(Method):
         solver: Name of the solver.
         factor_decay: Weight of the old factors in the running average.
         weight_sharing: "expand", "reduce" or "average".
+        factor_batch_fraction: Share of the examples that statistics are of.
         settings: How the work is distributed.
         max_factor_dim: Most rows of a factor kept as a whole matrix, or None.
         skip_layers: Layers to leave to the inner optimizer.
@@ -74,6 +76,7 @@ class KFACMethod(Method):
         "solver",
         "factor_decay",
         "weight_sharing",
+        "factor_batch_fraction",
         "max_factor_dim",
     )
 
@@ -87,6 +90,7 @@ class KFACMethod(Method):
         solver: str,
         factor_decay: float,
         weight_sharing: str,
+        factor_batch_fraction: float,
         settings: Settings,
         max_factor_dim: int | None,
         skip_layers: tuple[SkipRule, ...],
@@ -99,6 +103,7 @@ class KFACMethod(Method):
         self.solver = solver
         self.factor_decay = factor_decay
         self.weight_sharing = weight_sharing
+        self.factor_batch_fraction = factor_batch_fraction
         self.settings = settings
         self.max_factor_dim = max_factor_dim
         self.skip_layers = skip_layers
@@ -163,7 +168,10 @@ class KFACMethod(Method):
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> Statistics:
         """What this replica's batch says of the factors, by position."""
-        scale = step.row_scale()
+        scale, part = step.row_scale(), None
+        if self.factor_batch_fraction < 1:
+            turn = self.job.own(self.states).factor_updates
+            part = Part(self.factor_batch_fraction, turn)
         if step.loss.terms is None:
             report = self.job.own(self.states).report
             report.note_sum(looks_summed(layers, scale), self.job.name)
@@ -175,6 +183,7 @@ class KFACMethod(Method):
                 scale,
                 step.batch.weightless,
                 step.loss.terms,
+                part,
             )
             for one in self.observed(layers, step)
         }
@@ -368,18 +377,7 @@ class KFACMethod(Method):
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
         """Bias-corrected averages that this process keeps, by layer path."""
-        kept = {}
-        replicas = [state.preconditioners for state in self.states]
-        for copies in zip(*replicas, strict=True):
-            found = {
-                name: value.numpy()
-                for p in copies
-                if p.factors is not None
-                for name, value in p.factors.values().items()
-            }
-            if found:
-                kept[copies[0].block.path] = dict(sorted(found.items()))
-        return kept
+        return kept_factors(self.states)
 
     @override
     def state_bytes(self) -> dict[str, int]:

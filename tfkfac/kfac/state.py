@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks import Block
@@ -161,6 +162,22 @@ class State(Tracked):
                 text = f"failed decompositions of {p.block.path}"
                 events.append((text, p.decomposition.failures))
         return events
+
+
+def kept_factors(states: Sequence[State]) -> dict[str, dict[str, np.ndarray]]:
+    """The averages that the replicas of a process keep, by layer path."""
+    kept = {}
+    replicas = [state.preconditioners for state in states]
+    for copies in zip(*replicas, strict=True):
+        found = {
+            name: value.numpy()
+            for p in copies
+            if p.factors is not None
+            for name, value in p.factors.values().items()
+        }
+        if found:
+            kept[copies[0].block.path] = dict(sorted(found.items()))
+    return kept
 
 
 def same_shape_key(block: Block) -> Hashable:
