@@ -28,6 +28,7 @@ from tests.support.mode_cases import (
     FITS,
     JOBS,
     LOOPS,
+    PARTS,
     REFUSALS,
     TURNS,
     Result,
@@ -40,7 +41,13 @@ from tests.support.mode_cases import (
     plans,
 )
 from tests.support.weights import assert_same_bits, distance
-from tests.support.workers_modes import FEEDS, Collective, shares, small
+from tests.support.workers_modes import (
+    FEEDS,
+    Collective,
+    images,
+    shares,
+    small,
+)
 
 Results = Callable[[str], list[Result]]
 SINGLE = 1e-5  # float32
@@ -114,6 +121,25 @@ def test_turns_are_those_of_one_process(results, name):
     for worker in workers:
         assert_close(worker, single["weights"])
         assert distance(worker["weights"], at_once["weights"]) > 1e-4
+
+
+@pytest.mark.parametrize("name", JOBS.params(PARTS))
+def test_parts_weigh_as_much_as_their_batches(results, name):
+    """Two of the one worker's rows stand for seven, the other's for itself."""
+    workers = results(name)
+    assert_same_bits(workers)
+    x, _ = images()
+    rows = np.concatenate([x.reshape(len(x), -1), np.ones((len(x), 1))], 1)
+    weights = np.zeros(len(x))
+    weights[[0, 3, 7]] = 3.5, 3.5, 1
+    want = (rows * weights[:, None]).T @ rows / 8
+    (got,) = (
+        kept["A"]
+        for worker in workers
+        for path, kept in worker["factors"].items()
+        if path.endswith("hidden") and "A" in kept
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", JOBS.params(names("cnn")))

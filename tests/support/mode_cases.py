@@ -277,6 +277,8 @@ TURNS = {
         "solver": "eigen",
     },
 }
+# Statistics of a part of uneven batches, of 7 rows and 1 row.
+PARTS = {"two: parts": [[[0, 1, 2], [3, 4, 5, 6], [7], []]]}
 LOOPS = {"two: loop": "comm_opt", "mirrored: loop": "dp_kfac"}
 REFUSALS = [f"{where}: refusals" for where in ("two", "four", "mirrored")]
 DISAGREEMENTS = [f"{where}: disagreement" for where in ("two", "four")]
@@ -285,6 +287,10 @@ for name_, kwargs_ in FITS.items():
     JOBS.add(name_, "fit", **kwargs_)
 for name_, kwargs_ in TURNS.items():
     JOBS.add(name_, "train_in_turns", model="vision", **kwargs_)
+for name_, feed_ in PARTS.items():
+    JOBS.add(
+        name_, "train", model="small", feed=feed_, factor_batch_fraction=0.25
+    )
 for name_, mode_ in LOOPS.items():
     JOBS.add(name_, "loop", mode_)
 for name_ in REFUSALS:

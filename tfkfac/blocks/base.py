@@ -33,6 +33,9 @@ class Block(abc.ABC):
         layer: The layer.
         path: Its path.
         dtype: Dtype of the statistics.
+        examples_first: Whether input, gradient and mask of a record have the
+            examples as their first axis, and the rows of an example are of
+            its own alone. Then statistics of a part of a batch are cheaper.
         left_out: Why the block took no part in the last step that was traced,
             or None.
         limit: Which matrices may be kept whole, and what wider ones are kept
@@ -44,6 +47,7 @@ class Block(abc.ABC):
     """
 
     kind: str
+    examples_first: bool = False
     left_out: str | None = None
     limit = Limit()
 

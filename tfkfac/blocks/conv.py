@@ -24,6 +24,7 @@ class ConvBlock(MatrixBlock):
     """
 
     kind = "Conv"
+    examples_first = True
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
@@ -73,6 +74,7 @@ class DepthwiseConvBlock(MatrixBlock):
     """Depthwise convolution: a pair of small factors for each channel."""
 
     kind = "DepthwiseConv"
+    examples_first = True
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
@@ -121,6 +123,7 @@ class SeparablePointwiseBlock(MatrixBlock):
     """Pointwise half of a separable convolution, with the bias."""
 
     kind = "SeparableConv, pointwise"
+    examples_first = True
 
     def _find_kernel(self) -> keras.Variable:
         return self.layer.pointwise_kernel

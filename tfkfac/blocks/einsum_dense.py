@@ -88,6 +88,8 @@ class EinsumDenseBlock(MatrixBlock):
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
         self._labels = _labels(layer)
+        first = self._labels.inputs[0]
+        self.examples_first = self._labels.outputs.startswith(first)
         self._size = dict(
             zip(self._labels.kernel, self._kernel.shape, strict=True)
         )

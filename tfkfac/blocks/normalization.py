@@ -23,6 +23,7 @@ class NormalizationBlock(Block):
     """
 
     kind = "Normalization"
+    examples_first = True
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)

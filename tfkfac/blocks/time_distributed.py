@@ -35,6 +35,7 @@ class TimeDistributedBlock(Block):
     ) -> None:
         super().__init__(layer, block.path)
         self.kind, self.dtype = block.kind, block.dtype
+        self.examples_first = block.examples_first
         self._block = block
 
     @staticmethod

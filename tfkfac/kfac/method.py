@@ -1,6 +1,5 @@
 """K-FAC, step by step."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks import Statistic
+from tfkfac.blocks.part import Part
 from tfkfac.blocks.registry import build_registry, tap_layers
 from tfkfac.blocks.statistics import batch_statistics
 from tfkfac.capture.walk import SkipRule
@@ -25,6 +25,7 @@ from tfkfac.kfac.active import (
     update_averages,
 )
 from tfkfac.kfac.advice import (
+    Advice,
     coverage_warning,
     looks_summed,
     solver_warning,
@@ -65,6 +66,7 @@ class KFACMethod(Method):
         solver: Name of the solver.
         factor_decay: Weight of the old factors in the running average.
         weight_sharing: "expand", "reduce" or "average".
+        factor_batch_fraction: Share of the examples that statistics are of.
         settings: How the work is distributed.
         max_factor_dim: Most rows of a factor kept as a whole matrix, or None.
         factor_rank: Rank to which wider ones are approximated.
@@ -80,6 +82,7 @@ class KFACMethod(Method):
         "solver",
         "factor_decay",
         "weight_sharing",
+        "factor_batch_fraction",
         "max_factor_dim",
         "factor_rank",
     )
@@ -94,6 +97,7 @@ class KFACMethod(Method):
         solver: str,
         factor_decay: float,
         weight_sharing: str,
+        factor_batch_fraction: float,
         settings: Settings,
         max_factor_dim: int | None,
         factor_rank: int,
@@ -107,6 +111,7 @@ class KFACMethod(Method):
         self.solver = solver
         self.factor_decay = factor_decay
         self.weight_sharing = weight_sharing
+        self.factor_batch_fraction = factor_batch_fraction
         self.settings = settings
         self.max_factor_dim = max_factor_dim
         self.factor_rank = factor_rank
@@ -114,7 +119,7 @@ class KFACMethod(Method):
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
-        self._said: set[str] = set()
+        self._advice = Advice()
 
     # ------------------------------------------------------------ the step
     @override
@@ -173,7 +178,10 @@ class KFACMethod(Method):
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> Statistics:
         """What this replica's batch says of the factors, by position."""
-        scale = step.row_scale()
+        scale, part = step.row_scale(), None
+        if self.factor_batch_fraction < 1:
+            turn = self.job.own(self.states).factor_updates
+            part = Part(self.factor_batch_fraction, turn)
         if step.loss.terms is None:
             report = self.job.own(self.states).report
             report.note_sum(looks_summed(layers, scale), self.job.name)
@@ -185,6 +193,7 @@ class KFACMethod(Method):
                 scale,
                 step.batch.weightless,
                 step.loss.terms,
+                part,
             )
             for one in self.observed(layers, step)
         }
@@ -299,7 +308,7 @@ class KFACMethod(Method):
         self.job = job
         self._placement = None
         tap_layers(job.model, self.skip_layers, self)
-        self._say(solver_warning(job.model, SOLVERS[self.solver]))
+        self._advice.give(job, solver_warning(job.model, SOLVERS[self.solver]))
 
     @property
     def placement(self) -> Placement:
@@ -323,7 +332,8 @@ class KFACMethod(Method):
         placement = self.placement
         inner = type(self.job.inner_optimizer).__name__
         name = self.job.model.name
-        self._say(coverage_warning(placement.registry, name, inner))
+        warning = coverage_warning(placement.registry, name, inner)
+        self._advice.give(self.job, warning)
         known = dict(zip(self.job.topology.local, self.states, strict=False))
 
         def make(rank: int) -> State:
@@ -337,14 +347,6 @@ class KFACMethod(Method):
 
         self.states = self.job.for_each(make)
         return self.states
-
-    def _say(self, text: str | None) -> None:
-        """Warns of something, once and on one worker."""
-        if text is None or text in self._said:
-            return
-        self._said.add(text)
-        if 0 in self.job.topology.local:
-            warnings.warn(text, stacklevel=4)
 
     @override
     def agreement(self) -> dict[str, Any]:

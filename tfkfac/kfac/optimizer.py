@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
+    check_batch_fraction,
     check_decay,
     check_skip_layers,
     make_settings,
@@ -83,6 +84,11 @@ class KFAC(SecondOrderOptimizer):
             gradients too, where "reduce" has their sum: with S positions G is
             S^2 times smaller than the Fisher matrix', and `damping` weighs
             that much more. Defaults to "expand".
+        factor_batch_fraction: Share of the examples of a batch that a factor
+            update looks at, in (0, 1]: at least one, evenly spaced over the
+            batch of each worker, and other ones in the next update. They
+            stand for all, so the factors' scale is the same; their noise
+            grows. Defaults to 1.0.
         distribution: What the workers of a `tf.distribute` job share:
             "comm_opt" (factors are all-reduced, each is decomposed by one
             worker and its decomposition sent to all: plain steps send nothing
@@ -143,6 +149,7 @@ class KFAC(SecondOrderOptimizer):
     solver: str
     factor_decay: float
     weight_sharing: str
+    factor_batch_fraction: float
     max_factor_dim: int | None
     factor_rank: int
 
@@ -157,6 +164,7 @@ class KFAC(SecondOrderOptimizer):
         inverse_update_interval: Value = None,
         kl_clip: Value = 0.02,
         weight_sharing: str = "expand",
+        factor_batch_fraction: float = 1.0,
         distribution: str = "comm_opt",
         gradient_worker_fraction: float | None = None,
         assignment: str | None = None,
@@ -195,6 +203,7 @@ class KFAC(SecondOrderOptimizer):
                 weight_sharing,
                 ("expand", "reduce", "average"),
             ),
+            factor_batch_fraction=check_batch_fraction(factor_batch_fraction),
             settings=make_settings(
                 distribution,
                 gradient_worker_fraction,
