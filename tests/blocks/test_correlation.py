@@ -27,7 +27,7 @@ from tests.support.layer_models import (
 )
 from tests.support.layer_views import view_of
 from tests.support.reference import Array, append_one, patches
-from tfkfac.blocks.correlation import is_cheaper, patch_gram
+from tfkfac.blocks.correlation import channel_grams, is_cheaper, patch_gram
 from tfkfac.blocks.registry import build_registry
 from tfkfac.capture.record import Record
 
@@ -82,7 +82,7 @@ def check(geometry: Any, **options: Any) -> None:
     for function in (static, dynamic):
         total, count = function(tf.constant(x))
         assert float(count) == want[-1, -1]
-        np.testing.assert_allclose(total, want, atol=1e-12 * want.max())
+        np.testing.assert_allclose(total, want, atol=1e-12 * want.max(), rtol=0)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
@@ -94,6 +94,56 @@ def test_sum_over_patches(geometry: Any) -> None:
 @pytest.mark.parametrize("geometry", sweep(), ids=str)
 def test_every_geometry(geometry: Any) -> None:
     check(geometry)
+
+
+# Kernel, stride, padding, image.
+DEPTHWISE = [
+    ((3, 3), 1, "same", (5, 6)),
+    ((4, 5), 1, "valid", (7, 5)),
+    ((3, 3), 1, "same", (2, 1)),
+    ((3, 2), 2, "same", (6, 7)),
+    ((2, 3), 3, "valid", (8, 7)),  # a rest is left out
+    ((1, 3), 2, "same", (1, 8)),
+]
+
+
+def check_channels(geometry: Any, **options: Any) -> None:
+    """`check` of each channel by itself."""
+    kernel, stride, padding, image = geometry
+    x = np.random.default_rng(0).normal(size=(BATCH, *image, CHANNELS)) + 0.3
+    geometry = kernel, (stride, stride), padding, image
+    want = [from_patches(x[..., i : i + 1], geometry) for i in range(CHANNELS)]
+
+    def gram(x: tf.Tensor) -> Any:
+        return channel_grams(x, kernel, stride, padding, bias=True)
+
+    unknown = tf.TensorSpec([None, None, None, CHANNELS], tf.float64)
+    dynamic = tf.function(gram, input_signature=[unknown], **options)
+    static = tf.function(gram, **options)
+    for function in (static, dynamic):
+        total, count = function(tf.constant(x))
+        assert float(count) == want[0][-1, -1]
+        np.testing.assert_allclose(
+            total, want, atol=1e-12 * np.max(want), rtol=0
+        )
+
+
+@pytest.mark.parametrize("geometry", DEPTHWISE, ids=str)
+def test_sum_over_patches_of_a_channel(geometry: Any) -> None:
+    check_channels(geometry)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("geometry", sweep(), ids=str)
+def test_every_geometry_of_a_channel(geometry: Any) -> None:
+    kernel, strides, padding, image = geometry
+    check_channels((kernel, strides[0], padding, image))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("geometry", DEPTHWISE[:1] + DEPTHWISE[3:4], ids=str)
+def test_channels_compiled_by_xla(geometry: Any) -> None:
+    check_channels(geometry, jit_compile=True)
 
 
 @pytest.mark.slow
@@ -123,6 +173,15 @@ CORRELATED: dict[str, Case] = {
         partial(layers.Conv2D, 3, 3, data_format="channels_first"),
         (8, 9, 8),
     ),
+    "sequence": (
+        partial(layers.Conv1D, 3, 3, strides=2, padding="causal"),
+        (40, 4),
+    ),
+    "depthwise": (partial(layers.DepthwiseConv2D, 3, 2), (7, 8, 3)),
+    "depthwise sequence": (
+        partial(layers.DepthwiseConv1D, 3, strides=2, padding="same"),
+        (9, 3),
+    ),
     "at each time step": (
         lambda name: layers.TimeDistributed(layers.Conv2D(3, 3, name=name)),
         (2, 9, 8, 8),
@@ -138,10 +197,10 @@ def test_both_ways_agree(case: str) -> None:
     x = np.random.default_rng(0).normal(size=(32, *shape)).astype("float32")
     g = np.zeros(block.layer.compute_output_shape(x.shape), "float32")
     rows = block.rows(Record(tf.constant(x), tf.constant(g)))
-    a = np.asarray(rows.a, np.float64).reshape(-1, rows.a.shape[-1])
+    a = np.asarray(rows.a, np.float64)
     total, count = rows.gram()
-    assert float(count) == len(a)
-    assert_close(total, a.T @ a, FACTOR_RTOL)
+    assert float(count) == a.shape[0] * a.shape[1]
+    assert_close(total, np.einsum("bs...i,bs...j->...ij", a, a), FACTOR_RTOL)
 
 
 # Layers whose patches are no more work, or that correlations do not fit.
@@ -149,6 +208,12 @@ BY_PATCHES: dict[str, Case] = {
     "dilated": (partial(layers.Conv2D, 3, 3, dilation_rate=2), (9, 8, 8)),
     "1x1": (partial(layers.Conv2D, 3, 1), (9, 8, 8)),
     "one channel": (partial(layers.Conv2D, 3, 3), (9, 8, 1)),
+    "three dimensions": (partial(layers.Conv3D, 3, 3), (5, 5, 5, 8)),
+    "groups": (partial(layers.Conv2D, 4, 3, groups=2), (9, 8, 8)),
+    "dilated depthwise": (
+        partial(layers.DepthwiseConv2D, 3, dilation_rate=2),
+        (9, 8, 8),
+    ),
     "tiny image": (partial(layers.Conv2D, 3, 3, padding="same"), (2, 2, 64)),
 }
 

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.blocks.patches import extract_patches, fit, geometry
-from tfkfac.blocks.rows import Statistic, fold_positions
+from tfkfac.blocks.patches import fit, geometry
+from tfkfac.blocks.products import AllChannels, EachChannel, Products
+from tfkfac.blocks.rows import Statistic
 
 
 class Window(NamedTuple):
-    """A convolution of stride 1 in two dimensions.
+    """A convolution in two dimensions.
 
     Attributes:
         images: `(batch, height, width, channels)`, in each dimension no
@@ -31,12 +32,14 @@ class Window(NamedTuple):
         size: Height and width of the kernel.
         padding: Zeros before and after the image in each dimension.
         outputs: Height and width of the outputs.
+        stride: 1, but for the patches of each channel offset by offset.
     """
 
     images: tf.Tensor
     size: Sequence[int]
     padding: Sequence[tuple[int, int]]
     outputs: Sequence[Any]
+    stride: int = 1
 
 
 def patch_gram(
@@ -60,18 +63,59 @@ def patch_gram(
         are in the order `(kernel size..., channels)`.
     """
     window = _window(images, kernel_size, strides, padding)
-    total = _gram(window)
-    high, wide = window.outputs
-    count = tf.cast(tf.shape(images)[0] * high * wide, images.dtype)
+    kind = AllChannels()
+    statistic = _statistic(kind, _products(kind, window), window, bias)
+    if max(strides) == 1:
+        return statistic
+    order = _unfolded(kernel_size, strides, images.shape[-1])
     if bias:
-        sums = _patch_sum(window)
-        total = tf.concat([total, sums[None]], 0)
-        column = tf.concat([sums, count[None]], 0)
-        total = tf.concat([total, column[:, None]], 1)
-    if max(strides) > 1:
-        order = _unfolded(kernel_size, strides, images.shape[-1])
-        order = np.append(order, [total.shape[0] - 1] * bias).astype(int)
-        total = tf.gather(tf.gather(total, order), order, axis=1)
+        order = np.append(order, statistic.total.shape[0] - 1)
+    total = tf.gather(tf.gather(statistic.total, order), order, axis=1)
+    return Statistic(total, statistic.count)
+
+
+def channel_grams(
+    images: tf.Tensor,
+    kernel_size: Sequence[int],
+    stride: int,
+    padding: str,
+    bias: bool,
+) -> Statistic:
+    """The same for each channel of a depthwise convolution.
+
+    Args:
+        images: `(batch, height, width, channels)`.
+        kernel_size: Height and width of the kernel.
+        stride: Stride in both dimensions.
+        padding: "valid", "same" or "causal", as in `extract_patches`.
+        bias: Whether a patch has a 1 at its end.
+
+    Returns:
+        The sums, a matrix for each channel, and the number of patches.
+    """
+    strides, kind = (stride, stride), EachChannel()
+    if stride == 1 and _is_large(images.shape[1:3], kernel_size):
+        window = _window(images, kernel_size, strides, padding)
+        return _statistic(kind, _products(kind, window), window, bias)
+    # Where cells would have to move to other channels: offset by offset.
+    image, outputs = fit(images, kernel_size, strides, (1, 1), padding)
+    window = Window(image, kernel_size, [(0, 0)] * 2, outputs, stride)
+    products = kind.of_patches(image, kernel_size, stride)
+    return _statistic(kind, products, window, bias)
+
+
+def _statistic(
+    kind: Products, products: tf.Tensor, window: Window, bias: bool
+) -> Statistic:
+    """Brings products to their place, with those of the bias' 1."""
+    total, (high, wide) = kind.as_factor(products), window.outputs
+    count = tf.cast(tf.shape(window.images)[0] * high * wide, total.dtype)
+    if bias:
+        sums = kind.as_row(_patch_sum(window))
+        total = tf.concat([total, sums[..., None, :]], -2)
+        last = tf.zeros_like(sums[..., :1]) + count
+        column = tf.concat([sums, last], -1)
+        total = tf.concat([total, column[..., None]], -1)
     return Statistic(total, count)
 
 
@@ -108,10 +152,7 @@ def is_cheaper(
 
     # As in `_window`.
     size = [-(-k // s) for k, s in zip(kernel_size, strides, strict=True)]
-    implicit = max(strides) == 1 and all(
-        n >= k for n, k in zip(cells, kernel_size, strict=True)
-    )
-    if not implicit:
+    if max(strides) > 1 or not _is_large(cells, kernel_size):
         cells = [n + k - 1 for n, k in zip(outputs, size, strict=True)]
     channels *= math.prod(strides)
     (rows, columns), (high, wide) = cells, size
@@ -144,10 +185,7 @@ def _window(
     known to be large enough.
     """
     cells = images.shape[1:3]
-    if max(strides) == 1 and all(
-        size is not None and size >= kernel
-        for size, kernel in zip(cells, kernel_size, strict=True)
-    ):
+    if max(strides) == 1 and _is_large(cells, kernel_size):
         ends, outputs = [], []
         for size, kernel in zip(cells, kernel_size, strict=True):
             before, count = geometry(size, kernel, 1, padding)
@@ -158,6 +196,13 @@ def _window(
     small = [-(-k // s) for k, s in zip(kernel_size, strides, strict=True)]
     blocks = [n + k - 1 for n, k in zip(outputs, small, strict=True)]
     return Window(_fold(image, blocks, strides), small, [(0, 0)] * 2, outputs)
+
+
+def _is_large(cells: Sequence[int | None], kernel: Sequence[int]) -> bool:
+    """Whether an image is known to be no smaller than the kernel."""
+    return all(
+        n is not None and n >= k for n, k in zip(cells, kernel, strict=True)
+    )
 
 
 def _fold(
@@ -187,54 +232,31 @@ def _unfolded(
 
 
 # --------------------------------------------------------------- stride 1
-def _gram(window: Window) -> tf.Tensor:
-    """Sum of the outer products of the patches."""
-    total = _spread(_correlation(window.images, window.size), window.size)
+def _products(kind: Products, window: Window) -> tf.Tensor:
+    """The products of all pairs of offsets, `(height, width)` twice."""
+    total = _spread(kind.at_shifts(window.images, window.size), window.size)
     # Whole rows of positions, then the columns beside the outputs.
-    (high, wide), channels = window.size, window.images.shape[-1]
-    full = (wide - 1, wide - 1)
+    full = (window.size[1] - 1, window.size[1] - 1)
     for axis, along in ((0, full), (1, window.padding[0])):
         for at_end in (False, True):
-            total = _without_edge(total, window, axis, along, at_end)
-    size = high * wide * channels
-    return tf.reshape(total, [size, size])
-
-
-def _correlation(images: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
-    """Correlation of an image with itself.
-
-    Returns:
-        `sum x[u, c] x[u + d, c']` for the shifts d that are smaller than the
-        kernel, of shape `(c, 2 height - 1, 2 width - 1, c')`.
-    """
-    (high, wide), channels = size, images.shape[-1]
-    half = tf.raw_ops.Conv2DBackpropFilter(
-        input=images,
-        filter_sizes=[high, 2 * wide - 1, channels, channels],
-        out_backprop=images,
-        strides=[1] * 4,
-        padding="EXPLICIT",
-        explicit_paddings=[0, 0, 0, high - 1, wide - 1, wide - 1, 0, 0],
-    )  # shifts down, shifts to both sides, c', c
-    # The opposite shift has the channels exchanged.
-    up = tf.transpose(tf.reverse(half[1:], [0, 1]), [2, 0, 1, 3])
-    down = tf.transpose(half, [3, 0, 1, 2])
-    return tf.concat([up, down], 1)
+            total = _without_edge(kind, total, window, axis, along, at_end)
+    return total
 
 
 def _spread(shifts: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
-    """The products of all pairs of offsets, those at their distance."""
-    (high, wide), channels = size, shifts.shape[-1]
+    """The products of two offsets are those at their distance."""
+    high, wide = size
     down, right = (i.ravel() for i in np.indices((high, wide)))
     down = down - down[:, None] + high - 1
     right = right - right[:, None] + wide - 1
-    flat = tf.reshape(shifts, [channels, -1, channels])
-    pairs = tf.gather(flat, down * (2 * wide - 1) + right, axis=1)
-    pairs = tf.transpose(pairs, [1, 0, 2, 3])
-    return tf.reshape(pairs, [*size, channels] * 2)
+    channels = shifts.shape[2:]
+    flat = tf.reshape(shifts, [-1, *channels])
+    pairs = tf.gather(flat, down * (2 * wide - 1) + right)
+    return tf.reshape(pairs, [*size, *size, *channels])
 
 
 def _without_edge(
+    kind: Products,
     total: tf.Tensor,
     window: Window,
     axis: int,
@@ -244,7 +266,8 @@ def _without_edge(
     """Takes off the positions beyond one end of the outputs.
 
     Args:
-        total: `(height, width, channels)` of the kernel, twice.
+        kind: The kind of products.
+        total: `(height, width, height, width, ...)` of the kernel.
         window: The convolution.
         axis: The dimension that has the end.
         along: Padding of the image in the other dimension.
@@ -261,39 +284,29 @@ def _without_edge(
     paddings[2 - axis] = list(along)
     strip = tf.pad(strip, paddings)
     kernel = [cells, window.size[1]] if axis == 0 else [window.size[0], cells]
-    gram = _gram_of_patches(strip, kernel)
+    edge = kind.of_patches(strip, kernel)
     for seen in range(1, cells + 1):
         # A position at which that many cells are seen, by as many offsets.
         unseen, hidden = size - seen, cells - seen
-        index = [slice(None)] * 6
-        paddings = [[0, 0]] * 6
-        for i in (axis, axis + 3):
+        index = [slice(None)] * 4
+        paddings = [[0, 0]] * total.shape.rank
+        for i in (axis, axis + 2):
             index[i] = slice(hidden, None) if at_end else slice(seen)
             paddings[i] = [0, unseen] if at_end else [unseen, 0]
-        total -= tf.pad(gram[tuple(index)], paddings)
+        total -= tf.pad(edge[tuple(index)], paddings)
     return total
-
-
-def _gram_of_patches(images: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
-    ones = [1] * len(size)
-    slices = extract_patches(images, size, ones, ones, "valid")
-    rows = fold_positions(tf.concat(slices, -1))
-    rows = tf.reshape(rows, [-1, rows.shape[-1]])
-    shape = [*size, images.shape[-1]]
-    return tf.reshape(tf.matmul(rows, rows, transpose_a=True), shape * 2)
 
 
 def _patch_sum(window: Window) -> tf.Tensor:
     """Sum of the patches: the filter gradient of a sum of outputs."""
     image = tf.reduce_sum(window.images, 0, keepdims=True)
-    (high, wide), channels = window.size, image.shape[-1]
     (top, bottom), (left, right) = window.padding
     sums = tf.raw_ops.Conv2DBackpropFilter(
         input=image,
-        filter_sizes=[high, wide, channels, 1],
+        filter_sizes=[*window.size, image.shape[-1], 1],
         out_backprop=tf.ones([1, *window.outputs, 1], image.dtype),
-        strides=[1] * 4,
+        strides=[1, window.stride, window.stride, 1],
         padding="EXPLICIT",
         explicit_paddings=[0, 0, top, bottom, left, right, 0, 0],
     )
-    return tf.reshape(sums, [high * wide * channels])
+    return sums[..., 0]
