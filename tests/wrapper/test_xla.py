@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
+from tests.support.marks import with_slow
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "inverse": lambda: tfkfac.KFAC(0.1),
@@ -72,7 +73,9 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("pretended_gpu")
-@pytest.mark.parametrize("name", ["inverse", "eigen", "sketch", "fosi"])
+@pytest.mark.parametrize(
+    "name", with_slow(["inverse", "eigen", "sketch", "fosi"], "sketch")
+)
 def test_trains_as_without_xla(name: str) -> None:
     plain = train(OPTIMIZERS[name](), jit=False)
     compiled = train(OPTIMIZERS[name](), jit=True)

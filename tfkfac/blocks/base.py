@@ -38,8 +38,9 @@ class Block(abc.ABC):
             its own alone. Then statistics of a part of a batch are cheaper.
         left_out: Why the block took no part in the last step that was traced,
             or None.
-        limit: Which matrices may be kept whole, and what wider ones are kept
-            as: the `factors` of one matrix should be its `matrix(size)`.
+        limit: `limit.matrix(size)` is the kind of a factor that is one matrix:
+            whole, or approximated if it is wider than the user allows. A layer
+            whose block declares a wider one nevertheless is left alone.
 
     Args:
         layer: A built Keras layer.
