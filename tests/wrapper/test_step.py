@@ -49,7 +49,6 @@ def kfac_method() -> KFACMethod:
         weight_sharing="expand",
         settings=Settings(),
         max_factor_dim=None,
-        factor_batch_fraction=1.0,
         skip_layers=(),
     )
 

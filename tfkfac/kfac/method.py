@@ -97,11 +97,11 @@ class KFACMethod(Method):
         solver: str,
         factor_decay: float,
         weight_sharing: str,
-        factor_batch_fraction: float,
         settings: Settings,
         max_factor_dim: int | None,
-        factor_rank: int,
         skip_layers: tuple[SkipRule, ...],
+        factor_rank: int = 64,
+        factor_batch_fraction: float = 1.0,
         gradient_accumulation_steps: int | None = None,
     ) -> None:
         self.damping = damping
