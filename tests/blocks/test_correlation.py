@@ -168,14 +168,14 @@ def block_of(layer: Any, shape: tuple[int | None, ...]) -> Any:
 
 CORRELATED: dict[str, Case] = {
     "same": (partial(layers.Conv2D, 3, 3, padding="same"), (9, 8, 8)),
-    "strides": (partial(layers.Conv2D, 3, 5, 2, use_bias=False), (16, 15, 3)),
+    "strides": (partial(layers.Conv2D, 3, 7, 2, use_bias=False), (32, 35, 3)),
     "channels first": (
         partial(layers.Conv2D, 3, 3, data_format="channels_first"),
         (8, 9, 8),
     ),
     "sequence": (
-        partial(layers.Conv1D, 3, 3, strides=2, padding="causal"),
-        (40, 4),
+        partial(layers.Conv1D, 3, 5, padding="causal"),
+        (40, 8),
     ),
     "depthwise": (partial(layers.DepthwiseConv2D, 3, 2), (7, 8, 3)),
     "depthwise sequence": (
