@@ -260,10 +260,11 @@ class Step:
         """
         self.weigh()
         if self.group.size > 1:
-            present = [g for g in self.gradients if g is not None]
-            reduced = iter(self.group.all_reduce(present))
+            # The last layers first: the backward pass begins with them.
+            present = [g for g in self.gradients[::-1] if g is not None]
+            reduced = self.group.all_reduce(present)
             self.gradients = [
-                None if g is None else next(reduced) for g in self.gradients
+                None if g is None else reduced.pop() for g in self.gradients
             ]
         self._is_reduced = True
 
