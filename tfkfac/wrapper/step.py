@@ -280,11 +280,11 @@ class Step:
         if self.group.size > 1:
             # The last layers first: the backward pass begins with them.
             present = [g for g in self.gradients[::-1] if g is not None]
-            reduced = self.group.all_reduce([*self._bounds, *present])
-            count = len(self._bounds)
-            self._bounds, reduced = reduced[:count], reduced[count:]
+            reduced = self.group.all_reduce([*present, *self._bounds])
+            self._bounds = reduced[len(present) :]
+            rest = reduced[: len(present)]
             self.gradients = [
-                None if g is None else reduced.pop() for g in self.gradients
+                None if g is None else rest.pop() for g in self.gradients
             ]
         self._is_reduced = True
 
