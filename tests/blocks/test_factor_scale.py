@@ -23,9 +23,14 @@ SHARING = ["expand", "reduce"]
 BATCH = 4
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_loss_scale_is_undone(eager: bool) -> None:
-    """Inside Keras' LossScaleOptimizer: same factors, same step."""
+@pytest.mark.parametrize(
+    ("eager", "scale"), [(True, 2.0**10), (False, 2.0**10), (False, 2.0**100)]
+)
+def test_loss_scale_is_undone(eager: bool, scale: float) -> None:
+    """Inside Keras' LossScaleOptimizer: same factors, same step.
+
+    A scale that grows in bfloat16 may be one whose square is infinite.
+    """
     runs = []
     for scaled in (False, True):
         layer = layers.Dense(2, activation="tanh", name="block")
@@ -34,7 +39,7 @@ def test_loss_scale_is_undone(eager: bool) -> None:
         optimizer = compiled(model)
         if scaled:
             outer = keras.optimizers.LossScaleOptimizer(
-                optimizer, initial_scale=1024.0
+                optimizer, initial_scale=scale
             )
             model.compile(
                 optimizer=outer, loss=half_squared_error, run_eagerly=eager

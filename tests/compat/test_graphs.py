@@ -1,6 +1,8 @@
 """What compat relies on in TensorFlow's graphs, tapes and variables."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from tfkfac.compat.graphs import (
     open_graphs,
     operation_without_gradient,
     repeat,
+    shared_call,
     stamp_time,
     state_variable,
     under_tape,
@@ -140,6 +143,112 @@ def test_repeat(eager: bool) -> None:
     run = run if eager else tf.function(run)
     total, last = run(tf.constant(5))
     assert (int(total), float(last)) == (234, 3.5)
+
+
+# ------------------------------------------------------------- shared calls
+def doubling(traces: list[Any]) -> Callable[..., Any]:
+    """A function of tensors and a variable that notes its traces."""
+
+    def double(pair: Any, variable: Any) -> Any:
+        traces.append(pair["x"].shape)
+        return variable.assign(2 * pair["x"] + pair["y"])
+
+    return double
+
+
+def test_shared_calls_are_traced_once_for_each_kind() -> None:
+    """Here: once for each signature and shape, in branches too."""
+    traces: list[Any] = []
+    variables = [state_variable(0.0, "float32", "v") for _ in range(6)]
+    wide = state_variable([0.0, 0.0], "float32", "wide")
+
+    @tf.function
+    def step(x: Any) -> Any:
+        def call(key: str, variable: Any, x: Any) -> Any:
+            pair = {"x": x, "y": tf.ones_like(x)}
+            return shared_call(key, doubling(traces), pair, variable)
+
+        def branch() -> Any:
+            return tf.add_n([call("one", v, x) for v in variables[2:5]])
+
+        first = [call("one", v, x + 1) for v in variables[:2]]
+        call("one", wide, tf.stack([x, x]))
+        other = call("other", variables[5], x)
+        return tf.add_n(first) + tf.cond(x > 0, branch, lambda: x) + other
+
+    assert float(step(tf.constant(3.0))) == 2 * 9 + 3 * 7 + 7
+    assert [float(v) for v in variables] == [9, 9, 7, 7, 7, 7]
+    assert traces == [[], [2], []]
+
+
+def test_shared_calls_run_eagerly() -> None:
+    traces: list[Any] = []
+    variable = state_variable(0.0, "float32", "v")
+    for x in (1.0, 2.0):
+        pair = {"x": tf.constant(x), "y": tf.constant(0.5)}
+        shared_call("one", doubling(traces), pair, variable)
+    assert float(variable) == 4.5
+    assert len(traces) == 2
+
+
+@contract(
+    "compat.graphs.shared_call",
+    "With the attribute `_noinline` a function is called, not inlined.",
+)
+def test_shared_calls_are_not_inlined() -> None:
+    def square(x: Any) -> Any:
+        return shared_call("square", lambda x: tf.raw_ops.Square(x=x), x)
+
+    outer = tf.function(square, autograph=False)
+    assert "PartitionedCall" in operations(outer)
+    assert "Square" not in operations(outer)
+
+
+@contract(
+    "compat.graphs.shared_call",
+    "An error in a function that is called says the operation that calls it.",
+)
+def test_errors_in_shared_calls_say_who_called() -> None:
+    def total(size: Any) -> Any:
+        return tf.reduce_sum(tf.linalg.cholesky(tf.fill([size, size], 1.0)))
+
+    @tf.function
+    def step(size: Any) -> Any:
+        with tf.name_scope("small"):
+            one = shared_call("total", total, tf.constant(1))
+        with tf.name_scope("large"):
+            return one + shared_call("total", total, size)
+
+    with pytest.raises(tf.errors.ResourceExhaustedError) as error:
+        step(tf.constant(9_000_000))  # 324 TB
+    assert "large/PartitionedCall" in str(error.value)
+    assert "small/" not in str(error.value)
+
+
+@contract(
+    "compat.graphs.shared_call",
+    "A function that a graph has called does not keep that graph alive.",
+)
+def test_shared_calls_end_with_their_graph() -> None:
+    alive = []
+
+    def use() -> None:
+        def plus_one(x: Any) -> Any:
+            return x + 1.0
+
+        @tf.function
+        def step(x: Any) -> Any:
+            return tf.cond(
+                x > 0, lambda: shared_call("one", plus_one, x), lambda: x
+            )
+
+        step(tf.constant(1.0))
+        graph = step.get_concrete_function(tf.constant(1.0)).graph
+        alive.extend([weakref.ref(graph), weakref.ref(plus_one)])
+
+    use()
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
 
 
 @contract(

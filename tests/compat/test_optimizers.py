@@ -13,6 +13,7 @@ from tfkfac.compat.optimizers import (
     find_by_name,
     knows_variable,
     raw_iterations,
+    sgd_momenta,
     trainable_variables,
     variable_key,
 )
@@ -139,3 +140,30 @@ def test_find_by_name() -> None:
         assert type(keras.optimizers.get(config)) is other
     finally:
         del ALL_OBJECTS_DICT["foundbyname"]
+
+
+@contract(
+    "compat.optimizers.sgd_momenta",
+    "`momentums` are in the order of the variables, and SGD adds to the "
+    "weights what it makes of them.",
+)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_momenta(nesterov: bool) -> None:
+    one, other = variables()
+    optimizer = keras.optimizers.SGD(0.5, 0.75, nesterov)
+    optimizer.build([one, other])
+    momenta = sgd_momenta(optimizer, [other, one])
+    assert [tuple(b.shape) for b in momenta] == [(2,), (1,)]
+    momenta[0].assign([1.0, -1.0])
+    optimizer.apply([tf.constant([2.0, 4.0])], [other])
+    new = np.array([0.75 - 1.0, -0.75 - 2.0])
+    np.testing.assert_allclose(np.array(momenta[0]), new)
+    change = 0.75 * new - [1.0, 2.0] if nesterov else new
+    np.testing.assert_allclose(np.array(other), 1 + change)
+
+
+def test_sgd_without_momenta() -> None:
+    one, other = variables()
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer.build([one, other])
+    assert sgd_momenta(optimizer, [one, other]) == []

@@ -55,6 +55,16 @@ class TestAssign:
         assert assign([5, 5, 9, 5], 2, "compute") == (1, 1, 0, 0)
         assert assign([1, 1, 1], 3, "memory") == (0, 1, 2)
 
+    def test_every_turn_is_balanced(self) -> None:
+        """By hand: without turns, both nines would have one worker each."""
+        costs, turns = [9, 8, 5, 4, 4, 1], [0, 1, 0, 1, 0, 1]
+        assert assign(costs, 2, "compute", turns) == (0, 1, 1, 0, 1, 0)
+        # Turn 0 is 9 | 5 + 4, turn 1 is 4 + 1 | 8.
+        assert assign(costs, 2, "compute") == (0, 1, 1, 0, 0, 1)
+        # Memory is held over all turns.
+        memory = assign(costs, 2, "memory")
+        assert assign(costs, 2, "memory", turns) == memory
+
     def test_round_robin(self) -> None:
         assert assign([9, 1, 1, 1, 1], 3, "round_robin") == (0, 1, 2, 0, 1)
 

@@ -84,6 +84,23 @@ def test_gather(size: int, workers: int) -> None:
 
 @few
 @given(SIZES, WORKERS)
+def test_whole_vectors(size: int, workers: int) -> None:
+    """Several at once, with the zeros at the end."""
+    shards, wholes = Shards(size, workers), numbers(2, size)
+    longer = np.pad(wholes, [[0, 0], [0, shards.whole - size]])
+
+    def work(group: Any) -> list[Array]:
+        own = [shards.own(tf.constant(x), group.rank) for x in longer]
+        return [x.numpy() for x in shards.gather_all(own, group)]
+
+    assert shards.whole == workers * shards.length
+    for got, received in run_together(workers, work):
+        np.testing.assert_array_equal(got, longer)
+        assert received == 2 * shards.length * (workers - 1)
+
+
+@few
+@given(SIZES, WORKERS)
 def test_reduce(size: int, workers: int) -> None:
     """Each worker gets its slice of the sum of all vectors."""
     shards, wholes = Shards(size, workers), numbers(workers, size)

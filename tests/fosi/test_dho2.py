@@ -88,6 +88,11 @@ add("mirrored", "rows", "batch_norm", "adam", slow=True, feed="even")
 add("mirrored", "columns", "mlp", "sgd")
 add("mirrored", "columns", "text", "sgd", slow=True)
 
+# More steps than the batches have rows: what is random then is made orthogonal
+# to most of the space, which takes another sum in a branch.
+add("two", "rows", "mlp", "plain", "exhausted", slow=True, lanczos_steps=120)
+add("mirrored", "rows", "mlp", "plain", "exhausted", True, lanczos_steps=120)
+
 # What worker 0 and worker 1 say; the rest of the job is the same.
 DISAGREEMENTS = {
     "two: other seed": ("seed", (0, 1)),

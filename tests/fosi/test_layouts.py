@@ -136,6 +136,48 @@ def test_project_out(
 
 
 @names
+@few
+@given(SIZES, DIRECTIONS, GROUPS, st.booleans())
+def test_moves(
+    name: str, size: int, directions: int, workers: int, longer: bool
+) -> None:
+    """Beside the split, of coefficients of other vectors too.
+
+    In vectors as long as the layout likes them best, or as they are.
+    """
+    layout = layout_of(name, size, directions, workers)
+    whole, gradients = basis(directions, size), numbers(workers, size)
+    total, other = gradients.sum(0), numbers(size, seed=3)
+    length = layout.length if longer else size
+
+    def lengthen(vector: Array) -> Any:
+        return tf.constant(np.pad(vector, [0, length - size]))
+
+    def work(group: Any) -> list[Array]:
+        part = tf.constant(own_part(layout, whole, group.rank))
+        late = layout.reduces_gradients
+        mine = lengthen(gradients[group.rank] if late else total)
+        found = layout.project_out(
+            part, mine, group, [lengthen(other)], lambda c: 2 * c[0] - c[1]
+        )
+        return [x.numpy() for x in found]
+
+    want = total - (whole @ total) @ whole
+    moved = (whole @ (2 * total - other)) @ whole
+    # As many elements as are not padding, and the rounding of each sum.
+    gradient = layout.reduces_gradients * all_reduce_bytes(size * ITEM, workers)
+    reported = gradient + layout.moving_bytes(2)
+    for rank, (found, received) in enumerate(run_together(workers, work)):
+        inside, rest, move = found
+        assert rest.shape == move.shape == (length,)
+        mine = layout.own(tf.constant(whole @ total), rank)
+        np.testing.assert_allclose(inside, mine, atol=1e-13)
+        np.testing.assert_allclose(rest[:size], want, atol=1e-13)
+        np.testing.assert_allclose(move[:size], moved, atol=1e-13)
+        assert abs(received * ITEM - reported) <= 4 * ITEM * workers
+
+
+@names
 @pytest.mark.parametrize("workers", [1, 2])
 def test_long_vectors(name: str, workers: int) -> None:
     """In float32, a gradient along the directions, of like numbers."""

@@ -66,6 +66,10 @@ WRONG: list[tuple[str, Any, str]] = [
         for value in (0.5, 0, -1, 2, NAN, "0.5")
     ),
     *(
+        ("factor_batch_fraction", value, r"a number in \(0, 1\]")
+        for value in (0, -0.5, 1.5, "1", True, None, NAN)
+    ),
+    *(
         (name, value, "an integer of at least 1")
         for name in ("max_factor_dim", "factor_rank")
         for value in (0, -1, 10.0, "10", True, NAN)
@@ -187,6 +191,7 @@ def test_defaults() -> None:
         "inverse_update_interval": None,
         "kl_clip": 0.02,
         "weight_sharing": "expand",
+        "factor_batch_fraction": 1.0,
         "distribution": "comm_opt",
         "gradient_worker_fraction": None,
         "assignment": None,
@@ -295,6 +300,7 @@ NUMBERS: dict[str, Any] = {
     "inverse_dtype": "float16",
     "max_factor_dim": 100,
     "factor_rank": 8,
+    "factor_batch_fraction": 0.25,
     "name": "other",
 }
 

@@ -28,7 +28,9 @@ from tests.support.mode_cases import (
     FITS,
     JOBS,
     LOOPS,
+    PARTS,
     REFUSALS,
+    TURNS,
     Result,
     alone,
     assert_close,
@@ -39,7 +41,13 @@ from tests.support.mode_cases import (
     plans,
 )
 from tests.support.weights import assert_same_bits, distance
-from tests.support.workers_modes import FEEDS, Collective, shares, small
+from tests.support.workers_modes import (
+    FEEDS,
+    Collective,
+    images,
+    shares,
+    small,
+)
 
 Results = Callable[[str], list[Result]]
 SINGLE = 1e-5  # float32
@@ -97,6 +105,41 @@ def test_equals_one_process(results, name):
         assert_close(
             worker, single["weights"], SINGLE if single_precision else EXACT
         )
+
+
+@pytest.mark.parametrize("name", JOBS.params(TURNS))
+def test_turns_are_those_of_one_process(results, name):
+    """Whatever the workers: steps and turns are of the model alone."""
+    workers = results(name)
+    assert_same_bits(workers)
+    solver = TURNS[name].get("solver", "inverse")
+    single = workers_modes.train_in_turns(None, model="vision", solver=solver)
+    same = [n for n in names("vision", solver=solver) if n.startswith("two")]
+    at_once = alone(same[0])
+    # The first turn at 1, 5 and 9, the second at 3 and 7, both at the start.
+    assert {pair for w in workers for pair in w["updates"]} == {(5, 6)}
+    for worker in workers:
+        assert_close(worker, single["weights"])
+        assert distance(worker["weights"], at_once["weights"]) > 1e-4
+
+
+@pytest.mark.parametrize("name", JOBS.params(PARTS))
+def test_parts_weigh_as_much_as_their_batches(results, name):
+    """Two of the one worker's rows stand for seven, the other's for itself."""
+    workers = results(name)
+    assert_same_bits(workers)
+    x, _ = images()
+    rows = np.concatenate([x.reshape(len(x), -1), np.ones((len(x), 1))], 1)
+    weights = np.zeros(len(x))
+    weights[[0, 3, 7]] = 3.5, 3.5, 1
+    want = (rows * weights[:, None]).T @ rows / 8
+    (got,) = (
+        kept["A"]
+        for worker in workers
+        for path, kept in worker["factors"].items()
+        if path.endswith("hidden") and "A" in kept
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", JOBS.params(names("cnn")))
@@ -302,12 +345,23 @@ def test_communication_is_what_the_plan_says(results, name):
             for kind in ("Reduce", "BcastSend", "BcastRecv")
         }
         assert sum(map(len, kinds.values())) == len(ops)
-        # The rows of all workers, and all gradients at once.
+        # The rows of all workers, and all gradients at once. What is made of
+        # the rows of two layers comes later, with two more numbers for each.
         rows, gradients = kinds[0, "Reduce"]
+        late = kinds[1, "Reduce"]
+        more = 0
+        if options_of(name)["model"] == "wide" and mode != "mem_opt":
+            wide, products = late
+            assert wide.elements == 51 * 40 + 41 * 40
+            assert products.elements == 2
+            more = ring(count, [products, products])
+        else:
+            assert not late
         assert rows.elements == 1
         reported = worker["communication_bytes"]
         for kind, row in reported.items():
-            assert row["gradients"] == ring(count, [gradients])
+            sums = ring(count, [gradients, *late])
+            assert row["gradients"] == sums - more
             assert row["preconditioned_gradients"] == total(
                 kinds[1, "BcastRecv"]
             )
@@ -318,10 +372,9 @@ def test_communication_is_what_the_plan_says(results, name):
                 kinds[2, "BcastRecv"]
             )
         assert not kinds[0, "BcastSend"] + kinds[0, "BcastRecv"]
-        assert not kinds[1, "Reduce"]
         fraction = options_of(name).get("gradient_worker_fraction")
         if mode == "comm_opt" or fraction == 1:
-            assert not [o for o in ops if o.depth == 1]
+            assert kinds[1, "Reduce"] == [o for o in ops if o.depth == 1]
             assert reported["plain"]["preconditioned_gradients"] == 0
         if mode == "dp_kfac":
             assert not [o for o in ops if o.depth == 2]

@@ -70,6 +70,16 @@ def test_the_length_is_static() -> None:
     join(tf.ones([2, 2]), tf.constant([1, 3]), tf.constant([4, 2]))
 
 
+@pytest.mark.parametrize("length", [5, 6, 9])
+def test_zeros_at_the_end(length: int) -> None:
+    flat = FlatSpace([(2, 2), (1,)], [tf.float32] * 2)
+    given = [tf.ones([2, 2]), tf.constant([5.0])]
+    vector = flat.join(given, length)
+    np.testing.assert_array_equal(vector, [1, 1, 1, 1, 5, 0, 0, 0, 0][:length])
+    for got, want in zip(flat.split(vector), given, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 def test_order_is_row_major() -> None:
     flat = FlatSpace([(2, 2), (1,)], [tf.float32] * 2)
     vector = flat.join([tf.constant([[1.0, 2], [3, 4]]), tf.constant([5.0])])

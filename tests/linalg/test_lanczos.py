@@ -3,6 +3,7 @@
 import functools
 import itertools
 import pathlib
+import resource
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,14 @@ from tfkfac.curvature import lanczos
 from tfkfac.linalg.lanczos import Lanczos, random_vector
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
+
+
+STATUS = pathlib.Path("/proc/self/statm")
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(STATUS.read_text().split()[1]) * resource.getpagesize()
 
 
 @functools.cache
@@ -118,6 +127,34 @@ def test_orthonormal(top: float) -> None:
     np.testing.assert_allclose(values[-1], top, rtol=1e-6)
 
 
+def products_with_the_basis(matrix: Any, steps: int) -> list[int]:
+    """How many times the whole basis is read in each iteration."""
+    found = [0]
+    operator = tf.constant(matrix, tf.float32)
+
+    def product(v: tf.Tensor) -> tf.Tensor:
+        found.append(0)
+        return tf.linalg.matvec(operator, v)
+
+    def reduce(numbers: tf.Tensor) -> tf.Tensor:
+        # Those of one row, or of the start vector, are single numbers.
+        found[-1] += numbers.shape[0] > 1
+        return numbers
+
+    size = len(matrix)
+    Lanczos(product, size, lambda i: random_vector(size, 0, i + 1), reduce).run(
+        random_vector(size, 0, 0), steps
+    )
+    return found[1:]
+
+
+def test_once_is_enough() -> None:
+    """But for random vectors that lie in the space of the rows by most."""
+    matrix = spectrum(np.arange(-5.0, 35))
+    assert products_with_the_basis(matrix, 30) == [1] * 30
+    assert max(products_with_the_basis(np.eye(8), 16)) == 2
+
+
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
 def test_scale(scale: float) -> None:
     """Neither the operator's nor the start vector's matters."""
@@ -201,3 +238,20 @@ def test_wrong_arguments(name: str, value: Any, error: type) -> None:
 def test_no_pairs() -> None:
     with pytest.raises(ValueError, match="`num_largest` and `num_smallest`"):
         lanczos(lambda v: v, 5, 5, num_largest=0)
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="no /proc")
+def test_the_basis_is_freed() -> None:
+    """It is neither a constant nor a variable of the graph."""
+    size, steps = 2**17, 100
+
+    @tf.function
+    def estimate(steps: int) -> Any:
+        scales = tf.range(1.0, size + 1)
+        return lanczos(lambda v: scales * v, size, steps, num_largest=1)[0]
+
+    estimate.get_concrete_function(steps)
+    estimate(2)
+    before = resident_bytes()
+    estimate(steps)
+    assert resident_bytes() - before < 4 * size * steps / 2

@@ -146,6 +146,14 @@ for solver_ in ("inverse", "eigen"):
         assignment="compute",
         **EVERY_STEP,
     )
+for where_, mode_, slow_ in [
+    ("two", "comm_opt", False),
+    ("two", "mem_opt", True),
+    ("four", "hybrid_opt 1", True),
+    ("mirrored", "comm_opt", False),
+]:
+    add(where_, "rows", mode_, slow=slow_, model="wide")
+add("two", "rows, NaN", "comm_opt", True, model="wide", poison=(3, 1))
 add("two", "late", "dp_kfac", model="cnn", feed="late")
 add("two", "same rows, text", "dp_kfac", True, model="text", feed="same")
 add(
@@ -260,12 +268,29 @@ FITS = {
     "two: DATA": {"rows": 13, "policy": "DATA", "distribution": "dp_kfac"},
     "two: OFF": {"rows": 12, "policy": "OFF"},
 }
+# Decompositions in turns: the arguments of `workers_modes.train`.
+TURNS = {
+    "two: turns": {"distribution": "comm_opt"},
+    "four: turns": {
+        "distribution": "hybrid_opt",
+        "gradient_worker_fraction": 0.5,
+        "solver": "eigen",
+    },
+}
+# Statistics of a part of uneven batches, of 7 rows and 1 row.
+PARTS = {"two: parts": [[[0, 1, 2], [3, 4, 5, 6], [7], []]]}
 LOOPS = {"two: loop": "comm_opt", "mirrored: loop": "dp_kfac"}
 REFUSALS = [f"{where}: refusals" for where in ("two", "four", "mirrored")]
 DISAGREEMENTS = [f"{where}: disagreement" for where in ("two", "four")]
 
 for name_, kwargs_ in FITS.items():
     JOBS.add(name_, "fit", **kwargs_)
+for name_, kwargs_ in TURNS.items():
+    JOBS.add(name_, "train_in_turns", model="vision", **kwargs_)
+for name_, feed_ in PARTS.items():
+    JOBS.add(
+        name_, "train", model="small", feed=feed_, factor_batch_fraction=0.25
+    )
 for name_, mode_ in LOOPS.items():
     JOBS.add(name_, "loop", mode_)
 for name_ in REFUSALS:

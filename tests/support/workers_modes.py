@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -20,6 +21,7 @@ import tfkfac
 from tests.support.ports import address, claim_ports
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
+from tfkfac.kfac import schedule
 
 CLASSES = 3
 TOKENS = 6
@@ -118,6 +120,19 @@ def small() -> keras.Model:
     )
 
 
+def wide() -> keras.Model:
+    """Layers that are preconditioned by their rows, and one that is not."""
+    return keras.Sequential(
+        [
+            keras.Input((5, 5, 2)),
+            layers.Flatten(),
+            layers.Dense(40, activation="tanh", name="first"),
+            layers.Dense(40, activation="tanh", name="second"),
+            layers.Dense(CLASSES, name="logits"),
+        ]
+    )
+
+
 def batch_norm() -> keras.Model:
     return keras.Sequential(
         [
@@ -141,7 +156,7 @@ def text() -> keras.Model:
 
 
 MODELS: dict[str, Callable[[], keras.Model]] = {
-    f.__name__: f for f in (vision, cnn, small, batch_norm, text)
+    f.__name__: f for f in (vision, cnn, small, wide, batch_norm, text)
 }
 
 # -------------------------------------------------------------- optimizers
@@ -288,6 +303,12 @@ def train(
             callbacks=[Setter(changes or {})],
         )
     return {"start": start} | describe(kind, network)
+
+
+def train_in_turns(kind: str | None, **kwargs: Any) -> dict[str, Any]:
+    """`train`, with decompositions in turns however small they are."""
+    with mock.patch.multiple(schedule, _WORTH_A_TURN=1, _SLACK=1):
+        return train(kind, **kwargs)
 
 
 def compiled(

@@ -106,6 +106,8 @@ def attention() -> Any:
 
 NETWORKS: dict[str, Callable[[], Any]] = {
     "dense": lambda: network((4,), layers.Dense(3, "tanh")),
+    # Preconditioned by their rows.
+    "rows": lambda: network((40,), layers.Dense(32, "tanh")),
     "conv": lambda: network(
         (5, 5, 2),
         layers.Conv2D(3, 3, strides=2, padding="same"),

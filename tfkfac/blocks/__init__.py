@@ -11,7 +11,11 @@ A new layer type of the library is one file here and one line in the table.
 """
 
 from tfkfac.blocks.base import Block
-from tfkfac.blocks.gradient import LayerGradient
+from tfkfac.blocks.gradient import (
+    LayerGradient,
+    MatrixGradient,
+    RowGradient,
+)
 from tfkfac.blocks.matrix import MatrixBlock
 from tfkfac.blocks.per_example import PerExampleBlock
 from tfkfac.blocks.rows import Rows, Statistic, fold_mask, fold_positions
@@ -23,8 +27,10 @@ __all__ = [
     "Block",
     "LayerGradient",
     "MatrixBlock",
+    "MatrixGradient",
     "PerExampleBlock",
     "Record",
+    "RowGradient",
     "Rows",
     "Statistic",
     "block_types",

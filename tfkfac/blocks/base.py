@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
+from tfkfac.blocks.gradient import LayerGradient
 from tfkfac.blocks.rows import Rows, Statistic, average_positions, weigh
 from tfkfac.capture.record import Record
 from tfkfac.factors import Factor, Limit
@@ -32,6 +33,9 @@ class Block(abc.ABC):
         layer: The layer.
         path: Its path.
         dtype: Dtype of the statistics.
+        examples_first: Whether input, gradient and mask of a record have the
+            examples as their first axis, and the rows of an example are of
+            its own alone. Then statistics of a part of a batch are cheaper.
         left_out: Why the block took no part in the last step that was traced,
             or None.
         limit: `limit.matrix(size)` is the kind of a factor that is one matrix:
@@ -44,6 +48,7 @@ class Block(abc.ABC):
     """
 
     kind: str
+    examples_first: bool = False
     left_out: str | None = None
     limit = Limit()
 
@@ -93,6 +98,10 @@ class Block(abc.ABC):
     @abc.abstractmethod
     def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
         """Inverse of `to_matrix`."""
+
+    def from_gradient(self, gradient: LayerGradient) -> list[tf.Tensor]:
+        """The same of a gradient in any form."""
+        return self.from_matrix(gradient.matrix)
 
     # -------------------------------------------------------------- shared
     @property

@@ -1,15 +1,17 @@
 """Blocks of convolutions of one to three dimensions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.blocks.correlation import channel_grams, is_cheaper, patch_gram
 from tfkfac.blocks.matrix import MatrixBlock
 from tfkfac.blocks.patches import extract_patches
-from tfkfac.blocks.rows import Rows, fold_positions
+from tfkfac.blocks.rows import Rows, Statistic, fold_positions
 from tfkfac.capture.record import Record
+from tfkfac.factors import Dense, Stack
 
 
 class ConvBlock(MatrixBlock):
@@ -17,10 +19,12 @@ class ConvBlock(MatrixBlock):
 
     Patches are in the order of Keras' kernel, `(kernel size..., channels)`,
     with the zeros of the padding. A grouped convolution has a pair of factors
-    for each of its groups.
+    for each of its groups. Where it is cheaper, A is made of the image's
+    correlation with itself instead.
     """
 
     kind = "Conv"
+    examples_first = True
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
@@ -32,24 +36,44 @@ class ConvBlock(MatrixBlock):
 
     @override
     def rows(self, record: Record) -> Rows:
-        slices = conv_slices(self.layer, self.cast(record.inputs))
-        gradient = channels_last(self.layer, self.cast(record.gradient))
-        g = fold_positions(gradient)
-        if not self.groups:
-            # The bias' 1 in the same copy as the patches.
-            ones = [tf.ones_like(slices[0][..., :1])] if self._bias else []
-            return Rows(fold_positions(tf.concat(slices + ones, -1)), g, None)
-        return Rows(
-            self.with_bias(split_channels(slices, self.groups)),
-            split_features(g, self.groups),
-            None,
+        inputs = self.cast(record.inputs)
+        g = fold_positions(
+            channels_last(self.layer, self.cast(record.gradient))
         )
+        if self.groups:
+            g = split_features(g, self.groups)
+        return Rows(
+            lambda: self._patches(inputs), g, None, self._gram_of(inputs)
+        )
+
+    def _patches(self, inputs: tf.Tensor) -> tf.Tensor:
+        slices = conv_slices(self.layer, inputs)
+        if self.groups:
+            return self.with_bias(split_channels(slices, self.groups))
+        # The bias' 1 in the same copy as the patches.
+        ones = [tf.ones_like(slices[0][..., :1])] if self._bias else []
+        return fold_positions(tf.concat(slices + ones, -1))
+
+    def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
+        """What makes A of correlations, where that is cheaper."""
+        layer = self.layer
+        if not _is_image(layer) or not isinstance(self.factors["A"], Dense):
+            return None
+        images, kernel_size, strides = _as_image(layer, inputs)
+        geometry = kernel_size, strides, layer.padding
+        if not is_cheaper(images.shape, *geometry):
+            return None
+        return lambda: patch_gram(images, *geometry, bool(self._bias))
 
 
 class DepthwiseConvBlock(MatrixBlock):
-    """Depthwise convolution: a pair of small factors for each channel."""
+    """Depthwise convolution: a pair of small factors for each channel.
+
+    Where it can, A is made of each channel's correlation with itself.
+    """
 
     kind = "DepthwiseConv"
+    examples_first = True
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
@@ -57,12 +81,35 @@ class DepthwiseConvBlock(MatrixBlock):
 
     @override
     def rows(self, record: Record) -> Rows:
-        slices = conv_slices(self.layer, self.cast(record.inputs))
-        gradient = channels_last(self.layer, self.cast(record.gradient))
+        inputs = self.cast(record.inputs)
+        g = self._gradients(channels_last(self.layer, record.gradient))
         return Rows(
-            self.with_bias(split_channels(slices, self.groups)),
-            split_features(fold_positions(gradient), self.groups),
+            lambda: self._patches(inputs),
+            split_features(g, self.groups),
             None,
+            self._gram_of(inputs),
+        )
+
+    def _patches(self, inputs: tf.Tensor) -> tf.Tensor:
+        slices = conv_slices(self.layer, inputs)
+        return self.with_bias(split_channels(slices, self.groups))
+
+    def _gradients(self, gradient: tf.Tensor) -> tf.Tensor:
+        return fold_positions(self.cast(gradient))
+
+    def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
+        """What makes A of correlations, if the layer is such."""
+        layer = self.layer
+        (stride, *others) = layer.strides
+        if (
+            not _is_image(layer)
+            or any(other != stride for other in others)
+            or not isinstance(self.factors["A"], Stack)
+        ):
+            return None
+        images, kernel_size, _ = _as_image(layer, inputs)
+        return lambda: channel_grams(
+            images, kernel_size, stride, layer.padding, bool(self._bias)
         )
 
 
@@ -78,19 +125,14 @@ class SeparableDepthwiseBlock(DepthwiseConvBlock):
         return None
 
     @override
-    def rows(self, record: Record) -> Rows:
-        slices = conv_slices(self.layer, self.cast(record.inputs))
-        gradient = channels_last(self.layer, self.cast(record.gradient))
+    def _gradients(self, gradient: tf.Tensor) -> tf.Tensor:
         # The gradient between the halves is one product away.
         pointwise = self.layer.pointwise_kernel
         pointwise = tf.reshape(pointwise, [-1, pointwise.shape[-1]])
-        gradient = tf.matmul(
-            fold_positions(gradient), self.cast(pointwise), transpose_b=True
-        )
-        return Rows(
-            split_channels(slices, self.groups),
-            split_features(gradient, self.groups),
-            None,
+        return tf.matmul(
+            super()._gradients(gradient),
+            self.cast(pointwise),
+            transpose_b=True,
         )
 
 
@@ -98,6 +140,7 @@ class SeparablePointwiseBlock(MatrixBlock):
     """Pointwise half of a separable convolution, with the bias."""
 
     kind = "SeparableConv, pointwise"
+    examples_first = True
 
     def _find_kernel(self) -> keras.Variable:
         return self.layer.pointwise_kernel
@@ -119,6 +162,21 @@ class SeparablePointwiseBlock(MatrixBlock):
         a = tf.reshape(middle, [shape[0], positions, channels * multiplier])
         gradient = channels_last(self.layer, self.cast(record.gradient))
         return Rows(self.with_bias(a), fold_positions(gradient), None)
+
+
+def _is_image(layer: keras.layers.Layer) -> bool:
+    """Whether the inputs are images or sequences, under a kernel in one."""
+    return len(layer.kernel_size) < 3 and max(layer.dilation_rate) == 1
+
+
+def _as_image(
+    layer: keras.layers.Layer, inputs: tf.Tensor
+) -> tuple[tf.Tensor, Sequence[int], Sequence[int]]:
+    """Images, kernel size and strides; a sequence is an image of height 1."""
+    images = channels_last(layer, inputs)
+    if len(layer.kernel_size) == 2:
+        return images, layer.kernel_size, layer.strides
+    return images[:, None], (1, *layer.kernel_size), (1, *layer.strides)
 
 
 def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:

@@ -34,6 +34,7 @@ class ConvTransposeBlock(MatrixBlock):
     """
 
     kind = "ConvTranspose"
+    examples_first = True
 
     def _find_bias(self) -> keras.Variable | None:
         return None
@@ -63,6 +64,7 @@ class ConvTransposeBiasBlock(PerExampleBlock):
     """Bias of a transposed convolution: its Fisher matrix, exact."""
 
     kind = "ConvTranspose, bias"
+    examples_first = True
 
     @property
     @override

@@ -12,6 +12,7 @@ class DenseBlock(MatrixBlock):
     """`z = a W + b` at every position of an input of rank 2 or more."""
 
     kind = "Dense"
+    examples_first = True
 
     @override
     def rows(self, record: Record) -> Rows:

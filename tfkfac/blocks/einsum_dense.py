@@ -88,6 +88,8 @@ class EinsumDenseBlock(MatrixBlock):
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
         self._labels = _labels(layer)
+        first = self._labels.inputs[0]
+        self.examples_first = self._labels.outputs.startswith(first)
         self._size = dict(
             zip(self._labels.kernel, self._kernel.shape, strict=True)
         )
@@ -131,15 +133,10 @@ class EinsumDenseBlock(MatrixBlock):
             bias = [tf.transpose(compact, self._bias_order())]
         return super().to_matrix([kernel, *bias])
 
-    @override
-    def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
-        if not self._bias:
-            return super().from_matrix(matrix)
+    def _join_bias(self, row: tf.Tensor) -> tf.Tensor:
         order, shape = self._bias_order(), self._bias_shape()
-        bias = tf.reshape(matrix[..., -1, :], [shape[i] for i in order])
-        bias = tf.transpose(bias, invert(order))
-        bias = tf.reshape(bias, self._bias[0].shape)
-        return [self._join(matrix[..., :-1, :]), bias]
+        bias = tf.reshape(row, [shape[i] for i in order])
+        return super()._join_bias(tf.transpose(bias, invert(order)))
 
     def _bias_labels(self) -> str:
         """Labels of the bias, in the order of the output."""

@@ -24,6 +24,7 @@ class EmbeddingBlock(MatrixBlock):
     """
 
     kind = "Embedding"
+    examples_first = True
 
     def _find_kernel(self) -> keras.Variable:
         return self.layer.embeddings

@@ -8,6 +8,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.base import Block
+from tfkfac.blocks.gradient import LayerGradient, RowGradient
 from tfkfac.blocks.rows import append_one, stack_bias
 from tfkfac.factors import Factor
 
@@ -86,8 +87,18 @@ class MatrixBlock(Block):
     def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
         if not self._bias:
             return [self._join(matrix)]
-        bias = tf.reshape(matrix[..., -1, :], self._bias[0].shape)
+        bias = self._join_bias(matrix[..., -1, :])
         return [self._join(matrix[..., :-1, :]), bias]
+
+    @override
+    def from_gradient(self, gradient: LayerGradient) -> list[tf.Tensor]:
+        if not self._bias or not isinstance(gradient, RowGradient):
+            return super().from_gradient(gradient)
+        # Rows are cut, and not the matrix, which is larger.
+        a, one = gradient.a[:, :-1], gradient.a[:, -1:]
+        kernel = tf.matmul(a, gradient.g, transpose_a=True)
+        bias = tf.matmul(one, gradient.g, transpose_a=True)
+        return [self._join(kernel), self._join_bias(bias)]
 
     def with_bias(self, a: tf.Tensor) -> tf.Tensor:
         """Appends the bias' 1 to the inputs if there is a bias."""
@@ -106,3 +117,7 @@ class MatrixBlock(Block):
         if self.groups:
             matrix = tf.transpose(matrix, [1, 0, 2])
         return tf.reshape(matrix, self._kernel.shape)
+
+    def _join_bias(self, row: tf.Tensor) -> tf.Tensor:
+        """The last row of the matrix as the bias."""
+        return tf.reshape(row, self._bias[0].shape)

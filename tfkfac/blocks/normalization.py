@@ -23,6 +23,7 @@ class NormalizationBlock(Block):
     """
 
     kind = "Normalization"
+    examples_first = True
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
@@ -63,9 +64,10 @@ class NormalizationBlock(Block):
                 parts.append(g * self._features_last(self.cast(normalized)))
             else:
                 parts.append(g)
-        # Summed here: one row an example, whatever the weight sharing.
-        u = tf.reduce_sum(tf.stack(parts, -1), 1, keepdims=True)
-        return Rows(None, u, None)
+        # One row an example, whatever the weight sharing. Summed before they
+        # are stacked, which copies numbers one by one.
+        sums = [tf.reduce_sum(part, 1, keepdims=True) for part in parts]
+        return Rows(None, tf.stack(sums, -1), None)
 
     @property
     def _features(self) -> int:

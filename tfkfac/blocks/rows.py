@@ -1,25 +1,10 @@
 """Rows of a layer: inputs and pre-activation gradients, and their sums."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
-
-
-class Rows(NamedTuple):
-    """Inputs and pre-activation gradients as rows.
-
-    Attributes:
-        a: Inputs `(batch, shared, [groups,] inputs)`, the bias' 1 included;
-            for an embedding the integer tokens `(batch, shared)`; None
-            for a block without factor A.
-        g: Gradients `(batch, shared, [groups,] outputs)`.
-        mask: Bool `(batch, shared)`, False where padded, or None.
-    """
-
-    a: tf.Tensor | None
-    g: tf.Tensor
-    mask: tf.Tensor | None
 
 
 class Statistic(NamedTuple):
@@ -27,6 +12,38 @@ class Statistic(NamedTuple):
 
     total: tf.Tensor
     count: tf.Tensor
+
+
+class Rows:
+    """Inputs and pre-activation gradients as rows.
+
+    Args:
+        a: Inputs `(batch, shared, [groups,] inputs)`, the bias' 1 included;
+            for an embedding the integer tokens `(batch, shared)`; None
+            for a block without factor A. Or a function that makes them, for
+            those that are large and often not needed.
+        g: Gradients `(batch, shared, [groups,] outputs)`.
+        mask: Bool `(batch, shared)`, False where padded, or None.
+        gram: A function that makes the sum of `a a^T` over all rows without
+            them, and their number. Defaults to None: there is no other way.
+    """
+
+    def __init__(
+        self,
+        a: tf.Tensor | Callable[[], tf.Tensor] | None,
+        g: tf.Tensor,
+        mask: tf.Tensor | None,
+        gram: Callable[[], Statistic] | None = None,
+    ) -> None:
+        self._a = a
+        self.g = g
+        self.mask = mask
+        self.gram = gram
+
+    @functools.cached_property
+    def a(self) -> tf.Tensor | None:
+        """The inputs."""
+        return self._a() if callable(self._a) else self._a
 
 
 def weigh(

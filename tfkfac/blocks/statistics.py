@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfkfac.blocks.base import Block
+from tfkfac.blocks.part import Examples, Part, part_of_rows
 from tfkfac.blocks.rows import Rows, Statistic
 from tfkfac.capture.record import Record
 
@@ -16,6 +17,7 @@ def batch_statistics(
     scale: tf.Tensor | float = 1.0,
     weightless: Sequence[tf.Tensor] = (),
     terms: tf.Tensor | None = None,
+    part: Part | None = None,
 ) -> dict[str, Statistic]:
     """Sums the factors of one batch over all recorded calls of a layer.
 
@@ -35,26 +37,29 @@ def batch_statistics(
             weight is zero. What carries no loss does not count in A.
         terms: `T`. None is the leading dimension of the layer, and the
             gradients must be multiplied by it besides `scale`.
+        part: The part of the examples that stands for all; None is all.
 
     Returns:
         Sum and count of each factor by name.
     """
     statistics: dict[str, Statistic] = {}
     for record in records:
-        rows = block.rows(record)
+        rows, size, examples = _rows(block, record, part)
         count, factor = terms, tf.cast(scale, block.dtype)
         if count is None:
-            count = tf.shape(rows.g)[0]
+            count = size
             factor *= tf.cast(count, block.dtype)
         # The terms of a further call are the same terms.
         previous = statistics.get("G")
         total = block.output_statistic(rows.g * factor, sharing)
+        total = _whole(total, examples)
         if previous is not None:
             total += previous.total
         statistics["G"] = Statistic(total, tf.cast(count, block.dtype))
-        if rows.a is not None:
-            weights = _row_weights(block, rows, weightless)
-            new = block.input_statistic(rows.a, weights, sharing)
+        if "A" in block.factors:
+            weights = _row_weights(block, rows, weightless, size, examples)
+            new = _input_statistic(block, rows, weights, sharing)
+            new = Statistic(*(_whole(t, examples) for t in new))
             old = statistics.get("A")
             if old is not None:
                 new = Statistic(old.total + new.total, old.count + new.count)
@@ -62,8 +67,38 @@ def batch_statistics(
     return statistics
 
 
+def _input_statistic(
+    block: Block, rows: Rows, weights: tf.Tensor | None, sharing: str
+) -> Statistic:
+    """Sums up A, without the rows if all of them count alike."""
+    if rows.gram is not None and weights is None and sharing == "expand":
+        return rows.gram()
+    return block.input_statistic(rows.a, weights, sharing)
+
+
+def _rows(
+    block: Block, record: Record, part: Part | None
+) -> tuple[Rows, tf.Tensor, Examples | None]:
+    """Rows, the examples of the batch, and those taken if not all are."""
+    if part is not None:
+        return part_of_rows(block, record, part)
+    rows = block.rows(record)
+    return rows, tf.shape(rows.g)[0], None
+
+
+def _whole(total: tf.Tensor, examples: Examples | None) -> tf.Tensor:
+    """A sum over some of the examples as that over all."""
+    if examples is None:
+        return total
+    return total * tf.cast(examples.weight, total.dtype)
+
+
 def _row_weights(
-    block: Block, rows: Rows, weightless: Sequence[tf.Tensor]
+    block: Block,
+    rows: Rows,
+    weightless: Sequence[tf.Tensor],
+    size: tf.Tensor,
+    examples: Examples | None,
 ) -> tf.Tensor | None:
     """1 for rows that carry loss, else 0; None when nothing says otherwise.
 
@@ -71,8 +106,10 @@ def _row_weights(
     layer may ignore the mask, another output may have another weight. So it is
     left out only if it has no gradient either.
     """
-    shape = tf.shape(rows.g)[:2]
+    shape = tf.stack([size, tf.shape(rows.g)[1]])
     suspects = [_spread(w, shape) for w in weightless]
+    if examples is not None:
+        suspects = [examples.of(suspect) for suspect in suspects]
     if rows.mask is not None:
         suspects.append(tf.logical_not(rows.mask))
     if not suspects:

@@ -35,6 +35,7 @@ class TimeDistributedBlock(Block):
     ) -> None:
         super().__init__(layer, block.path)
         self.kind, self.dtype = block.kind, block.dtype
+        self.examples_first = block.examples_first
         self._block = block
 
     @staticmethod
@@ -63,12 +64,17 @@ class TimeDistributedBlock(Block):
         with paused():  # what is computed anew is no call of the layer
             gradient = self._before_activation(inputs, gradient)
         rows = self._block.rows(Record(inputs, gradient, mask))
-        if rows.a is None:
+        if "A" not in self.factors:
             # One row an example, as without the loop.
             summed = tf.reduce_sum(unfold(rows.g, shape), 1, keepdims=True)
             return Rows(None, summed, None)
         mask = None if rows.mask is None else unfold(rows.mask, shape)
-        return Rows(unfold(rows.a, shape), unfold(rows.g, shape), mask)
+        return Rows(
+            lambda: unfold(rows.a, shape),
+            unfold(rows.g, shape),
+            mask,
+            rows.gram,
+        )
 
     def _before_activation(self, inputs: Any, gradient: tf.Tensor) -> tf.Tensor:
         """Takes a gradient back through the inner layer's activation."""

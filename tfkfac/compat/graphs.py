@@ -1,6 +1,6 @@
 """Variables of one worker, graphs, tapes and gradients of TensorFlow."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -10,6 +10,8 @@ from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 T = TypeVar("T")
+
+_SHARED = "_tfkfac_shared_functions"
 
 
 def state_variable(
@@ -97,6 +99,40 @@ def repeat(
         experimental_attributes={"_noinline": True},
     )
     return function(state, *(tf.cast(i, tf.int32) for i in (first, end)))
+
+
+def shared_call(
+    signature: Hashable, function: Callable[..., T], *args: Any
+) -> T:
+    """Calls a function of which a graph has the operations once.
+
+    What a step does for each of a hundred layers is traced, optimised and
+    kept for the first of them; for the others it is one operation, a call.
+    Running eagerly it is just the function.
+
+    The functions live as long as the outermost graph does. This relies on a
+    graph having attributes, on `_noinline` (see `repeat`), on what is called
+    running on the device of the caller, and on errors in it naming the caller.
+
+    Args:
+        signature: What distinguishes the function, besides the shapes and
+            dtypes of the arguments, from others that are called.
+        function: The function. It must not use tensors or variables that are
+            not its arguments, nor collectives.
+        args: Nests of tensors and variables.
+    """
+    graphs = [graph for graph in open_graphs() if graph.building_function]
+    if not graphs:
+        return function(*args)
+    outermost = graphs[-1]
+    if not hasattr(outermost, _SHARED):
+        setattr(outermost, _SHARED, {})
+    made = tf.function(
+        function,
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    )
+    return getattr(outermost, _SHARED).setdefault(signature, made)(*args)
 
 
 def map_rows(

@@ -1,6 +1,6 @@
 """What a Keras optimizer keeps to itself."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -80,3 +80,18 @@ def raw_iterations(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     updates, which with an accumulation of gradients is not a variable.
     """
     return optimizer._iterations
+
+
+def sgd_momenta(
+    optimizer: keras.optimizers.SGD, variables: Sequence[keras.Variable]
+) -> list[keras.Variable]:
+    """The momentum that SGD keeps for some variables; none without momentum.
+
+    It relies on `momentums`, in the order of `_get_variable_index`, and on a
+    step with momentum `mu` making `mu b - rate g` of each b and adding to the
+    weights that, or with `nesterov` `mu b - rate g` of the new b.
+    """
+    momenta = optimizer.momentums
+    if not momenta:
+        return []
+    return [momenta[optimizer._get_variable_index(v)] for v in variables]

@@ -19,8 +19,8 @@ from tfkfac.linalg.lanczos import (
     Product,
     combine,
     random_vector,
-    ritz_pairs,
 )
+from tfkfac.linalg.ritz import ritz_pairs
 from tfkfac.linalg.sums import padded_size
 
 __all__ = ["hessian_vector_product", "lanczos"]
@@ -37,9 +37,10 @@ def lanczos(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Computes the ends of the spectrum of a symmetric operator.
 
-    The Lanczos iteration with two passes of orthogonalisation against the
-    whole basis (FOSI, Sivan et al., 2023, algorithm 1 and appendix), in
-    float32 with a tridiagonal matrix in float64. It takes `steps` products.
+    The Lanczos iteration (FOSI, Sivan et al., 2023, algorithm 1 and appendix),
+    each product of which is made orthogonal to the last two vectors and then
+    to the whole basis, in float32 with a tridiagonal matrix in float64. It
+    takes `steps` products.
     When the Krylov space of the start vector is exhausted before (an operator
     of low rank or with repeated eigenvalues), it goes on from a random vector,
     which takes one of the steps.

@@ -43,7 +43,12 @@ def cost(shape: Work | Sequence[int], policy: str) -> int:
     return elements if policy == "memory" else operations
 
 
-def assign(costs: Sequence[int], workers: int, policy: str) -> tuple[int, ...]:
+def assign(
+    costs: Sequence[int],
+    workers: int,
+    policy: str,
+    turns: Sequence[int] | None = None,
+) -> tuple[int, ...]:
     """Distributes pieces of work.
 
     `compute` and `memory` give the next most costly piece to the worker with
@@ -52,10 +57,14 @@ def assign(costs: Sequence[int], workers: int, policy: str) -> tuple[int, ...]:
     the earlier piece first and to the lowest worker. `round_robin` ignores
     the costs.
 
+    Where the work is done in turns, with all workers waiting for each other
+    after each, `compute` balances every turn, and the whole among equals.
+
     Args:
         costs: Cost of every piece.
         workers: Number of workers.
         policy: One of `POLICIES`.
+        turns: The turn of every piece; None is a single turn.
 
     Returns:
         The worker of every piece.
@@ -64,10 +73,15 @@ def assign(costs: Sequence[int], workers: int, policy: str) -> tuple[int, ...]:
     check_choice("assignment", policy, POLICIES)
     if policy == "round_robin":
         return tuple(piece % workers for piece in range(len(costs)))
-    loads = [0] * workers
+    if turns is None or policy == "memory":
+        turns = [0] * len(costs)
+    loads = {turn: [0] * workers for turn in turns}
+    totals = [0] * workers
     chosen = [0] * len(costs)
     for piece in sorted(range(len(costs)), key=lambda p: (-costs[p], p)):
-        worker = loads.index(min(loads))
-        loads[worker] += costs[piece]
+        load = loads[turns[piece]]
+        worker = min(range(workers), key=lambda w: (load[w], totals[w]))
+        load[worker] += costs[piece]
+        totals[worker] += costs[piece]
         chosen[piece] = worker
     return tuple(chosen)

@@ -121,6 +121,7 @@ def plan_layers(
     fraction: float | None = None,
     policy: str | None = None,
     whole_layers: bool = False,
+    turns: Sequence[int] | None = None,
 ) -> tuple[LayerPlan, ...]:
     """Plans every layer.
 
@@ -141,6 +142,7 @@ def plan_layers(
             `dp_kfac` and `compute` for the others.
         whole_layers: Whether all factors of a layer have one owner, with
             `comm_opt` too.
+        turns: The turn in which each layer is decomposed; None is one turn.
 
     Returns:
         A plan for every layer.
@@ -160,9 +162,9 @@ def plan_layers(
         for layer in shapes
     ]
     if chosen.splits_layers(count, workers) and not whole_layers:
-        owners = _assign_factors(work, workers, policy)
+        owners = _assign_factors(work, workers, policy, turns)
     else:
-        owners = _assign_layers(work, workers, policy)
+        owners = _assign_layers(work, workers, policy, turns)
     return tuple(_plan_layer(places, home, layer) for home, layer in owners)
 
 
@@ -171,9 +173,12 @@ _Owners = list[tuple[int, dict[str, int]]]
 
 
 def _assign_layers(
-    work: Sequence[Mapping[str, int]], workers: int, policy: str
+    work: Sequence[Mapping[str, int]],
+    workers: int,
+    policy: str,
+    turns: Sequence[int] | None,
 ) -> _Owners:
-    chosen = _assign_pieces(work, workers, policy)
+    chosen = _assign_pieces(work, workers, policy, turns)
     return [
         (worker, dict.fromkeys(layer, worker))
         for worker, layer in zip(chosen, work, strict=True)
@@ -181,7 +186,10 @@ def _assign_layers(
 
 
 def _assign_pieces(
-    work: Sequence[Mapping[str, int]], workers: int, policy: str
+    work: Sequence[Mapping[str, int]],
+    workers: int,
+    policy: str,
+    turns: Sequence[int] | None,
 ) -> Sequence[int]:
     """The worker of every layer.
 
@@ -190,23 +198,29 @@ def _assign_pieces(
     would give all the work to one.
     """
     if policy != "round_robin":
-        return assign([sum(w.values()) for w in work], workers, policy)
-    turns: dict[int, int] = {}
+        costs = [sum(w.values()) for w in work]
+        return assign(costs, workers, policy, turns)
+    counts: dict[int, int] = {}
     chosen = []
     for layer in work:
-        turn = turns.get(len(layer), 0)
-        turns[len(layer)] = turn + 1
-        chosen.append(turn % workers)
+        count = counts.get(len(layer), 0)
+        counts[len(layer)] = count + 1
+        chosen.append(count % workers)
     return chosen
 
 
 def _assign_factors(
-    work: Sequence[Mapping[str, int]], workers: int, policy: str
+    work: Sequence[Mapping[str, int]],
+    workers: int,
+    policy: str,
+    turns: Sequence[int] | None,
 ) -> _Owners:
     """Distributes single factors; all workers are in the only column."""
-    chosen = iter(
-        assign([c for w in work for c in w.values()], workers, policy)
-    )
+    costs = [c for w in work for c in w.values()]
+    if turns is not None:
+        pairs = zip(turns, work, strict=True)
+        turns = [turn for turn, layer in pairs for _ in layer]
+    chosen = iter(assign(costs, workers, policy, turns))
     return [(0, {name: next(chosen) for name in layer}) for layer in work]
 
 

@@ -1,6 +1,6 @@
 """Vectors of which every member of a group keeps a slice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -28,8 +28,19 @@ class Shards:
         start = min(rank * self.length, self.size)
         return slice(start, min(start + self.length, self.size))
 
+    @property
+    def whole(self) -> int:
+        """Length of all slices together."""
+        return self.count * self.length
+
     def own(self, vector: tf.Tensor, rank: int) -> tf.Tensor:
-        """Returns the slices, of one rank, of vectors `(..., size)`."""
+        """Returns the slices, of one rank, of vectors `(..., size)`.
+
+        Those of `(..., whole)`, which end in zeros, need no copy.
+        """
+        if vector.shape[-1] == self.whole:
+            start = rank * self.length
+            return vector[..., start : start + self.length]
         part = vector[..., self.range(rank)]
         missing = self.length - part.shape[-1]
         padding = [[0, 0]] * (vector.shape.rank - 1) + [[0, missing]]
@@ -37,10 +48,17 @@ class Shards:
 
     def gather(self, shard: tf.Tensor, communicator: Communicator) -> tf.Tensor:
         """Returns the vector of which this rank has a slice."""
+        (vector,) = self.gather_all([shard], communicator)
+        return vector[: self.size]
+
+    def gather_all(
+        self, shards: Sequence[tf.Tensor], communicator: Communicator
+    ) -> list[tf.Tensor]:
+        """Returns the vectors `(whole,)` of which this rank has slices."""
         if self.count == 1:
-            return shard[: self.size]
-        gathered = communicator.all_gather(shard)
-        return tf.reshape(gathered, [-1])[: self.size]
+            return list(shards)
+        gathered = communicator.all_gather(tf.stack(shards))
+        return [tf.reshape(part, [-1]) for part in tf.unstack(gathered, axis=1)]
 
     def reduce(
         self, vector: tf.Tensor, communicator: Communicator
@@ -48,7 +66,7 @@ class Shards:
         """Returns this rank's slice of the sum of all vectors."""
         if self.count == 1:
             return self.own(vector, 0)
-        padding = self.count * self.length - self.size
+        padding = self.whole - vector.shape[0]
         padded = tf.pad(vector, [[0, padding]]) if padding else vector
         return communicator.reduce_scatter(
             tf.reshape(padded, [self.count, self.length])

@@ -65,6 +65,11 @@ class Factor(abc.ABC):
         """About how many operations a decomposition takes."""
 
     @property
+    def multiplications(self) -> int:
+        """How many the product of an inverse with one vector takes."""
+        return self.size**2
+
+    @property
     @abc.abstractmethod
     def text(self) -> str:
         """The kind and its size, for a table."""
@@ -112,6 +117,15 @@ class Factor(abc.ABC):
             The parts. They are not finite if there is no inverse.
         """
 
+    def for_products(self, inverse: Tensors, dtype: tf.DType) -> Tensors:
+        """The parts of an inverse in the dtype in which it is multiplied.
+
+        Args:
+            inverse: The parts; in bfloat16 they may be kept so.
+            dtype: Dtype of the gradients.
+        """
+        return {name: tf.cast(part, dtype) for name, part in inverse.items()}
+
     @abc.abstractmethod
     def multiply(
         self, inverse: Tensors, matrix: tf.Tensor, side: Side
@@ -119,8 +133,9 @@ class Factor(abc.ABC):
         """Multiplies a gradient matrix with an inverse.
 
         Args:
-            inverse: The parts.
-            matrix: `(*stack_shape, inputs, outputs)`.
+            inverse: What `for_products` returned.
+            matrix: `(*stack_shape, inputs, outputs)`. On the right side also
+                rows, any number of them.
             side: The side on which the inverse stands.
         """
 

@@ -37,6 +37,11 @@ class Diagonal(Factor):
 
     @property
     @override
+    def multiplications(self) -> int:
+        return self.size
+
+    @property
+    @override
     def text(self) -> str:
         return f"diagonal {self.size}"
 

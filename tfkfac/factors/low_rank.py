@@ -60,8 +60,8 @@ class LowRank(Factor):
         return self.elements * self.rank
 
     @property
+    @override
     def multiplications(self) -> int:
-        """Those of the product of the inverse with one vector."""
         return 2 * math.prod(self._basis_shape)
 
     @property

@@ -47,12 +47,16 @@ class _Matrices(Factor, abc.ABC):
         return {"": damped_inverse(value, damping)}
 
     @override
+    def for_products(self, inverse: Tensors, dtype: tf.DType) -> Tensors:
+        return inverse  # a product in half precision is half the work
+
+    @override
     def multiply(
         self, inverse: Tensors, matrix: tf.Tensor, side: Side
     ) -> tf.Tensor:
-        if side == "left":
-            return tf.matmul(inverse[""], matrix)
-        return tf.matmul(matrix, inverse[""])
+        own, other = inverse[""], tf.cast(matrix, inverse[""].dtype)
+        pair = (own, other) if side == "left" else (other, own)
+        return tf.cast(tf.matmul(*pair), matrix.dtype)
 
     @override
     def eigen_parts(self) -> dict[str, Part]:

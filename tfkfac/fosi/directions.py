@@ -128,14 +128,19 @@ def places_of(step: Step, weights: Sequence[keras.Variable]) -> list[int]:
     ]
 
 
-def flat_gradient(step: Step) -> tf.Tensor:
-    """The gradients of a step as a vector, zero where there is none."""
+def flat_gradient(step: Step, length: int | None = None) -> tf.Tensor:
+    """The gradients of a step as a vector, zero where there is none.
+
+    Args:
+        step: The step.
+        length: Length of the vector, where it is to end in zeros.
+    """
     weights = step.job.model.trainable_variables
     present = [g for g in step.gradients if g is not None]
     ordered: list[tf.Tensor | None] = [None] * len(weights)
     for place, gradient in zip(places_of(step, weights), present, strict=True):
         ordered[place] = tf.convert_to_tensor(gradient)
-    return flat_space(weights).join(ordered)
+    return flat_space(weights).join(ordered, length)
 
 
 def flat_weights(model: keras.Model) -> tf.Tensor:

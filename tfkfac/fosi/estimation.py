@@ -18,8 +18,8 @@ from tfkfac.linalg.lanczos import (
     Tridiagonal,
     combine,
     random_vector,
-    ritz_pairs,
 )
+from tfkfac.linalg.ritz import ritz_pairs
 
 
 class Spectrum(NamedTuple):
@@ -154,7 +154,7 @@ def local_hessian(
 
 
 def basis_bytes(geometry: Geometry, replicas: int) -> int:
-    """Bytes of the basis that each of some replicas keeps."""
+    """Bytes of the basis that each of some replicas has in an estimation."""
     length = geometry.slices(replicas).length
     return geometry.steps * length * geometry.dtype.size
 
@@ -163,7 +163,8 @@ def estimation_bytes(geometry: Geometry, replicas: int) -> int:
     """Bytes that each of some replicas receives for an estimation."""
     item, steps = geometry.dtype.size, geometry.steps
     slices = geometry.slices(replicas).length * (replicas - 1)
-    # For the start, and for both orthogonalisations of each iteration.
+    # For the start, and twice for the orthogonalisation of each iteration (a
+    # third time only where a Krylov space is exhausted).
     sums = (1 + 2 * steps) * all_reduce_bytes((steps + 1) * item, replicas)
     # A row is gathered and its product reduced to slices.
     return 2 * steps * slices * item + sums

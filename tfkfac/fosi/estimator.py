@@ -20,6 +20,7 @@ from tfkfac.fosi.estimation import (
 from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.state import State
 from tfkfac.fosi.subspace import Subspace
+from tfkfac.fosi.update import projection_bytes
 from tfkfac.wrapper.step import Job, Step
 
 # Does the step of a replica that trains: with its state, and what renews the
@@ -170,7 +171,7 @@ class BetweenSteps(Estimator):
         gradients = gradient_bytes(
             self.job.model.trainable_variables, self.job.topology.hint
         )
-        plain = layout.step_bytes(gradients)
+        plain = layout.step_bytes(gradients, projection_bytes(self.job, layout))
         return {
             "warmup": {**plain, "projections": 0},
             "plain": plain,

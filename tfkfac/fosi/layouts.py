@@ -2,15 +2,18 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.shards import Shards
 from tfkfac.distributed.traffic import all_reduce_bytes
-from tfkfac.linalg.sums import padded_size, row_products
+from tfkfac.linalg.sums import all_products, padded_size, row_products
 from tfkfac.saving.store import Spread
+
+# From coefficients, in rows, to those of what is added to the weights.
+Moves = Callable[[tf.Tensor], tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +78,31 @@ class Layout(abc.ABC):
 
     @abc.abstractmethod
     def project_out(
-        self, directions: tf.Tensor, gradient: tf.Tensor, group: Communicator
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Splits the gradient g into `c = V^T g` and `g - V c`."""
+        self,
+        directions: tf.Tensor,
+        gradient: tf.Tensor,
+        group: Communicator,
+        beside: Sequence[tf.Tensor] = (),
+        moves: Moves | None = None,
+    ) -> tuple[tf.Tensor, ...]:
+        """Splits the gradient g into `c = V^T g` and `g - V c`.
+
+        Args:
+            directions: The own part of V^T. It is read twice.
+            gradient: g; the own one, if the layout `reduces_gradients`.
+            group: The workers that share the directions.
+            beside: Vectors x that all workers have.
+            moves: Function of the own coefficients `V^T [g, x, ...]`, in rows,
+                that returns coefficients p.
+
+        Returns:
+            The own coefficients c, `g - V c`, and `V p` if there are moves.
+        """
+
+    @property
+    def length(self) -> int:
+        """Length of vectors, with zeros at the end, that spares copies."""
+        return self.geometry.size
 
     @abc.abstractmethod
     def coefficients(
@@ -102,15 +127,16 @@ class Layout(abc.ABC):
     def part(self, rank: int) -> tuple[slice, slice]:
         """Which directions and which elements of them a worker keeps."""
 
-    def step_bytes(self, gradients: int) -> dict[str, int]:
+    def step_bytes(self, gradients: int, projections: int) -> dict[str, int]:
         """Bytes that a worker receives in a plain step.
 
         Args:
             gradients: Bytes of all gradients.
+            projections: Bytes received for the projections.
         """
         return {
             "gradients": all_reduce_bytes(gradients, self.workers),
-            "projections": self.projection_bytes(),
+            "projections": projections,
             "lanczos": 0,
             "directions": 0,
             "weights": 0,
@@ -128,7 +154,19 @@ class Layout(abc.ABC):
 
     @abc.abstractmethod
     def projection_bytes(self) -> int:
-        """Bytes that a worker receives for the projections of a step."""
+        """Bytes that a worker receives for the projections of a step.
+
+        These are `project_out`, `coefficients` of the change, and `combine` of
+        two.
+        """
+
+    @abc.abstractmethod
+    def moving_bytes(self, vectors: int) -> int:
+        """Bytes that a worker receives in `project_out` with moves.
+
+        Args:
+            vectors: The gradient and those beside it.
+        """
 
     @abc.abstractmethod
     def arrangement_bytes(self) -> int:
@@ -159,13 +197,26 @@ class RowsLayout(Layout):
         return self.workers > 1
 
     def project_out(
-        self, directions: tf.Tensor, gradient: tf.Tensor, group: Communicator
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+        self,
+        directions: tf.Tensor,
+        gradient: tf.Tensor,
+        group: Communicator,
+        beside: Sequence[tf.Tensor] = (),
+        moves: Moves | None = None,
+    ) -> tuple[tf.Tensor, ...]:
         """See `Layout.project_out`."""
         own = self.elements.reduce(gradient, group)
-        (inside,) = group.all_reduce([row_products(directions, own)])
-        own -= tf.linalg.matvec(directions, inside, transpose_a=True)
-        return inside, self.elements.gather(own, group)
+        slices = [own, *(self.elements.own(x, group.rank) for x in beside)]
+        (found,) = group.all_reduce([all_products(directions, slices)])
+        inside, *images = combinations(directions, found, moves)
+        images[0] = own - images[0]
+        whole = self.elements.gather_all(images, group)
+        return inside, *(x[: gradient.shape[0]] for x in whole)
+
+    @property
+    def length(self) -> int:
+        """See `Layout.length`: whole slices."""
+        return self.elements.whole
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -191,8 +242,7 @@ class RowsLayout(Layout):
         group: Communicator,
     ) -> tf.Tensor:
         """See `Layout.combine`."""
-        total = tf.add_n(list(weights))
-        own = tf.linalg.matvec(directions, total, transpose_a=True)
+        own = tf.matmul(tf.add_n(list(weights))[None], directions)[0]
         return self.elements.gather(own, group)
 
     def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
@@ -217,6 +267,10 @@ class RowsLayout(Layout):
         """A gather of n and two sums of r numbers."""
         return self.combine_bytes + 2 * self.coefficients_bytes
 
+    def moving_bytes(self, vectors: int) -> int:
+        """A gather of n, and sums of r numbers."""
+        return self.combine_bytes + vectors * self.coefficients_bytes
+
     def arrangement_bytes(self) -> int:
         """See `Layout.arrangement_bytes`."""
         return 0
@@ -236,11 +290,21 @@ class ColumnsLayout(Layout):
     number_spread = Spread.DIRECTIONS
 
     def project_out(
-        self, directions: tf.Tensor, gradient: tf.Tensor, group: Communicator
-    ) -> tuple[tf.Tensor, tf.Tensor]:
+        self,
+        directions: tf.Tensor,
+        gradient: tf.Tensor,
+        group: Communicator,
+        beside: Sequence[tf.Tensor] = (),
+        moves: Moves | None = None,
+    ) -> tuple[tf.Tensor, ...]:
         """See `Layout.project_out`."""
-        inside = self.coefficients(directions, gradient, group)
-        return inside, gradient - self.combine(directions, [inside], group)
+        vectors = [self._whole.own(x, 0) for x in (gradient, *beside)]
+        found = all_products(directions, vectors)
+        inside, *images = combinations(directions, found, moves)
+        images = group.all_reduce(
+            [self._whole.gather(x, group) for x in images]
+        )
+        return inside, gradient - images[0], *images[1:]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -266,7 +330,7 @@ class ColumnsLayout(Layout):
         """See `Layout.combine`: one sum over the workers for each."""
         sums = []
         for one in weights:
-            own = tf.linalg.matvec(directions, one, transpose_a=True)
+            own = tf.matmul(one[None], directions)[0]
             sums += group.all_reduce([self._whole.gather(own, group)])
         return tf.add_n(sums)
 
@@ -302,10 +366,29 @@ class ColumnsLayout(Layout):
         """Three sums of n numbers."""
         return 3 * self.combine_bytes
 
+    def moving_bytes(self, vectors: int) -> int:
+        """Two sums of n numbers, of what is removed and of the moves."""
+        return 2 * self.combine_bytes
+
     def arrangement_bytes(self) -> int:
         """See `Layout.arrangement_bytes`."""
         part = self.columns.length * self.elements.length
         return part * (self.workers - 1) * self._item
+
+
+def combinations(
+    directions: tf.Tensor, found: tf.Tensor, moves: Moves | None
+) -> list[tf.Tensor]:
+    """The first of some coefficients c, then `V c`, then `V p` for moves p.
+
+    Args:
+        directions: The own part of V^T.
+        found: The own coefficients, in rows.
+        moves: See `Layout.split`.
+    """
+    inside = found[0]
+    weights = [inside] if moves is None else [inside, moves(found)]
+    return [inside, *tf.unstack(tf.matmul(tf.stack(weights), directions))]
 
 
 LAYOUTS: dict[str, type[Layout]] = {

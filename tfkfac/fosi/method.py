@@ -3,30 +3,23 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.forward import ForwardTap
 from tfkfac.compat.tracking import Tracked
-from tfkfac.curvature.hessian import flat_space
-from tfkfac.fosi.directions import (
-    Search,
-    add_to_weights,
-    flat_gradient,
-    places_of,
-)
+from tfkfac.fosi.directions import Search
 from tfkfac.fosi.estimator import BetweenSteps, Estimator
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
 from tfkfac.fosi.multirole import BesideSteps
 from tfkfac.fosi.state import State
-from tfkfac.fosi.subspace import Subspace
 from tfkfac.fosi.summary import describe
+from tfkfac.fosi.update import SplitUpdate
 from tfkfac.saving.store import Entry
 from tfkfac.wrapper.hyperparameters import Tunable, Value
 from tfkfac.wrapper.method import Method
-from tfkfac.wrapper.step import Gradients, Job, Step, Update
+from tfkfac.wrapper.step import Job, Step, Update
 
 
 class FOSIMethod(Method):
@@ -136,111 +129,11 @@ class FOSIMethod(Method):
 
         def direction() -> Update:
             estimate()
-            inside, rest = self.split(step, state)
-            self.accumulate(inside, state)
-            return Update(rest, self.correction(inside, step, state))
+            return SplitUpdate(
+                step, state, self.alpha, self.momentum, self.learning_rate_clip
+            ).make()
 
         step.apply_if_finite(direction)
-
-    def split(self, step: Step, state: State) -> tuple[tf.Tensor, Gradients]:
-        """Splits the gradient g.
-
-        Returns:
-            `c = V^T g`, and `g - V c` for the inner optimizer. Without
-            directions, zeros and g as it is.
-        """
-        subspace = state.existing_subspace
-        weights = self.job.model.trainable_variables
-        space, order = flat_space(weights), places_of(step, weights)
-        dense = [
-            tf.convert_to_tensor(g) for g in step.gradients if g is not None
-        ]
-        nothing = tf.zeros(subspace.momentum.shape, space.dtype)
-
-        def project() -> list[tf.Tensor]:
-            gradient = flat_gradient(step)
-            inside, rest = subspace.project_out(gradient, step.group)
-            whole = space.split(rest)
-            return [
-                tf.identity(x) for x in (inside, *(whole[i] for i in order))
-            ]
-
-        def keep() -> list[tf.Tensor]:
-            if state.layout.reduces_gradients:
-                return [nothing, *step.group.all_reduce(dense)]
-            return [nothing, *dense]
-
-        inside, *parts = tf.cond(state.estimations > 0, project, keep)
-        rest = iter(parts)
-        return inside, [
-            None if g is None else next(rest) for g in step.gradients
-        ]
-
-    def accumulate(self, inside: tf.Tensor, state: State) -> None:
-        """Adds to the mean over as many steps as the inner optimizer takes."""
-        accumulated = state.existing_subspace.accumulated
-        if accumulated is not None:
-            steps = self.job.inner_optimizer.gradient_accumulation_steps
-            accumulated.assign_add(inside / steps)
-
-    def correction(
-        self, inside: tf.Tensor, step: Step, state: State
-    ) -> Callable[[], None]:
-        """Returns what is done where the inner optimizer has moved weights.
-
-        Its change d of the weights is read off them: the difference to what
-        they were before.
-        """
-        weights = self.job.model.trainable_variables
-        order = places_of(step, weights)
-        before = [tf.identity(v.value) for v in weights]
-
-        def correct() -> tf.Tensor:
-            changes = map(tf.subtract, [v.value for v in weights], before)
-            change = flat_space(weights).join(list(changes))
-            move = self.newton(inside, change, step, state.existing_subspace)
-            # Weights without a gradient stay as they are.
-            add_to_weights(self.job.model, move, order)
-            return tf.constant(0)
-
-        def after() -> None:
-            tf.cond(state.estimations > 0, correct, lambda: tf.constant(0))
-
-        return after
-
-    def newton(
-        self,
-        inside: tf.Tensor,
-        change: tf.Tensor,
-        step: Step,
-        subspace: Subspace,
-    ) -> tf.Tensor:
-        """What is added to the inner optimizer's change d of the weights.
-
-        `(s - 1) d - s V V^T d - alpha V (m / |lambda|)`
-        """
-        projected = subspace.coefficients(change, step.group)
-        if subspace.accumulated is not None:
-            inside = tf.identity(subspace.accumulated)
-            subspace.accumulated.assign(tf.zeros_like(inside))
-        momentum = subspace.momentum.assign(
-            self.momentum * subspace.momentum + inside
-        )
-        alpha = tf.cast(self.alpha.at(self.job.clock), change.dtype)
-        newton = alpha * momentum * subspace.inverse_curvature(step.group.rank)
-        if not self._scales_rate():
-            return -subspace.combine([projected, newton], step.group)
-        # s = clip(lambda_max / lambda_k, 1, learning_rate_clip)
-        scale = tf.clip_by_value(
-            subspace.rate_ratio(), 1.0, self.learning_rate_clip
-        )
-        moved = subspace.combine([scale * projected, newton], step.group)
-        return (scale - 1) * change - moved
-
-    def _scales_rate(self) -> bool:
-        """Whether s can be other than 1: SGD's steps scale with gradients."""
-        is_sgd = isinstance(self.job.inner_optimizer, keras.optimizers.SGD)
-        return is_sgd and self.learning_rate_clip > 1
 
     # --------------------------------------------------- binding and state
     @override

@@ -38,6 +38,7 @@ from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.moments import synchronized_layers, tap_moments
 from tfkfac.fosi.state import RoleState
 from tfkfac.fosi.subspace import Subspace
+from tfkfac.fosi.update import projection_bytes
 from tfkfac.wrapper.hyperparameters import Hyperparameter
 from tfkfac.wrapper.step import Job, Step, Update
 
@@ -354,7 +355,8 @@ class BesideSteps(Estimator):
         trains, paper = self.roles.trains(rank), self.final_update == "paper"
         hint = self.job.topology.hint
         plain = layout.step_bytes(
-            gradient_bytes(model.trainable_variables, hint)
+            gradient_bytes(model.trainable_variables, hint),
+            projection_bytes(self.job, layout),
         )
         if not trains:
             plain = dict.fromkeys(plain, 0)

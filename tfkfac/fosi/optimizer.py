@@ -30,6 +30,8 @@ class FOSI(SecondOrderOptimizer):
 
     The inner optimizer's change is the difference of the weights around its
     own `apply`, with its weight decay; its slots see the split gradient only.
+    That of SGD without weight decay, clipping and accumulation is known before
+    it is done, so that a step reads `V` twice and not four times.
     The rest is added where it has updated the weights, before it averages or
     constrains them. With directions of no curvature or before the first
     estimation, a step is the inner optimizer's, bit for bit (for dense

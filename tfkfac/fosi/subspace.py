@@ -7,7 +7,7 @@ import tensorflow as tf
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.fosi.layouts import Layout
+from tfkfac.fosi.layouts import Layout, Moves
 from tfkfac.saving.store import Entry
 
 # Directions of curvature below this share of the largest are left to the inner
@@ -102,10 +102,16 @@ class Subspace(Tracked):
         return self.layout.coefficients(self.directions, vector, group)
 
     def project_out(
-        self, gradient: tf.Tensor, group: Communicator
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Splits the gradient g into `c = V^T g` and `g - V c`."""
-        return self.layout.project_out(self.directions, gradient, group)
+        self,
+        gradient: tf.Tensor,
+        group: Communicator,
+        beside: Sequence[tf.Tensor] = (),
+        moves: Moves | None = None,
+    ) -> tuple[tf.Tensor, ...]:
+        """Splits the gradient, see `Layout.project_out`."""
+        return self.layout.project_out(
+            self.directions, gradient, group, beside, moves
+        )
 
     def combine(
         self, weights: Sequence[tf.Tensor], group: Communicator

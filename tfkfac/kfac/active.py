@@ -6,17 +6,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfkfac.blocks import Block, Statistic
+from tfkfac.blocks import Block, RowGradient, Statistic
 from tfkfac.blocks.passes import records_of
 from tfkfac.capture.record import Record
 from tfkfac.capture.taps import Tap
+from tfkfac.distributed.collectives import Communicator
 from tfkfac.factors import Tensors
+from tfkfac.kfac.averages import quality
 from tfkfac.kfac.memory import memory_of
+from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import Preconditioner
-from tfkfac.linalg.symmetric import all_finite
 from tfkfac.solvers import Solver
 from tfkfac.wrapper.guards import count_events
-from tfkfac.wrapper.step import Gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,8 @@ class ActiveBlock:
         records: What its layer's calls left behind.
         explained: Whether its gradients are of what was recorded; None if
             nothing speaks against it.
+        rows: The rows that its gradient is the product of, if it is taken
+            from them.
     """
 
     position: int
@@ -39,6 +42,7 @@ class ActiveBlock:
     indices: tuple[int, ...]
     records: Sequence[Record]
     explained: tf.Tensor | None = None
+    rows: RowGradient | None = None
 
 
 def active_blocks(
@@ -148,12 +152,12 @@ def update_averages(
         if one.position not in statistics:
             continue
         named, state = statistics[one.position], one.state
-        finite = all_finite([s.total for s in named.values()])
-        full = tf.reduce_all(tf.stack([s.count for s in named.values()]) > 0)
         wanted = tf.logical_or(due, tf.equal(state.observed, 0))
-        take = wanted & full & finite
-        if state.factors is not None:
-            state.factors.update(named, decay, take)
+        if state.factors is None:
+            full, finite = quality(named)
+            take = wanted & full & finite
+        else:
+            take, finite = state.factors.update(named, decay, wanted)
             bad.append((wanted & ~finite, state.factors.rejected, one))
         state.observed.assign_add(tf.cast(take, tf.int64))
         taken.append(take)
@@ -166,6 +170,39 @@ def update_averages(
     return tf.cast(any_of(taken), tf.int64)
 
 
+def renew_decompositions(
+    active: Sequence[ActiveBlock],
+    placement: Placement,
+    group: Communicator,
+    damping: tf.Tensor,
+    due: tf.Tensor,
+) -> tf.Tensor:
+    """Owners decompose -> gradient workers receive, if that is due.
+
+    Args:
+        active: The blocks of one turn.
+        placement: Who does what of them.
+        group: This worker's collectives.
+        damping: The damping.
+        due: Whether their turn has come.
+
+    Returns:
+        Scalar bool, whether any block was decomposed.
+    """
+
+    def renew() -> tf.Tensor:
+        made = decompose_owned(active, placement.solver, damping)
+        parts = placement.exchange.share_decompositions(
+            group, made, [one.position for one in active]
+        )
+        replace_decompositions(active, parts, damping, due)
+        return tf.constant(0)
+
+    wanted = any_of([is_wanted(one.state, due) for one in active])
+    tf.cond(wanted, renew, lambda: tf.constant(0))
+    return wanted
+
+
 def decompose_owned(
     active: Sequence[ActiveBlock], solver: Solver, damping: tf.Tensor
 ) -> dict[int, Tensors]:
@@ -174,12 +211,8 @@ def decompose_owned(
     for one in active:
         if one.state.factors is None:
             continue
-        values = one.state.factors.values()
-        means = one.state.factors.means(values)
         with memory_of(one.block.path):
-            parts[one.position] = solver.decompose(
-                one.block.factors, values, means, damping
-            )
+            parts[one.position] = one.state.factors.decompose(solver, damping)
     return parts
 
 
@@ -219,32 +252,6 @@ def is_wanted(state: Preconditioner, due: tf.Tensor) -> tf.Tensor:
     """Whether a block is decomposed: never before it has statistics."""
     new = tf.logical_or(due, tf.equal(state.decomposed, 0))
     return tf.logical_and(state.observed > 0, new)
-
-
-def gradient_matrices(
-    active: Sequence[ActiveBlock], gradients: Gradients, unit: tf.Tensor
-) -> dict[int, tf.Tensor]:
-    """The gradients of the blocks in units of the loss, by position."""
-    scale = tf.math.divide_no_nan(tf.ones_like(unit), unit)
-    return {
-        one.position: one.block.to_matrix([gradients[i] for i in one.indices])
-        * one.block.cast(scale)
-        for one in active
-    }
-
-
-def put_back(
-    active: Sequence[ActiveBlock],
-    matrices: Sequence[tf.Tensor],
-    gradients: Gradients,
-) -> Gradients:
-    """Puts preconditioned gradients in the places of the gradients."""
-    replaced = list(gradients)
-    for one, matrix in zip(active, matrices, strict=True):
-        new = one.block.from_matrix(matrix)
-        for i, gradient in zip(one.indices, new, strict=True):
-            replaced[i] = gradient
-    return replaced
 
 
 def any_of(flags: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -1,5 +1,6 @@
 """What users are told, once, of a model or a setting that will disappoint."""
 
+import warnings
 from collections.abc import Sequence
 
 import keras
@@ -10,6 +11,7 @@ from tfkfac.capture.walk import SKIPPED
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.solvers import Solver
 from tfkfac.solvers.eigen import EigenSolver
+from tfkfac.wrapper.step import Job
 from tfkfac.wrapper.support import uses_xla
 
 # Below this share of the weights most of a model is not trained by K-FAC.
@@ -18,6 +20,21 @@ _LOW_COVERAGE = 0.5
 _MOST_NAMED = 3
 # 2, and room for rounding.
 _LARGEST_SOFTMAX = 2.02
+
+
+class Advice:
+    """Warns of something, once and on one worker."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+
+    def give(self, job: Job, text: str | None) -> None:
+        """Warns, of nothing if there is no text."""
+        if text is None or text in self._given:
+            return
+        self._given.add(text)
+        if 0 in job.topology.local:
+            warnings.warn(text, stacklevel=4)
 
 
 def coverage_warning(registry: Registry, model: str, inner: str) -> str | None:

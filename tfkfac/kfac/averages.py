@@ -5,8 +5,15 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.compat.graphs import state_variable, zeros_variable
+from tfkfac.compat.graphs import (
+    shared_call,
+    state_variable,
+    zeros_variable,
+)
 from tfkfac.compat.tracking import Tracked
+from tfkfac.factors import Tensors
+from tfkfac.linalg.symmetric import all_finite
+from tfkfac.solvers import Solver
 
 
 class FactorAverages(Tracked):
@@ -32,7 +39,7 @@ class FactorAverages(Tracked):
     ) -> None:
         super().__init__(name="factors")
         kinds = block.factors
-        self._block = block
+        self._kinds = kinds
         self.names = tuple(kinds if names is None else names)
         self.other_names = tuple(n for n in kinds if n not in self.names)
         self.averages = [
@@ -45,52 +52,109 @@ class FactorAverages(Tracked):
         ]
         self.weight = state_variable(0.0, block.dtype, "weight")
         self.rejected = state_variable(0, "int64", "rejected_statistics")
+        self._signature = (tuple(kinds.items()), self.names)
 
     def update(
         self,
         statistics: Mapping[str, Statistic],
         decay: float,
         wanted: tf.Tensor,
-    ) -> None:
-        """Takes in the statistics of one batch.
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Takes in the statistics of one batch if they are good.
 
         Args:
             statistics: The statistics of all factors by name.
             decay: Weight of the old average.
             wanted: Whether to; if not, the averages stay as they are.
+
+        Returns:
+            Whether they were taken, and whether they are finite.
         """
-        share = tf.cast(wanted, self.weight.dtype) * (1 - decay)
-        for name, average in zip(self.names, self.averages, strict=True):
-            _mix(average, *statistics[name], share)
-        for name, mean in zip(self.other_names, self.other_means, strict=True):
-            total, count = statistics[name]
-            new = self._block.factors[name].mean_eigenvalue(total)
-            _mix(mean, new, count, share)
-        self.weight.assign((1 - share) * self.weight + share)
+
+        def update(
+            statistics: Mapping[str, Statistic],
+            wanted: tf.Tensor,
+            averages: Sequence[tf.Variable],
+            other_means: Sequence[tf.Variable],
+            weight: tf.Variable,
+        ) -> tuple[tf.Tensor, tf.Tensor]:
+            full, finite = quality(statistics)
+            take = wanted & full & finite
+            share = tf.cast(take, weight.dtype) * (1 - decay)
+            for name, average in zip(self.names, averages, strict=True):
+                _mix(average, *statistics[name], share)
+            for name, mean in zip(self.other_names, other_means, strict=True):
+                total, count = statistics[name]
+                new = self._kinds[name].mean_eigenvalue(total)
+                _mix(mean, new, count, share)
+            weight.assign((1 - share) * weight + share)
+            return take, finite
+
+        return shared_call(
+            ("average", decay, self._signature),
+            update,
+            dict(statistics),
+            wanted,
+            self.averages,
+            self.other_means,
+            self.weight,
+        )
 
     def values(self) -> dict[str, tf.Tensor]:
         """The factors kept, by name; zeros before the first update."""
-        return {name: self.value(name) for name in self.names}
+        return _corrected(self.names, self.averages, self.weight)
 
     def value(self, name: str) -> tf.Tensor:
         """One of the factors kept."""
         average = self.averages[self.names.index(name)]
         return tf.math.divide_no_nan(average, self.weight)
 
-    def means(self, values: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Mean eigenvalue of every factor of the block.
+    def decompose(self, solver: Solver, damping: tf.Tensor) -> Tensors:
+        """Decomposes the factors kept.
 
         Args:
-            values: What `values` returned.
+            solver: The solver.
+            damping: The damping.
         """
-        kinds = self._block.factors
-        means = {
-            name: kinds[name].mean_eigenvalue(value)
-            for name, value in values.items()
-        }
-        for name, mean in zip(self.other_names, self.other_means, strict=True):
-            means[name] = tf.math.divide_no_nan(mean, self.weight)
-        return means
+
+        def decompose(
+            averages: Sequence[tf.Variable],
+            other_means: Sequence[tf.Variable],
+            weight: tf.Variable,
+            damping: tf.Tensor,
+        ) -> Tensors:
+            values = _corrected(self.names, averages, weight)
+            means = _corrected(self.other_names, other_means, weight)
+            for name, value in values.items():
+                means[name] = self._kinds[name].mean_eigenvalue(value)
+            return solver.decompose(self._kinds, values, means, damping)
+
+        return shared_call(
+            ("decompose", solver, self._signature),
+            decompose,
+            self.averages,
+            self.other_means,
+            self.weight,
+            damping,
+        )
+
+
+def quality(
+    statistics: Mapping[str, Statistic],
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Whether there are statistics of every factor, and all are finite."""
+    full = tf.reduce_all(tf.stack([s.count for s in statistics.values()]) > 0)
+    return full, all_finite([s.total for s in statistics.values()])
+
+
+def _corrected(
+    names: Sequence[str], averages: Sequence[tf.Variable], weight: tf.Variable
+) -> dict[str, tf.Tensor]:
+    """Averages without the bias to the zeros at the start, by name."""
+    return {
+        name: tf.math.divide_no_nan(average, weight)
+        for name, average in zip(names, averages, strict=True)
+    }
 
 
 def _mix(

@@ -19,7 +19,7 @@ class Clip(NamedTuple):
 
 
 def clip_step(
-    pairs: Sequence[tuple[tf.Tensor, tf.Tensor]],
+    products: Sequence[tf.Tensor],
     kl_clip: tf.Tensor | None,
     learning_rate: Any,
 ) -> Clip:
@@ -30,14 +30,14 @@ def clip_step(
     eq. 16). All preconditioned gradients are scaled by the same factor.
 
     Args:
-        pairs: Gradient matrices `W` and `P`, the preconditioned ones.
+        products: `<P, W>` of each block, of its gradient `W` and the
+            preconditioned one.
         kl_clip: Largest squared length; None is none.
         learning_rate: Learning rate of the inner optimizer.
 
     Returns:
         Factor and length, scalars of float64; 1 if there is nothing to clip.
     """
-    products = [tf.reduce_sum(p * w) for w, p in pairs]
     total = tf.abs(tf.add_n([tf.cast(x, tf.float64) for x in products]))
     length = tf.square(tf.cast(learning_rate, tf.float64)) * total
     if kl_clip is None:

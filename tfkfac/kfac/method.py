@@ -1,6 +1,5 @@
 """K-FAC, step by step."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +7,8 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import LayerGradient, Statistic
+from tfkfac.blocks import Statistic
+from tfkfac.blocks.part import Part
 from tfkfac.blocks.registry import build_registry, tap_layers
 from tfkfac.blocks.statistics import batch_statistics
 from tfkfac.capture.walk import SkipRule
@@ -20,15 +20,12 @@ from tfkfac.kfac.active import (
     ActiveBlock,
     active_blocks,
     any_of,
-    decompose_owned,
-    gradient_matrices,
-    is_wanted,
-    put_back,
-    replace_decompositions,
+    renew_decompositions,
     report_unexplained,
     update_averages,
 )
 from tfkfac.kfac.advice import (
+    Advice,
     coverage_warning,
     looks_summed,
     solver_warning,
@@ -36,7 +33,14 @@ from tfkfac.kfac.advice import (
 from tfkfac.kfac.clip import clip_step
 from tfkfac.kfac.pending import Pending
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.schedule import FACTOR_INTERVALS, INVERSE_INTERVALS, is_due
+from tfkfac.kfac.precondition import (
+    Preconditioned,
+    precondition_matrices,
+    precondition_rows,
+    put_back,
+)
+from tfkfac.kfac.rows import with_rows
+from tfkfac.kfac.schedule import factor_steps, inverse_steps, turns_due
 from tfkfac.kfac.settings import Settings
 from tfkfac.kfac.state import State, kept_factors
 from tfkfac.kfac.summary import describe
@@ -44,9 +48,8 @@ from tfkfac.saving.store import Entry
 from tfkfac.solvers import SOLVERS
 from tfkfac.wrapper.hyperparameters import Tunable, Value
 from tfkfac.wrapper.method import Method
-from tfkfac.wrapper.step import Job, Step, Update
+from tfkfac.wrapper.step import Gradients, Job, Step, Update
 
-Pairs = list[tuple[tf.Tensor, tf.Tensor]]
 Statistics = Mapping[int, Mapping[str, Statistic]]
 
 
@@ -63,6 +66,7 @@ class KFACMethod(Method):
         solver: Name of the solver.
         factor_decay: Weight of the old factors in the running average.
         weight_sharing: "expand", "reduce" or "average".
+        factor_batch_fraction: Share of the examples that statistics are of.
         settings: How the work is distributed.
         max_factor_dim: Most rows of a factor kept as a whole matrix, or None.
         factor_rank: Rank to which wider ones are approximated.
@@ -78,6 +82,7 @@ class KFACMethod(Method):
         "solver",
         "factor_decay",
         "weight_sharing",
+        "factor_batch_fraction",
         "max_factor_dim",
         "factor_rank",
     )
@@ -94,8 +99,9 @@ class KFACMethod(Method):
         weight_sharing: str,
         settings: Settings,
         max_factor_dim: int | None,
-        factor_rank: int,
         skip_layers: tuple[SkipRule, ...],
+        factor_rank: int = 64,
+        factor_batch_fraction: float = 1.0,
         gradient_accumulation_steps: int | None = None,
     ) -> None:
         self.damping = damping
@@ -105,6 +111,7 @@ class KFACMethod(Method):
         self.solver = solver
         self.factor_decay = factor_decay
         self.weight_sharing = weight_sharing
+        self.factor_batch_fraction = factor_batch_fraction
         self.settings = settings
         self.max_factor_dim = max_factor_dim
         self.factor_rank = factor_rank
@@ -112,7 +119,7 @@ class KFACMethod(Method):
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
-        self._said: set[str] = set()
+        self._advice = Advice()
 
     # ------------------------------------------------------------ the step
     @override
@@ -149,28 +156,32 @@ class KFACMethod(Method):
         def direction() -> Update:
             self.update_factors(layers, step, statistics)
             self.update_inverses(layers, step)
-            matrices = self.clip(self.precondition(layers, step))
-            return Update(put_back(layers, matrices, step.gradients))
+            return Update(self.clip(self.precondition(layers, step), step))
 
         step.apply_if_finite(direction)
 
     def observe(self, step: Step) -> list[ActiveBlock]:
         """The blocks of this step, with what their layers left behind."""
-        inner = self.job.inner_optimizer
+        inner, own = self.job.inner_optimizer, self.job.own(self.states)
         layers = active_blocks(
-            self.job.own(self.states).preconditioners,
+            own.preconditioners,
             step.gradients,
             [variable_key(inner, v) for v in step.variables],
             lambda variable: variable_key(inner, variable),
         )
         report_unexplained(layers)
+        if own.pending is None and self.placement.takes_rows:
+            return with_rows(layers, step)
         return layers
 
     def statistics(
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> Statistics:
         """What this replica's batch says of the factors, by position."""
-        scale = step.row_scale()
+        scale, part = step.row_scale(), None
+        if self.factor_batch_fraction < 1:
+            turn = self.job.own(self.states).factor_updates
+            part = Part(self.factor_batch_fraction, turn)
         if step.loss.terms is None:
             report = self.job.own(self.states).report
             report.note_sum(looks_summed(layers, scale), self.job.name)
@@ -182,6 +193,7 @@ class KFACMethod(Method):
                 scale,
                 step.batch.weightless,
                 step.loss.terms,
+                part,
             )
             for one in self.observed(layers, step)
         }
@@ -210,13 +222,13 @@ class KFACMethod(Method):
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Whether an interval ends here, and whether a block has nothing."""
-        measured = FACTOR_INTERVALS
-        due = is_due(self.factor_update_interval, measured, self.job.clock)
+        clock = self.job.clock
+        steps = factor_steps(self.factor_update_interval, clock)
         late = [
             tf.equal(one.state.observed, 0)
             for one in self.observed(layers, step)
         ]
-        return due, any_of(late)
+        return tf.equal(clock % steps, 0), any_of(late)
 
     def update_factors(
         self,
@@ -241,57 +253,54 @@ class KFACMethod(Method):
     def update_inverses(
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> None:
-        """Owners decompose -> gradient workers receive, if that is due."""
+        """Decomposes the blocks whose turn has come."""
         state, placement = self.job.own(self.states), self.placement
-        measured = INVERSE_INTERVALS
-        due = is_due(self.inverse_update_interval, measured, self.job.clock)
+        clock = self.job.clock
+        turns: dict[int, list[ActiveBlock]] = {}
+        for one in layers:
+            turns.setdefault(placement.turns[one.position], []).append(one)
+        due = turns_due(
+            max(placement.turns, default=0) + 1,
+            inverse_steps(self.inverse_update_interval, clock),
+            factor_steps(self.factor_update_interval, clock),
+            clock,
+        )
+        damping = self.damping.at(clock)
+        renewed = [
+            renew_decompositions(group, placement, step.group, damping, due[k])
+            for k, group in sorted(turns.items())
+        ]
+        state.inverse_updates.assign_add(tf.cast(any_of(renewed), tf.int64))
 
-        def update() -> tf.Tensor:
-            damping = self.damping.at(self.job.clock)
-            made = decompose_owned(layers, placement.solver, damping)
-            parts = placement.exchange.share_decompositions(
-                step.group, made, [one.position for one in layers]
-            )
-            replace_decompositions(layers, parts, damping, due)
-            return state.inverse_updates.assign_add(1)
+    def precondition(
+        self, layers: Sequence[ActiveBlock], step: Step
+    ) -> list[Preconditioned]:
+        """Gradient workers apply -> receivers receive."""
+        by_rows = [one for one in layers if one.rows is not None]
+        others = [one for one in layers if one.rows is None]
+        exchange = self.placement.exchange
+        return [
+            *precondition_rows(by_rows, step),
+            *precondition_matrices(others, step, exchange),
+        ]
 
-        done = state.inverse_updates
-        wanted = any_of([is_wanted(one.state, due) for one in layers])
-        tf.cond(wanted, update, lambda: tf.convert_to_tensor(done))
-
-    def precondition(self, layers: Sequence[ActiveBlock], step: Step) -> Pairs:
-        """Gradient workers apply -> receivers receive.
+    def clip(self, made: Sequence[Preconditioned], step: Step) -> Gradients:
+        """Scales what is preconditioned to the longest step allowed.
 
         Returns:
-            Gradient matrices `W` of the negative log-likelihood and `P`, the
-            preconditioned ones.
+            All gradients for the inner optimizer.
         """
-        plain = gradient_matrices(layers, step.gradients, step.loss.unit)
-        own = {
-            one.position: one.state.decomposition.apply(
-                LayerGradient(plain[one.position])
-            )
-            for one in layers
-            if one.state.decomposition is not None
-        }
-        shared = self.placement.exchange.share_gradients(
-            step.group, own, list(plain)
-        )
-        return [(plain[i], shared[i]) for i in plain]
-
-    def clip(self, pairs: Pairs) -> list[tf.Tensor]:
-        """Scales the preconditioned gradients to the longest step allowed."""
-        if not pairs:
-            return []
+        if not made:
+            return step.gradients
         clock = self.job.clock
         clip = clip_step(
-            pairs,
+            [one.product for one in made],
             None if self.kl_clip.get() is None else self.kl_clip.at(clock),
             self.job.inner_optimizer.learning_rate,
         )
         report = self.job.own(self.states).report
         report.note(clip, self.damping.at(clock), self.job.name)
-        return [p * tf.cast(clip.factor, p.dtype) for _, p in pairs]
+        return put_back(made, clip.factor, step.gradients)
 
     # --------------------------------------------------- binding and state
     @override
@@ -299,7 +308,7 @@ class KFACMethod(Method):
         self.job = job
         self._placement = None
         tap_layers(job.model, self.skip_layers, self)
-        self._say(solver_warning(job.model, SOLVERS[self.solver]))
+        self._advice.give(job, solver_warning(job.model, SOLVERS[self.solver]))
 
     @property
     def placement(self) -> Placement:
@@ -323,7 +332,8 @@ class KFACMethod(Method):
         placement = self.placement
         inner = type(self.job.inner_optimizer).__name__
         name = self.job.model.name
-        self._say(coverage_warning(placement.registry, name, inner))
+        warning = coverage_warning(placement.registry, name, inner)
+        self._advice.give(self.job, warning)
         known = dict(zip(self.job.topology.local, self.states, strict=False))
 
         def make(rank: int) -> State:
@@ -337,14 +347,6 @@ class KFACMethod(Method):
 
         self.states = self.job.for_each(make)
         return self.states
-
-    def _say(self, text: str | None) -> None:
-        """Warns of something, once and on one worker."""
-        if text is None or text in self._said:
-            return
-        self._said.add(text)
-        if 0 in self.job.topology.local:
-            warnings.warn(text, stacklevel=4)
 
     @override
     def agreement(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
+    check_batch_fraction,
     check_decay,
     check_skip_layers,
     make_settings,
@@ -69,7 +70,11 @@ class KFAC(SecondOrderOptimizer):
             integer, a schedule or a callable of the iteration. None is every
             step at first, every 5 from step 20, every 10 from step 100.
         inverse_update_interval: The same for the decompositions. None is 5
-            at first, 20 from step 20, 50 from step 100.
+            at first, 20 from step 20, 50 from step 100. Each is renewed once
+            in an interval: where they are little work, all at its start; in
+            a large model in up to four turns over the interval, so that no
+            step takes much longer than the others. The first ones are made
+            as soon as there are factors.
         kl_clip: Largest squared length of a step in the Fisher metric, as a
             number, a schedule or a callable; None switches it off. Defaults
             to 0.02.
@@ -79,6 +84,11 @@ class KFAC(SecondOrderOptimizer):
             gradients too, where "reduce" has their sum: with S positions G is
             S^2 times smaller than the Fisher matrix', and `damping` weighs
             that much more. Defaults to "expand".
+        factor_batch_fraction: Share of the examples of a batch that a factor
+            update looks at, in (0, 1]: at least one, evenly spaced over the
+            batch of each worker, and other ones in the next update. They
+            stand for all, so the factors' scale is the same; their noise
+            grows. Defaults to 1.0.
         distribution: What the workers of a `tf.distribute` job share:
             "comm_opt" (factors are all-reduced, each is decomposed by one
             worker and its decomposition sent to all: plain steps send nothing
@@ -139,6 +149,7 @@ class KFAC(SecondOrderOptimizer):
     solver: str
     factor_decay: float
     weight_sharing: str
+    factor_batch_fraction: float
     max_factor_dim: int | None
     factor_rank: int
 
@@ -153,6 +164,7 @@ class KFAC(SecondOrderOptimizer):
         inverse_update_interval: Value = None,
         kl_clip: Value = 0.02,
         weight_sharing: str = "expand",
+        factor_batch_fraction: float = 1.0,
         distribution: str = "comm_opt",
         gradient_worker_fraction: float | None = None,
         assignment: str | None = None,
@@ -191,6 +203,7 @@ class KFAC(SecondOrderOptimizer):
                 weight_sharing,
                 ("expand", "reduce", "average"),
             ),
+            factor_batch_fraction=check_batch_fraction(factor_batch_fraction),
             settings=make_settings(
                 distribution,
                 gradient_worker_fraction,
@@ -247,7 +260,7 @@ class KFAC(SecondOrderOptimizer):
 
     @property
     def inverse_updates(self) -> tf.Variable:
-        """Number of updates of the decompositions so far."""
+        """Number of steps so far that have renewed decompositions."""
         return self._method.states[0].inverse_updates
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
@@ -288,7 +301,7 @@ class KFAC(SecondOrderOptimizer):
 
         Returns:
             For a "plain" step, one that also updates the "factor"s and one
-            that also renews the "inverse"s, the bytes of "gradients",
+            that also renews all "inverse"s, the bytes of "gradients",
             "factors", "decompositions" and "preconditioned_gradients".
         """
         return super().communication_bytes()

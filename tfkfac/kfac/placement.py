@@ -8,6 +8,7 @@ from tfkfac.distributed.topology import Topology
 from tfkfac.distributed.traffic import all_reduce_bytes
 from tfkfac.factors import stored_parts
 from tfkfac.kfac.exchange import Exchange, Kinds, step_bytes
+from tfkfac.kfac.schedule import take_turns
 from tfkfac.kfac.settings import Settings
 from tfkfac.solvers import Solver
 
@@ -20,6 +21,9 @@ class Placement:
         topology: The workers.
         solver: The solver.
         settings: How the work is distributed.
+
+    Attributes:
+        turns: The turn in which each block is decomposed.
     """
 
     def __init__(
@@ -33,25 +37,30 @@ class Placement:
         self.topology = topology
         self.solver = solver
         self.settings = settings
+        factors = [block.factors for block in registry.blocks]
+        self.turns = take_turns(
+            [sum(f.operations for f in kinds.values()) for kinds in factors]
+        )
         self.plan = Plan(
             settings.mode,
             topology.replicas,
             plan_layers(
-                [block.factors for block in registry.blocks],
+                factors,
                 topology.replicas,
                 settings.distribution,
                 settings.fraction,
                 settings.assignment,
                 solver.whole_layers,
+                self.turns,
             ),
         )
-        factors = settings.factor_dtype
+        wire = settings.factor_dtype
         self.exchange = Exchange(
             self.plan,
             registry.blocks,
             solver,
             settings.symmetric,
-            factors and sum_dtype(factors, topology.hint),
+            wire and sum_dtype(wire, topology.hint),
             settings.inverse_dtype,
         )
 
@@ -59,6 +68,18 @@ class Placement:
     def blocks(self) -> tuple[Block, ...]:
         """The blocks, in the order of the layers."""
         return self.registry.blocks
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether gradients may be preconditioned by their rows.
+
+        Every worker has to do it with its own ones.
+        """
+        everywhere = all(
+            len(layer.gradient_workers) == self.topology.replicas
+            for layer in self.plan.layers
+        )
+        return self.solver.takes_rows and everywhere
 
     def factor_bytes(self, rank: int, layer: int) -> int:
         """Bytes of the factors of a block that a worker keeps."""

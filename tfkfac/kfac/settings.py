@@ -65,6 +65,20 @@ def check_decay(value: Any) -> float:
     return float(value)
 
 
+def check_batch_fraction(value: Any) -> float:
+    """Returns `factor_batch_fraction` as a float in (0, 1].
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not is_number(value) or not 0 < value <= 1:
+        raise ValueError(
+            "Argument `factor_batch_fraction` must be a number in (0, 1]. "
+            f"Received: factor_batch_fraction={value!r}"
+        )
+    return float(value)
+
+
 def check_dtype(name: str, value: Any) -> tf.DType | None:
     """Returns a floating point dtype, or None for None.
 

@@ -90,7 +90,7 @@ class State(Tracked):
     Attributes:
         preconditioners: What it keeps of each block, in order.
         factor_updates: Number of factor updates so far.
-        inverse_updates: Number of updates of the decompositions so far.
+        inverse_updates: Number of steps that have renewed decompositions.
         pending: The micro-batches of the next step, if there are any.
         report: What the last step did.
     """

@@ -1,5 +1,6 @@
 """Several tensors as one flat vector."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -28,10 +29,16 @@ class FlatSpace:
         """Number of elements of a vector."""
         return sum(self._sizes)
 
-    def join(self, tensors: Sequence[tf.Tensor | None]) -> tf.Tensor:
+    def join(
+        self, tensors: Sequence[tf.Tensor | None], length: int | None = None
+    ) -> tf.Tensor:
         """Returns the vector of some tensors; None is zero.
 
         Its length is static, whatever is known of the shapes of the tensors.
+
+        Args:
+            tensors: The tensors.
+            length: Length of the vector, where it is to end in zeros.
         """
         parts = [
             tf.zeros([size], self.dtype)
@@ -39,14 +46,21 @@ class FlatSpace:
             else tf.cast(tf.reshape(tensor, [size]), self.dtype)
             for tensor, size in zip(tensors, self._sizes, strict=True)
         ]
+        if length is not None and length > self.size:
+            parts.append(tf.zeros([length - self.size], self.dtype))
         return tf.concat(parts, 0)
 
     def split(self, vector: tf.Tensor) -> list[tf.Tensor]:
-        """Returns the tensors of a vector, in their own dtypes."""
-        parts = tf.split(vector, self._sizes)
+        """Returns the tensors of a vector, in their own dtypes.
+
+        Args:
+            vector: Of the size of the space; zeros may follow.
+        """
+        # Slices of whole cache lines are views; `tf.split` always copies.
+        ends = list(itertools.accumulate(self._sizes))
         return [
-            tf.cast(tf.reshape(part, shape), dtype)
-            for part, shape, dtype in zip(
-                parts, self._shapes, self._dtypes, strict=True
+            tf.cast(tf.reshape(vector[end - size : end], shape), dtype)
+            for end, size, shape, dtype in zip(
+                ends, self._sizes, self._shapes, self._dtypes, strict=True
             )
         ]

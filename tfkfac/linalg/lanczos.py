@@ -47,6 +47,34 @@ def _terms(
     return [tf.matmul(w, m) for m, w in zip(matrices, parts, strict=True)]
 
 
+class Rows(NamedTuple):
+    """The rows of a basis so far.
+
+    Attributes:
+        matrices: All of them, one below the other.
+        previous: The row before the last.
+    """
+
+    matrices: Sequence[tf.Tensor]
+    previous: tf.Tensor
+
+
+class Rest(NamedTuple):
+    """What is left of a vector that was made orthogonal to all rows.
+
+    Attributes:
+        image: The vector.
+        square: Its squared norm.
+        is_short: Whether that is less than half of what it was before.
+        along: What was removed along the last row.
+    """
+
+    image: tf.Tensor
+    square: tf.Tensor
+    is_short: tf.Tensor
+    along: tf.Tensor
+
+
 class Candidate(NamedTuple):
     """What the next row of the basis is made of.
 
@@ -96,11 +124,13 @@ class Krylov(NamedTuple):
 class Lanczos:
     """The iteration for one symmetric operator.
 
-    The vectors are orthogonalised twice against all rows (once loses
-    orthogonality in float32). When the Krylov space of the start vector is
-    exhausted (the operator is zero, of low rank, or has repeated
-    eigenvalues), an iteration is spent on a random vector from which it goes
-    on: no row is ever the noise of a division by almost zero.
+    A product is made orthogonal to the last two rows, in which almost all of
+    it lies, and then to all rows. Without the first, rounding in float32 would
+    need the second twice; so only where it shortens a vector by much it is
+    done once more. When the Krylov space of the start vector is exhausted (the
+    operator is zero, of low rank, or has repeated eigenvalues), an iteration
+    is spent on a random vector from which it goes on: no row is ever the noise
+    of a division by almost zero.
 
     Args:
         product: Multiplies a vector (a shard) by the operator.
@@ -157,11 +187,12 @@ class Lanczos:
             place = tf.range(state.basis.shape[0]) == index
             added: list[tf.Tensor] = []
 
-            def add(row: tf.Tensor) -> list[tf.Tensor]:
+            def add(row: tf.Tensor) -> Rows:
                 basis = set_row(state.basis, index, row)
                 added.append(basis)
                 # XLA wants a fixed shape: rows of zeros add nothing.
-                return [basis if in_xla() else basis[: index + 1]]
+                rows = basis if in_xla() else basis[: index + 1]
+                return Rows([rows], basis[tf.maximum(index - 1, 0)])
 
             new, candidate = self.iterate(add, state.candidate, index)
             numbers = [
@@ -179,12 +210,13 @@ class Lanczos:
         blocks: list[tf.Tensor] = []
         rows: list[tf.Tensor] = []
 
-        def add(row: tf.Tensor) -> list[tf.Tensor]:
+        def add(row: tf.Tensor) -> Rows:
+            previous = rows[-1] if rows else row
             if len(rows) == _BLOCK_ROWS:
                 blocks.append(tf.stack(rows))
                 rows.clear()
             rows.append(row)
-            return [*blocks, tf.stack(rows)]
+            return Rows([*blocks, tf.stack(rows)], previous)
 
         candidate, made = self.start(vector), []
         for index in range(steps):
@@ -204,34 +236,64 @@ class Lanczos:
 
     def iterate(
         self,
-        add: Callable[[tf.Tensor], Sequence[tf.Tensor]],
+        add: Callable[[tf.Tensor], Rows],
         candidate: Candidate,
         index: tf.Tensor,
     ) -> tuple[Tridiagonal, Candidate]:
         """Does one iteration.
 
         Args:
-            add: Adds a row to the basis and returns all rows, as matrices;
-                rows of zeros may follow.
+            add: Adds a row to the basis and returns all rows; rows of zeros
+                may follow.
             candidate: What the row is made of.
             index: Number of the iteration.
         """
         row, image = self._multiply(candidate)
-        matrices = add(row)
-        first = self._reduce(coefficients(matrices, image))
-        image = project_out(matrices, first, image)
-        square = 2 * tf.nn.l2_loss(image)
-        again = tf.concat([coefficients(matrices, image), square[None]], 0)
-        again = self._reduce(again)
-        second, square = again[:-1], again[-1]
-        image = project_out(matrices, second, image)
-        removed = tf.reduce_sum(second * second)
-        diagonal = first[index] + second[index]
-        coupling, following = self._judge(
-            candidate, image, square, removed, diagonal, index
+        matrices, previous = add(row)
+        # A first row has none before it, and a fresh one is not coupled to it.
+        single = candidate.fresh | tf.equal(index, 0)
+        before = tf.where(single, 0 * candidate.length, candidate.length)
+        image -= before * previous
+        along = self._reduce(coefficients([row[None]], image))[0]
+        rest = self._project_out(matrices, image - along * row, index)
+        # Twice is enough (Kahan): what the second pass still shortens by much
+        # lies in the space of the rows.
+        rest = tf.cond(
+            rest.is_short,
+            lambda: self._project_out(matrices, rest.image, index, rest.along),
+            lambda: rest,
         )
+        diagonal = along + rest.along
+        coupling, following = self._judge(candidate, rest, diagonal, index)
         kept = ~candidate.fresh
         return Tridiagonal(diagonal, coupling, kept), following
+
+    def _project_out(
+        self,
+        matrices: Sequence[tf.Tensor],
+        image: tf.Tensor,
+        index: tf.Tensor,
+        along: float | tf.Tensor = 0.0,
+    ) -> Rest:
+        """Makes a vector orthogonal to all rows.
+
+        Args:
+            matrices: The rows.
+            image: The vector.
+            index: Number of the last row.
+            along: What has been removed along it before.
+        """
+        square = 2 * tf.nn.l2_loss(image)
+        found = tf.concat([coefficients(matrices, image), square[None]], 0)
+        found = self._reduce(found)
+        inside, square = found[:-1], found[-1]
+        removed = tf.reduce_sum(inside * inside)
+        return Rest(
+            project_out(matrices, inside, image),
+            square - removed,
+            2 * removed > square,
+            along + inside[index],
+        )
 
     def _multiply(self, candidate: Candidate) -> tuple[tf.Tensor, tf.Tensor]:
         """The row of a candidate, and its product or what takes its place."""
@@ -243,9 +305,7 @@ class Lanczos:
     def _judge(
         self,
         candidate: Candidate,
-        image: tf.Tensor,
-        square: tf.Tensor,
-        removed: tf.Tensor,
+        rest: Rest,
         diagonal: tf.Tensor,
         index: tf.Tensor,
     ) -> tuple[tf.Tensor, Candidate]:
@@ -253,84 +313,26 @@ class Lanczos:
 
         Args:
             candidate: The one of this row.
-            image: Its product, orthogonal to all rows.
-            square: Squared norm of the product after the first pass.
-            removed: Squared norm of what the second pass took away.
+            rest: What is left of its product.
             diagonal: Element of the tridiagonal matrix.
             index: Number of the iteration.
         """
         fresh = candidate.fresh
-        length = tf.sqrt(tf.maximum(square - removed, 0))
+        length = tf.sqrt(tf.maximum(rest.square, 0))
         one, zero = tf.ones_like(length), tf.zeros_like(length)
         rows = candidate.rows + tf.cast(~fresh, tf.int32)
         largest = tf.where(fresh, zero, tf.maximum(abs(diagonal), length))
         scale = tf.maximum(candidate.scale, largest)
-        noise = 10 * rounding(image.dtype) * tf.where(fresh, one, scale)
-        # Twice is enough (Kahan): what the second pass still shortens by much
-        # lies in the space of the rows.
-        broken = (length <= noise) | (2 * removed > square)
+        noise = 10 * rounding(length.dtype) * tf.where(fresh, one, scale)
+        broken = (length <= noise) | rest.is_short
         broken |= rows >= self._size
-        broken &= tf.math.is_finite(square)
+        broken &= tf.math.is_finite(rest.square)
         coupling = tf.where(broken | fresh, zero, length)
-        vector = tf.cond(broken, lambda: self._draw(index + 1), lambda: image)
+        vector = tf.cond(
+            broken, lambda: self._draw(index + 1), lambda: rest.image
+        )
         length = tf.where(broken, one, length)
         return coupling, Candidate(vector, length, broken, scale, rows)
-
-
-class RitzPairs(NamedTuple):
-    """The ends of the spectrum.
-
-    Attributes:
-        values: Ritz values `(r,)` in float64, ascending.
-        weights: Ritz vectors `(r, steps)` in the basis, in float64.
-
-    Value and weights of pairs that do not exist, because the iteration found
-    fewer, are zero.
-    """
-
-    values: tf.Tensor
-    weights: tf.Tensor
-
-
-def ritz_pairs(
-    tridiagonal: Tridiagonal, num_largest: int, num_smallest: int
-) -> RitzPairs:
-    """Decomposes the tridiagonal matrix.
-
-    Args:
-        tridiagonal: The matrix; its last row couples to nothing.
-        num_largest: Number of pairs from the upper end.
-        num_smallest: Number of pairs from the lower end.
-    """
-    diagonal = tf.cast(tridiagonal.diagonal, tf.float64)
-    coupling = tf.cast(tridiagonal.coupling[:-1], tf.float64)
-    kept = tridiagonal.kept
-    numbers = tf.concat([diagonal, coupling], 0)
-    finite = tf.reduce_all(tf.math.is_finite(numbers))
-    # Rows that do not count get an eigenvalue above all others.
-    bound = 1 + 4 * tf.reduce_max(tf.abs(numbers))
-    full = tf.where(kept, diagonal, bound)
-    matrix = tf.linalg.diag(full)
-    if coupling.shape[0]:
-        matrix += tf.linalg.diag(coupling, k=1) + tf.linalg.diag(coupling, k=-1)
-    # TensorFlow's CPU kernel raises on a matrix that is not finite.
-    values, vectors = tf.linalg.eigh(
-        tf.where(finite, matrix, tf.zeros_like(matrix))
-    )
-    count = tf.reduce_sum(tf.cast(kept, tf.int32))
-    low, high = tf.range(num_smallest), count - 1 - tf.range(num_largest)
-    index = tf.concat([low, high], 0)
-    valid = tf.concat([low < count - num_largest, high >= 0], 0)
-    index = tf.where(valid, index, 0)
-    nan = tf.constant(float("nan"), tf.float64)
-    values = tf.where(valid, tf.gather(values, index), 0)
-    order = tf.argsort(values)
-    weights = tf.transpose(tf.gather(vectors, index, axis=1))
-    weights = tf.where(valid[:, None], weights, 0)
-    return RitzPairs(
-        tf.where(finite, tf.gather(values, order), nan),
-        tf.gather(weights, order),
-    )
 
 
 def random_vector(size: int, seed: int, index: int | tf.Tensor) -> tf.Tensor:

@@ -6,6 +6,8 @@ Here they are made in chunks, and the chunks are added up in float64.
 (`tf.nn.l2_loss` and `tf.reduce_sum` add in a tree, with errors of 1e-7.)
 """
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 CHUNK = 2048
@@ -13,25 +15,36 @@ CHUNK = 2048
 
 def row_products(matrix: tf.Tensor, vector: tf.Tensor) -> tf.Tensor:
     """Products of rows `(r, n)` with a vector of static length n."""
-    size = vector.shape[0]
+    return all_products(matrix, [vector])[0]
+
+
+def all_products(matrix: tf.Tensor, vectors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Products of rows `(r, n)` with some vectors of static length n.
+
+    Returns:
+        `(vectors, r)`. The matrix is read once for all of them.
+    """
+    size = vectors[0].shape[0]
     whole = size - size % CHUNK
     if whole in (0, size):
-        return _add_chunks(matrix, vector)
-    rest = _add_chunks(matrix[:, whole:], vector[whole:])
-    return _add_chunks(matrix[:, :whole], vector[:whole]) + rest
+        return _add_chunks(matrix, vectors)
+    rest = _add_chunks(matrix[:, whole:], [v[whole:] for v in vectors])
+    chunks = _add_chunks(matrix[:, :whole], [v[:whole] for v in vectors])
+    return chunks + rest
 
 
-def _add_chunks(matrix: tf.Tensor, vector: tf.Tensor) -> tf.Tensor:
+def _add_chunks(matrix: tf.Tensor, vectors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Products in chunks, or in a single one that is shorter."""
-    count = max(vector.shape[0] // CHUNK, 1)
-    length = vector.shape[0] // count
+    size = vectors[0].shape[0]
+    count = max(size // CHUNK, 1)
+    length = size // count
     parts = tf.matmul(
         tf.reshape(matrix, [tf.shape(matrix)[0], count, 1, length]),
-        tf.reshape(vector, [count, 1, length]),
-        transpose_b=True,  # as a column the vector makes it 4 times slower
+        tf.stack([tf.reshape(v, [count, length]) for v in vectors], 1),
+        transpose_b=True,  # as columns the vectors make it 4 times slower
     )
-    total = tf.reduce_sum(tf.cast(parts, tf.float64), [1, 2, 3])
-    return tf.cast(total, vector.dtype)
+    total = tf.reduce_sum(tf.cast(parts, tf.float64), [1, 2])
+    return tf.cast(tf.transpose(total), vectors[0].dtype)
 
 
 def padded_size(size: int) -> int:

@@ -1,13 +1,13 @@
 """What a solver does: decompose factors now and then, apply them each step."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import tensorflow as tf
 
 from tfkfac.blocks import Block, LayerGradient
-from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.graphs import shared_call, state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.factors import (
     Factor,
@@ -36,9 +36,11 @@ class Solver(abc.ABC):
 
     Attributes:
         whole_layers: Whether all factors of a layer must have one owner.
+        takes_rows: Whether `apply` keeps a gradient of rows in that form.
     """
 
     whole_layers = False
+    takes_rows = False
 
     @abc.abstractmethod
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
@@ -86,16 +88,14 @@ class Solver(abc.ABC):
         factors: Factors,
         decomposition: Tensors,
         gradient: LayerGradient,
-    ) -> tf.Tensor:
+    ) -> LayerGradient:
         """Preconditions the gradient of a layer.
 
         Args:
             factors: The kinds of the block's factors.
-            decomposition: The tensors that are kept, by name.
+            decomposition: The tensors that are kept, by name; in bfloat16 if
+                they are kept so.
             gradient: The gradient.
-
-        Returns:
-            The preconditioned gradient matrix.
         """
 
 
@@ -138,17 +138,36 @@ class Decomposition(Tracked):
         Returns:
             Scalar bool, False if the decomposition failed.
         """
-        stored = self._stored(self.solver.combine(parts, damping))
-        good = all_finite(list(stored.values()))
-        take = tf.logical_and(good, wanted)
-        for name, old in zip(self.names, self.tensors, strict=True):
-            old.assign(tf.where(take, stored[name], old))
-        return good
 
-    def apply(self, gradient: LayerGradient) -> tf.Tensor:
-        """Preconditions the gradient of the layer; returns a matrix."""
-        stored = dict(zip(self.names, self.tensors, strict=True))
-        tensors = from_stored(stored, self._block.dtype)
+        def update(
+            parts: Tensors,
+            damping: tf.Tensor,
+            wanted: tf.Tensor,
+            tensors: Sequence[tf.Variable],
+        ) -> tf.Tensor:
+            stored = self._stored(self.solver.combine(parts, damping))
+            good = all_finite(list(stored.values()))
+            take = tf.logical_and(good, wanted)
+            for name, old in zip(self.names, tensors, strict=True):
+                old.assign(tf.where(take, stored[name], old))
+            return good
+
+        kinds = tuple(self._block.factors.items())
+        return shared_call(
+            ("replace", self.solver, kinds, self._dtype),
+            update,
+            dict(parts),
+            damping,
+            wanted,
+            self.tensors,
+        )
+
+    def apply(self, gradient: LayerGradient) -> LayerGradient:
+        """Preconditions the gradient of the layer."""
+        tensors: Tensors = dict(zip(self.names, self.tensors, strict=True))
+        # In bfloat16 as they are: solvers know what can be done in it.
+        if self._dtype != tf.bfloat16:
+            tensors = from_stored(tensors, self._block.dtype)
         return self.solver.apply(self._block.factors, tensors, gradient)
 
     def _stored(self, tensors: Tensors) -> dict[str, tf.Tensor]:

@@ -6,7 +6,7 @@ from typing import TypeVar
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import LayerGradient
+from tfkfac.blocks import LayerGradient, MatrixGradient
 from tfkfac.factors import VALUES, Part, Tensors
 from tfkfac.linalg.symmetric import rounding
 from tfkfac.solvers.base import SIDES, Factors, Solver, of_factor, with_prefix
@@ -63,17 +63,20 @@ class EigenSolver(Solver):
         factors: Factors,
         decomposition: Tensors,
         gradient: LayerGradient,
-    ) -> tf.Tensor:
+    ) -> LayerGradient:
         sides = {name: side for name, side in SIDES.items() if name in factors}
-        bases = {name: of_factor(name, decomposition) for name in sides}
-        matrix, outer = gradient.matrix, decomposition["D"]
+        matrix = gradient.matrix
+        # What is lost in a rotation, the damping may make large.
+        kept = {k: tf.cast(t, matrix.dtype) for k, t in decomposition.items()}
+        bases = {name: of_factor(name, kept) for name in sides}
+        outer = kept["D"]
         for name, side in sides.items():
             matrix = factors[name].rotate(bases[name], matrix, side)
             outer = factors[name].widen(outer, side)
         matrix = matrix * outer
         for name, side in sides.items():
             matrix = factors[name].rotate(bases[name], matrix, side, back=True)
-        return matrix
+        return MatrixGradient(matrix)
 
 
 class OuterEigenSolver(EigenSolver):

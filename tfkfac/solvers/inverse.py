@@ -3,8 +3,8 @@
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import LayerGradient
-from tfkfac.factors import Part, Tensors
+from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
+from tfkfac.factors import Part, Side, Tensors
 from tfkfac.solvers.base import SIDES, Factors, Solver, of_factor, with_prefix
 
 # Beyond this ratio a factor is noise beside its damping.
@@ -17,6 +17,8 @@ class InverseSolver(Solver):
     `pi^2` is the ratio of the factors' mean eigenvalues (Martens & Grosse,
     2015, section 6.3; DP-KFAC, eq. 14). A block without A is damped exactly.
     """
+
+    takes_rows = True
 
     @override
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
@@ -59,13 +61,23 @@ class InverseSolver(Solver):
         factors: Factors,
         decomposition: Tensors,
         gradient: LayerGradient,
-    ) -> tf.Tensor:
+    ) -> LayerGradient:
+
+        def times(name: str, matrix: tf.Tensor, side: Side) -> tf.Tensor:
+            factor, parts = factors[name], of_factor(name, decomposition)
+            inverse = factor.for_products(parts, matrix.dtype)
+            return factor.multiply(inverse, matrix, side)
+
+        if isinstance(gradient, RowGradient):
+            return RowGradient(
+                times("A", gradient.a, "right"),
+                times("G", gradient.g, "right"),
+            )
         matrix = gradient.matrix
         for name, side in SIDES.items():
             if name in factors:
-                inverse = of_factor(name, decomposition)
-                matrix = factors[name].multiply(inverse, matrix, side)
-        return matrix
+                matrix = times(name, matrix, side)
+        return MatrixGradient(matrix)
 
 
 class PlainInverseSolver(InverseSolver):

@@ -195,6 +195,7 @@ class Step:
         self.group = group
         self._is_reduced = group.size == 1
         self._measure = batch.measure
+        self._bounds: list[tf.Tensor] = []
 
     def among(self, members: tuple[int, ...]) -> "Step":
         """Returns the step of a part of the group, with this replica."""
@@ -231,18 +232,35 @@ class Step:
             return self.loss.row_scale
         return self.loss.row_scale / tf.cast(scale, self.loss.row_scale.dtype)
 
-    def weigh(self) -> None:
-        """Makes the gradients this replica's part of that of the mean loss.
+    def withhold(self, indices: Sequence[int], bound: tf.Tensor) -> None:
+        """Keeps gradients out of everything, so that nobody computes them.
+
+        Their place is empty until a method puts something there.
+
+        Args:
+            indices: Where they are.
+            bound: Scalar, not finite if one of them is not.
+        """
+        for i in indices:
+            self.gradients[i] = None
+        self._bounds.append(bound)
+
+    @property
+    def share(self) -> tf.Tensor | None:
+        """What this replica's gradients have to be multiplied by, if at all.
 
         With batches of different sizes, the last of an epoch, the mean of the
         replicas' gradients is not that of the global mean. Where the loss has
         been weighed before the gradients were taken, they are already.
         """
-        share = self.loss.share
-        if self.batch.measure is not None:
-            share = None
+        return None if self.batch.measure is not None else self.loss.share
+
+    def weigh(self) -> None:
+        """Makes the gradients this replica's part of that of the mean loss."""
+        share = self.share
         if self.group.size == 1 and share is None:
             return
+        self._bounds = [weighted(bound, share) for bound in self._bounds]
         # The static shape of a gradient may be lost where the batch is open.
         self.gradients = [
             None
@@ -260,10 +278,13 @@ class Step:
         """
         self.weigh()
         if self.group.size > 1:
-            present = [g for g in self.gradients if g is not None]
-            reduced = iter(self.group.all_reduce(present))
+            # The last layers first: the backward pass begins with them.
+            present = [g for g in self.gradients[::-1] if g is not None]
+            reduced = self.group.all_reduce([*present, *self._bounds])
+            self._bounds = reduced[len(present) :]
+            rest = reduced[: len(present)]
             self.gradients = [
-                None if g is None else next(reduced) for g in self.gradients
+                None if g is None else rest.pop() for g in self.gradients
             ]
         self._is_reduced = True
 
@@ -292,9 +313,8 @@ class Step:
 
     def _all_finite(self) -> tf.Tensor:
         """Whether the step can be done; the same on every replica."""
-        finite = all_finite(
-            [values_of(g) for g in self.gradients if g is not None]
-        )
+        present = [values_of(g) for g in self.gradients if g is not None]
+        finite = all_finite([*present, *self._bounds])
         if self._is_reduced:
             return finite
         bad = tf.cast(tf.logical_not(finite), tf.float32)

@@ -1,0 +1,254 @@
+"""A of a convolution without patches is that of the patches in NumPy."""
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests.support.harness import (
+    FACTOR_RTOL,
+    assert_close,
+    check_factors,
+    train_once,
+    weights_of,
+)
+from tests.support.layer_cases import Case, make_input
+from tests.support.layer_models import (
+    expected_factors,
+    expected_rows,
+    one_layer,
+    targets,
+)
+from tests.support.layer_views import view_of
+from tests.support.reference import Array, append_one, patches
+from tfkfac.blocks.correlation import channel_grams, is_cheaper, patch_gram
+from tfkfac.blocks.registry import build_registry
+from tfkfac.capture.record import Record
+
+BATCH, CHANNELS = 4, 2
+
+# Kernel, strides, padding, image.
+GEOMETRIES = [
+    ((3, 3), (1, 1), "same", (5, 6)),
+    ((2, 4), (1, 1), "same", (6, 5)),  # more zeros after than before
+    ((3, 2), (1, 1), "valid", (3, 7)),  # one output in a dimension
+    ((5, 3), (1, 1), "same", (2, 1)),  # an image smaller than the kernel
+    ((3, 3), (2, 2), "same", (6, 7)),
+    ((5, 4), (3, 1), "valid", (9, 6)),  # a rest is left out
+    ((2, 1), (3, 4), "same", (7, 9)),  # strides larger than the kernel
+    ((1, 3), (1, 2), "causal", (1, 8)),
+]
+
+
+def sweep() -> Iterator[Any]:
+    """Kernels, strides, paddings and images in all combinations."""
+    kernels = [(1, 1), (2, 2), (3, 3), (1, 3), (5, 2), (4, 6), (7, 7)]
+    strides = [(1, 1), (2, 2), (1, 3), (4, 1), (8, 8)]
+    images = [(6, 5), (9, 8), (2, 3), (1, 1)]
+    for kernel, stride, padding, image in itertools.product(
+        kernels, strides, ["same", "valid", "causal"], images
+    ):
+        fits = all(n >= k for n, k in zip(image, kernel, strict=True))
+        if padding != "valid" or fits:
+            yield kernel, stride, padding, image
+
+
+def from_patches(x: Array, geometry: Any) -> Array:
+    """Sum of the outer products, one patch after the other."""
+    kernel, strides, padding, _ = geometry
+    rows = patches(x, kernel, strides, (1, 1), padding)
+    rows = append_one(rows.reshape(*rows.shape[:2], -1))
+    return np.einsum("bsi,bsj->ij", rows, rows)
+
+
+def check(geometry: Any, **options: Any) -> None:
+    """Compares with the patches, for images of known and unknown size."""
+    kernel, strides, padding, image = geometry
+    x = np.random.default_rng(0).normal(size=(BATCH, *image, CHANNELS)) + 0.3
+    want = from_patches(x, geometry)
+
+    def gram(x: tf.Tensor) -> Any:
+        return patch_gram(x, kernel, strides, padding, bias=True)
+
+    unknown = tf.TensorSpec([None, None, None, CHANNELS], tf.float64)
+    dynamic = tf.function(gram, input_signature=[unknown], **options)
+    static = tf.function(gram, **options)
+    for function in (static, dynamic):
+        total, count = function(tf.constant(x))
+        assert float(count) == want[-1, -1]
+        np.testing.assert_allclose(total, want, atol=1e-12 * want.max(), rtol=0)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_sum_over_patches(geometry: Any) -> None:
+    check(geometry)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("geometry", sweep(), ids=str)
+def test_every_geometry(geometry: Any) -> None:
+    check(geometry)
+
+
+# Kernel, stride, padding, image.
+DEPTHWISE = [
+    ((3, 3), 1, "same", (5, 6)),
+    ((4, 5), 1, "valid", (7, 5)),
+    ((3, 3), 1, "same", (2, 1)),
+    ((3, 2), 2, "same", (6, 7)),
+    ((2, 3), 3, "valid", (8, 7)),  # a rest is left out
+    ((1, 3), 2, "same", (1, 8)),
+]
+
+
+def check_channels(geometry: Any, **options: Any) -> None:
+    """`check` of each channel by itself."""
+    kernel, stride, padding, image = geometry
+    x = np.random.default_rng(0).normal(size=(BATCH, *image, CHANNELS)) + 0.3
+    geometry = kernel, (stride, stride), padding, image
+    want = [from_patches(x[..., i : i + 1], geometry) for i in range(CHANNELS)]
+
+    def gram(x: tf.Tensor) -> Any:
+        return channel_grams(x, kernel, stride, padding, bias=True)
+
+    unknown = tf.TensorSpec([None, None, None, CHANNELS], tf.float64)
+    dynamic = tf.function(gram, input_signature=[unknown], **options)
+    static = tf.function(gram, **options)
+    for function in (static, dynamic):
+        total, count = function(tf.constant(x))
+        assert float(count) == want[0][-1, -1]
+        np.testing.assert_allclose(
+            total, want, atol=1e-12 * np.max(want), rtol=0
+        )
+
+
+@pytest.mark.parametrize("geometry", DEPTHWISE, ids=str)
+def test_sum_over_patches_of_a_channel(geometry: Any) -> None:
+    check_channels(geometry)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("geometry", sweep(), ids=str)
+def test_every_geometry_of_a_channel(geometry: Any) -> None:
+    kernel, strides, padding, image = geometry
+    check_channels((kernel, strides[0], padding, image))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("geometry", DEPTHWISE[:1] + DEPTHWISE[3:4], ids=str)
+def test_channels_compiled_by_xla(geometry: Any) -> None:
+    check_channels(geometry, jit_compile=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("geometry", GEOMETRIES[:2] + GEOMETRIES[4:5], ids=str)
+def test_compiled_by_xla(geometry: Any) -> None:
+    check(geometry, jit_compile=True)
+
+
+def test_no_examples() -> None:
+    x = tf.zeros([0, 5, 5, CHANNELS])
+    total, count = patch_gram(x, (3, 3), (1, 1), "same", bias=True)
+    assert float(count) == 0
+    assert not np.any(total)
+
+
+# ------------------------------------------------------------------ blocks
+def block_of(layer: Any, shape: tuple[int | None, ...]) -> Any:
+    model = keras.Sequential([keras.Input(shape), layer])
+    (block,) = build_registry(model, ()).blocks
+    return block
+
+
+CORRELATED: dict[str, Case] = {
+    "same": (partial(layers.Conv2D, 3, 3, padding="same"), (9, 8, 8)),
+    "strides": (partial(layers.Conv2D, 3, 7, 2, use_bias=False), (32, 35, 3)),
+    "channels first": (
+        partial(layers.Conv2D, 3, 3, data_format="channels_first"),
+        (8, 9, 8),
+    ),
+    "sequence": (
+        partial(layers.Conv1D, 3, 5, padding="causal"),
+        (40, 8),
+    ),
+    "depthwise": (partial(layers.DepthwiseConv2D, 3, 2), (7, 8, 3)),
+    "depthwise sequence": (
+        partial(layers.DepthwiseConv1D, 3, strides=2, padding="same"),
+        (9, 3),
+    ),
+    "at each time step": (
+        lambda name: layers.TimeDistributed(layers.Conv2D(3, 3, name=name)),
+        (2, 9, 8, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CORRELATED)
+def test_both_ways_agree(case: str) -> None:
+    """The rows of a block and what it makes without them."""
+    factory, shape = CORRELATED[case]
+    block = block_of(factory(name="block"), shape)
+    x = np.random.default_rng(0).normal(size=(32, *shape)).astype("float32")
+    g = np.zeros(block.layer.compute_output_shape(x.shape), "float32")
+    rows = block.rows(Record(tf.constant(x), tf.constant(g)))
+    a = np.asarray(rows.a, np.float64)
+    total, count = rows.gram()
+    assert float(count) == a.shape[0] * a.shape[1]
+    assert_close(total, np.einsum("bs...i,bs...j->...ij", a, a), FACTOR_RTOL)
+
+
+# Layers whose patches are no more work, or that correlations do not fit.
+BY_PATCHES: dict[str, Case] = {
+    "dilated": (partial(layers.Conv2D, 3, 3, dilation_rate=2), (9, 8, 8)),
+    "1x1": (partial(layers.Conv2D, 3, 1), (9, 8, 8)),
+    "one channel": (partial(layers.Conv2D, 3, 3), (9, 8, 1)),
+    "three dimensions": (partial(layers.Conv3D, 3, 3), (5, 5, 5, 8)),
+    "groups": (partial(layers.Conv2D, 4, 3, groups=2), (9, 8, 8)),
+    "dilated depthwise": (
+        partial(layers.DepthwiseConv2D, 3, dilation_rate=2),
+        (9, 8, 8),
+    ),
+    "tiny image": (partial(layers.Conv2D, 3, 3, padding="same"), (2, 2, 64)),
+}
+
+
+@pytest.mark.parametrize("case", BY_PATCHES)
+def test_patches_stay(case: str) -> None:
+    factory, shape = BY_PATCHES[case]
+    block = block_of(factory(name="block"), shape)
+    x = tf.ones([32, *shape])
+    g = tf.ones(block.layer.compute_output_shape(x.shape))
+    assert block.rows(Record(x, g)).gram is None
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_training_step(sharing: str, weighted: bool) -> None:
+    """Rows that do not count alike, or are averaged, are the patches."""
+    layer = layers.Conv2D(2, 3, padding="same", name="block")
+    model = one_layer(layer, (14, 14, 4))
+    assert is_cheaper((BATCH, 14, 14, 4), (3, 3), (1, 1), "same")
+    x = make_input("", (14, 14, 4), BATCH)
+    y = targets(model, x)
+    weight = np.array([1, 0, 2, 1], "float32") if weighted else np.ones(BATCH)
+    view = view_of(layer)
+    a, g = expected_rows(view, weights_of(model), x, y, None)
+    keep = np.repeat(weight[:, None] > 0, a.shape[2], axis=1)
+    want = expected_factors(
+        view, a, g * weight[:, None, None], sharing, keep if weighted else None
+    )
+    step = train_once(
+        model,
+        x,
+        y,
+        sample_weight=weight if weighted else None,
+        weight_sharing=sharing,
+        eager=False,
+    )
+    check_factors(step.of("block"), *want)

@@ -1,0 +1,273 @@
+"""Statistics of a part of a batch: `factor_batch_fraction`."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests.support.harness import (
+    assert_close,
+    check_factors,
+    compiled,
+    find,
+    train_once,
+    weights_of,
+)
+from tests.support.layer_cases import (
+    CONV,
+    DENSE,
+    EINSUM,
+    EMBEDDING,
+    GROUPED,
+    LINEAR,
+    NORMS,
+    PRELU,
+    TRANSPOSED,
+    make_input,
+)
+from tests.support.layer_models import (
+    activation_name,
+    expected_factors,
+    expected_rows,
+    one_layer,
+    targets,
+)
+from tests.support.layer_views import view_of
+from tests.support.reference import Array
+from tfkfac.blocks import Record
+from tfkfac.blocks.einsum_dense import EinsumDenseBlock
+from tfkfac.blocks.part import Examples, Part
+from tfkfac.blocks.statistics import batch_statistics
+
+
+def part(fraction: float, turn: int) -> Part:
+    return Part(fraction, tf.constant(turn, tf.int64))
+
+
+def chosen(size: int, fraction: float, turn: int) -> tuple[list[int], float]:
+    """The positions that are taken, and what each stands for."""
+    examples = Examples(tf.constant(size), part(fraction, turn))
+    positions = examples.of(tf.range(size)).numpy().tolist()
+    return positions, float(examples.weight)
+
+
+# ------------------------------------------------------------ which examples
+def test_they_are_evenly_spaced_and_move_on() -> None:
+    assert [chosen(8, 0.25, t) for t in range(5)] == [
+        ([0, 4], 4.0),
+        ([1, 5], 4.0),
+        ([2, 6], 4.0),
+        ([3, 7], 4.0),
+        ([0, 4], 4.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "fraction"),
+    [(0, 0.25), (1, 0.25), (3, 0.25), (5, 0.4), (12, 1 / 3), (13, 0.3), (7, 1)],
+)
+def test_each_is_taken_as_often(size: int, fraction: float) -> None:
+    """One at least, each once in a turn at most, all with the same weight."""
+    count = math.ceil(fraction * size)
+    taken = np.zeros(size)
+    turns = size // math.gcd(size, count) if size else 3
+    for turn in range(turns):
+        positions, weight = chosen(size, fraction, turn)
+        assert len(set(positions)) == len(positions) == count
+        assert weight == (size / count if size else 0)
+        taken[positions] += weight
+    np.testing.assert_allclose(taken, turns)
+
+
+# ---------------------------------------------------------- every layer type
+BATCH, FRACTION = 6, 1 / 3
+SOME = ["dense_rank3", "conv2d_same_even_strided", "conv1d_groups"]
+SOME += ["einsum_heads", "embedding_sequence"]
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=[] if c in SOME else [pytest.mark.slow])
+        for c in LINEAR
+    ],
+)
+def test_factors_are_those_of_the_examples(case: str, sharing: str) -> None:
+    """The first and the fourth, as if there were no other."""
+    factory, shape = LINEAR[case]
+    layer = factory(name="block")
+    model = one_layer(layer, shape)
+    x = make_input(case, shape, BATCH)
+    y = targets(model, x)
+    view = view_of(layer)
+    a, g = expected_rows(view, weights_of(model), x, y, activation_name(layer))
+    step = train_once(
+        model, x, y, weight_sharing=sharing, factor_batch_fraction=FRACTION
+    )
+    want = expected_factors(view, a[:, [0, 3]], g[:, [0, 3]], sharing)
+    check_factors(step.of("block"), *want)
+
+
+def averaged(
+    model: Any, x: Array, y: Array, turns: int, **options: Any
+) -> dict[str, Array]:
+    """Mean of the statistics of several steps at the same weights."""
+    optimizer = compiled(
+        model, inner=0.0, factor_decay=0.0, damping=1.0, **options
+    )
+    weights = model.get_weights()
+    found = []
+    for _ in range(turns):
+        model.train_on_batch(x, y)
+        model.set_weights(weights)  # moving averages too
+        found.append(find(optimizer.factors(), "block"))
+    return {k: np.mean([f[k] for f in found], 0) for k in found[0]}
+
+
+def timed(inner: Callable[..., Any]) -> Callable[..., Any]:
+    def make(name: str) -> Any:
+        return layers.TimeDistributed(inner(name=name), name="each")
+
+    return make
+
+
+CASES = {
+    **DENSE,
+    **CONV,
+    **GROUPED,
+    **TRANSPOSED,
+    **EINSUM,
+    **EMBEDDING,
+    **NORMS,
+    **PRELU,
+    "timed": (timed(lambda name: layers.Dense(3, "tanh", name=name)), (2, 4)),
+}
+CHEAP = ["batch_image", "layer_sequence", "prelu_image", "timed"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=[] if c in CHEAP else [pytest.mark.slow])
+        for c in CASES
+        if c not in TRANSPOSED
+    ],
+)
+def test_no_bias(case: str) -> None:
+    """Over its turns, the parts come to the whole batch."""
+    factory, shape = CASES[case]
+    x = make_input(case, shape, BATCH)
+    results = []
+    for options in ({"factor_batch_fraction": FRACTION}, {}):
+        keras.utils.set_random_seed(0)
+        model = one_layer(factory(name="block"), shape)
+        turns = 3 if options else 1
+        results.append(averaged(model, x, targets(model, x), turns, **options))
+    got, want = results
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert_close(got[name], value, 1e-5, name)
+
+
+def test_a_record_with_its_examples_elsewhere() -> None:
+    """The output's first axis is a position: examples are taken of rows."""
+    # Keras builds it with as many positions as examples only.
+    layer = layers.EinsumDense("bsi,io->sbo", (BATCH, 2))
+    layer.build((BATCH, BATCH, 3))
+    block = EinsumDenseBlock(layer, "block")
+    rng = np.random.default_rng(0)
+    x, g = (
+        rng.normal(size=(BATCH, BATCH, 3)),
+        rng.normal(size=(BATCH, BATCH, 2)),
+    )
+    record = Record(tf.constant(x, "float32"), tf.constant(g, "float32"))
+    terms = tf.constant(6.0)
+    for turn in range(3):
+        rows = [turn, turn + 3]
+        found = batch_statistics(
+            block, [record], "expand", terms=terms, part=part(FRACTION, turn)
+        )
+        want_a = np.einsum("nsi,nsj->ij", x[rows], x[rows]) / 12
+        want_g = np.einsum("sni,snj->ij", g[:, rows], g[:, rows]) / 2
+        for name, want in (("A", want_a), ("G", want_g)):
+            total, count = found[name]
+            assert_close(total / count, want, 1e-5, name)
+        assert float(found["A"].count) == pytest.approx(36)
+
+
+# ------------------------------------------------------------- with the rest
+@pytest.mark.parametrize("eager", [True, False])
+def test_sample_weights(eager: bool) -> None:
+    """What has no loss does not count, of those that are taken."""
+    layer = layers.Dense(3, activation="tanh", name="block")
+    model = one_layer(layer, (2, 4))
+    x = make_input("", (2, 4), BATCH)
+    y = targets(model, x)
+    weight = np.array([1, 0, 2, 0, 1, 0.5], "float32")
+    view = view_of(layer)
+    a, g = expected_rows(view, weights_of(model), x, y, "tanh")
+    g = g * weight[:, None, None]
+    rows = [0, 2, 4]
+    optimizer = compiled(
+        model, inner=0.0, eager=eager, factor_batch_fraction=0.5, factor_decay=0
+    )
+    model.train_on_batch(x, y, sample_weight=weight)
+    want = expected_factors(view, a[:, rows], g[:, rows], "expand")
+    check_factors(find(optimizer.factors(), "block"), *want)
+    model.train_on_batch(x, y, sample_weight=weight)
+    rows = [1, 3, 5]
+    keep = np.repeat(weight[rows, None] > 0, 2, axis=1)
+    want = expected_factors(view, a[:, rows], g[:, rows], "expand", keep)
+    check_factors(find(optimizer.factors(), "block"), *want)
+
+
+def test_micro_batches() -> None:
+    """Of each its own part; they are added up in units of examples."""
+    layer = layers.Dense(3, name="block")
+    model = one_layer(layer, (4,))
+    x = make_input("", (4,), 7)
+    y = targets(model, x)
+    a, g = (
+        r[0, :, 0]
+        for r in expected_rows(view_of(layer), weights_of(model), x, y, None)
+    )
+    optimizer = compiled(
+        model, gradient_accumulation_steps=2, factor_batch_fraction=0.25
+    )
+    for rows in (slice(0, 1), slice(1, 7)):
+        model.train_on_batch(x[rows], y[rows])
+    # The one row of the first, and of the other six the first and fourth.
+    weights = np.array([1, 3, 0, 0, 3, 0, 0])
+    want = [(r * weights[:, None]).T @ r / 7 for r in (a, g)]
+    check_factors(find(optimizer.factors(), "block"), *want)
+
+
+def test_in_fit_with_a_ragged_last_batch() -> None:
+    """The number of rows is known in the step only."""
+    layer = layers.Dense(3, name="block")
+    model = one_layer(layer, (4,))
+    x = make_input("", (4,), 9)
+    y = targets(model, x)
+    a, g = (
+        r[0, :, 0]
+        for r in expected_rows(view_of(layer), weights_of(model), x, y, None)
+    )
+    optimizer = compiled(
+        model,
+        inner=0.0,
+        eager=False,
+        factor_batch_fraction=0.25,
+        factor_decay=0.5,
+    )
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    want = [
+        (r[[0, 4]].T @ r[[0, 4]] / 2 + 2 * r[[8]].T @ r[[8]]) / 3
+        for r in (a, g)
+    ]
+    check_factors(find(optimizer.factors(), "block"), *want)

@@ -1,0 +1,307 @@
+"""Dense layers that are preconditioned by the rows of their gradient.
+
+The rows give the same step as the matrix; which of the two is taken shows in
+the optimised graph, where the tape's product of a layer is there or gone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support.graphs import optimized_nodes
+from tests.support.harness import flat, randomize
+from tests.support.reference import (
+    Array,
+    append_one,
+    clip_factor,
+    inverse_solve,
+)
+from tests.support.workers_modes import floats
+from tfkfac.factors import Dense
+from tfkfac.kfac.rows import most_rows
+
+INPUTS, HIDDEN, OUTPUTS = 40, 32, 3
+RATE, DAMPING, CLIP = 0.5, 0.05, 0.01
+
+
+def network(**options: Any) -> Any:
+    """The first two layers are wide, the third is not."""
+    model = keras.Sequential(
+        [
+            keras.Input((INPUTS,)),
+            layers.Dense(HIDDEN, "tanh", name="first", **options),
+            layers.Dense(HIDDEN, "tanh", name="second", **options),
+            layers.Dense(OUTPUTS, name="third"),
+        ]
+    )
+    randomize(model)
+    return model
+
+
+def sequences() -> Any:
+    """Dense and einsum layers at every position."""
+    i = keras.Input((2, INPUTS))
+    h = layers.Dense(HIDDEN, "tanh", name="first")(i)
+    h = layers.EinsumDense(
+        "abc,cde->abde", (2, 4, 8), bias_axes="de", name="second"
+    )(h)
+    model = keras.Model(
+        i, layers.Dense(OUTPUTS, name="third")(layers.Reshape((64,))(h))
+    )
+    randomize(model)
+    return model
+
+
+def optimizer(**options: Any) -> Any:
+    return tfkfac.KFAC(
+        keras.optimizers.SGD(RATE),
+        **{"damping": DAMPING, "kl_clip": CLIP} | options,
+    )
+
+
+def batch(rows: int, *shape: int) -> tuple[Array, Array]:
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(rows, *(shape or (INPUTS,))))
+    return x, rng.normal(size=(rows, OUTPUTS))
+
+
+def loss(y: Any, z: Any) -> Any:
+    """Half a sum of squares: its unit is 1 and its gradient the residual."""
+    return tf.reduce_sum(tf.square(z - y), -1) / 2
+
+
+def numpy_step(weights: list[Array], x: Array, y: Array) -> list[Array]:
+    """A step of K-FAC on the network, written out."""
+    kernels, biases = weights[::2], weights[1::2]
+    inputs, outputs = [x], []
+    for W, b in zip(kernels, biases, strict=True):
+        outputs.append(inputs[-1] @ W + b)
+        inputs.append(np.tanh(outputs[-1]))
+    g = outputs[-1] - y
+    pairs = []
+    for i in (2, 1, 0):
+        a = append_one(inputs[i])
+        A, G = a.T @ a / len(x), g.T @ g / len(x)
+        W = a.T @ g / len(x)
+        pairs.insert(0, (inverse_solve(W, A, G, DAMPING), W))
+        g = (g @ kernels[i].T) * (1 - inputs[i] ** 2)
+    nu = clip_factor(pairs, RATE, CLIP)
+    assert nu < 0.5
+    changes = [part for P, _ in pairs for part in (P[:-1], P[-1])]
+    return [w - RATE * nu * d for w, d in zip(weights, changes, strict=True)]
+
+
+# --------------------------------------------------------------- exactness
+@pytest.mark.parametrize("rows", [8, 64])
+@pytest.mark.parametrize("way", ["static", "fit"])
+def test_the_step(way: str, rows: int) -> None:
+    """Few rows and many, and where the graph does not know how many."""
+    with floats("float64"):
+        model = network()
+        x, y = batch(rows)
+        want = numpy_step(model.get_weights(), x, y)
+        model.compile(optimizer(), loss)
+        if way == "fit":
+            data = tf.data.Dataset.from_tensor_slices((x, y)).batch(rows)
+            assert data.element_spec[0].shape[0] is None
+            model.fit(data, verbose=0)
+        else:
+            model.train_on_batch(x, y)
+    for got, exact in zip(model.get_weights(), want, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-9, atol=1e-11)
+
+
+def test_a_ragged_last_batch() -> None:
+    """One trace serves batches on both sides of the limit."""
+    with floats("float64"):
+        model = network()
+        x, y = batch(70)
+        want = numpy_step(model.get_weights(), x[:64], y[:64])
+        model.compile(
+            optimizer(factor_decay=0.0, inverse_update_interval=1), loss
+        )
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64)
+        want = numpy_step(want, x[64:], y[64:])
+        model.fit(data, verbose=0)
+    for got, exact in zip(model.get_weights(), want, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-9, atol=1e-11)
+
+
+# ---------------------------------------------------------- which way it is
+def ordinary(model: Any, **options: Any) -> Any:
+    """A training step of the model's own."""
+    model.compile(optimizer(**options), loss)
+    return model.train_on_batch
+
+
+def custom(
+    change: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+) -> Callable[..., Any]:
+    """A loop that changes the gradients."""
+
+    def prepare(model: Any, **options: Any) -> Any:
+        kfac = optimizer(**options)
+        kfac.attach(model)
+
+        def train(x: Any, y: Any) -> None:
+            with tf.GradientTape() as tape:
+                value = tf.reduce_mean(loss(y, model(x, training=True)))
+            variables = model.trainable_variables
+            kfac.apply(change(tape.gradient(value, variables)), variables)
+
+        graph = tf.function(train, autograph=False)
+        return lambda x, y: graph(tf.constant(x), tf.constant(y))
+
+    return prepare
+
+
+def scaled(model: Any, **options: Any) -> Any:
+    scaler = keras.optimizers.LossScaleOptimizer(optimizer(**options))
+    model.compile(scaler, loss)
+    return model.train_on_batch
+
+
+def weighted(model: Any, **options: Any) -> Any:
+    step = ordinary(model, **options)
+    return lambda x, y: step(x, y, np.linspace(0, 1, len(x)))
+
+
+def accumulated(model: Any, **options: Any) -> Any:
+    return ordinary(model, gradient_accumulation_steps=2, **options)
+
+
+def shared() -> Any:
+    layer = layers.Dense(INPUTS, "tanh", name="first")
+    i = keras.Input((INPUTS,))
+    model = keras.Model(i, layers.Dense(OUTPUTS, name="third")(layer(layer(i))))
+    randomize(model)
+    return model
+
+
+def regularized() -> Any:
+    return network(kernel_regularizer="l2")
+
+
+clipped = custom(lambda g: [tf.clip_by_norm(one, 0.1) for one in g])
+doubled = custom(lambda g: [2 * one for one in g])
+untouched = custom(lambda g: g)
+CASES: dict[str, tuple[Any, Any, dict[str, Any], set[str]]] = {
+    "ordinary": (network, ordinary, {}, {"first", "second"}),
+    "sequences": (sequences, ordinary, {}, {"first", "second"}),
+    "a loop": (network, untouched, {}, {"first", "second"}),
+    "weights of samples": (network, weighted, {}, {"first", "second"}),
+    "a regulariser": (regularized, ordinary, {}, set()),
+    "a loss scale": (network, scaled, {}, set()),
+    "clipping of the user's own": (network, clipped, {}, set()),
+    "another gradient": (network, doubled, {}, set()),
+    "a shared layer": (shared, ordinary, {}, set()),
+    "accumulation": (network, accumulated, {}, set()),
+    "eigen": (network, ordinary, {"solver": "eigen"}, set()),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_that_are_gone(case: str) -> None:
+    """The tape's product is in the graph, or not; a step is as without one."""
+    make, prepare, options, gone = CASES[case]
+    shape = (2, INPUTS) if make is sequences else ()
+    x, y = batch(4, *shape)
+    with floats("float64"):
+        model = make()
+        start = model.get_weights()
+        step = prepare(model, **options)
+        nodes = optimized_nodes(lambda: step(x, y))
+        step(x, y)
+        # Eagerly there is no graph to look at: the matrix way.
+        other = make()
+        other.set_weights(start)
+        tf.config.run_functions_eagerly(True)
+        try:
+            step = prepare(other, **options)
+            step(x, y)
+            step(x, y)
+        finally:
+            tf.config.run_functions_eagerly(False)
+    found = {
+        layer.name
+        for layer in model.layers
+        for node in nodes
+        if node.op in ("MatMul", "BatchMatMulV2", "BatchMatMulV3")
+        and node.name.startswith("gradient_tape/")
+        and f"/{layer.name}_" in node.name
+        and (node.attr["transpose_a"].b or node.attr["adj_x"].b)
+    }
+    dense = {one.name for one in model.layers if one.weights}
+    assert found == dense - gone
+    for got, want in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
+def test_what_is_not_finite(poison: float) -> None:
+    """The product that nobody forms would not be, so there is no step."""
+    model = network()
+    model.compile(optimizer(), loss)
+    x, y = batch(8)
+    model.train_on_batch(x, y)
+    before = model.get_weights()
+    x[3, 4], y[3] = poison, poison
+    model.train_on_batch(x.astype("float32"), y.astype("float32"))
+    assert int(model.optimizer.skipped_steps) == 1
+    for got, want in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+# ------------------------------------------------------------------- counts
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    "inputs, outputs", [(785, 512), (513, 512), (1001, 500), (30, 251)]
+)
+def test_most_rows(inputs: int, outputs: int, workers: int) -> None:
+    """Multiplications of either way, counted product by product."""
+
+    def by_rows(n: int) -> int:
+        count = n * inputs**2 + n * outputs**2  # a A^-1, g G^-1
+        count += n * inputs * outputs  # the product of the two
+        if workers > 1:
+            return count + n * inputs * outputs  # a P
+        return count + n * n * (inputs + outputs)  # of all pairs of rows
+
+    def by_matrix(n: int) -> int:
+        count = n * inputs * outputs  # a^T g
+        return count + inputs**2 * outputs + inputs * outputs**2
+
+    factors = {"A": Dense(inputs), "G": Dense(outputs)}
+    most = most_rows(factors, workers)
+    assert by_rows(most) <= by_matrix(most)
+    assert by_rows(most + 1) > by_matrix(most + 1)
+
+
+# ---------------------------------------------------------- half precision
+def test_products_in_bfloat16() -> None:
+    """Inverses in bfloat16 are multiplied in it, and decomposed as ever."""
+    x, y = batch(8)
+    model = network()
+    model.compile(optimizer(inverse_dtype="bfloat16", kl_clip=None), loss)
+    start = model.get_weights()
+    nodes = optimized_nodes(lambda: model.train_on_batch(x, y))
+    products = [n for n in nodes if n.op in ("MatMul", "_FusedMatMul")]
+    half = [
+        n for n in products if n.attr["T"].type == tf.bfloat16.as_datatype_enum
+    ]
+    # Two products for each of the three layers.
+    assert len(half) == 6
+    exact = network()
+    exact.compile(optimizer(kl_clip=None), loss)
+    exact.train_on_batch(x, y)
+    got, want = (
+        flat(one.get_weights()) - flat(start) for one in (model, exact)
+    )
+    gap = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert 0 < gap < 0.05  # 2^-9, times the condition of the factors

@@ -1,0 +1,237 @@
+"""Turns: decompositions spread over the interval, so that no step stands out.
+
+Small models have a single turn, see `test_clocks`.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfkfac
+from tests.support.harness import assert_close
+from tests.support.reference import Array
+from tests.support.small import curvature, data, loss, same
+from tfkfac.kfac import schedule
+from tfkfac.kfac.schedule import take_turns, turns_due
+
+
+def cubes(*sizes: tuple[int, ...]) -> list[int]:
+    """Operations of blocks with dense factors."""
+    return [sum(n**3 for n in block) for block in sizes]
+
+
+def chain(*widths: int) -> list[int]:
+    """Operations of a network of dense layers with biases."""
+    return cubes(*((n + 1, m) for n, m in itertools.pairwise(widths)))
+
+
+# ------------------------------------------------------------ which blocks
+@pytest.mark.parametrize(
+    "operations",
+    [
+        [],
+        chain(64, 128, 128, 128, 10),
+        chain(784, 256, 128, 10),  # nearly all is one block
+        chain(3136, 128, 10),
+        [1] * 1000,
+    ],
+)
+def test_a_small_model_has_one_turn(operations: list[int]) -> None:
+    assert take_turns(operations) == (0,) * len(operations)
+
+
+def test_turns_of_an_autoencoder() -> None:
+    """Four large blocks, a turn each; the small ones fill up the shorter.
+
+    In units of 10^6 operations: 1484, 1128, 142, 16, 16, 141, 1126, 1485.
+    """
+    turns = take_turns(chain(784, 1000, 500, 250, 30, 250, 500, 1000, 784))
+    assert turns == (1, 2, 3, 3, 2, 2, 3, 0)
+
+
+def test_turns_are_as_few_as_keep_them_short() -> None:
+    block = 10**9
+    assert take_turns([block] * 2) == (0, 1)
+    assert len(set(take_turns([block] * 16))) == 4
+    assert np.bincount(take_turns([block] * 16)).tolist() == [4] * 4
+    # Two turns are within 1.5 times the largest block.
+    assert len(set(take_turns([2 * block, block, block // 2]))) == 2
+    assert take_turns([2 * block, block // 2, block // 2]) == (0, 0, 0)
+
+
+# -------------------------------------------------------------------- when
+def due_steps(
+    turns: int, inverse: Any, factor: int, steps: int
+) -> list[list[int]]:
+    """The steps at which each turn is due."""
+
+    @tf.function
+    def due(clock: tf.Tensor) -> tf.Tensor:
+        interval = inverse(clock) if callable(inverse) else inverse
+        return tf.stack(
+            turns_due(
+                turns,
+                tf.cast(interval, tf.int64),
+                tf.constant(factor, tf.int64),
+                clock,
+            )
+        )
+
+    table = np.array([due(tf.constant(i, tf.int64)) for i in range(steps)])
+    return [np.flatnonzero(column).tolist() for column in table.T]
+
+
+@pytest.mark.parametrize(
+    ("factor", "inverse", "first"),
+    [
+        (10, 100, [1, 25, 51, 75]),
+        (10, 50, [1, 12, 25, 37]),
+        (5, 20, [1, 6, 11, 16]),
+        (1, 10, [0, 2, 5, 7]),
+        (1, 5, [0, 1, 2, 3]),
+        (1, 2, [0, 0, 1, 1]),
+        (1, 1, [0, 0, 0, 0]),
+        (3, 1, [0, 0, 0, 0]),
+        (100, 100, [1, 25, 50, 75]),
+    ],
+)
+def test_four_turns(factor: int, inverse: int, first: list[int]) -> None:
+    """Every block once in an interval, and not with a factor update."""
+    found = due_steps(4, inverse, factor, 3 * inverse)
+    assert found == [[s + k * inverse for k in range(3)] for s in first]
+
+
+@pytest.mark.parametrize(("factor", "inverse"), [(1, 1), (2, 4), (10, 100)])
+def test_a_single_turn_is_at_the_multiples(factor: int, inverse: int) -> None:
+    found = due_steps(1, inverse, factor, 3 * inverse)
+    assert found == [[0, inverse, 2 * inverse]]
+
+
+def test_no_turn_is_lost_when_the_interval_changes() -> None:
+    """At most the old and the new interval lie between two decompositions."""
+
+    def interval(clock: tf.Tensor) -> tf.Tensor:
+        return tf.where(clock < 21, 5, tf.where(clock < 107, 20, 50))
+
+    for found in due_steps(4, interval, 5, 400):
+        assert found[0] < 5
+        gaps = np.diff(found)
+        assert gaps[np.array(found[:-1]) < 15].max() == 5
+        assert gaps.max() <= 70
+        assert gaps[np.array(found[:-1]) > 130].max() == 50
+
+
+# -------------------------------------------------------------- in training
+@pytest.fixture
+def eager_turns() -> Iterator[None]:
+    """Turns in however small a model."""
+    with mock.patch.multiple(schedule, _WORTH_A_TURN=1, _SLACK=1):
+        yield
+
+
+def network() -> Any:
+    """Three blocks, of 468, 341 and 243 operations."""
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(5, activation="tanh", name="first"),
+            keras.layers.Dense(5, activation="tanh", name="second"),
+            keras.layers.Dense(3, name="logits"),
+        ]
+    )
+
+
+def compiled(**options: Any) -> Any:
+    model = network()
+    model.compile(tfkfac.KFAC(keras.optimizers.SGD(0.1), **options), loss())
+    return model
+
+
+def inverses(state: dict[str, Array], layer: str) -> list[Array]:
+    named = {k: v for k, v in state.items() if ":solver_" in k and layer in k}
+    assert sorted(k.split(":")[1] for k in named) == ["solver_A", "solver_G"]
+    return [named[k] for k in sorted(named)]
+
+
+def damped_inverses(factors: dict[str, Array], damping: float) -> list[Array]:
+    """`(A + pi sqrt(d) I)^-1` and `(G + sqrt(d) / pi I)^-1`."""
+    a, g = (factors[name].astype(float) for name in "AG")
+    pi = np.sqrt(np.trace(a) / len(a) / (np.trace(g) / len(g)))
+    shifts = (pi * np.sqrt(damping), np.sqrt(damping) / pi)
+    return [
+        np.linalg.inv(m + shift * np.eye(len(m)))
+        for m, shift in zip((a, g), shifts, strict=True)
+    ]
+
+
+@pytest.mark.usefixtures("eager_turns")
+@pytest.mark.parametrize("accumulation", [None, 2])
+def test_each_block_in_its_turn(accumulation: int | None) -> None:
+    """All at first, then each is renewed of the factors of its own step."""
+    turns = {"first": [0, 1, 7], "second": [0, 3, 9], "logits": [0, 5]}
+    model = compiled(
+        damping=0.1,
+        factor_update_interval=2,
+        inverse_update_interval=6,
+        gradient_accumulation_steps=accumulation,
+    )
+    before: dict[str, Array] = {}
+    for step in range(10):
+        x, y = data(seed=step)
+        for _ in range(accumulation or 1):
+            model.train_on_batch(x, y)
+        after, factors = curvature(model.optimizer), model.optimizer.factors()
+        for layer, due in turns.items():
+            got = inverses(after, layer)
+            if step in due:
+                (name,) = (k for k in factors if k.endswith(layer))
+                want = damped_inverses(factors[name], 0.1)
+                for one, other in zip(got, want, strict=True):
+                    assert_close(one, other, 1e-4)
+            else:
+                old = inverses(before, layer)
+                assert all(map(np.array_equal, got, old)), (layer, step)
+        before = after
+    # Steps 0, 1, 3, 5, 7 and 9.
+    assert int(model.optimizer.inverse_updates) == 6
+
+
+@pytest.mark.usefixtures("eager_turns")
+@pytest.mark.parametrize("intervals", [(1, 1), (2, 1)])
+def test_with_every_step_turns_make_no_difference(
+    intervals: tuple[int, int],
+) -> None:
+    states = []
+    for worth in (1, 10**9):
+        with mock.patch.object(schedule, "_WORTH_A_TURN", worth):
+            model = compiled(
+                factor_update_interval=intervals[0],
+                inverse_update_interval=intervals[1],
+            )
+            for step in range(4):
+                model.train_on_batch(*data(seed=step))
+            states.append(curvature(model.optimizer))
+    assert same(*states)
+
+
+@pytest.mark.usefixtures("eager_turns")
+def test_turns_go_on_after_loading(tmp_path: Any) -> None:
+    """Saved between two turns: the same bits as without a break."""
+    path = tmp_path / "model.keras"
+    model = compiled(factor_update_interval=2, inverse_update_interval=6)
+    for step in range(3):
+        model.train_on_batch(*data(seed=step))
+    model.save(path)
+    states = []
+    for one in (model, keras.models.load_model(path)):
+        for step in range(3, 8):
+            one.train_on_batch(*data(seed=step))
+        states.append(curvature(one.optimizer))
+    assert same(*states)

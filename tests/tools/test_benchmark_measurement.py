@@ -1,0 +1,159 @@
+"""Turns and arithmetic of a measurement, without processes."""
+
+import io
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks import measurement
+from benchmarks.jobs import DiedError, Setting
+from benchmarks.phases import Mix
+from benchmarks.task import UnavailableError
+from benchmarks.variants import Variant, parse
+from benchmarks.worker import Turns
+
+SECONDS = {"sgd": (2.0, 0.0, 0.0), "kfac-inverse": (3.0, 2.0, 8.0)}
+CALLS: list[tuple[str, int]] = []
+
+
+class MadeUpJob:
+    """Plain, factor and inverse work add up; each 2nd interval is slow."""
+
+    def __init__(self, model: str, variant: Variant, setting: Setting) -> None:
+        if variant.name.startswith("torch-"):
+            raise UnavailableError("not here")
+        if variant.name == "adam":
+            raise DiedError("adam died:\nbecause")
+        self.name = variant.name
+        self.steps = 1
+        self.intervals = Mix(1, 1)
+        self.first_step = {"seconds": 4.0, "cpu_seconds": sum(self.costs)}
+
+    @property
+    def costs(self) -> tuple[float, float, float]:
+        return SECONDS[self.name]
+
+    def set_intervals(self, factor: int, inverse: int) -> None:
+        self.intervals = Mix(factor, inverse)
+
+    def run(self, steps: int) -> list[tuple[float, float]]:
+        CALLS.append((self.name, steps))
+        numbers = range(self.steps, self.steps + steps)
+        self.steps += steps
+        return [self.time(number) for number in numbers]
+
+    def time(self, step: int) -> tuple[float, float]:
+        plain, factor, inverse = self.costs
+        seconds = plain
+        seconds += factor * (step % self.intervals.factor == 0)
+        seconds += inverse * (step % self.intervals.inverse == 0)
+        is_slow = 100 < step <= 200
+        return seconds * (5 if is_slow else 1) / 1e3, seconds / 1e3
+
+    def facts(self) -> dict[str, Any]:
+        return {"peak_bytes": 100 if self.name == "sgd" else 130}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "Job", MadeUpJob)
+    CALLS.clear()
+
+
+def test_mixes() -> None:
+    variants = [parse(name) for name in ("sgd", "kfac-inverse")]
+    base, kfac = measurement.measure(
+        "M1", variants, Setting(), [Mix(10, 100), Mix(1, 10)], 3, 10
+    )
+    assert base["mixes"]["(10,100)"]["ratio"] == 1
+    cost = kfac["mixes"]["(10,100)"]
+    # Of 100 steps all are plain, 10 update factors, 1 decomposes.
+    assert cost["mean_ms"] == pytest.approx((100 * 3 + 10 * 2 + 8) / 100)
+    assert cost["ratio"] == pytest.approx(3.28 / 2)
+    assert cost["longest_ms"] == pytest.approx(13)
+    assert cost["median_ms"] == pytest.approx(3)
+    assert cost["kinds_ms"] == pytest.approx(
+        {"plain": 3, "factor": 5, "inverse": 13}
+    )
+    assert cost["steps"] == 300
+    cost = kfac["mixes"]["(1,10)"]
+    assert cost["ratio"] == pytest.approx((5 + 8 / 10) / 2)
+    assert cost["steps"] == 60
+    assert kfac["extra_peak_bytes"] == 30
+    assert kfac["first_step_cpu_ratio"] == 13 / 2
+
+
+def test_turns() -> None:
+    variants = [parse(name) for name in ("sgd", "kfac-inverse")]
+    measurement.measure("M1", variants, Setting(), [Mix(1, 8)], 1, 10)
+    warm = [("sgd", 4), ("kfac-inverse", 4)]
+    # 24 steps, the first whole number of intervals above 20.
+    assert [
+        *warm,
+        *(("sgd", 10), ("kfac-inverse", 10)),
+        *(("kfac-inverse", 10), ("sgd", 10)),
+        *(("sgd", 4), ("kfac-inverse", 4)),
+    ] == CALLS
+
+
+def test_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    variants = [parse(name) for name in ("torch-sgd", "adam", "sgd")]
+    missing, dead, sgd = measurement.measure(
+        "M1", variants, Setting(), [Mix(1, 1)], 1, 10
+    )
+    assert missing["unavailable"] == "not here"
+    assert dead["error"] == "adam died:\nbecause"
+    assert sgd["mixes"]["(1,1)"]["ratio"] == 1
+    assert "M1 torch-sgd: not here" in capsys.readouterr().err
+
+
+def test_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter([3.0, 9.0, 4.0])
+
+    class Job(MadeUpJob):
+        @property
+        def costs(self) -> tuple[float, float, float]:
+            return (next(made), 0.0, 0.0)
+
+    monkeypatch.setattr(measurement, "Job", Job)
+    [row] = measurement.measure_first_steps("M1", [parse("sgd")], Setting(), 3)
+    assert row["first_step"]["cpu_seconds"] == 4
+    assert "mixes" not in row
+
+
+class MadeUpTraining:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.intervals: list[tuple[int, int]] = []
+
+    def run(self, end_of_step: Any) -> None:
+        self.steps = 1
+        while end_of_step():
+            self.steps += 1
+
+    def set_intervals(self, factor: int, inverse: int) -> None:
+        self.intervals.append((factor, inverse))
+
+    def facts(self) -> dict[str, Any]:
+        return {"state_bytes": 7}
+
+
+def test_questions_and_answers() -> None:
+    training = MadeUpTraining()
+    questions = [{"steps": 3}, {"intervals": [1, 10]}, {"facts": True}]
+    lines = "".join(json.dumps(question) + "\n" for question in questions)
+    answers = io.StringIO()
+    training.run(Turns(training, io.StringIO(lines), answers).end_of_step)
+    first, times, facts = map(json.loads, answers.getvalue().splitlines())
+    assert set(first["first_step"]) == {"seconds", "cpu_seconds"}
+    assert len(times) == 3
+    assert all(len(pair) == 2 for pair in times)
+    assert facts["state_bytes"] == 7
+    assert facts["peak_bytes"] > 1e6
+    assert training.steps == 1 + 3
+    assert training.intervals == [(1, 10)]

@@ -1,0 +1,112 @@
+import pathlib
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+
+
+def cost(mean: float, ratio: float, longest: float) -> dict[str, Any]:
+    return {
+        "mean_ms": mean,
+        "median_ms": 2.0,
+        "longest_ms": longest,
+        "ratio": ratio,
+        "cpu_ratio": ratio,
+        "kinds_ms": {"plain": 2.0},
+    }
+
+
+def row(variant: str, *costs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": "M1",
+        "variant": variant,
+        "mixes": dict(zip(("(10,100)", "(1,10)"), costs, strict=True)),
+        "first_step": {"seconds": 1.0, "cpu_seconds": 0.5},
+        "peak_bytes": 3_000_000,
+    }
+
+
+ROWS = [
+    row("sgd", cost(2.0, 1.0, 2.0), cost(2.1, 1.0, 2.0)),
+    row("adam", cost(2.4, 1.2, 2.0), cost(2.4, 1.14, 2.0)),
+    row("kfac-inverse", cost(3.4, 1.7, 6.0), cost(5.6, 2.667, 9.0)),
+    {"model": "M1", "variant": "torch-sgd", "unavailable": "not installed"},
+]
+
+
+def test_markdown() -> None:
+    steps, _, first, _ = report.markdown(ROWS).split("\n\n")
+    assert steps == (
+        "| model | sgd | adam | kfac-inverse |\n"
+        "| --- | --- | --- | --- |\n"
+        "| M1 | 2.0 ms | 1.20 | 1.70 / 2.67 (3.0) |"
+    )
+    assert first == (
+        "| model | sgd | adam | kfac-inverse |\n"
+        "| --- | --- | --- | --- |\n"
+        "| M1 | 0.5 | 0.5 | 0.5 |"
+    )
+
+
+def test_text() -> None:
+    lines = report.text_table(ROWS).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[3].split() == [
+        *("M1", "kfac-inverse"),
+        *("3.40", "1.70", "1.70", "3.0"),
+        *("5.60", "2.67", "2.67", "4.5"),
+        *("1.0", "0.5", "-", "3.0", "-", "-"),
+    ]
+    assert set(lines[4].split()) == {"M1", "torch-sgd", "-"}
+
+
+def test_kinds() -> None:
+    """Of K-FAC only; a kind that no step has is left open."""
+    [_, *lines] = report.kinds_table(ROWS).splitlines()
+    assert [line.split()[1:] for line in lines] == [
+        ["kfac-inverse", "(10,100)", "2.00", "-", "-"],
+        ["kfac-inverse", "(1,10)", "2.00", "-", "-"],
+    ]
+
+
+def test_traffic() -> None:
+    parts = {"gradients": 1_500_000, "factors": 2_000_000}
+    own = ROWS[2] | {"communication_bytes": {"factor": parts}}
+    [_, line] = report.traffic_table([ROWS[0], own]).splitlines()
+    assert line.split() == ["M1", "kfac-inverse", "factor", "3.5"]
+
+
+def test_growth() -> None:
+    line = {
+        "axis": "width",
+        "sizes": [2, 4],
+        "exponent": 2.0,
+        "counted_exponent": 3.0,
+    }
+    table = report.growth_table(
+        [
+            line | {"quantity": "plain step", "values": [0.001, 0.004]},
+            line | {"quantity": "state", "values": [1e6, 4e6]},
+        ]
+    )
+    assert [text.split()[-5:] for text in table.splitlines()[1:]] == [
+        ["2:", "1,", "4:", "4", "ms"],
+        ["2:", "1,", "4:", "4", "MB"],
+    ]
+
+
+def test_readme(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "README.md"
+    path.write_text(f"a\n{report.BEGIN}\nold\n{report.END}\nb\n")
+    report.write_readme(path, "new")
+    assert path.read_text() == f"a\n{report.BEGIN}\nnew\n{report.END}\nb\n"
+
+
+@pytest.mark.parametrize("text", ["", report.BEGIN, report.END])
+def test_readme_without_marks(tmp_path: pathlib.Path, text: str) -> None:
+    path = tmp_path / "README.md"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="must have the lines"):
+        report.write_readme(path, "new")
+    assert path.read_text() == text

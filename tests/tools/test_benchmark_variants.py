@@ -1,0 +1,52 @@
+import argparse
+import pathlib
+
+import pytest
+
+from benchmarks.variants import parse
+
+
+def test_name_alone() -> None:
+    variant = parse("sgd")
+    assert (variant.name, variant.folder, variant.arguments) == (
+        "sgd",
+        None,
+        {},
+    )
+    assert variant.base == "sgd"
+
+
+def test_all_parts(tmp_path: pathlib.Path) -> None:
+    text = f"kfac-eigen@{tmp_path}:damping=0.1:max_factor_dim=null:name=x"
+    variant = parse(text)
+    assert variant.text == text
+    assert variant.name == "kfac-eigen"
+    assert variant.folder == tmp_path
+    assert variant.arguments == {
+        "damping": 0.1,
+        "max_factor_dim": None,
+        "name": "x",
+    }
+
+
+def test_base_is_of_the_same_framework() -> None:
+    assert parse("fosi-adam").base == parse("kfac-inverse").base == "sgd"
+    assert parse("torch-kfac-inverse").base == "torch-sgd"
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("sdg", "'sdg' is none of sgd"),
+        ("kfac-", "'kfac-' is none of"),
+        ("fosi-lion", "'fosi-lion' is none of"),
+        ("xkfac-inverse", "'xkfac-inverse' is none of"),
+        ("sgd@/no/such/folder", "'/no/such/folder' is no folder"),
+        ("sgd:momentum", "'momentum' is not KEY=VALUE"),
+        ("sgd:=1", "'=1' is not KEY=VALUE"),
+        ("kfac-eigen:factor_update_interval=1", "is set by --mixes"),
+    ],
+)
+def test_refused(text: str, message: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        parse(text)

@@ -1,0 +1,105 @@
+"""Statistics of a part of the examples of a batch."""
+
+import dataclasses
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfkfac.blocks.base import Block
+from tfkfac.blocks.rows import Rows
+from tfkfac.capture.record import Record
+
+
+class Part(NamedTuple):
+    """Which part of each batch statistics are of.
+
+    Attributes:
+        fraction: Share of the examples, in (0, 1].
+        turn: Number of parts taken before, int64. The next one has other
+            examples.
+    """
+
+    fraction: float
+    turn: tf.Tensor
+
+
+class Examples:
+    """Some examples of a batch, evenly spaced and never none of several.
+
+    Not the first ones: batches may be sorted, and the first axis of a layer
+    may be time or patches. Turn by turn each example is taken as often as any
+    other, so that what they come to, times `weight`, has no bias.
+
+    Attributes:
+        weight: How many examples of the batch each stands for, float64.
+
+    Args:
+        size: Number of examples of the batch.
+        part: The part to take.
+    """
+
+    def __init__(self, size: tf.Tensor, part: Part) -> None:
+        size = tf.cast(size, tf.int64)
+        share = part.fraction * tf.cast(size, tf.float64)
+        count = tf.cast(tf.math.ceil(share), tf.int64)
+        # Nothing is taken of an empty batch, and divided by.
+        some, divisor = tf.maximum(size, 1), tf.maximum(count, 1)
+        offset = part.turn * count % some
+        self._indices = (offset + tf.range(count) * size) // divisor
+        self.weight = tf.cast(size, tf.float64) / tf.cast(divisor, tf.float64)
+
+    def of(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Takes them of a tensor with the batch, or 1 for all, first."""
+        size = tf.shape(tensor, tf.int64)[0]
+        return tf.gather(tensor, self._indices % tf.maximum(size, 1))
+
+    def of_optional(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
+        """The same, and None of None."""
+        return None if tensor is None else self.of(tensor)
+
+
+def part_of_rows(
+    block: Block, record: Record, part: Part
+) -> tuple[Rows, tf.Tensor, Examples]:
+    """Rows of some of the examples of a call.
+
+    They are chosen before there are rows, if the record can be taken apart by
+    examples: that is what makes it cheap.
+
+    Args:
+        block: The block.
+        record: What the call left behind.
+        part: The part to take.
+
+    Returns:
+        The rows, the number of examples of the whole batch, and the examples
+        that have been taken.
+    """
+    if block.examples_first and _is_plain(record):
+        size = tf.shape(record.gradient)[0]
+        examples = Examples(size, part)
+        cut = dataclasses.replace(
+            record,
+            inputs=examples.of(record.inputs),
+            gradient=examples.of(record.gradient),
+            mask=examples.of_optional(record.mask),
+        )
+        return block.rows(cut), size, examples
+    rows = block.rows(record)
+    size = tf.shape(rows.g)[0]
+    examples = Examples(size, part)
+    some = Rows(
+        examples.of_optional(rows.a),
+        examples.of(rows.g),
+        examples.of_optional(rows.mask),
+    )
+    return some, size, examples
+
+
+def _is_plain(record: Record) -> bool:
+    """Whether only input, gradient and mask can be of single examples."""
+    others = tf.nest.flatten(dict(record.kwargs))
+    return isinstance(record.inputs, tf.Tensor) and all(
+        isinstance(value, (bool, int, float, str, type(None)))
+        for value in others
+    )

@@ -1,0 +1,246 @@
+"""One update of the weights: Newton in the directions, another on the rest."""
+
+import dataclasses
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from tfkfac.compat.optimizers import sgd_momenta
+from tfkfac.curvature.hessian import flat_space
+from tfkfac.fosi.directions import add_to_weights, flat_gradient, places_of
+from tfkfac.fosi.layouts import Layout
+from tfkfac.fosi.state import State
+from tfkfac.wrapper.hyperparameters import Hyperparameter
+from tfkfac.wrapper.step import Gradients, Job, Step, Update
+
+# Splits a flat gradient g into `c = V^T g` and `g - V c`.
+Divide = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitUpdate:
+    """An update of FOSI (algorithm 3), of a replica that trains.
+
+    With the inner optimizer's change d of the weights, for `g - V c`,
+
+    `w += s (d - V V^T d) - alpha V (m / |lambda|)`.
+
+    For most inner optimizers d is known when it is done, and V is read four
+    times. That of plain SGD is a sum of gradients, and `g - V c` has nothing
+    in the directions: in them d is the part of SGD's momentum, which is from
+    before the last estimation, and V is read twice.
+
+    Attributes:
+        step: The step, among those that train.
+        state: What this replica keeps.
+        alpha: Learning rate of the Newton steps.
+        momentum: Momentum of the Newton steps.
+        rate_clip: Largest factor s on the inner optimizer's change.
+    """
+
+    step: Step
+    state: State
+    alpha: Hyperparameter
+    momentum: float
+    rate_clip: float
+
+    def make(self) -> Update:
+        """Splits the gradients; the rest follows the inner optimizer."""
+        if self._knows_change():
+            _, rest = self._split(self._divide_and_move)
+            if not self._scales_rate():
+                return Update(rest)
+            return Update(rest, self._after(self._stretch))
+        inside, rest = self._split(self._divide)
+        self._accumulate(inside)
+        return Update(rest, self._after(lambda d: self._correct(d, inside)))
+
+    def _knows_change(self) -> bool:
+        """Whether the change in the directions is known before it is done."""
+        weights = self.step.job.model.trainable_variables
+        everywhere = len(places_of(self.step, weights)) == len(weights)
+        return everywhere and is_plain_sgd(self.step.job)
+
+    # ---------------------------------------------------------- the gradient
+    def _split(self, divide: Divide) -> tuple[tf.Tensor, Gradients]:
+        """Splits the gradient g.
+
+        Returns:
+            `c = V^T g`, and `g - V c` for the inner optimizer. Without
+            directions, zeros and g as it is.
+        """
+        step, state = self.step, self.state
+        weights = step.job.model.trainable_variables
+        space, order = flat_space(weights), places_of(step, weights)
+        dense = [
+            tf.convert_to_tensor(g) for g in step.gradients if g is not None
+        ]
+        momentum = state.existing_subspace.momentum
+        nothing = tf.zeros(momentum.shape, space.dtype)
+
+        def project() -> list[tf.Tensor]:
+            inside, rest = divide(flat_gradient(step, state.layout.length))
+            whole = space.split(rest)
+            return [
+                tf.identity(x) for x in (inside, *(whole[i] for i in order))
+            ]
+
+        def keep() -> list[tf.Tensor]:
+            if state.layout.reduces_gradients:
+                return [nothing, *step.group.all_reduce(dense)]
+            return [nothing, *dense]
+
+        inside, *parts = tf.cond(state.estimations > 0, project, keep)
+        rest = iter(parts)
+        return inside, [
+            None if g is None else next(rest) for g in step.gradients
+        ]
+
+    def _divide(self, gradient: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Splits a flat gradient."""
+        subspace = self.state.existing_subspace
+        inside, rest = subspace.project_out(gradient, self.step.group)
+        return inside, rest
+
+    # -------------------------------------------------------------- plain SGD
+    def _divide_and_move(
+        self, gradient: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Splits a flat gradient, and does all that is done in the directions.
+
+        SGD's momentum `b` becomes `mu b - rate (g - V c)`. So V^T d is
+        `mu V^T b`, with Nesterov's momentum `mu^2 V^T b`.
+        """
+        model, inner = self.step.job.model, self.step.job.inner_optimizer
+        weights = model.trainable_variables
+        space, length = flat_space(weights), self.state.layout.length
+        momenta = [b.value for b in sgd_momenta(inner, weights)]
+        beside = [space.join(momenta, length)] if momenta else []
+        factor = inner.momentum ** (2 if inner.nesterov else 1)
+
+        def moves(found: tf.Tensor) -> tf.Tensor:
+            move = -self._newton(found[0])
+            if momenta:
+                move -= self._rate_scale() * factor * found[1]
+            return move
+
+        subspace, group = self.state.existing_subspace, self.step.group
+        inside, rest, move = subspace.project_out(
+            gradient, group, beside, moves
+        )
+        add_to_weights(model, move)
+        return inside, rest
+
+    def _stretch(self, change: tf.Tensor) -> tf.Tensor:
+        """What is added to a change d that has its part in V already."""
+        return (self._rate_scale() - 1) * change
+
+    # --------------------------------------------------- any inner optimizer
+    def _accumulate(self, inside: tf.Tensor) -> None:
+        """Adds to the mean over as many steps as the inner optimizer takes."""
+        accumulated = self.state.existing_subspace.accumulated
+        if accumulated is not None:
+            steps = self.step.job.inner_optimizer.gradient_accumulation_steps
+            accumulated.assign_add(inside / steps)
+
+    def _after(
+        self, added: Callable[[tf.Tensor], tf.Tensor]
+    ) -> Callable[[], None]:
+        """Returns what is done where the inner optimizer has moved weights.
+
+        Its change d of the weights is read off them: the difference to what
+        they were before.
+
+        Args:
+            added: Returns what is added to the weights, for the change.
+        """
+        model, estimations = self.step.job.model, self.state.estimations
+        weights = model.trainable_variables
+        space, length = flat_space(weights), self.state.layout.length
+        order = places_of(self.step, weights)
+        before = [tf.identity(v.value) for v in weights]
+
+        def add() -> tf.Tensor:
+            changes = map(tf.subtract, [v.value for v in weights], before)
+            change = space.join(list(changes), length)
+            # Weights without a gradient stay as they are.
+            add_to_weights(model, added(change), order)
+            return tf.constant(0)
+
+        def after() -> None:
+            tf.cond(estimations > 0, add, lambda: tf.constant(0))
+
+        return after
+
+    def _correct(self, change: tf.Tensor, inside: tf.Tensor) -> tf.Tensor:
+        """What is added to the inner optimizer's change d of the weights.
+
+        `(s - 1) d - s V V^T d - alpha V (m / |lambda|)`
+        """
+        subspace, group = self.state.existing_subspace, self.step.group
+        projected = subspace.coefficients(change, group)
+        if subspace.accumulated is not None:
+            inside = tf.identity(subspace.accumulated)
+            subspace.accumulated.assign(tf.zeros_like(inside))
+        newton = self._newton(inside)
+        if not self._scales_rate():
+            return -subspace.combine([projected, newton], group)
+        scale = self._rate_scale()
+        moved = subspace.combine([scale * projected, newton], group)
+        return (scale - 1) * change[: moved.shape[0]] - moved
+
+    # ------------------------------------------------------------- both
+    def _newton(self, inside: tf.Tensor) -> tf.Tensor:
+        """`alpha m / |lambda|` of the own directions, with a new momentum m."""
+        subspace, step = self.state.existing_subspace, self.step
+        momentum = subspace.momentum.assign(
+            self.momentum * subspace.momentum + inside
+        )
+        alpha = tf.cast(self.alpha.at(step.job.clock), momentum.dtype)
+        return alpha * momentum * subspace.inverse_curvature(step.group.rank)
+
+    def _scales_rate(self) -> bool:
+        """Whether s can be other than 1: SGD's steps scale with gradients."""
+        inner = self.step.job.inner_optimizer
+        return isinstance(inner, keras.optimizers.SGD) and self.rate_clip > 1
+
+    def _rate_scale(self) -> tf.Tensor:
+        """`s = clip(lambda_max / lambda_k, 1, rate_clip)`."""
+        ratio = self.state.existing_subspace.rate_ratio()
+        return tf.clip_by_value(ratio, 1.0, self.rate_clip)
+
+
+def is_plain_sgd(job: Job) -> bool:
+    """Whether the inner optimizer's change is a sum of the gradients it got.
+
+    That is SGD, with momentum or without, that neither clips nor accumulates
+    them nor decays weights, and does not round them to less precision than
+    that of the directions.
+    """
+    inner, weights = job.inner_optimizer, job.model.trainable_variables
+    others = (
+        inner.weight_decay,
+        inner.clipnorm,
+        inner.clipvalue,
+        inner.global_clipnorm,
+        inner.gradient_accumulation_steps,
+    )
+    return (
+        type(inner) is keras.optimizers.SGD
+        and not any(others)
+        and {tf.as_dtype(v.dtype) for v in weights}
+        == {flat_space(weights).dtype}
+    )
+
+
+def projection_bytes(job: Job, layout: Layout) -> int:
+    """Bytes that a replica receives for the projections of a step.
+
+    Args:
+        job: The job; all of its model's weights have gradients.
+        layout: How the directions are shared.
+    """
+    if not is_plain_sgd(job):
+        return layout.projection_bytes()
+    return layout.moving_bytes(1 + (job.inner_optimizer.momentum > 0))

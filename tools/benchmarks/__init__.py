@@ -1,0 +1,7 @@
+"""What tools/benchmark.py is made of.
+
+The controller (`measurement`, `sweep`, `jobs`) starts a process for each
+variant of an optimizer (`worker`) and lets them take turns; `phases` turns the
+times of steps into numbers, `report` and `plots` show them. The controller
+imports neither TensorFlow nor PyTorch, a worker only its own framework.
+"""
