@@ -212,6 +212,17 @@ def test_eigen(name: str, side: Any) -> None:
     assert (case.kind.eigen(case.value)[VALUES].numpy() >= 0).all()
 
 
+def test_eigenvectors_are_orthonormal_or_zero() -> None:
+    """Of two rows there are two; the others are not made of noise."""
+    for count, found in ((1, 2), (40, 6)):
+        case = Case("one", count)
+        for dtype in (tf.float64, tf.float32):
+            value = case.kind.gram(tf.cast(case.rows, dtype))
+            vectors = case.kind.eigen(value)[""].numpy()
+            want = np.diag(np.arange(6) >= 6 - found)
+            np.testing.assert_allclose(vectors.T @ vectors, want, atol=1e-6)
+
+
 @SIDES
 @pytest.mark.parametrize("solve", ["inverse", "eigen"])
 def test_fewer_rows_than_columns(solve: str, side: Any) -> None:
