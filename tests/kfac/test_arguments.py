@@ -198,7 +198,7 @@ def test_defaults() -> None:
         "symmetric_communication": False,
         "factor_dtype": None,
         "inverse_dtype": None,
-        "max_factor_dim": 16384,
+        "max_factor_dim": 2048,
         "factor_rank": 64,
         "skip_layers": [],
     }

@@ -11,6 +11,7 @@ from tfkfac.blocks.matrix import MatrixBlock
 from tfkfac.blocks.patches import extract_patches
 from tfkfac.blocks.rows import Rows, Statistic, fold_positions
 from tfkfac.capture.record import Record
+from tfkfac.compat.graphs import shared_call
 from tfkfac.factors import Dense, Stack
 
 
@@ -63,7 +64,12 @@ class ConvBlock(MatrixBlock):
         geometry = kernel_size, strides, layer.padding
         if not is_cheaper(images.shape, *geometry):
             return None
-        return lambda: patch_gram(images, *geometry, bool(self._bias))
+        bias = bool(self._bias)
+        return lambda: shared_call(
+            ("correlation", geometry, bias),
+            lambda images: patch_gram(images, *geometry, bias),
+            images,
+        )
 
 
 class DepthwiseConvBlock(MatrixBlock):
@@ -189,12 +195,16 @@ def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
 
 def conv_slices(layer: keras.layers.Layer, image: tf.Tensor) -> list[tf.Tensor]:
     """What is under each offset of the layer's kernel in an image."""
-    return extract_patches(
-        channels_last(layer, image),
+    geometry = (
         layer.kernel_size,
         layer.strides,
         layer.dilation_rate,
         layer.padding,
+    )
+    return shared_call(
+        ("patches", geometry),
+        lambda images: extract_patches(images, *geometry),
+        channels_last(layer, image),
     )
 
 

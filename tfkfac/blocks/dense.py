@@ -19,8 +19,11 @@ class DenseBlock(MatrixBlock):
         inputs = record.inputs
         if isinstance(inputs, tf.SparseTensor):
             inputs = tf.sparse.to_dense(inputs)
+        mask = record.mask
+        if mask is not None:
+            mask = fold_mask(mask, tf.shape(inputs)[:-1])
         return Rows(
             self.with_bias(fold_positions(self.cast(inputs))),
             fold_positions(self.cast(record.gradient)),
-            fold_mask(record.mask, tf.shape(inputs)[:-1]),
+            mask,
         )

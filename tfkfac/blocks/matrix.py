@@ -87,15 +87,15 @@ class MatrixBlock(Block):
     def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
         if not self._bias:
             return [self._join(matrix)]
-        bias = self._join_bias(matrix[..., -1, :])
-        return [self._join(matrix[..., :-1, :]), bias]
+        kernel, bias = tf.split(matrix, [matrix.shape[-2] - 1, 1], -2)
+        return [self._join(kernel), self._join_bias(bias)]
 
     @override
     def from_gradient(self, gradient: LayerGradient) -> list[tf.Tensor]:
         if not self._bias or not isinstance(gradient, RowGradient):
             return super().from_gradient(gradient)
         # Rows are cut, and not the matrix, which is larger.
-        a, one = gradient.a[:, :-1], gradient.a[:, -1:]
+        a, one = tf.split(gradient.a, [gradient.a.shape[1] - 1, 1], 1)
         kernel = tf.matmul(a, gradient.g, transpose_a=True)
         bias = tf.matmul(one, gradient.g, transpose_a=True)
         return [self._join(kernel), self._join_bias(bias)]

@@ -1,6 +1,6 @@
 """Rows of a layer: inputs and pre-activation gradients, and their sums."""
 
-import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -40,10 +40,12 @@ class Rows:
         self.mask = mask
         self.gram = gram
 
-    @functools.cached_property
+    @property
     def a(self) -> tf.Tensor | None:
         """The inputs."""
-        return self._a() if callable(self._a) else self._a
+        if callable(self._a):
+            self._a = self._a()
+        return self._a
 
 
 def weigh(
@@ -51,8 +53,8 @@ def weigh(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Zeroes the rows that carry no loss and counts the others."""
     if weights is None:
-        shape = tf.shape(a)
-        return a, tf.cast(shape[0] * shape[1], dtype)
+        count = tf.size(a, tf.int64) // math.prod(a.shape[2:])
+        return a, tf.cast(count, dtype)
     extra = [1] * (a.shape.rank - 2)
     shape = tf.concat([tf.shape(weights), extra], 0)
     # Not a product: a padded row may hold anything, NaN included.
@@ -97,7 +99,7 @@ def stack_bias(
 def fold_positions(tensor: tf.Tensor) -> tf.Tensor:
     """Reshapes `(batch, ..., features)` to `(batch, shared, features)`."""
     if tensor.shape.rank == 2:
-        return tensor[:, None]
+        return tf.expand_dims(tensor, 1)
     # Not -1 for both: an empty batch leaves the number of positions open.
     shape = tf.shape(tensor)
     positions = tf.reduce_prod(shape[1:-1])

@@ -106,14 +106,14 @@ def _row_weights(
     layer may ignore the mask, another output may have another weight. So it is
     left out only if it has no gradient either.
     """
+    if not weightless and rows.mask is None:
+        return None
     shape = tf.stack([size, tf.shape(rows.g)[1]])
     suspects = [_spread(w, shape) for w in weightless]
     if examples is not None:
         suspects = [examples.of(suspect) for suspect in suspects]
     if rows.mask is not None:
         suspects.append(tf.logical_not(rows.mask))
-    if not suspects:
-        return None
     features = list(range(2, rows.g.shape.rank))
     idle = tf.reduce_all(tf.equal(rows.g, 0), features)
     suspect = tf.reduce_any(tf.stack(suspects), 0)

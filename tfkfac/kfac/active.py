@@ -13,11 +13,12 @@ from tfkfac.capture.taps import Tap
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.factors import Tensors
 from tfkfac.kfac.averages import quality
+from tfkfac.kfac.counters import Counters
 from tfkfac.kfac.memory import memory_of
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import Preconditioner
 from tfkfac.solvers import Solver
-from tfkfac.wrapper.guards import count_events
+from tfkfac.wrapper.guards import count_each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,25 +113,29 @@ def _check(block: Block, complete: bool, recorded: bool) -> None:
         )
 
 
-def report_unexplained(active: Sequence[ActiveBlock]) -> None:
+def report_unexplained(
+    active: Sequence[ActiveBlock], counters: Counters
+) -> None:
     """Counts gradients that are not of the recorded backward passes."""
-    doubtful = [
-        (tf.logical_not(one.explained), one)
+    explained = {
+        one.position: one.explained
         for one in active
         if one.explained is not None
-    ]
-    count_events(
-        [flag for flag, _ in doubtful],
-        [one.state.unexplained for _, one in doubtful],
-        [one.block.path for _, one in doubtful],
-        "the gradient that was applied is not the sum of gradients that were "
-        "taken of the last forward pass; the factor G is that of the nearest "
-        "of them.",
-    )
+    }
+    if explained:
+        count_each(
+            tf.logical_not(counters.by_position(explained, otherwise=True)),
+            counters.unexplained,
+            counters.paths,
+            "the gradient that was applied is not the sum of gradients that "
+            "were taken of the last forward pass; the factor G is that of the "
+            "nearest of them.",
+        )
 
 
 def update_averages(
     active: Sequence[ActiveBlock],
+    counters: Counters,
     statistics: Mapping[int, Mapping[str, Statistic]],
     decay: float,
     due: tf.Tensor,
@@ -139,6 +144,7 @@ def update_averages(
 
     Args:
         active: The blocks of the step.
+        counters: What has happened to all blocks.
         statistics: Their statistics by position.
         decay: Weight of the old averages.
         due: Whether an interval ends here. A block that has no statistics yet
@@ -147,31 +153,34 @@ def update_averages(
     Returns:
         Scalar int64, 0 if no block has taken any, else 1.
     """
-    taken, bad = [], []
+    every = tf.logical_or(due, counters.without_statistics())
+    wanted = tf.unstack(every)
+    taken, finite = {}, {}
     for one in active:
         if one.position not in statistics:
             continue
-        named, state = statistics[one.position], one.state
-        wanted = tf.logical_or(due, tf.equal(state.observed, 0))
-        if state.factors is None:
-            full, finite = quality(named)
-            take = wanted & full & finite
+        named, factors = statistics[one.position], one.state.factors
+        if factors is None:
+            full, good = quality(named)
+            taken[one.position] = wanted[one.position] & full & good
         else:
-            take, finite = state.factors.update(named, decay, wanted)
-            bad.append((wanted & ~finite, state.factors.rejected, one))
-        state.observed.assign_add(tf.cast(take, tf.int64))
-        taken.append(take)
-    count_events(
-        [flag for flag, *_ in bad],
-        [counter for _, counter, _ in bad],
-        [one.block.path for *_, one in bad],
+            taken[one.position], finite[one.position] = factors.update(
+                named, decay, wanted[one.position]
+            )
+    count_each(
+        every & ~counters.by_position(finite, otherwise=True),
+        counters.rejected,
+        counters.paths,
         "statistics are not finite, the factors keep their values.",
     )
-    return tf.cast(any_of(taken), tf.int64)
+    new = tf.cast(counters.by_position(taken, otherwise=False), tf.int64)
+    counters.observed.assign_add(new)
+    return tf.minimum(tf.reduce_sum(new), 1)
 
 
 def renew_decompositions(
     active: Sequence[ActiveBlock],
+    counters: Counters,
     placement: Placement,
     group: Communicator,
     damping: tf.Tensor,
@@ -181,6 +190,7 @@ def renew_decompositions(
 
     Args:
         active: The blocks of one turn.
+        counters: What has happened to all blocks.
         placement: Who does what of them.
         group: This worker's collectives.
         damping: The damping.
@@ -195,12 +205,15 @@ def renew_decompositions(
         parts = placement.exchange.share_decompositions(
             group, made, [one.position for one in active]
         )
-        replace_decompositions(active, parts, damping, due)
+        replace_decompositions(active, counters, parts, damping, wanted)
         return tf.constant(0)
 
-    wanted = any_of([is_wanted(one.state, due) for one in active])
-    tf.cond(wanted, renew, lambda: tf.constant(0))
-    return wanted
+    turn = {one.position for one in active}
+    mine = tf.constant([i in turn for i in range(len(counters.paths))])
+    wanted = tf.logical_and(counters.to_decompose(due), mine)
+    any_wanted = tf.reduce_any(wanted)
+    tf.cond(any_wanted, renew, lambda: tf.constant(0))
+    return any_wanted
 
 
 def decompose_owned(
@@ -218,40 +231,36 @@ def decompose_owned(
 
 def replace_decompositions(
     active: Sequence[ActiveBlock],
+    counters: Counters,
     parts: Mapping[int, Mapping[str, tf.Tensor]],
     damping: tf.Tensor,
-    due: tf.Tensor,
+    wanted: tf.Tensor,
 ) -> None:
     """Replaces the decompositions of this worker by new ones that are good.
 
     Args:
         active: The blocks of the step.
+        counters: What has happened to all blocks.
         parts: What was made of their factors, by position.
         damping: The damping.
-        due: Whether an interval ends here. A block without a decomposition
-            takes its first one in any case, if it has statistics.
+        wanted: Whether each of all blocks is to have a new one.
     """
-    bad = []
-    for one in active:
-        state, decomposition = one.state, one.state.decomposition
-        wanted = is_wanted(state, due)
-        if decomposition is not None:
-            good = decomposition.update(parts[one.position], damping, wanted)
-            bad.append((wanted & ~good, decomposition.failures, one))
-        state.decomposed.assign_add(tf.cast(wanted, tf.int64))
-    count_events(
-        [flag for flag, *_ in bad],
-        [counter for _, counter, _ in bad],
-        [one.block.path for *_, one in bad],
+    flags = tf.unstack(wanted)
+    good = {
+        one.position: one.state.decomposition.update(
+            parts[one.position], damping, flags[one.position]
+        )
+        for one in active
+        if one.state.decomposition is not None
+    }
+    count_each(
+        wanted & ~counters.by_position(good, otherwise=True),
+        counters.failures,
+        counters.paths,
         "the decomposition failed, the last good one stays in use; a larger "
         "damping may help.",
     )
-
-
-def is_wanted(state: Preconditioner, due: tf.Tensor) -> tf.Tensor:
-    """Whether a block is decomposed: never before it has statistics."""
-    new = tf.logical_or(due, tf.equal(state.decomposed, 0))
-    return tf.logical_and(state.observed > 0, new)
+    counters.decomposed.assign_add(tf.cast(wanted, tf.int64))
 
 
 def any_of(flags: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -51,7 +51,6 @@ class FactorAverages(Tracked):
             for name in self.other_names
         ]
         self.weight = state_variable(0.0, block.dtype, "weight")
-        self.rejected = state_variable(0, "int64", "rejected_statistics")
         self._signature = (tuple(kinds.items()), self.names)
 
     def update(

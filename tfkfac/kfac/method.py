@@ -169,7 +169,7 @@ class KFACMethod(Method):
             [variable_key(inner, v) for v in step.variables],
             lambda variable: variable_key(inner, variable),
         )
-        report_unexplained(layers)
+        report_unexplained(layers, own.counters)
         if own.pending is None and self.placement.takes_rows:
             return with_rows(layers, step)
         return layers
@@ -224,11 +224,10 @@ class KFACMethod(Method):
         """Whether an interval ends here, and whether a block has nothing."""
         clock = self.job.clock
         steps = factor_steps(self.factor_update_interval, clock)
-        late = [
-            tf.equal(one.state.observed, 0)
-            for one in self.observed(layers, step)
-        ]
-        return tf.equal(clock % steps, 0), any_of(late)
+        own = [one.position for one in self.observed(layers, step)]
+        late = self.job.own(self.states).counters.without_statistics()
+        late = tf.reduce_any(tf.gather(late, tf.constant(own, tf.int32)))
+        return tf.equal(clock % steps, 0), late
 
     def update_factors(
         self,
@@ -244,7 +243,9 @@ class KFACMethod(Method):
             reduced = placement.exchange.reduce_statistics(
                 step.group, statistics()
             )
-            taken = update_averages(layers, reduced, self.factor_decay, due)
+            taken = update_averages(
+                layers, state.counters, reduced, self.factor_decay, due
+            )
             return state.factor_updates.assign_add(taken)
 
         done = state.factor_updates
@@ -267,7 +268,9 @@ class KFACMethod(Method):
         )
         damping = self.damping.at(clock)
         renewed = [
-            renew_decompositions(group, placement, step.group, damping, due[k])
+            renew_decompositions(
+                group, state.counters, placement, step.group, damping, due[k]
+            )
             for k, group in sorted(turns.items())
         ]
         state.inverse_updates.assign_add(tf.cast(any_of(renewed), tf.int64))

@@ -89,7 +89,8 @@ def most_rows(factors: Mapping[str, Factor], workers: int) -> int:
 def bound(rows: RowGradient) -> tf.Tensor:
     """A number that is finite only if `a^T g` is.
 
-    No element of it is larger than the product of the norms, which this is but
-    for a factor.
+    No element of it is larger than the product of the sums. (Norms would need
+    squares, which overflow where a gradient does not.)
     """
-    return tf.sqrt(tf.nn.l2_loss(rows.a)) * tf.sqrt(tf.nn.l2_loss(rows.g))
+    sums = [tf.reduce_sum(tf.abs(tensor)) for tensor in (rows.a, rows.g)]
+    return sums[0] * sums[1]

@@ -1,6 +1,6 @@
 """What one worker keeps: factors and decompositions of its blocks."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -9,6 +9,7 @@ from tfkfac.blocks import Block
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.kfac.averages import FactorAverages
+from tfkfac.kfac.counters import Counters, Number
 from tfkfac.kfac.memory import memory_of
 from tfkfac.kfac.pending import Pending
 from tfkfac.kfac.placement import Placement
@@ -26,9 +27,6 @@ class Preconditioner(Tracked):
         block: The block.
         factors: The averages of its factors, if the worker keeps any.
         decomposition: Their decomposition, if it is a gradient worker.
-        observed: Number of statistics taken so far.
-        decomposed: Number of decompositions so far, the failed ones too.
-        unexplained: Number of gradients that no recorded pass explains.
 
     Args:
         block: The block.
@@ -50,19 +48,24 @@ class Preconditioner(Tracked):
         self.block = block
         self.factors: FactorAverages | None = None
         self.decomposition: Decomposition | None = None
-        self.observed = state_variable(0, "int64", "observed")
-        self.decomposed = state_variable(0, "int64", "decomposed")
-        self.unexplained = state_variable(0, "int64", "unexplained_gradients")
         with memory_of(block.path):
             if names:
                 self.factors = FactorAverages(block, names)
             if preconditions:
                 self.decomposition = Decomposition(solver, block, inverse_dtype)
 
-    def entries(self) -> list[Entry]:
-        """All variables to save."""
+    def entries(self, counters: Counters, position: int) -> list[Entry]:
+        """All variables to save.
+
+        Args:
+            counters: What has happened to all blocks.
+            position: The place of this one.
+        """
         path = self.block.path
-        named = [("observed", self.observed), ("decomposed", self.decomposed)]
+        named = [
+            ("observed", Number(counters.observed, position)),
+            ("decomposed", Number(counters.decomposed, position)),
+        ]
         if self.factors is not None:
             averages = zip(
                 self.factors.names, self.factors.averages, strict=True
@@ -70,7 +73,7 @@ class Preconditioner(Tracked):
             named += [(f"factor_{name}", average) for name, average in averages]
             named += [
                 ("weight", self.factors.weight),
-                ("rejected", self.factors.rejected),
+                ("rejected", Number(counters.rejected, position)),
             ]
         if self.decomposition is not None:
             tensors = zip(
@@ -79,7 +82,8 @@ class Preconditioner(Tracked):
                 strict=True,
             )
             named += [(f"solver_{name}", tensor) for name, tensor in tensors]
-            named.append(("failures", self.decomposition.failures))
+            failures = Number(counters.failures, position)
+            named.append(("failures", failures))
         # In every mode some worker keeps each of these whole.
         return [Entry(path, name, v, Spread.OWNED) for name, v in named]
 
@@ -89,6 +93,7 @@ class State(Tracked):
 
     Attributes:
         preconditioners: What it keeps of each block, in order.
+        counters: What has happened to them.
         factor_updates: Number of factor updates so far.
         inverse_updates: Number of steps that have renewed decompositions.
         pending: The micro-batches of the next step, if there are any.
@@ -98,6 +103,7 @@ class State(Tracked):
     def __init__(self) -> None:
         super().__init__(name="replica")
         self.preconditioners: tuple[Preconditioner, ...] = ()
+        self.counters = Counters(())
         self.pending: Pending | None = None
         self.report = StepReport()
         self.factor_updates = state_variable(0, "int64", "factor_updates")
@@ -105,7 +111,8 @@ class State(Tracked):
 
     def fill(self, placement: Placement, rank: int) -> None:
         """Makes what is missing for the blocks; keeps what fits."""
-        known = {same_shape_key(p.block): p for p in self.preconditioners}
+        before = self.preconditioners
+        known = {same_shape_key(p.block): p for p in before}
         self.preconditioners = tuple(
             known.get(same_shape_key(block))
             or Preconditioner(
@@ -121,6 +128,21 @@ class State(Tracked):
             self.preconditioners, placement.blocks, strict=True
         ):
             kept.block = block  # of this registry, whose summary it is in
+        self._fill_counters({id(p): i for i, p in enumerate(before)})
+
+    def _fill_counters(self, before: Mapping[int, int]) -> None:
+        """Keeps the numbers of the blocks that were there before."""
+        paths = [p.block.path for p in self.preconditioners]
+        if list(self.counters.paths) == paths:
+            return
+        places = {
+            i: before[id(p)]
+            for i, p in enumerate(self.preconditioners)
+            if id(p) in before
+        }
+        counters = Counters(paths)
+        counters.take(self.counters, places)
+        self.counters = counters
 
     def accumulate(
         self, steps: int, placement: Placement, rank: int, job: Job
@@ -142,7 +164,11 @@ class State(Tracked):
         ]
         return [
             *counters,
-            *(entry for p in self.preconditioners for entry in p.entries()),
+            *(
+                entry
+                for i, p in enumerate(self.preconditioners)
+                for entry in p.entries(self.counters, i)
+            ),
             *(self.pending.entries() if self.pending is not None else ()),
         ]
 
@@ -152,15 +178,13 @@ class State(Tracked):
             ("times that kl_clip ruled the first steps", self.report.hints),
             ("times that the loss looked like a sum", self.report.sums),
         ]
-        for p in self.preconditioners:
-            text = f"gradients of other passes in {p.block.path}"
-            events.append((text, p.unexplained))
-            if p.factors is not None:
-                text = f"statistics not finite in {p.block.path}"
-                events.append((text, p.factors.rejected))
-            if p.decomposition is not None:
-                text = f"failed decompositions of {p.block.path}"
-                events.append((text, p.decomposition.failures))
+        for text, numbers in [
+            ("gradients of other passes in", self.counters.unexplained),
+            ("statistics not finite in", self.counters.rejected),
+            ("failed decompositions of", self.counters.failures),
+        ]:
+            for i, path in enumerate(self.counters.paths):
+                events.append((f"{text} {path}", Number(numbers, i)))
         return events
 
 

@@ -79,7 +79,7 @@ def factor_text(block: Block, name: str, states: Sequence[State]) -> str:
     if isinstance(kind, LowRank):
         for one in (p for state in states for p in state.preconditioners):
             kept = one.factors if one.block is block else None
-            if kept is not None and name in kept.names and one.observed > 0:
+            if kept is not None and name in kept.names and kept.weight > 0:
                 share = float(kind.explained(kept.value(name)))
                 return f"{kind.text} ({share:.0%} of trace)"
     return kind.text

@@ -16,8 +16,11 @@ def all_finite(tensors: list[tf.Tensor]) -> tf.Tensor:
     their sum overflows float32 count as not finite.
     """
     wide = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in tensors]
-    sums = [tf.cast(tf.reduce_sum(t), tf.float64) for t in wide]
-    return tf.reduce_all(tf.math.is_finite(tf.stack(sums)))
+    sums: dict[tf.DType, list[tf.Tensor]] = {}
+    for tensor in wide:
+        sums.setdefault(tensor.dtype, []).append(tf.reduce_sum(tensor))
+    flags = [tf.math.is_finite(tf.stack(own)) for own in sums.values()]
+    return tf.reduce_all(tf.concat(flags, 0))
 
 
 def eigh(matrix: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -123,7 +123,6 @@ class Decomposition(Tracked):
                 for key, value in stored.items():
                     variables[key] = state_variable(value, self._dtype, key)
         self.names, self.tensors = tuple(variables), list(variables.values())
-        self.failures = state_variable(0, "int64", "failed_decompositions")
 
     def update(
         self, parts: Tensors, damping: tf.Tensor, wanted: tf.Tensor

@@ -39,8 +39,29 @@ def count_events(
     """
     if not names:
         return
-    flags = tf.stack(list(happened))
-    new = tf.logical_and(flags, tf.equal(tf.stack(list(counters)), 0))
+    flags, counts = tf.stack(list(happened)), tf.stack(list(counters))
+    _report(tf.logical_and(flags, tf.equal(counts, 0)), names, message)
+    for flag, counter in zip(happened, counters, strict=True):
+        counter.assign_add(tf.cast(flag, counter.dtype))
+
+
+def count_each(
+    happened: tf.Tensor,
+    counter: tf.Variable,
+    names: Sequence[str],
+    message: str,
+) -> None:
+    """The same with one bool and one number for each name in a tensor."""
+    if not names:
+        return
+    _report(tf.logical_and(happened, tf.equal(counter, 0)), names, message)
+    counter.assign_add(tf.cast(happened, counter.dtype))
+
+
+def _report(new: tf.Tensor, names: Sequence[str], message: str) -> None:
+    """Says what has happened for the first time."""
+    if in_xla():
+        return
 
     def report() -> tf.Tensor:
         which = tf.boolean_mask(tf.constant(list(names)), new)
@@ -49,7 +70,4 @@ def count_events(
         tf.print(text, output_stream=sys.stderr)
         return tf.constant(0)
 
-    if not in_xla():
-        tf.cond(tf.reduce_any(new), report, lambda: tf.constant(0))
-    for flag, counter in zip(happened, counters, strict=True):
-        counter.assign_add(tf.cast(flag, counter.dtype))
+    tf.cond(tf.reduce_any(new), report, lambda: tf.constant(0))

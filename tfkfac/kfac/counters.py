@@ -1,0 +1,103 @@
+"""How often what has happened to each block."""
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.tracking import Tracked
+
+
+class Counters(Tracked):
+    """One number for each block of a replica, by position.
+
+    The numbers of all blocks are in one variable of each kind: a step reads
+    and raises them all at once.
+
+    Args:
+        paths: The blocks' paths.
+
+    Attributes:
+        observed: Statistics taken so far.
+        decomposed: Decompositions so far, the failed ones too.
+        unexplained: Gradients that no recorded pass explains.
+        rejected: Statistics that were not finite.
+        failures: Failed decompositions.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        super().__init__(name="counters")
+        self.paths = tuple(paths)
+        self.observed = self._zeros("observed")
+        self.decomposed = self._zeros("decomposed")
+        self.unexplained = self._zeros("unexplained_gradients")
+        self.rejected = self._zeros("rejected_statistics")
+        self.failures = self._zeros("failed_decompositions")
+
+    def _zeros(self, name: str) -> tf.Variable:
+        return state_variable([0] * len(self.paths), "int64", name)
+
+    def _all(self) -> tuple[tf.Variable, ...]:
+        return (
+            self.observed,
+            self.decomposed,
+            self.unexplained,
+            self.rejected,
+            self.failures,
+        )
+
+    def take(self, other: "Counters", places: Mapping[int, int]) -> None:
+        """Takes over numbers of blocks that stay.
+
+        Args:
+            other: Other counters.
+            places: Their places there, by position here.
+        """
+        for mine, theirs in zip(self._all(), other._all(), strict=True):
+            for i, place in places.items():
+                Number(mine, i).assign(theirs[place])
+
+    def without_statistics(self) -> tf.Tensor:
+        """Whether each block has none yet."""
+        return tf.equal(self.observed, 0)
+
+    def to_decompose(self, due: tf.Tensor) -> tf.Tensor:
+        """Whether each block is to be: never before it has statistics.
+
+        Args:
+            due: Whether an interval ends here.
+        """
+        new = tf.logical_or(due, tf.equal(self.decomposed, 0))
+        return tf.logical_and(self.observed > 0, new)
+
+    def by_position(
+        self, flags: Mapping[int, tf.Tensor], otherwise: bool
+    ) -> tf.Tensor:
+        """Flags of some blocks as one tensor of all.
+
+        Args:
+            flags: Scalar bools by position.
+            otherwise: What stands for the others.
+        """
+        rest = tf.constant(otherwise)
+        every = [flags.get(i, rest) for i in range(len(self.paths))]
+        return tf.stack(every) if every else tf.zeros([0], tf.bool)
+
+
+class Number:
+    """One number of a variable, to be saved and loaded as one by itself."""
+
+    def __init__(self, numbers: tf.Variable, place: int) -> None:
+        self._numbers = numbers
+        self._place = place
+        self.shape, self.dtype = tf.TensorShape([]), numbers.dtype
+
+    def numpy(self) -> int:
+        """Returns the number."""
+        return self._numbers.numpy()[self._place]
+
+    def assign(self, value: tf.Tensor) -> None:
+        """Changes the number."""
+        self._numbers.assign(
+            tf.tensor_scatter_nd_update(self._numbers, [[self._place]], [value])
+        )
