@@ -546,7 +546,8 @@ def kept_bytes(state: Any) -> dict[str, int]:
         "decompositions": sum(
             size(p.decomposition.tensors) for p in kept if p.decomposition
         ),
-        "total": size([v for v in state.variables if v.shape.rank]),
+        "total": size([v for v in state.variables if v.shape.rank])
+        - size(state.counters.variables),  # a number of each block
     }
 
 
