@@ -85,7 +85,14 @@ def check(geometry: Any, **options: Any) -> None:
         np.testing.assert_allclose(total, want, atol=1e-12 * want.max(), rtol=0)
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        pytest.param(one, marks=[pytest.mark.slow] * (i % 2))
+        for i, one in enumerate(GEOMETRIES)
+    ],
+    ids=str,
+)
 def test_sum_over_patches(geometry: Any) -> None:
     check(geometry)
 

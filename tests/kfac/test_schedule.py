@@ -204,7 +204,9 @@ def test_each_block_in_its_turn(accumulation: int | None) -> None:
 
 
 @pytest.mark.usefixtures("eager_turns")
-@pytest.mark.parametrize("intervals", [(1, 1), (2, 1)])
+@pytest.mark.parametrize(
+    "intervals", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow)]
+)
 def test_with_every_step_turns_make_no_difference(
     intervals: tuple[int, int],
 ) -> None:

@@ -286,7 +286,8 @@ DISAGREEMENTS = [f"{where}: disagreement" for where in ("two", "four")]
 for name_, kwargs_ in FITS.items():
     JOBS.add(name_, "fit", **kwargs_)
 for name_, kwargs_ in TURNS.items():
-    JOBS.add(name_, "train_in_turns", model="vision", **kwargs_)
+    slow_ = name_.startswith("four")
+    JOBS.add(name_, "train_in_turns", slow=slow_, model="vision", **kwargs_)
 for name_, feed_ in PARTS.items():
     JOBS.add(
         name_, "train", model="small", feed=feed_, factor_batch_fraction=0.25
