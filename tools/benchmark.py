@@ -39,6 +39,7 @@ README_VARIANTS = [
     "adam",
     "muon",
     "kfac-inverse",
+    "kfac-inverse:max_factor_dim=400:factor_batch_fraction=0.25",
     "kfac-eigen",
     "fosi-adam",
     "torch-sgd",

@@ -38,14 +38,18 @@ ROWS = [
 def test_markdown() -> None:
     steps, _, first, _ = report.markdown(ROWS).split("\n\n")
     assert steps == (
-        "| model | sgd | adam | kfac-inverse |\n"
-        "| --- | --- | --- | --- |\n"
-        "| M1 | 2.0 ms | 1.20 | 1.70 / 2.67 (3.0) |"
+        "|  | M1 |\n"
+        "| --- | --- |\n"
+        "| `sgd` | 2.0 ms |\n"
+        "| `adam` | 1.20 |\n"
+        "| `kfac-inverse` | 1.70 / 2.67 (3.0) |"
     )
     assert first == (
-        "| model | sgd | adam | kfac-inverse |\n"
-        "| --- | --- | --- | --- |\n"
-        "| M1 | 0.5 | 0.5 | 0.5 |"
+        "|  | M1 |\n"
+        "| --- | --- |\n"
+        "| `sgd` | 0.5 |\n"
+        "| `adam` | 0.5 |\n"
+        "| `kfac-inverse` | 0.5 |"
     )
 
 

@@ -127,7 +127,7 @@ def is_cheaper(
 ) -> bool:
     """Whether `patch_gram` takes less time than the patches do.
 
-    What one costs was fitted to 38 convolutions on a CPU (1 to 512 channels,
+    What one costs was fitted to 39 convolutions on a CPU (1 to 512 channels,
     images of 2 to 64 cells, kernels of 1 to 7, strides of 1 to 3), in
     multiplications of a large product. The decision was wrong only where the
     two were within a tenth of each other.

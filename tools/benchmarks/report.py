@@ -109,7 +109,7 @@ def _align(lines: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Two tables of models by variants: steps, and first steps."""
+    """Two tables of variants by models: steps, and first steps."""
     parts = []
     if timed := [row for row in rows if "mixes" in row]:
         mixes = _mixes(timed)
@@ -131,10 +131,10 @@ def _matrix(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
     models = dict.fromkeys(row["model"] for row in rows)
     variants = dict.fromkeys(row["variant"] for row in rows)
     cells = {(row["model"], row["variant"]): cell(row) for row in rows}
-    lines = [["model", *variants], ["---"] * (1 + len(variants))]
+    lines = [["", *models], ["---"] * (1 + len(models))]
     lines += [
-        [model, *(cells.get((model, variant), "") for variant in variants)]
-        for model in models
+        [f"`{variant}`", *(cells.get((model, variant), "") for model in models)]
+        for variant in variants
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
