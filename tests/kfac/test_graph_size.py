@@ -52,9 +52,9 @@ def operations_a_layer(make: Callable[[], Any], kind: str) -> float:
     ("kind", "solver", "bound"),
     [
         ("dense", "inverse", 70),
-        ("conv", "inverse", 70),
+        ("conv", "inverse", 60),
         pytest.param("dense", "eigen", 78, marks=pytest.mark.slow),
-        pytest.param("norm", "inverse", 115, marks=pytest.mark.slow),
+        pytest.param("norm", "inverse", 66, marks=pytest.mark.slow),
     ],
 )
 def test_operations_of_one_more_layer(
