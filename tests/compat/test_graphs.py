@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tests.compat.contracts import contract
 from tfkfac.compat.graphs import (
+    call_of_any_size,
     in_xla,
     is_constant_to_tapes,
     map_rows,
@@ -179,6 +180,29 @@ def test_shared_calls_are_traced_once_for_each_kind() -> None:
     assert float(step(tf.constant(3.0))) == 2 * 9 + 3 * 7 + 7
     assert [float(v) for v in variables] == [9, 9, 7, 7, 7, 7]
     assert traces == [[], [2], []]
+
+
+@contract(
+    "compat.graphs.call_of_any_size",
+    "A function with an `input_signature` is traced once for all sizes.",
+)
+def test_calls_of_any_size_are_traced_once_for_each_rank() -> None:
+    shapes: list[Any] = []
+
+    def twice(x: Any) -> Any:
+        shapes.append(x.shape.as_list())
+        return x + x
+
+    @tf.function
+    def step(x: Any) -> Any:
+        parts = [call_of_any_size(twice, x[:n]) for n in (1, 2, 3)]
+        parts.append(call_of_any_size(twice, x[:2, None])[:, 0])
+        return tf.concat(parts, 0)
+
+    x = tf.constant([1.0, 2.0, 3.0])
+    assert list(step(x)) == [2, 2, 4, 2, 4, 6, 2, 4]
+    assert shapes == [[None], [None, None]]
+    assert list(call_of_any_size(twice, x)) == [2, 4, 6]
 
 
 def test_shared_calls_run_eagerly() -> None:

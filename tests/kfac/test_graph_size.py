@@ -51,10 +51,10 @@ def operations_a_layer(make: Callable[[], Any], kind: str) -> float:
 @pytest.mark.parametrize(
     ("kind", "solver", "bound"),
     [
-        ("dense", "inverse", 75),
-        ("conv", "inverse", 70),
+        ("dense", "inverse", 70),
+        ("conv", "inverse", 60),
         pytest.param("dense", "eigen", 78, marks=pytest.mark.slow),
-        pytest.param("norm", "inverse", 115, marks=pytest.mark.slow),
+        pytest.param("norm", "inverse", 66, marks=pytest.mark.slow),
     ],
 )
 def test_operations_of_one_more_layer(
@@ -73,12 +73,12 @@ def test_operations_of_one_more_layer(
 
 
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])
-def test_equal_layers_are_decomposed_by_one_function(solver: str) -> None:
-    """Of A and G each one; a layer of another shape has its own."""
+def test_all_matrices_are_decomposed_by_one_function(solver: str) -> None:
+    """One for A and G, whatever their sizes."""
     kernel = {"inverse": "Cholesky", "eigen": "SelfAdjointEigV2"}[solver]
     graph = graph_of(tfkfac.KFAC(solver=solver), "dense", 6)
     found = [
         sum(node.op == kernel for node in function.node_def)
         for function in graph.library.function
     ]
-    assert sorted(found)[-2:] == [0, 2]
+    assert sorted(found)[-2:] == [0, 1]

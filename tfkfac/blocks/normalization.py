@@ -1,15 +1,18 @@
 """Block of the scale and offset of normalisation layers."""
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.base import Block
-from tfkfac.blocks.rows import Rows
+from tfkfac.blocks.rows import Rows, fold_axes
 from tfkfac.capture.record import Record
+from tfkfac.compat.graphs import shared_call
 from tfkfac.compat.overrides import given_moments
 from tfkfac.factors import Factor, Stack
 
@@ -56,24 +59,85 @@ class NormalizationBlock(Block):
 
     @override
     def rows(self, record: Record) -> Rows:
-        g = self._features_last(self.cast(record.gradient))
+        tensors: dict[str, tf.Tensor] = {}
+        plain: dict[str, Any] = {}
+        for name, value in record.kwargs.items():
+            (tensors if tf.is_tensor(value) else plain)[name] = value
+
+        def sums(
+            inputs: tf.Tensor,
+            gradient: tf.Tensor,
+            moments: tuple[tf.Tensor, tf.Tensor] | None,
+            tensors: Mapping[str, tf.Tensor],
+            statistics: Sequence[tf.Tensor],
+        ) -> tf.Tensor:
+            kwargs = {**plain, **tensors}
+            normalize = functools.partial(
+                self._normalized, inputs, moments, kwargs, statistics
+            )
+            return self._sums(gradient, normalize)
+
+        return Rows(
+            None,
+            shared_call(
+                ("normalization", self._signature, tuple(plain.items())),
+                sums,
+                record.inputs,
+                record.gradient,
+                record.moments,
+                tensors,
+                [tf.convert_to_tensor(w) for w in self._statistics],
+            ),
+            None,
+        )
+
+    @property
+    def _signature(self) -> Hashable:
+        """What distinguishes the layer's computation from that of others.
+
+        That is what Keras' own layers save of themselves. Of other classes it
+        need not be all.
+        """
+        layer, kind = self.layer, type(self.layer)
+        if getattr(keras.layers, kind.__name__, None) is not kind:
+            return id(layer)
+        config = {k: v for k, v in layer.get_config().items() if k != "name"}
+        weights = tuple((tuple(w.shape), w.trainable) for w in layer.variables)
+        return kind, self.dtype, str(config), weights
+
+    @property
+    def _statistics(self) -> list[keras.Variable]:
+        """The layer's variables besides scale and offset."""
+        own = [id(weight) for weight in self._all]
+        return [w for w in self.layer.variables if id(w) not in own]
+
+    def _sums(
+        self, gradient: tf.Tensor, normalize: Callable[[], tf.Tensor]
+    ) -> tf.Tensor:
+        """One row an example, whatever the weight sharing."""
+        g = self._features_last(self.cast(gradient))
         parts = []
         for weight in self._weights:
             if weight is self._gain:
-                normalized = self._normalized(record)
-                parts.append(g * self._features_last(self.cast(normalized)))
+                normalized = self.cast(normalize())
+                parts.append(g * self._features_last(normalized))
             else:
                 parts.append(g)
-        # One row an example, whatever the weight sharing. Summed before they
-        # are stacked, which copies numbers one by one.
+        # Summed before they are stacked, which copies numbers one by one.
         sums = [tf.reduce_sum(part, 1, keepdims=True) for part in parts]
-        return Rows(None, tf.stack(sums, -1), None)
+        return tf.stack(sums, -1)
 
     @property
     def _features(self) -> int:
         return math.prod(self._weights[0].shape)
 
-    def _normalized(self, record: Record) -> tf.Tensor:
+    def _normalized(
+        self,
+        inputs: tf.Tensor,
+        moments: tuple[tf.Tensor, tf.Tensor] | None,
+        kwargs: Mapping[str, Any],
+        statistics: Sequence[tf.Tensor],
+    ) -> tf.Tensor:
         """The layer's output with a scale of one and an offset of zero.
 
         The layer itself computes it, in a scope that takes the substitutes
@@ -84,13 +148,13 @@ class NormalizationBlock(Block):
             (w, (tf.ones if w is self._gain else tf.zeros)(w.shape, w.dtype))
             for w in self._all
         ]
+        substitutes += zip(self._statistics, statistics, strict=True)
         layer = self.layer
         with (
             keras.StatelessScope(state_mapping=substitutes),
-            given_moments(layer, record.moments),
+            given_moments(layer, moments),
         ):
-            inputs = self.cast(record.inputs)
-            return type(layer).call(layer, inputs, **record.kwargs)
+            return type(layer).call(layer, self.cast(inputs), **kwargs)
 
     def _features_last(self, tensor: tf.Tensor) -> tf.Tensor:
         """`(batch, ...)` to `(batch, shared, features)`."""
@@ -99,10 +163,10 @@ class NormalizationBlock(Block):
         rank = tensor.shape.rank
         axes = [axis % rank for axis in axes]
         shared = [i for i in range(1, rank) if i not in axes]
-        tensor = tf.transpose(tensor, [0, *shared, *axes])
-        shape = tf.shape(tensor)
-        positions = tf.reduce_prod(shape[1 : 1 + len(shared)])
-        return tf.reshape(tensor, [shape[0], positions, self._features])
+        order = [0, *shared, *axes]
+        if order != sorted(order):
+            tensor = tf.transpose(tensor, order)
+        return fold_axes(tensor, len(shared), self._features)
 
     @override
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -82,7 +82,8 @@ def average_positions(
 
 def append_one(rows: tf.Tensor) -> tf.Tensor:
     """Appends the bias' 1 to each row."""
-    return tf.concat([rows, tf.ones_like(rows[..., :1])], -1)
+    paddings = [[0, 0]] * (rows.shape.rank - 1) + [[0, 1]]
+    return tf.pad(rows, paddings, constant_values=1)
 
 
 def stack_bias(
@@ -100,10 +101,24 @@ def fold_positions(tensor: tf.Tensor) -> tf.Tensor:
     """Reshapes `(batch, ..., features)` to `(batch, shared, features)`."""
     if tensor.shape.rank == 2:
         return tf.expand_dims(tensor, 1)
+    return fold_axes(tensor, tensor.shape.rank - 2, tensor.shape[-1])
+
+
+def fold_axes(tensor: tf.Tensor, shared: int, features: int) -> tf.Tensor:
+    """Reshapes to `(batch, shared, features)`.
+
+    Args:
+        tensor: Tensor of shape `(batch, shared..., features...)`.
+        shared: How many axes of positions there are.
+        features: Number of all features.
+    """
+    positions = tensor.shape[1 : 1 + shared].num_elements()
+    if positions:
+        return tf.reshape(tensor, [-1, positions, features])
     # Not -1 for both: an empty batch leaves the number of positions open.
     shape = tf.shape(tensor)
-    positions = tf.reduce_prod(shape[1:-1])
-    return tf.reshape(tensor, [shape[0], positions, tensor.shape[-1]])
+    positions = tf.reduce_prod(shape[1 : 1 + shared])
+    return tf.reshape(tensor, [shape[0], positions, features])
 
 
 def fold_mask(mask: tf.Tensor | None, shape: tf.Tensor) -> tf.Tensor | None:

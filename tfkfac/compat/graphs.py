@@ -121,18 +121,48 @@ def shared_call(
             not its arguments, nor collectives.
         args: Nests of tensors and variables.
     """
+    return _shared(signature, function)(*args)
+
+
+def call_of_any_size(function: Callable[..., T], *tensors: tf.Tensor) -> T:
+    """A `shared_call` that is traced once for tensors of all sizes.
+
+    Args:
+        function: The function, of tensors alone.
+        tensors: Tensors of known ranks.
+
+    Returns:
+        What it returns. In a graph its sizes are unknown; the caller may say
+        them with `set_shape`.
+    """
+    specs = tuple(
+        tf.TensorSpec([None] * tensor.shape.rank, tensor.dtype)
+        for tensor in tensors
+    )
+    return _shared((function, specs), function, specs)(*tensors)
+
+
+def _shared(
+    signature: Hashable,
+    function: Callable[..., T],
+    specs: Sequence[tf.TensorSpec] | None = None,
+) -> Callable[..., T]:
+    """The function that a graph keeps, or the one given if there is none."""
     graphs = [graph for graph in open_graphs() if graph.building_function]
     if not graphs:
-        return function(*args)
+        return function
     outermost = graphs[-1]
     if not hasattr(outermost, _SHARED):
         setattr(outermost, _SHARED, {})
-    made = tf.function(
-        function,
-        autograph=False,
-        experimental_attributes={"_noinline": True},
-    )
-    return getattr(outermost, _SHARED).setdefault(signature, made)(*args)
+    shared = getattr(outermost, _SHARED)
+    if signature not in shared:
+        shared[signature] = tf.function(
+            function,
+            input_signature=specs,
+            autograph=False,
+            experimental_attributes={"_noinline": True},
+        )
+    return shared[signature]
 
 
 def map_rows(

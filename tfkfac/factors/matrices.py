@@ -6,6 +6,7 @@ import dataclasses
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.compat.graphs import call_of_any_size
 from tfkfac.factors.base import VALUES, Factor, Side, Tensors
 from tfkfac.factors.parts import MatrixPart, Part
 from tfkfac.linalg.symmetric import damped_inverse, eigh, mean_eigenvalue
@@ -44,7 +45,9 @@ class _Matrices(Factor, abc.ABC):
     def inverse(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        return {"": damped_inverse(value, damping)}
+        inverse = call_of_any_size(damped_inverse, value, damping)
+        inverse.set_shape(value.shape)
+        return {"": inverse}
 
     @override
     def for_products(self, inverse: Tensors, dtype: tf.DType) -> Tensors:
@@ -67,7 +70,9 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
-        values, vectors = eigh(value)
+        values, vectors = call_of_any_size(eigh, value)
+        values.set_shape(value.shape[:-1])
+        vectors.set_shape(value.shape)
         return {"": vectors, VALUES: values}
 
     @override

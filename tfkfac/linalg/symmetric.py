@@ -59,18 +59,16 @@ def damped_inverse(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
     Returns:
         Symmetric matrices of shape `(..., n, n)`.
     """
-    size = tf.shape(matrix)[-1]
-    trace = tf.linalg.trace(matrix)
-    floor = 4 * rounding(matrix.dtype) * trace
+    diagonal = tf.linalg.diag_part(matrix)
+    floor = 4 * rounding(matrix.dtype) * tf.reduce_sum(diagonal, -1)
     # A matrix of zeros without damping is inverted as the identity.
     shift = tf.maximum(damping, floor)
     shift = tf.where(shift > 0, shift, tf.ones_like(shift))
-    identity = tf.eye(size, dtype=matrix.dtype)
-    damped = symmetrize(matrix) + shift[..., None, None] * identity
-    inverse = tf.linalg.cholesky_solve(
-        tf.linalg.cholesky(damped),
-        tf.broadcast_to(identity, tf.shape(damped)),
+    damped = tf.linalg.set_diag(
+        symmetrize(matrix), diagonal + tf.expand_dims(shift, -1)
     )
+    identity = tf.linalg.set_diag(tf.zeros_like(matrix), tf.ones_like(diagonal))
+    inverse = tf.linalg.cholesky_solve(tf.linalg.cholesky(damped), identity)
     return symmetrize(inverse)
 
 
