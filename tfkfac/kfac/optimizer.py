@@ -301,7 +301,9 @@ class KFAC(SecondOrderOptimizer):
         Returns:
             For a "plain" step, one that also updates the "factor"s and one
             that also renews all "inverse"s, the bytes of "gradients",
-            "factors", "decompositions" and "preconditioned_gradients".
+            "factors", "decompositions" and "preconditioned_gradients". Two
+            more numbers for each dense layer that is preconditioned by its
+            rows are not counted.
         """
         return super().communication_bytes()
 
