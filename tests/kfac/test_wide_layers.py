@@ -317,15 +317,25 @@ def test_decompositions_bear_the_name_of_their_layer() -> None:
         model.optimizer.apply(gradients, model.trainable_variables)
 
     library = step.get_concrete_function().graph.as_graph_def().library
-    decompose = {
+    inverses = {
         function.signature.name
         for function in library.function
         if any(node.op == "Cholesky" for node in function.node_def)
     }
-    names = [
-        node.name
+    # A layer's decomposition calls the function that all of them have.
+    calls = {
+        node.name: node.attr["f"].func.name
         for function in library.function
         for node in function.node_def
-        if node.attr["f"].func.name in decompose
-    ]
+        if node.op.endswith("PartitionedCall")
+        if function.signature.name not in inverses
+    }
+    decompose = {
+        function.signature.name
+        for function in library.function
+        if any(
+            node.attr["f"].func.name in inverses for node in function.node_def
+        )
+    }
+    names = [name for name, called in calls.items() if called in decompose]
     assert sorted(name.split("/")[-2] for name in names) == ["hidden", "logits"]
