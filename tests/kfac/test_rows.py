@@ -16,6 +16,7 @@ from keras import layers
 import tfkfac
 from tests.support.graphs import optimized_nodes
 from tests.support.harness import flat, randomize
+from tests.support.marks import with_slow
 from tests.support.reference import (
     Array,
     append_one,
@@ -206,7 +207,9 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", with_slow(CASES, "another gradient", "a loop", "eigen")
+)
 def test_products_that_are_gone(case: str) -> None:
     """The tape's product is in the graph, or not; a step is as without one."""
     make, prepare, options, gone = CASES[case]
@@ -243,7 +246,9 @@ def test_products_that_are_gone(case: str) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize(
+    "poison", [np.nan, 1e30, pytest.param(np.inf, marks=pytest.mark.slow)]
+)
 def test_what_is_not_finite(poison: float) -> None:
     """The product that nobody forms would not be, so there is no step."""
     model = network()

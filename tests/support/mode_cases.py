@@ -150,7 +150,7 @@ for where_, mode_, slow_ in [
     ("two", "comm_opt", False),
     ("two", "mem_opt", True),
     ("four", "hybrid_opt 1", True),
-    ("mirrored", "comm_opt", False),
+    ("mirrored", "comm_opt", True),
 ]:
     add(where_, "rows", mode_, slow=slow_, model="wide")
 add("two", "rows, NaN", "comm_opt", True, model="wide", poison=(3, 1))
