@@ -92,8 +92,8 @@ def test_updates(results, name):
     "name",
     JOBS.params(
         name
-        for name in names("vision", "text", "small", "batch_norm")
-        if "factor_dtype" not in options_of(name)
+        for name in names("vision", "text", "small", "wide", "batch_norm")
+        if not {"factor_dtype", "poison"} & set(options_of(name))
     ),
 )
 def test_equals_one_process(results, name):
