@@ -8,6 +8,7 @@ from tfkfac.blocks import register_block
 from tfkfac.compat.optimizers import find_by_name
 from tfkfac.compat.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fosi.optimizer import FOSI
+from tfkfac.kfac.damping import LevenbergMarquardt
 from tfkfac.kfac.optimizer import KFAC
 from tfkfac.wrapper import binding, carry
 
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FOSI",
     "KFAC",
+    "LevenbergMarquardt",
     "MultiWorkerMirroredStrategy",
     "blocks",
     "curvature",

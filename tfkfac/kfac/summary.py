@@ -7,19 +7,38 @@ from tfkfac.blocks.registry import Leftover, count_weights
 from tfkfac.factors import LowRank
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import State
+from tfkfac.wrapper.step import Job
 from tfkfac.wrapper.tables import bytes_text, table
+
+_LEFT = {
+    "inner": "Left to the inner optimizer as they are:",
+    "quadratic": "Moved along their gradients, by a step size of their own:",
+}
 
 
 def describe(
-    placement: Placement, states: Sequence[State], title: str
+    placement: Placement,
+    states: Sequence[State],
+    job: Job,
+    solver: str,
+    step: str,
 ) -> list[str]:
     """Returns the lines of the summary of an optimizer.
 
     Args:
         placement: The blocks, and which worker does what of them.
         states: What the replicas of this process keep; none before training.
-        title: First line.
+        job: The job.
+        solver: Name of the solver.
+        step: "inner" or "quadratic".
     """
+    inner = type(job.inner_optimizer).__name__
+    title = (
+        f"K-FAC '{job.name}' of model '{job.model.name}': solver {solver}, "
+        f"inner optimizer {inner}"
+    )
+    if step == "quadratic":
+        title += ", steps by the quadratic model"
     lines = [title, ""]
     rows = [
         block_row(placement, states, i)
@@ -34,12 +53,15 @@ def describe(
     else:
         lines.append("No layer is preconditioned.")
     if placement.registry.left:
-        lines += ["", "Left to the inner optimizer as they are:"]
+        lines += ["", _LEFT[step]]
         rows = [
             row for left in placement.registry.left for row in left_rows(left)
         ]
         lines += table(("Layer", "Variable", "Weights", "Reason"), rows)
-    return [*lines, "", totals(placement)]
+    lines += ["", totals(placement)]
+    if states and states[0].damping is not None:
+        lines.append(states[0].damping.text())
+    return lines
 
 
 def block_row(

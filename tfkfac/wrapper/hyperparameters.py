@@ -31,6 +31,8 @@ class Hyperparameter:
         integer: Whether only integers of at least 1 are allowed.
         positive: Whether 0 is excluded.
         optional: Whether None is allowed.
+        also: A class whose instances are allowed too, which somebody else
+            gets numbers from.
 
     Raises:
         ValueError: If the value is not allowed.
@@ -43,11 +45,13 @@ class Hyperparameter:
         integer: bool = False,
         positive: bool = False,
         optional: bool = False,
+        also: type | None = None,
     ) -> None:
         self.name = name
         self._integer = integer
         self._positive = positive
         self._optional = optional
+        self._also = also
         self._built = False
         self._variable: tf.Variable | None = None
         self._function: Callable[[Any], Any] | None = None
@@ -87,7 +91,7 @@ class Hyperparameter:
             self._variable = state_variable(value, dtype, self.name)
         elif isinstance(self._value, Schedule):
             self._function = self._value
-        elif self._value is not None:
+        elif callable(self._value):
             self._function = traced(self._value)
 
     def at(self, iteration: tf.Tensor) -> tf.Tensor:
@@ -107,6 +111,8 @@ class Hyperparameter:
         """Returns an allowed value, a number as Python's own."""
         if value is None and self._optional:
             return value
+        if self._also is not None and isinstance(value, self._also):
+            return value
         if callable(value) and not isinstance(value, type):
             return value
         if self._allowed(value):
@@ -119,9 +125,14 @@ class Hyperparameter:
             kind = "a number of at least 0"
         raise ValueError(
             f"Argument `{self.name}` must be {kind}, a `LearningRateSchedule` "
-            f"or a callable of the iteration{' or None' * self._optional}. "
+            f"or a callable of the iteration{self._others()}. "
             f"Received: {self.name}={value!r}"
         )
+
+    def _others(self) -> str:
+        """What else is allowed, for messages."""
+        also = "" if self._also is None else f" or a `{self._also.__name__}`"
+        return also + " or None" * self._optional
 
     def _allowed(self, value: Any) -> bool:
         if not is_number(value) or not math.isfinite(value):
@@ -166,6 +177,7 @@ class Tunable:
         integer: Whether only integers of at least 1 are allowed.
         positive: Whether 0 is excluded.
         optional: Whether None is allowed.
+        also: A class whose instances are allowed too.
     """
 
     def __init__(
@@ -173,8 +185,9 @@ class Tunable:
         integer: bool = False,
         positive: bool = False,
         optional: bool = False,
+        also: type | None = None,
     ) -> None:
-        self._rules = (integer, positive, optional)
+        self._rules = (integer, positive, optional, also)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
