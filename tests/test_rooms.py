@@ -12,8 +12,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "tfkfac"
 # The rooms that a room may import, from the top of the house to the ground.
 MAY = {
-    "kfac": {"wrapper", "fisher", "solvers", "blocks", "factors", "capture",
-             "distributed", "linalg", "saving", "compat"},
+    "kfac": {"wrapper", "fisher", "curvature", "solvers", "blocks", "factors",
+             "capture", "distributed", "linalg", "saving", "compat"},
     "fosi": {"wrapper", "curvature", "capture", "distributed", "linalg",
              "saving", "compat"},
     "wrapper": {"capture", "distributed", "linalg", "saving", "compat"},

@@ -9,6 +9,7 @@ from tfkfac.compat.optimizers import find_by_name
 from tfkfac.distributed.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fisher import register_distribution
 from tfkfac.fosi.optimizer import FOSI
+from tfkfac.kfac.damping import LevenbergMarquardt
 from tfkfac.kfac.optimizer import KFAC
 from tfkfac.wrapper import binding, carry
 
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FOSI",
     "KFAC",
+    "LevenbergMarquardt",
     "MultiWorkerMirroredStrategy",
     "blocks",
     "curvature",

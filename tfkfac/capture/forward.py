@@ -9,7 +9,12 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.loss_batch import LossBatch
-from tfkfac.capture.loss_terms import read_terms, weigh
+from tfkfac.capture.loss_terms import (
+    LossTerms,
+    read_terms,
+    shares_of_part,
+    weigh,
+)
 from tfkfac.capture.model_tap import ModelTap
 from tfkfac.capture.trace import (
     capturing,
@@ -85,7 +90,7 @@ def find_call(
         if batch.arguments.get("x") is not None:
             return training_call(model, batch.arguments["x"])
     raise ValueError(
-        f"The Hessian of model '{model.name}' needs the loss of the current "
+        f"The curvature of model '{model.name}' needs the loss of the current "
         "batch. Compute it with `model.compute_loss(x=x, y=y, y_pred=model(x, "
         "training=True))` under the gradient tape, as Keras' `train_step` does."
     )
@@ -98,6 +103,8 @@ def replay_loss(
     variables: Sequence[keras.Variable],
     values: Sequence[tf.Tensor],
     shares: Sequence[tf.Tensor] = (),
+    whole: Sequence[LossTerms] = (),
+    read: Callable[[Any], Any] | None = None,
 ) -> tf.Tensor:
     """Computes the loss with other weights, and changes no state.
 
@@ -111,6 +118,8 @@ def replay_loss(
         variables: Weights.
         values: What to put in their place.
         shares: Weights of the losses, see `weigh`.
+        whole: The terms of the whole batch, if this is of some examples.
+        read: Returns what the loss is to read in the place of the outputs.
     """
     mapping = list(zip(variables, values, strict=True))
     with (
@@ -120,8 +129,11 @@ def replay_loss(
         observed_losses() as losses,
     ):
         outputs = model(*call.args, **call.kwargs)
+        if read is not None:
+            outputs = read(outputs)
         loss = model.compute_loss(**{**arguments, "y_pred": outputs})
-    return weigh(loss, read_terms(model, losses), shares)
+    terms = read_terms(model, losses)
+    return weigh(loss, terms, shares_of_part(terms, whole, shares))
 
 
 def _identities(outputs: Any) -> list[int]:

@@ -100,6 +100,32 @@ def weigh(
     return weighed
 
 
+def shares_of_part(
+    part: Sequence[LossTerms],
+    whole: Sequence[LossTerms],
+    shares: Sequence[tf.Tensor],
+) -> Sequence[tf.Tensor]:
+    """The weights of losses of some examples that stand for a whole batch.
+
+    A mean stands for itself; a sum grows with the number of terms.
+
+    Args:
+        part: The terms of those examples.
+        whole: The terms of all; none if these are all.
+        shares: The weights of the losses of all; empty if all are 1.
+    """
+    if not any(one.summed for one in whole):
+        return shares
+    return [
+        share * tf.math.divide_no_nan(all_.count, own.count)
+        if all_.summed
+        else share
+        for share, own, all_ in zip(
+            shares or [_wide(1)] * len(whole), part, whole, strict=True
+        )
+    ]
+
+
 def _times(loss: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
     """A loss times a share; that of an empty batch may be NaN."""
     return tf.math.multiply_no_nan(loss, tf.cast(share, loss.dtype))

@@ -65,7 +65,7 @@ def hessian_operator(
             None if g is None else tf.convert_to_tensor(g) for g in slopes
         ]
 
-    _refuse_silent_zeros(model, first)
+    refuse_silent_zeros(model, first)
 
     def product(vector: tf.Tensor) -> tf.Tensor:
         present = [
@@ -81,7 +81,7 @@ def hessian_operator(
             )
         except LookupError as error:
             kind = operation_without_gradient(error)
-            raise _no_second_derivative(model, kind) from error
+            raise no_second_derivative(model, kind) from error
         dense = [None if h is None else tf.convert_to_tensor(h) for h in images]
         return space.join(dense)
 
@@ -103,7 +103,7 @@ def count_operations() -> int:
     return len(tf.compat.v1.get_default_graph().get_operations())
 
 
-def _refuse_silent_zeros(model: keras.Model, first: int) -> None:
+def refuse_silent_zeros(model: keras.Model, first: int) -> None:
     """Refuses first derivatives that TensorFlow takes for constants.
 
     The gradient operation of bilinear resizing, for one, is registered as not
@@ -115,10 +115,10 @@ def _refuse_silent_zeros(model: keras.Model, first: int) -> None:
     for operation in graph.get_operations()[first:]:
         kind = operation.type
         if kind.endswith(("Grad", "Gradient")) and is_constant_to_tapes(kind):
-            raise _no_second_derivative(model, kind)
+            raise no_second_derivative(model, kind)
 
 
-def _no_second_derivative(model: keras.Model, kind: str) -> NotImplementedError:
+def no_second_derivative(model: keras.Model, kind: str) -> NotImplementedError:
     """The error for an operation, with the layer that it belongs to."""
     names = {node.layer.name for node in walk(model)}
     found: list[str] = []

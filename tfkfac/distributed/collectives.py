@@ -22,6 +22,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -273,6 +274,17 @@ class Communicator:
         shape = tuple(tensor.shape)
         what = (kind, members, root, shape, tensor.dtype.name, self._calls)
         return group, stable_key(self._scope, what)
+
+
+def differentiable_sum(group: Communicator, tensor: tf.Tensor) -> tf.Tensor:
+    """Sum over a group, differentiable any number of times."""
+
+    @tf.custom_gradient
+    def total(x: tf.Tensor) -> Any:
+        (sum_,) = group.all_reduce([x])
+        return sum_, total
+
+    return total(tensor)
 
 
 def stable_key(*parts: object) -> int:

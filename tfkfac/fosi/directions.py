@@ -2,13 +2,12 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import keras
 import tensorflow as tf
 
 from tfkfac.compat.inner_update import own_copy
-from tfkfac.compat.optimizers import variable_key
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.fosi.layouts import Geometry
@@ -16,7 +15,7 @@ from tfkfac.fosi.state import State
 from tfkfac.linalg.lanczos import default_steps
 from tfkfac.wrapper.guards import count_events
 from tfkfac.wrapper.hyperparameters import Hyperparameter
-from tfkfac.wrapper.step import Job, Step
+from tfkfac.wrapper.step import Job, Step, places_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,17 +114,6 @@ def adopt(
 
     count = state.estimations
     tf.cond(usable, replace, lambda: tf.convert_to_tensor(count))
-
-
-def places_of(step: Step, weights: Sequence[keras.Variable]) -> list[int]:
-    """For each gradient there is, its variable's place among the weights."""
-    inner = step.job.inner_optimizer
-    position = {variable_key(inner, v): i for i, v in enumerate(weights)}
-    return [
-        position[variable_key(inner, v)]
-        for v, g in zip(step.variables, step.gradients, strict=True)
-        if g is not None
-    ]
 
 
 def flat_gradient(step: Step, length: int | None = None) -> tf.Tensor:

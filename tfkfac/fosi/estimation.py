@@ -1,7 +1,7 @@
 """The Lanczos estimation of a model's extreme curvature."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfkfac.capture.forward import ForwardCall
 from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.curvature.hessian import hessian_operator
-from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.distributed.traffic import all_reduce_bytes
 from tfkfac.fosi.layouts import Geometry
 from tfkfac.linalg.lanczos import (
@@ -116,17 +116,6 @@ class Estimation:
         iteration = self.iteration(local)
         made = iteration.run(self.start(), self.geometry.steps)
         return self.spectrum(*made)
-
-
-def differentiable_sum(group: Communicator, vector: tf.Tensor) -> tf.Tensor:
-    """Sum over a group, differentiable any number of times."""
-
-    @tf.custom_gradient
-    def total(x: tf.Tensor) -> Any:
-        (sum_,) = group.all_reduce([x])
-        return sum_, total
-
-    return total(vector)
 
 
 def local_hessian(

@@ -15,7 +15,7 @@ from tfkfac.checks import is_number
 from tfkfac.compat.graphs import in_graph, stamp_time
 from tfkfac.compat.inner_update import own_copy
 from tfkfac.compat.optimizers import raw_iterations
-from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.distributed.roles import Roles, assign_roles
 from tfkfac.distributed.traffic import gradient_bytes
 from tfkfac.fosi.accelerator import Accelerator
@@ -26,11 +26,7 @@ from tfkfac.fosi.directions import (
     flat_gradient,
     flat_weights,
 )
-from tfkfac.fosi.estimation import (
-    Estimation,
-    differentiable_sum,
-    estimation_bytes,
-)
+from tfkfac.fosi.estimation import Estimation, estimation_bytes
 from tfkfac.fosi.estimator import Estimator, Train, with_total
 from tfkfac.fosi.final_update import FinalUpdate
 from tfkfac.fosi.handover import hand_over, piece_bytes

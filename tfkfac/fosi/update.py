@@ -8,11 +8,11 @@ import tensorflow as tf
 
 from tfkfac.compat.optimizers import sgd_momenta
 from tfkfac.curvature.hessian import flat_space
-from tfkfac.fosi.directions import add_to_weights, flat_gradient, places_of
+from tfkfac.fosi.directions import add_to_weights, flat_gradient
 from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.state import State
 from tfkfac.wrapper.hyperparameters import Hyperparameter
-from tfkfac.wrapper.step import Gradients, Job, Step, Update
+from tfkfac.wrapper.step import Gradients, Job, Step, Update, places_of
 
 # Splits a flat gradient g into `c = V^T g` and `g - V c`.
 Divide = Callable[[tf.Tensor], tuple[tf.Tensor, tf.Tensor]]

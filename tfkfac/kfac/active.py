@@ -178,6 +178,40 @@ def update_averages(
     return tf.minimum(tf.reduce_sum(new), 1)
 
 
+def renew_in_turns(
+    active: Sequence[ActiveBlock],
+    counters: Counters,
+    placement: Placement,
+    group: Communicator,
+    damping: tf.Tensor,
+    due: Sequence[tf.Tensor],
+) -> tf.Tensor:
+    """Decomposes the blocks whose turn has come, see `renew_decompositions`.
+
+    Args:
+        active: The blocks of the step.
+        counters: What has happened to all blocks.
+        placement: Who does what of them, and the turn of each.
+        group: This worker's collectives.
+        damping: The damping.
+        due: Which turns have come.
+
+    Returns:
+        Scalar bool, whether any block was decomposed.
+    """
+    turns: dict[int, list[ActiveBlock]] = {}
+    for one in active:
+        turns.setdefault(placement.turns[one.position], []).append(one)
+    return any_of(
+        [
+            renew_decompositions(
+                blocks, counters, placement, group, damping, due[turn]
+            )
+            for turn, blocks in sorted(turns.items())
+        ]
+    )
+
+
 def renew_decompositions(
     active: Sequence[ActiveBlock],
     counters: Counters,

@@ -8,6 +8,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.registry import build_registry, tap_layers
+from tfkfac.capture.forward import ForwardTap
 from tfkfac.capture.pullback import PullbackTap
 from tfkfac.capture.walk import SkipRule
 from tfkfac.compat.optimizers import variable_key
@@ -19,8 +20,7 @@ from tfkfac.fisher.types import EMPIRICAL
 from tfkfac.kfac.active import (
     ActiveBlock,
     active_blocks,
-    any_of,
-    renew_decompositions,
+    renew_in_turns,
     report_unexplained,
     update_averages,
 )
@@ -29,21 +29,22 @@ from tfkfac.kfac.advice import (
     coverage_warning,
     solver_warning,
 )
-from tfkfac.kfac.clip import clip_step
+from tfkfac.kfac.damping import LevenbergMarquardt
+from tfkfac.kfac.length import clipped_step, quadratic_step
 from tfkfac.kfac.pending import Pending
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.precondition import (
     Preconditioned,
     precondition_matrices,
     precondition_rows,
-    put_back,
 )
 from tfkfac.kfac.rows import with_rows
+from tfkfac.kfac.sample import Sample
 from tfkfac.kfac.schedule import factor_steps, inverse_steps, turns_due
 from tfkfac.kfac.settings import Settings
 from tfkfac.kfac.state import State, kept_factors
 from tfkfac.kfac.statistics import Statistics, batch_statistics, observed
-from tfkfac.kfac.summary import describe, fisher_text
+from tfkfac.kfac.summary import describe, fisher_text, title
 from tfkfac.saving.store import Entry
 from tfkfac.solvers import SOLVERS
 from tfkfac.wrapper.hyperparameters import Tunable, Value
@@ -54,26 +55,11 @@ from tfkfac.wrapper.step import Gradients, Job, Step, Update
 class KFACMethod(Method):
     """Preconditions the gradient of each layer by its Kronecker factors.
 
-    The arguments are those of `KFAC`, checked.
-
-    Args:
-        damping: Tikhonov damping.
-        kl_clip: Largest squared length of a step, or None.
-        factor_update_interval: Steps between updates of the factors.
-        inverse_update_interval: Steps between decompositions.
-        solver: Name of the solver.
-        factor_decay: Weight of the old factors in the running average.
-        weight_sharing: "expand", "reduce" or "average".
-        fisher: Type of the Fisher matrix, or None.
-        factor_batch_fraction: Share of the examples that statistics are of.
-        settings: How the work is distributed.
-        max_factor_dim: Most rows of a factor kept as a whole matrix, or None.
-        factor_rank: Rank to which wider ones are approximated.
-        skip_layers: Layers to leave to the inner optimizer.
-        gradient_accumulation_steps: Micro-batches of a step, or None.
+    The arguments are those of `KFAC`, checked. `settings` has those that say
+    how the work is distributed.
     """
 
-    damping = Tunable()
+    damping = Tunable(also=LevenbergMarquardt)
     kl_clip = Tunable(positive=True, optional=True)
     factor_update_interval = Tunable(integer=True, optional=True)
     inverse_update_interval = Tunable(integer=True, optional=True)
@@ -85,6 +71,8 @@ class KFACMethod(Method):
         "factor_batch_fraction",
         "max_factor_dim",
         "factor_rank",
+        "step",
+        "quadratic_batch_fraction",
     )
 
     def __init__(
@@ -104,6 +92,8 @@ class KFACMethod(Method):
         factor_batch_fraction: float = 1.0,
         fisher: str | None = None,
         gradient_accumulation_steps: int | None = None,
+        step: str = "inner",
+        quadratic_batch_fraction: float = 0.25,
     ) -> None:
         self.damping = damping
         self.kl_clip = kl_clip
@@ -119,6 +109,8 @@ class KFACMethod(Method):
         self.factor_rank = factor_rank
         self.skip_layers = skip_layers
         self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.step = step
+        self.quadratic_batch_fraction = quadratic_batch_fraction
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
         self._advice = Advice()
@@ -130,14 +122,16 @@ class KFACMethod(Method):
         """One step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
         layers = self.observe(step)
         statistics = self.statistics(layers, step)
+        sample = Sample.of(step) if self.step == "quadratic" else None
         pending = self.job.own(self.states).pending
         if pending is None:
-            self.update(layers, step, statistics)
+            self.update(layers, step, statistics, sample)
             return
         self.accumulate(layers, step, pending, statistics)
 
         def complete() -> tf.Tensor:
-            self.update(layers, pending.merged(step), pending.statistics)
+            merged = pending.merged(step)
+            self.update(layers, merged, pending.statistics, sample)
             return pending.reset()
 
         tf.cond(pending.is_complete(), complete, lambda: tf.constant(0))
@@ -147,6 +141,7 @@ class KFACMethod(Method):
         layers: Sequence[ActiveBlock],
         step: Step,
         statistics: Callable[[], Statistics],
+        sample: Sample | None = None,
     ) -> None:
         """An update of the weights.
 
@@ -154,13 +149,15 @@ class KFACMethod(Method):
             layers: The blocks of the step.
             step: The step, its gradients still this replica's own.
             statistics: Returns this replica's statistics of the batch.
+            sample: What a quadratic model is made of, if there is one.
         """
         step.reduce()
 
         def direction() -> Update:
             self.update_factors(layers, step, statistics)
             self.update_inverses(layers, step)
-            return Update(self.clip(self.precondition(layers, step), step))
+            made = self.precondition(layers, step)
+            return Update(self.choose_length(made, step, sample))
 
         step.apply_if_finite(direction)
 
@@ -174,7 +171,9 @@ class KFACMethod(Method):
             lambda variable: variable_key(inner, variable),
         )
         report_unexplained(layers, own.counters)
-        if own.pending is None and self.placement.takes_rows:
+        # Rows alone would not do: the quadratic model needs all gradients.
+        whole = own.pending is not None or self.step == "quadratic"
+        if not whole and self.placement.takes_rows:
             return with_rows(layers, step)
         return layers
 
@@ -252,23 +251,19 @@ class KFACMethod(Method):
         """Decomposes the blocks whose turn has come."""
         state, placement = self.job.own(self.states), self.placement
         clock = self.job.clock
-        turns: dict[int, list[ActiveBlock]] = {}
-        for one in layers:
-            turns.setdefault(placement.turns[one.position], []).append(one)
         due = turns_due(
             max(placement.turns, default=0) + 1,
             inverse_steps(self.inverse_update_interval, clock),
             factor_steps(self.factor_update_interval, clock),
             clock,
         )
-        damping = self.damping.at(clock)
-        renewed = [
-            renew_decompositions(
-                group, state.counters, placement, step.group, damping, due[k]
-            )
-            for k, group in sorted(turns.items())
-        ]
-        state.inverse_updates.assign_add(tf.cast(any_of(renewed), tf.int64))
+        if state.damping is not None:  # which has just grown
+            due = [now | (state.damping.again > 0) for now in due]
+        damping = state.current_damping(self.damping, clock)
+        renewed = renew_in_turns(
+            layers, state.counters, placement, step.group, damping, due
+        )
+        state.inverse_updates.assign_add(tf.cast(renewed, tf.int64))
 
     def precondition(
         self, layers: Sequence[ActiveBlock], step: Step
@@ -282,23 +277,21 @@ class KFACMethod(Method):
             *precondition_matrices(others, step, exchange),
         ]
 
-    def clip(self, made: Sequence[Preconditioned], step: Step) -> Gradients:
-        """Scales what is preconditioned to the longest step allowed.
+    def choose_length(
+        self, made: Sequence[Preconditioned], step: Step, sample: Sample | None
+    ) -> Gradients:
+        """The kl clip, or the least value of the quadratic model.
 
         Returns:
             All gradients for the inner optimizer.
         """
-        if not made:
-            return step.gradients
-        clock = self.job.clock
-        clip = clip_step(
-            [one.product for one in made],
-            None if self.kl_clip.get() is None else self.kl_clip.at(clock),
-            self.job.inner_optimizer.learning_rate,
-        )
-        report = self.job.own(self.states).report
-        report.note(clip, self.damping.at(clock), self.job.name)
-        return put_back(made, clip.factor, step.gradients)
+        state, clock = self.job.own(self.states), self.job.clock
+        damping = state.current_damping(self.damping, clock)
+        if sample is not None:
+            fraction = self.quadratic_batch_fraction
+            return quadratic_step(step, made, sample, fraction, state, damping)
+        clip = None if self.kl_clip.get() is None else self.kl_clip.at(clock)
+        return clipped_step(step, made, clip, state, damping)
 
     # --------------------------------------------------- binding and state
     @override
@@ -308,6 +301,8 @@ class KFACMethod(Method):
         tap_layers(job.model, self.skip_layers, self)
         if self.fisher != EMPIRICAL:
             PullbackTap.open(job.model)
+        if self.step == "quadratic":
+            ForwardTap.open(job.model)
         self._advice.give(job, solver_warning(job.model, SOLVERS[self.solver]))
 
     @property
@@ -339,6 +334,8 @@ class KFACMethod(Method):
         def make(rank: int) -> State:
             state = known.get(rank) or State()
             state.fill(placement, rank)
+            if self.step == "quadratic":
+                state.take_quadratic_steps(self.job.model, self.damping.get())
             if self.gradient_accumulation_steps is not None:
                 state.accumulate(
                     self.gradient_accumulation_steps, placement, rank, self.job
@@ -369,13 +366,11 @@ class KFACMethod(Method):
     # ----------------------------------------------------------- reporting
     @override
     def summary(self) -> list[str]:
-        title = (
-            f"K-FAC '{self.job.name}' of model '{self.job.model.name}': solver "
-            f"{self.solver}, inner optimizer "
-            f"{type(self.job.inner_optimizer).__name__}"
-        )
-        note = fisher_text(self.fisher, self._choice)
-        return describe(self.placement, self.states, [title, note])
+        titles = [
+            title(self.job, self.solver, self.step),
+            fisher_text(self.fisher, self._choice),
+        ]
+        return describe(self.placement, self.states, titles, self.step)
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
         """Bias-corrected averages that this process keeps, by layer path."""
@@ -383,10 +378,12 @@ class KFACMethod(Method):
 
     @override
     def state_bytes(self) -> dict[str, int]:
-        size = None
-        if self.gradient_accumulation_steps is not None:
-            size = gradient_bytes(self.job.model.trainable_variables)
-        return self.placement.state_bytes(self.job.topology.local[0], size)
+        size = gradient_bytes(self.job.model.trainable_variables)
+        return self.placement.state_bytes(
+            self.job.topology.local[0],
+            None if self.gradient_accumulation_steps is None else size,
+            size if self.step == "quadratic" else None,
+        )
 
     @override
     def communication_bytes(self) -> dict[str, dict[str, int]]:

@@ -14,6 +14,7 @@ from tfkfac.kfac.settings import (
     check_batch_fraction,
     check_decay,
     check_skip_layers,
+    check_step,
     make_settings,
     serialize_skip_rule,
     settings_config,
@@ -55,9 +56,10 @@ class KFAC(SecondOrderOptimizer):
     Args:
         inner_optimizer: A Keras optimizer, its identifier or config, or a
             float or schedule, the learning rate of `SGD(momentum=0.5)`.
-            Defaults to 0.1.
+            Defaults to 0.1. See `step` for what "quadratic" needs.
         damping: Tikhonov damping of the Fisher matrix. A number, a schedule or
-            a callable of the iteration. Defaults to 0.01.
+            a callable of the iteration; with `step="quadratic"` also a
+            `tfkfac.LevenbergMarquardt`. Defaults to 0.01.
         solver: "inverse" (Cholesky inverses with factored damping) or "eigen"
             (eigen-decompositions, exact damping). Two more reproduce papers as
             printed: "plain_inverse" adds the whole damping to each factor
@@ -77,8 +79,9 @@ class KFAC(SecondOrderOptimizer):
             step takes much longer than the others. The first ones are made
             as soon as there are factors.
         kl_clip: Largest squared length of a step in the Fisher metric, as a
-            number, a schedule or a callable; None switches it off. Defaults
-            to 0.02.
+            number, a schedule or a callable; None switches it off. Without
+            effect with `step="quadratic"`, whose model chooses the length.
+            Defaults to 0.02.
         weight_sharing: "expand" or "reduce": what weights used at several
             positions are approximated by (Eschenhagen et al., 2023). "average"
             is DP-KFAC as printed (eq. 13), the mean over the positions of the
@@ -144,6 +147,27 @@ class KFAC(SecondOrderOptimizer):
             make one step together, as if they were one batch: gradients and
             statistics are added up, and all intervals count steps. None is 1.
             That of the inner optimizer is taken over.
+        step: "inner" leaves the length of a step to `kl_clip` and the inner
+            optimizer. "quadratic" chooses it anew each time (Martens & Grosse,
+            2015, sections 6.4 and 7): the update is `alpha Delta + mu d`, with
+            `Delta` the negative preconditioned gradient, d the update before,
+            and the `(alpha, mu)` for which the quadratic model of the loss,
+            with its exact Gauss-Newton matrix and the damping, is least. That
+            takes a forward pass and two Jacobian-vector products, in training
+            mode on a part of the batch, which change no state. Weights without
+            a block are moved along their negative gradient, by a third such
+            number. The Gauss-Newton matrix is that of the loss of the model's
+            outputs, for Keras' cross-entropies of the logits behind a softmax
+            or sigmoid; regularisers of weights are part of the model, losses
+            that layers add are so by their gradient alone. The inner optimizer
+            must be SGD with a learning rate alone, a multiplier of the step
+            that is 1.0 by default. The loss must be computed by
+            `model.compute_loss`, as Keras does.
+        quadratic_batch_fraction: Share of each worker's examples that the
+            Gauss-Newton matrix is of, in (0, 1]: at least one, evenly spaced,
+            and other ones in the next step; with
+            `gradient_accumulation_steps`, of the last micro-batch. Defaults to
+            0.25, with `step="quadratic"` alone.
         learning_rate: Learning rate of the inner SGD, if there is no other
             `inner_optimizer`: a float, a schedule or a callable.
         momentum: Momentum of the inner SGD, likewise.
@@ -167,6 +191,8 @@ class KFAC(SecondOrderOptimizer):
     fisher: str | None
     max_factor_dim: int | None
     factor_rank: int
+    step: str
+    quadratic_batch_fraction: float
 
     def __init__(
         self,
@@ -191,6 +217,8 @@ class KFAC(SecondOrderOptimizer):
         factor_rank: int = 64,
         skip_layers: Iterable[Any] = (),
         gradient_accumulation_steps: int | None = None,
+        step: str = "inner",
+        quadratic_batch_fraction: float = 0.25,
         learning_rate: Any = None,
         momentum: float | None = None,
         name: str = "kfac",
@@ -203,9 +231,14 @@ class KFAC(SecondOrderOptimizer):
             choose_inner(
                 inner_optimizer,
                 keras.optimizers.SGD,
-                {"learning_rate": 0.1, "momentum": 0.5},
+                {"learning_rate": 1.0, "momentum": 0.0}
+                if step == "quadratic"
+                else {"learning_rate": 0.1, "momentum": 0.5},
                 {"learning_rate": learning_rate, "momentum": momentum},
             )
+        )
+        accumulation = take_over_accumulation(
+            inner, gradient_accumulation_steps
         )
         method = KFACMethod(
             damping=damping,
@@ -219,7 +252,9 @@ class KFAC(SecondOrderOptimizer):
                 weight_sharing,
                 ("expand", "reduce", "average"),
             ),
-            factor_batch_fraction=check_batch_fraction(factor_batch_fraction),
+            factor_batch_fraction=check_batch_fraction(
+                "factor_batch_fraction", factor_batch_fraction
+            ),
             fisher=None
             if fisher is None
             else check_choice("fisher", fisher, TYPES),
@@ -236,8 +271,10 @@ class KFAC(SecondOrderOptimizer):
             else check_count("max_factor_dim", max_factor_dim, 1),
             factor_rank=check_count("factor_rank", factor_rank, 1),
             skip_layers=check_skip_layers(skip_layers),
-            gradient_accumulation_steps=take_over_accumulation(
-                inner, gradient_accumulation_steps
+            gradient_accumulation_steps=accumulation,
+            step=check_step(step, inner, damping, accumulation),
+            quadratic_batch_fraction=check_batch_fraction(
+                "quadratic_batch_fraction", quadratic_batch_fraction
             ),
         )
         super().__init__(inner, method, name)
@@ -267,6 +304,13 @@ class KFAC(SecondOrderOptimizer):
         "length" is the squared length of the step in the Fisher metric, after
         the clip and before the momentum; "damping" is that of the next
         decomposition.
+
+        With `step="quadratic"` there are in place of the first two "alpha" and
+        "mu", "alpha_plain" where weights have no block, and
+        "predicted_reduction", how much smaller the model says that the step
+        makes the loss of the batch. Where `LevenbergMarquardt` has looked at
+        it, "actual_reduction" is how much smaller it does; "damping" is that
+        of the step.
         """
         if not self.built:
             return {}
@@ -308,8 +352,9 @@ class KFAC(SecondOrderOptimizer):
         Known before training, for a built model.
 
         Returns:
-            The bytes of "factors", "decompositions" and their "total", and of
-            the sums for "accumulation" if there is any.
+            The bytes of "factors", "decompositions" and their "total", of the
+            sums for "accumulation" if there is any, and of the
+            "previous_update" with `step="quadratic"`.
         """
         return super().state_bytes()
 
@@ -323,7 +368,7 @@ class KFAC(SecondOrderOptimizer):
             that also renews all "inverse"s, the bytes of "gradients",
             "factors", "decompositions" and "preconditioned_gradients". Two
             more numbers for each dense layer that is preconditioned by its
-            rows are not counted.
+            rows, and the few of a quadratic model, are not counted.
         """
         return super().communication_bytes()
 

@@ -106,7 +106,10 @@ class Placement:
         return sum(kind.elements + 1 for kind in kinds) * block.dtype.size
 
     def state_bytes(
-        self, rank: int, accumulated: int | None = None
+        self,
+        rank: int,
+        accumulated: int | None = None,
+        previous: int | None = None,
     ) -> dict[str, int]:
         """Bytes of the curvature state of a worker.
 
@@ -114,6 +117,7 @@ class Placement:
             rank: The worker.
             accumulated: Bytes of the gradients that it adds up over
                 micro-batches; None if it does not.
+            previous: Bytes of the update before; None if it is not kept.
         """
         layers = range(len(self.blocks))
         sizes = {
@@ -125,6 +129,8 @@ class Placement:
         if accumulated is not None:
             statistics = sum(self.statistic_bytes(rank, i) for i in layers)
             sizes["accumulation"] = accumulated + statistics
+        if previous is not None:
+            sizes["previous_update"] = previous
         return {**sizes, "total": sum(sizes.values())}
 
     def communication_bytes(self, rank: int, gradient_bytes: int) -> Kinds:

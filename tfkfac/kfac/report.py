@@ -1,5 +1,8 @@
 """What the last step did, and hints when steps are shorter than need be."""
 
+import math
+from collections.abc import Mapping
+
 import tensorflow as tf
 
 from tfkfac.compat.graphs import state_variable
@@ -7,6 +10,17 @@ from tfkfac.compat.tracking import Tracked
 from tfkfac.kfac.clip import Clip
 from tfkfac.wrapper.guards import count_events
 
+# What may be said of a step; what is not is NaN.
+_NAMES = (
+    "clip_factor",
+    "length",
+    "damping",
+    "alpha",
+    "alpha_plain",
+    "mu",
+    "predicted_reduction",
+    "actual_reduction",
+)
 # Steps that are looked at, and how many of them are nearly all. Of a healthy
 # run about 20 % are clipped, of one on inputs times 255 all.
 _FIRST, _NEARLY_ALL = 200, 190
@@ -20,6 +34,7 @@ class StepReport(Tracked):
         clipped: Number of the first of them that the clip has shortened.
         hints: 1 once the hint has been given.
         sums: Number of times that the loss has looked like a sum.
+        lost: Number of steps whose quadratic model was not finite.
     """
 
     def __init__(self) -> None:
@@ -28,9 +43,9 @@ class StepReport(Tracked):
         self.clipped = state_variable(0, "int64", "clipped_steps")
         self.hints = state_variable(0, "int64", "clip_hints")
         self.sums = state_variable(0, "int64", "summed_losses")
+        self.lost = state_variable(0, "int64", "lost_models")
         self._values = {
-            name: state_variable(0.0, "float64", name)
-            for name in ("clip_factor", "length", "damping")
+            name: state_variable(math.nan, "float64", name) for name in _NAMES
         }
 
     def note(self, clip: Clip, damping: tf.Tensor, name: str) -> None:
@@ -42,13 +57,7 @@ class StepReport(Tracked):
             name: Name of the optimizer.
         """
         length = tf.square(clip.factor) * clip.length
-        for what, value in [
-            ("clip_factor", clip.factor),
-            ("length", length),
-            ("damping", damping),
-        ]:
-            self._values[what].assign(tf.cast(value, tf.float64))
-        self.steps.assign_add(1)
+        self._assign(clip_factor=clip.factor, length=length, damping=damping)
         early = self.steps <= _FIRST
         clipped = tf.logical_and(early, clip.factor < 1)
         self.clipped.assign_add(tf.cast(clipped, tf.int64))
@@ -61,6 +70,34 @@ class StepReport(Tracked):
             "Are the model's inputs normalised? A smaller learning rate or a "
             "larger damping may help too; see `optimizer.last_step`.",
         )
+
+    def note_quadratic(
+        self,
+        coefficients: Mapping[str, tf.Tensor],
+        predicted: tf.Tensor,
+        actual: tf.Tensor,
+        damping: tf.Tensor,
+    ) -> None:
+        """Notes a step that minimises the quadratic model.
+
+        Args:
+            coefficients: Those of its directions, by name.
+            predicted: How much smaller it should make the loss.
+            actual: How much smaller it does, NaN if that is not known.
+            damping: The damping.
+        """
+        self._assign(
+            **coefficients,
+            predicted_reduction=predicted,
+            actual_reduction=actual,
+            damping=damping,
+        )
+
+    def _assign(self, **values: tf.Tensor) -> None:
+        """Notes the numbers of a step."""
+        for name, value in values.items():
+            self._values[name].assign(tf.cast(value, tf.float64))
+        self.steps.assign_add(1)
 
     def note_sum(self, summed: tf.Tensor | None, name: str) -> None:
         """Notes whether the loss looks like a sum that is taken for a mean."""
@@ -79,4 +116,5 @@ class StepReport(Tracked):
         """The last step's numbers, by name; none before the first step."""
         if int(self.steps.numpy()) == 0:
             return {}
-        return {name: float(v.numpy()) for name, v in self._values.items()}
+        every = {name: float(v.numpy()) for name, v in self._values.items()}
+        return {name: v for name, v in every.items() if not math.isnan(v)}

@@ -11,6 +11,7 @@ from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_choice, is_number
 from tfkfac.distributed.assignment import POLICIES
 from tfkfac.distributed.plan import MODES, Mode
+from tfkfac.kfac.damping import LevenbergMarquardt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,18 +65,81 @@ def check_decay(value: Any) -> float:
     return float(value)
 
 
-def check_batch_fraction(value: Any) -> float:
-    """Returns `factor_batch_fraction` as a float in (0, 1].
+def check_batch_fraction(name: str, value: Any) -> float:
+    """Returns a share of a batch as a float in (0, 1].
 
     Raises:
         ValueError: If it is not.
     """
     if not is_number(value) or not 0 < value <= 1:
         raise ValueError(
-            "Argument `factor_batch_fraction` must be a number in (0, 1]. "
-            f"Received: factor_batch_fraction={value!r}"
+            f"Argument `{name}` must be a number in (0, 1]. "
+            f"Received: {name}={value!r}"
         )
     return float(value)
+
+
+def check_step(
+    step: Any,
+    inner: keras.optimizers.Optimizer,
+    damping: Any,
+    accumulation: int | None,
+) -> str:
+    """Returns `step` if all that it needs is there.
+
+    Raises:
+        ValueError: If it is not one of the two, or does not go with the
+            inner optimizer, the damping or an accumulation.
+    """
+    check_choice("step", step, ("inner", "quadratic"))
+    adaptive = isinstance(damping, LevenbergMarquardt)
+    if step == "quadratic":
+        check_plain(inner)
+    elif adaptive:
+        raise ValueError(
+            "Argument `damping` must be a number, a schedule or a callable "
+            "with step='inner': it can adapt itself only where the quadratic "
+            "model has chosen the step and predicts what it does, with "
+            f"step='quadratic'. Received: damping={damping!r}"
+        )
+    if adaptive and accumulation is not None:
+        raise ValueError(
+            "Argument `damping` must not be a `LevenbergMarquardt` with "
+            "`gradient_accumulation_steps`: it compares losses of the whole "
+            "batch, whose first parts are gone. Received: "
+            f"damping={damping!r} with "
+            f"gradient_accumulation_steps={accumulation}"
+        )
+    return str(step)
+
+
+def check_plain(inner: keras.optimizers.Optimizer) -> None:
+    """Refuses inner optimizers that would change a step of the model.
+
+    Raises:
+        ValueError: If it is anything but SGD with a learning rate alone.
+    """
+    changes = [
+        name
+        for name in (
+            "momentum",
+            "weight_decay",
+            "clipnorm",
+            "clipvalue",
+            "global_clipnorm",
+        )
+        if getattr(inner, name, None)
+    ]
+    if type(inner) is keras.optimizers.SGD and not changes:
+        return
+    what = f"{type(inner).__name__}({', '.join(changes)})"
+    raise ValueError(
+        "Argument `inner_optimizer` must be SGD without momentum, clipping "
+        "or weight decay with step='quadratic': the quadratic model chooses "
+        "length and momentum of a step, which another rule would spoil. For "
+        "decay use a layer's `kernel_regularizer`, which the model knows. "
+        f"Received: inner_optimizer={what}"
+    )
 
 
 def check_dtype(name: str, value: Any) -> tf.DType | None:

@@ -1,7 +1,9 @@
 """What one worker keeps: factors and decompositions of its blocks."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -10,13 +12,16 @@ from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.kfac.averages import FactorAverages
 from tfkfac.kfac.counters import Counters, Number
+from tfkfac.kfac.damping import AdaptiveDamping, LevenbergMarquardt
 from tfkfac.kfac.memory import memory_of
 from tfkfac.kfac.pending import Pending
 from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.previous import Previous
 from tfkfac.kfac.report import StepReport
 from tfkfac.saving.store import Entry, Spread
 from tfkfac.solvers import Decomposition, Solver
 from tfkfac.wrapper.accumulation import Accumulation
+from tfkfac.wrapper.hyperparameters import Hyperparameter
 from tfkfac.wrapper.step import Job
 
 
@@ -98,6 +103,8 @@ class State(Tracked):
         inverse_updates: Number of steps that have renewed decompositions.
         pending: The micro-batches of the next step, if there are any.
         report: What the last step did.
+        previous: The update before, if the next one is made of it.
+        damping: The damping, if it adapts.
     """
 
     def __init__(self) -> None:
@@ -106,6 +113,8 @@ class State(Tracked):
         self.counters = Counters(())
         self.pending: Pending | None = None
         self.report = StepReport()
+        self.previous: Previous | None = None
+        self.damping: AdaptiveDamping | None = None
         self.factor_updates = state_variable(0, "int64", "factor_updates")
         self.inverse_updates = state_variable(0, "int64", "inverse_updates")
 
@@ -156,6 +165,21 @@ class State(Tracked):
         if self.pending is None or not self.pending.is_for(observed):
             self.pending = Pending(Accumulation(steps, job), observed)
 
+    def take_quadratic_steps(self, model: keras.Model, damping: Any) -> None:
+        """Makes room for the update before, and for damping that adapts."""
+        if self.previous is None:
+            self.previous = Previous(model)
+        if self.damping is None and isinstance(damping, LevenbergMarquardt):
+            self.damping = AdaptiveDamping(damping)
+
+    def current_damping(
+        self, damping: Hyperparameter, clock: tf.Tensor
+    ) -> tf.Tensor:
+        """The damping, the user's or one that adapts, a float64 scalar."""
+        if self.damping is not None:
+            return tf.convert_to_tensor(self.damping.value)
+        return damping.at(clock)
+
     def entries(self) -> list[Entry]:
         """All variables to save."""
         counters = [
@@ -169,7 +193,12 @@ class State(Tracked):
                 for i, p in enumerate(self.preconditioners)
                 for entry in p.entries(self.counters, i)
             ),
-            *(self.pending.entries() if self.pending is not None else ()),
+            *(
+                entry
+                for part in (self.pending, self.previous, self.damping)
+                if part is not None
+                for entry in part.entries()
+            ),
         ]
 
     def events(self) -> list[tuple[str, tf.Variable]]:
@@ -177,7 +206,10 @@ class State(Tracked):
         events = [
             ("times that kl_clip ruled the first steps", self.report.hints),
             ("times that the loss looked like a sum", self.report.sums),
+            ("quadratic models not finite", self.report.lost),
         ]
+        if self.damping is not None:
+            events.append(("steps rejected", self.damping.rejected))
         for text, numbers in [
             ("gradients of other passes in", self.counters.unexplained),
             ("statistics not finite in", self.counters.rejected),

@@ -8,11 +8,20 @@ from tfkfac.factors import LowRank
 from tfkfac.fisher.choice import Choice
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import State
+from tfkfac.wrapper.step import Job
 from tfkfac.wrapper.tables import bytes_text, table
+
+_LEFT = {
+    "inner": "Left to the inner optimizer as they are:",
+    "quadratic": "Moved along their gradients, by a step size of their own:",
+}
 
 
 def describe(
-    placement: Placement, states: Sequence[State], titles: Sequence[str]
+    placement: Placement,
+    states: Sequence[State],
+    titles: Sequence[str],
+    step: str,
 ) -> list[str]:
     """Returns the lines of the summary of an optimizer.
 
@@ -20,6 +29,7 @@ def describe(
         placement: The blocks, and which worker does what of them.
         states: What the replicas of this process keep; none before training.
         titles: The first lines.
+        step: "inner" or "quadratic".
     """
     lines = [*titles, ""]
     rows = [
@@ -35,12 +45,31 @@ def describe(
     else:
         lines.append("No layer is preconditioned.")
     if placement.registry.left:
-        lines += ["", "Left to the inner optimizer as they are:"]
+        lines += ["", _LEFT[step]]
         rows = [
             row for left in placement.registry.left for row in left_rows(left)
         ]
         lines += table(("Layer", "Variable", "Weights", "Reason"), rows)
-    return [*lines, "", totals(placement)]
+    lines += ["", totals(placement)]
+    if states and states[0].damping is not None:
+        lines.append(states[0].damping.text())
+    return lines
+
+
+def title(job: Job, solver: str, step: str) -> str:
+    """The first line.
+
+    Args:
+        job: The job.
+        solver: Name of the solver.
+        step: "inner" or "quadratic".
+    """
+    inner = type(job.inner_optimizer).__name__
+    text = (
+        f"K-FAC '{job.name}' of model '{job.model.name}': solver {solver}, "
+        f"inner optimizer {inner}"
+    )
+    return text + ", steps by the quadratic model" * (step == "quadratic")
 
 
 def fisher_text(wanted: str | None, choice: Choice | None) -> str:

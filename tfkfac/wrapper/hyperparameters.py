@@ -29,6 +29,8 @@ class Hyperparameter:
         integer: Whether only integers of at least 1 are allowed.
         positive: Whether 0 is excluded.
         optional: Whether None is allowed.
+        also: A class whose instances are allowed too, which somebody else
+            gets numbers from.
 
     Raises:
         ValueError: If the value is not allowed.
@@ -41,11 +43,13 @@ class Hyperparameter:
         integer: bool = False,
         positive: bool = False,
         optional: bool = False,
+        also: type | None = None,
     ) -> None:
         self.name = name
         self._integer = integer
         self._positive = positive
         self._optional = optional
+        self._also = also
         self._built = False
         self._variable: tf.Variable | None = None
         self._function: Callable[[Any], Any] | None = None
@@ -90,7 +94,7 @@ class Hyperparameter:
             self._variable = state_variable(value, dtype, self.name)
         elif isinstance(self._value, Schedule):
             self._function = self._value
-        elif self._value is not None:
+        elif callable(self._value):
             self._function = traced(self._value)
         if self._function is not None:
             self._check_first(self._function)
@@ -148,6 +152,8 @@ class Hyperparameter:
         """Returns an allowed value, a number as Python's own."""
         if value is None and self._optional:
             return value
+        if self._also is not None and isinstance(value, self._also):
+            return value
         if callable(value) and not isinstance(value, type):
             return value
         if self._allowed(value):
@@ -155,9 +161,14 @@ class Hyperparameter:
         raise ValueError(
             f"Argument `{self.name}` must be {self._kind}, a "
             "`LearningRateSchedule` or a callable of the iteration"
-            f"{' or None' * self._optional}. "
+            f"{self._others()}. "
             f"Received: {self.name}={value!r}"
         )
+
+    def _others(self) -> str:
+        """What else is allowed, for messages."""
+        also = "" if self._also is None else f" or a `{self._also.__name__}`"
+        return also + " or None" * self._optional
 
     def _allowed(self, value: Any) -> bool:
         if self._integer:
@@ -202,6 +213,7 @@ class Tunable:
         integer: Whether only integers of at least 1 are allowed.
         positive: Whether 0 is excluded.
         optional: Whether None is allowed.
+        also: A class whose instances are allowed too.
     """
 
     def __init__(
@@ -209,8 +221,9 @@ class Tunable:
         integer: bool = False,
         positive: bool = False,
         optional: bool = False,
+        also: type | None = None,
     ) -> None:
-        self._rules = (integer, positive, optional)
+        self._rules = (integer, positive, optional, also)
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

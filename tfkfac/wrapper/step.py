@@ -19,6 +19,7 @@ from tfkfac.capture.loss_terms import (
 from tfkfac.capture.trace import replica_id
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.inner_update import updates_in_replica
+from tfkfac.compat.optimizers import variable_key
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import find_topology
 from tfkfac.linalg.symmetric import all_finite
@@ -355,6 +356,17 @@ def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:
     measure = measure_loss(batch.terms, group, job.topology.replicas, True)
     tap.note(dataclasses.replace(batch, measure=measure))
     return weigh(loss, batch.terms, measure.shares)
+
+
+def places_of(step: Step, weights: Sequence[keras.Variable]) -> list[int]:
+    """For each gradient there is, its variable's place among the weights."""
+    inner = step.job.inner_optimizer
+    position = {variable_key(inner, v): i for i, v in enumerate(weights)}
+    return [
+        position[variable_key(inner, v)]
+        for v, g in zip(step.variables, step.gradients, strict=True)
+        if g is not None
+    ]
 
 
 def values_of(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:

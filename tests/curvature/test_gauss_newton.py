@@ -1,0 +1,89 @@
+"""The Gauss-Newton form, against differences of outputs and NumPy."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support.curvature_models import (
+    ZOO,
+    floats,
+    noise,
+    ready,
+    weight_count,
+)
+from tests.support.marks import with_slow
+from tests.support.reference import Array
+from tfkfac.capture.forward import training_call
+from tfkfac.curvature.gauss_newton import gauss_newton_form
+
+DIRECTIONS = 3
+FEW = ("tanh", "conv_strides", "batch", "attention", "embedding", "dropout")
+
+
+def split(model: Any, vector: Array) -> list[Array]:
+    shapes = [tuple(v.shape) for v in model.trainable_variables]
+    ends = np.cumsum([np.prod(s, dtype=int) for s in shapes])[:-1]
+    parts = np.split(vector, ends)
+    return [p.reshape(s) for p, s in zip(parts, shapes, strict=True)]
+
+
+def form(model: Any, vectors: Array, x: Any, y: Any, **kwargs: Any) -> Array:
+    """`gauss_newton_form` of the rows of a matrix."""
+    variables = model.trainable_variables
+    arguments = {"x": x, "y": y, **kwargs}
+
+    @tf.function(autograph=False)
+    def compute() -> Any:
+        return gauss_newton_form(
+            model,
+            training_call(model, x),
+            arguments,
+            variables,
+            [tf.identity(v.value) for v in variables],
+            [[tf.constant(p) for p in split(model, v)] for v in vectors],
+        )
+
+    return np.asarray(compute())
+
+
+def outputs_at(model: Any, change: Array, x: Any) -> Array:
+    """The model's outputs at other weights; changes no state."""
+    before = [np.array(v) for v in model.variables]
+    for v, part in zip(
+        model.trainable_variables, split(model, change), strict=True
+    ):
+        v.assign(np.asarray(v) + part)
+    found = np.asarray(model(x, training=True))
+    for variable, value in zip(model.variables, before, strict=True):
+        variable.assign(value)
+    return found
+
+
+def tangents(model: Any, vectors: Array, x: Any, step: float = 1e-6) -> Array:
+    """J d by central differences, for each row d."""
+    return np.stack(
+        [
+            (outputs_at(model, step * d, x) - outputs_at(model, -step * d, x))
+            / (2 * step)
+            for d in vectors
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "case", with_slow(ZOO, *(case for case in ZOO if case not in FEW))
+)
+def test_every_layer(case: str) -> None:
+    """Mean squared error: `2 / (B D)` times products of tangents."""
+    with floats("float64"):
+        model, x, y = ready(case)
+        vectors = noise(DIRECTIONS, weight_count(model))
+        before = [np.array(v) for v in model.variables]
+        got = form(model, vectors, x, y)
+        for v, old in zip(model.variables, before, strict=True):
+            np.testing.assert_array_equal(np.asarray(v), old)
+        pushed = tangents(model, vectors, x).reshape(DIRECTIONS, -1)
+    want = 2 / pushed.shape[1] * pushed @ pushed.T
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-8)
