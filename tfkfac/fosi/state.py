@@ -8,7 +8,7 @@ from tfkfac.fosi.accelerator import Accelerator
 from tfkfac.fosi.final_update import FinalUpdate
 from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.subspace import Subspace
-from tfkfac.saving.store import Entry
+from tfkfac.saving.entries import Contents, Entry, Spread
 
 
 class State(Tracked):
@@ -44,16 +44,20 @@ class State(Tracked):
         """Bytes of the counters."""
         return 3 * tf.int64.size
 
-    def entries(self) -> list[Entry]:
-        """All variables to save."""
-        entries = [
-            Entry("", "estimations", self.estimations),
-            Entry("", "last_estimation", self.last),
-            Entry("", "failures", self.failures),
-        ]
+    def contents(self, rank: int) -> Contents:
+        """What is to be saved.
+
+        Args:
+            rank: The replica.
+        """
+        entries = [Entry("", "last_estimation", self.last, least=-1)]
         if self.subspace is not None:
-            entries += self.subspace.entries()
-        return entries
+            entries += [
+                Entry("", "estimations", self.estimations, Spread.OWNED),
+                Entry("", "failures", self.failures, Spread.OWNED),
+                *self.subspace.entries(rank),
+            ]
+        return Contents(entries)
 
 
 class RoleState(State):

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
+from tfkfac.saving.entries import Entry
 
 
 class Counters(Tracked):
@@ -56,6 +57,22 @@ class Counters(Tracked):
         for mine, theirs in zip(self._all(), other._all(), strict=True):
             for i, place in places.items():
                 Number(mine, i).assign(theirs[place])
+
+    def entries(self, place: int) -> list[Entry]:
+        """The numbers of a block to save."""
+        return [
+            Entry(self.paths[place], name, Number(numbers, place))
+            for name, numbers in [
+                ("observed", self.observed),
+                ("decomposed", self.decomposed),
+                ("rejected", self.rejected),
+                ("failures", self.failures),
+            ]
+        ]
+
+    def decompose_anew(self) -> None:
+        """Forgets that there have been decompositions."""
+        self.decomposed.assign(tf.zeros_like(self.decomposed))
 
     def without_statistics(self) -> tf.Tensor:
         """Whether each block has none yet."""

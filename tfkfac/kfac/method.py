@@ -44,7 +44,7 @@ from tfkfac.kfac.schedule import factor_steps, inverse_steps, turns_due
 from tfkfac.kfac.settings import Settings
 from tfkfac.kfac.state import State, kept_factors
 from tfkfac.kfac.summary import describe
-from tfkfac.saving.store import Entry
+from tfkfac.saving.entries import Contents
 from tfkfac.solvers import SOLVERS
 from tfkfac.wrapper.hyperparameters import Tunable, Value
 from tfkfac.wrapper.method import Method
@@ -362,8 +362,8 @@ class KFACMethod(Method):
         return {"layers": layers, "layers left to the inner optimizer": rest}
 
     @override
-    def entries(self) -> list[Entry]:
-        return self.states[0].entries()
+    def contents(self, rank: int) -> Contents:
+        return self.job.at(self.states, rank).contents(self.placement, rank)
 
     @override
     def events(self) -> list[tuple[str, tf.Variable]]:
