@@ -3,13 +3,13 @@
 >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 """
 
-from tfkfac import blocks, curvature, factors
+from tfkfac import blocks, callbacks, curvature, factors
 from tfkfac.blocks import register_block
 from tfkfac.compat.optimizers import find_by_name
 from tfkfac.compat.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.kfac.optimizer import KFAC
-from tfkfac.wrapper import binding, carry
+from tfkfac.wrapper import binding, carry, training
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "KFAC",
     "MultiWorkerMirroredStrategy",
     "blocks",
+    "callbacks",
     "curvature",
     "factors",
     "register_block",
@@ -24,5 +25,6 @@ __all__ = [
 
 binding.install()
 carry.install()
+training.install()
 find_by_name(KFAC)
 find_by_name(FOSI)

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
-from tfkfac.saving.entries import Entry
+from tfkfac.saving.entries import Entry, Spread
 
 
 class Counters(Tracked):
@@ -58,16 +58,25 @@ class Counters(Tracked):
             for i, place in places.items():
                 Number(mine, i).assign(theirs[place])
 
-    def entries(self, place: int) -> list[Entry]:
-        """The numbers of a block to save."""
+    def clocks(self, place: int, spread: Spread) -> list[Entry]:
+        """What has been done with a block, to be saved."""
+        named = [("observed", self.observed), ("decomposed", self.decomposed)]
+        path = self.paths[place]
         return [
-            Entry(self.paths[place], name, Number(numbers, place))
-            for name, numbers in [
-                ("observed", self.observed),
-                ("decomposed", self.decomposed),
-                ("rejected", self.rejected),
-                ("failures", self.failures),
-            ]
+            Entry(path, name, Number(numbers, place), spread)
+            for name, numbers in named
+        ]
+
+    def faults(
+        self, place: int, has_factors: bool, has_decomposition: bool
+    ) -> list[Entry]:
+        """What has gone wrong with a block where it is, to be saved."""
+        named = [("rejected", self.rejected)] * has_factors
+        named += [("failures", self.failures)] * has_decomposition
+        path = self.paths[place]
+        return [
+            Entry(path, name, Number(numbers, place), Spread.OWNED)
+            for name, numbers in named
         ]
 
     def decompose_anew(self) -> None:

@@ -150,11 +150,17 @@ class State(Tracked):
             placement: Who does what of the blocks.
             rank: The worker.
         """
-        entries = self._clocks(placement.plan)
-        for i, preconditioner in enumerate(self.preconditioners):
-            if placement.plan.observes(rank, i):
-                entries += self.counters.entries(i)
-            entries += preconditioner.entries()
+        plan = placement.plan
+        entries = self._clocks(plan)
+        for i, one in enumerate(self.preconditioners):
+            if plan.observes(rank, i):
+                shared = plan.shares_clocks
+                spread = Spread.REPLICATED if shared else Spread.OWNED
+                entries += self.counters.clocks(i, spread)
+            entries += self.counters.faults(
+                i, one.factors is not None, one.decomposition is not None
+            )
+            entries += one.entries()
         solved = part_of(placement.solver, placement.settings.inverse_dtype)
         parts = {solved: self.counters.decompose_anew}
         if self.pending is not None:
