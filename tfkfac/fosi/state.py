@@ -68,6 +68,7 @@ class RoleState(State):
         progress: Number of its iterations done; 0 when none is under way.
         final_update: What workers remember of an interval for the published
             final update; None without it.
+        part: The part of the state that an estimation under way is.
         times: Idle and all seconds of each replica `(replicas, 2)`.
         arrived: When this replica last came to the meeting that ends a step.
         left: When it last left it.
@@ -80,8 +81,10 @@ class RoleState(State):
         accelerator: Accelerator | None,
         final_update: FinalUpdate | None,
         replicas: int,
+        part: str,
     ) -> None:
         super().__init__(layout, subspace)
+        self.part = part
         self.accelerator = accelerator
         self.final_update = final_update
         self.progress = state_variable(0, "int64", "progress")
@@ -89,6 +92,26 @@ class RoleState(State):
         self.times = state_variable(times, "float64", "times")
         self.arrived = state_variable(0, "float64", "arrived")
         self.left = state_variable(0, "float64", "left")
+
+    def contents(self, rank: int) -> Contents:
+        """What is to be saved: the estimation under way too.
+
+        Accelerators divide it, and hold their own parts of a batch, so another
+        number of them begins another one.
+
+        Args:
+            rank: The replica.
+        """
+        own = super().contents(rank)
+        progress = Entry("", "progress", self.progress, part=self.part)
+        own.entries.append(progress)
+        if self.accelerator is not None:
+            own.entries.extend(self.accelerator.entries(self.part))
+        if self.final_update is not None:
+            own.entries.extend(self.final_update.entries(self.part))
+        parts = {self.part: lambda: self.progress.assign(0)}
+        idle = [] if int(self.progress.numpy()) else [self.part]
+        return Contents(own.entries, parts=parts, idle=frozenset(idle))
 
     @staticmethod
     def role_bytes(replicas: int) -> int:

@@ -123,6 +123,13 @@ class StatisticSums(Tracked):
         names = [*self._names, "counts"]
         sums = (*self._totals, self._counts)
         return [
-            Entry(self._path, name, variable, Spread.PARTIAL, PENDING)
+            Entry(
+                self._path,
+                name,
+                variable,
+                Spread.PARTIAL,
+                PENDING,
+                is_finite=False,
+            )
             for name, variable in zip(names, sums, strict=True)
         ]

@@ -87,6 +87,8 @@ class Entry:
         region: Where in the whole the variable is; None is the whole.
         least: The least number that it can hold; None is 0 for integers, and
             any for others.
+        is_finite: Whether it has no NaN. With False it may: there are guards
+            where it is used.
         derive: Gives its value where a file does not have it; None is an error
             there.
     """
@@ -98,6 +100,7 @@ class Entry:
     part: str = STATE
     region: Region | None = None
     least: float | None = None
+    is_finite: bool = True
     derive: Callable[[Read], Any] | None = None
 
     @property
@@ -107,8 +110,8 @@ class Entry:
         return _FIELD.join([self.part, self.name, path])
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
+    def shape(self) -> tuple[int | None, ...]:
+        """Shape of the whole; None is any length."""
         if self.region is not None:
             return self.region.whole
         return tuple(self.variable.shape)
@@ -116,7 +119,12 @@ class Entry:
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether it can be made of an array of a shape, see `own`."""
         stacked = self.spread.is_stacked or self.shape == ()
-        return shape == self.shape or (stacked and shape[1:] == self.shape)
+        if stacked and shape[1:] == self.shape:
+            return True
+        return len(shape) == len(self.shape) and all(
+            want in (None, have)
+            for have, want in zip(shape, self.shape, strict=True)
+        )
 
     def own(self, value: np.ndarray, rank: int, replicas: int) -> np.ndarray:
         """What one replica keeps of what a file has.
@@ -129,7 +137,7 @@ class Entry:
             rank: The replica.
             replicas: Number of replicas of the job.
         """
-        if value.shape != self.shape:
+        if value.ndim > len(self.shape):
             value = self._of_each(value, rank, replicas)
         elif self.spread is Spread.PARTIAL and rank > 0:
             value = np.zeros_like(value)
@@ -152,8 +160,7 @@ class Entry:
         kind, own = kind_of(value.dtype), kind_of(wanted)
         if kind != own:
             return f"is of dtype {value.dtype}, not {wanted}"
-        # A sum that is not finite costs the step it is of.
-        if own == "f" and self.spread is not Spread.PARTIAL:
+        if own == "f" and self.is_finite:
             bad = value.size - np.count_nonzero(np.isfinite(value))
             if bad:
                 return f"has {bad} of {value.size} numbers that are not finite"
@@ -172,6 +179,7 @@ class Contents:
         layers: Paths of the layers of which any replica has some.
         parts: The parts that a file may be without, and what makes good for
             the lack of each.
+        idle: Those that there is no need to save now.
     """
 
     entries: list[Entry]
@@ -179,6 +187,7 @@ class Contents:
     parts: Mapping[str, Callable[[], object]] = dataclasses.field(
         default_factory=dict
     )
+    idle: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,6 +212,8 @@ class Piece:
     def of(cls, entry: Entry) -> "Piece":
         """What a replica has of an entry."""
         shape = tuple(entry.variable.shape)
+        if None in shape:
+            shape = entry.variable.numpy().shape
         dtype = tf.as_dtype(entry.variable.dtype).name
         stacked = entry.spread.is_stacked
         return cls(entry.key, shape, dtype, stacked, entry.region)

@@ -100,7 +100,14 @@ class Accumulation(Tracked):
     def entries(self) -> list[Entry]:
         """All variables to save."""
         named = [
-            Entry(path, f"gradient_sum_{name}", own, Spread.PARTIAL, PENDING)
+            Entry(
+                path,
+                f"gradient_sum_{name}",
+                own,
+                Spread.PARTIAL,
+                PENDING,
+                is_finite=False,
+            )
             for (path, name), own in zip(self._names, self.sums, strict=True)
         ]
         counts = {

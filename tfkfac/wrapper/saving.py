@@ -89,7 +89,11 @@ class SavedState(tf.train.experimental.PythonState):
                 store[key] = value
 
     def _entries(self) -> dict[int, list[Entry]]:
-        return {r: one.entries for r, one in self._contents().items()}
+        """What is to be saved now, by rank."""
+        return {
+            rank: [e for e in one.entries if e.part not in one.idle]
+            for rank, one in self._contents().items()
+        }
 
     def _contents(self) -> dict[int, Contents]:
         """What each replica of this process has, by rank."""
@@ -107,7 +111,7 @@ class SavedState(tf.train.experimental.PythonState):
         counts = [
             entry.variable.numpy()
             for entry in next(iter(self._entries().values()))
-            if entry.variable.dtype.is_integer and not entry.layer
+            if entry.variable.dtype.is_integer and entry.shape == ()
         ]
         iterations = raw_iterations(job.inner_optimizer)
         return [int(iterations.numpy()), *map(int, counts)]
