@@ -3,7 +3,7 @@
 >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 """
 
-from tfkfac import blocks, curvature, factors, fisher
+from tfkfac import blocks, callbacks, curvature, factors, fisher
 from tfkfac.blocks import register_block
 from tfkfac.compat.optimizers import find_by_name
 from tfkfac.distributed.strategy import MultiWorkerMirroredStrategy
@@ -11,7 +11,7 @@ from tfkfac.fisher import register_distribution
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.kfac.damping import LevenbergMarquardt
 from tfkfac.kfac.optimizer import KFAC
-from tfkfac.wrapper import binding, carry
+from tfkfac.wrapper import binding, carry, training
 
 __version__ = "0.1.0"
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "LevenbergMarquardt",
     "MultiWorkerMirroredStrategy",
     "blocks",
+    "callbacks",
     "curvature",
     "factors",
     "fisher",
@@ -29,5 +30,6 @@ __all__ = [
 
 binding.install()
 carry.install()
+training.install()
 find_by_name(KFAC)
 find_by_name(FOSI)

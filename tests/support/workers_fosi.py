@@ -231,22 +231,22 @@ def describe(kind: str | None, model: Any) -> dict[str, Any]:
     optimizer = model.optimizer
     text: list[str] = []
     optimizer.summary(print_fn=text.append)
-    kept = [s.subspace for s in optimizer._states]
+    kept = [s.subspace for s in optimizer.method.states]
     return {
         "ranks": local_ranks(kind),
         "weights": [v.numpy() for v in model.trainable_variables],
         "statistics": [v.numpy() for v in model.non_trainable_variables],
         "copies": copies(kind, [*model.variables, *optimizer.variables]),
         "iterations": int(optimizer.iterations.numpy()),
-        "skipped": [int(v) for v in optimizer._skipped],
-        "estimations": [int(s.estimations) for s in optimizer._states],
-        "failures": [int(s.failures) for s in optimizer._states],
+        "skipped": [int(v) for v in optimizer.method.job.skipped],
+        "estimations": [int(s.estimations) for s in optimizer.method.states],
+        "failures": [int(s.failures) for s in optimizer.method.states],
         "ritz_values": [s and s.ritz_values.numpy() for s in kept],
         "shapes": [s and tuple(s.directions.shape) for s in kept],
         "spectrum": optimizer.spectrum(),
         "state_bytes": optimizer.state_bytes(),
         "kept_bytes": sum(
-            bytes_of(v) for v in variables_in(optimizer._states[0])
+            bytes_of(v) for v in variables_in(optimizer.method.states[0])
         ),
         "communication_bytes": optimizer.communication_bytes(),
         "idle_share": optimizer.idle_share(),

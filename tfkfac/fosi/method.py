@@ -16,7 +16,7 @@ from tfkfac.fosi.multirole import BesideSteps
 from tfkfac.fosi.state import State
 from tfkfac.fosi.summary import describe
 from tfkfac.fosi.update import SplitUpdate
-from tfkfac.saving.store import Entry
+from tfkfac.saving.entries import Contents
 from tfkfac.wrapper.hyperparameters import Tunable, Value
 from tfkfac.wrapper.method import Method
 from tfkfac.wrapper.step import Job, Step, Update
@@ -170,8 +170,8 @@ class FOSIMethod(Method):
         return {}
 
     @override
-    def entries(self) -> list[Entry]:
-        return self.states[0].entries()
+    def contents(self, rank: int) -> Contents:
+        return self.job.at(self.states, rank).contents(rank)
 
     @override
     def events(self) -> list[tuple[str, tf.Variable]]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-import keras
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
@@ -29,7 +28,12 @@ from tfkfac.fosi.directions import (
 from tfkfac.fosi.estimation import Estimation, estimation_bytes
 from tfkfac.fosi.estimator import Estimator, Train, with_total
 from tfkfac.fosi.final_update import FinalUpdate
-from tfkfac.fosi.handover import hand_over, piece_bytes
+from tfkfac.fosi.handover import (
+    all_variables,
+    hand_over,
+    piece_bytes,
+    wire_type,
+)
 from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.moments import synchronized_layers, tap_moments
 from tfkfac.fosi.state import RoleState
@@ -111,14 +115,20 @@ class BesideSteps(Estimator):
         self.states = self.job.for_each(lambda rank: self._new(rank, layout))
 
     def _new(self, rank: int, layout: Layout) -> RoleState:
-        geometry, replicas = layout.geometry, self.job.topology.replicas
-        if not self.roles.trains(rank):
-            shards = geometry.slices(len(self.roles.accelerators))
-            accelerator = Accelerator(geometry, shards.length)
-            return RoleState(layout, None, accelerator, None, replicas)
-        final = FinalUpdate(geometry) if self.final_update == "paper" else None
-        subspace = self.new_subspace(layout)
-        return RoleState(layout, subspace, None, final, replicas)
+        replicas, count = (
+            self.job.topology.replicas,
+            len(self.roles.accelerators),
+        )
+        part = f"{self.final_update} estimation of {count}"
+        subspace = accelerator = final = None
+        if self.roles.trains(rank):
+            subspace = self.new_subspace(layout)
+            if self.final_update == "paper":
+                final = FinalUpdate(layout.geometry)
+        else:
+            index = self.roles.accelerators.index(rank)
+            accelerator = Accelerator(layout.geometry, count, index)
+        return RoleState(layout, subspace, accelerator, final, replicas, part)
 
     # ------------------------------------------------------------ the step
     @override
@@ -378,19 +388,3 @@ class BesideSteps(Estimator):
             "plain": plain,
             "estimation": estimation,
         }
-
-
-def all_variables(model: keras.Model) -> list[keras.Variable]:
-    """The variables of a model, those of one wire type after the other."""
-    return sorted(
-        [*model.trainable_variables, *model.non_trainable_variables],
-        key=lambda v: str(wire_type(v)),
-    )
-
-
-def wire_type(variable: keras.Variable) -> tf.DType:
-    """The dtype in which a variable travels; not all have a collective."""
-    dtype = tf.as_dtype(variable.dtype)
-    if dtype.is_floating:
-        return dtype
-    return tf.int64

@@ -8,7 +8,7 @@ from tfkfac.fosi.accelerator import Accelerator
 from tfkfac.fosi.final_update import FinalUpdate
 from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.subspace import Subspace
-from tfkfac.saving.store import Entry
+from tfkfac.saving.entries import Contents, Entry, Spread
 
 
 class State(Tracked):
@@ -44,16 +44,20 @@ class State(Tracked):
         """Bytes of the counters."""
         return 3 * tf.int64.size
 
-    def entries(self) -> list[Entry]:
-        """All variables to save."""
-        entries = [
-            Entry("", "estimations", self.estimations),
-            Entry("", "last_estimation", self.last),
-            Entry("", "failures", self.failures),
-        ]
+    def contents(self, rank: int) -> Contents:
+        """What is to be saved.
+
+        Args:
+            rank: The replica.
+        """
+        entries = [Entry("", "last_estimation", self.last, least=-1)]
         if self.subspace is not None:
-            entries += self.subspace.entries()
-        return entries
+            entries += [
+                Entry("", "estimations", self.estimations, Spread.OWNED),
+                Entry("", "failures", self.failures, Spread.OWNED),
+                *self.subspace.entries(rank),
+            ]
+        return Contents(entries)
 
 
 class RoleState(State):
@@ -64,6 +68,7 @@ class RoleState(State):
         progress: Number of its iterations done; 0 when none is under way.
         final_update: What workers remember of an interval for the published
             final update; None without it.
+        part: The part of the state that an estimation under way is.
         times: Idle and all seconds of each replica `(replicas, 2)`.
         arrived: When this replica last came to the meeting that ends a step.
         left: When it last left it.
@@ -76,8 +81,10 @@ class RoleState(State):
         accelerator: Accelerator | None,
         final_update: FinalUpdate | None,
         replicas: int,
+        part: str,
     ) -> None:
         super().__init__(layout, subspace)
+        self.part = part
         self.accelerator = accelerator
         self.final_update = final_update
         self.progress = state_variable(0, "int64", "progress")
@@ -85,6 +92,26 @@ class RoleState(State):
         self.times = state_variable(times, "float64", "times")
         self.arrived = state_variable(0, "float64", "arrived")
         self.left = state_variable(0, "float64", "left")
+
+    def contents(self, rank: int) -> Contents:
+        """What is to be saved: the estimation under way too.
+
+        Accelerators divide it, and hold their own parts of a batch, so another
+        number of them begins another one.
+
+        Args:
+            rank: The replica.
+        """
+        own = super().contents(rank)
+        progress = Entry("", "progress", self.progress, part=self.part)
+        own.entries.append(progress)
+        if self.accelerator is not None:
+            own.entries.extend(self.accelerator.entries(self.part))
+        if self.final_update is not None:
+            own.entries.extend(self.final_update.entries(self.part))
+        parts = {self.part: lambda: self.progress.assign(0)}
+        idle = [] if int(self.progress.numpy()) else [self.part]
+        return Contents(own.entries, parts=parts, idle=frozenset(idle))
 
     @staticmethod
     def role_bytes(replicas: int) -> int:

@@ -45,7 +45,7 @@ from tfkfac.kfac.settings import Settings
 from tfkfac.kfac.state import State, kept_factors
 from tfkfac.kfac.statistics import Statistics, batch_statistics, observed
 from tfkfac.kfac.summary import describe, fisher_text, title
-from tfkfac.saving.store import Entry
+from tfkfac.saving.entries import Contents
 from tfkfac.solvers import SOLVERS
 from tfkfac.wrapper.hyperparameters import Tunable, Value
 from tfkfac.wrapper.method import Method
@@ -356,8 +356,8 @@ class KFACMethod(Method):
         return {"layers": layers, "layers left to the inner optimizer": rest}
 
     @override
-    def entries(self) -> list[Entry]:
-        return self.states[0].entries()
+    def contents(self, rank: int) -> Contents:
+        return self.job.at(self.states, rank).contents(self.placement, rank)
 
     @override
     def events(self) -> list[tuple[str, tf.Variable]]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfkfac.compat.tracking import Tracked
-from tfkfac.saving.store import Entry
+from tfkfac.saving.entries import Contents
 from tfkfac.wrapper.hyperparameters import Hyperparameter, Tunable
 from tfkfac.wrapper.step import Job, Step
 
@@ -72,8 +72,8 @@ class Method(abc.ABC):
         """What all workers must have in common, by name; JSON can hold it."""
 
     @abc.abstractmethod
-    def entries(self) -> list[Entry]:
-        """This replica's state to save."""
+    def contents(self, rank: int) -> Contents:
+        """What a replica of this process has of the state to save."""
 
     @abc.abstractmethod
     def events(self) -> list[tuple[str, tf.Variable]]:
