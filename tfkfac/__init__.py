@@ -9,7 +9,7 @@ from tfkfac.compat.optimizers import find_by_name
 from tfkfac.compat.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.kfac.optimizer import KFAC
-from tfkfac.wrapper import binding, carry
+from tfkfac.wrapper import binding, carry, run_length
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
 
 binding.install()
 carry.install()
+run_length.install()
 find_by_name(KFAC)
 find_by_name(FOSI)

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +12,10 @@ import keras
 from tfkfac.compat.layers import all_layers
 
 Action = Callable[[keras.Model], None]
+MakeCallback = Callable[[keras.Model], keras.callbacks.Callback | None]
 
 _ACTIONS = "_tfkfac_after_compile"
+_CALLBACKS = "_tfkfac_in_every_fit"
 _from_config = contextvars.ContextVar("compiles_from_config", default=False)
 
 
@@ -79,6 +82,49 @@ def after_compile(action: Action) -> None:
         _hook_compile_from_config(_owner("compile_from_config"))
     if action not in actions:
         actions.append(action)
+
+
+def in_every_fit(make: MakeCallback) -> None:
+    """Gives each `Model.fit` one more callback, after those of its user.
+
+    This relies on `fit` being a method of one of the base classes of
+    `keras.Model`, with an argument `callbacks`, and on its telling them the
+    numbers of "epochs" and "steps" in `params`. A `CallbackList` that its user
+    has made is left as it is: it has params of its own.
+
+    Args:
+        make: Returns the callback for a model, or None. One that is known
+            already is not called twice.
+    """
+    owner = _owner("fit")
+    makers = getattr(owner.fit, _CALLBACKS, None)
+    if makers is None:
+        makers = _hook_fit(owner)
+    if make not in makers:
+        makers.append(make)
+
+
+def _hook_fit(owner: Any) -> list[MakeCallback]:
+    """Puts the hook on a class and returns what makes the callbacks."""
+    makers: list[MakeCallback] = []
+    original = owner.fit
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(self, *args, **kwargs)
+        given = call.arguments.get("callbacks")
+        if not isinstance(given, keras.callbacks.CallbackList):
+            made = [make(self) for make in makers]
+            call.arguments["callbacks"] = [
+                *(keras.tree.flatten(given) if given else []),
+                *(callback for callback in made if callback is not None),
+            ]
+        return original(*call.args, **call.kwargs)
+
+    setattr(fit, _CALLBACKS, makers)
+    owner.fit = fit
+    return makers
 
 
 def compiles_from_config() -> bool:
