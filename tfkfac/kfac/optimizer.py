@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.checks import check_choice, check_count, check_range
+from tfkfac.fisher.types import TYPES
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
     check_batch_fraction,
@@ -89,6 +90,20 @@ class KFAC(SecondOrderOptimizer):
             batch of each worker, and other ones in the next update. They
             stand for all, so the factors' scale is the same; their noise
             grows. Defaults to 1.0.
+        fisher: Whose gradients the factors G are made of, where the loss is
+            computed by `model.compute_loss`, as `fit` does. "monte_carlo": of
+            labels drawn from the model's own predictions (Martens & Grosse,
+            section 5), by one more backward pass to the pre-activations in
+            steps that update factors, where it is a step's cost of about a
+            third. "empirical": of the labels of the batch, at no cost.
+            "type2": no draws, but the columns of a square root of the Hessian
+            at the outputs, all of them (the generalised Gauss-Newton matrix):
+            a backward pass for each output of an example, at most 1,024. The
+            two that ask the model need the distribution that the loss is a
+            likelihood of, see `tfkfac.register_distribution`; weights of
+            examples count once, not squared. None is "empirical" where all
+            labels are classes or a distribution is not known, else
+            "monte_carlo". Defaults to None.
         distribution: What the workers of a `tf.distribute` job share:
             "comm_opt" (factors are all-reduced, each is decomposed by one
             worker and its decomposition sent to all: plain steps send nothing
@@ -149,6 +164,7 @@ class KFAC(SecondOrderOptimizer):
     factor_decay: float
     weight_sharing: str
     factor_batch_fraction: float
+    fisher: str | None
     max_factor_dim: int | None
     factor_rank: int
 
@@ -164,6 +180,7 @@ class KFAC(SecondOrderOptimizer):
         kl_clip: Value = 0.02,
         weight_sharing: str = "expand",
         factor_batch_fraction: float = 1.0,
+        fisher: str | None = None,
         distribution: str = "comm_opt",
         gradient_worker_fraction: float | None = None,
         assignment: str | None = None,
@@ -203,6 +220,9 @@ class KFAC(SecondOrderOptimizer):
                 ("expand", "reduce", "average"),
             ),
             factor_batch_fraction=check_batch_fraction(factor_batch_fraction),
+            fisher=None
+            if fisher is None
+            else check_choice("fisher", fisher, TYPES),
             settings=make_settings(
                 distribution,
                 gradient_worker_fraction,
