@@ -82,6 +82,9 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
 INNERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     **workers_modes.INNERS,
     "plain": lambda: keras.optimizers.SGD(RATE),
+    "decaying": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.PolynomialDecay(RATE, 12, 0.0), 0.5
+    ),
 }
 # Few Lanczos steps: their number does not matter where two jobs do the same.
 DEFAULTS: dict[str, Any] = {
@@ -224,6 +227,15 @@ def run_fit(
         callbacks=[observer],
     ).history
     return [{k: v[i] for k, v in logs.items()} for i in range(epochs)]
+
+
+def told(kind: str | None) -> list[int]:
+    """The warm-up of each replica, where workers hear other lengths."""
+    options = {"warmup_steps": None}
+    with strategy(kind).scope():
+        optimizer = compiled(kind, "mlp", "sgd", options).optimizer
+    optimizer.method.expect(40 * (1 + local_ranks(kind)[0]))
+    return [int(state.warmup) for state in optimizer._states]
 
 
 def describe(kind: str | None, model: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.loss_terms import LossTerms, mean_over
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import Settings
-from tfkfac.saving.store import Entry
+from tfkfac.saving.entries import Contents
 from tfkfac.wrapper.hyperparameters import Tunable
 from tfkfac.wrapper.method import Method
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
@@ -230,8 +230,8 @@ class Scaled(Method):
     def agreement(self) -> dict[str, Any]:
         return {}
 
-    def entries(self) -> list[Entry]:
-        return []
+    def contents(self, rank: int) -> Contents:
+        return Contents([])
 
     def events(self) -> list[tuple[str, tf.Variable]]:
         return []

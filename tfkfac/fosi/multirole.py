@@ -36,10 +36,10 @@ from tfkfac.fosi.handover import (
 )
 from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.moments import synchronized_layers, tap_moments
+from tfkfac.fosi.rate import NewtonRate
 from tfkfac.fosi.state import RoleState
 from tfkfac.fosi.subspace import Subspace
 from tfkfac.fosi.update import projection_bytes
-from tfkfac.wrapper.hyperparameters import Hyperparameter
 from tfkfac.wrapper.step import Job, Step, Update
 
 
@@ -59,7 +59,7 @@ class BesideSteps(Estimator):
         search: Which directions are sought, and when.
         fraction: Share of the replicas that are accelerators.
         final_update: What workers do with an estimation, "stale" or "paper".
-        alpha: Learning rate of the Newton steps.
+        rate: Learning rate of the Newton steps.
     """
 
     roles: Roles
@@ -70,12 +70,12 @@ class BesideSteps(Estimator):
         search: Search,
         fraction: float,
         final_update: str,
-        alpha: Hyperparameter,
+        rate: NewtonRate,
     ) -> None:
         super().__init__(search)
         self.fraction = fraction
         self.final_update = final_update
-        self._alpha = alpha
+        self._rate = rate
 
     # --------------------------------------------------- binding and state
     @override
@@ -161,12 +161,12 @@ class BesideSteps(Estimator):
         """
         clock = self.job.clock
         idle = tf.equal(state.progress, 0)
-        begins = self.search.begins(clock, state.last) & idle
+        begins = self.search.timing.begins(clock, state) & idle
         state.last.assign(tf.where(begins, clock, state.last))
         iterations = state.layout.geometry.steps
         steps = tf.constant(iterations, tf.int64)
         elapsed = clock - state.last + 1
-        interval = self.search.interval.at(clock)
+        interval = self.search.timing.interval.at(clock)
         target = tf.minimum(-(-steps * elapsed // interval), steps)
         target = tf.where(begins | ~idle, target, 0)
         most = state.progress + self._most_iterations(iterations)
@@ -174,7 +174,7 @@ class BesideSteps(Estimator):
 
     def _most_iterations(self, steps: int) -> int:
         """Largest number of iterations beside one step, of all `steps`."""
-        interval = self.search.interval.get()
+        interval = self.search.timing.interval.get()
         return math.ceil(steps / interval) if is_number(interval) else steps
 
     def _train_and_sum(
@@ -247,8 +247,7 @@ class BesideSteps(Estimator):
             left = stamp_time(state.left)
         idle, whole = left - arrived, left - before
         own += tf.where(before > 0, tf.stack([idle, whole]), [0, 0])
-        times = gathered[:, 1:]
-        rank = everyone.rank
+        times, rank = gathered[:, 1:], everyone.rank
         state.times.assign(
             tf.concat([times[:rank], [own], times[rank + 1 :]], 0)
         )
@@ -260,7 +259,7 @@ class BesideSteps(Estimator):
     ) -> None:
         """At the end of an interval workers take over what was found."""
         geometry = state.layout.geometry
-        ends = self.search.ends(self.job.clock, state.last)
+        ends = self.search.timing.ends(self.job.clock, state)
         ends &= tf.equal(state.progress, geometry.steps)
 
         def take_over() -> tf.Tensor:
@@ -281,7 +280,7 @@ class BesideSteps(Estimator):
         if state.final_update is None:
             return
         weights = flat_weights(self.job.model)
-        alpha = tf.cast(self._alpha.at(self.job.clock), weights.dtype)
+        alpha = tf.cast(self._rate.at(self.job, state), weights.dtype)
         subspace = state.existing_subspace
         move = state.final_update.move(weights, subspace, alpha, group)
         add_to_weights(self.job.model, move)
@@ -306,7 +305,8 @@ class BesideSteps(Estimator):
     @override
     def first(self, updates: int) -> str:
         """See `Estimator.first`: at the end of the first interval."""
-        end, interval = self.search.warmup_steps, self.search.interval.get()
+        timing = self.search.timing
+        end, interval = timing.first(self.states), timing.interval.get()
         if is_number(interval):
             end += int(interval)
             return f"the first after update {end:,}" if updates < end else ""

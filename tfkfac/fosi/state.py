@@ -23,6 +23,9 @@ class State(Tracked):
         last: The update before which the last one was done or begun; -1 if
             there was none.
         failures: Number of estimations that were not finite.
+        warmup: Updates before the first one, where `fit` has told the length
+            of the run; else -1.
+        largest_rate: The largest learning rate so far of the inner optimizer.
     """
 
     def __init__(self, layout: Layout, subspace: Subspace | None) -> None:
@@ -32,6 +35,8 @@ class State(Tracked):
         self.estimations = state_variable(0, "int64", "estimations")
         self.last = state_variable(-1, "int64", "last_estimation")
         self.failures = state_variable(0, "int64", "failures")
+        self.warmup = state_variable(-1, "int64", "warmup")
+        self.largest_rate = state_variable(0, "float64", "largest_rate")
 
     @property
     def existing_subspace(self) -> Subspace:
@@ -42,7 +47,7 @@ class State(Tracked):
     @staticmethod
     def bytes() -> int:
         """Bytes of the counters."""
-        return 3 * tf.int64.size
+        return 4 * tf.int64.size + tf.float64.size
 
     def contents(self, rank: int) -> Contents:
         """What is to be saved.
@@ -50,7 +55,11 @@ class State(Tracked):
         Args:
             rank: The replica.
         """
-        entries = [Entry("", "last_estimation", self.last, least=-1)]
+        entries = [
+            Entry("", "last_estimation", self.last, least=-1),
+            Entry("", "warmup", self.warmup, least=-1),
+            Entry("", "largest_rate", self.largest_rate, least=0),
+        ]
         if self.subspace is not None:
             entries += [
                 Entry("", "estimations", self.estimations, Spread.OWNED),

@@ -59,6 +59,17 @@ class Method(abc.ABC):
             The state of each replica of this process.
         """
 
+    def expect(self, steps: int | None) -> None:  # noqa: B027 (few need it)
+        """Learns how many training steps `fit` will make.
+
+        Called on every worker before the first of them, after `attach`; the
+        state may not exist yet. In loops of one's own nobody calls it.
+
+        Args:
+            steps: The number, from the first epoch on; None if `fit` does not
+                know it.
+        """
+
     @abc.abstractmethod
     def run(self, step: Step) -> None:
         """Does one training step."""

@@ -20,21 +20,23 @@ from tfkfac.distributed.topology import find_topology
 from tfkfac.saving.entries import Spread
 from tfkfac.wrapper.carry import ours
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.wrapper.run_length import RunLength
 
 
-def with_guards(
+def with_ours(
     model: keras.Model,
     callbacks: list[keras.callbacks.Callback],
     initial_epoch: int,
 ) -> list[keras.callbacks.Callback]:
-    """The callbacks of a `fit`, with ours around them on several workers."""
+    """The callbacks of a `fit`, with those of ours that it needs."""
     optimizer = ours(getattr(model, "optimizer", None))
     if optimizer is None:
         return callbacks
+    told = [*callbacks, RunLength(optimizer)]
     if find_topology(model.distribute_strategy).processes == 1:
-        return callbacks
+        return told
     first = Gathering(optimizer, callbacks)
-    return [first, *callbacks, Agreement(optimizer, initial_epoch)]
+    return [first, *told, Agreement(optimizer, initial_epoch)]
 
 
 class Gathering(keras.callbacks.Callback):
@@ -159,5 +161,5 @@ def _refuse(message: str, descriptions: Sequence[dict[str, Any]]) -> None:
 
 
 def install() -> None:
-    """From now on, every `Model.fit` of several workers is guarded."""
-    arrange_callbacks(with_guards)
+    """From now on, every `Model.fit` has our callbacks."""
+    arrange_callbacks(with_ours)
