@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.loss_units import natural_unit
+from tfkfac.capture.surprise import surprise
 from tfkfac.compat.losses import LossCall, Reduction, loss_weights
 
 
@@ -28,6 +29,8 @@ class LossTerms:
         is_fixed: Whether the unit is the same on all replicas, a number that
             no shape of theirs has a say in.
         part: What of the whole loss it is; None if there is nothing else.
+        surprise: The sum over the terms of their loss over that of a guess;
+            0 if that is not known.
     """
 
     count: tf.Tensor
@@ -35,6 +38,7 @@ class LossTerms:
     summed: bool = False
     is_fixed: bool = True
     part: tf.Tensor | None = None
+    surprise: tf.Tensor | float = 0.0
 
 
 class LossMeasure(NamedTuple):
@@ -62,6 +66,12 @@ class LossMeasure(NamedTuple):
     total: tf.Tensor | None
     share: tf.Tensor | None = None
     shares: tuple[tf.Tensor, ...] = ()
+
+    def tempered(self, dispersion: tf.Tensor) -> "LossMeasure":
+        """The measure of a loss divided by its dispersion."""
+        return self._replace(
+            row_scale=self.row_scale / dispersion, unit=self.unit * dispersion
+        )
 
     def shared(
         self, share: tf.Tensor | None, shares: tuple[tf.Tensor, ...] = ()
@@ -140,7 +150,14 @@ def _terms_of(
             scale *= tf.distribute.get_strategy().num_replicas_in_sync
     part = tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype)
     is_fixed = not (tf.is_tensor(unit.value) or tf.is_tensor(weight))
-    return LossTerms(count, scale, summed, is_fixed, part)
+    return LossTerms(
+        count,
+        scale,
+        summed,
+        is_fixed,
+        part,
+        surprise(call, None if summed else count),
+    )
 
 
 def _count(reduction: Reduction) -> tf.Tensor:
