@@ -8,7 +8,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks import Statistic
-from tfkfac.blocks.part import Part
+from tfkfac.blocks.part import choose_part
 from tfkfac.blocks.registry import build_registry, tap_layers
 from tfkfac.blocks.statistics import batch_statistics
 from tfkfac.capture.walk import SkipRule
@@ -66,7 +66,7 @@ class KFACMethod(Method):
         solver: Name of the solver.
         factor_decay: Weight of the old factors in the running average.
         weight_sharing: "expand", "reduce" or "average".
-        factor_batch_fraction: Share of the examples that statistics are of.
+        factor_batch_fraction: Share of the examples to take, or None.
         settings: How the work is distributed.
         max_factor_dim: Most rows of a factor kept as a whole matrix, or None.
         factor_rank: Rank to which wider ones are approximated.
@@ -101,7 +101,7 @@ class KFACMethod(Method):
         max_factor_dim: int | None,
         skip_layers: tuple[SkipRule, ...],
         factor_rank: int = 64,
-        factor_batch_fraction: float = 1.0,
+        factor_batch_fraction: float | None = None,
         gradient_accumulation_steps: int | None = None,
     ) -> None:
         self.damping = damping
@@ -178,13 +178,12 @@ class KFACMethod(Method):
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> Statistics:
         """What this replica's batch says of the factors, by position."""
-        scale, part = step.row_scale(), None
-        if self.factor_batch_fraction < 1:
-            turn = self.job.own(self.states).factor_updates
-            part = Part(self.factor_batch_fraction, turn)
+        scale, own = step.row_scale(), self.job.own(self.states)
+        fraction, plan = self.factor_batch_fraction, self.placement.plan
+        part = choose_part(fraction, own.factor_updates, plan.observers)
         if step.loss.terms is None:
-            report = self.job.own(self.states).report
-            report.note_sum(looks_summed(layers, scale), self.job.name)
+            summed = looks_summed(layers, scale)
+            own.report.note_sum(summed, self.job.name)
         return {
             one.position: batch_statistics(
                 one.block,

@@ -68,9 +68,9 @@ class KFAC(SecondOrderOptimizer):
             [0, 1). Defaults to 0.95.
         factor_update_interval: Steps between updates of the factors: an
             integer, a schedule or a callable of the iteration. None is every
-            step at first, every 5 from step 20, every 10 from step 100.
+            step at first, every 5 from step 20, every 20 from step 100.
         inverse_update_interval: The same for the decompositions. None is 5
-            at first, 20 from step 20, 50 from step 100. Each is renewed once
+            at first, 20 from step 20, 100 from step 100. Each is renewed once
             in an interval: where they are little work, all at its start; in
             a large model in up to four turns over the interval, so that no
             step takes much longer than the others. The first ones are made
@@ -88,7 +88,9 @@ class KFAC(SecondOrderOptimizer):
             update looks at, in (0, 1]: at least one, evenly spaced over the
             batch of each worker, and other ones in the next update. They
             stand for all, so the factors' scale is the same; their noise
-            grows. Defaults to 1.0.
+            grows. None is a quarter, but at least 64 examples of all workers
+            together whose statistics are added up: smaller batches are taken
+            whole. A number is exactly that.
         distribution: What the workers of a `tf.distribute` job share:
             "comm_opt" (factors are all-reduced, each is decomposed by one
             worker and its decomposition sent to all: plain steps send nothing
@@ -120,7 +122,7 @@ class KFAC(SecondOrderOptimizer):
             Nystroem's approximation is made. Its decomposition acts on the
             leading directions, and as a multiple of the identity on all
             others; `summary` says how much of the trace is in the leading
-            ones. None is no limit. Defaults to 2,048.
+            ones. None is no limit. Defaults to 640.
         factor_rank: Number of these columns, at least 1; one less than the
             factor has rows if these are fewer. Defaults to 64.
         skip_layers: Names, regular expressions (they match a layer's whole
@@ -148,7 +150,7 @@ class KFAC(SecondOrderOptimizer):
     solver: str
     factor_decay: float
     weight_sharing: str
-    factor_batch_fraction: float
+    factor_batch_fraction: float | None
     max_factor_dim: int | None
     factor_rank: int
 
@@ -163,14 +165,14 @@ class KFAC(SecondOrderOptimizer):
         inverse_update_interval: Value = None,
         kl_clip: Value = 0.02,
         weight_sharing: str = "expand",
-        factor_batch_fraction: float = 1.0,
+        factor_batch_fraction: float | None = None,
         distribution: str = "comm_opt",
         gradient_worker_fraction: float | None = None,
         assignment: str | None = None,
         symmetric_communication: bool = False,
         factor_dtype: str | None = None,
         inverse_dtype: str | None = None,
-        max_factor_dim: int | None = 2048,
+        max_factor_dim: int | None = 640,
         factor_rank: int = 64,
         skip_layers: Iterable[Any] = (),
         gradient_accumulation_steps: int | None = None,

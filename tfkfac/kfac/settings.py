@@ -65,15 +65,18 @@ def check_decay(value: Any) -> float:
     return float(value)
 
 
-def check_batch_fraction(value: Any) -> float:
-    """Returns `factor_batch_fraction` as a float in (0, 1].
+def check_batch_fraction(value: Any) -> float | None:
+    """Returns `factor_batch_fraction` as a float in (0, 1], or None.
 
     Raises:
         ValueError: If it is not.
     """
+    if value is None:
+        return None
     if not is_number(value) or not 0 < value <= 1:
         raise ValueError(
-            "Argument `factor_batch_fraction` must be a number in (0, 1]. "
+            "Argument `factor_batch_fraction` must be a number in (0, 1] or "
+            "None. "
             f"Received: factor_batch_fraction={value!r}"
         )
     return float(value)
