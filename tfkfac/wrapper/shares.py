@@ -48,7 +48,7 @@ def measure_loss(
         largest = tf.argmax(tf.stack(units))
         fields = zip(*(one[:6] for one in measures), strict=True)
         main = LossMeasure(*(tf.stack(values)[largest] for values in fields))
-        main = main._replace(weights=_weights(measures, main))
+        main = LossMeasure(*main[:6], weights=_weights(measures, main))
     if replicas == group.size == 1:
         return main.shared(None)
     shares = [one.share for one in measures if one.share is not None]
