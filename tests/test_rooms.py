@@ -12,12 +12,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "tfkfac"
 # The rooms that a room may import, from the top of the house to the ground.
 MAY = {
-    "kfac": {"wrapper", "solvers", "blocks", "factors", "capture",
+    "kfac": {"wrapper", "fisher", "solvers", "blocks", "factors", "capture",
              "distributed", "linalg", "saving", "compat"},
     "fosi": {"wrapper", "curvature", "capture", "distributed", "linalg",
              "saving", "compat"},
     "wrapper": {"capture", "distributed", "linalg", "saving", "compat"},
     "curvature": {"capture", "linalg", "compat"},
+    "fisher": {"blocks", "factors", "capture", "linalg", "compat"},
     "solvers": {"blocks", "factors", "linalg", "compat"},
     "blocks": {"capture", "factors", "linalg", "compat"},
     "factors": {"linalg", "compat"},

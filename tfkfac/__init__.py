@@ -3,10 +3,11 @@
 >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 """
 
-from tfkfac import blocks, curvature, factors
+from tfkfac import blocks, curvature, factors, fisher
 from tfkfac.blocks import register_block
 from tfkfac.compat.optimizers import find_by_name
 from tfkfac.compat.strategy import MultiWorkerMirroredStrategy
+from tfkfac.fisher import register_distribution
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.kfac.optimizer import KFAC
 from tfkfac.wrapper import binding, carry
@@ -19,7 +20,9 @@ __all__ = [
     "blocks",
     "curvature",
     "factors",
+    "fisher",
     "register_block",
+    "register_distribution",
 ]
 
 binding.install()

@@ -130,11 +130,17 @@ def network(activation: str | None = None) -> Any:
 
 
 def step_of(
-    model: Any, x: Any, y: Any, loss: Any, **options: Any
+    model: Any,
+    x: Any,
+    y: Any,
+    loss: Any,
+    fisher: str | None = "empirical",
+    **options: Any,
 ) -> tuple[list[Array], Any]:
-    """How far a step of `KFAC()` goes, and the optimizer."""
+    """How far a step of `KFAC` goes, and the optimizer."""
     fit = {k: options.pop(k) for k in ("sample_weight",) if k in options}
-    model.compile(tfkfac.KFAC(), loss, run_eagerly=True, **options)
+    optimizer = tfkfac.KFAC(fisher=fisher)
+    model.compile(optimizer, loss, run_eagerly=True, **options)
     before = model.get_weights()
     model.train_on_batch(x, y, **fit)
     after = model.get_weights()
@@ -158,6 +164,24 @@ def test_a_constant_times_a_loss_makes_the_same_step(
     y, activation, loss, others = SAME[kind]
     want, _ = step_of(network(activation), X, y, loss)
     got, _ = step_of(network(activation), X, y, others[name])
+    assert_same_step(got, want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(
+            kind, name, marks=() if name == "summed" else pytest.mark.slow
+        )
+        for kind, (*_, others) in SAME.items()
+        for name in others
+    ],
+)
+def test_and_so_with_labels_that_are_drawn(kind: str, name: str) -> None:
+    """The same labels are drawn for the same predictions."""
+    y, activation, loss, others = SAME[kind]
+    want, _ = step_of(network(activation), X, y, loss, "monte_carlo")
+    got, _ = step_of(network(activation), X, y, others[name], "monte_carlo")
     assert_same_step(got, want)
 
 
@@ -236,7 +260,7 @@ def test_terms_are_what_the_loss_is_the_mean_of(
     if keep is not None:
         g = g * keep[..., None]
     model.compile(
-        tfkfac.KFAC(weight_sharing=sharing),
+        tfkfac.KFAC(weight_sharing=sharing, fisher="empirical"),
         loss,
         run_eagerly=sharing == "reduce",
     )

@@ -1,14 +1,19 @@
 """Strategies as `fit` and `evaluate` of Keras need them."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.compat.overrides import overridden
+
+Sum = Callable[[tf.Tensor], tf.Tensor]
 _StrategyT = TypeVar("_StrategyT", bound=tf.distribute.Strategy)
 
+_ADDS = "all_reduce"
 _REPAIRABLE = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.MirroredStrategy,
@@ -196,3 +201,33 @@ def _have_one_shape(
         for shape in shapes
     ]
     return int(total([tf.cast(d, tf.int32) for d in differ])) == 0
+
+
+@contextlib.contextmanager
+def summing_replicas(total: Sum) -> Iterator[None]:
+    """Replaces the `all_reduce` of replica contexts in this thread.
+
+    What they do themselves is illegal inside a `tf.cond`. This relies on the
+    gradient of an `all_reduce` being one by that method.
+
+    Args:
+        total: Sum of a tensor over the replicas.
+    """
+    context = next(
+        c for c in tf.distribute.ReplicaContext.__mro__ if _ADDS in vars(c)
+    )
+
+    def all_reduce(
+        below: Callable[..., Any],
+        /,
+        replica: Any,
+        reduce_op: tf.distribute.ReduceOp | str,
+        value: Any,
+        options: Any = None,
+    ) -> Any:
+        del below, options
+        count = replica.num_replicas_in_sync if _is_mean(reduce_op) else 1
+        return tf.nest.map_structure(lambda x: total(x) / count, value)
+
+    with overridden(context, _ADDS, all_reduce):
+        yield

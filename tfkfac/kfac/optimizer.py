@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.checks import check_choice, check_count, check_range
+from tfkfac.fisher.types import TYPES
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
     check_batch_fraction,
@@ -91,6 +92,20 @@ class KFAC(SecondOrderOptimizer):
             grows. None is a quarter, but at least 64 examples of all workers
             together whose statistics are added up: smaller batches are taken
             whole. A number is exactly that.
+        fisher: Whose gradients the factors G are made of, where the loss is
+            computed by `model.compute_loss`, as `fit` does. "monte_carlo": of
+            labels drawn from the model's own predictions (Martens & Grosse,
+            section 5), by one more backward pass to the pre-activations in
+            steps that update factors, where it is a step's cost of about a
+            third. "empirical": of the labels of the batch, at no cost.
+            "type2": no draws, but the columns of a square root of the Hessian
+            at the outputs, all of them (the generalised Gauss-Newton matrix):
+            a backward pass for each output of an example, at most 1,024. The
+            two that ask the model need the distribution that the loss is a
+            likelihood of, see `tfkfac.register_distribution`; weights of
+            examples count once, not squared. None is "empirical" where all
+            labels are classes or a distribution is not known, else
+            "monte_carlo". Defaults to None.
         distribution: What the workers of a `tf.distribute` job share:
             "comm_opt" (factors are all-reduced, each is decomposed by one
             worker and its decomposition sent to all: plain steps send nothing
@@ -151,6 +166,7 @@ class KFAC(SecondOrderOptimizer):
     factor_decay: float
     weight_sharing: str
     factor_batch_fraction: float | None
+    fisher: str | None
     max_factor_dim: int | None
     factor_rank: int
 
@@ -166,6 +182,7 @@ class KFAC(SecondOrderOptimizer):
         kl_clip: Value = 0.02,
         weight_sharing: str = "expand",
         factor_batch_fraction: float | None = None,
+        fisher: str | None = None,
         distribution: str = "comm_opt",
         gradient_worker_fraction: float | None = None,
         assignment: str | None = None,
@@ -205,6 +222,9 @@ class KFAC(SecondOrderOptimizer):
                 ("expand", "reduce", "average"),
             ),
             factor_batch_fraction=check_batch_fraction(factor_batch_fraction),
+            fisher=None
+            if fisher is None
+            else check_choice("fisher", fisher, TYPES),
             settings=make_settings(
                 distribution,
                 gradient_worker_fraction,

@@ -51,6 +51,11 @@ class Pending(Tracked):
                 sums.add(statistics[position])
         return tf.constant(0)
 
+    @property
+    def count(self) -> tf.Tensor:
+        """Number of micro-batches that have been added."""
+        return tf.convert_to_tensor(self._gradients.count)
+
     def is_complete(self) -> tf.Tensor:
         """Whether the last micro-batch of a step has been added."""
         return self._gradients.is_complete()

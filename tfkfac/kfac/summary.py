@@ -5,22 +5,23 @@ from collections.abc import Sequence
 from tfkfac.blocks import Block
 from tfkfac.blocks.registry import Leftover, count_weights
 from tfkfac.factors import LowRank
+from tfkfac.fisher.choice import Choice
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import State
 from tfkfac.wrapper.tables import bytes_text, table
 
 
 def describe(
-    placement: Placement, states: Sequence[State], title: str
+    placement: Placement, states: Sequence[State], titles: Sequence[str]
 ) -> list[str]:
     """Returns the lines of the summary of an optimizer.
 
     Args:
         placement: The blocks, and which worker does what of them.
         states: What the replicas of this process keep; none before training.
-        title: First line.
+        titles: The first lines.
     """
-    lines = [title, ""]
+    lines = [*titles, ""]
     rows = [
         block_row(placement, states, i)
         for i, block in enumerate(placement.blocks)
@@ -40,6 +41,19 @@ def describe(
         ]
         lines += table(("Layer", "Variable", "Weights", "Reason"), rows)
     return [*lines, "", totals(placement)]
+
+
+def fisher_text(wanted: str | None, choice: Choice | None) -> str:
+    """What is said of the type of the Fisher matrix.
+
+    Args:
+        wanted: What the user wants.
+        choice: What was chosen in the last step that was traced, if any.
+    """
+    if choice is None:
+        return f"Fisher matrix: {wanted or 'chosen by the loss when training'}"
+    why = f" ({choice.reason})" if choice.reason else ""
+    return f"Fisher matrix: {choice.type}{why}"
 
 
 def block_row(

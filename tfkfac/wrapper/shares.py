@@ -50,8 +50,9 @@ def measure_loss(
     main = measures[0]
     if len(terms) > 1:
         largest = tf.argmax(tf.stack(units))
-        fields = zip(*(one[:-1] for one in measures), strict=True)
+        fields = zip(*(one[:6] for one in measures), strict=True)
         main = LossMeasure(*(tf.stack(values)[largest] for values in fields))
+        main = LossMeasure(*main[:6], weights=_weights(measures, main))
     if replicas == group.size == 1:
         return main.shared(None)
     shares = [one.share for one in measures if one.share is not None]
@@ -120,6 +121,16 @@ def _measure_one(
         tf.constant(loss.summed),
         total,
         share,
+    )
+
+
+def _weights(
+    measures: list[LossMeasure], main: LossMeasure
+) -> tuple[tf.Tensor, ...]:
+    """Weights of the losses' Fisher matrices, see `LossMeasure`."""
+    return tuple(
+        tf.math.divide_no_nan(one.unit * main.total, main.unit * one.total)
+        for one in measures
     )
 
 
