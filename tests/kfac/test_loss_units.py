@@ -18,11 +18,17 @@ import tfkfac
 from tests.support.harness import (
     assert_close,
     check_factors,
+    compiled,
     find,
     randomize,
     weights_of,
 )
-from tests.support.reference import Array, append_one, factors
+from tests.support.reference import (
+    Array,
+    append_one,
+    factors,
+    inverse_solve,
+)
 
 ROWS, FEATURES = 12, 4
 LOSSES = keras.losses
@@ -261,6 +267,50 @@ def test_terms_are_what_the_loss_is_the_mean_of(
     model.train_on_batch(x, y, **options)
     want = factors(a, g, sharing, keep, terms)
     check_factors(find(model.optimizer.factors(), "block"), *want)
+
+
+# ------------------------------------------------- outputs far out of scale
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+@pytest.mark.parametrize("kind", ["sparse", "binary", "square"])
+def test_logits_far_too_large_are_divided_by_their_dispersion(
+    kind: str, reduction: str
+) -> None:
+    """`L/s` with `s = L / chance - 1`, in G as in the gradient.
+
+    Nothing is known of the scale of a squared error.
+    """
+    x = 1e3 * X.astype(np.float64)
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(4, name="d")])
+    randomize(model)
+    a = append_one(x)
+    weights = np.vstack(weights_of(model))
+    z = a @ weights
+    y, loss = REAL, LOSSES.MeanSquaredError(reduction=reduction)
+    g, scale = z - y, 1.0
+    if kind == "binary":
+        y = BITS
+        loss = LOSSES.BinaryCrossentropy(from_logits=True, reduction=reduction)
+        g = np.exp(-np.logaddexp(0, -z)) - y
+        nll = np.sum(np.logaddexp(0, z) - y * z, -1)
+        scale = np.mean(nll) / (FEATURES * np.log(2)) - 1
+    elif kind == "sparse":
+        y = CLASSES
+        loss = LOSSES.SparseCategoricalCrossentropy(
+            from_logits=True, reduction=reduction
+        )
+        log_sum = np.logaddexp.reduce(z, -1)
+        g = np.exp(z - log_sum[:, None]) - HOT
+        nll = log_sum - z[np.arange(ROWS), CLASSES]
+        scale = np.mean(nll) / np.log(FEATURES) - 1
+    optimizer = compiled(model, 1.0, loss, damping=1e-3)
+    model.train_on_batch(x, y)
+    want = factors(a[:, None], g[:, None] / scale)
+    check_factors(find(optimizer.factors(), "d"), *want)
+    if kind == "square":
+        return  # float32 does not do for its step
+    assert scale > 100
+    step = inverse_solve(a.T @ g / scale / ROWS, *want, 1e-3)
+    assert_close(weights - np.vstack(weights_of(model)), step, 1e-3)
 
 
 # ------------------------------------------------------------- custom loops

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.loss_units import natural_unit
+from tfkfac.capture.surprise import surprise
 from tfkfac.compat.losses import LossCall, Reduction, loss_weights
 
 
@@ -30,6 +31,8 @@ class LossTerms:
         part: What of the whole loss it is; None if there is nothing else.
         call: The call of the loss; None if nobody has seen it.
         likelihood: Name of its likelihood, if that is known.
+        surprise: The sum over the terms of their loss over that of a guess;
+            0 if that is not known.
     """
 
     count: tf.Tensor
@@ -39,6 +42,7 @@ class LossTerms:
     part: tf.Tensor | None = None
     call: LossCall | None = None
     likelihood: str | None = None
+    surprise: tf.Tensor | float = 0.0
 
 
 class LossMeasure(NamedTuple):
@@ -70,6 +74,12 @@ class LossMeasure(NamedTuple):
     share: tf.Tensor | None = None
     shares: tuple[tf.Tensor, ...] = ()
     weights: tuple[tf.Tensor, ...] = ()
+
+    def tempered(self, dispersion: tf.Tensor) -> "LossMeasure":
+        """The measure of a loss divided by its dispersion."""
+        return self._replace(
+            row_scale=self.row_scale / dispersion, unit=self.unit * dispersion
+        )
 
     def shared(
         self, share: tf.Tensor | None, shares: tuple[tf.Tensor, ...] = ()
@@ -175,7 +185,14 @@ def _terms_of(
     part = tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype)
     is_fixed = not (tf.is_tensor(unit.value) or tf.is_tensor(weight))
     return LossTerms(
-        count, scale, summed, is_fixed, part, call, unit.likelihood
+        count,
+        scale,
+        summed,
+        is_fixed,
+        part,
+        call,
+        unit.likelihood,
+        surprise(call, None if summed else count),
     )
 
 

@@ -191,7 +191,7 @@ def _recognise(
             continue
         unit = _common_unit(found, [_terms(s, rank) for s in tries])
         if unit is not None:
-            return unit._replace(likelihood=name)
+            return Unit(unit.value, unit.summed, likelihood=name)
     return _UNKNOWN
 
 

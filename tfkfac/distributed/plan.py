@@ -104,6 +104,11 @@ class Plan:
         """Whether statistics are added up over the workers."""
         return self.workers > 1 and self.mode.reduces_factors
 
+    @property
+    def observers(self) -> int:
+        """Number of workers whose batches a layer's factors are of."""
+        return self.workers if self.mode.reduces_factors else 1
+
     def decomposition_group(self, layer: int, factor: str) -> tuple[int, ...]:
         """The owner of a factor and all that need its decomposition."""
         plan = self.layers[layer]

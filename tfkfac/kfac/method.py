@@ -89,7 +89,7 @@ class KFACMethod(Method):
         max_factor_dim: int | None,
         skip_layers: tuple[SkipRule, ...],
         factor_rank: int = 64,
-        factor_batch_fraction: float = 1.0,
+        factor_batch_fraction: float | None = None,
         fisher: str | None = None,
         gradient_accumulation_steps: int | None = None,
         step: str = "inner",

@@ -71,9 +71,9 @@ class KFAC(SecondOrderOptimizer):
             [0, 1). Defaults to 0.95.
         factor_update_interval: Steps between updates of the factors: an
             integer, a schedule or a callable of the iteration. None is every
-            step at first, every 5 from step 20, every 10 from step 100.
+            step at first, every 5 from step 20, every 20 from step 100.
         inverse_update_interval: The same for the decompositions. None is 5
-            at first, 20 from step 20, 50 from step 100. Each is renewed once
+            at first, 20 from step 20, 100 from step 100. Each is renewed once
             in an interval: where they are little work, all at its start; in
             a large model in up to four turns over the interval, so that no
             step takes much longer than the others. The first ones are made
@@ -92,7 +92,9 @@ class KFAC(SecondOrderOptimizer):
             update looks at, in (0, 1]: at least one, evenly spaced over the
             batch of each worker, and other ones in the next update. They
             stand for all, so the factors' scale is the same; their noise
-            grows. Defaults to 1.0.
+            grows. None is a quarter, but at least 64 examples of all workers
+            together whose statistics are added up: smaller batches are taken
+            whole. A number is exactly that.
         fisher: Whose gradients the factors G are made of, where the loss is
             computed by `model.compute_loss`, as `fit` does. "monte_carlo": of
             labels drawn from the model's own predictions (Martens & Grosse,
@@ -138,7 +140,7 @@ class KFAC(SecondOrderOptimizer):
             Nystroem's approximation is made. Its decomposition acts on the
             leading directions, and as a multiple of the identity on all
             others; `summary` says how much of the trace is in the leading
-            ones. None is no limit. Defaults to 2,048.
+            ones. None is no limit. Defaults to 640.
         factor_rank: Number of these columns, at least 1; one less than the
             factor has rows if these are fewer. Defaults to 64.
         skip_layers: Names, regular expressions (they match a layer's whole
@@ -187,7 +189,7 @@ class KFAC(SecondOrderOptimizer):
     solver: str
     factor_decay: float
     weight_sharing: str
-    factor_batch_fraction: float
+    factor_batch_fraction: float | None
     fisher: str | None
     max_factor_dim: int | None
     factor_rank: int
@@ -205,7 +207,7 @@ class KFAC(SecondOrderOptimizer):
         inverse_update_interval: Value = None,
         kl_clip: Value = 0.02,
         weight_sharing: str = "expand",
-        factor_batch_fraction: float = 1.0,
+        factor_batch_fraction: float | None = None,
         fisher: str | None = None,
         distribution: str = "comm_opt",
         gradient_worker_fraction: float | None = None,
@@ -213,7 +215,7 @@ class KFAC(SecondOrderOptimizer):
         symmetric_communication: bool = False,
         factor_dtype: str | None = None,
         inverse_dtype: str | None = None,
-        max_factor_dim: int | None = 2048,
+        max_factor_dim: int | None = 640,
         factor_rank: int = 64,
         skip_layers: Iterable[Any] = (),
         gradient_accumulation_steps: int | None = None,
@@ -252,7 +254,9 @@ class KFAC(SecondOrderOptimizer):
                 weight_sharing,
                 ("expand", "reduce", "average"),
             ),
-            factor_batch_fraction=check_batch_fraction(
+            factor_batch_fraction=None
+            if factor_batch_fraction is None
+            else check_batch_fraction(
                 "factor_batch_fraction", factor_batch_fraction
             ),
             fisher=None

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfkfac.blocks import Statistic
-from tfkfac.blocks.part import Part
+from tfkfac.blocks.part import choose_part
 from tfkfac.distributed.plan import Plan
 from tfkfac.fisher import types
 from tfkfac.fisher.choice import Choice
@@ -32,7 +32,7 @@ def batch_statistics(
     state: State,
     plan: Plan,
     sharing: str,
-    fraction: float,
+    fraction: float | None,
 ) -> Statistics:
     """Statistics of this replica's batch, by position.
 
@@ -43,7 +43,7 @@ def batch_statistics(
         state: This replica's state.
         plan: Who observes what.
         sharing: "expand", "reduce" or "average".
-        fraction: Share of the examples to take.
+        fraction: Share of the examples to take, or None.
     """
     scale = step.row_scale()
     if step.loss.terms is None:
@@ -54,7 +54,7 @@ def batch_statistics(
         scale,
         step.batch.weightless,
         step.loss.terms,
-        Part(fraction, state.factor_updates) if fraction < 1 else None,
+        choose_part(fraction, state.factor_updates, plan.observers),
         step.loss.weights,
     )
     own = {
