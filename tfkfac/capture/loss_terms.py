@@ -14,7 +14,6 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.loss_units import natural_unit
-from tfkfac.capture.surprise import surprise
 from tfkfac.compat.losses import LossCall, Reduction, loss_weights
 
 
@@ -31,8 +30,6 @@ class LossTerms:
         part: What of the whole loss it is; None if there is nothing else.
         call: The call of the loss; None if nobody has seen it.
         likelihood: Name of its likelihood, if that is known.
-        surprise: The sum over the terms of their loss over that of a guess;
-            0 if that is not known.
     """
 
     count: tf.Tensor
@@ -42,7 +39,6 @@ class LossTerms:
     part: tf.Tensor | None = None
     call: LossCall | None = None
     likelihood: str | None = None
-    surprise: tf.Tensor | float = 0.0
 
 
 class LossMeasure(NamedTuple):
@@ -192,7 +188,6 @@ def _terms_of(
         part,
         call,
         unit.likelihood,
-        surprise(call, None if summed else count),
     )
 
 

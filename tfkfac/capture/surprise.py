@@ -6,7 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.compat.losses import LossCall, loss_function
+from tfkfac.capture.loss_terms import LossTerms
+from tfkfac.compat.losses import loss_function
 
 _CATEGORICAL = (
     keras.losses.categorical_crossentropy,
@@ -14,26 +15,30 @@ _CATEGORICAL = (
 )
 
 
-def surprise(call: LossCall, count: tf.Tensor | None) -> tf.Tensor:
+def surprise(terms: LossTerms) -> tf.Tensor:
     """The sum over the terms of their loss, each over that of a guess.
 
     It is 0 for a loss that has no bound where nothing is known, as a squared
     error has none.
 
     Args:
-        call: The call of the loss.
-        count: Number of its terms; None if it is their sum.
+        terms: The terms of a loss.
 
     Returns:
-        A scalar float64.
+        A scalar float64, a constant for all tapes: replicas add it up under
+        one, and collectives have no gradient.
     """
-    total = tf.reduce_sum(tf.cast(call.result, tf.float64))
-    if count is not None:
+    call = terms.call
+    if call is None:
+        return tf.zeros([], tf.float64)
+    loss = tf.stop_gradient(tf.cast(call.result, tf.float64))
+    total = tf.reduce_sum(loss)
+    if not terms.summed:
         if call.reduction is not None and call.reduction.values.shape.rank:
             # Keras has divided its mean by the number of replicas.
             total *= tf.distribute.get_strategy().num_replicas_in_sync
         # The mean over no term may be NaN.
-        total = tf.math.multiply_no_nan(total, count)
+        total = tf.math.multiply_no_nan(total, terms.count)
     return total / _guess(call.loss, call.y_pred)
 
 

@@ -3,7 +3,11 @@
 import tensorflow as tf
 
 from tfkfac.capture.loss_terms import LossMeasure, LossTerms
+from tfkfac.capture.surprise import surprise
 from tfkfac.distributed.collectives import Communicator
+
+# So many times the loss of a guess is ordinary at the start of training.
+_ORDINARY = 10
 
 
 def measure_loss(
@@ -41,9 +45,9 @@ def measure_loss(
     totals, units, surprises = _totals(terms, group)
     measures = [
         _measure_one(loss, total, unit, replicas, is_weighed).tempered(
-            dispersion(surprise)
+            dispersion(mean)
         )
-        for loss, total, unit, surprise in zip(
+        for loss, total, unit, mean in zip(
             terms, totals, units, surprises, strict=True
         )
     ]
@@ -59,7 +63,7 @@ def measure_loss(
     return main.shared(main.share, tuple(shares))
 
 
-def dispersion(surprise: tf.Tensor) -> tf.Tensor:
+def dispersion(mean: tf.Tensor) -> tf.Tensor:
     """How many times too large a model's outputs are, at least 1.
 
     Logits that are far too large, as on inputs that are not normalised, make
@@ -69,10 +73,10 @@ def dispersion(surprise: tf.Tensor) -> tf.Tensor:
     those of a model on normalised inputs.
 
     Args:
-        surprise: The mean loss of a term over that of a guess. Up to 2 is a
+        mean: The mean loss of a term over that of a guess. Up to 10 is a
             model at its start, whose loss stays as it is.
     """
-    excess = tf.maximum(surprise - 1, 1)
+    excess = tf.maximum(mean / _ORDINARY, 1)
     return tf.where(tf.math.is_finite(excess), excess, tf.ones_like(excess))
 
 
@@ -86,7 +90,7 @@ def _totals(
     """
     number = len(terms)
     counts = [loss.count for loss in terms]
-    surprises = [tf.cast(loss.surprise, tf.float64) for loss in terms]
+    surprises = [surprise(loss) for loss in terms]
     open_ = [loss.count * loss.unit for loss in terms if not loss.is_fixed]
     sums = group.all_reduce([*counts, *surprises, *open_])
     totals, rest = sums[:number], iter(sums[2 * number :])
