@@ -20,31 +20,33 @@ def mlp(image_shape: Shape, num_classes: int) -> keras.Model:
     )
 
 
-def cnn(image_shape: Shape, num_classes: int) -> keras.Model:
+def cnn(image_shape: Shape, num_classes: int, filters: int = 32) -> keras.Model:
     """Two convolutions, each with pooling, and two dense layers."""
     return keras.Sequential(
         [
             keras.Input(image_shape),
-            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.Conv2D(filters, 3, padding="same", activation="relu"),
             layers.MaxPooling2D(),
-            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.Conv2D(2 * filters, 3, padding="same", activation="relu"),
             layers.MaxPooling2D(),
             layers.Flatten(),
-            layers.Dense(128, activation="relu"),
+            layers.Dense(4 * filters, activation="relu"),
             layers.Dense(num_classes),
         ],
         name="cnn",
     )
 
 
-def resnet20(image_shape: Shape, num_classes: int) -> keras.Model:
+def resnet20(
+    image_shape: Shape, num_classes: int, filters: int = 16
+) -> keras.Model:
     """Three stages of three residual blocks: 16, 32 and 64 filters."""
     inputs = keras.Input(image_shape)
-    outputs = layers.ReLU()(_convolution(inputs, 16, size=3))
-    for stage, filters in enumerate((16, 32, 64)):
+    outputs = layers.ReLU()(_convolution(inputs, filters, size=3))
+    for stage in range(3):
         for block in range(3):
             strides = 2 if stage > 0 and block == 0 else 1
-            outputs = _residual_block(outputs, filters, strides)
+            outputs = _residual_block(outputs, filters << stage, strides)
     outputs = layers.GlobalAveragePooling2D()(outputs)
     outputs = layers.Dense(num_classes)(outputs)
     return keras.Model(inputs, outputs, name="resnet20")

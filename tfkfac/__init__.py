@@ -3,14 +3,15 @@
 >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 """
 
-from tfkfac import blocks, curvature, factors
+from tfkfac import blocks, callbacks, curvature, factors, fisher
 from tfkfac.blocks import register_block
 from tfkfac.compat.optimizers import find_by_name
-from tfkfac.compat.strategy import MultiWorkerMirroredStrategy
+from tfkfac.distributed.strategy import MultiWorkerMirroredStrategy
+from tfkfac.fisher import register_distribution
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.kfac.damping import LevenbergMarquardt
 from tfkfac.kfac.optimizer import KFAC
-from tfkfac.wrapper import binding, carry
+from tfkfac.wrapper import binding, carry, training
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,12 +20,16 @@ __all__ = [
     "LevenbergMarquardt",
     "MultiWorkerMirroredStrategy",
     "blocks",
+    "callbacks",
     "curvature",
     "factors",
+    "fisher",
     "register_block",
+    "register_distribution",
 ]
 
 binding.install()
 carry.install()
+training.install()
 find_by_name(KFAC)
 find_by_name(FOSI)

@@ -14,10 +14,7 @@ constructor.
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import json
-import os
 import pathlib
 import shutil
 import sys
@@ -25,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import plots, report, sweep
+from benchmarks.command import machine, positive
 from benchmarks.data import MODELS, exists
 from benchmarks.jobs import DiedError, Setting
 from benchmarks.measurement import Row, measure, measure_first_steps
@@ -113,19 +111,6 @@ def save(options: argparse.Namespace, result: dict[str, Any]) -> None:
     if options.json:
         facts = {"machine": machine(), "command": sys.argv[1:]}
         options.json.write_text(json.dumps(facts | result, indent=1))
-
-
-def machine() -> dict[str, Any]:
-    """What figures depend on."""
-    return {
-        "time": datetime.datetime.now(datetime.UTC).isoformat("T", "seconds"),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
-        **{
-            name: importlib.metadata.version(name)
-            for name in ("keras", "tensorflow")
-        },
-    }
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -231,15 +216,6 @@ def add_output(group: Any) -> None:
         help="write the tables into README.md; models and variants are then "
         "those of README.md unless given",
     )
-
-
-def positive(text: str) -> int:
-    """Parses a number above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number above 0; received {text!r}"
-        )
-    return int(text)
 
 
 def model(text: str) -> str:

@@ -41,7 +41,7 @@ from tests.support.layer_views import view_of
 from tests.support.reference import Array
 from tfkfac.blocks import Record
 from tfkfac.blocks.einsum_dense import EinsumDenseBlock
-from tfkfac.blocks.part import Examples, Part
+from tfkfac.blocks.part import Examples, Part, choose_part
 from tfkfac.blocks.statistics import batch_statistics
 
 
@@ -82,6 +82,54 @@ def test_each_is_taken_as_often(size: int, fraction: float) -> None:
         assert weight == (size / count if size else 0)
         taken[positions] += weight
     np.testing.assert_allclose(taken, turns)
+
+
+# ------------------------------------------------------------------- default
+def measured(size: int, turn: int, workers: int = 1) -> list[int]:
+    """The positions of a worker's batch that are taken by default."""
+    part = choose_part(None, tf.constant(turn, tf.int64), workers)
+    assert part is not None
+    examples = Examples(tf.constant(size), part)
+    return sorted(examples.of(tf.range(size)).numpy().tolist())
+
+
+@pytest.mark.parametrize(
+    ("size", "workers", "count"),
+    [
+        (1000, 1, 250),
+        (256, 1, 64),
+        (100, 1, 64),
+        (64, 1, 64),
+        (8, 1, 8),
+        (0, 1, 0),
+        (64, 4, 16),
+        (12, 4, 12),
+    ],
+)
+def test_a_quarter_but_no_small_batch(
+    size: int, workers: int, count: int
+) -> None:
+    """At least 64 of all workers together."""
+    assert len(measured(size, 0, workers)) == count
+
+
+@pytest.mark.parametrize("size", [32, 96, 128, 192, 1024])
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("turn", [0, 3])
+def test_workers_take_what_one_process_takes(
+    size: int, workers: int, turn: int
+) -> None:
+    """Where the shares are whole: no number of 96 examples is."""
+    share = size // workers
+    together = [
+        rank * share + i
+        for rank in range(workers)
+        for i in measured(share, turn, workers)
+    ]
+    if size == 96:
+        assert len(together) == len(measured(size, turn))
+    else:
+        assert together == measured(size, turn)
 
 
 # ---------------------------------------------------------- every layer type

@@ -12,6 +12,7 @@ from tests.compat.contracts import contract
 from tfkfac.compat import models
 from tfkfac.compat.models import (
     after_compile,
+    arrange_callbacks,
     call_takes_training,
     compiled_loss,
     compiles_from_config,
@@ -229,3 +230,58 @@ def test_why_not_on_the_model_class(
     with pytest.warns(UserWarning, match=r"`compile\(\)` method is custom"):
         loaded = keras.models.load_model(tmp_path / "model.keras")
     assert not hasattr(loaded, "optimizer")
+
+
+# ---------------------------------------------------------------------- fit
+ARRANGE = "compat.models.arrange_callbacks"
+
+
+class Told(keras.callbacks.Callback):
+    """Notes what `fit` tells."""
+
+    def __init__(self, notes: list[Any]) -> None:
+        super().__init__()
+        self._notes = notes
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._notes.append((self.params["epochs"], self.params["steps"]))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Epochs and steps of each `fit`; the class is as before afterwards."""
+    owner = next(c for c in keras.Model.__mro__ if "fit" in vars(c))
+    monkeypatch.setattr(owner, "fit", vars(owner)["fit"])
+    notes: list[Any] = []
+
+    def arrange(model: Any, callbacks: list[Any], epoch: int) -> list[Any]:
+        return [*callbacks, *([Told(notes)] * (model.name != "left_out"))]
+
+    arrange_callbacks(arrange)
+    return notes
+
+
+@contract(
+    ARRANGE,
+    "`fit` is a method of a base of `keras.Model` and tells callbacks the "
+    "numbers of epochs and steps.",
+)
+def test_every_fit_has_the_callback(told: list[Any]) -> None:
+    """Whatever its user's callbacks are, which come first."""
+    theirs: list[Any] = []
+    model = network()
+    model.compile("sgd", "mse")
+    fit = {"verbose": 0, "batch_size": 2}
+    model.fit(X, X, epochs=3, **fit)
+    assert told == [(3, 2)]
+    model.fit(X, X, callbacks=Told(theirs), **fit)
+    model.fit(X, X, 2, 4, 0, [Told(theirs), [Told(theirs)]])
+    assert told[1:] == [(1, 2), (4, 2)]
+    assert theirs == [(1, 2), (4, 2), (4, 2)]
+    made = keras.callbacks.CallbackList([], model=model)
+    model.fit(X, X, callbacks=made, **fit)
+    assert told[3:] == [(1, 2)]
+    left_out = keras.Sequential([layers.Dense(2)], name="left_out")
+    left_out.compile("sgd", "mse")
+    assert left_out.fit(X, X, **fit).history["loss"]
+    assert len(told) == 4

@@ -75,6 +75,9 @@ add(
     changes={3: {"update_interval": 3, "alpha": 0.5}, 6: {"alpha": 0.125}},
     fits=[(2, 2), (1, 6)],
 )
+# One estimation, a share of the run that `fit` tells, alpha that decays.
+NOTHING = {"warmup_steps": None, "update_interval": None}
+add("two", "rows", "mlp", "decaying", "defaults", **NOTHING)
 # Step and worker of a batch of NaN; without it, step 4 would estimate.
 add("two", "rows", "mlp", "sgd", "NaN", slow=True, poison=(4, 0))
 add("two", "columns", "mlp", "adam", "NaN", poison=(5, 1))
@@ -101,6 +104,7 @@ DISAGREEMENTS = {
 for where_ in SHAPES:
     for layout_ in ("rows", "columns"):
         JOBS.add(f"{where_}: traffic, {layout_}", "traffic", layout_)
+JOBS.add("two: told", "told")
 for name_, arguments_ in DISAGREEMENTS.items():
     JOBS.add(name_, "disagreement", *arguments_)
 
@@ -168,6 +172,11 @@ def test_same_bits_everywhere(results: Results, name: str) -> None:
         np.testing.assert_array_equal(value, values[0])
 
 
+def test_all_workers_hear_the_same(results: Results) -> None:
+    """That is 7.5 % of the first one's 40 steps."""
+    assert results("two: told") == [[3], [3]]
+
+
 @pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_counts(results: Results, name: str) -> None:
     workers = results(name)
@@ -180,6 +189,8 @@ def test_counts(results: Results, name: str) -> None:
         updates, wanted = 5, {2}
     elif "changes" in options:
         wanted = {3}
+    elif "defaults" in name:
+        wanted = {1}
     assert {w["iterations"] for w in workers} == {updates}
     assert {n for w in workers for n in w["estimations"]} == wanted
     assert {n for w in workers for n in w["failures"]} == {0}
@@ -236,7 +247,7 @@ def test_state_is_divided(results: Results, name: str) -> None:
             "basis": basis,
             "directions": item * (np.prod(shape) + numbers),
             "copies": 0,
-            "counters": 24,
+            "counters": 40,
             "total": worker["kept_bytes"] + basis,
         }
 

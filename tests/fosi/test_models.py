@@ -216,7 +216,7 @@ def test_state_moves_once_per_step() -> None:
         mean = 0.8 * mean + 0.2 * hidden.mean(axis=0)
         for one in models:
             one.train_on_batch(x, y)
-    assert int(model.optimizer._states[0].estimations.numpy()) == 5
+    assert int(model.optimizer.method.states[0].estimations.numpy()) == 5
     np.testing.assert_allclose(np.array(norm.moving_mean), mean, rtol=1e-5)
     seed = twin.layers[2].layers[1].seed_generator.state
     np.testing.assert_array_equal(

@@ -66,7 +66,7 @@ def test_one_trace(plain: Array) -> None:
     model = mlp(Counting)
     np.testing.assert_array_equal(trained(model), plain)
     assert model.traces == 1
-    assert int(model.optimizer._states[0].estimations.numpy()) == 2
+    assert int(model.optimizer.method.states[0].estimations.numpy()) == 2
 
 
 def test_eagerly(plain: Array) -> None:

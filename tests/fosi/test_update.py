@@ -150,7 +150,7 @@ def test_momentum_stays_out_of_new_directions(
         assert length > 1e-3
         if count < 2:
             continue
-        rows = optimizer._states[0].subspace.directions.numpy()
+        rows = optimizer.method.states[0].subspace.directions.numpy()
         rounding = 3e-7 * np.abs(before).max()
         np.testing.assert_allclose(rows @ change, 0, atol=rounding)
         # The momentum itself has much of what it had before.

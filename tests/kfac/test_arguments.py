@@ -67,7 +67,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ),
     *(
         ("factor_batch_fraction", value, r"a number in \(0, 1\]")
-        for value in (0, -0.5, 1.5, "1", True, None, NAN)
+        for value in (0, -0.5, 1.5, "1", True, NAN)
     ),
     *(
         (name, value, "an integer of at least 1")
@@ -191,14 +191,14 @@ def test_defaults() -> None:
         "inverse_update_interval": None,
         "kl_clip": 0.02,
         "weight_sharing": "expand",
-        "factor_batch_fraction": 1.0,
+        "factor_batch_fraction": None,
         "distribution": "comm_opt",
         "gradient_worker_fraction": None,
         "assignment": None,
         "symmetric_communication": False,
         "factor_dtype": None,
         "inverse_dtype": None,
-        "max_factor_dim": 2048,
+        "max_factor_dim": 640,
         "factor_rank": 64,
         "skip_layers": [],
     }

@@ -78,15 +78,15 @@ class Loop:
 
 # --------------------------------------------------------------- the measured
 def test_default_schedule() -> None:
-    """Every step, every 5 from 20, every 10 from 100; 5, 20 and 50."""
+    """Every step, every 5 from 20, every 20 from 100; 5, 20 and 100."""
     loop = Loop()
-    factors, inverses = loop.updates(160)
+    factors, inverses = loop.updates(210)
     assert factors == [
         *range(20),
         *range(20, 100, 5),
-        *(100, 110, 120, 130, 140, 150),
+        *(100, 120, 140, 160, 180, 200),
     ]
-    assert inverses == [0, 5, 10, 15, 20, 40, 60, 80, 100, 150]
+    assert inverses == [0, 5, 10, 15, 20, 40, 60, 80, 100, 200]
     assert loop.traces == 1
 
 

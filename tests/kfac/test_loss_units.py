@@ -18,11 +18,17 @@ import tfkfac
 from tests.support.harness import (
     assert_close,
     check_factors,
+    compiled,
     find,
     randomize,
     weights_of,
 )
-from tests.support.reference import Array, append_one, factors
+from tests.support.reference import (
+    Array,
+    append_one,
+    factors,
+    inverse_solve,
+)
 
 ROWS, FEATURES = 12, 4
 LOSSES = keras.losses
@@ -124,11 +130,17 @@ def network(activation: str | None = None) -> Any:
 
 
 def step_of(
-    model: Any, x: Any, y: Any, loss: Any, **options: Any
+    model: Any,
+    x: Any,
+    y: Any,
+    loss: Any,
+    fisher: str | None = "empirical",
+    **options: Any,
 ) -> tuple[list[Array], Any]:
-    """How far a step of `KFAC()` goes, and the optimizer."""
+    """How far a step of `KFAC` goes, and the optimizer."""
     fit = {k: options.pop(k) for k in ("sample_weight",) if k in options}
-    model.compile(tfkfac.KFAC(), loss, run_eagerly=True, **options)
+    optimizer = tfkfac.KFAC(fisher=fisher)
+    model.compile(optimizer, loss, run_eagerly=True, **options)
     before = model.get_weights()
     model.train_on_batch(x, y, **fit)
     after = model.get_weights()
@@ -152,6 +164,24 @@ def test_a_constant_times_a_loss_makes_the_same_step(
     y, activation, loss, others = SAME[kind]
     want, _ = step_of(network(activation), X, y, loss)
     got, _ = step_of(network(activation), X, y, others[name])
+    assert_same_step(got, want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(
+            kind, name, marks=() if name == "summed" else pytest.mark.slow
+        )
+        for kind, (*_, others) in SAME.items()
+        for name in others
+    ],
+)
+def test_and_so_with_labels_that_are_drawn(kind: str, name: str) -> None:
+    """The same labels are drawn for the same predictions."""
+    y, activation, loss, others = SAME[kind]
+    want, _ = step_of(network(activation), X, y, loss, "monte_carlo")
+    got, _ = step_of(network(activation), X, y, others[name], "monte_carlo")
     assert_same_step(got, want)
 
 
@@ -230,13 +260,57 @@ def test_terms_are_what_the_loss_is_the_mean_of(
     if keep is not None:
         g = g * keep[..., None]
     model.compile(
-        tfkfac.KFAC(weight_sharing=sharing),
+        tfkfac.KFAC(weight_sharing=sharing, fisher="empirical"),
         loss,
         run_eagerly=sharing == "reduce",
     )
     model.train_on_batch(x, y, **options)
     want = factors(a, g, sharing, keep, terms)
     check_factors(find(model.optimizer.factors(), "block"), *want)
+
+
+# ------------------------------------------------- outputs far out of scale
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+@pytest.mark.parametrize("kind", ["sparse", "binary", "square"])
+def test_logits_far_too_large_are_divided_by_their_dispersion(
+    kind: str, reduction: str
+) -> None:
+    """`L/s` with `s = L / chance - 1`, in G as in the gradient.
+
+    Nothing is known of the scale of a squared error.
+    """
+    x = 1e3 * X.astype(np.float64)
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(4, name="d")])
+    randomize(model)
+    a = append_one(x)
+    weights = np.vstack(weights_of(model))
+    z = a @ weights
+    y, loss = REAL, LOSSES.MeanSquaredError(reduction=reduction)
+    g, scale = z - y, 1.0
+    if kind == "binary":
+        y = BITS
+        loss = LOSSES.BinaryCrossentropy(from_logits=True, reduction=reduction)
+        g = np.exp(-np.logaddexp(0, -z)) - y
+        nll = np.sum(np.logaddexp(0, z) - y * z, -1)
+        scale = np.mean(nll) / (FEATURES * np.log(2)) - 1
+    elif kind == "sparse":
+        y = CLASSES
+        loss = LOSSES.SparseCategoricalCrossentropy(
+            from_logits=True, reduction=reduction
+        )
+        log_sum = np.logaddexp.reduce(z, -1)
+        g = np.exp(z - log_sum[:, None]) - HOT
+        nll = log_sum - z[np.arange(ROWS), CLASSES]
+        scale = np.mean(nll) / np.log(FEATURES) - 1
+    optimizer = compiled(model, 1.0, loss, damping=1e-3)
+    model.train_on_batch(x, y)
+    want = factors(a[:, None], g[:, None] / scale)
+    check_factors(find(optimizer.factors(), "d"), *want)
+    if kind == "square":
+        return  # float32 does not do for its step
+    assert scale > 100
+    step = inverse_solve(a.T @ g / scale / ROWS, *want, 1e-3)
+    assert_close(weights - np.vstack(weights_of(model)), step, 1e-3)
 
 
 # ------------------------------------------------------------- custom loops

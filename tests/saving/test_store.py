@@ -8,9 +8,9 @@ import tensorflow as tf
 
 import tfkfac
 from tests.support.small import compiled_mlp, kfac_of
+from tfkfac.saving.entries import STATE, Entry, Region, Spread
 from tfkfac.saving.store import (
-    Entry,
-    Spread,
+    Saved,
     load_state,
     save_state,
     why_unreadable,
@@ -18,20 +18,26 @@ from tfkfac.saving.store import (
 
 
 def entry(layer: str, name: str, value: float, **kwargs: Any) -> Entry:
-    return Entry(layer, name, tf.Variable([value]), **kwargs)
+    return Entry(layer, name, tf.Variable([float(value)]), **kwargs)
 
 
 def saved(entries: list[Entry]) -> dict[str, Any]:
     store: dict[str, Any] = {}
-    save_state(store, entries)
+    save_state(store, {0: entries}, 1)
     return store
+
+
+def load(store: dict[str, Any], entries: list[Entry]) -> None:
+    found = Saved(store)
+    found.match({e.layer for e in entries}, {STATE}, "test")
+    load_state(found, {0: entries}, 1, "test")
 
 
 def values(entries: list[Entry]) -> list[float]:
     return [float(e.variable[0]) for e in entries]
 
 
-def test_keys_name_spread_entry_and_layer() -> None:
+def test_keys_name_part_entry_and_layer() -> None:
     """And nothing of the place: groups of HDF5 are made by slashes."""
     store = saved(
         [
@@ -40,8 +46,8 @@ def test_keys_name_spread_entry_and_layer() -> None:
         ]
     )
     assert {k: float(v[0]) for k, v in store.items()} == {
-        "replicated:count:": 1.0,
-        "owned:factor_A:part|dense": 2.0,
+        "state:count:": 1.0,
+        "state:factor_A:part|dense": 2.0,
     }
 
 
@@ -50,14 +56,14 @@ def test_halves_are_cast(dtype: tf.DType) -> None:
     """Averages were once kept in half precision."""
     old = [Entry("a", "x", tf.Variable([1.5], dtype=dtype))]
     new = [entry("a", "x", -1.0)]
-    load_state(saved(old), new, "test")
+    load(saved(old), new)
     assert values(new) == [1.5]
 
 
 def test_order_does_not_matter() -> None:
     old = [entry(layer, "x", i) for i, layer in enumerate("abc")]
     new = [entry(layer, "x", -1.0) for layer in "cab"]
-    load_state(saved(old), new, "test")
+    load(saved(old), new)
     assert values(new) == [2.0, 0.0, 1.0]
 
 
@@ -65,14 +71,14 @@ def test_automatic_names_are_matched_by_their_numbers() -> None:
     """The tenth comes after the ninth, and the one without before all."""
     old = [entry(f"dense_{i}", "x", i) for i in (8, 9, 10)]
     new = [entry(layer, "x", -1.0) for layer in ("dense_2", "dense", "dense_1")]
-    load_state(saved(old), new, "test")
+    load(saved(old), new)
     assert values(new) == [10.0, 8.0, 9.0]
 
 
 def test_automatic_names_of_containers() -> None:
     old = [entry(f"part_{i}/dense_{i + 4}", "x", i) for i in (1, 2)]
     new = [entry(f"part_{i}/dense_{i}", "x", -1.0) for i in (5, 6)]
-    load_state(saved(old), new, "test")
+    load(saved(old), new)
     assert values(new) == [1.0, 2.0]
 
 
@@ -80,10 +86,9 @@ def test_layers_of_other_kinds_do_not_match() -> None:
     with pytest.raises(
         ValueError, match=r"file: \['conv_1', 'dense'\].*model: \['d"
     ):
-        load_state(
+        load(
             saved([entry("conv_1", "x", 1.0), entry("dense", "x", 1.0)]),
             [entry("dense_2", "x", 1.0), entry("dense_3", "x", 1.0)],
-            "test",
         )
 
 
@@ -91,15 +96,8 @@ def test_nothing_is_assigned_if_anything_differs() -> None:
     old = [entry("a", "x", 1.0), Entry("b", "x", tf.Variable([1.0, 2.0]))]
     new = [entry("a", "x", -1.0), entry("b", "x", -1.0)]
     with pytest.raises(ValueError, match="does not fit layer 'b'"):
-        load_state(saved(old), new, "test")
+        load(saved(old), new)
     assert values(new) == [-1.0, -1.0]
-
-
-def test_another_spread_is_another_entry() -> None:
-    old = saved([entry("", "directions", 1.0, spread=Spread.ELEMENTS)])
-    new = [entry("", "directions", -1.0, spread=Spread.DIRECTIONS)]
-    with pytest.raises(ValueError, match=r"directions \(elements\)"):
-        load_state(old, new, "test")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +106,8 @@ def test_another_spread_is_another_entry() -> None:
         (["0", "1"], "another optimizer"),
         (["iteration"], "another optimizer"),
         (["00000:weight:dense", "00001:factor_A:a|b"], "earlier version"),
-        (["replicated:count:", "owned:x:dense"], None),
+        (["replicated:count:", "owned:x:dense"], "earlier version"),
+        (["state:count:", "inverse:A:dense"], None),
         ([], None),
     ],
 )
@@ -127,21 +126,127 @@ def test_the_format_of_before_is_named() -> None:
     assert int(kfac_of(model).factor_updates) == 0
 
 
-@pytest.mark.parametrize(
-    ("layout", "spreads"),
-    [
-        ("rows", {"directions": "elements", "momentum": "replicated"}),
-        ("columns", {"directions": "directions", "momentum": "directions"}),
-    ],
-)
-def test_directions_say_how_they_are_spread(
-    layout: str, spreads: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_directions_do_not_depend_on_the_layout(layout: str) -> None:
+    """`V^T` of 3 directions and 53 weights, without padding."""
     model = compiled_mlp()
-    optimizer = tfkfac.FOSI(layout=layout, num_largest=2)
+    optimizer = tfkfac.FOSI(layout=layout, num_largest=3)
     model.compile(optimizer, "mse")
     store: dict[str, Any] = {}
     optimizer.save_own_variables(store)
-    found = {k.split(":")[1]: k.split(":")[0] for k in store}
-    assert spreads.items() <= found.items()
-    assert found["ritz_values"] == found["skipped_steps"] == "replicated"
+    assert {k: v.shape for k, v in store.items() if v.ndim} == {
+        "state:directions:": (3, 53),
+        "state:ritz_values:": (3,),
+        "state:momentum:": (3,),
+    }
+
+
+# ------------------------------------------------------- workers and the whole
+WHOLE = np.arange(1.0, 11.0).reshape(2, 5)
+
+
+def slices(workers: int, length: int) -> dict[int, list[Entry]]:
+    """Equal slices of the last axis; the last ones end in zeros."""
+    return {
+        rank: [
+            Entry(
+                "a",
+                "x",
+                tf.Variable(tf.zeros([2, length], tf.float64)),
+                region=Region((2, 5), (0, min(rank * length, 5))),
+            )
+        ]
+        for rank in range(workers)
+    }
+
+
+def everywhere(
+    store: dict[str, Any], entries: dict[int, list[Entry]]
+) -> list[Any]:
+    """What each worker has after loading, as processes of their own."""
+    found = Saved(store)
+    found.match({"a"}, {STATE}, "test")
+    for rank, own in entries.items():
+        load_state(found, {rank: own}, len(entries), "test")
+    return [own[0].variable.numpy().tolist() for own in entries.values()]
+
+
+@pytest.mark.parametrize(("workers", "length"), [(1, 8), (2, 3), (4, 2)])
+def test_slices_are_of_one_whole(workers: int, length: int) -> None:
+    entries = slices(workers, length)
+    got = everywhere({"state:x:a": WHOLE}, entries)
+    padded = np.pad(WHOLE, [(0, 0), (0, workers * length - 5)])
+    assert np.concatenate(got, 1).tolist() == padded.tolist()
+    store: dict[str, Any] = {}
+    save_state(store, entries, workers)
+    assert store["state:x:a"].tolist() == WHOLE.tolist()
+
+
+def spread_numbers(numbers: list[float], spread: Spread) -> Any:
+    return {
+        rank: [Entry("a", "x", tf.Variable(number), spread)]
+        for rank, number in enumerate(numbers)
+    }
+
+
+@pytest.mark.parametrize(
+    ("spread", "before", "after"),
+    [
+        (Spread.PARTIAL, [1.0, 2.0], [1.0, 2.0]),
+        (Spread.PARTIAL, [1.0, 2.0], [3.0]),
+        (Spread.PARTIAL, [1.0, 2.0, 4.0, 8.0], [5.0, 10.0]),
+        (Spread.PARTIAL, [1.0, 2.0], [1.0, 2.0, 0.0, 0.0]),
+        (Spread.PARTIAL, [7.0], [7.0, 0.0]),
+        (Spread.EACH, [1.0, 3.0, 2.0], [1.0, 3.0, 2.0]),
+        (Spread.EACH, [1.0, 3.0, 2.0], [3.0, 3.0]),
+        (Spread.EACH, [4.0], [4.0, 4.0]),
+        (Spread.REPLICATED, [4.0, 4.0], [4.0]),
+    ],
+)
+def test_numbers_of_workers(
+    spread: Spread, before: list[float], after: list[float]
+) -> None:
+    """Sums stay what they are; of clocks all get the latest."""
+    store: dict[str, Any] = {}
+    save_state(store, spread_numbers(before, spread), len(before))
+    new = spread_numbers([-1.0] * len(after), spread)
+    assert everywhere(store, new) == after
+
+
+def test_clocks_of_owners_for_workers_that_share_one() -> None:
+    new = spread_numbers([0.0, 0.0], Spread.REPLICATED)
+    assert everywhere({"state:x:a": np.array([2.0, 5.0])}, new) == [5.0, 5.0]
+
+
+# ---------------------------------------------------------------- faults
+@pytest.mark.parametrize(
+    ("value", "dtype", "words"),
+    [
+        ([1.0, np.nan], "float32", "has 1 of 2 numbers that are not finite"),
+        ([np.inf, np.inf], "float32", "has 2 of 2"),
+        ([1, 2], "float32", "is of dtype int64, not float32"),
+        ([1.0, 2.0], "int64", "is of dtype float64, not int64"),
+        ([3, -1], "int64", "is -1, less than 0"),
+        ([1.0], "float32", r"has shape \(2,\), and \(1,\) in the file"),
+        (
+            [[1.0, 2.0]],
+            "float32",
+            r"has shape \(2,\), and \(1, 2\) in the file",
+        ),
+        (["a", "b"], "float32", "is of dtype <U1"),
+    ],
+)
+def test_faults_are_named(value: list[Any], dtype: str, words: str) -> None:
+    new = [Entry("a/b", "x", tf.Variable([0, 0], dtype=dtype))]
+    with pytest.raises(ValueError, match=f"'test'.*layer 'a/b': x {words}"):
+        load({"state:x:a|b": np.array(value)}, new)
+    assert new[0].variable.numpy().tolist() == [0, 0]
+
+
+def test_all_faults_are_listed() -> None:
+    new = [entry("a", "x", 0.0), entry("a", "y", 0.0), entry("b", "x", 0.0)]
+    store = saved([entry("a", "x", np.nan), entry("b", "x", np.inf)])
+    with pytest.raises(
+        ValueError, match=r"'a': x has 1.*, y is not in the file; layer 'b': x"
+    ):
+        load(store, new)

@@ -82,6 +82,9 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
 INNERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     **workers_modes.INNERS,
     "plain": lambda: keras.optimizers.SGD(RATE),
+    "decaying": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.PolynomialDecay(RATE, 12, 0.0), 0.5
+    ),
 }
 # Few Lanczos steps: their number does not matter where two jobs do the same.
 DEFAULTS: dict[str, Any] = {
@@ -226,27 +229,36 @@ def run_fit(
     return [{k: v[i] for k, v in logs.items()} for i in range(epochs)]
 
 
+def told(kind: str | None) -> list[int]:
+    """The warm-up of each replica, where workers hear other lengths."""
+    options = {"warmup_steps": None}
+    with strategy(kind).scope():
+        optimizer = compiled(kind, "mlp", "sgd", options).optimizer
+    optimizer.method.expect(40 * (1 + local_ranks(kind)[0]))
+    return [int(state.warmup) for state in optimizer._states]
+
+
 def describe(kind: str | None, model: Any) -> dict[str, Any]:
     """All that the tests want to know of a trained model."""
     optimizer = model.optimizer
     text: list[str] = []
     optimizer.summary(print_fn=text.append)
-    kept = [s.subspace for s in optimizer._states]
+    kept = [s.subspace for s in optimizer.method.states]
     return {
         "ranks": local_ranks(kind),
         "weights": [v.numpy() for v in model.trainable_variables],
         "statistics": [v.numpy() for v in model.non_trainable_variables],
         "copies": copies(kind, [*model.variables, *optimizer.variables]),
         "iterations": int(optimizer.iterations.numpy()),
-        "skipped": [int(v) for v in optimizer._skipped],
-        "estimations": [int(s.estimations) for s in optimizer._states],
-        "failures": [int(s.failures) for s in optimizer._states],
+        "skipped": [int(v) for v in optimizer.method.job.skipped],
+        "estimations": [int(s.estimations) for s in optimizer.method.states],
+        "failures": [int(s.failures) for s in optimizer.method.states],
         "ritz_values": [s and s.ritz_values.numpy() for s in kept],
         "shapes": [s and tuple(s.directions.shape) for s in kept],
         "spectrum": optimizer.spectrum(),
         "state_bytes": optimizer.state_bytes(),
         "kept_bytes": sum(
-            bytes_of(v) for v in variables_in(optimizer._states[0])
+            bytes_of(v) for v in variables_in(optimizer.method.states[0])
         ),
         "communication_bytes": optimizer.communication_bytes(),
         "idle_share": optimizer.idle_share(),

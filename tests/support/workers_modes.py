@@ -515,10 +515,10 @@ def describe(kind: str | None, model: Any) -> dict[str, Any]:
         "weights": model.get_weights(),
         "copies": copies(kind, [*model.variables, *optimizer.variables]),
         "iterations": int(optimizer.iterations.numpy()),
-        "skipped": [int(v) for v in optimizer._skipped],
+        "skipped": [int(v) for v in optimizer.method.job.skipped],
         "updates": [
             (int(s.factor_updates), int(s.inverse_updates))
-            for s in optimizer._states
+            for s in optimizer.method.states
         ],
         "factors": optimizer.factors(),
         "shapes": [
@@ -526,7 +526,7 @@ def describe(kind: str | None, model: Any) -> dict[str, Any]:
             for b in optimizer._method.placement.blocks
         ],
         "state_bytes": optimizer.state_bytes(),
-        "kept": [kept_bytes(state) for state in optimizer._states],
+        "kept": [kept_bytes(state) for state in optimizer.method.states],
         "communication_bytes": optimizer.communication_bytes(),
         "collectives": collectives(graph),
         "decompositions": count_ops(graph, ("Cholesky", "SelfAdjointEigV2")),

@@ -15,7 +15,7 @@ from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.loss_terms import LossTerms, mean_over
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import Settings
-from tfkfac.saving.store import Entry
+from tfkfac.saving.entries import Contents
 from tfkfac.wrapper.hyperparameters import Tunable
 from tfkfac.wrapper.method import Method
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
@@ -165,6 +165,22 @@ def test_replicas_have_one_unit_whatever_their_shapes() -> None:
         assert found == (3.0, [2.0, 4 / 6][rank])
 
 
+def test_replicas_have_one_dispersion() -> None:
+    """Of 3 terms ten times as bad as a guess, and 1 twice: 8 - 1 on average."""
+
+    def work(group: Any) -> Any:
+        terms = LossTerms(
+            tf.constant([3.0, 1.0][group.rank], tf.float64),
+            tf.constant(2.0, tf.float64),
+            surprise=tf.constant([30.0, 2.0][group.rank], tf.float64),
+        )
+        measure = measure_loss((terms,), group, 2, True)
+        return float(measure.unit), float(measure.row_scale)
+
+    for found, _ in run_together(2, work):
+        assert found == (2 * 7, 4 / 2 / 7)
+
+
 def test_an_empty_batch_counts_for_nothing() -> None:
     """The mean over no example is NaN."""
 
@@ -230,8 +246,8 @@ class Scaled(Method):
     def agreement(self) -> dict[str, Any]:
         return {}
 
-    def entries(self) -> list[Entry]:
-        return []
+    def contents(self, rank: int) -> Contents:
+        return Contents([])
 
     def events(self) -> list[tuple[str, tf.Variable]]:
         return []

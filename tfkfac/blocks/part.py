@@ -1,6 +1,7 @@
 """Statistics of a part of the examples of a batch."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -8,6 +9,10 @@ import tensorflow as tf
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.rows import Rows
 from tfkfac.capture.record import Record
+
+# The measured part: a quarter, but so many of all workers together. Factors of
+# a few examples cost accuracy, and a small batch's are cheap.
+_QUARTER, _LEAST = 0.25, 64
 
 
 class Part(NamedTuple):
@@ -17,10 +22,27 @@ class Part(NamedTuple):
         fraction: Share of the examples, in (0, 1].
         turn: Number of parts taken before, int64. The next one has other
             examples.
+        least: Least number of examples, if there are as many.
     """
 
     fraction: float
     turn: tf.Tensor
+    least: int = 1
+
+
+def choose_part(
+    fraction: float | None, turn: tf.Tensor, workers: int
+) -> Part | None:
+    """The part of a worker's batch; None is all of it.
+
+    Args:
+        fraction: Share of the examples; None is the measured part.
+        turn: Number of parts taken before, int64.
+        workers: Number of workers whose statistics are added up.
+    """
+    if fraction is None:
+        return Part(_QUARTER, turn, math.ceil(_LEAST / workers))
+    return Part(fraction, turn) if fraction < 1 else None
 
 
 class Examples:
@@ -42,6 +64,7 @@ class Examples:
         size = tf.cast(size, tf.int64)
         share = part.fraction * tf.cast(size, tf.float64)
         count = tf.cast(tf.math.ceil(share), tf.int64)
+        count = tf.maximum(count, tf.minimum(size, part.least))
         # Nothing is taken of an empty batch, and divided by.
         some, divisor = tf.maximum(size, 1), tf.maximum(count, 1)
         offset = part.turn * count % some

@@ -67,6 +67,18 @@ def batch_statistics(
     return statistics
 
 
+def output_total(
+    block: Block, records: Sequence[Record], sharing: str, part: Part | None
+) -> tf.Tensor:
+    """Sums `g g^T` over the calls of a layer, as `batch_statistics` does."""
+    totals = []
+    for record in records:
+        rows, _, examples = _rows(block, record, part)
+        total = block.output_statistic(rows.g, sharing)
+        totals.append(_whole(total, examples))
+    return tf.add_n(totals)
+
+
 def _input_statistic(
     block: Block, rows: Rows, weights: tf.Tensor | None, sharing: str
 ) -> Statistic:

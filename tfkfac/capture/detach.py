@@ -4,6 +4,7 @@ import keras
 
 from tfkfac.capture.forward import ForwardTap
 from tfkfac.capture.loss_batch import LossTap
+from tfkfac.capture.pullback import PullbackTap
 from tfkfac.capture.taps import Tap, forget_first_call
 from tfkfac.capture.walk import walk
 from tfkfac.compat.overrides import release_moments
@@ -21,4 +22,5 @@ def detach(model: keras.Model, owner: object | None) -> None:
         release_moments(node.layer)
         Tap.close(node.layer, owner)
     ForwardTap.close(model)
+    PullbackTap.close(model)
     LossTap.close(model)

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.loss_units import natural_unit
+from tfkfac.capture.surprise import surprise
 from tfkfac.compat.losses import LossCall, Reduction, loss_weights
 
 
@@ -28,6 +29,10 @@ class LossTerms:
         is_fixed: Whether the unit is the same on all replicas, a number that
             no shape of theirs has a say in.
         part: What of the whole loss it is; None if there is nothing else.
+        call: The call of the loss; None if nobody has seen it.
+        likelihood: Name of its likelihood, if that is known.
+        surprise: The sum over the terms of their loss over that of a guess;
+            0 if that is not known.
     """
 
     count: tf.Tensor
@@ -35,6 +40,9 @@ class LossTerms:
     summed: bool = False
     is_fixed: bool = True
     part: tf.Tensor | None = None
+    call: LossCall | None = None
+    likelihood: str | None = None
+    surprise: tf.Tensor | float = 0.0
 
 
 class LossMeasure(NamedTuple):
@@ -53,6 +61,9 @@ class LossMeasure(NamedTuple):
         share: Weight of this replica's gradient in that of the mean over all
             terms, times the number of replicas; None is 1.
         shares: The same for each of the losses; empty if all are 1.
+        weights: What the Fisher matrix of a term of each loss is multiplied
+            by, so that all add up to `total` times that of the whole loss in
+            its unit; empty if there is one loss.
     """
 
     terms: tf.Tensor | None
@@ -62,12 +73,19 @@ class LossMeasure(NamedTuple):
     total: tf.Tensor | None
     share: tf.Tensor | None = None
     shares: tuple[tf.Tensor, ...] = ()
+    weights: tuple[tf.Tensor, ...] = ()
+
+    def tempered(self, dispersion: tf.Tensor) -> "LossMeasure":
+        """The measure of a loss divided by its dispersion."""
+        return self._replace(
+            row_scale=self.row_scale / dispersion, unit=self.unit * dispersion
+        )
 
     def shared(
         self, share: tf.Tensor | None, shares: tuple[tf.Tensor, ...] = ()
     ) -> "LossMeasure":
         """The same measure with other shares."""
-        return LossMeasure(*self[:5], share, shares)
+        return self._replace(share=share, shares=shares)
 
 
 def weigh(
@@ -166,7 +184,16 @@ def _terms_of(
             scale *= tf.distribute.get_strategy().num_replicas_in_sync
     part = tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype)
     is_fixed = not (tf.is_tensor(unit.value) or tf.is_tensor(weight))
-    return LossTerms(count, scale, summed, is_fixed, part)
+    return LossTerms(
+        count,
+        scale,
+        summed,
+        is_fixed,
+        part,
+        call,
+        unit.likelihood,
+        surprise(call, None if summed else count),
+    )
 
 
 def _count(reduction: Reduction) -> tf.Tensor:

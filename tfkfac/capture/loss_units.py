@@ -6,37 +6,69 @@ normal distribution, its binary cross-entropy `1/D` of that of `D` Bernoulli
 variables. With the loss divided by this unit, the step does not depend on
 whether a loss is a mean, a sum or any other multiple of one likelihood.
 
-Keras' own losses are known by their functions. Any other is tried on random
-numbers: if it is proportional to one of the likelihoods, the ratio is its
-unit. A loss that is not has the unit 1.
+Keras' own losses are known by their functions, and users may declare theirs.
+Any other is tried on random numbers: if it is proportional to one of the
+likelihoods, the ratio is its unit. A loss that is not has the unit 1.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.compat.losses import loss_function
+from tfkfac.compat.losses import (
+    are_probabilities,
+    loss_arguments,
+    loss_function,
+)
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 Shape = tuple[int | None, ...]
 # Labels, predictions, and the negative log-likelihood of each output.
 Sample = tuple[Array, Array, Array]
 
-# Means over the features of a term: the unit times their number.
-_MEANS: dict[Callable[..., Any], float] = {
-    keras.losses.mean_squared_error: 2.0,
-    keras.losses.binary_crossentropy: 1.0,
-    keras.losses.poisson: 1.0,
+
+class Known(NamedTuple):
+    """What is known of a loss.
+
+    Attributes:
+        likelihood: Name of its likelihood, None if nobody but the user knows.
+        factor: Its unit if it is the sum over the outputs of a term.
+        is_mean: Whether it is the mean over the outputs instead.
+    """
+
+    likelihood: str | None
+    factor: float = 1.0
+    is_mean: bool = False
+
+
+# Of the predictions: means, probabilities or rates; or logits, if they are.
+NORMAL, POISSON = "normal", "poisson"
+BERNOULLI, CATEGORICAL = "bernoulli", "categorical"
+BERNOULLI_LOGITS = "bernoulli logits"
+CATEGORICAL_LOGITS = "categorical logits"
+_LOGITS = {BERNOULLI: BERNOULLI_LOGITS, CATEGORICAL: CATEGORICAL_LOGITS}
+
+# By function, or by class.
+_known: dict[Any, Known] = {
+    keras.losses.mean_squared_error: Known(NORMAL, 2.0, True),
+    keras.losses.binary_crossentropy: Known(BERNOULLI, is_mean=True),
+    keras.losses.poisson: Known(POISSON, is_mean=True),
+    keras.losses.categorical_crossentropy: Known(CATEGORICAL),
+    keras.losses.sparse_categorical_crossentropy: Known(CATEGORICAL),
+    keras.losses.kl_divergence: Known(CATEGORICAL),
 }
-# Sums over the outputs of a term: the unit is 1.
-_SUMS = (
-    keras.losses.categorical_crossentropy,
-    keras.losses.sparse_categorical_crossentropy,
-    keras.losses.kl_divergence,
+# The likelihoods that a loss is tried for, in the order of `_samples`.
+_TRIED = (
+    NORMAL,
+    BERNOULLI_LOGITS,
+    BERNOULLI,
+    CATEGORICAL_LOGITS,
+    CATEGORICAL,
 )
 _TRIES = (2, 3)  # batch sizes
 _LARGEST = 10**6  # elements of a try
@@ -51,14 +83,32 @@ class Unit(NamedTuple):
         summed: Of a loss that returns one number, whether that is a sum over
             the terms and not their mean.
         known: Whether the likelihood is known.
+        likelihood: Its name, if it has one.
     """
 
     value: float | tf.Tensor = 1.0
     summed: bool = False
     known: bool = True
+    likelihood: str | None = None
 
 
 _UNKNOWN = Unit(known=False)
+
+
+def declare_unit(loss: Any, factor: float, is_mean: bool) -> None:
+    """Tells the unit of a loss, see `Known`.
+
+    Args:
+        loss: A class of losses, or a function.
+        factor: Its unit if it is the sum over the outputs of a term.
+        is_mean: Whether it is the mean over the outputs instead.
+    """
+    _known[loss] = Known(None, factor, is_mean)
+
+
+def declared(table: Mapping[Any, T], loss: keras.losses.Loss) -> T | None:
+    """Looks a loss up by its class, or else by the function that it wraps."""
+    return table.get(type(loss), table.get(loss_function(loss)))
 
 
 def natural_unit(
@@ -78,11 +128,11 @@ def natural_unit(
     labels = tf.TensorShape(y_true.shape)
     if not y_pred.shape.rank or labels.rank is None:
         return _UNKNOWN
-    function = loss_function(loss)
-    if function in _SUMS:
-        return Unit()
-    if function in _MEANS:
-        return Unit(_MEANS[function] / _features(y_pred, values))
+    known = declared(_known, loss)
+    if known is not None:
+        features = _features(y_pred, values) if known.is_mean else 1.0
+        name = _likelihood(known.likelihood, loss, y_pred)
+        return Unit(known.factor / features, likelihood=name)
     unit = _recognise(
         loss, tuple(labels), tuple(y_pred.shape), values.shape.rank
     )
@@ -90,6 +140,18 @@ def natural_unit(
         return unit
     sums = _doubles(loss, tuple(labels), tuple(y_pred.shape))
     return Unit(summed=sums, known=False)
+
+
+def _likelihood(
+    name: str | None, loss: keras.losses.Loss, y_pred: tf.Tensor
+) -> str | None:
+    """The likelihood of one of Keras' own losses with its arguments."""
+    arguments = loss_arguments(loss)
+    if arguments.get("axis", -1) not in (-1, y_pred.shape.rank - 1):
+        return None  # its outputs are not the last axis
+    if arguments.get("from_logits") and not are_probabilities(y_pred):
+        return _LOGITS.get(name or "", name)
+    return name
 
 
 def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
@@ -121,7 +183,7 @@ def _recognise(
     if math.prod(sizes) * max(_TRIES) > _LARGEST:
         return _UNKNOWN
     samples = [_samples(batch, sizes, y_true) for batch in _TRIES]
-    for tries in zip(*samples, strict=True):
+    for name, *tries in zip(_TRIED, *samples, strict=True):
         try:
             with tf.init_scope():
                 found = [_ratio(loss, sample, rank) for sample in tries]
@@ -129,7 +191,7 @@ def _recognise(
             continue
         unit = _common_unit(found, [_terms(s, rank) for s in tries])
         if unit is not None:
-            return unit
+            return Unit(unit.value, unit.summed, likelihood=name)
     return _UNKNOWN
 
 

@@ -45,7 +45,7 @@ class ModelTap(abc.ABC):
 
     @classmethod
     def _attribute(cls) -> str:
-        return f"_tfkfac_{cls.method}_tap"
+        return f"_tfkfac_{cls.__name__}"
 
     def _key(self) -> tuple[int, int]:
         """This replica's place in a store."""

@@ -19,6 +19,7 @@ class Record:
         moments: Mean and variance that a batch normalisation computed.
         order: Grows in the order in which gradients came: a smaller one is of
             a layer nearer to the loss.
+        output: The pre-activation, for gradients of something else.
     """
 
     inputs: Any
@@ -27,3 +28,4 @@ class Record:
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     moments: tuple[tf.Tensor, tf.Tensor] | None = None
     order: int = 0
+    output: tf.Tensor | None = None

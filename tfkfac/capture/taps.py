@@ -24,11 +24,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfkfac.capture.pullback import watch_for_pullbacks
 from tfkfac.capture.record import Record
 from tfkfac.capture.trace import (
     TraceStore,
     capturing,
     current_store,
+    is_paused,
     replica_id,
     visible_stores,
 )
@@ -46,6 +48,8 @@ from tfkfac.compat.overrides import (
 _TAP = "_tfkfac_tap"
 _HOOK = "_tfkfac_first_call"
 _moments_in_time = itertools.count()
+
+Noter = Callable[[tf.Tensor, tf.Tensor | None], None]
 
 
 class Note(NamedTuple):
@@ -139,14 +143,16 @@ class Tap:
         key = (id(self), replica_id())
         moments: Any = None  # in forward mode `note` runs during the call
 
-        def note(gradient: tf.Tensor) -> None:
+        def note(gradient: tf.Tensor, output: tf.Tensor | None) -> None:
             store = current_store(self._eager)
             # What was noted before this call is of an earlier backward pass
             # that was not for this optimizer (a saliency map, the other half
             # of a GAN) or of an earlier micro-batch.
             notes = [note for note in store.get(key, ()) if note.noted > called]
             noted = next(_moments_in_time)
-            record = Record(inputs, gradient, mask, rest, moments, noted)
+            record = Record(
+                inputs, gradient, mask, rest, moments, noted, output
+            )
             store[key] = [*notes, Note(called, noted, record)]
 
         with listening(layer, note) as passed:
@@ -163,14 +169,12 @@ class Tap:
 
 
 @contextlib.contextmanager
-def listening(
-    layer: keras.layers.Layer, note: Callable[[tf.Tensor], None]
-) -> Iterator[list[bool]]:
+def listening(layer: keras.layers.Layer, note: Noter) -> Iterator[list[bool]]:
     """Taps the activation of a layer, if it has one, for one call.
 
     Args:
         layer: The layer.
-        note: Takes the gradient at the input of the activation.
+        note: As for `watch`; takes what is at the input of the activation.
 
     Yields:
         A list that is not empty once the activation has been called.
@@ -212,17 +216,27 @@ def forget_first_call(layer: keras.layers.Layer) -> None:
         hook.remove()
 
 
-def watch(tensor: tf.Tensor, note: Callable[[tf.Tensor], None]) -> tf.Tensor:
-    """Identity that calls `note` with the gradient when one flows back."""
+def watch(tensor: tf.Tensor, note: Noter) -> tf.Tensor:
+    """Identity that calls `note` when a gradient flows back.
+
+    Args:
+        tensor: The tensor.
+        note: Takes the gradient and what this function returned, or None while
+            it has not yet (in forward mode).
+    """
+    made: list[tf.Tensor] = []
 
     @tf.custom_gradient
     def identity(z: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tf.Tensor]]:
         def backward(gradient: tf.Tensor) -> tf.Tensor:
-            note(gradient)
+            if not is_paused():
+                note(gradient, made[0] if made else None)
             return gradient
 
         return tf.identity(z), backward
 
     watched = identity(tensor)
+    made.append(watched)
+    watch_for_pullbacks(watched)
     pass_mask(tensor, watched)
     return watched

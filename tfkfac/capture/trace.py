@@ -23,15 +23,18 @@ class TraceStore(dict[tuple[int, int], Any]):
 
 def capturing() -> bool:
     """Whether a tape is on and nobody has paused the taps."""
-    if getattr(_state, "paused", False):
-        return False
-    return under_tape()
+    return not is_paused() and under_tape()
+
+
+def is_paused() -> bool:
+    """Whether somebody keeps the taps of this thread from noting."""
+    return getattr(_state, "paused", False)
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Keeps all taps of this thread from noting anything."""
-    before = getattr(_state, "paused", False)
+    before = is_paused()
     _state.paused = True
     try:
         yield

@@ -119,6 +119,23 @@ def loss_weights(model: keras.Model) -> list[tuple[Any, float]]:
     ]
 
 
+def loss_arguments(loss: keras.losses.Loss) -> dict[str, Any]:
+    """What a loss of Keras' own passes to its function.
+
+    It relies on the attribute `_fn_kwargs` of `LossFunctionWrapper`.
+    """
+    return dict(getattr(loss, "_fn_kwargs", {}))
+
+
+def are_probabilities(predictions: Any) -> bool:
+    """Whether predictions are probabilities whose logits Keras remembers.
+
+    It relies on `_keras_logits`, which Keras' activations leave on their
+    result; its losses then use these, whatever their `from_logits`.
+    """
+    return hasattr(predictions, "_keras_logits")
+
+
 def loss_function(loss: keras.losses.Loss) -> Callable[..., Any] | None:
     """The function that a loss of Keras' own wraps, or None.
 

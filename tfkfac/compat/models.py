@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ import keras
 from tfkfac.compat.layers import all_layers
 
 Action = Callable[[keras.Model], None]
+Callbacks = list[keras.callbacks.Callback]
+Arrange = Callable[[keras.Model, Callbacks, int], Callbacks]
 
 _ACTIONS = "_tfkfac_after_compile"
 _from_config = contextvars.ContextVar("compiles_from_config", default=False)
@@ -88,6 +91,53 @@ def compiles_from_config() -> bool:
     which calls `compile`, and is known once `after_compile` has been called.
     """
     return _from_config.get()
+
+
+def arrange_callbacks(arrange: Arrange) -> None:
+    """Lets a function choose the callbacks of each `Model.fit`.
+
+    This relies on `fit` being a method of one of the base classes of
+    `keras.Model`, on the names of its arguments, and on it making a new
+    `CallbackList` of a flat list of callbacks.
+
+    Args:
+        arrange: Gets the model, the flat list of callbacks and the argument
+            `initial_epoch`, and returns the callbacks.
+    """
+    owner = _owner("fit")
+    original = owner.fit
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        known = given.arguments["callbacks"]
+        if isinstance(known, keras.callbacks.CallbackList):
+            known = known.callbacks
+        flat = keras.tree.flatten(known) if known else []
+        chosen = arrange(self, flat, given.arguments["initial_epoch"])
+        if chosen != flat:
+            given.arguments["callbacks"] = chosen
+        return original(*given.args, **given.kwargs)
+
+    owner.fit = fit
+
+
+def first_epoch(model: keras.Model, initial_epoch: int) -> int:
+    """The epoch that `fit` begins with, once all callbacks have begun.
+
+    It relies on `_initial_epoch`, which Keras' `BackupAndRestore` sets.
+    """
+    return int(model._initial_epoch or initial_epoch)
+
+
+def set_first_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Lets `fit` begin with an epoch; None is its argument.
+
+    It relies on `fit` reading `_initial_epoch` after `on_train_begin`.
+    """
+    model._initial_epoch = epoch
 
 
 def _owner(method: str) -> Any:

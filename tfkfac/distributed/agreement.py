@@ -14,9 +14,6 @@ import tensorflow as tf
 
 from tfkfac.distributed.collectives import Communicator
 
-# Room for the description of a model of a few thousand layers.
-_BYTES = 2**17
-
 
 def check_agreement(
     description: Mapping[str, Any], communicator: Communicator
@@ -32,10 +29,7 @@ def check_agreement(
     Raises:
         ValueError: If descriptions differ. The message says where.
     """
-    # On GPUs too: no kernel of theirs knows what is sent.
-    with tf.init_scope(), tf.device("CPU:0"):
-        gathered = communicator.all_gather(tf.constant(encode(description)))
-        theirs = [decode(row) for row in gathered.numpy()]
+    theirs = exchange(description, communicator)
     differences = find_differences(theirs)
     if differences:
         raise ValueError(
@@ -45,24 +39,41 @@ def check_agreement(
         )
 
 
+def exchange(
+    description: Mapping[str, Any], communicator: Communicator
+) -> list[dict[str, Any]]:
+    """Shows a description to all other workers.
+
+    Every worker has to call it.
+
+    Args:
+        description: Anything that JSON can hold, by name.
+        communicator: The collectives of this process with the others.
+
+    Returns:
+        The descriptions by worker.
+    """
+    own = encode(description)
+    # On GPUs too: no kernel of theirs knows what is sent.
+    with tf.init_scope(), tf.device("CPU:0"):
+        sizes = communicator.all_gather(tf.constant([len(own)])).numpy()[:, 0]
+        padded = np.pad(own, (0, sizes.max() - len(own)))
+        rows = communicator.all_gather(tf.constant(padded)).numpy()
+    return [decode(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+
 def encode(description: Mapping[str, Any]) -> np.ndarray:
-    """A description as an array of fixed size."""
+    """A description as an array."""
     text = json.dumps(description, sort_keys=True, default=str)
     data = zlib.compress(text.encode())
-    if len(data) > _BYTES - 4:
-        # Too long to be shown, but not to be compared.
-        digest = {"digest": zlib.crc32(data)}
-        data = zlib.compress(json.dumps(digest).encode())
-    size = np.array([len(data)], np.int32).tobytes()
-    padded = (size + data).ljust(_BYTES, b"\0")
-    return np.frombuffer(padded, np.int32)
+    # TensorFlow gathers no bytes.
+    return np.frombuffer(data, np.uint8).astype(np.int32)
 
 
 def decode(array: np.ndarray) -> dict[str, Any]:
     """Inverse of `encode`."""
-    data = np.asarray(array, np.int32).tobytes()
-    size = int(np.frombuffer(data[:4], np.int32)[0])
-    result: dict[str, Any] = json.loads(zlib.decompress(data[4 : 4 + size]))
+    data = np.asarray(array, np.uint8).tobytes()
+    result: dict[str, Any] = json.loads(zlib.decompress(data))
     return result
 
 

@@ -95,9 +95,19 @@ class Plan:
         return self.mode.reduces_factors or bool(self.owns(rank, layer))
 
     @property
+    def shares_clocks(self) -> bool:
+        """Whether all workers update factors and inverses at the same steps."""
+        return self.workers == 1 or self.mode.reduces_factors
+
+    @property
     def reduces_factors(self) -> bool:
         """Whether statistics are added up over the workers."""
         return self.workers > 1 and self.mode.reduces_factors
+
+    @property
+    def observers(self) -> int:
+        """Number of workers whose batches a layer's factors are of."""
+        return self.workers if self.mode.reduces_factors else 1
 
     def decomposition_group(self, layer: int, factor: str) -> tuple[int, ...]:
         """The owner of a factor and all that need its decomposition."""

@@ -36,6 +36,20 @@ class Topology:
         """Position of a rank among those of this process."""
         return self.local.index(rank)
 
+    @property
+    def processes(self) -> int:
+        """Number of processes."""
+        return self.replicas // len(self.local)
+
+    @property
+    def process(self) -> int:
+        """Position of this process among all."""
+        return self.process_of(self.local[0])
+
+    def process_of(self, rank: int) -> int:
+        """The process of a replica."""
+        return rank // len(self.local)
+
 
 def find_topology(strategy: tf.distribute.Strategy) -> Topology:
     """Reads the topology off a strategy.

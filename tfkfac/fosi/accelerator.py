@@ -13,9 +13,13 @@ from tfkfac.compat.rows import copied_rows
 from tfkfac.compat.tracking import Tracked
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.fosi.estimation import Estimation, Spectrum
-from tfkfac.fosi.held_batch import HeldBatch, describe, point
+from tfkfac.fosi.held_batch import HeldBatches, point
 from tfkfac.fosi.layouts import Geometry
 from tfkfac.linalg.lanczos import Candidate, Krylov, Tridiagonal
+from tfkfac.saving.entries import Entry, Region, Spread
+
+# By the accelerators; the workers have none of it.
+_OWNED = Spread.OWNED
 
 
 class Accelerator(Tracked):
@@ -23,17 +27,20 @@ class Accelerator(Tracked):
 
     Args:
         geometry: Sizes.
-        length: Length of this accelerator's slices.
+        count: Number of accelerators.
+        index: The place of this one among them.
     """
 
-    def __init__(self, geometry: Geometry, length: int) -> None:
+    def __init__(self, geometry: Geometry, count: int, index: int) -> None:
         super().__init__(name="accelerator")
-        dtype, steps = geometry.dtype, geometry.steps
+        shards = geometry.slices(count)
+        dtype, steps, length = geometry.dtype, geometry.steps, shards.length
 
         def vector(size: int, name: str, dtype: Any = dtype) -> tf.Variable:
             return state_variable(tf.zeros([size]), dtype, name)
 
         self.geometry = geometry
+        self._index, self._start = index, shards.range(index).start
         self.weights = vector(geometry.size, "weights")
         basis = tf.zeros([steps, length])
         self.basis = state_variable(basis, dtype, "basis")
@@ -49,7 +56,7 @@ class Accelerator(Tracked):
             state_variable(0, dtype, "scale"),
             state_variable(0, "int32", "rows"),
         )
-        self._held: list[tuple[Any, HeldBatch]] = []
+        self._held = HeldBatches()
 
     @staticmethod
     def basis_bytes(geometry: Geometry, length: int) -> int:
@@ -61,7 +68,34 @@ class Accelerator(Tracked):
     @property
     def batch_bytes(self) -> int:
         """Bytes of the batches that it holds."""
-        return sum(held.bytes for _, held in self._held)
+        return self._held.bytes
+
+    def entries(self, part: str) -> list[Entry]:
+        """All variables to save, of a part of the state."""
+        size, start = self.geometry.size, self._start
+        basis = Region((self.geometry.steps, size), (0, start))
+        slices = [
+            ("basis", self.basis, basis),
+            ("candidate", self.candidate.vector, Region((size,), (start,))),
+        ]
+        candidate = self.candidate._asdict()
+        candidate.pop("vector")
+        shared = {
+            "weights": self.weights,
+            **self.tridiagonal._asdict(),
+            **{f"candidate_{name}": v for name, v in candidate.items()},
+        }
+        return [
+            *(
+                Entry("", n, v, _OWNED, part, region=place, is_finite=False)
+                for n, v, place in slices
+            ),
+            *(
+                Entry("", n, v, _OWNED, part, is_finite=False)
+                for n, v in shared.items()
+            ),
+            self._held.entry(f"batch_{self._index}", part),
+        ]
 
     def begin(
         self,
@@ -74,7 +108,7 @@ class Accelerator(Tracked):
         """Holds weights, batch and shares, and starts at them."""
         self.weights.assign(weights)
         current = point(batch, call, shares)
-        self._held_batch(current).hold(current)
+        self._held.of(current).hold(current)
         iteration = estimation.iteration(tf.identity)
         self._assign(iteration.begin(estimation.start(), self.geometry.steps))
 
@@ -102,7 +136,7 @@ class Accelerator(Tracked):
         """
         weights = model.trainable_variables
         current = point(batch, call, shares)
-        held = self._held_batch(current)
+        held = self._held.of(current)
         args, kwargs, arguments, held_shares = held.get(current)
         local = hessian_operator(
             model,
@@ -137,14 +171,3 @@ class Accelerator(Tracked):
         """Returns the Ritz pairs when all iterations are done."""
         state = self._state()
         return estimation.spectrum(state.tridiagonal, [state.basis])
-
-    def _held_batch(self, current: tuple[Any, ...]) -> HeldBatch:
-        """The variables for batches of this form, made when it is new."""
-        leaves = tf.nest.flatten(current, expand_composites=True)
-        form = [describe(leaf) for leaf in leaves]
-        for known, held in self._held:
-            if known == form:
-                return held
-        held = HeldBatch(current)
-        self._held.append((form, held))
-        return held

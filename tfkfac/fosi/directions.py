@@ -12,9 +12,9 @@ from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.fosi.layouts import Geometry
 from tfkfac.fosi.state import State
+from tfkfac.fosi.timing import Timing
 from tfkfac.linalg.lanczos import default_steps
 from tfkfac.wrapper.guards import count_events
-from tfkfac.wrapper.hyperparameters import Hyperparameter
 from tfkfac.wrapper.step import Job, Step, places_of
 
 
@@ -26,17 +26,15 @@ class Search:
         num_largest: Number of directions of largest curvature.
         num_smallest: Number of directions of smallest curvature.
         lanczos_steps: Products of an estimation; None is the default.
-        warmup_steps: Updates of the weights before the first estimation.
-        interval: Updates between estimations.
         seed: Seed of the start vector.
+        timing: When they are estimated.
     """
 
     num_largest: int
     num_smallest: int
     lanczos_steps: int | None
-    warmup_steps: int
-    interval: Hyperparameter
     seed: int
+    timing: Timing
 
     def geometry(self, job: Job) -> Geometry:
         """Sizes; never more directions or steps than weights."""
@@ -59,24 +57,6 @@ class Search:
                 f"directions, not {asked}.",
                 stacklevel=2,
             )
-
-    def begins(self, clock: tf.Tensor, last: tf.Variable) -> tf.Tensor:
-        """Whether an interval begins here, or nothing was done yet.
-
-        Args:
-            clock: Number of updates of the weights so far.
-            last: That number at the last estimation, -1 if there was none.
-        """
-        since = clock - self.warmup_steps
-        begins = tf.equal(since % self.interval.at(clock), 0)
-        begins |= last < 0
-        return (since >= 0) & begins & tf.not_equal(last, clock)
-
-    def ends(self, clock: tf.Tensor, last: tf.Variable) -> tf.Tensor:
-        """Whether the interval ends after this step; see `begins`."""
-        since = clock - self.warmup_steps
-        ends = tf.equal(since % self.interval.at(clock), 0)
-        return ends & tf.not_equal(clock, last)
 
 
 def adopt(

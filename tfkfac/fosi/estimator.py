@@ -136,13 +136,13 @@ class BetweenSteps(Estimator):
             adopt(state, found.values, part, group, self.job.name)
             return state.last.assign(clock)
 
-        due = self.search.begins(clock, state.last)
+        due = self.search.timing.begins(clock, state)
         last = state.last
         tf.cond(due, in_graph(update), lambda: tf.convert_to_tensor(last))
 
     @override
     def first(self, updates: int) -> str:
-        warmup = self.search.warmup_steps
+        warmup = self.search.timing.first(self.states)
         if updates > warmup:
             return ""
         return f"the first before update {warmup + 1:,}"

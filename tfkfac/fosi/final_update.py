@@ -7,6 +7,7 @@ from tfkfac.compat.tracking import Tracked
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.fosi.layouts import Geometry, Layout
 from tfkfac.fosi.subspace import Subspace
+from tfkfac.saving.entries import Entry, Spread
 
 
 class FinalUpdate(Tracked):
@@ -31,6 +32,14 @@ class FinalUpdate(Tracked):
     def bytes(geometry: Geometry) -> int:
         """Bytes of what a worker keeps."""
         return 2 * geometry.size * geometry.dtype.size
+
+    def entries(self, part: str) -> list[Entry]:
+        """All variables to save, of a part of the state."""
+        named = [("start", self.start), ("gradient_sum", self.gradient_sum)]
+        return [
+            Entry("", name, variable, Spread.OWNED, part)
+            for name, variable in named
+        ]
 
     @staticmethod
     def moving_bytes(layout: Layout) -> int:

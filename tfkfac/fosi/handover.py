@@ -1,7 +1,8 @@
-"""The way of the directions from the accelerators to the workers."""
+"""What travels between accelerators and workers: directions, weights."""
 
 from collections.abc import Iterator
 
+import keras
 import tensorflow as tf
 
 from tfkfac.distributed.collectives import Communicator
@@ -88,3 +89,19 @@ def piece_bytes(layout: Layout, roles: Roles, rank: int) -> int:
         if worker == rank:
             count += (rows.stop - rows.start) * (elements.stop - elements.start)
     return count * item
+
+
+def all_variables(model: keras.Model) -> list[keras.Variable]:
+    """The variables of a model, those of one wire type after the other."""
+    return sorted(
+        [*model.trainable_variables, *model.non_trainable_variables],
+        key=lambda v: str(wire_type(v)),
+    )
+
+
+def wire_type(variable: keras.Variable) -> tf.DType:
+    """The dtype in which a variable travels; not all have a collective."""
+    dtype = tf.as_dtype(variable.dtype)
+    if dtype.is_floating:
+        return dtype
+    return tf.int64

@@ -1,13 +1,16 @@
 """A batch kept for later steps."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfkfac.capture.forward import ForwardCall
 from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.compat.graphs import state_variable
+from tfkfac.saving.entries import Entry, Spread
 
 
 class HeldBatch:
@@ -33,6 +36,29 @@ class HeldBatch:
             if variable is not None
         )
 
+    def serialized(self) -> list[Any]:
+        """The tensors of the batch, each in TensorFlow's own form."""
+        return [
+            tf.io.serialize_tensor(variable.read_value()).numpy()
+            for variable in self._variables
+            if variable is not None
+        ]
+
+    def restore(self, serialized: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Takes its tensors from the first of some, if there are any.
+
+        Returns:
+            The others.
+        """
+        rest = list(serialized)
+        with tf.init_scope():
+            for variable in self._variables:
+                if variable is not None and rest:
+                    variable.assign(
+                        tf.io.parse_tensor(rest.pop(0), variable.dtype)
+                    )
+        return rest
+
     def hold(self, structure: Any) -> None:
         """Copies the current batch."""
         leaves = tf.nest.flatten(structure, expand_composites=True)
@@ -50,6 +76,75 @@ class HeldBatch:
         return tf.nest.pack_sequence_as(
             structure, values, expand_composites=True
         )
+
+
+class HeldBatches:
+    """A held batch of each form that there has been.
+
+    They are saved as one vector of numbers; what is restored becomes those of
+    the first forms there are.
+    """
+
+    # Of what is saved, as of a variable.
+    shape, dtype = tf.TensorShape([None]), tf.int32
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Any, HeldBatch]] = []
+        self._restored: list[tf.Tensor] = []
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the batches."""
+        return sum(held.bytes for _, held in self._held)
+
+    def of(self, current: Any) -> HeldBatch:
+        """The variables for batches of a form, made when it is new."""
+        leaves = tf.nest.flatten(current, expand_composites=True)
+        form = [describe(leaf) for leaf in leaves]
+        for known, held in self._held:
+            if known == form:
+                return held
+        held = HeldBatch(current)
+        self._held.append((form, held))
+        self._restored = held.restore(self._restored)
+        return held
+
+    def entry(self, name: str, part: str) -> Entry:
+        """What is to be saved, of a part of the state."""
+        return Entry("", name, self, Spread.OWNED, part, least=-math.inf)
+
+    def numpy(self) -> np.ndarray:
+        """The batches as a vector of numbers."""
+        leaves = [v for _, held in self._held for v in held.serialized()]
+        packed = tf.io.serialize_tensor(tf.constant(leaves, tf.string)).numpy()
+        # Not all that carries numbers between workers carries bytes.
+        missing = -len(packed) % 4
+        return np.frombuffer(
+            bytes([missing, 0, 0, 0]) + packed + bytes(missing), np.int32
+        )
+
+    def assign(self, value: tf.Tensor) -> None:
+        """Inverse of `numpy`.
+
+        Raises:
+            ValueError: If `value` is not what that has returned.
+        """
+        data = value.numpy().tobytes()
+        try:
+            end = len(data) - data[0]
+            packed = tf.io.parse_tensor(data[4:end], tf.string)
+            leaves = tf.unstack(packed)
+        except (
+            IndexError,
+            ValueError,
+            tf.errors.InvalidArgumentError,
+        ) as error:
+            raise ValueError(
+                f"A saved batch cannot be read: {error}"
+            ) from error
+        for _, held in self._held:
+            leaves = held.restore(leaves)
+        self._restored = leaves
 
 
 def size_in_bytes(tensor: tf.Tensor) -> int:

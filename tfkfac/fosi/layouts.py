@@ -10,7 +10,7 @@ from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.shards import Shards
 from tfkfac.distributed.traffic import all_reduce_bytes
 from tfkfac.linalg.sums import all_products, padded_size, row_products
-from tfkfac.saving.store import Spread
+from tfkfac.saving.entries import Region
 
 # From coefficients, in rows, to those of what is added to the weights.
 Moves = Callable[[tf.Tensor], tf.Tensor]
@@ -57,10 +57,6 @@ class Layout(abc.ABC):
         self.workers = workers
         self.elements = geometry.slices(workers)
         self.columns = Shards(geometry.directions, workers)
-
-    # How directions, and numbers that go with them, are spread over workers.
-    spread: Spread
-    number_spread: Spread
 
     @property
     @abc.abstractmethod
@@ -127,6 +123,12 @@ class Layout(abc.ABC):
     def part(self, rank: int) -> tuple[slice, slice]:
         """Which directions and which elements of them a worker keeps."""
 
+    def regions(self, rank: int) -> tuple[Region, Region]:
+        """Where a worker's part is in V^T, and its numbers among all r."""
+        first, start = (part.start for part in self.part(rank))
+        r, n = self.geometry.directions, self.geometry.size
+        return Region((r, n), (first, start)), Region((r,), (first,))
+
     def step_bytes(self, gradients: int, projections: int) -> dict[str, int]:
         """Bytes that a worker receives in a plain step.
 
@@ -187,9 +189,6 @@ class RowsLayout(Layout):
     are gathered slices. The gradients are added up slice by slice, so that
     gathering the split gradient is the second half of their all-reduce.
     """
-
-    spread = Spread.ELEMENTS
-    number_spread = Spread.REPLICATED
 
     @property
     def reduces_gradients(self) -> bool:
@@ -285,9 +284,6 @@ class ColumnsLayout(Layout):
     @property
     def _whole(self) -> Shards:
         return self.geometry.slices(1)
-
-    spread = Spread.DIRECTIONS
-    number_spread = Spread.DIRECTIONS
 
     def project_out(
         self,

@@ -13,10 +13,12 @@ from tfkfac.fosi.directions import Search
 from tfkfac.fosi.estimator import BetweenSteps, Estimator
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
 from tfkfac.fosi.multirole import BesideSteps
+from tfkfac.fosi.rate import NewtonRate
 from tfkfac.fosi.state import State
 from tfkfac.fosi.summary import describe
+from tfkfac.fosi.timing import Timing, Warmup
 from tfkfac.fosi.update import SplitUpdate
-from tfkfac.saving.store import Entry
+from tfkfac.saving.entries import Contents
 from tfkfac.wrapper.hyperparameters import Tunable, Value
 from tfkfac.wrapper.method import Method
 from tfkfac.wrapper.step import Job, Step, Update
@@ -29,10 +31,11 @@ class FOSIMethod(Method):
 
     Args:
         alpha: Learning rate of the Newton steps.
-        update_interval: Steps between estimations.
+        update_interval: Steps between estimations; None is a single one.
         num_largest: Number of directions of largest curvature.
         num_smallest: Number of directions of smallest curvature.
-        warmup_steps: Steps before the first estimation.
+        warmup_steps: Steps before the first estimation; None is a share of
+            the run.
         lanczos_steps: Products of an estimation.
         momentum: Momentum of the Newton steps.
         learning_rate_clip: Largest factor on the inner optimizer's change.
@@ -44,7 +47,7 @@ class FOSIMethod(Method):
     """
 
     alpha = Tunable()
-    update_interval = Tunable(integer=True)
+    update_interval = Tunable(integer=True, optional=True)
     arguments = (
         "num_largest",
         "num_smallest",
@@ -65,7 +68,7 @@ class FOSIMethod(Method):
         update_interval: Value,
         num_largest: int,
         num_smallest: int,
-        warmup_steps: int,
+        warmup_steps: int | None,
         lanczos_steps: int | None,
         momentum: float,
         learning_rate_clip: float,
@@ -90,14 +93,15 @@ class FOSIMethod(Method):
             num_largest,
             num_smallest,
             lanczos_steps,
-            warmup_steps,
-            self.update_interval,
             seed,
+            Timing(warmup_steps, self.update_interval),
         )
+        self.rate = NewtonRate(self.alpha)
+        self._warmup = Warmup()
         self.estimator: Estimator = BetweenSteps(self.search)
         if accelerator_fraction > 0:
             self.estimator = BesideSteps(
-                self.search, accelerator_fraction, final_update, self.alpha
+                self.search, accelerator_fraction, final_update, self.rate
             )
         self._geometry: Geometry | None = None
 
@@ -110,6 +114,7 @@ class FOSIMethod(Method):
     @override
     def run(self, step: Step) -> None:
         """One step (FOSI, algorithm 3; DHO2, algorithm 3 and section IV)."""
+        self.rate.note(self.job, self.job.own(self.states))
         self.estimator.run(step, self.train)
 
     def train(
@@ -130,12 +135,18 @@ class FOSIMethod(Method):
         def direction() -> Update:
             estimate()
             return SplitUpdate(
-                step, state, self.alpha, self.momentum, self.learning_rate_clip
+                step, state, self.rate, self.momentum, self.learning_rate_clip
             ).make()
 
         step.apply_if_finite(direction)
 
     # --------------------------------------------------- binding and state
+    @override
+    def expect(self, steps: int | None) -> None:
+        """Warms up for a share of the run, where none is given."""
+        if self.warmup_steps is None:
+            self._warmup.expect(self.job, self.states, steps)
+
     @override
     def attach(self, job: Job) -> None:
         self.job = job
@@ -159,6 +170,7 @@ class FOSIMethod(Method):
             self.search.warn_if_fewer(self.job, geometry)
             self._geometry = geometry
             self.estimator.create(self.make_layout())
+            self._warmup.begin(self.states)
         return self.states
 
     @override
@@ -170,8 +182,8 @@ class FOSIMethod(Method):
         return {}
 
     @override
-    def entries(self) -> list[Entry]:
-        return self.states[0].entries()
+    def contents(self, rank: int) -> Contents:
+        return self.job.at(self.states, rank).contents(rank)
 
     @override
     def events(self) -> list[tuple[str, tf.Variable]]:

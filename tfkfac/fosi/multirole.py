@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-import keras
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
@@ -29,13 +28,18 @@ from tfkfac.fosi.directions import (
 from tfkfac.fosi.estimation import Estimation, estimation_bytes
 from tfkfac.fosi.estimator import Estimator, Train, with_total
 from tfkfac.fosi.final_update import FinalUpdate
-from tfkfac.fosi.handover import hand_over, piece_bytes
+from tfkfac.fosi.handover import (
+    all_variables,
+    hand_over,
+    piece_bytes,
+    wire_type,
+)
 from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.moments import synchronized_layers, tap_moments
+from tfkfac.fosi.rate import NewtonRate
 from tfkfac.fosi.state import RoleState
 from tfkfac.fosi.subspace import Subspace
 from tfkfac.fosi.update import projection_bytes
-from tfkfac.wrapper.hyperparameters import Hyperparameter
 from tfkfac.wrapper.step import Job, Step, Update
 
 
@@ -55,7 +59,7 @@ class BesideSteps(Estimator):
         search: Which directions are sought, and when.
         fraction: Share of the replicas that are accelerators.
         final_update: What workers do with an estimation, "stale" or "paper".
-        alpha: Learning rate of the Newton steps.
+        rate: Learning rate of the Newton steps.
     """
 
     roles: Roles
@@ -66,12 +70,12 @@ class BesideSteps(Estimator):
         search: Search,
         fraction: float,
         final_update: str,
-        alpha: Hyperparameter,
+        rate: NewtonRate,
     ) -> None:
         super().__init__(search)
         self.fraction = fraction
         self.final_update = final_update
-        self._alpha = alpha
+        self._rate = rate
 
     # --------------------------------------------------- binding and state
     @override
@@ -111,14 +115,20 @@ class BesideSteps(Estimator):
         self.states = self.job.for_each(lambda rank: self._new(rank, layout))
 
     def _new(self, rank: int, layout: Layout) -> RoleState:
-        geometry, replicas = layout.geometry, self.job.topology.replicas
-        if not self.roles.trains(rank):
-            shards = geometry.slices(len(self.roles.accelerators))
-            accelerator = Accelerator(geometry, shards.length)
-            return RoleState(layout, None, accelerator, None, replicas)
-        final = FinalUpdate(geometry) if self.final_update == "paper" else None
-        subspace = self.new_subspace(layout)
-        return RoleState(layout, subspace, None, final, replicas)
+        replicas, count = (
+            self.job.topology.replicas,
+            len(self.roles.accelerators),
+        )
+        part = f"{self.final_update} estimation of {count}"
+        subspace = accelerator = final = None
+        if self.roles.trains(rank):
+            subspace = self.new_subspace(layout)
+            if self.final_update == "paper":
+                final = FinalUpdate(layout.geometry)
+        else:
+            index = self.roles.accelerators.index(rank)
+            accelerator = Accelerator(layout.geometry, count, index)
+        return RoleState(layout, subspace, accelerator, final, replicas, part)
 
     # ------------------------------------------------------------ the step
     @override
@@ -151,12 +161,12 @@ class BesideSteps(Estimator):
         """
         clock = self.job.clock
         idle = tf.equal(state.progress, 0)
-        begins = self.search.begins(clock, state.last) & idle
+        begins = self.search.timing.begins(clock, state) & idle
         state.last.assign(tf.where(begins, clock, state.last))
         iterations = state.layout.geometry.steps
         steps = tf.constant(iterations, tf.int64)
         elapsed = clock - state.last + 1
-        interval = self.search.interval.at(clock)
+        interval = self.search.timing.interval.at(clock)
         target = tf.minimum(-(-steps * elapsed // interval), steps)
         target = tf.where(begins | ~idle, target, 0)
         most = state.progress + self._most_iterations(iterations)
@@ -164,7 +174,7 @@ class BesideSteps(Estimator):
 
     def _most_iterations(self, steps: int) -> int:
         """Largest number of iterations beside one step, of all `steps`."""
-        interval = self.search.interval.get()
+        interval = self.search.timing.interval.get()
         return math.ceil(steps / interval) if is_number(interval) else steps
 
     def _train_and_sum(
@@ -237,8 +247,7 @@ class BesideSteps(Estimator):
             left = stamp_time(state.left)
         idle, whole = left - arrived, left - before
         own += tf.where(before > 0, tf.stack([idle, whole]), [0, 0])
-        times = gathered[:, 1:]
-        rank = everyone.rank
+        times, rank = gathered[:, 1:], everyone.rank
         state.times.assign(
             tf.concat([times[:rank], [own], times[rank + 1 :]], 0)
         )
@@ -250,7 +259,7 @@ class BesideSteps(Estimator):
     ) -> None:
         """At the end of an interval workers take over what was found."""
         geometry = state.layout.geometry
-        ends = self.search.ends(self.job.clock, state.last)
+        ends = self.search.timing.ends(self.job.clock, state)
         ends &= tf.equal(state.progress, geometry.steps)
 
         def take_over() -> tf.Tensor:
@@ -271,7 +280,7 @@ class BesideSteps(Estimator):
         if state.final_update is None:
             return
         weights = flat_weights(self.job.model)
-        alpha = tf.cast(self._alpha.at(self.job.clock), weights.dtype)
+        alpha = tf.cast(self._rate.at(self.job, state), weights.dtype)
         subspace = state.existing_subspace
         move = state.final_update.move(weights, subspace, alpha, group)
         add_to_weights(self.job.model, move)
@@ -296,7 +305,8 @@ class BesideSteps(Estimator):
     @override
     def first(self, updates: int) -> str:
         """See `Estimator.first`: at the end of the first interval."""
-        end, interval = self.search.warmup_steps, self.search.interval.get()
+        timing = self.search.timing
+        end, interval = timing.first(self.states), timing.interval.get()
         if is_number(interval):
             end += int(interval)
             return f"the first after update {end:,}" if updates < end else ""
@@ -378,19 +388,3 @@ class BesideSteps(Estimator):
             "plain": plain,
             "estimation": estimation,
         }
-
-
-def all_variables(model: keras.Model) -> list[keras.Variable]:
-    """The variables of a model, those of one wire type after the other."""
-    return sorted(
-        [*model.trainable_variables, *model.non_trainable_variables],
-        key=lambda v: str(wire_type(v)),
-    )
-
-
-def wire_type(variable: keras.Variable) -> tf.DType:
-    """The dtype in which a variable travels; not all have a collective."""
-    dtype = tf.as_dtype(variable.dtype)
-    if dtype.is_floating:
-        return dtype
-    return tf.int64

@@ -13,14 +13,18 @@ from tfkfac.wrapper.arguments import check_rate, is_rate, refuse_unknown
 from tfkfac.wrapper.hyperparameters import Value
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
 
+# Steps between estimations where accelerators make them.
+ACCELERATED_INTERVAL = 800
+
 
 @keras.saving.register_keras_serializable(package="tfkfac")
 class FOSI(SecondOrderOptimizer):
     """Newton steps along extreme directions, any optimizer on the rest.
 
-    Every `update_interval` steps a Lanczos iteration finds the directions `V`
-    of extreme curvature `lambda` of the loss on the current batch (FOSI,
-    Sivan et al., 2023). Each step then splits the gradient `g` (algorithm 3):
+    After a warm-up a Lanczos iteration finds the directions `V` of extreme
+    curvature `lambda` of the loss on the current batch (FOSI, Sivan et al.,
+    2023), once or every `update_interval` steps. Each step then splits the
+    gradient `g` (algorithm 3):
 
     ```
     c  = V^T g                      m = momentum m + c
@@ -40,6 +44,15 @@ class FOSI(SecondOrderOptimizer):
     Under several replicas this is DHO2 (Gu et al., 2025): the basis of the
     Lanczos iteration and the directions are divided among them.
 
+    It pays for losses that are nearly quadratic, with few extreme directions,
+    on large batches, with SGD inside. In a study of an autoencoder, a CNN, a
+    deep MLP and a character Transformer no setting was more than about 10 % of
+    gradients better than the best first-order optimizer at its best rate.
+    One estimation after 5 to 10 % of a run was as good as ten, 3 to 5
+    directions as good as more. A constant `alpha` beside an inner rate that
+    decays was ruinous (loss of the MLP .157, with `alpha` following it
+    7.9e-4): it does follow.
+
     The optimizer needs the loss of the current batch: `fit` and
     `train_on_batch` compute it by `Model.compute_loss`, and a custom loop has
     to do so as well.
@@ -49,15 +62,23 @@ class FOSI(SecondOrderOptimizer):
     Args:
         inner_optimizer: A Keras optimizer, its identifier or config, or a
             float or schedule, the learning rate of `Adam`. Defaults to "adam".
-        num_largest: Number of directions of largest curvature.
+        num_largest: Number of directions of largest curvature. Defaults to 5.
         num_smallest: Number of directions of smallest (most negative)
             curvature.
-        alpha: Learning rate of the Newton steps: a number, a schedule or a
-            callable of the iteration. Defaults to 0.1.
+        alpha: Learning rate of the Newton steps. A number follows the inner
+            optimizer's learning rate: it is multiplied by that of the step
+            over the largest so far, which is the first of one that decays. A
+            schedule or a callable of the iteration is the rate itself.
+            Defaults to 0.1.
         update_interval: Steps between estimations: an integer, a schedule or
-            a callable of the iteration. Defaults to 800.
+            a callable of the iteration. None is a single estimation (repeated
+            after 100 steps if no curvature was found); with accelerators,
+            which estimate all the time, 800.
         warmup_steps: Number of steps that the inner optimizer does alone,
-            before the first estimation. Defaults to 100.
+            before the first estimation. None is 7.5 % of the run, all epochs
+            of the first `fit` that knows its steps, and 100 where nobody
+            tells: a loop of your own, `train_on_batch`, batches that `fit`
+            cannot count.
         lanczos_steps: Hessian-vector products of an estimation. None is
             `max(4 r, 2 ln n)` for `r` directions and `n` weights.
         momentum: Momentum of the Newton steps, in [0, 1). It is carried over
@@ -98,7 +119,7 @@ class FOSI(SecondOrderOptimizer):
     update_interval: Value
     num_largest: int
     num_smallest: int
-    warmup_steps: int
+    warmup_steps: int | None
     lanczos_steps: int | None
     momentum: float
     learning_rate_clip: float
@@ -111,11 +132,11 @@ class FOSI(SecondOrderOptimizer):
         self,
         inner_optimizer: Any = "adam",
         *,
-        num_largest: int = 10,
+        num_largest: int = 5,
         num_smallest: int = 0,
         alpha: Value = 0.1,
-        update_interval: Value = 800,
-        warmup_steps: int = 100,
+        update_interval: Value = None,
+        warmup_steps: int | None = None,
         lanczos_steps: int | None = None,
         momentum: float = 0.9,
         learning_rate_clip: float = 1.0,
@@ -135,12 +156,19 @@ class FOSI(SecondOrderOptimizer):
             raise ValueError(
                 "Arguments `num_largest` and `num_smallest` must not both be 0."
             )
+        if warmup_steps is not None:
+            warmup_steps = check_count("warmup_steps", warmup_steps)
+        accelerator_fraction = check_range(
+            "accelerator_fraction", accelerator_fraction, 0, 1
+        )
+        if update_interval is None and accelerator_fraction > 0:
+            update_interval = ACCELERATED_INTERVAL
         method = FOSIMethod(
             alpha=alpha,
             update_interval=update_interval,
             num_largest=int(num_largest),
             num_smallest=int(num_smallest),
-            warmup_steps=check_count("warmup_steps", warmup_steps),
+            warmup_steps=warmup_steps,
             lanczos_steps=check_steps(
                 lanczos_steps, num_largest + num_smallest
             ),
@@ -149,9 +177,7 @@ class FOSI(SecondOrderOptimizer):
                 "learning_rate_clip", learning_rate_clip, 1
             ),
             layout=check_choice("layout", layout, tuple(LAYOUTS)),
-            accelerator_fraction=check_range(
-                "accelerator_fraction", accelerator_fraction, 0, 1
-            ),
+            accelerator_fraction=accelerator_fraction,
             final_update=check_choice(
                 "final_update", final_update, ("stale", "paper")
             ),

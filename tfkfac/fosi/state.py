@@ -8,7 +8,7 @@ from tfkfac.fosi.accelerator import Accelerator
 from tfkfac.fosi.final_update import FinalUpdate
 from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.subspace import Subspace
-from tfkfac.saving.store import Entry
+from tfkfac.saving.entries import Contents, Entry, Spread
 
 
 class State(Tracked):
@@ -23,6 +23,9 @@ class State(Tracked):
         last: The update before which the last one was done or begun; -1 if
             there was none.
         failures: Number of estimations that were not finite.
+        warmup: Updates before the first one, where `fit` has told the length
+            of the run; else -1.
+        largest_rate: The largest learning rate so far of the inner optimizer.
     """
 
     def __init__(self, layout: Layout, subspace: Subspace | None) -> None:
@@ -32,6 +35,8 @@ class State(Tracked):
         self.estimations = state_variable(0, "int64", "estimations")
         self.last = state_variable(-1, "int64", "last_estimation")
         self.failures = state_variable(0, "int64", "failures")
+        self.warmup = state_variable(-1, "int64", "warmup")
+        self.largest_rate = state_variable(0, "float64", "largest_rate")
 
     @property
     def existing_subspace(self) -> Subspace:
@@ -42,18 +47,26 @@ class State(Tracked):
     @staticmethod
     def bytes() -> int:
         """Bytes of the counters."""
-        return 3 * tf.int64.size
+        return 4 * tf.int64.size + tf.float64.size
 
-    def entries(self) -> list[Entry]:
-        """All variables to save."""
+    def contents(self, rank: int) -> Contents:
+        """What is to be saved.
+
+        Args:
+            rank: The replica.
+        """
         entries = [
-            Entry("", "estimations", self.estimations),
-            Entry("", "last_estimation", self.last),
-            Entry("", "failures", self.failures),
+            Entry("", "last_estimation", self.last, least=-1),
+            Entry("", "warmup", self.warmup, least=-1),
+            Entry("", "largest_rate", self.largest_rate, least=0),
         ]
         if self.subspace is not None:
-            entries += self.subspace.entries()
-        return entries
+            entries += [
+                Entry("", "estimations", self.estimations, Spread.OWNED),
+                Entry("", "failures", self.failures, Spread.OWNED),
+                *self.subspace.entries(rank),
+            ]
+        return Contents(entries)
 
 
 class RoleState(State):
@@ -64,6 +77,7 @@ class RoleState(State):
         progress: Number of its iterations done; 0 when none is under way.
         final_update: What workers remember of an interval for the published
             final update; None without it.
+        part: The part of the state that an estimation under way is.
         times: Idle and all seconds of each replica `(replicas, 2)`.
         arrived: When this replica last came to the meeting that ends a step.
         left: When it last left it.
@@ -76,8 +90,10 @@ class RoleState(State):
         accelerator: Accelerator | None,
         final_update: FinalUpdate | None,
         replicas: int,
+        part: str,
     ) -> None:
         super().__init__(layout, subspace)
+        self.part = part
         self.accelerator = accelerator
         self.final_update = final_update
         self.progress = state_variable(0, "int64", "progress")
@@ -85,6 +101,26 @@ class RoleState(State):
         self.times = state_variable(times, "float64", "times")
         self.arrived = state_variable(0, "float64", "arrived")
         self.left = state_variable(0, "float64", "left")
+
+    def contents(self, rank: int) -> Contents:
+        """What is to be saved: the estimation under way too.
+
+        Accelerators divide it, and hold their own parts of a batch, so another
+        number of them begins another one.
+
+        Args:
+            rank: The replica.
+        """
+        own = super().contents(rank)
+        progress = Entry("", "progress", self.progress, part=self.part)
+        own.entries.append(progress)
+        if self.accelerator is not None:
+            own.entries.extend(self.accelerator.entries(self.part))
+        if self.final_update is not None:
+            own.entries.extend(self.final_update.entries(self.part))
+        parts = {self.part: lambda: self.progress.assign(0)}
+        idle = [] if int(self.progress.numpy()) else [self.part]
+        return Contents(own.entries, parts=parts, idle=frozenset(idle))
 
     @staticmethod
     def role_bytes(replicas: int) -> int:

@@ -8,11 +8,13 @@ from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.fosi.layouts import Layout, Moves
-from tfkfac.saving.store import Entry
+from tfkfac.saving.entries import Entry, Spread
 
 # Directions of curvature below this share of the largest are left to the inner
 # optimizer: the inverse of their curvature is mostly noise.
 _WEAK = 1e-3
+# Accelerators have none.
+_OWNED = Spread.OWNED
 
 
 class Subspace(Tracked):
@@ -57,24 +59,24 @@ class Subspace(Tracked):
         one = layout.combine_bytes + layout.coefficients_bytes
         return (1 + accumulates) * one
 
-    def entries(self) -> list[Entry]:
-        """All variables to save."""
-        spread = self.layout.spread
-        entries = [
-            Entry("", "directions", self.directions, spread),
-            Entry("", "ritz_values", self.ritz_values),
-            Entry("", "momentum", self.momentum, self.layout.number_spread),
-        ]
+    def entries(self, rank: int) -> list[Entry]:
+        """All variables to save.
+
+        Args:
+            rank: The worker, among those that share the directions.
+        """
+        place, own = self.layout.regions(rank)
+        numbers = {"momentum": self.momentum}
         if self.accumulated is not None:
-            entries.append(
-                Entry(
-                    "",
-                    "accumulated",
-                    self.accumulated,
-                    self.layout.number_spread,
-                )
-            )
-        return entries
+            numbers["accumulated"] = self.accumulated
+        return [
+            Entry("", "directions", self.directions, _OWNED, region=place),
+            Entry("", "ritz_values", self.ritz_values, _OWNED),
+            *(
+                Entry("", name, variable, _OWNED, region=own)
+                for name, variable in numbers.items()
+            ),
+        ]
 
     def replace(
         self, values: tf.Tensor, part: tf.Tensor, group: Communicator

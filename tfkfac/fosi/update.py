@@ -10,8 +10,8 @@ from tfkfac.compat.optimizers import sgd_momenta
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.fosi.directions import add_to_weights, flat_gradient
 from tfkfac.fosi.layouts import Layout
+from tfkfac.fosi.rate import NewtonRate
 from tfkfac.fosi.state import State
-from tfkfac.wrapper.hyperparameters import Hyperparameter
 from tfkfac.wrapper.step import Gradients, Job, Step, Update, places_of
 
 # Splits a flat gradient g into `c = V^T g` and `g - V c`.
@@ -34,14 +34,14 @@ class SplitUpdate:
     Attributes:
         step: The step, among those that train.
         state: What this replica keeps.
-        alpha: Learning rate of the Newton steps.
+        rate: Learning rate of the Newton steps.
         momentum: Momentum of the Newton steps.
         rate_clip: Largest factor s on the inner optimizer's change.
     """
 
     step: Step
     state: State
-    alpha: Hyperparameter
+    rate: NewtonRate
     momentum: float
     rate_clip: float
 
@@ -197,7 +197,7 @@ class SplitUpdate:
         momentum = subspace.momentum.assign(
             self.momentum * subspace.momentum + inside
         )
-        alpha = tf.cast(self.alpha.at(step.job.clock), momentum.dtype)
+        alpha = tf.cast(self.rate.at(step.job, self.state), momentum.dtype)
         return alpha * momentum * subspace.inverse_curvature(step.group.rank)
 
     def _scales_rate(self) -> bool:

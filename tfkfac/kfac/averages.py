@@ -1,6 +1,6 @@
 """Running averages of the Kronecker factors of one block."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -13,6 +13,7 @@ from tfkfac.compat.graphs import (
 from tfkfac.compat.tracking import Tracked
 from tfkfac.factors import Tensors
 from tfkfac.linalg.symmetric import all_finite
+from tfkfac.saving.entries import Entry, Read, Spread
 from tfkfac.solvers import Solver
 
 
@@ -52,6 +53,44 @@ class FactorAverages(Tracked):
         ]
         self.weight = state_variable(0.0, block.dtype, "weight")
         self._signature = (tuple(kinds.items()), self.names)
+
+    def entries(self, path: str) -> list[Entry]:
+        """All variables to save.
+
+        The average of mean eigenvalues is the average's mean eigenvalue but
+        for rounding, where a file does not have it.
+
+        Args:
+            path: The block's path.
+        """
+        factors = [
+            Entry(path, f"factor_{name}", average, Spread.OWNED)
+            for name, average in zip(self.names, self.averages, strict=True)
+        ]
+        means = [
+            Entry(
+                path,
+                f"mean_{name}",
+                mean,
+                Spread.OWNED,
+                derive=self._mean_of(name),
+            )
+            for name, mean in zip(
+                self.other_names, self.other_means, strict=True
+            )
+        ]
+        weight = Entry(path, "weight", self.weight, Spread.OWNED, least=0.0)
+        return [*factors, *means, weight]
+
+    def _mean_of(self, name: str) -> Callable[[Read], tf.Tensor]:
+        """What gives the mean eigenvalue of a factor in a file."""
+        kind = self._kinds[name]
+
+        def mean(read: Read) -> tf.Tensor:
+            factor = tf.convert_to_tensor(read(f"factor_{name}"))
+            return kind.mean_eigenvalue(factor)
+
+        return mean
 
     def update(
         self,

@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
+from tfkfac.saving.entries import Entry, Spread
 
 
 class Counters(Tracked):
@@ -56,6 +57,31 @@ class Counters(Tracked):
         for mine, theirs in zip(self._all(), other._all(), strict=True):
             for i, place in places.items():
                 Number(mine, i).assign(theirs[place])
+
+    def clocks(self, place: int, spread: Spread) -> list[Entry]:
+        """What has been done with a block, to be saved."""
+        named = [("observed", self.observed), ("decomposed", self.decomposed)]
+        path = self.paths[place]
+        return [
+            Entry(path, name, Number(numbers, place), spread)
+            for name, numbers in named
+        ]
+
+    def faults(
+        self, place: int, has_factors: bool, has_decomposition: bool
+    ) -> list[Entry]:
+        """What has gone wrong with a block where it is, to be saved."""
+        named = [("rejected", self.rejected)] * has_factors
+        named += [("failures", self.failures)] * has_decomposition
+        path = self.paths[place]
+        return [
+            Entry(path, name, Number(numbers, place), Spread.OWNED)
+            for name, numbers in named
+        ]
+
+    def decompose_anew(self) -> None:
+        """Forgets that there have been decompositions."""
+        self.decomposed.assign(tf.zeros_like(self.decomposed))
 
     def without_statistics(self) -> tf.Tensor:
         """Whether each block has none yet."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfkfac.checks import check_count, check_range
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
-from tfkfac.saving.store import Entry
+from tfkfac.saving.entries import Entry
 from tfkfac.wrapper.guards import count_events
 
 # The reduction ratios between which the damping stays.
@@ -19,6 +19,7 @@ _LOW, _HIGH = 1 / 4, 3 / 4
 _REJECTED = 4.0
 # Rounding errors of a loss, relative to it.
 _ROUNDING = 1e-6
+ADAPTIVE = "adaptive_damping"  # the part of the state that it is
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -169,10 +170,17 @@ class AdaptiveDamping(Tracked):
         """A line of the summary."""
         return f"Damping now {float(self.value.numpy()):.4g}, {self.rule!r}."
 
+    def reset(self) -> None:
+        """Begins anew."""
+        self.value.assign(self.rule.initial)
+        self.rejected.assign(0)
+        self.again.assign(0)
+
     def entries(self) -> list[Entry]:
         """All variables to save."""
+        variables = (self.value, self.rejected, self.again)
+        names = ("damping", "rejected_steps", "looks_again")
         return [
-            Entry("", "damping", self.value),
-            Entry("", "rejected_steps", self.rejected),
-            Entry("", "looks_again", self.again),
+            Entry("", name, variable, part=ADAPTIVE)
+            for name, variable in zip(names, variables, strict=True)
         ]

@@ -1,23 +1,22 @@
 """K-FAC, step by step."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import Statistic
-from tfkfac.blocks.part import Part
 from tfkfac.blocks.registry import build_registry, tap_layers
-from tfkfac.blocks.statistics import batch_statistics
 from tfkfac.capture.forward import ForwardTap
+from tfkfac.capture.pullback import PullbackTap
 from tfkfac.capture.walk import SkipRule
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.compat.tracking import Tracked
 from tfkfac.distributed.traffic import gradient_bytes
 from tfkfac.factors import Limit
+from tfkfac.fisher.choice import Choice, choose
+from tfkfac.fisher.types import EMPIRICAL
 from tfkfac.kfac.active import (
     ActiveBlock,
     active_blocks,
@@ -28,7 +27,6 @@ from tfkfac.kfac.active import (
 from tfkfac.kfac.advice import (
     Advice,
     coverage_warning,
-    looks_summed,
     solver_warning,
 )
 from tfkfac.kfac.damping import LevenbergMarquardt
@@ -45,14 +43,13 @@ from tfkfac.kfac.sample import Sample
 from tfkfac.kfac.schedule import factor_steps, inverse_steps, turns_due
 from tfkfac.kfac.settings import Settings
 from tfkfac.kfac.state import State, kept_factors
-from tfkfac.kfac.summary import describe
-from tfkfac.saving.store import Entry
+from tfkfac.kfac.statistics import Statistics, batch_statistics, observed
+from tfkfac.kfac.summary import describe, fisher_text, title
+from tfkfac.saving.entries import Contents
 from tfkfac.solvers import SOLVERS
 from tfkfac.wrapper.hyperparameters import Tunable, Value
 from tfkfac.wrapper.method import Method
 from tfkfac.wrapper.step import Gradients, Job, Step, Update
-
-Statistics = Mapping[int, Mapping[str, Statistic]]
 
 
 class KFACMethod(Method):
@@ -70,6 +67,7 @@ class KFACMethod(Method):
         "solver",
         "factor_decay",
         "weight_sharing",
+        "fisher",
         "factor_batch_fraction",
         "max_factor_dim",
         "factor_rank",
@@ -91,7 +89,8 @@ class KFACMethod(Method):
         max_factor_dim: int | None,
         skip_layers: tuple[SkipRule, ...],
         factor_rank: int = 64,
-        factor_batch_fraction: float = 1.0,
+        factor_batch_fraction: float | None = None,
+        fisher: str | None = None,
         gradient_accumulation_steps: int | None = None,
         step: str = "inner",
         quadratic_batch_fraction: float = 0.25,
@@ -104,6 +103,7 @@ class KFACMethod(Method):
         self.factor_decay = factor_decay
         self.weight_sharing = weight_sharing
         self.factor_batch_fraction = factor_batch_fraction
+        self.fisher = fisher
         self.settings = settings
         self.max_factor_dim = max_factor_dim
         self.factor_rank = factor_rank
@@ -114,19 +114,20 @@ class KFACMethod(Method):
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
         self._advice = Advice()
+        self._choice: Choice | None = None
 
     # ------------------------------------------------------------ the step
     @override
     def run(self, step: Step) -> None:
         """One step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
         layers = self.observe(step)
+        statistics = self.statistics(layers, step)
         sample = Sample.of(step) if self.step == "quadratic" else None
         pending = self.job.own(self.states).pending
         if pending is None:
-            own = functools.partial(self.statistics, layers, step)
-            self.update(layers, step, own, sample)
+            self.update(layers, step, statistics, sample)
             return
-        self.accumulate(layers, step, pending)
+        self.accumulate(layers, step, pending, statistics)
 
         def complete() -> tf.Tensor:
             merged = pending.merged(step)
@@ -178,37 +179,27 @@ class KFACMethod(Method):
 
     def statistics(
         self, layers: Sequence[ActiveBlock], step: Step
-    ) -> Statistics:
-        """What this replica's batch says of the factors, by position."""
-        scale, part = step.row_scale(), None
-        if self.factor_batch_fraction < 1:
-            turn = self.job.own(self.states).factor_updates
-            part = Part(self.factor_batch_fraction, turn)
-        if step.loss.terms is None:
-            report = self.job.own(self.states).report
-            report.note_sum(looks_summed(layers, scale), self.job.name)
-        return {
-            one.position: batch_statistics(
-                one.block,
-                one.records,
-                self.weight_sharing,
-                scale,
-                step.batch.weightless,
-                step.loss.terms,
-                part,
-            )
-            for one in self.observed(layers, step)
-        }
-
-    def observed(
-        self, layers: Sequence[ActiveBlock], step: Step
-    ) -> list[ActiveBlock]:
-        """The blocks whose statistics this replica takes."""
-        rank, plan = step.group.rank, self.placement.plan
-        return [one for one in layers if plan.observes(rank, one.position)]
+    ) -> Callable[[], Statistics]:
+        """How to take this replica's statistics of the batch, by position."""
+        empirical = self.fisher == EMPIRICAL
+        calls = [] if empirical else PullbackTap.open(self.job.model).take()
+        choice = self._choice = choose(self.fisher, step.batch, calls)
+        return lambda: batch_statistics(
+            layers,
+            step,
+            choice,
+            self.job.own(self.states),
+            self.placement.plan,
+            self.weight_sharing,
+            self.factor_batch_fraction,
+        )
 
     def accumulate(
-        self, layers: Sequence[ActiveBlock], step: Step, pending: Pending
+        self,
+        layers: Sequence[ActiveBlock],
+        step: Step,
+        pending: Pending,
+        statistics: Callable[[], Statistics],
     ) -> None:
         """Adds a micro-batch to those before."""
         step.weigh()
@@ -216,7 +207,7 @@ class KFACMethod(Method):
         due, late = self.factors_due(layers, step)
         tf.cond(
             due | late,
-            lambda: pending.add_statistics(self.statistics(layers, step)),
+            lambda: pending.add_statistics(statistics()),
             lambda: tf.constant(0),
         )
 
@@ -226,7 +217,8 @@ class KFACMethod(Method):
         """Whether an interval ends here, and whether a block has nothing."""
         clock = self.job.clock
         steps = factor_steps(self.factor_update_interval, clock)
-        own = [one.position for one in self.observed(layers, step)]
+        seen = observed(layers, step, self.placement.plan)
+        own = [one.position for one in seen]
         late = self.job.own(self.states).counters.without_statistics()
         late = tf.reduce_any(tf.gather(late, tf.constant(own, tf.int32)))
         return tf.equal(clock % steps, 0), late
@@ -307,6 +299,8 @@ class KFACMethod(Method):
         self.job = job
         self._placement = None
         tap_layers(job.model, self.skip_layers, self)
+        if self.fisher != EMPIRICAL:
+            PullbackTap.open(job.model)
         if self.step == "quadratic":
             ForwardTap.open(job.model)
         self._advice.give(job, solver_warning(job.model, SOLVERS[self.solver]))
@@ -362,8 +356,8 @@ class KFACMethod(Method):
         return {"layers": layers, "layers left to the inner optimizer": rest}
 
     @override
-    def entries(self) -> list[Entry]:
-        return self.states[0].entries()
+    def contents(self, rank: int) -> Contents:
+        return self.job.at(self.states, rank).contents(self.placement, rank)
 
     @override
     def events(self) -> list[tuple[str, tf.Variable]]:
@@ -372,9 +366,11 @@ class KFACMethod(Method):
     # ----------------------------------------------------------- reporting
     @override
     def summary(self) -> list[str]:
-        return describe(
-            self.placement, self.states, self.job, self.solver, self.step
-        )
+        titles = [
+            title(self.job, self.solver, self.step),
+            fisher_text(self.fisher, self._choice),
+        ]
+        return describe(self.placement, self.states, titles, self.step)
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
         """Bias-corrected averages that this process keeps, by layer path."""

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.checks import check_choice, check_count, check_range
+from tfkfac.fisher.types import TYPES
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
     check_batch_fraction,
@@ -70,9 +71,9 @@ class KFAC(SecondOrderOptimizer):
             [0, 1). Defaults to 0.95.
         factor_update_interval: Steps between updates of the factors: an
             integer, a schedule or a callable of the iteration. None is every
-            step at first, every 5 from step 20, every 10 from step 100.
+            step at first, every 5 from step 20, every 20 from step 100.
         inverse_update_interval: The same for the decompositions. None is 5
-            at first, 20 from step 20, 50 from step 100. Each is renewed once
+            at first, 20 from step 20, 100 from step 100. Each is renewed once
             in an interval: where they are little work, all at its start; in
             a large model in up to four turns over the interval, so that no
             step takes much longer than the others. The first ones are made
@@ -91,7 +92,23 @@ class KFAC(SecondOrderOptimizer):
             update looks at, in (0, 1]: at least one, evenly spaced over the
             batch of each worker, and other ones in the next update. They
             stand for all, so the factors' scale is the same; their noise
-            grows. Defaults to 1.0.
+            grows. None is a quarter, but at least 64 examples of all workers
+            together whose statistics are added up: smaller batches are taken
+            whole. A number is exactly that.
+        fisher: Whose gradients the factors G are made of, where the loss is
+            computed by `model.compute_loss`, as `fit` does. "monte_carlo": of
+            labels drawn from the model's own predictions (Martens & Grosse,
+            section 5), by one more backward pass to the pre-activations in
+            steps that update factors, where it is a step's cost of about a
+            third. "empirical": of the labels of the batch, at no cost.
+            "type2": no draws, but the columns of a square root of the Hessian
+            at the outputs, all of them (the generalised Gauss-Newton matrix):
+            a backward pass for each output of an example, at most 1,024. The
+            two that ask the model need the distribution that the loss is a
+            likelihood of, see `tfkfac.register_distribution`; weights of
+            examples count once, not squared. None is "empirical" where all
+            labels are classes or a distribution is not known, else
+            "monte_carlo". Defaults to None.
         distribution: What the workers of a `tf.distribute` job share:
             "comm_opt" (factors are all-reduced, each is decomposed by one
             worker and its decomposition sent to all: plain steps send nothing
@@ -123,7 +140,7 @@ class KFAC(SecondOrderOptimizer):
             Nystroem's approximation is made. Its decomposition acts on the
             leading directions, and as a multiple of the identity on all
             others; `summary` says how much of the trace is in the leading
-            ones. None is no limit. Defaults to 2,048.
+            ones. None is no limit. Defaults to 640.
         factor_rank: Number of these columns, at least 1; one less than the
             factor has rows if these are fewer. Defaults to 64.
         skip_layers: Names, regular expressions (they match a layer's whole
@@ -172,7 +189,8 @@ class KFAC(SecondOrderOptimizer):
     solver: str
     factor_decay: float
     weight_sharing: str
-    factor_batch_fraction: float
+    factor_batch_fraction: float | None
+    fisher: str | None
     max_factor_dim: int | None
     factor_rank: int
     step: str
@@ -189,14 +207,15 @@ class KFAC(SecondOrderOptimizer):
         inverse_update_interval: Value = None,
         kl_clip: Value = 0.02,
         weight_sharing: str = "expand",
-        factor_batch_fraction: float = 1.0,
+        factor_batch_fraction: float | None = None,
+        fisher: str | None = None,
         distribution: str = "comm_opt",
         gradient_worker_fraction: float | None = None,
         assignment: str | None = None,
         symmetric_communication: bool = False,
         factor_dtype: str | None = None,
         inverse_dtype: str | None = None,
-        max_factor_dim: int | None = 2048,
+        max_factor_dim: int | None = 640,
         factor_rank: int = 64,
         skip_layers: Iterable[Any] = (),
         gradient_accumulation_steps: int | None = None,
@@ -235,9 +254,14 @@ class KFAC(SecondOrderOptimizer):
                 weight_sharing,
                 ("expand", "reduce", "average"),
             ),
-            factor_batch_fraction=check_batch_fraction(
+            factor_batch_fraction=None
+            if factor_batch_fraction is None
+            else check_batch_fraction(
                 "factor_batch_fraction", factor_batch_fraction
             ),
+            fisher=None
+            if fisher is None
+            else check_choice("fisher", fisher, TYPES),
             settings=make_settings(
                 distribution,
                 gradient_worker_fraction,

@@ -7,8 +7,8 @@ import tensorflow as tf
 from tfkfac.blocks import Block, Statistic
 from tfkfac.compat.graphs import zeros_variable
 from tfkfac.compat.tracking import Tracked
-from tfkfac.saving.store import Entry, Spread
-from tfkfac.wrapper.accumulation import Accumulation
+from tfkfac.saving.entries import Entry, Spread
+from tfkfac.wrapper.accumulation import PENDING, Accumulation
 from tfkfac.wrapper.step import Step
 
 
@@ -50,6 +50,11 @@ class Pending(Tracked):
             if position in statistics:
                 sums.add(statistics[position])
         return tf.constant(0)
+
+    @property
+    def count(self) -> tf.Tensor:
+        """Number of micro-batches that have been added."""
+        return tf.convert_to_tensor(self._gradients.count)
 
     def is_complete(self) -> tf.Tensor:
         """Whether the last micro-batch of a step has been added."""
@@ -120,9 +125,16 @@ class StatisticSums(Tracked):
 
     def entries(self) -> list[Entry]:
         """All variables to save."""
-        names = [f"pending_{name}" for name in (*self._names, "counts")]
+        names = [*self._names, "counts"]
         sums = (*self._totals, self._counts)
         return [
-            Entry(self._path, name, variable, Spread.PARTIAL)
+            Entry(
+                self._path,
+                name,
+                variable,
+                Spread.PARTIAL,
+                PENDING,
+                is_finite=False,
+            )
             for name, variable in zip(names, sums, strict=True)
         ]

@@ -1,11 +1,14 @@
 """The update before, which the next one is made of."""
 
 import keras
+import tensorflow as tf
 
 from tfkfac.compat.graphs import zeros_variable
 from tfkfac.compat.tracking import Tracked
-from tfkfac.saving.store import Entry
+from tfkfac.saving.entries import Entry
 from tfkfac.wrapper.accumulation import names_of
+
+PREVIOUS = "previous"  # the part of the state that it is
 
 
 class Previous(Tracked):
@@ -26,10 +29,15 @@ class Previous(Tracked):
             for v in model.trainable_variables
         ]
 
+    def reset(self) -> None:
+        """Forgets it."""
+        for change in self.changes:
+            change.assign(tf.zeros_like(change))
+
     def entries(self) -> list[Entry]:
         """All variables to save."""
         return [
-            Entry(path, f"previous_update_{name}", change)
+            Entry(path, f"previous_update_{name}", change, part=PREVIOUS)
             for (path, name), change in zip(
                 self._names, self.changes, strict=True
             )

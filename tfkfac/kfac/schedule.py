@@ -10,8 +10,8 @@ from tfkfac.wrapper.hyperparameters import Hyperparameter
 # The measured schedule: where the second and third interval begin, and the
 # intervals of factors and decompositions.
 _BOUNDARIES = (20, 100)
-_FACTORS = (1, 5, 10)
-_INVERSES = (5, 20, 50)
+_FACTORS = (1, 5, 20)
+_INVERSES = (5, 20, 100)
 
 # Turns of decompositions. Each is a branch of the graph, so there are few.
 _MOST_TURNS = 4

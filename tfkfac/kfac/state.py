@@ -10,17 +10,18 @@ import tensorflow as tf
 from tfkfac.blocks import Block
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
+from tfkfac.distributed.plan import Plan
 from tfkfac.kfac.averages import FactorAverages
 from tfkfac.kfac.counters import Counters, Number
-from tfkfac.kfac.damping import AdaptiveDamping, LevenbergMarquardt
+from tfkfac.kfac.damping import ADAPTIVE, AdaptiveDamping, LevenbergMarquardt
 from tfkfac.kfac.memory import memory_of
 from tfkfac.kfac.pending import Pending
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.previous import Previous
+from tfkfac.kfac.previous import PREVIOUS, Previous
 from tfkfac.kfac.report import StepReport
-from tfkfac.saving.store import Entry, Spread
-from tfkfac.solvers import Decomposition, Solver
-from tfkfac.wrapper.accumulation import Accumulation
+from tfkfac.saving.entries import Contents, Entry, Spread
+from tfkfac.solvers import SOLVERS, Decomposition, Solver
+from tfkfac.wrapper.accumulation import PENDING, Accumulation
 from tfkfac.wrapper.hyperparameters import Hyperparameter
 from tfkfac.wrapper.step import Job
 
@@ -53,44 +54,30 @@ class Preconditioner(Tracked):
         self.block = block
         self.factors: FactorAverages | None = None
         self.decomposition: Decomposition | None = None
+        self._solver, self._inverse_dtype = solver, inverse_dtype
         with memory_of(block.path):
             if names:
                 self.factors = FactorAverages(block, names)
             if preconditions:
                 self.decomposition = Decomposition(solver, block, inverse_dtype)
 
-    def entries(self, counters: Counters, position: int) -> list[Entry]:
-        """All variables to save.
-
-        Args:
-            counters: What has happened to all blocks.
-            position: The place of this one.
-        """
+    def entries(self) -> list[Entry]:
+        """Its variables to save."""
         path = self.block.path
-        named = [
-            ("observed", Number(counters.observed, position)),
-            ("decomposed", Number(counters.decomposed, position)),
-        ]
+        entries: list[Entry] = []
         if self.factors is not None:
-            averages = zip(
-                self.factors.names, self.factors.averages, strict=True
-            )
-            named += [(f"factor_{name}", average) for name, average in averages]
-            named += [
-                ("weight", self.factors.weight),
-                ("rejected", Number(counters.rejected, position)),
-            ]
+            entries = self.factors.entries(path)
         if self.decomposition is not None:
-            tensors = zip(
-                self.decomposition.names,
-                self.decomposition.tensors,
-                strict=True,
-            )
-            named += [(f"solver_{name}", tensor) for name, tensor in tensors]
-            failures = Number(counters.failures, position)
-            named.append(("failures", failures))
-        # In every mode some worker keeps each of these whole.
-        return [Entry(path, name, v, Spread.OWNED) for name, v in named]
+            part = part_of(self._solver, self._inverse_dtype)
+            entries += [
+                Entry(path, name, tensor, Spread.OWNED, part)
+                for name, tensor in zip(
+                    self.decomposition.names,
+                    self.decomposition.tensors,
+                    strict=True,
+                )
+            ]
+        return entries
 
 
 class State(Tracked):
@@ -180,25 +167,44 @@ class State(Tracked):
             return tf.convert_to_tensor(self.damping.value)
         return damping.at(clock)
 
-    def entries(self) -> list[Entry]:
-        """All variables to save."""
-        counters = [
-            Entry("", "factor_updates", self.factor_updates),
-            Entry("", "inverse_updates", self.inverse_updates),
-        ]
+    def contents(self, placement: Placement, rank: int) -> Contents:
+        """What is to be saved.
+
+        Args:
+            placement: Who does what of the blocks.
+            rank: The worker.
+        """
+        plan = placement.plan
+        entries = self._clocks(plan)
+        for i, one in enumerate(self.preconditioners):
+            if plan.observes(rank, i):
+                shared = plan.shares_clocks
+                spread = Spread.REPLICATED if shared else Spread.OWNED
+                entries += self.counters.clocks(i, spread)
+            entries += self.counters.faults(
+                i, one.factors is not None, one.decomposition is not None
+            )
+            entries += one.entries()
+        solved = part_of(placement.solver, placement.settings.inverse_dtype)
+        parts = {solved: self.counters.decompose_anew}
+        if self.pending is not None:
+            entries += self.pending.entries()
+            parts[PENDING] = self.pending.reset
+        if self.previous is not None:
+            entries += self.previous.entries()
+            parts[PREVIOUS] = self.previous.reset
+        if self.damping is not None:
+            entries += self.damping.entries()
+            parts[ADAPTIVE] = self.damping.reset
+        layers = tuple(block.path for block in placement.blocks)
+        return Contents(entries, layers, parts)
+
+    def _clocks(self, plan: Plan) -> list[Entry]:
+        # Owners that learn from their own batches alone count for themselves.
+        spread = Spread.REPLICATED if plan.shares_clocks else Spread.EACH
         return [
-            *counters,
-            *(
-                entry
-                for i, p in enumerate(self.preconditioners)
-                for entry in p.entries(self.counters, i)
-            ),
-            *(
-                entry
-                for part in (self.pending, self.previous, self.damping)
-                if part is not None
-                for entry in part.entries()
-            ),
+            Entry("", "factor_updates", self.factor_updates, spread),
+            Entry("", "inverse_updates", self.inverse_updates, spread),
         ]
 
     def events(self) -> list[tuple[str, tf.Variable]]:
@@ -218,6 +224,15 @@ class State(Tracked):
             for i, path in enumerate(self.counters.paths):
                 events.append((f"{text} {path}", Number(numbers, i)))
         return events
+
+
+def part_of(solver: Solver, inverse_dtype: tf.DType | None) -> str:
+    """The part of the state that decompositions by a solver are.
+
+    Those of float16 have other entries, see `factors.half`.
+    """
+    name = next(n for n, kind in SOLVERS.items() if type(solver) is kind)
+    return f"{name} float16" if inverse_dtype == tf.float16 else name
 
 
 def kept_factors(states: Sequence[State]) -> dict[str, dict[str, np.ndarray]]:

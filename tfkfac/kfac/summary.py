@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from tfkfac.blocks import Block
 from tfkfac.blocks.registry import Leftover, count_weights
 from tfkfac.factors import LowRank
+from tfkfac.fisher.choice import Choice
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import State
 from tfkfac.wrapper.step import Job
@@ -19,8 +20,7 @@ _LEFT = {
 def describe(
     placement: Placement,
     states: Sequence[State],
-    job: Job,
-    solver: str,
+    titles: Sequence[str],
     step: str,
 ) -> list[str]:
     """Returns the lines of the summary of an optimizer.
@@ -28,18 +28,10 @@ def describe(
     Args:
         placement: The blocks, and which worker does what of them.
         states: What the replicas of this process keep; none before training.
-        job: The job.
-        solver: Name of the solver.
+        titles: The first lines.
         step: "inner" or "quadratic".
     """
-    inner = type(job.inner_optimizer).__name__
-    title = (
-        f"K-FAC '{job.name}' of model '{job.model.name}': solver {solver}, "
-        f"inner optimizer {inner}"
-    )
-    if step == "quadratic":
-        title += ", steps by the quadratic model"
-    lines = [title, ""]
+    lines = [*titles, ""]
     rows = [
         block_row(placement, states, i)
         for i, block in enumerate(placement.blocks)
@@ -62,6 +54,35 @@ def describe(
     if states and states[0].damping is not None:
         lines.append(states[0].damping.text())
     return lines
+
+
+def title(job: Job, solver: str, step: str) -> str:
+    """The first line.
+
+    Args:
+        job: The job.
+        solver: Name of the solver.
+        step: "inner" or "quadratic".
+    """
+    inner = type(job.inner_optimizer).__name__
+    text = (
+        f"K-FAC '{job.name}' of model '{job.model.name}': solver {solver}, "
+        f"inner optimizer {inner}"
+    )
+    return text + ", steps by the quadratic model" * (step == "quadratic")
+
+
+def fisher_text(wanted: str | None, choice: Choice | None) -> str:
+    """What is said of the type of the Fisher matrix.
+
+    Args:
+        wanted: What the user wants.
+        choice: What was chosen in the last step that was traced, if any.
+    """
+    if choice is None:
+        return f"Fisher matrix: {wanted or 'chosen by the loss when training'}"
+    why = f" ({choice.reason})" if choice.reason else ""
+    return f"Fisher matrix: {choice.type}{why}"
 
 
 def block_row(

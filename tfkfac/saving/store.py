@@ -1,150 +1,212 @@
 """Optimizer state in Keras files, named by layer.
 
 Keras stores an optimizer's variables by position and silently skips all of
-them when their number differs. Here each entry is named by its layer, by what
-it is of the layer, and by how it is spread over the replicas of a job; a file
+them when their number differs. Here each entry is named by its layer and by
+what it is of the layer, whatever the number of workers and their tasks; a file
 that does not fit is an error.
 """
 
-import dataclasses
-import enum
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-# Path separators make groups in an HDF5 file.
-_SLASH, _FIELD = "|", ":"
-# Entries were numbered before the format had names for everything.
-_NUMBERED = re.compile(r"\d{5}:[^:]*:.*", re.DOTALL)
+from tfkfac.saving.entries import (
+    SHARE,
+    STATE,
+    Entry,
+    Piece,
+    split_key,
+    storable,
+)
+from tfkfac.saving.join import Pieces, join, plan
 
-
-class Spread(enum.Enum):
-    """How a piece of state is spread over the replicas of a job."""
-
-    REPLICATED = "replicated"
-    """Every replica has the same."""
-    OWNED = "owned"
-    """Some replicas have it, the same and whole; the others have none."""
-    PARTIAL = "partial"
-    """Each replica has a part of a sum."""
-    ELEMENTS = "elements"
-    """Each replica has a slice of the last axis."""
-    DIRECTIONS = "directions"
-    """Each replica has a slice of the first axis."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A variable to save.
-
-    Attributes:
-        layer: Path of the layer, empty for what is of the whole model.
-        name: What it is of the layer.
-        variable: The variable.
-        spread: How it is spread over replicas.
-    """
-
-    layer: str
-    name: str
-    variable: tf.Variable
-    spread: Spread = Spread.REPLICATED
-
-    @property
-    def key(self) -> str:
-        """Name in a file: independent of the other entries."""
-        path = self.layer.replace("/", _SLASH)
-        return _FIELD.join([self.spread.value, self.name, path])
+# Before the format had names for everything, entries were numbered; then they
+# were named by how they were spread over workers.
+_EARLIER = re.compile(
+    r"(\d{5}|replicated|owned|partial|elements|directions):[^:]*:.*", re.DOTALL
+)
+_FORM = re.compile(r"[^:]+:[^:]+:.*", re.DOTALL)
+# Layer path and part, then entries by name.
+Named = dict[tuple[str, str], dict[str, Any]]
 
 
 def save_state(
-    store: MutableMapping[str, Any], entries: Sequence[Entry]
+    store: MutableMapping[str, Any],
+    entries: Mapping[int, Sequence[Entry]],
+    replicas: int,
 ) -> None:
     """Writes variables into a Keras store.
 
     Args:
         store: The store of the optimizer.
-        entries: The variables.
+        entries: The variables of each replica of this process, by rank.
+        replicas: Number of replicas of the job.
     """
-    for entry in entries:
-        store[entry.key] = entry.variable.numpy()
+    pieces: Pieces = {
+        rank: {entry.key: Piece.of(entry) for entry in own}
+        for rank, own in entries.items()
+    }
+    variables = {
+        (rank, entry.key): entry.variable
+        for rank, own in entries.items()
+        for entry in own
+    }
+    for key, ranks in plan(pieces).items():
+        values = {
+            rank: storable(np.asarray(variables[rank, key].numpy()))
+            for rank in ranks
+        }
+        store[key] = join(key, pieces, values, replicas)
 
 
 def why_unreadable(store: Mapping[str, Any]) -> str | None:
     """Why a store cannot be what `save_state` wrote, or None."""
     keys = list(store.keys())
-    spreads = tuple(f"{spread.value}{_FIELD}" for spread in Spread)
-    if all(key.startswith(spreads) for key in keys):
-        return None
-    if all(_NUMBERED.fullmatch(key) for key in keys):
+    if keys and all(_EARLIER.fullmatch(key) for key in keys):
         return (
-            "the file is in the format of an earlier version, which numbered "
-            "the entries"
+            "the file is in the format of an earlier version, which named "
+            "entries otherwise"
         )
-    return "the file is of another optimizer"
+    if not all(_FORM.fullmatch(key) for key in keys):
+        return "the file is of another optimizer"
+    return None
 
 
-def load_state(
-    store: Mapping[str, Any], entries: Sequence[Entry], optimizer: str
-) -> None:
-    """Reads variables from a Keras store.
+def share_key(process: int, processes: int) -> str:
+    """Marks a store that has what one process has, and not all."""
+    return f"{SHARE}:{process} of {processes}:"
 
-    Entries are matched by layer path. Layers of a subclassed model get new
-    automatic names (`dense_1` for `dense`) each time it is created; paths that
-    differ in such numbers only are matched in the order of the numbers.
+
+def find_share(store: Mapping[str, Any]) -> str | None:
+    """The mark of a store that has not all, or None."""
+    marks = [key for key in store.keys() if split_key(key)[1] == SHARE]  # noqa: SIM118
+    return marks[0] if marks else None
+
+
+class Saved:
+    """What a file has of an optimizer's state, by part and layer.
+
+    Layers of a subclassed model get new automatic names (`dense_1` for
+    `dense`) each time it is created; paths that differ in such numbers only
+    are matched in the order of the numbers.
 
     Args:
         store: The store of the optimizer, as `save_state` left it.
-        entries: The variables.
+
+    Attributes:
+        parts: The optional parts that it has.
+    """
+
+    def __init__(self, store: Mapping[str, Any]) -> None:
+        self._store = store
+        self._keys: Named = {}
+        for key in store.keys():  # noqa: SIM118 (a store is no real mapping)
+            layer, part, name = split_key(key)
+            self._keys.setdefault((layer, part), {})[name] = key
+        self.parts = {part for _, part in self._keys} - {STATE, SHARE}
+        self._paths: dict[str, str] = {}
+
+    def match(
+        self, layers: Iterable[str], parts: set[str], optimizer: str
+    ) -> None:
+        """Finds the layers of the model.
+
+        Args:
+            layers: Their paths.
+            parts: The parts that the model has too.
+            optimizer: The optimizer's name, for messages.
+
+        Raises:
+            ValueError: If there are others in the file.
+        """
+        used = {STATE, *parts}
+        saved = {layer for layer, part in self._keys if part in used}
+        expected = set(layers)
+        paths = match_paths(sorted(saved), sorted(expected))
+        if paths is None:
+            raise ValueError(
+                f"The saved state of optimizer '{optimizer}' is of other "
+                f"layers. Only in the file: {sorted(saved - expected)}. "
+                f"Only in the model: {sorted(expected - saved)}."
+            )
+        self._paths = paths
+
+    def read(self, entry: Entry) -> np.ndarray:
+        """What the file has for an entry.
+
+        Raises:
+            Misfit: If it has nothing or something that cannot be right.
+        """
+        named = self._keys.get((self._paths[entry.layer], entry.part), {})
+
+        def value_of(name: str) -> np.ndarray:
+            if name not in named:
+                raise Misfit("is not in the file")
+            # A tree may hold a number of Python for a scalar.
+            return np.asarray(self._store[named[name]])
+
+        if entry.name not in named and entry.derive is not None:
+            return np.asarray(entry.derive(value_of))
+        value = value_of(entry.name)
+        if not entry.fits(value.shape):
+            raise Misfit(
+                f"has shape {entry.shape}, and {value.shape} in the file"
+            )
+        fault = entry.fault(value)
+        if fault is not None:
+            raise Misfit(fault)
+        return value
+
+
+class Misfit(ValueError):
+    """What a file has for an entry is of no use, with the reason."""
+
+
+def load_state(
+    saved: Saved,
+    entries: Mapping[int, Sequence[Entry]],
+    replicas: int,
+    optimizer: str,
+) -> None:
+    """Gives variables what a file has for them; all of them or none.
+
+    Args:
+        saved: What the file has.
+        entries: The variables of each replica of this process, by rank.
+        replicas: Number of replicas of the job.
         optimizer: The optimizer's name, for messages.
 
     Raises:
-        ValueError: If layers, entries or shapes differ.
+        ValueError: If an entry is missing, has another shape or dtype, or
+            cannot be right.
     """
-    saved = _by_layer(_read(store))
-    expected = _by_layer([((e.layer, _what(e)), e.variable) for e in entries])
-    names = _match(sorted(saved), sorted(expected))
-    if names is None:
+    found: list[tuple[tf.Variable, np.ndarray]] = []
+    faults: dict[str, dict[str, str]] = {}
+    for rank, own in entries.items():
+        for entry in own:
+            try:
+                value = entry.own(saved.read(entry), rank, replicas)
+                found.append((entry.variable, value))
+            except Misfit as misfit:
+                faults.setdefault(entry.layer, {})[entry.name] = str(misfit)
+    if faults:
         raise ValueError(
-            f"The saved state of optimizer '{optimizer}' is of other "
-            f"layers. Only in the file: {sorted(saved.keys() - expected)}. "
-            f"Only in the model: {sorted(expected.keys() - saved)}."
+            f"The saved state of optimizer '{optimizer}' does not fit "
+            + "; ".join(_describe(layer, faults[layer]) for layer in faults)
         )
-    for path, variables in expected.items():
-        _check(saved[names[path]], variables, path, optimizer)
-    for path, variables in expected.items():
-        for name, variable in variables.items():
-            # A tree may hold a number of Python for a scalar.
-            value = np.asarray(saved[names[path]][name])
-            variable.assign(tf.cast(value, variable.dtype))
+    for variable, value in found:
+        variable.assign(tf.cast(value, variable.dtype))
 
 
-def _what(entry: Entry) -> str:
-    return f"{entry.name} ({entry.spread.value})"
+def _describe(layer: str, faults: Mapping[str, str]) -> str:
+    texts = [f"{name} {fault}" for name, fault in faults.items()]
+    return f"layer '{layer}': {', '.join(texts)}"
 
 
-def _read(store: Mapping[str, Any]) -> list[tuple[tuple[str, str], Any]]:
-    """Layer path and name of each entry, and its value."""
-    found = []
-    for key in store.keys():  # noqa: SIM118 (a store is no real mapping)
-        spread, name, path = key.split(_FIELD, 2)
-        layer = path.replace(_SLASH, "/")
-        found.append(((layer, f"{name} ({spread})"), store[key]))
-    return found
-
-
-def _by_layer(
-    named: Sequence[tuple[tuple[str, str], Any]],
-) -> dict[str, dict[str, Any]]:
-    layers: dict[str, dict[str, Any]] = {}
-    for (layer, name), value in named:
-        layers.setdefault(layer, {})[name] = value
-    return layers
-
-
-def _match(
+def match_paths(
     saved: Sequence[str], expected: Sequence[str]
 ) -> dict[str, str] | None:
     """For each path of the model that in the file; None if they differ."""
@@ -157,21 +219,6 @@ def _match(
     if [_plain(p) for p in theirs] != [_plain(p) for p in ours]:
         return None
     return dict(zip(ours, theirs, strict=True))
-
-
-def _check(
-    entries: Mapping[str, Any],
-    variables: Mapping[str, tf.Variable],
-    path: str,
-    optimizer: str,
-) -> None:
-    have = {name: tuple(np.shape(value)) for name, value in entries.items()}
-    want = {name: tuple(v.shape) for name, v in variables.items()}
-    if have != want:
-        raise ValueError(
-            f"The saved state of optimizer '{optimizer}' does not fit layer "
-            f"'{path}'. Expected: {want}. In the file: {have}."
-        )
 
 
 def _plain(path: str) -> str:

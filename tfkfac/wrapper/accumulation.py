@@ -10,9 +10,12 @@ from tfkfac.capture.walk import walk
 from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.compat.tracking import Tracked
-from tfkfac.saving.store import Entry, Spread
+from tfkfac.saving.entries import Entry, Spread
 from tfkfac.wrapper.shares import weighted
 from tfkfac.wrapper.step import Job, Step
+
+# The part of the state that is of micro-batches.
+PENDING = "pending"
 
 
 class Accumulation(Tracked):
@@ -97,7 +100,14 @@ class Accumulation(Tracked):
     def entries(self) -> list[Entry]:
         """All variables to save."""
         named = [
-            Entry(path, f"gradient_sum_{name}", own, Spread.PARTIAL)
+            Entry(
+                path,
+                f"gradient_sum_{name}",
+                own,
+                Spread.PARTIAL,
+                PENDING,
+                is_finite=False,
+            )
             for (path, name), own in zip(self._names, self.sums, strict=True)
         ]
         counts = {
@@ -105,7 +115,9 @@ class Accumulation(Tracked):
             "terms": self.terms,
             "weight": self.weight,
         }
-        return named + [Entry("", name, v) for name, v in counts.items()]
+        return named + [
+            Entry("", name, v, part=PENDING) for name, v in counts.items()
+        ]
 
     def _unit(self, loss: LossMeasure) -> tf.Tensor:
         """The unit of the whole; a sum's is in proportion to its terms."""

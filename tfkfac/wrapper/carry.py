@@ -1,6 +1,5 @@
 """Curvature in the ways of saving that Keras does not ask an optimizer in."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,17 +30,8 @@ def state_of(optimizer: Any) -> Mapping[str, np.ndarray] | None:
 def set_state(optimizer: Any, store: Mapping[str, np.ndarray] | None) -> None:
     """Gives an optimizer of ours what `state_of` has returned."""
     own = ours(optimizer)
-    if own is None:
-        return
-    if store is None:
-        warnings.warn(
-            f"Optimizer '{own.name}' finds no curvature in what is loaded, "
-            "which another optimizer or an earlier version has saved. It "
-            "starts anew.",
-            stacklevel=2,
-        )
-        return
-    own.load_own_variables(store)
+    if own is not None:
+        own.load_own_variables({} if store is None else store)
 
 
 def install() -> None:

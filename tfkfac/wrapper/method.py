@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfkfac.compat.tracking import Tracked
-from tfkfac.saving.store import Entry
+from tfkfac.saving.entries import Contents
 from tfkfac.wrapper.hyperparameters import Hyperparameter, Tunable
 from tfkfac.wrapper.step import Job, Step
 
@@ -59,6 +59,17 @@ class Method(abc.ABC):
             The state of each replica of this process.
         """
 
+    def expect(self, steps: int | None) -> None:  # noqa: B027 (few need it)
+        """Learns how many training steps `fit` will make.
+
+        Called on every worker before the first of them, after `attach`; the
+        state may not exist yet. In loops of one's own nobody calls it.
+
+        Args:
+            steps: The number, from the first epoch on; None if `fit` does not
+                know it.
+        """
+
     @abc.abstractmethod
     def run(self, step: Step) -> None:
         """Does one training step."""
@@ -72,8 +83,8 @@ class Method(abc.ABC):
         """What all workers must have in common, by name; JSON can hold it."""
 
     @abc.abstractmethod
-    def entries(self) -> list[Entry]:
-        """This replica's state to save."""
+    def contents(self, rank: int) -> Contents:
+        """What a replica of this process has of the state to save."""
 
     @abc.abstractmethod
     def events(self) -> list[tuple[str, tf.Variable]]:

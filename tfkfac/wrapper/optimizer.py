@@ -1,6 +1,5 @@
 """The Keras optimizer around another, bound to the model it trains."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -13,11 +12,10 @@ from tfkfac.capture.walk import unbuilt
 from tfkfac.checks import check_count
 from tfkfac.compat.optimizers import knows_variable
 from tfkfac.compat.optimizers import trainable_variables as known_variables
-from tfkfac.compat.tracking import Tracked
 from tfkfac.distributed.agreement import check_agreement
-from tfkfac.saving.store import Entry, load_state, save_state, why_unreadable
 from tfkfac.wrapper.around import OptimizerAround
 from tfkfac.wrapper.method import Method, shown_argument, shown_tunable
+from tfkfac.wrapper.saving import SavedState
 from tfkfac.wrapper.step import Job, Step, weigh_loss
 from tfkfac.wrapper.support import check_settings, repair_keras
 
@@ -52,8 +50,7 @@ class SecondOrderOptimizer(OptimizerAround):
         super().__init__(inner_optimizer, method, name)
         self._job: Job | None = None
         # Checkpoints follow the attributes of an optimizer.
-        self._states: tuple[Tracked, ...] = ()
-        self._skipped: tuple[tf.Variable, ...] = ()
+        self._saved_state = SavedState(name, method)
         repair_keras(tf.distribute.get_strategy())
 
     # ----------------------------------------------------------- the model
@@ -105,7 +102,7 @@ class SecondOrderOptimizer(OptimizerAround):
         LossTap.open(model)
         self._method.attach(self._job)
         if self.built:
-            self._states = tuple(self._method.create())
+            self._method.create()
         return self
 
     def bound_model(self) -> keras.Model:
@@ -163,8 +160,7 @@ class SecondOrderOptimizer(OptimizerAround):
         for parameter in self._method.hyperparameters().values():
             parameter.build()
         job.create()
-        self._skipped = job.skipped
-        self._states = tuple(self._method.create())
+        self._method.create()
         if job.topology.replicas > len(job.topology.local):
             with tf.init_scope():  # a config holds values of variables
                 processes = job.among_processes("agreement")
@@ -173,6 +169,7 @@ class SecondOrderOptimizer(OptimizerAround):
         self._is_building = True
         super().build(list(variables))
         self._is_building = False
+        self._saved_state.create(job)
 
     def _description(self) -> dict[str, Any]:
         """What all workers must agree on."""
@@ -239,63 +236,53 @@ class SecondOrderOptimizer(OptimizerAround):
         return weigh_loss(loss, job, self._method.peers(job.rank))
 
     # -------------------------------------------------------------- saving
+    def gather_state(self) -> None:
+        """Brings the state of all workers together, to be saved.
+
+        In a job of several processes each has a share of the curvature. Call
+        this on all of them before one saves: the first one then has all of it
+        in its main memory (the bytes of the factors and decompositions of all
+        layers), until it is gathered again, and what is saved before the next
+        step has it. It is a collective operation; saving is none. `fit` calls
+        it where a callback with a `save_freq`, as Keras' have, is about to
+        save. In a job of one process it does nothing.
+        """
+        self._saved_state.gather()
+
     def save_own_variables(self, store: Any) -> None:
         """Writes the curvature state, named by layer.
 
-        Keras saves the inner optimizer by itself. With several workers no
-        worker has all of the state and none is written: a loaded model then
-        gathers its curvature anew from the first step on.
+        Keras saves the inner optimizer by itself. In a job of several
+        processes `gather_state` has to come before.
 
         Args:
             store: A mapping of names to arrays.
         """
-        if self.built and self._bound_job().topology.replicas == 1:
-            save_state(store, self._entries())
+        self._saved_state.save(store)
 
     def load_own_variables(self, store: Any) -> None:
-        """Reads what `save_own_variables` wrote.
+        """Reads what `save_own_variables` wrote, on any number of workers.
+
+        What a file has not and can be made anew, as decompositions by another
+        solver, is made anew.
 
         Args:
             store: A mapping of names to arrays.
 
         Raises:
-            ValueError: If it does not fit the model or the solver.
+            ValueError: If it does not fit the model, or cannot be right.
         """
-        if not store.keys():
-            return  # of an optimizer saved before it had any state
-        why = self._why_not_loaded(store)
-        if why is None:
-            load_state(store, self._entries(), self.name)
-        else:
-            warnings.warn(
-                f"Optimizer '{self.name}' does not load its saved curvature: "
-                f"{why}. It starts anew.",
-                stacklevel=2,
-            )
-
-    def _entries(self) -> list[Entry]:
-        skipped = Entry("", "skipped_steps", self._skipped[0])
-        return [skipped, *self._method.entries()]
-
-    def _why_not_loaded(self, store: Any) -> str | None:
-        """Why saved state is of no use here, or None."""
-        why = why_unreadable(store)
-        if why is not None:
-            return why
         if not self.built:
             model = self._job.find_model() if self._job is not None else None
-            if model is None or unbuilt(model):
-                return "the model is not built"
-            self.build(model.trainable_variables)
-        if self._bound_job().topology.replicas > 1:
-            return "it is of a single worker, and the job has several"
-        return None
+            if model is not None and not unbuilt(model):
+                self.build(model.trainable_variables)
+        self._saved_state.load(store)
 
     # ----------------------------------------------------------- reporting
     @property
     def skipped_steps(self) -> tf.Variable | int:
         """Number of steps skipped because a gradient was not finite."""
-        return self._skipped[0] if self._skipped else 0
+        return self._job.skipped[0] if self._job and self._job.skipped else 0
 
     def summary(self, print_fn: Callable[[str], None] = print) -> None:
         """Prints what the optimizer does with the model, and its state.
@@ -338,7 +325,8 @@ class SecondOrderOptimizer(OptimizerAround):
         """What went wrong so far, for the summary."""
         if not self.built:
             return []
-        events = [("steps skipped, gradients not finite", self._skipped[0])]
+        skipped = self._bound_job().skipped[0]
+        events = [("steps skipped, gradients not finite", skipped)]
         events += self._method.events()
         counts = [(text, int(count.numpy())) for text, count in events]
         return [f"{text}: {count}" for text, count in counts if count]

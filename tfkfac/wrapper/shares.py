@@ -38,38 +38,67 @@ def measure_loss(
             share,
             () if share is None else (share,),
         )
-    totals, units = _totals(terms, group)
+    totals, units, surprises = _totals(terms, group)
     measures = [
-        _measure_one(loss, total, unit, replicas, is_weighed)
-        for loss, total, unit in zip(terms, totals, units, strict=True)
+        _measure_one(loss, total, unit, replicas, is_weighed).tempered(
+            dispersion(surprise)
+        )
+        for loss, total, unit, surprise in zip(
+            terms, totals, units, surprises, strict=True
+        )
     ]
     main = measures[0]
     if len(terms) > 1:
         largest = tf.argmax(tf.stack(units))
-        fields = zip(*(one[:-1] for one in measures), strict=True)
+        fields = zip(*(one[:6] for one in measures), strict=True)
         main = LossMeasure(*(tf.stack(values)[largest] for values in fields))
+        main = LossMeasure(*main[:6], weights=_weights(measures, main))
     if replicas == group.size == 1:
         return main.shared(None)
     shares = [one.share for one in measures if one.share is not None]
     return main.shared(main.share, tuple(shares))
 
 
+def dispersion(surprise: tf.Tensor) -> tf.Tensor:
+    """How many times too large a model's outputs are, at least 1.
+
+    Logits that are far too large, as on inputs that are not normalised, make
+    a loss of many times that of a guess, and in proportion to their size. The
+    empirical Fisher matrix then lets a step lower it by a fraction of a nat.
+    With outputs divided by their dispersion, predictions and curvature are
+    those of a model on normalised inputs.
+
+    Args:
+        surprise: The mean loss of a term over that of a guess. Up to 2 is a
+            model at its start, whose loss stays as it is.
+    """
+    excess = tf.maximum(surprise - 1, 1)
+    return tf.where(tf.math.is_finite(excess), excess, tf.ones_like(excess))
+
+
 def _totals(
     terms: tuple[LossTerms, ...], group: Communicator
-) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """Number of terms and unit of each loss, the same on all replicas.
+) -> tuple[list[tf.Tensor], ...]:
+    """Number of terms, unit and mean surprise of each loss.
 
-    A unit that depends on a replica's shapes becomes their mean.
+    They are the same on all replicas. A unit that depends on a replica's
+    shapes becomes their mean.
     """
+    number = len(terms)
     counts = [loss.count for loss in terms]
+    surprises = [tf.cast(loss.surprise, tf.float64) for loss in terms]
     open_ = [loss.count * loss.unit for loss in terms if not loss.is_fixed]
-    sums = group.all_reduce([*counts, *open_])
-    totals, rest = sums[: len(counts)], iter(sums[len(counts) :])
+    sums = group.all_reduce([*counts, *surprises, *open_])
+    totals, rest = sums[:number], iter(sums[2 * number :])
     units = [
         loss.unit if loss.is_fixed else tf.math.divide_no_nan(next(rest), total)
         for loss, total in zip(terms, totals, strict=True)
     ]
-    return totals, units
+    means = [
+        tf.math.divide_no_nan(sum_, total)
+        for sum_, total in zip(sums[number : 2 * number], totals, strict=True)
+    ]
+    return totals, units, means
 
 
 def _measure_one(
@@ -92,6 +121,16 @@ def _measure_one(
         tf.constant(loss.summed),
         total,
         share,
+    )
+
+
+def _weights(
+    measures: list[LossMeasure], main: LossMeasure
+) -> tuple[tf.Tensor, ...]:
+    """Weights of the losses' Fisher matrices, see `LossMeasure`."""
+    return tuple(
+        tf.math.divide_no_nan(one.unit * main.total, main.unit * one.total)
+        for one in measures
     )
 
 

@@ -136,7 +136,11 @@ class Job:
 
     def own(self, states: Sequence[T]) -> T:
         """The state of this replica, of what `for_each` returned."""
-        return states[self.topology.position(self.rank)]
+        return self.at(states, self.rank)
+
+    def at(self, states: Sequence[T], rank: int) -> T:
+        """The state of a replica of this process, of the same."""
+        return states[self.topology.position(rank)]
 
     def group(self, purpose: str = "") -> Communicator:
         """This replica's collectives in one trace, with all others.
@@ -161,12 +165,9 @@ class Job:
         Args:
             purpose: What tells them from others.
         """
-        local, replicas = self.topology.local, self.topology.replicas
-        return Communicator(
-            local[0] // len(local),
-            replicas // len(local),
-            f"{self._scope} {purpose}",
-        )
+        topology = self.topology
+        scope = f"{self._scope} {purpose}"
+        return Communicator(topology.process, topology.processes, scope)
 
 
 class Step:
@@ -329,7 +330,8 @@ class Step:
             None if g is None else tf.identity(g) for g in update.gradients
         ]
         inner = self.job.inner_optimizer
-        if self.job.topology.replicas == 1 and update.after is None:
+        # A strategy merges its replicas even if there is only one.
+        if not tf.distribute.has_strategy() and update.after is None:
             inner.apply(gradients, self.variables)
             return
         with updates_in_replica(inner, update.after):

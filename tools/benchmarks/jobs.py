@@ -145,22 +145,31 @@ class Job:
         self._log.close()
 
 
+def common_environment(
+    threads: int, *folders: pathlib.Path | None
+) -> dict[str, str]:
+    """What every process finds in its environment.
+
+    Args:
+        threads: Threads of an operation.
+        folders: What goes first on the module path.
+    """
+    path = [*folders, TOOLS.parent, os.environ.get("PYTHONPATH", "")]
+    return {
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(str(part) for part in path if part),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TF_NUM_INTRAOP_THREADS": str(threads),
+        "TF_NUM_INTEROP_THREADS": "2",
+    }
+
+
 def _environments(
     variant: Variant, setting: Setting
 ) -> Iterator[Mapping[str, str]]:
     """Yields the environment of each process."""
-    path = [TOOLS.parent, os.environ.get("PYTHONPATH", "")]
-    if variant.folder is not None:
-        path.insert(0, variant.folder)
-    threads = str(setting.threads)
-    common = {
-        "CUDA_VISIBLE_DEVICES": "-1",
-        "OMP_NUM_THREADS": threads,
-        "PYTHONPATH": os.pathsep.join(str(part) for part in path if part),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "TF_NUM_INTRAOP_THREADS": threads,
-        "TF_NUM_INTEROP_THREADS": "2",
-    }
+    common = common_environment(setting.threads, variant.folder)
     if variant.is_torch or setting.workers == 1:
         yield {**os.environ, **common}
         return

@@ -18,11 +18,14 @@ EPOCH = 25
 # When FOSI estimates its directions, once.
 FOSI_ESTIMATION = 2
 
-_FIRST_ORDER: dict[str, Callable[..., Any]] = {
-    "sgd": lambda **k: keras.optimizers.SGD(RATE, **{"momentum": 0.9, **k}),
-    "adam": lambda **k: keras.optimizers.Adam(RATE, **k),
-    "adamw": lambda **k: keras.optimizers.AdamW(RATE, **k),
-    "muon": lambda **k: keras.optimizers.Muon(RATE, **k),
+# By name, the constructors; the first argument is the learning rate.
+FIRST_ORDER_TYPES: dict[str, Callable[..., Any]] = {
+    "sgd": lambda rate, **k: keras.optimizers.SGD(
+        rate, **{"momentum": 0.9, **k}
+    ),
+    "adam": keras.optimizers.Adam,
+    "adamw": keras.optimizers.AdamW,
+    "muon": keras.optimizers.Muon,
 }
 
 
@@ -122,21 +125,21 @@ class KerasTraining:
 
 def make_optimizer(name: str, arguments: dict[str, Any]) -> Any:
     """Makes one of the Keras optimizers of `variants.FAMILIES`."""
-    if name in _FIRST_ORDER:
-        return _FIRST_ORDER[name](**arguments)
+    if name in FIRST_ORDER_TYPES:
+        return FIRST_ORDER_TYPES[name](RATE, **arguments)
     import tfkfac
 
     family, _, kind = name.partition("-")
     if family == "kfac":
         return tfkfac.KFAC(
-            _FIRST_ORDER["sgd"](),
+            FIRST_ORDER_TYPES["sgd"](RATE),
             solver=kind,
             factor_update_interval=10,
             inverse_update_interval=100,
             **arguments,
         )
     once = {"warmup_steps": FOSI_ESTIMATION, "update_interval": 10**6}
-    return tfkfac.FOSI(_FIRST_ORDER[kind](), **{**once, **arguments})
+    return tfkfac.FOSI(FIRST_ORDER_TYPES[kind](RATE), **{**once, **arguments})
 
 
 def pixels_cross_entropy(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 FIRST_ORDER = ("sgd", "adam", "adamw", "muon")
@@ -52,6 +53,35 @@ class Variant:
 
 
 def parse(text: str) -> Variant:
+    """Parses a variant that the benchmark can time.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none.
+    """
+    variant = parse_any(text)
+    name = family = variant.name
+    if "kfac-" in name and not name.endswith("kfac-"):
+        family = name[: name.index("kfac-")] + "kfac-SOLVER"
+    check_family(family, name, FAMILIES)
+    for key in INTERVALS:
+        if key in variant.arguments:
+            raise argparse.ArgumentTypeError(f"{key} is set by --mixes")
+    return variant
+
+
+def check_family(family: str, name: str, families: Sequence[str]) -> None:
+    """Refuses a variant of no known family.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none of them.
+    """
+    if family not in families:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is none of {', '.join(families)}"
+        )
+
+
+def parse_any(text: str) -> Variant:
     """Parses NAME[@FOLDER][:KEY=VALUE...].
 
     Raises:
@@ -59,13 +89,6 @@ def parse(text: str) -> Variant:
     """
     head, *pairs = text.split(":")
     name, _, folder = head.partition("@")
-    family = name
-    if "kfac-" in name and not name.endswith("kfac-"):
-        family = name[: name.index("kfac-")] + "kfac-SOLVER"
-    if family not in FAMILIES:
-        raise argparse.ArgumentTypeError(
-            f"{name!r} is none of {', '.join(FAMILIES)}"
-        )
     path = pathlib.Path(folder).resolve() if folder else None
     if path and not path.is_dir():
         raise argparse.ArgumentTypeError(f"{folder!r} is no folder")
@@ -77,8 +100,6 @@ def _argument(pair: str) -> tuple[str, Any]:
     key, equals, text = pair.partition("=")
     if not key.isidentifier() or not equals:
         raise argparse.ArgumentTypeError(f"{pair!r} is not KEY=VALUE")
-    if key in INTERVALS:
-        raise argparse.ArgumentTypeError(f"{key} is set by --mixes")
     try:
         return key, json.loads(text)
     except ValueError:

@@ -1,0 +1,231 @@
+"""Which type is chosen, what is said of it, and what is refused."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.fisher.test_types import (
+    BITS,
+    CLASSES,
+    COUNTS,
+    HOT,
+    OUT,
+    REAL,
+    X,
+    factors_after,
+    network,
+)
+from tests.support.harness import assert_close, find
+from tfkfac.fisher import registry
+
+LOSSES = keras.losses
+
+
+def said(optimizer: Any) -> str:
+    """What the summary says of the Fisher matrix."""
+    texts: list[str] = []
+    optimizer.summary(texts.append)
+    (line,) = [
+        line for line in texts[0].split("\n") if line.startswith("Fisher")
+    ]
+    return line.removeprefix("Fisher matrix: ")
+
+
+def trained(loss: Any, y: Any, activation: str | None = None) -> Any:
+    model = network(activation)
+    model.compile(tfkfac.KFAC(), loss, run_eagerly=True)
+    model.train_on_batch(X, y)
+    return model.optimizer
+
+
+@pytest.mark.parametrize(
+    ("loss", "y", "activation", "want"),
+    [
+        ("mse", REAL, None, "monte_carlo"),
+        ("binary_crossentropy", BITS, "sigmoid", "monte_carlo"),
+        ("poisson", COUNTS, "exponential", "monte_carlo"),
+        ("categorical_crossentropy", HOT, "softmax", "empirical (the labels"),
+        ("kl_divergence", HOT, "softmax", "empirical (the labels"),
+        ("huber", REAL, None, "empirical (the distribution of loss 'huber'"),
+        (LOSSES.Huber(delta=50.0), REAL, None, "empirical (the distribution"),
+        ("mae", REAL, None, "empirical (the distribution"),
+        (LOSSES.BinaryFocalCrossentropy(), BITS, "sigmoid", "empirical (the"),
+    ],
+)
+def test_none_asks_the_loss(
+    loss: Any, y: Any, activation: str | None, want: str
+) -> None:
+    assert said(trained(loss, y, activation)).startswith(want)
+
+
+def test_what_is_said_before_training() -> None:
+    for fisher, want in [(None, "chosen by the loss"), ("type2", "type2")]:
+        model = network()
+        model.compile(tfkfac.KFAC(fisher=fisher), "mse")
+        assert said(model.optimizer).startswith(want)
+
+
+def test_one_output_that_is_not_of_classes_is_enough() -> None:
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, [layers.Dense(3)(inputs) for _ in range(2)])
+    losses = ["mse", LOSSES.SparseCategoricalCrossentropy(from_logits=True)]
+    model.compile(tfkfac.KFAC(), losses, run_eagerly=True)
+    model.train_on_batch(X, [REAL, CLASSES])
+    assert said(model.optimizer).startswith("monte_carlo")
+
+
+@pytest.mark.parametrize("fisher", ["monte_carlo", "type2"])
+@pytest.mark.parametrize("loss", ["huber", "log_cosh"])
+def test_a_loss_without_distribution_is_refused(fisher: str, loss: str) -> None:
+    model = network()
+    model.compile(tfkfac.KFAC(fisher=fisher), loss, run_eagerly=True)
+    with pytest.raises(ValueError, match=f"{fisher}.*loss '{loss}'"):
+        model.train_on_batch(X, REAL)
+
+
+class Doubled(keras.Model):
+    """Its loss is of something that is computed from what it returned."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *args: Any) -> Any:
+        return super().compute_loss(x, y, 2 * y_pred, *args)
+
+
+def test_predictions_that_no_call_returned() -> None:
+    for fisher in (None, "monte_carlo"):
+        inputs = keras.Input((4,))
+        model = Doubled(inputs, layers.Dense(OUT)(inputs))
+        model.compile(tfkfac.KFAC(fisher=fisher), "mse", run_eagerly=True)
+        if fisher is None:
+            model.train_on_batch(X, REAL)
+            assert said(model.optimizer).startswith("empirical (the loss is")
+        else:
+            with pytest.raises(ValueError, match="what a call of the model"):
+                model.train_on_batch(X, REAL)
+
+
+def test_custom_loops() -> None:
+    """Without `compute_loss` nobody knows what the labels would be."""
+    model = network()
+    for fisher in (None, "monte_carlo"):
+        optimizer = tfkfac.KFAC(fisher=fisher).attach(model)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(X, training=True) - REAL) ** 2)
+        variables = model.trainable_variables
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        if fisher is None:
+            optimizer.apply(gradients, variables)
+            assert said(optimizer).startswith("empirical (no loss")
+        else:
+            with pytest.raises(ValueError, match="compute_loss"):
+                optimizer.apply(gradients, variables)
+
+
+@pytest.mark.parametrize("value", ["exact", "", 1])
+def test_the_argument_is_checked(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="`fisher`"):
+        tfkfac.KFAC(fisher=value)
+
+
+def test_the_argument_is_saved() -> None:
+    for fisher in (None, "empirical", "monte_carlo", "type2"):
+        config = tfkfac.KFAC(fisher=fisher).get_config()
+        assert config["fisher"] == fisher
+        assert tfkfac.KFAC.from_config(config).fisher == fisher
+
+
+def test_too_many_outputs_for_all_columns() -> None:
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1025)])
+    model.compile(tfkfac.KFAC(fisher="type2"), "mse", run_eagerly=True)
+    with pytest.raises(ValueError, match="at most 1,024"):
+        model.train_on_batch(X, np.zeros((len(X), 1025)))
+
+
+# --------------------------------------------------------------- the register
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes back what a test registers."""
+    for module, name in [
+        (registry, "_registered"),
+        (registry.loss_units, "_known"),
+    ]:
+        monkeypatch.setattr(module, name, dict(getattr(module, name)))
+
+
+class Tenths(tfkfac.fisher.Independent):
+    """A normal distribution with standard deviation 0.1."""
+
+    def sample(self, outputs: Any, seed: Any) -> Any:
+        return 10 * tf.random.stateless_normal(tf.shape(outputs), seed)
+
+    def fisher(self, outputs: Any) -> Any:
+        return tf.fill(tf.shape(outputs), 100.0)
+
+
+def huge_errors(y: Any, p: Any) -> Any:
+    """No multiple of a known likelihood where it is tried."""
+    return tf.reduce_mean(50 * (y - p) ** 2 + tf.abs(p), -1)
+
+
+class HugeErrors(keras.losses.Loss):
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return huge_errors(y_true, y_pred)
+
+
+@pytest.mark.parametrize("loss", [huge_errors, HugeErrors])
+@pytest.mark.parametrize("made", [Tenths(), lambda loss: Tenths()])
+def test_registered_distributions(loss: Any, made: Any) -> None:
+    """The mean over three outputs: in units of 1/3, or 1 if not told."""
+    tfkfac.register_distribution(loss, made, unit=1, features="mean")
+    model = network()
+    used = loss if loss is huge_errors else loss()
+    found = factors_after(model, X, REAL, used, "type2")
+    assert_close(find(found, "out")["G"], 100 * np.eye(OUT), 2e-5)
+    assert said(trained(used, REAL)).startswith("monte_carlo")
+    # The gradient is divided by the unit: so is the step.
+    moved = {}
+    for factor, unit in [(1, 1.0), (7, 7.0)]:
+        own = lambda y, p, c=factor: c * huge_errors(y, p)  # noqa: E731
+        tfkfac.register_distribution(own, made, unit=unit, features="mean")
+        model = network()
+        before = model.get_weights()
+        model.compile(tfkfac.KFAC(fisher="type2"), own, run_eagerly=True)
+        model.train_on_batch(X, REAL)
+        moved[factor] = model.get_weights()[2] - before[2]
+    assert_close(moved[7], moved[1], 2e-5)
+
+
+def test_a_function_of_the_loss_may_say_none() -> None:
+    tfkfac.register_distribution(huge_errors, lambda loss: None)
+    assert said(trained(huge_errors, REAL)).startswith("empirical")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "match"),
+    [
+        (("mse", Tenths()), {}, "`loss`"),
+        ((layers.Dense, Tenths()), {}, "`loss`"),
+        ((huge_errors, "normal"), {}, "`distribution`"),
+        ((huge_errors, Tenths), {}, "`distribution`"),
+        ((huge_errors, Tenths()), {"unit": 0.0}, "`unit`"),
+        ((huge_errors, Tenths()), {"features": "max"}, "`features`"),
+    ],
+)
+def test_what_is_registered_is_checked(
+    arguments: Any, options: Any, match: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=match):
+        tfkfac.register_distribution(*arguments, **options)
+
+
+def test_the_loss_of_the_whole_batch_of_numbers() -> None:
+    """A model whose outputs have no axis of features."""
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(1, name="d"), layers.Reshape(())]
+    )
+    found = factors_after(model, X, REAL[:, 0], "mse", "type2")
+    assert_close(find(found, "d")["G"], np.ones((1, 1)), 1e-6)

@@ -1,0 +1,197 @@
+"""What drawing labels does to a step: nothing but other factors G."""
+
+import collections
+import pathlib
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support.harness import assert_close, find
+from tests.support.reference import Array
+from tests.wrapper.test_xla import pretend_gpu
+
+RNG = np.random.default_rng(1)
+X = RNG.normal(size=(8, 6)).astype("float32")
+Y = RNG.normal(size=(8, 3)).astype("float32")
+
+
+def network(dropout: float = 0.5) -> Any:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(20, activation="tanh", name="hidden"),
+            layers.BatchNormalization(name="norm"),
+            layers.Dropout(dropout),
+            layers.Dense(3, name="out"),
+        ]
+    )
+
+
+def compiled(fisher: str | None = "monte_carlo", **options: Any) -> Any:
+    model = network(options.pop("dropout", 0.5))
+    fit = {k: options.pop(k) for k in ("run_eagerly",) if k in options}
+    model.compile(tfkfac.KFAC(fisher=fisher, **options), "mse", **fit)
+    return model
+
+
+def test_the_masks_of_dropout_are_those_of_the_step() -> None:
+    """Where a single example's unit was dropped, nothing flows back."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(20, activation="tanh", name="hidden"),
+            layers.Dropout(0.5),
+            layers.Dense(3, name="out"),
+        ]
+    )
+    model.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
+    model.train_on_batch(X[:1], Y[:1])
+    found = model.optimizer.factors()
+    dropped = np.diag(find(found, "out")["A"])[:-1] == 0
+    silent = np.diag(find(found, "hidden")["G"]) == 0
+    assert 0 < dropped.sum() < 20
+    np.testing.assert_array_equal(silent, dropped)
+
+
+def test_no_state_changes() -> None:
+    """Moving statistics and seeds are those of a step without draws."""
+    kept = []
+    for fisher in ("empirical", "monte_carlo", "type2"):
+        model = compiled(fisher, learning_rate=0.0)
+        for _ in range(3):
+            model.train_on_batch(X, Y)
+        kept.append([v.numpy() for v in model.non_trainable_variables])
+    for other in kept[1:]:
+        for want, got in zip(kept[0], other, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+def weights_after(model: Any, steps: int) -> list[Array]:
+    for _ in range(steps):
+        model.train_on_batch(X, Y)
+    return list(model.get_weights())
+
+
+def test_draws_are_the_same_again_and_after_a_resume(
+    tmp_path: pathlib.Path,
+) -> None:
+    want = weights_after(compiled(dropout=0.0), 4)
+    first = compiled(dropout=0.0)
+    weights_after(first, 2)
+    first.save(tmp_path / "model.keras")
+    second = keras.saving.load_model(tmp_path / "model.keras")
+    assert second.optimizer.fisher == "monte_carlo"
+    for got, once in zip(weights_after(second, 2), want, strict=True):
+        np.testing.assert_array_equal(got, once)
+
+
+def operations_of_step(fisher: str) -> collections.Counter[str]:
+    """What stands in the graph of a step, without that of its branches."""
+    graphs: list[Any] = []
+
+    class Noted(tfkfac.KFAC):
+        def apply(self, *args: Any, **kwargs: Any) -> None:
+            super().apply(*args, **kwargs)
+            graphs.append(tf.compat.v1.get_default_graph())
+
+    model = network()
+    model.compile(Noted(fisher=fisher), "mse")
+    model.fit(X, Y, epochs=30, batch_size=4, verbose=0)
+    assert len(graphs) == 1  # traced once
+    types = collections.Counter(o.type for o in graphs[0].get_operations())
+    del types["Const"]  # those of the branches are among them
+    return types
+
+
+def test_a_plain_step_has_no_operation_more() -> None:
+    """All that is new stands inside of the branch of a factor step."""
+    assert operations_of_step("monte_carlo") == operations_of_step("empirical")
+
+
+def test_micro_batches_draw_their_own_labels() -> None:
+    """Two of the same rows are not twice the same statistic."""
+    model = compiled(dropout=0.0, gradient_accumulation_steps=2)
+    weights_after(model, 2)
+    once = compiled(dropout=0.0)
+    weights_after(once, 1)
+    two, one = (find(m.optimizer.factors(), "out")["G"] for m in (model, once))
+    assert np.linalg.norm(two - one) > 0.05 * np.linalg.norm(one)
+
+
+def test_a_layer_that_no_output_depends_on_keeps_its_gradient() -> None:
+    """A loss of its own trains it: its G is that of the loss, L = mean h^2."""
+
+    class Penalised(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.side = layers.Dense(2, use_bias=False, name="side")
+
+        def call(self, x: Any) -> Any:
+            h = self.side(x)
+            self.add_loss(tf.reduce_mean(tf.reduce_sum(h**2, -1)) / 3)
+            return x
+
+    inputs = keras.Input((6,))
+    outputs = layers.Dense(3, name="out")(Penalised()(inputs))
+    model = keras.Model(inputs, outputs)
+    optimizer = tfkfac.KFAC(fisher="type2", learning_rate=0.0)
+    model.compile(optimizer, "mse", run_eagerly=True)
+    (kernel,) = (
+        v.numpy() for v in model.trainable_variables if "side" in v.path
+    )
+    model.train_on_batch(X, Y)
+    found = optimizer.factors()
+    # Its gradient 2/3 h, in the unit 2/3 of the squares, is h.
+    h = X @ kernel
+    assert_close(find(found, "side")["G"], h.T @ h / len(X), 2e-5)
+    assert_close(find(found, "out")["G"], np.eye(3), 2e-5)
+
+
+@pytest.mark.slow
+def test_xla_compiles_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is drawn with the same result: XLA draws other numbers."""
+    pretend_gpu(monkeypatch)
+    found = {}
+    for fisher in ("empirical", "monte_carlo", "type2"):
+        model = network(dropout=0.0)
+        model.compile(tfkfac.KFAC(fisher=fisher), "mse", jit_compile=True)
+        found[fisher] = np.concatenate(
+            [np.ravel(w) for w in weights_after(model, 2)]
+        )
+    other = weights_after(compiled("type2", dropout=0.0), 2)
+    want = np.concatenate([np.ravel(w) for w in other])
+    assert_close(found["type2"], want, 1e-3)
+    assert np.isfinite(found["monte_carlo"]).all()
+    for other in ("empirical", "type2"):
+        distance = np.linalg.norm(found["monte_carlo"] - found[other])
+        assert distance > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_half_precision(policy: str) -> None:
+    """A loss scale of 2^15 has no part in what is drawn."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        half = compiled(dropout=0.0)
+    finally:
+        keras.config.set_dtype_policy(before)
+    single = compiled(dropout=0.0)
+    for model in (half, single):
+        model.train_on_batch(X, Y)
+    optimizers = [
+        getattr(m.optimizer, "inner_optimizer", None)
+        if isinstance(m.optimizer, keras.optimizers.LossScaleOptimizer)
+        else m.optimizer
+        for m in (half, single)
+    ]
+    got, want = (find(o.factors(), "out")["G"] for o in optimizers)
+    assert_close(got, want, 0.02)

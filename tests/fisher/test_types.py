@@ -1,0 +1,315 @@
+"""The factors G of each type of the Fisher matrix, against NumPy.
+
+The output Hessians are the textbooks': `diag(p) - p p^T` of a softmax, `p(1-p)`
+of Bernoulli variables, 1 of a normal distribution, the rate of a Poisson
+distribution where it is the exponential of the output.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support.harness import assert_close, find, randomize, weights_of
+from tests.support.reference import Array, append_one
+
+ROWS, OUT = 8, 3
+LOSSES = keras.losses
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(ROWS, 4)).astype("float32")
+REAL = RNG.normal(size=(ROWS, OUT)).astype("float32")
+BITS = (REAL > 0).astype("float32")
+CLASSES = RNG.integers(0, OUT, ROWS)
+HOT = np.eye(OUT, dtype="float32")[CLASSES]
+COUNTS = RNG.poisson(2.0, (ROWS, OUT)).astype("float32")
+
+
+def softmax(z: Array) -> Array:
+    p = np.exp(z - z.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+def diagonal(values: Array) -> Array:
+    return values[..., None] * np.eye(values.shape[-1])
+
+
+def of_normal(z: Array) -> Array:
+    return diagonal(np.ones_like(z))
+
+
+def of_bernoulli(z: Array) -> Array:
+    p = 1 / (1 + np.exp(-z))
+    return diagonal(p * (1 - p))
+
+
+def of_softmax(z: Array) -> Array:
+    p = softmax(z)
+    return diagonal(p) - p[..., None] * p[..., None, :]
+
+
+def of_poisson(z: Array) -> Array:
+    return diagonal(np.exp(z))
+
+
+Hessian = Callable[[Array], Array]
+# Labels, activation of the outputs, loss, Hessian at the pre-activation.
+KINDS: dict[str, tuple[Array, str | None, Any, Hessian]] = {
+    "mse": (REAL, None, "mse", of_normal),
+    "mse, summed": (
+        REAL,
+        None,
+        LOSSES.MeanSquaredError(reduction="sum"),
+        of_normal,
+    ),
+    "own squares": (
+        REAL,
+        None,
+        lambda y, p: 3 * tf.reduce_sum(tf.square(y - p), -1),
+        of_normal,
+    ),
+    "binary": (BITS, "sigmoid", "binary_crossentropy", of_bernoulli),
+    "binary logits, smoothed": (
+        BITS,
+        None,
+        LOSSES.BinaryCrossentropy(from_logits=True, label_smoothing=0.2),
+        of_bernoulli,
+    ),
+    "categorical, smoothed": (
+        HOT,
+        "softmax",
+        LOSSES.CategoricalCrossentropy(label_smoothing=0.2),
+        of_softmax,
+    ),
+    "categorical logits": (
+        HOT,
+        None,
+        LOSSES.CategoricalCrossentropy(from_logits=True),
+        of_softmax,
+    ),
+    "sparse": (
+        CLASSES,
+        "softmax",
+        "sparse_categorical_crossentropy",
+        of_softmax,
+    ),
+    "sparse logits, unreduced": (
+        CLASSES,
+        None,
+        LOSSES.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="none"
+        ),
+        of_softmax,
+    ),
+    # Keras warns of it, and uses the logits that it remembers.
+    "logits that are none": (
+        CLASSES,
+        "softmax",
+        LOSSES.SparseCategoricalCrossentropy(from_logits=True),
+        of_softmax,
+    ),
+    "poisson": (COUNTS, "exponential", "poisson", of_poisson),
+}
+
+
+def network(activation: str | None = None, out: int = OUT) -> Any:
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(5, activation="tanh", name="hidden"),
+            layers.Dense(out, activation=activation, name="out"),
+        ]
+    )
+    randomize(model)
+    return model
+
+
+def forward(model: Any, x: Array = X) -> tuple[Array, Array]:
+    """Activations of the hidden layer, and outputs before their activation."""
+    w1, b1, w2, b2 = weights_of(model)
+    h = np.tanh(x.astype(np.float64) @ w1 + b1)
+    return h, h @ w2 + b2
+
+
+def hidden_factor(model: Any, hessians: Array) -> Array:
+    """Per example `J^T H J` with the Jacobian `J` of the outputs."""
+    h, _ = forward(model)
+    jacobians = (1 - h**2)[..., None] * weights_of(model)[2]
+    return np.einsum("nij,njk,nlk->nil", jacobians, hessians, jacobians)
+
+
+def factors_after(
+    model: Any, x: Any, y: Any, loss: Any, fisher: str | None, **fit: Any
+) -> dict[str, Any]:
+    """Factors after one step that does not move."""
+    options = {k: fit.pop(k) for k in ("loss_weights",) if k in fit}
+    eager = fit.pop("eager", True)
+    optimizer = tfkfac.KFAC(learning_rate=1e-9, fisher=fisher)
+    model.compile(optimizer, loss, run_eagerly=eager, **options)
+    model.train_on_batch(x, y, **fit)
+    return optimizer.factors()
+
+
+@pytest.mark.filterwarnings("ignore:.*received `from_logits=True`")
+@pytest.mark.parametrize("kind", KINDS)
+def test_type2_has_the_output_hessian(kind: str) -> None:
+    y, activation, loss, hessian = KINDS[kind]
+    model = network(activation)
+    h, z = forward(model)
+    found = factors_after(model, X, y, loss, "type2")
+    hessians = hessian(z)
+    assert_close(find(found, "out")["G"], hessians.mean(0), 2e-5)
+    want = hidden_factor(model, hessians).mean(0)
+    assert_close(find(found, "hidden")["G"], want, 2e-5)
+    a = append_one(h)
+    assert_close(find(found, "out")["A"], a.T @ a / ROWS, 2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*received `from_logits=True`")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mse",
+        "binary",
+        "categorical, smoothed",
+        "sparse logits, unreduced",
+        "poisson",
+    ],
+)
+def test_drawn_labels_have_it_as_their_mean(kind: str) -> None:
+    """4,000 draws for each example: 1/sqrt(32,000) is 0.6 %."""
+    y, activation, loss, hessian = KINDS[kind]
+    model = network(activation)
+    _, z = forward(model)
+    many = np.repeat(X, 4000, 0), np.repeat(y, 4000, 0)
+    found = factors_after(model, *many, loss, "monte_carlo")
+    hessians = hessian(z)
+    assert_close(find(found, "out")["G"], hessians.mean(0), 0.05)
+    want = hidden_factor(model, hessians).mean(0)
+    assert_close(find(found, "hidden")["G"], want, 0.05)
+
+
+# ------------------------------------------------- weights, terms, outputs
+def test_a_weight_counts_once() -> None:
+    """`(1/T) sum_t s_t F_t`; what has no weight is missing from A."""
+    model = network("sigmoid")
+    h, z = forward(model)
+    weights = np.array([1, 0, 2, 0.5, 0, 1, 3, 1], "float32")
+    found = factors_after(
+        model, X, BITS, "binary_crossentropy", "type2", sample_weight=weights
+    )
+    want = np.einsum("n,nij->ij", weights, of_bernoulli(z)) / ROWS
+    assert_close(find(found, "out")["G"], want, 2e-5)
+    a = append_one(h)[weights > 0]
+    assert_close(find(found, "out")["A"], a.T @ a / len(a), 2e-5)
+
+
+@pytest.mark.parametrize(
+    "reduction", ["sum_over_batch_size", "mean_with_sample_weight"]
+)
+def test_tokens_and_masks(reduction: str) -> None:
+    """Terms are the valid tokens; drawn labels of others have no gradient."""
+    mask = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 0]], bool)
+    x = RNG.normal(size=(4, 3, 4)).astype("float32") * mask[..., None]
+    inputs = keras.Input((3, 4))
+    h = layers.Masking()(inputs)
+    model = keras.Model(inputs, layers.Dense(2, name="out")(h))
+    randomize(model)
+    y = RNG.integers(0, 2, (4, 3))
+    loss = LOSSES.SparseCategoricalCrossentropy(
+        from_logits=True, reduction=reduction
+    )
+    found = factors_after(model, x, y, loss, "type2")
+    w, b = weights_of(model)
+    valid = of_softmax(x.astype(np.float64) @ w + b)[mask]
+    assert_close(find(found, "out")["G"], valid.mean(0), 2e-5)
+    a = append_one(x.astype(np.float64))[mask]
+    assert_close(find(found, "out")["A"], a.T @ a / len(a), 2e-5)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_two_outputs(summed: bool) -> None:
+    """In the unit of the main loss, here the squares: 3 * 2/3 of a term."""
+    inputs = keras.Input((4,))
+    h = layers.Dense(5, activation="tanh", name="hidden")(inputs)
+    model = keras.Model(
+        inputs,
+        [
+            layers.Dense(OUT, name="out")(h),
+            layers.Dense(2, activation="sigmoid", name="bits")(h),
+        ],
+    )
+    randomize(model)
+    w1, b1, w2, b2, w3, b3 = weights_of(model)
+    a = np.tanh(X @ w1 + b1)
+    hessians = of_normal(a @ w2 + b2), of_bernoulli(a @ w3 + b3)
+    losses = ["mse", "binary_crossentropy"]
+    if summed:
+        losses = [
+            LOSSES.MeanSquaredError(reduction="sum"),
+            LOSSES.BinaryCrossentropy(reduction="sum"),
+        ]
+    found = factors_after(
+        model, X, [REAL, BITS[:, :2]], losses, "type2", loss_weights=[3, 0.5]
+    )
+    want = 0
+    for w, hessian, unit in [(w2, hessians[0], 2.0), (w3, hessians[1], 0.25)]:
+        jacobian = (1 - a**2)[..., None] * w
+        part = np.einsum("nij,njk,nlk->il", jacobian, hessian, jacobian)
+        want = want + unit / 2 * part / ROWS
+    assert_close(find(found, "hidden")["G"], want, 2e-5)
+    assert_close(find(found, "bits")["G"], hessians[1].mean(0) / 8, 2e-5)
+
+
+# ------------------------------------------------------------- identities
+def test_deep_linear_nets_have_gauss_newton_blocks() -> None:
+    """MATH.md: K-FAC of the type-2 Fisher is the Gauss-Newton block."""
+    damping = 0.05
+
+    def build(dtype: str) -> Any:
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.Dense(3, dtype=dtype),
+                layers.Dense(4, dtype=dtype),
+                layers.Dense(OUT, dtype=dtype),
+            ]
+        )
+        randomize(model)
+        return model
+
+    twin = build("float64")
+    values = [v.value for v in twin.trainable_variables]
+    with tf.GradientTape(persistent=True) as tape:
+        outputs = twin(X.astype("float64"))
+        loss = tf.reduce_mean(tf.reduce_sum((outputs - REAL) ** 2, -1)) / 2
+    jacobians = [
+        np.reshape(j, (ROWS, OUT, -1)) for j in tape.jacobian(outputs, values)
+    ]
+    gradients = [np.ravel(g) for g in tape.gradient(loss, values)]
+    model = build("float32")
+    optimizer = tfkfac.KFAC(
+        keras.optimizers.SGD(1.0),
+        fisher="type2",
+        solver="eigen",
+        damping=damping,
+        kl_clip=None,
+    )
+    model.compile(optimizer, "mse", run_eagerly=True)
+    before = weights_of(model)
+    model.train_on_batch(X, REAL)
+    moved = [
+        np.ravel(a - b) for a, b in zip(before, weights_of(model), strict=True)
+    ]
+    for i in range(0, 6, 2):
+        jacobian = np.concatenate(jacobians[i : i + 2], -1)
+        block = np.einsum("nki,nkj->ij", jacobian, jacobian) / ROWS
+        gradient = np.concatenate(gradients[i : i + 2])
+        # `W/u`, where `mse` over three outputs is u = 2/3 of the half squares.
+        want = np.linalg.solve(block + damping * np.eye(len(block)), gradient)
+        got = np.concatenate(moved[i : i + 2])
+        assert_close(got, want, 1e-4, f"layer {i // 2}")

@@ -1,0 +1,175 @@
+"""State of several workers: saved by one, loaded by any number of them."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import workers_saving
+from tests.support.cluster import Case, Pool
+from tests.support.jobs import TIME_LIMIT, kind_of, shape_of
+from tests.support.weights import distance
+from tests.support.workers_saving import STOP
+
+slow = pytest.mark.slow
+Run = Callable[..., list[Any]]
+BESIDE = {"accelerator_fraction": 0.5, "update_interval": 4, "lanczos_steps": 4}
+PAPER = {"final_update": "paper"}
+HALF = {"distribution": "hybrid_opt", "gradient_worker_fraction": 0.5}
+
+
+@pytest.fixture
+def run(pool: Pool) -> Run:
+    """Calls a function of `workers_saving` on every worker of a cluster."""
+
+    def run(where: str, function: str, *args: Any, **kwargs: Any) -> list[Any]:
+        target = f"{workers_saving.__name__}:{function}"
+        case = Case(target, (kind_of(where), *args), kwargs)
+        outcome = pool.run(function, case, shape_of(where), TIME_LIMIT)
+        return outcome.get()
+
+    return run
+
+
+def test_backup(run: Run, tmp_path: Path) -> None:
+    """Stopped and begun again: the run that nobody stopped, to the bit."""
+    results = run("two", "backup", "kfac", str(tmp_path), model="small")
+    for result in results:
+        assert result["kept"] == [
+            "epoch-000004.weights.h5",
+            f"epoch-{STOP:06}.weights.h5",
+        ]
+        assert (result["left"], result["end"]) == ([], [])
+        epochs, callbacks, weights = result["said"]
+        assert "epoch: 9 on worker 0, 10 on worker 1" in epochs
+        assert "'ChiefBackup'" in callbacks
+        assert "digest of the weights:" in weights
+        assert "epoch:" not in weights
+
+
+@pytest.mark.parametrize(
+    ("where", "optimizer", "options"),
+    [
+        ("two", "kfac", {"distribution": "comm_opt", "solver": "inverse"}),
+        ("two", "kfac", {"distribution": "mem_opt", "solver": "eigen"}),
+        ("two", "kfac", {"distribution": "dp_kfac", "inner": "adam"}),
+        (
+            "two",
+            "kfac",
+            {"model": "small", "gradient_accumulation_steps": 2},
+        ),
+        ("two", "kfac", {"model": "small", "inverse_dtype": "float16"}),
+        ("two", "fosi", {"layout": "rows"}),
+        ("two", "fosi", {"layout": "columns", "inner": "adam"}),
+        ("two", "fosi", BESIDE),
+        (
+            "two",
+            "fosi",
+            BESIDE | {"final_update": "paper", "layout": "columns"},
+        ),
+        ("four", "kfac", {"distribution": "comm_opt"}),
+        ("four", "kfac", HALF | {"solver": "eigen"}),
+        ("four", "kfac", {"distribution": "dp_kfac", "solver": "eigen_outer"}),
+        ("four", "fosi", {"layout": "rows", "inner": "adam"}),
+        ("four", "fosi", {"layout": "columns"}),
+        ("four", "fosi", BESIDE | {"layout": "rows"}),
+        ("mirrored", "kfac", {"distribution": "mem_opt"}),
+    ],
+)
+@slow
+def test_resume(
+    run: Run,
+    tmp_path: Path,
+    where: str,
+    optimizer: str,
+    options: dict[str, Any],
+) -> None:
+    """From a file of the first worker, between all intervals, to the bit."""
+    path = str(tmp_path / "state.weights.h5")
+    for result in run(where, "resume", optimizer, path, **options):
+        assert result["end"] == []
+        assert len(result["changed"]) > 5
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (("four", HALF), ("two", {"distribution": "comm_opt"})),
+        (("two", {"distribution": "mem_opt"}), (None, {})),
+        ((None, {}), ("four", {"distribution": "comm_opt"})),
+        (("two", {"distribution": "comm_opt"}), ("four", HALF)),
+    ],
+)
+@slow
+def test_other_workers_and_modes(
+    run: Run, tmp_path: Path, saved: Any, loaded: Any
+) -> None:
+    """Up to rounding, the run of one process: all modes are one algorithm."""
+    path = str(tmp_path / "state.weights.h5")
+    (first, options), (then, others) = saved, loaded
+    call = functools.partial(part_of_run, run)
+    whole = call(None, 0, None, None)
+    call(first, 0, None, path, **options)
+    for weights in call(then, STOP, path, None, **others):
+        travelled = distance(whole[0], weights_at_start())
+        assert distance(weights, whole[0]) <= 2e-7 * travelled
+
+
+def part_of_run(run: Run, where: str | None, *args: Any, **kwargs: Any) -> Any:
+    if where is None:
+        return [workers_saving.part(None, "kfac", *args, **kwargs)]
+    return run(where, "part", "kfac", *args, **kwargs)
+
+
+def weights_at_start() -> list[Any]:
+    with workers_saving.floats("float64"):
+        return workers_saving.build(None, "kfac", {}).get_weights()
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("two", "four"), ("four", "two"), ("two", None)]
+)
+@slow
+def test_owners_factors_stay_their_own(
+    run: Run, tmp_path: Path, saved: str, loaded: str | None
+) -> None:
+    """dp_kfac: of each layer those of its owner, whoever that is then."""
+    path = str(tmp_path / "state.weights.h5")
+    options = {"distribution": "dp_kfac"}
+    before = run(saved, "factors", path, None, **options)
+    kept = {layer: f for one in before for layer, f in one.items()}
+    if loaded is None:
+        after = [workers_saving.factors(None, None, path)]
+    else:
+        after = run(loaded, "factors", None, path, **options)
+    found = {layer: f for one in after for layer, f in one.items()}
+    assert kept.keys() == found.keys()
+    for layer, factors in kept.items():
+        for name, factor in factors.items():
+            np.testing.assert_array_equal(found[layer][name], factor)
+
+
+@slow
+def test_directions_in_another_layout(run: Run, tmp_path: Path) -> None:
+    """DHO2 of four workers in rows goes on in columns on two, and alone."""
+    path = str(tmp_path / "state.weights.h5")
+    call = functools.partial(run, "four", "part", "fosi")
+    whole, *_ = call(0, None, path, layout="rows")
+    zeros = [0 * w for w in whole]
+    for layout in ("rows", "columns"):
+        after = run("two", "part", "fosi", STOP, path, None, layout=layout)
+        for weights in after:
+            assert distance(weights, whole) <= 1e-5 * distance(whole, zeros)
+    alone = workers_saving.part(None, "fosi", STOP, path, None)
+    assert distance(alone, whole) <= 1e-5 * distance(whole, zeros)
+
+
+@slow
+def test_saved_without_gathering(run: Run, tmp_path: Path) -> None:
+    """Said by both, and when it is loaded."""
+    for said, loaded in run("two", "ungathered", str(tmp_path)):
+        assert "optimizer.gather_state()" in said
+        assert "finds no curvature" in loaded

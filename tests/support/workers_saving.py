@@ -1,0 +1,227 @@
+"""What the tests of saved state run, alone and on every worker."""
+
+import pathlib
+import shutil
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfkfac
+from tests.support import workers_fosi, workers_modes
+from tests.support.reference import Array
+from tests.support.strategies import copies, local_ranks, strategy
+from tests.support.workers_modes import FEEDS, dataset, floats, images, shares
+from tfkfac.callbacks import ChiefBackup
+
+# Step 5 is neither of factors nor of inverses, and in the middle of an
+# estimation.
+STOP, END = 5, 9
+
+
+def build(kind: str | None, optimizer: str, options: dict[str, Any]) -> Any:
+    """A compiled model; `model` and `inner` may be among the options."""
+    options = dict(options)
+    family = {"kfac": workers_modes, "fosi": workers_fosi}[optimizer]
+    model = options.pop("model", {"kfac": "cnn", "fosi": "mlp"}[optimizer])
+    inner = options.pop("inner", "sgd")
+    return family.compiled(kind, model, inner, options)
+
+
+def train(
+    kind: str | None,
+    network: Any,
+    begin: int,
+    end: int,
+    *callbacks: Any,
+    initial_epoch: int | None = None,
+) -> None:
+    """The steps of the feed from one to another, an epoch each."""
+    steps = shares(FEEDS["uneven"](), strategy(kind).num_replicas_in_sync)
+    batches = dataset(kind, *images(), steps[begin:end], None)
+    network.fit(
+        batches,
+        epochs=end,
+        initial_epoch=begin if initial_epoch is None else initial_epoch,
+        steps_per_epoch=1,
+        shuffle=False,
+        verbose=0,
+        callbacks=list(callbacks),
+    )
+
+
+def everything(kind: str | None, network: Any) -> dict[str, Array]:
+    """All that this process has."""
+    optimizer = network.optimizer
+    variables = [*network.variables, *optimizer.variables]
+    found = {
+        f"variable {i} of replica {rank}": value
+        for rank, values in enumerate(copies(kind, variables))
+        for i, value in enumerate(values)
+    }
+    for rank in local_ranks(kind):
+        for entry in optimizer.method.contents(rank).entries:
+            found[f"{entry.key} of {rank}"] = np.array(entry.variable.numpy())
+    return found
+
+
+def differences(got: dict[str, Array], want: dict[str, Array]) -> list[str]:
+    assert list(got) == list(want)
+    return [k for k in want if not np.array_equal(got[k], want[k])]
+
+
+class SaveAfter(keras.callbacks.Callback):
+    """Saves once; on the first worker alone."""
+
+    save_freq = "epoch"
+
+    def __init__(self, epochs: int, path: str) -> None:
+        super().__init__()
+        self.epochs, self.path = epochs, path
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch + 1 == self.epochs:
+            self.model.save_weights(self.path)
+
+
+def savers(kind: str | None, path: str) -> list[Any]:
+    return [SaveAfter(STOP, path)] if 0 in local_ranks(kind) else []
+
+
+def resume(
+    kind: str | None, optimizer: str, path: str, **options: Any
+) -> dict[str, list[str]]:
+    """A run that is saved on its way, and one from there.
+
+    Returns:
+        What differs at the end, and what the steps in between change.
+    """
+    with floats("float64"):
+        whole = build(kind, optimizer, options)
+        train(kind, whole, 0, END, *savers(kind, path))
+        again = build(kind, optimizer, options)
+        again.load_weights(path)
+        loaded = everything(kind, again)
+        train(kind, again, STOP, END)
+    want, got = everything(kind, whole), everything(kind, again)
+    if isinstance(again.optimizer, tfkfac.FOSI) and not_training(again):
+        # What an accelerator's inner optimizer keeps is of no use.
+        idle = len(again.variables)
+        names = [f"variable {i} of replica 0" for i in range(idle)]
+        want, got, loaded = (
+            {k: v for k, v in x.items() if ":" in k or k in names}
+            for x in (want, got, loaded)
+        )
+    return {"end": differences(got, want), "changed": differences(got, loaded)}
+
+
+def not_training(network: Any) -> bool:
+    return network.optimizer.method.states[0].subspace is None
+
+
+def part(
+    kind: str | None,
+    optimizer: str,
+    begin: int,
+    source: str | None,
+    target: str | None,
+    **options: Any,
+) -> list[Array]:
+    """Steps to the end, from what is in a file, saved on their way."""
+    with floats("float64"):
+        network = build(kind, optimizer, options)
+        if source is not None:
+            network.load_weights(source)
+        callbacks = [] if target is None else savers(kind, target)
+        train(kind, network, begin, END, *callbacks)
+    return network.get_weights()
+
+
+class KillAfter(keras.callbacks.Callback):
+    """Leaves the files as a job that is killed after some epochs would."""
+
+    def __init__(self, epochs: int, source: str, target: str) -> None:
+        super().__init__()
+        self.epochs, self.source, self.target = epochs, source, target
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == self.epochs:
+            shutil.copytree(self.source, self.target)
+
+
+def backup(
+    kind: str | None, optimizer: str, directory: str, **options: Any
+) -> dict[str, Any]:
+    """A run with backups, one that begins with the fifth, and refusals."""
+    killed = f"{directory}/killed"
+    rank = local_ranks(kind)[0]
+    callbacks: list[Any] = [ChiefBackup(directory)]
+    if rank == 0:
+        callbacks.append(KillAfter(STOP, directory, killed))
+    with floats("float64"):
+        whole = build(kind, optimizer, options)
+        train(kind, whole, 0, END, *callbacks)
+        kept = files_in(killed)
+        again = build(kind, optimizer, options)
+        callback = ChiefBackup(killed)
+        train(kind, again, STOP, END, callback, initial_epoch=0)
+        want, got = everything(kind, whole), everything(kind, again)
+        return {
+            "kept": kept,
+            "end": differences(got, want),
+            "said": refusals(kind, again, directory),
+            "left": files_in(directory) + files_in(killed),
+        }
+
+
+def files_in(directory: str) -> list[str]:
+    return sorted(p.name for p in pathlib.Path(directory).glob("*.h5"))
+
+
+def refusals(kind: str | None, network: Any, directory: str) -> list[str]:
+    """What is said where workers are not at the same point."""
+    (rank,) = local_ranks(kind)
+    found = []
+
+    def begin(epoch: int, *callbacks: Any) -> None:
+        try:
+            train(kind, network, epoch, END + 2, *callbacks)
+        except ValueError as error:
+            found.append(str(error))
+
+    begin(END + rank)
+    begin(END, *[ChiefBackup(directory)] * rank)
+    variable = network.trainable_variables[0].value
+    (own,) = strategy(kind).experimental_local_results(variable)
+    own.assign_add(tf.fill(own.shape, tf.cast(rank * 1e-12, own.dtype)))
+    begin(END)
+    return found
+
+
+def factors(
+    kind: str | None, target: str | None, source: str | None, **options: Any
+) -> dict[str, Any]:
+    """The factors that this process keeps, of a run or of a file."""
+    with floats("float64"):
+        network = build(kind, "kfac", options)
+        if source is not None:
+            network.load_weights(source)
+        else:
+            train(kind, network, 0, STOP, *savers(kind, target or ""))
+    kept: dict[str, Any] = network.optimizer.factors()
+    return kept
+
+
+def ungathered(kind: str, directory: str) -> tuple[str, str]:
+    """What is said by a save without a gathering, and by its file."""
+    path = f"{directory}/of worker {local_ranks(kind)[0]}.weights.h5"
+    with floats("float64"):
+        network = build(kind, "kfac", {"model": "small"})
+        train(kind, network, 0, 1)
+        with warnings.catch_warnings(record=True) as said:
+            network.save_weights(path)
+        with warnings.catch_warnings(record=True) as loaded:
+            network.load_weights(path)
+    return str(said[-1].message), str(loaded[-1].message)

@@ -1,0 +1,194 @@
+"""Callbacks for `Model.fit`."""
+
+import contextlib
+import pathlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+from typing_extensions import override
+
+from tfkfac.compat.models import set_first_epoch
+from tfkfac.distributed.agreement import exchange
+from tfkfac.saving.files import WRITING, replace_file
+from tfkfac.wrapper.carry import ours
+from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+
+__all__ = ["ChiefBackup"]
+
+_ENDING = ".weights.h5"
+_OWN = "chief_backup"  # group of a file with what Keras leaves out
+_KEPT = 2
+
+
+class ChiefBackup(keras.callbacks.Callback):
+    """Backs up training, so that a job may end at any moment and go on.
+
+    After each epoch the first worker writes the weights, the optimizer with all
+    of its curvature, the state of random layers and the epoch. When training
+    begins, all workers go back to the newest backup that is there, and so on
+    with what follows it, to the last bit as if nothing had happened (with the
+    same data, workers and modes; with others it goes on from there too).
+
+    Pass it on all workers. In a job of one process it works alike. Where
+    `keras.callbacks.BackupAndRestore` needs a directory for each worker, which
+    can have backups of different epochs, this needs one for all.
+
+    A backup is written beside its place and put there when it is whole and on
+    disk: a job that is killed while it writes has the last one. So has one
+    whose disk is full, with a warning.
+
+    Args:
+        directory: Where to, for this job alone; on several machines a
+            directory of all of them.
+        delete_checkpoint: Whether to delete the backups when training ends as
+            it should. Defaults to `True`.
+
+    Raises:
+        ValueError: In `fit`, if the model has no optimizer of this package, or
+            if the workers do not see the same backups.
+    """
+
+    save_freq = "epoch"
+    is_collective = True
+
+    def __init__(
+        self, directory: str | pathlib.Path, delete_checkpoint: bool = True
+    ) -> None:
+        super().__init__()
+        self.directory = pathlib.Path(directory)
+        self.delete_checkpoint = delete_checkpoint
+
+    # ------------------------------------------------------------ restoring
+    @override
+    def on_train_begin(self, logs: Any = None) -> None:
+        optimizer = self._optimizer()
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        if self._is_chief:
+            self._tidy()
+        backup = self._choose()
+        if backup is not None:
+            self._restore(backup)
+
+    @override
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        set_first_epoch(self.model, None)  # not for the next `fit` too
+
+    def _choose(self) -> pathlib.Path | None:
+        """The newest backup, the same on all workers; None if there is none.
+
+        Raises:
+            ValueError: If the others do not see what the first worker sees.
+        """
+        job = self._optimizer().method.job
+        mine = {path.name: path.stat().st_size for path in self._readable()}
+        seen = [mine]
+        if job.topology.processes > 1:
+            seen = exchange(mine, job.among_processes("backups"))
+        if not seen[0]:
+            return None
+        newest = max(seen[0])
+        others = [
+            i
+            for i, one in enumerate(seen)
+            if one.get(newest) != seen[0][newest]
+        ]
+        if others:
+            raise ValueError(
+                "Argument `directory` of `ChiefBackup` must be a directory of "
+                f"all workers. Workers {others} do not see the backup "
+                f"'{newest}' of worker 0. Received: "
+                f"directory='{self.directory}'"
+            )
+        return self.directory / newest
+
+    def _readable(self) -> Iterator[pathlib.Path]:
+        """The backups that are whole."""
+        for path in sorted(self.directory.glob(f"epoch-*{_ENDING}")):
+            try:
+                with h5py.File(path, "r") as file:
+                    whole = "epoch" in file[_OWN].attrs
+            except (OSError, KeyError):
+                whole = False
+            if whole:
+                yield path
+            else:
+                warnings.warn(
+                    f"The backup '{path}' cannot be read and is left out.",
+                    stacklevel=2,
+                )
+
+    def _restore(self, path: pathlib.Path) -> None:
+        with warnings.catch_warnings():
+            # Keras leaves out the variables of an optimizer of another kind.
+            skipped = "Skipping variable loading"
+            warnings.filterwarnings("error", message=skipped)
+            self.model.load_weights(path)
+        with h5py.File(path, "r") as file:
+            own = file[_OWN]
+            for i, variable in enumerate(self._random_state()):
+                variable.assign(own[f"random_{i}"][()])
+            set_first_epoch(self.model, int(own.attrs["epoch"]))
+
+    # --------------------------------------------------------------- saving
+    @override
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if not self._is_chief:
+            return
+        path = self.directory / f"epoch-{epoch + 1:06}{_ENDING}"
+
+        def write(beside: pathlib.Path) -> None:
+            self.model.save_weights(beside, overwrite=True)
+            with h5py.File(beside, "a") as file:
+                own = file.create_group(_OWN)
+                own.attrs["epoch"] = epoch + 1
+                for i, variable in enumerate(self._random_state()):
+                    own[f"random_{i}"] = np.asarray(variable)
+
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            replace_file(path, write)
+        except (OSError, RuntimeError) as error:
+            warnings.warn(
+                f"Epoch {epoch + 1} cannot be backed up in "
+                f"'{self.directory}': {error}. The last backup stays.",
+                stacklevel=2,
+            )
+            return
+        for old in sorted(self.directory.glob(f"epoch-*{_ENDING}"))[:-_KEPT]:
+            old.unlink()
+
+    @override
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._is_chief and self.delete_checkpoint:
+            self._tidy()
+            for path in self.directory.glob(f"epoch-*{_ENDING}"):
+                path.unlink()
+
+    def _tidy(self) -> None:
+        """Removes what a killed job has not finished writing."""
+        for path in self.directory.glob(f"{WRITING}*{_ENDING}"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _random_state(self) -> list[keras.Variable]:
+        """What random layers count, which files of weights do not have."""
+        weights = {id(v) for v in self.model.weights}
+        return [v for v in self.model.variables if id(v) not in weights]
+
+    def _optimizer(self) -> SecondOrderOptimizer:
+        optimizer = ours(getattr(self.model, "optimizer", None))
+        if optimizer is None:
+            raise ValueError(
+                "`ChiefBackup` must be used with an optimizer of tfkfac. "
+                f"Received: optimizer={self.model.optimizer}"
+            )
+        return optimizer
+
+    @property
+    def _is_chief(self) -> bool:
+        return self._optimizer().method.job.topology.process == 0

@@ -1,0 +1,59 @@
+"""The choice of the type of the Fisher matrix for a step."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tfkfac.capture.loss_batch import LossBatch
+from tfkfac.capture.pullback import Pullback
+from tfkfac.fisher.likelihood import Likelihood, find_likelihood
+from tfkfac.fisher.types import EMPIRICAL, MONTE_CARLO
+
+
+class Choice(NamedTuple):
+    """A type of the Fisher matrix, and what it needs.
+
+    Attributes:
+        type: Its name.
+        likelihood: The outputs of the step; None if it needs none.
+        reason: Why it was chosen; empty if the user did.
+    """
+
+    type: str
+    likelihood: Likelihood | None = None
+    reason: str = ""
+
+
+def choose(
+    wanted: str | None, batch: LossBatch, calls: Sequence[Pullback]
+) -> Choice:
+    """Chooses the type for a step.
+
+    Args:
+        wanted: What the user wants. None is "monte_carlo" where the loss has a
+            distribution and not of classes alone, else "empirical".
+        batch: The batch of the losses.
+        calls: The calls of the model, the last first.
+
+    Raises:
+        ValueError: If it needs a distribution and there is none.
+    """
+    if wanted == EMPIRICAL:
+        return Choice(EMPIRICAL)
+    found = find_likelihood(batch, calls)
+    if wanted is not None:
+        if isinstance(found, str):
+            raise ValueError(
+                f'Argument `fisher="{wanted}"` needs the predictive '
+                f"distribution of the model, but {found}. Compute the loss "
+                "with `model.compute_loss(x=x, y=y, y_pred=model(x, "
+                "training=True))`, as Keras' `train_step` does, declare its "
+                "distribution by `tfkfac.register_distribution`, or use "
+                'fisher="empirical".'
+            )
+        return Choice(wanted, found)
+    if isinstance(found, str):
+        return Choice(EMPIRICAL, reason=found)
+    if found.is_categorical:
+        return Choice(EMPIRICAL, reason="the labels are classes")
+    reason = "the labels are not classes alone"
+    return Choice(MONTE_CARLO, found, reason)

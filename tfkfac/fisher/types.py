@@ -1,0 +1,231 @@
+"""The types of the Fisher matrix: whose gradients the factors G are made of.
+
+- "empirical": those of the loss at the labels of the batch.
+- "monte_carlo": those at labels drawn from the model's own predictions
+  (Martens & Grosse, 2015, section 5). One more backward pass to the
+  pre-activations.
+- "type2": the columns of a square root of each example's Fisher matrix at the
+  outputs, all of them (Botev et al., 2017): K-FAC of the generalised
+  Gauss-Newton matrix, without noise. A backward pass for each output.
+
+The inputs, and with them A, are the same for all. The passes go through what
+the training step has recorded (`capture/pullback.py`), and not through a second
+forward pass on a part of the batch: that would trace the model twice, would
+draw other masks of dropout, and has other batch statistics.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfkfac.blocks import Block, Statistic
+from tfkfac.blocks.part import Part
+from tfkfac.blocks.statistics import batch_statistics, output_total
+from tfkfac.capture.record import Record
+from tfkfac.compat.strategy import Sum
+from tfkfac.fisher.likelihood import Likelihood, Output
+
+EMPIRICAL, MONTE_CARLO, TYPE2 = "empirical", "monte_carlo", "type2"
+TYPES = (EMPIRICAL, MONTE_CARLO, TYPE2)
+
+Statistics = Mapping[int, Mapping[str, Statistic]]
+Layers = Mapping[int, tuple[Block, Sequence[Record]]]
+# Most backward passes of a factor update.
+_MOST_COLUMNS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How statistics are taken of a batch, see `batch_statistics`.
+
+    Attributes:
+        sharing: "expand", "reduce" or "average".
+        scale: What makes a term's own gradient of a recorded one.
+        weightless: Where sample weights are zero.
+        terms: Number of terms of the loss, or None.
+        part: The part of the examples, or None.
+        weights: What the Fisher matrix of a term of each loss is multiplied
+            by; empty if there is one loss.
+    """
+
+    sharing: str
+    scale: tf.Tensor
+    weightless: Sequence[tf.Tensor]
+    terms: tf.Tensor | None
+    part: Part | None
+    weights: Sequence[tf.Tensor]
+
+    def statistics(
+        self,
+        block: Block,
+        records: Sequence[Record],
+        scale: tf.Tensor | float | None = None,
+    ) -> dict[str, Statistic]:
+        """Statistics of a block; the scale is that of the loss if not given."""
+        return batch_statistics(
+            block,
+            records,
+            self.sharing,
+            self.scale if scale is None else scale,
+            self.weightless,
+            self.terms,
+            self.part,
+        )
+
+    def weighted(
+        self, outputs: Sequence[Output]
+    ) -> list[tuple[Output, tf.Tensor | None]]:
+        """The outputs with the weights of their losses."""
+        weights = self.weights or [None] * len(outputs)
+        return list(zip(outputs, weights, strict=True))
+
+
+def empirical(layers: Layers, view: View) -> Statistics:
+    """Statistics of the gradients of the loss."""
+    return {
+        position: view.statistics(block, records)
+        for position, (block, records) in layers.items()
+    }
+
+
+def monte_carlo(
+    layers: Layers,
+    view: View,
+    likelihood: Likelihood,
+    seeds: Sequence[tf.Tensor],
+    total: Sum,
+) -> Statistics:
+    """Statistics of the gradients that drawn labels make.
+
+    A layer that no output depends on, as one that only a loss of its own
+    trains, keeps the gradient of the loss.
+
+    Args:
+        layers: The blocks, with their records.
+        view: How statistics are taken.
+        likelihood: The outputs.
+        seeds: The seed of each output.
+        total: Sum over the replicas, for synchronised layers.
+    """
+    outputs = view.weighted(likelihood.outputs)
+    gradients = [
+        output.sample(seed, weight)
+        for (output, weight), seed in zip(outputs, seeds, strict=True)
+    ]
+    pulled = _pull(layers, likelihood, likelihood.outputs, gradients, total)
+    statistics = {}
+    for position, (block, records) in layers.items():
+        if position in pulled:
+            made = view.statistics(block, pulled[position], 1.0)
+        else:
+            made = view.statistics(block, records)
+        statistics[position] = made
+    return statistics
+
+
+def type2(layers: Layers, view: View, likelihood: Likelihood) -> Statistics:
+    """Statistics of the columns of the root of the outputs' Fisher matrix.
+
+    Arguments as of `monte_carlo`.
+
+    Raises:
+        ValueError: If there are too many outputs, or not a fixed number.
+    """
+    sums: dict[int, tf.Tensor] = {}
+    for output, weight in view.weighted(likelihood.outputs):
+        added = _squares(layers, view, likelihood, output, weight)
+        for position, squares in added.items():
+            sums[position] = sums.get(position, 0) + squares
+    statistics = {}
+    for position, (block, records) in layers.items():
+        made = view.statistics(block, records)
+        if position in sums:
+            made["G"] = Statistic(sums[position], made["G"].count)
+        statistics[position] = made
+    return statistics
+
+
+def _squares(
+    layers: Layers,
+    view: View,
+    likelihood: Likelihood,
+    output: Output,
+    weight: tf.Tensor | None,
+) -> dict[int, tf.Tensor]:
+    """The sum over the columns of one output of G, for each block."""
+    size = output.size
+    if size is None or size > _MOST_COLUMNS:
+        raise ValueError(
+            'Argument `fisher="type2"` takes a backward pass for each output '
+            f"of an example, at most {_MOST_COLUMNS:,}. Received: a model "
+            f"with outputs of shape {output.predictions.shape}. Use "
+            'fisher="monte_carlo", which has the same mean.'
+        )
+    reached: set[int] = set()
+
+    def add(index: tf.Tensor, *sums: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        column = output.column(index, weight)
+        pulled = _pull(layers, likelihood, [output], [column], _refuse_sums)
+        reached.update(pulled)
+        added = [
+            output_total(layers[i][0], pulled[i], view.sharing, view.part)
+            if i in pulled
+            else tf.zeros_like(old)
+            for i, old in zip(layers, sums, strict=True)
+        ]
+        return index + 1, *(s + a for s, a in zip(sums, added, strict=True))
+
+    nothing = [
+        tf.zeros(block.factor_shapes["G"], block.dtype)
+        for block, _ in layers.values()
+    ]
+    _, *sums = tf.while_loop(
+        lambda index, *_: index < size, add, (tf.constant(0), *nothing)
+    )
+    found = zip(layers, sums, strict=True)
+    return {i: value for i, value in found if i in reached}
+
+
+def _refuse_sums(_: tf.Tensor) -> tf.Tensor:
+    raise ValueError(
+        'Argument `fisher="type2"` does not go with layers that are '
+        "synchronised over several replicas. Use "
+        'fisher="monte_carlo", which has the same mean.'
+    )
+
+
+def _pull(
+    layers: Layers,
+    likelihood: Likelihood,
+    outputs: Sequence[Output],
+    gradients: Sequence[tf.Tensor],
+    total: Sum,
+) -> dict[int, list[Record]]:
+    """The records with gradients that come from some outputs.
+
+    Without the blocks that none of these outputs depends on.
+    """
+    flat = [record for _, records in layers.values() for record in records]
+    found = likelihood.pullback.pull(
+        [output.predictions for output in outputs],
+        gradients,
+        [record.output for record in flat],
+        total,
+    )
+    new = iter(zip(flat, found, strict=True))
+    pulled = {}
+    for position, (_, records) in layers.items():
+        own = list(itertools.islice(new, len(records)))
+        if any(gradient is not None for _, gradient in own):
+            pulled[position] = [
+                dataclasses.replace(
+                    record,
+                    gradient=tf.zeros_like(record.gradient)
+                    if gradient is None
+                    else gradient,
+                )
+                for record, gradient in own
+            ]
+    return pulled

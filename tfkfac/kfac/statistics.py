@@ -1,0 +1,90 @@
+"""What a step's batch says of the factors."""
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfkfac.blocks import Statistic
+from tfkfac.blocks.part import choose_part
+from tfkfac.distributed.plan import Plan
+from tfkfac.fisher import types
+from tfkfac.fisher.choice import Choice
+from tfkfac.kfac.active import ActiveBlock
+from tfkfac.kfac.advice import looks_summed
+from tfkfac.kfac.state import State
+from tfkfac.wrapper.step import Step
+
+Statistics = Mapping[int, Mapping[str, Statistic]]
+
+
+def observed(
+    layers: Sequence[ActiveBlock], step: Step, plan: Plan
+) -> list[ActiveBlock]:
+    """The blocks whose statistics this replica takes."""
+    rank = step.group.rank
+    return [one for one in layers if plan.observes(rank, one.position)]
+
+
+def batch_statistics(
+    layers: Sequence[ActiveBlock],
+    step: Step,
+    choice: Choice,
+    state: State,
+    plan: Plan,
+    sharing: str,
+    fraction: float | None,
+) -> Statistics:
+    """Statistics of this replica's batch, by position.
+
+    Args:
+        layers: The blocks of the step.
+        step: The step.
+        choice: The type of the Fisher matrix.
+        state: This replica's state.
+        plan: Who observes what.
+        sharing: "expand", "reduce" or "average".
+        fraction: Share of the examples to take, or None.
+    """
+    scale = step.row_scale()
+    if step.loss.terms is None:
+        summed = looks_summed(layers, scale)
+        state.report.note_sum(summed, step.job.name)
+    view = types.View(
+        sharing,
+        scale,
+        step.batch.weightless,
+        step.loss.terms,
+        choose_part(fraction, state.factor_updates, plan.observers),
+        step.loss.weights,
+    )
+    own = {
+        one.position: (one.block, one.records)
+        for one in observed(layers, step, plan)
+    }
+    if choice.likelihood is None:
+        return types.empirical(own, view)
+    if choice.type == types.TYPE2:
+        return types.type2(own, view, choice.likelihood)
+
+    def total(tensor: tf.Tensor) -> tf.Tensor:
+        # Factors of one worker's batch alone are of its labels alone.
+        if not plan.reduces_factors:
+            return tensor
+        (sum_,) = step.group.all_reduce([tensor])
+        return sum_
+
+    seeds = label_seeds(step, state, len(choice.likelihood.outputs))
+    return types.monte_carlo(own, view, choice.likelihood, seeds, total)
+
+
+def label_seeds(step: Step, state: State, outputs: int) -> list[tf.Tensor]:
+    """The seeds of the labels of each output.
+
+    They are others in each step, for each replica and micro-batch, and the
+    same when a job goes on from where it was saved.
+    """
+    clock = step.job.clock
+    batch = tf.constant(step.group.rank, tf.int64)
+    if state.pending is not None:
+        batch += step.group.size * state.pending.count
+    return [tf.stack([clock, batch * outputs + i]) for i in range(outputs)]

@@ -1,0 +1,206 @@
+"""What an optimizer keeps beside its variables, in files and checkpoints."""
+
+import io
+import warnings
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfkfac.compat.optimizers import raw_iterations
+from tfkfac.saving.entries import STATE, Contents, Entry
+from tfkfac.saving.store import (
+    Saved,
+    find_share,
+    load_state,
+    save_state,
+    share_key,
+    why_unreadable,
+)
+from tfkfac.wrapper.gathering import gather_state
+from tfkfac.wrapper.method import Method
+from tfkfac.wrapper.step import Job
+
+
+class SavedState(tf.train.experimental.PythonState):
+    """The state of an optimizer's method, to be saved and loaded.
+
+    In a job of several processes no worker has all of it. `gather` brings it
+    together in the first one's memory, at a moment when all are there, so that
+    saving needs no collective and that worker may do it alone.
+
+    `tf.train.Checkpoint` saves it as a whole, in the form that files have: the
+    variables of one worker are of no use to another.
+
+    Args:
+        name: The optimizer's name, for messages.
+        method: The method.
+    """
+
+    def __init__(self, name: str, method: Method) -> None:
+        self._name = name
+        self._method = method
+        self._job: Job | None = None
+        self._gathered: tuple[list[int], dict[str, np.ndarray] | None] | None
+        self._gathered = None
+        self._restored: bytes | None = None
+
+    def create(self, job: Job) -> None:
+        """Begins when there is state; loads what has been restored before."""
+        self._job = job
+        if self._restored is not None:
+            restored, self._restored = self._restored, None
+            with tf.init_scope():  # the first step may be being traced
+                self.deserialize(restored)
+
+    # -------------------------------------------------------------- saving
+    def gather(self) -> None:
+        """Brings the state together; see `SecondOrderOptimizer.gather_state`.
+
+        All workers have to call it.
+        """
+        if self._job is None or self._job.topology.processes == 1:
+            return
+        state = gather_state(self._entries(), self._job)
+        self._gathered = self._moment(self._job), state
+
+    def save(self, store: MutableMapping[str, Any]) -> None:
+        """Writes the state into a Keras store, or says why not."""
+        job = self._job
+        if job is None:
+            return
+        entries, replicas = self._entries(), job.topology.replicas
+        if job.topology.processes == 1:
+            save_state(store, entries, replicas)
+        elif self._gathered is None or self._gathered[0] != self._moment(job):
+            warnings.warn(
+                f"Optimizer '{self._name}' saves no curvature: each worker has "
+                "a share of it, and it has not been gathered since the last "
+                "step. Call `optimizer.gather_state()` on all workers before "
+                "one of them saves.",
+                stacklevel=2,
+            )
+        elif self._gathered[1] is None:
+            save_state(store, entries, replicas)
+            store[self._share_key()] = np.zeros(1, np.int64)
+        else:
+            for key, value in self._gathered[1].items():
+                store[key] = value
+
+    def _entries(self) -> dict[int, list[Entry]]:
+        """What is to be saved now, by rank."""
+        return {
+            rank: [e for e in one.entries if e.part not in one.idle]
+            for rank, one in self._contents().items()
+        }
+
+    def _contents(self) -> dict[int, Contents]:
+        """What each replica of this process has, by rank."""
+        job = self._job
+        assert job is not None
+        found = {}
+        for rank, skipped in zip(job.topology.local, job.skipped, strict=True):
+            own = self._method.contents(rank)
+            own.entries.insert(0, Entry("", "skipped_steps", skipped))
+            found[rank] = own
+        return found
+
+    def _moment(self, job: Job) -> list[int]:
+        """Numbers that differ after each step, even after one skipped."""
+        counts = [
+            entry.variable.numpy()
+            for entry in next(iter(self._entries().values()))
+            if entry.variable.dtype.is_integer and entry.shape == ()
+        ]
+        iterations = raw_iterations(job.inner_optimizer)
+        return [int(iterations.numpy()), *map(int, counts)]
+
+    def _share_key(self) -> str:
+        assert self._job is not None
+        topology = self._job.topology
+        return share_key(topology.process, topology.processes)
+
+    # ------------------------------------------------------------- loading
+    def load(self, store: Mapping[str, Any]) -> None:
+        """Reads what `save` wrote, on any workers; says what it cannot use.
+
+        Raises:
+            ValueError: If it does not fit the model.
+        """
+        if not store.keys():
+            warnings.warn(
+                f"Optimizer '{self._name}' finds no curvature in what is "
+                "loaded, and keeps what it has.",
+                stacklevel=2,
+            )
+            return
+        why = self._why_not(store)
+        if why is not None:
+            warnings.warn(
+                f"Optimizer '{self._name}' does not load its saved curvature: "
+                f"{why}. It starts anew.",
+                stacklevel=2,
+            )
+            return
+        job, contents = self._job, self._contents()
+        assert job is not None
+        saved = Saved(store)
+        own = {part for one in contents.values() for part in one.parts}
+        used = {STATE, *(own & saved.parts)}
+        wanted = {
+            rank: [e for e in one.entries if e.part in used]
+            for rank, one in contents.items()
+        }
+        layers = {e.layer for entries in wanted.values() for e in entries}
+        layers.update(*(one.layers for one in contents.values()))
+        saved.match(layers, used, self._name)
+        load_state(saved, wanted, job.topology.replicas, self._name)
+        for one in contents.values():
+            for part, make_good in one.parts.items():
+                if part not in used:
+                    make_good()
+        self._say_what_is_left_out(saved.parts - own, own - used)
+
+    def _why_not(self, store: Mapping[str, Any]) -> str | None:
+        """Why saved state is of no use here, or None."""
+        why = why_unreadable(store)
+        if why is not None:
+            return why
+        if self._job is None:
+            return "the model is not built"
+        share = find_share(store)
+        if share not in (None, self._share_key()):
+            return (
+                "the file has what one worker had and not all, and the job is "
+                f"another ({share}); that of worker 0 has all"
+            )
+        return None
+
+    def _say_what_is_left_out(
+        self, unused: set[str], missing: set[str]
+    ) -> None:
+        if unused:
+            anew = f"; {sorted(missing)} is made anew" if missing else ""
+            warnings.warn(
+                f"Optimizer '{self._name}' has no use for a part of its saved "
+                f"state, {sorted(unused)}, and leaves it out{anew}.",
+                stacklevel=3,
+            )
+
+    # --------------------------------------------------------- checkpoints
+    def serialize(self) -> bytes:
+        """The state as `tf.train.Checkpoint` writes it."""
+        store: dict[str, Any] = {}
+        self.save(store)
+        file = io.BytesIO()
+        np.savez(file, **store)
+        return file.getvalue()
+
+    def deserialize(self, string_value: bytes) -> None:
+        """Loads what `serialize` returned, as soon as there is state."""
+        if self._job is None:
+            self._restored = string_value
+            return
+        with np.load(io.BytesIO(string_value), allow_pickle=False) as store:
+            self.load(store)

@@ -1,0 +1,159 @@
+"""The data: images, characters, and the torques of a robot's arm."""
+
+import dataclasses
+import pathlib
+import sysconfig
+
+import numpy as np
+
+SEQUENCE = 64
+# Printable ASCII and the end of a line; all others are one more.
+CHARACTERS = 97
+SIDE = 28
+HELD_OUT = 5_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Examples to train on, and others to measure with.
+
+    Attributes:
+        x: Inputs; pixels are in [0, 1].
+        y: Targets: labels, or numbers for a regression.
+        test_x: Inputs of the held-out examples.
+        test_y: Their targets.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    test_x: np.ndarray
+    test_y: np.ndarray
+
+
+def load(name: str, directory: pathlib.Path | None, examples: int) -> Data:
+    """Loads data.
+
+    Args:
+        name: "text" (sources of Python's standard library), "arm", or the name
+            of a set of images.
+        directory: Where the images' idx files are; without it digits that are
+            embedded in scikit-learn stand in for them.
+        examples: Number of training examples.
+    """
+    if name == "text":
+        return characters(examples)
+    if name == "arm":
+        return arm(examples)
+    if directory is None:
+        return moved_digits(examples)
+    return idx_images(directory, examples)
+
+
+def idx_images(directory: pathlib.Path, examples: int) -> Data:
+    """The first images of a directory in MNIST's format."""
+    from idx_images import find_idx_files, read_split
+
+    files = find_idx_files(directory)
+    x, y = read_split(files["train"])
+    test_x, test_y = read_split(files["test"])
+    return Data(
+        _pixels(x[:examples]),
+        y[:examples].astype("int32"),
+        _pixels(test_x[:HELD_OUT]),
+        test_y[:HELD_OUT].astype("int32"),
+    )
+
+
+def _pixels(images: np.ndarray) -> np.ndarray:
+    return images.astype("float32") / 255
+
+
+def moved_digits(examples: int) -> Data:
+    """Scikit-learn's digits, enlarged and moved about a frame of 28x28."""
+    import image_data
+
+    digits = image_data.load_digits()
+    random = np.random.RandomState(0)
+
+    def move(split: image_data.Split, count: int) -> tuple[np.ndarray, ...]:
+        chosen = random.randint(len(split), size=count)
+        images = _enlarged(split.images / digits.brightest)[chosen]
+        return _moved(images, random), split.labels[chosen].astype("int32")
+
+    return Data(
+        *move(digits.train, examples),
+        *move(digits.test, min(HELD_OUT, examples)),
+    )
+
+
+def _enlarged(images: np.ndarray) -> np.ndarray:
+    """8x8 pixels become 20x20."""
+    import tensorflow as tf
+
+    large = tf.image.resize(images, (20, 20), "bicubic").numpy()
+    return np.clip(large, 0, 1).astype("float32")
+
+
+def _moved(images: np.ndarray, random: np.random.RandomState) -> np.ndarray:
+    """Puts each image somewhere into a larger frame."""
+    side = images.shape[1]
+    frames = np.zeros((len(images), SIDE, SIDE, 1), "float32")
+    room = SIDE - side + 1
+    places = random.randint(room, size=(2, len(images)))
+    for top in range(room):
+        for left in range(room):
+            there = (places[0] == top) & (places[1] == left)
+            bottom, right = top + side, left + side
+            frames[there, top:bottom, left:right] = images[there]
+    return frames
+
+
+_PRINTABLE = np.arange(ord(" "), ord("~") + 1)
+_CODES = np.full(256, CHARACTERS - 1, "int32")
+_CODES[_PRINTABLE] = np.arange(len(_PRINTABLE))
+_CODES[ord("\n")] = len(_PRINTABLE)
+
+
+def characters(examples: int) -> Data:
+    """Python's standard library, and as held-out text the last of it."""
+    folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    length = SEQUENCE + 1
+    held_out = HELD_OUT // 10
+    text = b"".join(f.read_bytes() for f in sorted(folder.glob("*.py")))
+    codes = _CODES[np.frombuffer(text, np.uint8)]
+    pieces = codes[: len(codes) // length * length].reshape(-1, length)
+    train, test = pieces[:-held_out][:examples], pieces[-held_out:]
+    return Data(train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:])
+
+
+def arm(examples: int) -> Data:
+    """Torques in the two joints of an arm, for its motion.
+
+    The inverse dynamics of two equal rods in a plane: angles, velocities and
+    accelerations of the joints to torques, in units of their deviation.
+    """
+    random = np.random.RandomState(0)
+    count = examples + HELD_OUT
+    angles = random.uniform(-np.pi, np.pi, (count, 2))
+    motion = random.uniform(-1, 1, (count, 4))
+    torques = _torques(angles, 3 * motion[:, :2], 5 * motion[:, 2:])
+    y = (torques - torques.mean(0)) / torques.std(0)
+    x = np.concatenate([angles / np.pi, motion], 1).astype("float32")
+    y = y.astype("float32")
+    return Data(x[:examples], y[:examples], x[examples:], y[examples:])
+
+
+def _torques(
+    angles: np.ndarray, velocities: np.ndarray, accelerations: np.ndarray
+) -> np.ndarray:
+    """Of rods of unit mass and length, by Lagrange's equations."""
+    (q1, q2), (v1, v2) = angles.T, velocities.T
+    a1, a2 = accelerations.T
+    cosine, sine, gravity = np.cos(q2), np.sin(q2), 9.81
+    shared = 1 / 3 + cosine / 2
+    weight = gravity / 2 * np.cos(q1 + q2)
+    first = (5 / 3 + cosine) * a1 + shared * a2
+    first -= sine * (v1 * v2 + v2**2 / 2)
+    first += 3 * gravity / 2 * np.cos(q1) + weight
+    second = shared * a1 + a2 / 3 + sine * v1**2 / 2 + weight
+    return np.stack([first, second], 1)
