@@ -308,7 +308,6 @@ QUADRATIC: dict[str, dict[str, Any]] = {
 }
 # Statistics of a part of uneven batches, of 7 rows and 1 row.
 PARTS = {"two: parts": [[[0, 1, 2], [3, 4, 5, 6], [7], []]]}
-_QUICK = ("two: quadratic", "two: quadratic, dp_kfac")
 LOOPS = {"two: loop": "comm_opt", "mirrored: loop": "dp_kfac"}
 REFUSALS = [f"{where}: refusals" for where in ("two", "four", "mirrored")]
 DISAGREEMENTS = [f"{where}: disagreement" for where in ("two", "four")]
@@ -326,7 +325,7 @@ for name_, kwargs_ in QUADRATIC.items():
         "quadratic_batch_fraction": 1.0,
         **kwargs_,
     }
-    JOBS.add(name_, "train", slow=name_ not in _QUICK, **kwargs_)
+    JOBS.add(name_, "train", slow=name_ != "two: quadratic", **kwargs_)
 for name_, feed_ in PARTS.items():
     JOBS.add(
         name_, "train", model="small", feed=feed_, factor_batch_fraction=0.25

@@ -175,9 +175,11 @@ def search_directions(
 
 
 def scaled(parts: Direction, factor: tf.Tensor) -> list[tf.Tensor | None]:
-    """A direction times a number."""
+    """A direction times a number; what is not finite times 0 is 0."""
     return [
-        None if part is None else part * tf.cast(factor, part.dtype)
+        None
+        if part is None
+        else tf.math.multiply_no_nan(part, tf.cast(factor, part.dtype))
         for part in parts
     ]
 
