@@ -19,7 +19,7 @@ from tfkfac.capture.forward import training_call
 from tfkfac.curvature.gauss_newton import gauss_newton_form
 
 DIRECTIONS = 3
-FEW = ("tanh", "conv_strides", "batch", "attention", "embedding", "dropout")
+FEW = ("conv_strides", "batch")
 
 
 def split(model: Any, vector: Array) -> list[Array]:

@@ -29,6 +29,7 @@ from tests.support.mode_cases import (
     JOBS,
     LOOPS,
     PARTS,
+    QUADRATIC,
     REFUSALS,
     TURNS,
     Result,
@@ -122,6 +123,22 @@ def test_turns_are_those_of_one_process(results, name):
     for worker in workers:
         assert_close(worker, single["weights"])
         assert distance(worker["weights"], at_once["weights"]) > 1e-4
+
+
+@pytest.mark.parametrize("name", JOBS.params(QUADRATIC))
+def test_quadratic_steps(results, name):
+    """The same on all workers, and as in one process on the same examples."""
+    workers = results(name)
+    assert_same_bits(workers)
+    options, found = QUADRATIC[name], [w["last_step"] for w in workers]
+    assert found.count(found[0]) == len(found)
+    assert found[0]["predicted_reduction"] > 0
+    if options.get("damping") == "adaptive" and "poison" not in options:
+        assert "actual_reduction" in found[0]
+    if options["quadratic_batch_fraction"] == 1 and "poison" not in options:
+        single = alone(name)
+        for worker in workers:
+            assert_close(worker, single["weights"])
 
 
 @pytest.mark.parametrize("name", JOBS.params(PARTS))

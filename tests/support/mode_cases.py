@@ -308,6 +308,35 @@ TURNS = {
         "solver": "eigen",
     },
 }
+# Steps by the quadratic model: the arguments of `workers_modes.train`. A part
+# of the batch is made of other rows on several workers than on one.
+QUADRATIC: dict[str, dict[str, Any]] = {
+    "two: quadratic": {"damping": "adaptive"},
+    "two: quadratic, dp_kfac": {
+        "distribution": "dp_kfac",
+        "feed": "same",
+        "skip_layers": ("hidden",),
+    },
+    "two: quadratic, part": {"quadratic_batch_fraction": 0.25},
+    "two: quadratic, batch norm": {
+        "model": "batch_norm",
+        "feed": "some",
+        "damping": "adaptive",
+        "distribution": "mem_opt",
+    },
+    "two: quadratic, accumulation": {
+        "inner": "multiplier, accumulation",
+        "quadratic_batch_fraction": 0.25,
+    },
+    "two: quadratic, eager": {"eager": True, "damping": "adaptive"},
+    "two: quadratic, NaN": {"poison": (3, 1), "damping": "adaptive"},
+    "four: quadratic": {
+        "damping": "adaptive",
+        "distribution": "hybrid_opt",
+        "gradient_worker_fraction": 0.5,
+    },
+    "mirrored: quadratic": {"damping": "adaptive", "model": "text"},
+}
 # Statistics of a part of uneven batches, of 7 rows and 1 row.
 PARTS = {"two: parts": [[[0, 1, 2], [3, 4, 5, 6], [7], []]]}
 LOOPS = {"two: loop": "comm_opt", "mirrored: loop": "dp_kfac"}
@@ -319,6 +348,15 @@ for name_, kwargs_ in FITS.items():
 for name_, kwargs_ in TURNS.items():
     slow_ = name_.startswith("four")
     JOBS.add(name_, "train_in_turns", slow=slow_, model="vision", **kwargs_)
+for name_, kwargs_ in QUADRATIC.items():
+    QUADRATIC[name_] = kwargs_ = {
+        "model": "small",
+        "inner": "multiplier",
+        "step": "quadratic",
+        "quadratic_batch_fraction": 1.0,
+        **kwargs_,
+    }
+    JOBS.add(name_, "train", slow=name_ != "two: quadratic", **kwargs_)
 for name_, feed_ in PARTS.items():
     JOBS.add(
         name_, "train", model="small", feed=feed_, factor_batch_fraction=0.25
@@ -359,7 +397,8 @@ _SHARED = {
 
 def alone(name: str, **changes: Any) -> Result:
     """What a single process, this one, gets on the same global batches."""
-    kwargs = {k: v for k, v in options_of(name).items() if k not in _SHARED}
+    options = QUADRATIC.get(name) or options_of(name)
+    kwargs = {k: v for k, v in options.items() if k not in _SHARED}
     kwargs |= changes
     key = repr(sorted(kwargs.items()))
     if key not in _ALONE:

@@ -175,6 +175,10 @@ DEFAULTS = {
 _SGD, _ADAM = keras.optimizers.SGD, keras.optimizers.Adam
 INNERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     "sgd": lambda: _SGD(RATE, momentum=MOMENTUM),
+    "multiplier": lambda: _SGD(1.0),
+    "multiplier, accumulation": lambda: _SGD(
+        1.0, gradient_accumulation_steps=2
+    ),
     "adam": lambda: _ADAM(ADAM_RATE, *BETAS),
     "clipnorm, decay": lambda: keras.optimizers.AdamW(
         ADAM_RATE, weight_decay=0.5, clipnorm=0.1
@@ -217,6 +221,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
         )
     ),
     "clip schedule": lambda: clip_schedule,
+    "adaptive": lambda: tfkfac.LevenbergMarquardt(DAMPING, 2, 0.5),
 }
 
 
@@ -541,6 +546,7 @@ def describe(kind: str | None, model: Any) -> dict[str, Any]:
         "collectives": collectives(graph),
         "decompositions": count_ops(graph, ("Cholesky", "SelfAdjointEigV2")),
         "summary": "\n".join(text),
+        "last_step": optimizer.last_step,
         "traces": len(optimizer.graphs),
     }
 

@@ -18,6 +18,9 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "inverse": lambda: tfkfac.KFAC(0.1),
     "eigen": lambda: tfkfac.KFAC(0.1, solver="eigen"),
     "sketch": lambda: tfkfac.KFAC(0.1, max_factor_dim=2, factor_rank=2),
+    "quadratic": lambda: tfkfac.KFAC(
+        step="quadratic", damping=tfkfac.LevenbergMarquardt(0.1, 2)
+    ),
     # As many directions as weights: the start vector, which XLA draws in
     # another way, makes no difference then.
     "fosi": lambda: tfkfac.FOSI(
@@ -74,7 +77,12 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pretended_gpu")
 @pytest.mark.parametrize(
-    "name", with_slow(["inverse", "eigen", "sketch", "fosi"], "sketch")
+    "name",
+    with_slow(
+        ["inverse", "eigen", "sketch", "quadratic", "fosi"],
+        "sketch",
+        "quadratic",
+    ),
 )
 def test_trains_as_without_xla(name: str) -> None:
     plain = train(OPTIMIZERS[name](), jit=False)

@@ -6,10 +6,11 @@ import tensorflow as tf
 
 from tfkfac.blocks.part import Part
 from tfkfac.capture.forward import replay_loss
+from tfkfac.compat.second_order import exact_second_derivatives
 from tfkfac.kfac.clip import clip_step
 from tfkfac.kfac.damping import AdaptiveDamping
 from tfkfac.kfac.precondition import Preconditioned, put_back
-from tfkfac.kfac.quadratic import Proposal, propose
+from tfkfac.kfac.quadratic import Proposal, propose, total_over
 from tfkfac.kfac.sample import Sample
 from tfkfac.kfac.state import State
 from tfkfac.wrapper.guards import count_events
@@ -115,20 +116,22 @@ def look(
     ]
 
     def compare() -> tuple[tf.Tensor, tf.Tensor]:
-        # Both anew, so that they see the same dropout masks.
-        losses = [
-            replay_loss(
-                job.model,
-                sample.call,
-                sample.arguments,
-                variables,
-                point,
-                sample.shares,
-            )
-            for point in (values, moved)
-        ]
+        # Both anew, so that they see the same dropout masks. Keras does not
+        # reduce the loss of an empty batch.
+        with exact_second_derivatives(total_over(step.group)):
+            losses = [
+                replay_loss(
+                    job.model,
+                    sample.call,
+                    sample.arguments,
+                    variables,
+                    point,
+                    sample.shares,
+                )
+                for point in (values, moved)
+            ]
         before, after = step.group.all_reduce(
-            [tf.cast(loss, tf.float64) for loss in losses]
+            [tf.cast(tf.reduce_sum(x), tf.float64) for x in losses]
         )
         accepted = damping.judge(before, after, proposal.predicted, job.name)
         return accepted, before - after

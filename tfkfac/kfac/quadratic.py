@@ -19,6 +19,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from tfkfac.compat.second_order import Sum
 from tfkfac.curvature.gauss_newton import (
     Direction,
     gauss_newton_form,
@@ -26,7 +27,7 @@ from tfkfac.curvature.gauss_newton import (
     penalty_form,
     symmetric_products,
 )
-from tfkfac.distributed.collectives import differentiable_sum
+from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.kfac.precondition import Preconditioned, put_back
 from tfkfac.kfac.previous import Previous
 from tfkfac.kfac.sample import Sample
@@ -174,9 +175,11 @@ def search_directions(
 
 
 def scaled(parts: Direction, factor: tf.Tensor) -> list[tf.Tensor | None]:
-    """A direction times a number."""
+    """A direction times a number; what is not finite times 0 is 0."""
     return [
-        None if part is None else part * tf.cast(factor, part.dtype)
+        None
+        if part is None
+        else tf.math.multiply_no_nan(part, tf.cast(factor, part.dtype))
         for part in parts
     ]
 
@@ -202,9 +205,7 @@ def quadratic_model(
         variables,
         values,
         directions,
-        functools.partial(differentiable_sum, group)
-        if group.size > 1
-        else tf.identity,
+        total_over(group),
         sample.shares,
         sample.terms,
     )
@@ -219,3 +220,10 @@ def quadratic_model(
     slopes = tf.stack([inner_product(gradients, d) for d in directions])
     slopes = tf.math.divide_no_nan(slopes, step.loss.unit) / group.size
     return QuadraticModel(*group.all_reduce([own, slopes]))
+
+
+def total_over(group: Communicator) -> Sum:
+    """The sum that layers which are synchronised over a group need."""
+    if group.size == 1:
+        return tf.identity
+    return functools.partial(differentiable_sum, group)
