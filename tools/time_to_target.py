@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from benchmarks.command import positive
 from targets import plots, report, study
-from targets.problems import BASELINES, METHODS, PROBLEMS
+from targets.problems import BASELINES, LENGTHS, METHODS, PROBLEMS
 from targets.results import compare
 from targets.run import Run, parse_method, plan
 
@@ -66,6 +66,7 @@ def planned(options: argparse.Namespace) -> list[Run]:
             "small" if options.small else "full",
             study.data_name(problem, options.data),
             options.method,
+            options.length,
             options.seeds,
             options.threads,
             options.rates,
@@ -127,6 +128,13 @@ def add_study(group: argparse._ArgumentGroup) -> None:
         metavar="RATE",
         help="learning rates of all but K-FAC (default: four of each problem "
         "and method)",
+    )
+    group.add_argument(
+        "--length",
+        nargs="+",
+        choices=LENGTHS,
+        default=["full", "half"],
+        help="lengths of the schedules (default: full half)",
     )
     group.add_argument(
         "--seeds", nargs="+", type=int, metavar="N", help="default: 0 1 2"

@@ -81,17 +81,14 @@ def test_digits_stand_in(tmp_path: pathlib.Path) -> None:
         ("autoencoder", "kfac", "full", 120, 500),
         ("cnn", "kfac", "full", 360, 250),
         ("transformer", "kfac", "half", 250, 32),
+        ("mlp", "kfac", "double", 360, 500),
         ("mlp", "fosi-adam", "full", 1440, 125),
     ],
 )
 def test_schedules(
     problem: str, method: str, length: str, steps: int, batch: int
 ) -> None:
-    run = next(
-        run
-        for run in plan(problem, "full", "digits", [method], [0], 1)
-        if run.length == length
-    )
+    run = next(plan(problem, "full", "digits", [method], [length], [0], 1))
     assert (run.count_steps(), run.batch) == (steps, batch)
 
 
