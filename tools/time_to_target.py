@@ -31,12 +31,14 @@ from targets.run import Run, parse_method, plan
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 1 if a training has failed, else 0."""
     options = parse_arguments(arguments)
+    runs = planned(options)
+    again = {run for run in runs if run.method in options.again}
     records = [
         record
         for record in study.load(options.json)
-        if record["run"]["method"] not in options.again
+        if Run(**record["run"]) not in again
     ]
-    runs = study.missing(planned(options), records)
+    runs = study.missing(runs, records)
 
     def note(run: Run, record: study.Record) -> None:
         records.append(record)
@@ -189,7 +191,7 @@ def add_output(group: argparse._ArgumentGroup) -> None:
         type=method,
         default=[],
         metavar="METHOD",
-        help="forgets what the file has of these methods",
+        help="measures these methods again",
     )
     group.add_argument("--csv", type=pathlib.Path, metavar="FILE")
     group.add_argument("--plot", type=pathlib.Path, metavar="FILE")
