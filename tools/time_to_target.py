@@ -79,7 +79,12 @@ def planned(options: argparse.Namespace) -> list[Run]:
 
 def show(options: argparse.Namespace, records: Sequence[study.Record]) -> None:
     """Writes all that the options ask for."""
-    comparisons = list(compare(records))
+    compared = [
+        record
+        for record in records
+        if record["run"]["method"] not in options.without
+    ]
+    comparisons = list(compare(compared))
     print(f"\n{report.markdown(comparisons)}")
     if options.csv:
         report.write_csv(options.csv, records)
@@ -192,6 +197,14 @@ def add_output(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="METHOD",
         help="measures these methods again",
+    )
+    group.add_argument(
+        "--without",
+        nargs="+",
+        type=method,
+        default=[],
+        metavar="METHOD",
+        help="leaves methods of the file out of the table",
     )
     group.add_argument("--csv", type=pathlib.Path, metavar="FILE")
     group.add_argument("--plot", type=pathlib.Path, metavar="FILE")
