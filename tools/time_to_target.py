@@ -106,10 +106,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_output(parser.add_argument_group("output"))
     options = parser.parse_args(arguments)
     options.data = dict(options.data)
-    if options.quick:
-        options.small = True
-        options.seeds = options.seeds or [0]
-    options.seeds = options.seeds or [0, 1, 2]
+    options.small |= options.quick
+    options.seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
+    options.method = options.method or [
+        name
+        for name in (*BASELINES, "kfac")
+        if not (options.quick and name == "muon")
+    ]
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs Matplotlib: pip install 'tfkfac[examples]'")
     return options
@@ -124,7 +127,6 @@ def add_study(group: argparse._ArgumentGroup) -> None:
         "--method",
         nargs="+",
         type=method,
-        default=[*BASELINES, "kfac"],
         metavar="METHOD",
         help=f"default: {' '.join(BASELINES)} kfac",
     )
@@ -154,7 +156,7 @@ def add_study(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--quick",
         action="store_true",
-        help="small twins, one seed, two rates",
+        help="small twins, one seed, two rates, no muon: its steps take long",
     )
     group.add_argument(
         "--data",
