@@ -209,7 +209,7 @@ def add_fosi_arguments(group: Any) -> None:
         ("interval", positive_int, "steps from one estimation to the next"),
         ("warmup", natural_int, "steps before the first estimation"),
         ("directions", positive_int, "directions of largest curvature"),
-        ("alpha", natural_float, "rate of the Newton steps; it does not decay"),
+        ("alpha", natural_float, "rate of the Newton steps; it decays alike"),
     ):
         group.add_argument(
             f"--fosi-{name}",

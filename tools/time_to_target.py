@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from benchmarks.command import positive
 from targets import plots, report, study
-from targets.problems import BASELINES, METHODS, PROBLEMS
+from targets.problems import BASELINES, LENGTHS, METHODS, PROBLEMS
 from targets.results import compare
 from targets.run import Run, parse_method, plan
 
@@ -31,12 +31,14 @@ from targets.run import Run, parse_method, plan
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 1 if a training has failed, else 0."""
     options = parse_arguments(arguments)
+    runs = planned(options)
+    again = {run for run in runs if run.method in options.again}
     records = [
         record
         for record in study.load(options.json)
-        if record["run"]["method"] not in options.again
+        if Run(**record["run"]) not in again
     ]
-    runs = study.missing(planned(options), records)
+    runs = study.missing(runs, records)
 
     def note(run: Run, record: study.Record) -> None:
         records.append(record)
@@ -66,6 +68,7 @@ def planned(options: argparse.Namespace) -> list[Run]:
             "small" if options.small else "full",
             study.data_name(problem, options.data),
             options.method,
+            options.length,
             options.seeds,
             options.threads,
             options.rates,
@@ -76,7 +79,12 @@ def planned(options: argparse.Namespace) -> list[Run]:
 
 def show(options: argparse.Namespace, records: Sequence[study.Record]) -> None:
     """Writes all that the options ask for."""
-    comparisons = list(compare(records))
+    compared = [
+        record
+        for record in records
+        if record["run"]["method"] not in options.without
+    ]
+    comparisons = list(compare(compared))
     print(f"\n{report.markdown(comparisons)}")
     if options.csv:
         report.write_csv(options.csv, records)
@@ -98,10 +106,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_output(parser.add_argument_group("output"))
     options = parser.parse_args(arguments)
     options.data = dict(options.data)
-    if options.quick:
-        options.small = True
-        options.seeds = options.seeds or [0]
-    options.seeds = options.seeds or [0, 1, 2]
+    options.small |= options.quick
+    options.seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
+    options.method = options.method or [
+        name
+        for name in (*BASELINES, "kfac")
+        if not (options.quick and name == "muon")
+    ]
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs Matplotlib: pip install 'tfkfac[examples]'")
     return options
@@ -116,7 +127,6 @@ def add_study(group: argparse._ArgumentGroup) -> None:
         "--method",
         nargs="+",
         type=method,
-        default=[*BASELINES, "kfac"],
         metavar="METHOD",
         help=f"default: {' '.join(BASELINES)} kfac",
     )
@@ -129,6 +139,13 @@ def add_study(group: argparse._ArgumentGroup) -> None:
         "and method)",
     )
     group.add_argument(
+        "--length",
+        nargs="+",
+        choices=LENGTHS,
+        default=["full", "half"],
+        help="lengths of the schedules (default: full half)",
+    )
+    group.add_argument(
         "--seeds", nargs="+", type=int, metavar="N", help="default: 0 1 2"
     )
     group.add_argument(
@@ -139,7 +156,7 @@ def add_study(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--quick",
         action="store_true",
-        help="small twins, one seed, two rates",
+        help="small twins, one seed, two rates, no muon: its steps take long",
     )
     group.add_argument(
         "--data",
@@ -181,7 +198,15 @@ def add_output(group: argparse._ArgumentGroup) -> None:
         type=method,
         default=[],
         metavar="METHOD",
-        help="forgets what the file has of these methods",
+        help="measures these methods again",
+    )
+    group.add_argument(
+        "--without",
+        nargs="+",
+        type=method,
+        default=[],
+        metavar="METHOD",
+        help="leaves methods of the file out of the table",
     )
     group.add_argument("--csv", type=pathlib.Path, metavar="FILE")
     group.add_argument("--plot", type=pathlib.Path, metavar="FILE")

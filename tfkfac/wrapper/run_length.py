@@ -21,6 +21,5 @@ class RunLength(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Tells it."""
         steps = self.params.get("steps")
-        known = steps is not None
-        total = self.params["epochs"] * steps if known else None
+        total = None if steps is None else self.params["epochs"] * steps
         self._optimizer.method.expect(total)

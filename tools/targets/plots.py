@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LABELS = ("steps", "samples", "seconds", "processor seconds")
-STYLES = {"full": "-", "half": "--"}
+STYLES = {"double": ":", "full": "-", "half": "--"}
 
 
 def save(path: pathlib.Path, comparisons: Sequence[Comparison]) -> None:
@@ -40,7 +40,7 @@ def save(path: pathlib.Path, comparisons: Sequence[Comparison]) -> None:
 
 
 def _draw(axes: "Axes", row: Row, quantity: str, color: str) -> None:
-    """Draws a line for each seed; a half schedule's are dashed."""
+    """Draws a line for each seed."""
     setting = row.setting
     label: str | None = f"{setting.method}, {setting.length}"
     for curve in setting.curves.values():

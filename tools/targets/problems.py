@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Mapping
 
-# What one training differs from another in; "half" has half as many steps.
-LENGTHS = {"full": 1.0, "half": 0.5}
+# What the steps of a schedule are multiplied by.
+LENGTHS = {"double": 2.0, "full": 1.0, "half": 0.5}
 # What the widths of the layers are divided by: the twins have about a quarter
 # of the weights, and half of the examples.
 SIZES = {"full": 1, "small": 2}

@@ -76,6 +76,7 @@ class Comparison:
         problem: Name of the problem.
         size: Its size.
         data: What it was trained on.
+        threads: Threads of a process.
         seeds: The seeds that all settings have.
         targets: The best baseline's final metric with each of these.
         best: The best baseline.
@@ -88,6 +89,7 @@ class Comparison:
     problem: str
     size: str
     data: str
+    threads: int
     seeds: Sequence[int]
     targets: Sequence[float]
     best: Setting
@@ -98,15 +100,17 @@ class Comparison:
     @property
     def title(self) -> str:
         """What is compared."""
-        return f"{self.problem} ({self.size}, {self.data})"
+        threads = f", {self.threads} threads" * (self.threads > 1)
+        return f"{self.problem} ({self.size}, {self.data}{threads})"
 
 
 def compare(records: Iterable[Record]) -> Iterator[Comparison]:
     """Yields the comparison of each problem that has a baseline."""
-    groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, int], list[Record]] = defaultdict(list)
     for record in records:
         run = Run(**record["run"])
-        groups[run.problem, run.size, run.data].append(record)
+        key = run.problem, run.size, run.data, run.threads
+        groups[key].append(record)
     for key, group in groups.items():
         settings = _settings(group)
         seeds = sorted({seed for s in settings for seed in s.curves})

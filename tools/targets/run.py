@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from benchmarks.variants import Variant, check_family, parse_any
-from targets.problems import LENGTHS, METHODS, PROBLEMS
+from targets.problems import METHODS, PROBLEMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +83,7 @@ def plan(
     size: str,
     data: str,
     methods: Sequence[str],
+    lengths: Sequence[str],
     seeds: Sequence[int],
     threads: int,
     rates: Sequence[float] | None = None,
@@ -95,6 +96,7 @@ def plan(
         size: One of `SIZES`.
         data: What it is trained on.
         methods: Methods.
+        lengths: Some of `LENGTHS`.
         seeds: Seeds.
         threads: Threads of a process.
         rates: Learning rates of all methods but K-FAC; None are the problem's.
@@ -106,7 +108,7 @@ def plan(
             if tried != (None,):
                 tried = rates or (tried[1:3] if quick else tried)
             for rate in tried:
-                for length in LENGTHS:
+                for length in lengths:
                     yield Run(
                         problem,
                         size,

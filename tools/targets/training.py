@@ -24,7 +24,7 @@ EVALUATIONS = 24
 
 
 def train(run: Run, directory: pathlib.Path | None) -> dict[str, Any]:
-    """Trains; everything random depends on the seed alone.
+    """Trains as a study does.
 
     Args:
         run: What is trained, and how.
@@ -35,7 +35,15 @@ def train(run: Run, directory: pathlib.Path | None) -> dict[str, Any]:
     """
     problem = PROBLEMS[run.problem]
     data = load(problem.data, directory, problem.count_examples(run.size))
-    steps = run.count_steps()
+    _, recorder = fit(run, data, run.count_steps(), EVALUATIONS)
+    return {"first_step": recorder.first_step, "curve": recorder.curve}
+
+
+def fit(
+    run: Run, data: Data, steps: int, evaluations: int
+) -> tuple[keras.Model, Recorder]:
+    """Trains a new model; everything random depends on the seed alone."""
+    problem = PROBLEMS[run.problem]
     keras.utils.set_random_seed(run.seed)
     model = models.build(run.problem, SIZES[run.size])
     optimizer = make_optimizer(run.variant, problem, run.rate, steps)
@@ -44,14 +52,15 @@ def train(run: Run, directory: pathlib.Path | None) -> dict[str, Any]:
     optimizer.build(model.trainable_variables)
     measure = models.make_measure(run.problem, model, data)
     measure()  # traces it
-    recorder = Recorder(measure, steps, EVALUATIONS, run.batch)
+    recorder = Recorder(measure, steps, evaluations, run.batch)
     model.fit(
         batches(run, data),
         steps_per_epoch=steps,
+        shuffle=False,  # they are already
         callbacks=[recorder],
         verbose=0,
     )
-    return {"first_step": recorder.first_step, "curve": recorder.curve}
+    return model, recorder
 
 
 def batches(run: Run, data: Data) -> tf.data.Dataset:
