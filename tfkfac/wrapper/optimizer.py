@@ -1,5 +1,6 @@
 """The Keras optimizer around another, bound to the model it trains."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -173,7 +174,10 @@ class SecondOrderOptimizer(OptimizerAround):
 
     def _description(self) -> dict[str, Any]:
         """What all workers must agree on."""
-        config = self.get_config()
+        with warnings.catch_warnings():
+            # Not for a file: what it cannot hold is of no interest.
+            warnings.simplefilter("ignore")
+            config = self.get_config()
         inner = config.pop("inner_optimizer")
         settings = {k: v for k, v in inner["config"].items() if k != "name"}
         weights = self.bound_model().trainable_variables
