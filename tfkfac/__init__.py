@@ -6,7 +6,7 @@
 from tfkfac import blocks, callbacks, curvature, factors
 from tfkfac.blocks import register_block
 from tfkfac.compat.optimizers import find_by_name
-from tfkfac.compat.strategy import MultiWorkerMirroredStrategy
+from tfkfac.distributed.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.kfac.optimizer import KFAC
 from tfkfac.wrapper import binding, carry, training

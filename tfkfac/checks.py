@@ -4,10 +4,26 @@ import math
 import numbers
 from typing import Any
 
+# The largest numbers that float32 and int64 hold.
+_LARGEST = (2 - 2**-23) * 2.0**127
+_LARGEST_INTEGER = 2**63 - 1
+
 
 def is_number(value: Any) -> bool:
     """Whether a value is a real number; a bool is not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a number that is finite in float32."""
+    return is_number(value) and bool(abs(value) <= _LARGEST)
+
+
+def is_count(value: Any, least: int = 0) -> bool:
+    """Whether a value is an integer of at least `least` that int64 holds."""
+    if not is_number(value) or not isinstance(value, numbers.Integral):
+        return False
+    return least <= int(value) <= _LARGEST_INTEGER
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
@@ -29,19 +45,16 @@ def check_count(name: str, value: Any, least: int = 0) -> int:
 
     Raises:
         TypeError: If it is no integer.
-        ValueError: If it is smaller.
+        ValueError: If it is smaller, or too large for int64.
     """
-    integral = isinstance(value, numbers.Integral)
-    if not integral or isinstance(value, bool):
-        raise TypeError(
-            f"Argument `{name}` must be an integer of at least {least}. "
-            f"Received: {name}={value!r} (of type {type(value)})"
-        )
-    if value < least:
-        raise ValueError(
-            f"Argument `{name}` must be an integer of at least {least}. "
-            f"Received: {name}={value!r}"
-        )
+    message = (
+        f"Argument `{name}` must be an integer of at least {least} and less "
+        f"than 2**63. Received: {name}={value!r}"
+    )
+    if not is_number(value) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{message} (of type {type(value)})")
+    if not is_count(value, least):
+        raise ValueError(message)
     return int(value)
 
 
@@ -53,7 +66,7 @@ def check_range(
     Raises:
         ValueError: If it is not.
     """
-    if not is_number(value) or not least <= value < below:
+    if not is_finite(value) or not least <= value < below:
         raise ValueError(
             f"Argument `{name}` must be a number in [{least}, {below}). "
             f"Received: {name}={value!r}"

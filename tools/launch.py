@@ -5,7 +5,8 @@
 Every worker runs the command with its own `TF_CONFIG`. Their output comes out
 line by line with the worker's name in front; progress bars are shown for worker
 0 only. When a worker fails, the others are stopped and its exit code is
-returned; Ctrl-C stops all.
+returned, or with `--restarts` all are started again; Ctrl-C stops all. SIGTERM
+is handed on to the workers, which have half a minute to save what they have.
 
 The workers share the processor: unless `TF_NUM_INTRAOP_THREADS` is set, each
 uses its part of the cores. In a virtual environment `python` is that of the
@@ -14,18 +15,18 @@ environment whose interpreter runs this script.
 
 import argparse
 import json
+import math
 import os
 import pathlib
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from worker_output import LineFilter, Terminal, pass_on
+from local_worker import CannotRunError, Guard, Worker, describe
+from worker_output import Terminal
 
 NAME = pathlib.Path(__file__).name
 STOP_SIGNALS = (
@@ -34,7 +35,10 @@ STOP_SIGNALS = (
     signal.SIGHUP,
     signal.SIGPIPE,  # nobody reads what we write
 )
-GRACE = 3.0  # seconds from a polite signal to SIGKILL
+# Seconds from a polite signal to SIGKILL; the longer where this script got the
+# signal SIGTERM, so that a worker can save what it has.
+GRACE, LONG_GRACE = 3.0, 30.0
+EARLY = 5.0  # seconds until a worker has ended too long before the others
 
 
 class Signals:
@@ -53,67 +57,6 @@ class Signals:
         self.received.append(number)
 
 
-class CannotRunError(Exception):
-    """The command does not exist or is not a program."""
-
-
-class Worker:
-    """A process, and the threads that pass on what it writes.
-
-    Raises:
-        CannotRunError: If the command cannot be run.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        terminal: Terminal,
-    ) -> None:
-        self.name = f"worker {index}"
-        try:
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C reaches us alone
-            )
-        except OSError as error:
-            raise CannotRunError(
-                f"error: cannot run {command[0]!r}: {error.strerror}"
-            ) from error
-        pipes = (
-            (self.process.stdout, sys.stdout),
-            (self.process.stderr, sys.stderr),
-        )
-        self._threads = [
-            threading.Thread(
-                target=pass_on,
-                args=(
-                    pipe,
-                    LineFilter(terminal, stream, f"[{self.name}] ", not index),
-                ),
-                daemon=True,
-            )
-            for pipe, stream in pipes
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def signal(self, number: int) -> None:
-        """Signals the worker and the processes it has started."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, number)
-
-    def finish_output(self) -> None:
-        """Waits for its last words, but not for orphans that keep silent."""
-        for thread in self._threads:
-            thread.join(timeout=1.0)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     options = parse(arguments)
@@ -122,19 +65,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         assert hasattr(stream, "reconfigure")
         stream.reconfigure(errors="replace")
     terminal = Terminal()
+    code = run(options, signals, terminal)
+    for attempt in range(1, options.restarts + 1):
+        # 127 is a command that cannot run at all.
+        if code in (0, 127) or signals.received:
+            break
+        say(terminal, f"restart {attempt} of {options.restarts}")
+        code = run(options, signals, terminal)
+    return code
+
+
+def run(
+    options: argparse.Namespace, signals: Signals, terminal: Terminal
+) -> int:
+    """Starts all workers and waits for them; returns the exit code."""
     workers: list[Worker] = []
+    guard = Guard()
     try:
         for environment in environments(options.workers):
             index = len(workers)
             workers.append(
                 Worker(index, options.command, environment, terminal)
             )
+            guard.watch(workers[-1])
         return wait(workers, signals, terminal)
     except CannotRunError as error:
         say(terminal, str(error))
         return 127
     finally:
-        stop(workers, signals)
+        stop(workers, signals, terminal)
+        guard.dismiss()
 
 
 def say(terminal: Terminal, message: str) -> None:
@@ -146,6 +106,7 @@ def wait(
     workers: Sequence[Worker], signals: Signals, terminal: Terminal
 ) -> int:
     """Returns the code of the first failure or signal, else 0 in the end."""
+    early: dict[str, float] = {}
     while not signals.received:
         codes = [worker.process.poll() for worker in workers]
         for worker, code in zip(workers, codes, strict=True):
@@ -153,31 +114,48 @@ def wait(
                 worker.finish_output()
                 say(terminal, f"{worker.name} {describe(code)}")
                 return code if code > 0 else 128 - code
+            if code == 0:
+                early.setdefault(worker.name, time.monotonic() + EARLY)
         if None not in codes:
             return 0
+        tell_early(early, terminal)
         time.sleep(0.05)
-    return 128 + signals.received[0]
+    number = signals.received[0]
+    say(terminal, f"stopped by {signal.Signals(number).name}")
+    return 128 + number
 
 
-def describe(code: int) -> str:
-    """Says how a process has failed."""
-    if code > 0:
-        return f"failed with exit code {code}"
-    return f"was ended by {signal.Signals(-code).name}"
+def tell_early(early: dict[str, float], terminal: Terminal) -> None:
+    """Tells once of workers that have ended long before the others.
+
+    Args:
+        early: When it is time to tell, by worker.
+        terminal: Where to.
+    """
+    for name, when in early.items():
+        if time.monotonic() > when:
+            early[name] = math.inf
+            say(terminal, f"{name} has ended; others are still running")
 
 
-def stop(workers: Sequence[Worker], signals: Signals) -> None:
+def stop(
+    workers: Sequence[Worker], signals: Signals, terminal: Terminal
+) -> None:
     """Ends all workers, with SIGKILL if they do not obey or in a hurry.
 
-    A second Ctrl-C is a hurry.
+    A second Ctrl-C is a hurry. A worker that was asked from outside to
+    terminate may want to save what it has.
     """
     is_interrupt = signals.received[:1] == [signal.SIGINT]
+    if is_interrupt:
+        terminal.hide_interrupts()
     for worker in workers:
         worker.signal(signal.SIGINT if is_interrupt else signal.SIGTERM)
     known = len(signals.received)
-    deadline = time.monotonic() + GRACE
+    is_asked = signals.received[:1] == [signal.SIGTERM]
+    deadline = time.monotonic() + (LONG_GRACE if is_asked else GRACE)
     while (
-        any(worker.process.poll() is None for worker in workers)
+        any(worker.is_running for worker in workers)
         and time.monotonic() < deadline
         and len(signals.received) == known
     ):
@@ -230,12 +208,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog=NAME,
-        usage="%(prog)s [-h] N -- COMMAND [ARGUMENT ...]",
+        usage="%(prog)s [-h] [--restarts K] N -- COMMAND [ARGUMENT ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "workers", metavar="N", type=number_of_workers, help="how many workers"
+        "workers", metavar="N", type=whole_number, help="how many workers"
+    )
+    parser.add_argument(
+        "--restarts",
+        metavar="K",
+        type=whole_number,
+        default=0,
+        help="how often all workers are started again after a failure",
     )
     parser.add_argument(
         "command",
@@ -251,8 +236,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def number_of_workers(text: str) -> int:
-    """Parses N."""
+def whole_number(text: str) -> int:
+    """Parses a number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(
             f"must be a whole number above 0; received {text!r}"

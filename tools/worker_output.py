@@ -18,6 +18,11 @@ class Terminal:
         self._lock = threading.Lock()
         self._bar_is_shown = False
         self._is_interactive = sys.stdout.isatty()
+        self.hides_interrupts = False
+
+    def hide_interrupts(self) -> None:
+        """From now on tracebacks are not shown: the user has pressed Ctrl-C."""
+        self.hides_interrupts = True
 
     def write_line(self, stream: TextIO, text: str) -> None:
         """Writes a line of its own, over the progress bar if there is one."""
@@ -64,6 +69,7 @@ class LineFilter:
         self._prefix = prefix
         self._shows_bars = shows_bars
         self._line = ""
+        self._is_traceback = False
 
     def feed(self, text: str) -> None:
         """Takes the next piece of output."""
@@ -86,9 +92,22 @@ class LineFilter:
             self._line = ""
 
     def _write(self, line: str) -> None:
+        if self._terminal.hides_interrupts and self._is_of_interrupt(line):
+            return
         if self._shows_bars or "\r" not in line:
             text = self._prefix + visible_part(line)
             self._terminal.write_line(self._stream, text)
+
+    def _is_of_interrupt(self, line: str) -> bool:
+        """Whether a line is of a traceback; another error's last is not."""
+        if not line.strip():
+            return True
+        if line.startswith("Traceback (most recent call last)"):
+            self._is_traceback = True
+        elif self._is_traceback and not line[0].isspace():
+            self._is_traceback = False
+            return line.startswith("KeyboardInterrupt")
+        return self._is_traceback or line.startswith("During handling of the")
 
 
 def visible_part(line: str) -> str:

@@ -11,10 +11,10 @@ from tests.support import workers_strategy
 from tests.support.cluster import Case, Pool, run
 from tests.support.jobs import SHAPES, Jobs
 from tfkfac.compat.strategy import (
-    MultiWorkerMirroredStrategy,
     is_repaired,
     repair,
 )
+from tfkfac.distributed.strategy import MultiWorkerMirroredStrategy
 
 Results = Callable[[str], list[Any]]
 

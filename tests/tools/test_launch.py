@@ -249,7 +249,7 @@ def test_bad_arguments(arguments: list[str], message: str) -> None:
     )
     assert done.returncode == 2
     assert re.search(message, done.stderr), done.stderr
-    assert "usage: launch.py [-h] N -- COMMAND" in done.stderr
+    assert "usage: launch.py [-h] [--restarts K] N -- COMMAND" in done.stderr
 
 
 def test_command_not_found() -> None:
@@ -275,3 +275,113 @@ def test_python_of_the_virtual_environment() -> None:
         text=True,
     )
     assert done.stdout == f"[worker 0] {sys.prefix}\n"
+
+
+# Counts its starts in a file of each worker.
+COUNT = """
+path = os.environ["COUNTS"] + f"/{index}"
+with open(path, "a") as file:
+    file.write("x")
+starts = os.path.getsize(path)
+print(starts, config["cluster"]["worker"], flush=True)
+"""
+
+
+def restarted(
+    restarts: int, code: str, tmp_path: pathlib.Path
+) -> subprocess.CompletedProcess[str]:
+    python, script, *rest = command(2, COUNT + code)
+    return subprocess.run(
+        [python, script, "--restarts", str(restarts), *rest],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "COUNTS": str(tmp_path)},
+    )
+
+
+def test_restarts_start_all_again(tmp_path: pathlib.Path) -> None:
+    code = """
+if starts < 3:
+    sys.exit(4) if index else time.sleep(60)
+"""
+    done = restarted(5, code, tmp_path)
+    assert done.returncode == 0
+    for worker in range(2):
+        lines = own_lines(done.stdout, worker)
+        assert [line[0] for line in lines] == ["1", "2", "3"]
+        # A port may still be in use by what has just been stopped.
+        assert len({line[1:] for line in lines}) == 3
+    told = re.findall("launch.py: restart (.*)", done.stderr)
+    assert told == ["1 of 5", "2 of 5"]
+
+
+def test_restarts_come_to_an_end(tmp_path: pathlib.Path) -> None:
+    done = restarted(1, "sys.exit(4)", tmp_path)
+    assert done.returncode == 4
+    assert (tmp_path / "0").read_text() == "xx"
+
+
+@pytest.mark.parametrize("code", [WAIT, WAIT_IN_CHILD])
+def test_nobody_outlives_a_launcher_that_is_killed(code: str) -> None:
+    with launched(command(2, code)) as process:
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.kill()
+        process.wait()
+        # All of them hold these.
+        process.stdout.read()
+        process.stderr.read()
+    time.sleep(0.1)
+    assert_gone([int(line.split()[-1]) for line in lines])
+
+
+def test_last_words_after_an_interrupt_are_short() -> None:
+    code = """
+def deep(n):
+    if n:
+        deep(n - 1)
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+try:
+    deep(5)
+except KeyboardInterrupt:
+    if index:
+        raise OSError("the disk is full")
+    raise
+"""
+    with launched(command(2, code)) as process:
+        for _ in range(2):
+            process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=30)
+        assert process.stderr.read().splitlines() == [
+            "launch.py: stopped by SIGINT",
+            "[worker 1] OSError: the disk is full",
+        ]
+
+
+@pytest.mark.slow
+def test_a_worker_may_save_before_it_terminates() -> None:
+    code = """
+def save(*_):
+    time.sleep(4)
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    with launched(command(2, code)) as process:
+        for _ in range(2):
+            process.stdout.readline()
+        process.terminate()
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+        assert process.stdout.read().count("saved") == 2
+
+
+@pytest.mark.slow
+def test_a_worker_that_ends_early_is_told_of() -> None:
+    done = launch(2, "time.sleep(6 * index)")
+    assert done.returncode == 0
+    told = "launch.py: worker 0 has ended; others are still running\n"
+    assert done.stderr == told

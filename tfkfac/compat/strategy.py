@@ -19,42 +19,8 @@ _REDUCIBLE = frozenset(
 )
 
 
-class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
-    """Synchronous training on several workers, with Keras 3.
-
-    This is `tf.distribute.MultiWorkerMirroredStrategy` with a `reduce` that
-    takes what Keras passes to it; with the original, `fit` and `evaluate` fail
-    on several workers, whatever the optimizer (keras-team/keras#20585).
-
-    Every worker runs the same program. It creates the strategy before anything
-    else of TensorFlow, and only one. The environment variable `TF_CONFIG`
-    tells each worker who it is; without it there is one worker.
-
-    Args:
-        cluster_resolver: Where to find the workers, `TF_CONFIG` by default.
-        communication_options: For example
-            `tf.distribute.experimental.CommunicationOptions(
-            timeout_seconds=600)`, so that a worker whose peer is gone fails
-            after ten minutes, not never. It has to be longer than the longest
-            time that one worker may wait for another, as at the end of an
-            epoch while the first one saves the model.
-
-    Example:
-    ```python
-    # On the second of two workers, before the program starts:
-    # TF_CONFIG='{"cluster": {"worker": ["host0:2222", "host1:2222"]},
-    #             "task": {"type": "worker", "index": 1}}'
-    strategy = tfkfac.MultiWorkerMirroredStrategy()
-    with strategy.scope():
-        model = keras.applications.ResNet50(weights=None)
-        model.compile(
-            optimizer=tfkfac.KFAC(distribution="dp_kfac"),
-            loss="sparse_categorical_crossentropy",
-        )
-    # The batch size is that of all workers together.
-    model.fit(dataset, epochs=55)
-    ```
-    """
+class ReducingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
+    """TensorFlow's strategy with the `reduce` that Keras 3 needs."""
 
     @override
     def reduce(
@@ -122,7 +88,7 @@ def repair(strategy: _StrategyT) -> _StrategyT:
 
 def is_repaired(strategy: tf.distribute.Strategy) -> bool:
     """Returns whether `strategy.reduce` is the one of this module."""
-    if isinstance(strategy, MultiWorkerMirroredStrategy):
+    if isinstance(strategy, ReducingStrategy):
         return True
     method = strategy.reduce
     return isinstance(method, functools.partial) and method.func is _reduce

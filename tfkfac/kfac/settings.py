@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -154,7 +153,7 @@ def check_skip_layers(value: Any) -> tuple[SkipRule, ...]:
         ValueError: If an entry is none of these or not a regular expression.
         TypeError: If the argument is not a sequence.
     """
-    if isinstance(value, (str, type)) or not isinstance(value, Iterable):
+    if not isinstance(value, (list, tuple, set, frozenset)):
         raise TypeError(
             "Argument `skip_layers` must be a list or tuple of layer names, "
             "regular expressions or layer classes. "

@@ -1,7 +1,6 @@
 """An inner optimizer as an argument, and values in a config."""
 
 import inspect
-import math
 import numbers
 import warnings
 from collections.abc import Mapping
@@ -9,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfkfac.checks import check_count, is_number
+from tfkfac.checks import check_count, is_finite, is_number
 from tfkfac.wrapper.hyperparameters import Schedule
 
 InnerClass = type[keras.optimizers.Optimizer]
@@ -78,7 +77,7 @@ def check_rate(name: str, value: Any) -> Any:
     """
     if callable(value) and not isinstance(value, type):
         return value
-    if not is_float(value) or not math.isfinite(value) or value < 0:
+    if not is_float(value) or not is_finite(value) or value < 0:
         raise ValueError(
             f"Argument `{name}` as a learning rate must be a float of at least "
             "0, a `LearningRateSchedule` or a callable. Received: "
@@ -134,7 +133,7 @@ def check_inner(identifier: Any) -> keras.optimizers.Optimizer:
     )
     try:
         inner = keras.optimizers.get(identifier)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # a config may be anything
         raise ValueError(message) from error
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(message)
@@ -143,6 +142,12 @@ def check_inner(identifier: Any) -> keras.optimizers.Optimizer:
         raise ValueError(
             f"Argument `inner_optimizer` must be a plain optimizer: {why} "
             f"Received: inner_optimizer={inner}"
+        )
+    rate = inner.learning_rate
+    if isinstance(rate, keras.Variable) and not is_finite(float(rate.numpy())):
+        raise ValueError(
+            "Argument `inner_optimizer` must have a finite learning rate. "
+            f"Received: inner_optimizer.learning_rate={float(rate.numpy())}"
         )
     return inner
 

@@ -53,11 +53,19 @@ class OptimizerAround(KerasOptimizer):
         config: dict[str, Any],
         custom_objects: dict[str, Any] | None = None,
     ) -> Self:
-        """Creates an optimizer from its config."""
+        """Creates an optimizer from its config.
+
+        Raises:
+            TypeError: If the config is no dict.
+            ValueError: If an entry is not allowed.
+        """
+        if not isinstance(config, dict):
+            raise TypeError(
+                "Argument `config` must be a dict. "
+                f"Received: config={config!r} (of type {type(config)})"
+            )
         arguments = {
-            name: keras.saving.deserialize_keras_object(value, custom_objects)
-            if isinstance(value, dict)
-            else value
+            name: restored(name, value, custom_objects)
             for name, value in config.items()
         }
         return cls(**arguments)
@@ -106,3 +114,24 @@ class OptimizerAround(KerasOptimizer):
     ) -> None:
         """Lets the inner optimizer write its averages at the end."""
         self.inner_optimizer.finalize_variable_values(var_list)
+
+
+def restored(
+    name: str, value: Any, custom_objects: dict[str, Any] | None
+) -> Any:
+    """The argument that an entry of a config stands for.
+
+    Raises:
+        ValueError: If it is the config of nothing.
+    """
+    if not isinstance(value, dict):
+        return value
+    try:
+        return keras.saving.deserialize_keras_object(value, custom_objects)
+    except (TypeError, ValueError):
+        raise
+    except Exception as error:  # a config may be anything
+        raise ValueError(
+            f"Argument `{name}` must be restored from the config of an object "
+            f"that Keras knows. Received: {name}={value!r}"
+        ) from error

@@ -1,7 +1,5 @@
 """Numbers, schedules and callables as arguments of an optimizer."""
 
-import math
-import numbers
 from collections.abc import Callable
 from typing import Any, Self, TypeAlias, overload
 
@@ -9,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.checks import is_number
+from tfkfac.checks import is_count, is_finite, is_number
 from tfkfac.compat.graphs import state_variable
 
 Schedule = keras.optimizers.schedules.LearningRateSchedule
@@ -77,7 +75,12 @@ class Hyperparameter:
         self._value = value
 
     def build(self) -> None:
-        """Fixes what kind of value it is, before the first trace."""
+        """Fixes what kind of value it is, before the first trace.
+
+        Raises:
+            ValueError: If the first value of a schedule or callable is not
+                allowed.
+        """
         if self._built:
             return
         self._built = True
@@ -89,6 +92,8 @@ class Hyperparameter:
             self._function = self._value
         elif self._value is not None:
             self._function = traced(self._value)
+        if self._function is not None:
+            self._check_first(self._function)
 
     def at(self, iteration: tf.Tensor) -> tf.Tensor:
         """Returns the value at an iteration, as a scalar tensor."""
@@ -103,6 +108,42 @@ class Hyperparameter:
             return tf.maximum(tf.cast(value, tf.int64), 1)
         return value
 
+    def _check_first(self, function: Callable[[Any], Any]) -> None:
+        """Checks what a schedule or callable returns for iteration 0."""
+        with tf.init_scope():
+            try:
+                first = exactly(function(tf.constant(0, tf.float64))).numpy()
+            except Exception as error:  # a user's function may do anything
+                kind = type(error).__name__
+                raise self._wrong_value(f"raises {kind}") from error
+        if first.shape or not self._in_range(first.item()):
+            raise self._wrong_value(f"returns {first}")
+
+    def _wrong_value(self, first: str) -> ValueError:
+        return ValueError(
+            f"Argument `{self.name}` must return {self._kind} for every "
+            f"iteration. Received: {self.name}={self._value!r}, which {first} "
+            "for iteration 0"
+        )
+
+    def _in_range(self, value: float) -> bool:
+        """Whether what a schedule returns is allowed.
+
+        Less than 1 is 1 for an integer, so that `iteration // 2` is allowed.
+        """
+        if self._integer:
+            return is_finite(value) and value >= 0
+        return self._allowed(value)
+
+    @property
+    def _kind(self) -> str:
+        """What values are allowed, for messages."""
+        if self._integer:
+            return "an integer of at least 1"
+        return (
+            "a positive number" if self._positive else "a number of at least 0"
+        )
+
     def _validate(self, value: Value) -> Value:
         """Returns an allowed value, a number as Python's own."""
         if value is None and self._optional:
@@ -111,24 +152,19 @@ class Hyperparameter:
             return value
         if self._allowed(value):
             return int(value) if self._integer else float(value)
-        if self._integer:
-            kind = "an integer of at least 1"
-        elif self._positive:
-            kind = "a positive number"
-        else:
-            kind = "a number of at least 0"
         raise ValueError(
-            f"Argument `{self.name}` must be {kind}, a `LearningRateSchedule` "
-            f"or a callable of the iteration{' or None' * self._optional}. "
+            f"Argument `{self.name}` must be {self._kind}, a "
+            "`LearningRateSchedule` or a callable of the iteration"
+            f"{' or None' * self._optional}. "
             f"Received: {self.name}={value!r}"
         )
 
     def _allowed(self, value: Any) -> bool:
-        if not is_number(value) or not math.isfinite(value):
-            return False
         if self._integer:
-            return value >= 1 and isinstance(value, numbers.Integral)
-        return value > 0 if self._positive else value >= 0
+            return is_count(value, 1)
+        if not is_finite(value):
+            return False
+        return bool(value > 0 if self._positive else value >= 0)
 
 
 def traced(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -329,7 +329,8 @@ class Step:
             None if g is None else tf.identity(g) for g in update.gradients
         ]
         inner = self.job.inner_optimizer
-        if self.job.topology.replicas == 1 and update.after is None:
+        # A strategy merges its replicas even if there is only one.
+        if not tf.distribute.has_strategy() and update.after is None:
             inner.apply(gradients, self.variables)
             return
         with updates_in_replica(inner, update.after):

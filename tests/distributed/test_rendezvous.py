@@ -1,0 +1,196 @@
+"""Workers wait for each other before TensorFlow starts."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import tfkfac
+from tests.support.ports import address, claim_ports
+from tfkfac.distributed import rendezvous
+from tfkfac.distributed.cluster import Cluster
+from tfkfac.distributed.rendezvous import RefusedError, wait_for_all
+
+LIMIT = 20.0
+
+
+@pytest.fixture
+def addresses() -> Any:
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(port) for port in claim_ports(3)]
+        yield tuple(address(port) for port in ports)
+
+
+class Meeting:
+    """Calls `wait_for_all` in threads, as workers would in processes."""
+
+    def __init__(self) -> None:
+        self.results: dict[Any, BaseException | None] = {}
+        self._threads: list[threading.Thread] = []
+
+    def join(
+        self,
+        addresses: Sequence[str],
+        index: int,
+        name: Any = None,
+        timeout: float = LIMIT,
+    ) -> None:
+        def run() -> None:
+            try:
+                wait_for_all(Cluster(tuple(addresses), index), timeout)
+                result = None
+            except (TimeoutError, ValueError) as error:
+                result = error
+            self.results[index if name is None else name] = result
+
+        self._threads.append(threading.Thread(target=run, daemon=True))
+        self._threads[-1].start()
+
+    def end(self) -> dict[Any, BaseException | None]:
+        for thread in self._threads:
+            thread.join(LIMIT)
+        assert len(self.results) == len(self._threads)
+        return self.results
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_all_go_on_when_all_are_there(
+    addresses: Any, order: Sequence[int]
+) -> None:
+    meeting = Meeting()
+    for index in order[:-1]:
+        meeting.join(addresses, index)
+    time.sleep(0.3)
+    assert not meeting.results, "two of three went on"
+    meeting.join(addresses, order[-1])
+    assert meeting.end() == {0: None, 1: None, 2: None}
+    # TensorFlow's server finds the port free.
+    port = int(addresses[0].rpartition(":")[2])
+    with socket.create_server(("", port)):
+        pass
+
+
+def test_a_worker_that_never_comes_is_named(addresses: Any) -> None:
+    meeting = Meeting()
+    meeting.join(addresses, 0, timeout=0.5)
+    meeting.join(addresses, 2)
+    for error in meeting.end().values():
+        assert isinstance(error, TimeoutError)
+        assert f"for worker 1 at {addresses[1]}" in str(error)
+        assert "worker 2 at" not in str(error)
+
+
+def test_a_first_worker_that_never_comes_is_named(addresses: Any) -> None:
+    with pytest.raises(TimeoutError, match=f"worker 0 at {addresses[0]}"):
+        wait_for_all(Cluster(addresses, 1), 0.3)
+
+
+def test_it_says_for_whom_it_waits(
+    addresses: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.1)
+    with pytest.raises(TimeoutError):
+        wait_for_all(Cluster(addresses[:2], 0), 0.5)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1, "once, and then more and more rarely"
+    assert f"worker 0 is waiting for worker 1 at {addresses[1]}" in said[0]
+
+
+def test_an_index_given_twice(addresses: Any) -> None:
+    meeting = Meeting()
+    meeting.join(addresses, 0)
+    meeting.join(addresses, 1, "first")
+    time.sleep(0.5)
+    meeting.join(addresses, 1, "second")
+    for error in meeting.end().values():
+        assert isinstance(error, RefusedError)
+        assert f"Two processes are worker 1 at {addresses[1]}" in str(error)
+
+
+def test_two_first_workers(
+    addresses: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.2)
+    port = int(addresses[0].rpartition(":")[2])
+    with (
+        socket.create_server(("", port)),
+        pytest.raises(RefusedError, match="cannot be worker 0 at"),
+    ):
+        wait_for_all(Cluster(addresses, 0), LIMIT)
+
+
+def test_other_clusters(addresses: Any) -> None:
+    meeting = Meeting()
+    meeting.join(addresses, 0)
+    meeting.join(addresses[:2], 1)
+    for error in meeting.end().values():
+        assert isinstance(error, RefusedError)
+        assert "must have the same cluster" in str(error)
+        assert addresses[2] in str(error)
+
+
+def test_strangers_and_lost_workers_do_not_count(addresses: Any) -> None:
+    meeting = Meeting()
+    meeting.join(addresses, 0)
+    host, _, port = addresses[0].rpartition(":")
+    while True:
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection((host, int(port)))
+            break
+    with connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with socket.create_connection((host, int(port))) as connection:
+        hello = {"worker": 1, "cluster": addresses}
+        connection.sendall(json.dumps(hello).encode() + b"\n")
+        time.sleep(0.3)
+    # It was there, and is gone before another process is worker 1.
+    time.sleep(0.5)
+    meeting.join(addresses, 1)
+    time.sleep(0.3)
+    assert not meeting.results
+    meeting.join(addresses, 2)
+    assert meeting.end() == {0: None, 1: None, 2: None}
+
+
+def test_one_worker_waits_for_nobody(addresses: Any) -> None:
+    wait_for_all(Cluster(addresses[:1], 0), 0.01)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, ValueError), (-1, ValueError), ("1", TypeError),
+                         (True, TypeError), (float("nan"), ValueError)]
+)  # fmt: skip
+def test_wrong_timeouts(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="Argument `start_timeout`"):
+        tfkfac.MultiWorkerMirroredStrategy(start_timeout=value)
+
+
+@pytest.mark.slow
+def test_a_process_whose_peer_never_starts(addresses: Any) -> None:
+    script = (
+        "import tfkfac; tfkfac.MultiWorkerMirroredStrategy(start_timeout=6)"
+    )
+    known = '", "'.join(addresses[:2])
+    config = (
+        '{"cluster": {"worker": ["' + known + '"]}, '
+        '"task": {"type": "worker", "index": 0}}'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TF_CONFIG": config},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"is waiting for worker 1 at {addresses[1]}" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("TimeoutError: Worker 0")

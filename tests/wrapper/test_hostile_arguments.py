@@ -1,0 +1,181 @@
+"""Arguments and configs that nobody should pass: a clean error or they work."""
+
+import decimal
+import fractions
+import inspect
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tfkfac
+
+CLASSES = (tfkfac.KFAC, tfkfac.FOSI)
+NAMES = [
+    (cls, name)
+    for cls in CLASSES
+    for name in inspect.signature(cls.__init__).parameters
+    if name not in ("self", "unknown")
+]
+# Without it the others are refused for its sake.
+BESIDE = {"gradient_worker_fraction": {"distribution": "hybrid_opt"}}
+CHANGING = [
+    (tfkfac.KFAC, "damping"),
+    (tfkfac.KFAC, "kl_clip"),
+    (tfkfac.KFAC, "factor_update_interval"),
+    (tfkfac.KFAC, "inverse_update_interval"),
+    (tfkfac.FOSI, "alpha"),
+    (tfkfac.FOSI, "update_interval"),
+]
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**3), 10**3),
+    st.sampled_from([10**400, -(10**400), 2**63, 2**64, -(2**63)]),
+    st.floats(),
+    st.fractions(),
+    st.decimals(),
+    st.complex_numbers(),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.sampled_from(
+        [
+            fractions.Fraction(10**400),
+            decimal.Decimal("NaN"),
+            np.float16(0.5),
+            np.float32(np.inf),
+            np.int8(3),
+            np.array(0.5),
+            np.array([0.5, 1.0]),
+            object(),
+            int,
+            keras.layers.Dense,
+            keras.optimizers.SGD,
+        ]
+    ),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2),
+        st.dictionaries(
+            st.sampled_from(["class_name", "config", "module", "name", "a"]),
+            inner,
+            max_size=3,
+        ),
+    ),
+    max_leaves=4,
+)
+
+
+def small() -> Any:
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+
+
+def train(optimizer: Any) -> None:
+    model = small()
+    model.compile(optimizer=optimizer, loss="mse")
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+    model.train_on_batch(x, x[:, :2])
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(st.sampled_from(NAMES), VALUES)
+def test_an_error_that_names_the_argument(
+    which: tuple[type, str], value: Any
+) -> None:
+    cls, name = which
+    try:
+        cls(**{name: value, **BESIDE.get(name, {})})
+    except (TypeError, ValueError) as error:
+        assert f"`{name}`" in str(error) or "`inner_optimizer`" in str(error)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(NAMES), SCALARS)
+def test_what_is_accepted_trains(which: tuple[type, str], value: Any) -> None:
+    cls, name = which
+    try:
+        optimizer = cls(**{name: value, **BESIDE.get(name, {})})
+    except (TypeError, ValueError):
+        return
+    train(optimizer)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(CLASSES),
+    st.one_of(
+        SCALARS,
+        st.dictionaries(
+            st.one_of(st.sampled_from([name for _, name in NAMES]), st.text()),
+            VALUES,
+            max_size=3,
+        ),
+    ),
+)
+def test_configs(cls: Any, config: Any) -> None:
+    """The constructor's own errors, or those of Keras' deserialisation."""
+    try:
+        cls.from_config(config)
+    except (TypeError, ValueError) as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{}, {"class_name": 1}, {"class_name": "SGD", "config": 5}, [], 10**400],
+)
+def test_no_inner_optimizer(value: Any) -> None:
+    with pytest.raises(ValueError, match="Argument `inner_optimizer` must be"):
+        tfkfac.KFAC(value)
+
+
+@pytest.mark.parametrize("rate", [float("inf"), float("nan"), 1e39])
+def test_learning_rates_that_are_not_finite(rate: float) -> None:
+    with pytest.raises(ValueError, match="learning_rate"):
+        tfkfac.KFAC(learning_rate=rate)
+    with pytest.raises(ValueError, match="learning rate"):
+        tfkfac.KFAC(keras.optimizers.Adam(rate))
+
+
+@pytest.mark.parametrize("config", [5, None, "x", [], [("name", "x")]])
+def test_a_config_is_a_dict(config: Any) -> None:
+    with pytest.raises(TypeError, match="Argument `config` must be a dict"):
+        tfkfac.KFAC.from_config(config)
+
+
+def fails(iteration: Any) -> Any:
+    raise KeyError(iteration)
+
+
+@pytest.mark.parametrize(("cls", "name"), CHANGING)
+@pytest.mark.parametrize(
+    ("function", "received"),
+    [
+        (lambda _: float("nan"), "returns nan"),
+        (lambda _: float("inf"), "returns inf"),
+        (lambda _: -1.0, "returns -1.0"),
+        (lambda _: [1.0, 2.0], r"returns \[1. 2.\]"),
+        (lambda _: "x", "raises"),
+        (lambda _: None, "raises"),
+        (lambda: 1.0, "raises"),
+        (fails, "raises"),
+    ],
+)
+def test_the_first_value_of_a_callable(
+    cls: Any, name: str, function: Any, received: str
+) -> None:
+    model = small()
+    message = rf"Argument `{name}` must return .*{received}.* for iteration 0"
+    with pytest.raises(ValueError, match=message):
+        model.compile(optimizer=cls(**{name: function}), loss="mse")

@@ -1,0 +1,118 @@
+"""The strategy for several workers, with Keras 3."""
+
+import os
+import sys
+import warnings
+
+import tensorflow as tf
+
+from tfkfac.checks import is_number
+from tfkfac.compat.strategy import ReducingStrategy
+from tfkfac.distributed.cluster import Cluster, from_resolver, read_tf_config
+from tfkfac.distributed.rendezvous import wait_for_all
+
+
+class MultiWorkerMirroredStrategy(ReducingStrategy):
+    """Synchronous training on several workers, with Keras 3.
+
+    This is `tf.distribute.MultiWorkerMirroredStrategy` with a `reduce` that
+    takes what Keras passes to it; with the original, `fit` and `evaluate` fail
+    on several workers, whatever the optimizer (keras-team/keras#20585).
+
+    Every worker runs the same program. It creates the strategy before anything
+    else of TensorFlow, and only one. The environment variable `TF_CONFIG`
+    tells each worker who it is; without it there is one worker, which it says.
+    The workers wait for each other here, and say for whom.
+
+    Args:
+        cluster_resolver: Where to find the workers, `TF_CONFIG` by default.
+        communication_options: Options of TensorFlow's collectives. Leave
+            `timeout_seconds` unset: TensorFlow 2.21 leaks threads with it.
+        start_timeout: Seconds that a worker waits for the others to start;
+            None is for ever. Defaults to 600.
+
+    Raises:
+        TimeoutError: If a worker has not started in time. The message names
+            it.
+        ValueError: If `TF_CONFIG` is malformed, names other workers than that
+            of another worker, or two processes have one index.
+
+    Example:
+    ```python
+    # On the second of two workers, before the program starts:
+    # TF_CONFIG='{"cluster": {"worker": ["host0:2222", "host1:2222"]},
+    #             "task": {"type": "worker", "index": 1}}'
+    strategy = tfkfac.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.applications.ResNet50(weights=None)
+        model.compile(
+            optimizer=tfkfac.KFAC(distribution="dp_kfac"),
+            loss="sparse_categorical_crossentropy",
+        )
+    # The batch size is that of all workers together.
+    model.fit(dataset, epochs=55)
+    ```
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: (
+            tf.distribute.cluster_resolver.ClusterResolver | None
+        ) = None,
+        communication_options: (
+            tf.distribute.experimental.CommunicationOptions | None
+        ) = None,
+        *,
+        start_timeout: float | None = 600.0,
+    ) -> None:
+        _check_timeout(start_timeout)
+        _warn_of_threads(communication_options)
+        cluster = _find_cluster(cluster_resolver)
+        if cluster is not None:
+            wait_for_all(cluster, start_timeout)
+        super().__init__(cluster_resolver, communication_options)
+
+
+def _find_cluster(
+    resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
+) -> Cluster | None:
+    if resolver is not None:
+        return from_resolver(resolver)
+    text = os.environ.get("TF_CONFIG", "")
+    cluster = read_tf_config(text)
+    if not text or (cluster is not None and len(cluster.addresses) == 1):
+        reason = "names one worker" if text else "is not set"
+        print(
+            f"tfkfac: TF_CONFIG {reason}: this process trains alone.",
+            file=sys.stderr,
+        )
+    return cluster
+
+
+def _check_timeout(timeout: float | None) -> None:
+    if timeout is None:
+        return
+    if not is_number(timeout):
+        raise TypeError(
+            "Argument `start_timeout` must be a number of seconds or None. "
+            f"Received: start_timeout={timeout} (of type {type(timeout)})"
+        )
+    if not timeout > 0:
+        raise ValueError(
+            "Argument `start_timeout` must be above 0. "
+            f"Received: start_timeout={timeout}"
+        )
+
+
+def _warn_of_threads(
+    options: tf.distribute.experimental.CommunicationOptions | None,
+) -> None:
+    if options is not None and options.timeout_seconds:
+        warnings.warn(
+            "`CommunicationOptions(timeout_seconds=...)` makes TensorFlow 2.21 "
+            "leave 6 to 8 sleeping threads a step behind, until a healthy job "
+            "is aborted after some thousand steps. A worker that dies is "
+            "noticed without it. Received: "
+            f"timeout_seconds={options.timeout_seconds}",
+            stacklevel=3,
+        )
