@@ -286,7 +286,8 @@ class SecondOrderOptimizer(OptimizerAround):
     @property
     def skipped_steps(self) -> tf.Variable | int:
         """Number of steps skipped because a gradient was not finite."""
-        return self._job.skipped[0] if self._job and self._job.skipped else 0
+        skipped = () if self._job is None else self._job.skipped
+        return skipped[0] if skipped else 0
 
     def summary(self, print_fn: Callable[[str], None] = print) -> None:
         """Prints what the optimizer does with the model, and its state.
