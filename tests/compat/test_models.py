@@ -16,8 +16,10 @@ from tfkfac.compat.models import (
     call_takes_training,
     compiled_loss,
     compiles_from_config,
+    first_epoch,
     kept_losses,
     loss_takes_training,
+    set_first_epoch,
 )
 
 AFTER_COMPILE = "compat.models.after_compile"
@@ -285,3 +287,68 @@ def test_every_fit_has_the_callback(told: list[Any]) -> None:
     left_out.compile("sgd", "mse")
     assert left_out.fit(X, X, **fit).history["loss"]
     assert len(told) == 4
+
+
+class Begin(keras.callbacks.Callback):
+    """Notes the epochs, and may set the first."""
+
+    def __init__(self, epoch: int | None = None) -> None:
+        super().__init__()
+        self.epoch = epoch
+        self.seen: list[int] = []
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        if self.epoch is not None:
+            set_first_epoch(self.model, self.epoch)
+        self.seen.append(first_epoch(self.model, -1))
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.seen.append(epoch)
+
+
+@contract(
+    "compat.models.set_first_epoch",
+    "`fit` begins with `_initial_epoch`, read after `on_train_begin`.",
+)
+def test_the_first_epoch(tmp_path: Path) -> None:
+    """Ours and that of `BackupAndRestore`, which is seen too."""
+    model = network()
+    model.compile("sgd", "mse")
+    begin = Begin(2)
+    model.fit(X, X, epochs=4, verbose=0, callbacks=[begin])
+    assert begin.seen == [2, 2, 3]
+    set_first_epoch(model, None)
+    backup = keras.callbacks.BackupAndRestore(
+        str(tmp_path), delete_checkpoint=False
+    )
+    model.fit(X, X, epochs=1, verbose=0, callbacks=[backup])
+    again = Begin()
+    model.fit(X, X, epochs=3, verbose=0, callbacks=[backup, again])
+    assert again.seen == [1, 1, 2]
+
+
+@contract(
+    "compat.models.arrange_callbacks",
+    "`fit` has `callbacks` and `initial_epoch` and is defined once.",
+)
+def test_callbacks_are_arranged(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = next(c for c in keras.Model.__mro__ if "fit" in vars(c))
+    monkeypatch.setattr(owner, "fit", owner.fit)
+    first, last = Begin(), Begin()
+    given: list[Any] = []
+
+    def arrange(model: Any, callbacks: list[Any], initial: int) -> list[Any]:
+        given.append((callbacks, initial))
+        return [first, *callbacks, last]
+
+    arrange_callbacks(arrange)
+    model = network()
+    model.compile("sgd", "mse")
+    own = Begin()
+    for callbacks in ([own], own, keras.callbacks.CallbackList([own]), None):
+        model.fit(X, X, 3, 2, 0, callbacks, initial_epoch=1)
+        found, initial = given.pop()
+        assert found[:1] == ([own] if callbacks is not None else [])
+        assert initial == 1
+    assert first.seen == last.seen == [-1, 1] * 4
+    assert own.seen == [-1, 1] * 3

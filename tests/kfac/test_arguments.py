@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import warnings
 from typing import Any
 
 import keras
@@ -365,8 +366,16 @@ def test_functions_of_the_callers_round_trip() -> None:
         return 4.0 + 0.0 * iteration
 
     optimizer = tfkfac.KFAC(damping=mine)
-    copy = round_trip(optimizer, custom_objects={"mine": mine})
+    with pytest.warns(UserWarning, match="`damping`.*LearningRateSchedule"):
+        copy = round_trip(optimizer, custom_objects={"mine": mine})
     assert copy.damping is mine
+
+
+@pytest.mark.parametrize("value", [0.5, PolynomialDecay(8.0, 9), registered])
+def test_what_a_file_holds_is_saved_in_silence(value: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tfkfac.KFAC(damping=value).get_config()
 
 
 @pytest.mark.parametrize(

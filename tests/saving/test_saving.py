@@ -1,5 +1,6 @@
 """Training resumes exactly: Keras files, checkpoints, backups, mismatches."""
 
+import io
 import re
 import warnings
 from collections.abc import Callable
@@ -482,6 +483,17 @@ def test_checkpoint_restored_before_the_first_step(tmp_path: Path) -> None:
         weights = {str(i): w for i, w in enumerate(model.get_weights())}
         runs.append({**weights, **curvature(optimizer)})
     assert_same(runs[1], runs[0])
+
+
+def test_checkpoints_have_what_files_have() -> None:
+    """And not one worker's variables, which are of no use to another."""
+    model = compiled("sequential")
+    train(model, 0, 5)
+    kept = kfac_of(model)._saved_state
+    store = curvature(kfac_of(model))
+    assert {k.split(":")[0] for k in store} == {"state", "inverse"}
+    with np.load(io.BytesIO(kept.serialize())) as file:
+        assert_same(dict(file), store)
 
 
 # ------------------------------------------------------------------ mismatch

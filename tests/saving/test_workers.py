@@ -173,3 +173,12 @@ def test_saved_without_gathering(run: Run, tmp_path: Path) -> None:
     for said, loaded in run("two", "ungathered", str(tmp_path)):
         assert "optimizer.gather_state()" in said
         assert "finds no curvature" in loaded
+
+
+@pytest.mark.parametrize("how", ["backup", "checkpoint"])
+@slow
+def test_other_ways_of_saving(run: Run, tmp_path: Path, how: str) -> None:
+    """A worker's own file has its share, a checkpoint of the first has all."""
+    for result in run("two", "each_its_own", how, str(tmp_path)):
+        assert result["end"] == []
+        assert len(result["changed"]) > 5

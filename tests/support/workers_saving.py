@@ -225,3 +225,41 @@ def ungathered(kind: str, directory: str) -> tuple[str, str]:
         with warnings.catch_warnings(record=True) as loaded:
             network.load_weights(path)
     return str(said[-1].message), str(loaded[-1].message)
+
+
+def each_its_own(kind: str, how: str, directory: str) -> dict[str, list[str]]:
+    """Every worker goes back to what it has saved, or all to one checkpoint.
+
+    Args:
+        kind: "multi".
+        how: "backup" is Keras' `BackupAndRestore` with a directory for each
+            worker, "checkpoint" is one of `tf.train`.
+        directory: Where to.
+    """
+    rank = local_ranks(kind)[0]
+    own = f"{directory}/worker {rank if how == 'backup' else 0}"
+    options = {"model": "small", "distribution": "mem_opt"}
+    with floats("float64"):
+        whole = build(kind, "kfac", options)
+        backup = keras.callbacks.BackupAndRestore(own, delete_checkpoint=False)
+        saving = [backup] if how == "backup" else []
+        train(kind, whole, 0, STOP, *saving)
+        if how == "checkpoint":
+            whole.optimizer.gather_state()
+            if rank == 0:
+                checkpoint(whole).write(own)
+            whole.optimizer.gather_state()
+        train(kind, whole, STOP, END)
+        again = build(kind, "kfac", options)
+        if how == "checkpoint":
+            checkpoint(again).read(own).assert_existing_objects_matched()
+        loaded = everything(kind, again)
+        train(
+            kind, again, STOP, END, *saving, initial_epoch=0 if saving else STOP
+        )
+    want, got = everything(kind, whole), everything(kind, again)
+    return {"end": differences(got, want), "changed": differences(got, loaded)}
+
+
+def checkpoint(network: Any) -> tf.train.Checkpoint:
+    return tf.train.Checkpoint(model=network, optimizer=network.optimizer)

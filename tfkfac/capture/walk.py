@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import keras
 
+from tfkfac.capture.expressions import matches_whole
 from tfkfac.compat.layers import all_layers, children
 
 # Layers that call what is inside of them in a loop of their own, where no tap
@@ -136,7 +137,10 @@ def matches(rule: SkipRule, layer: keras.layers.Layer, path: str) -> bool:
     """Whether a rule of `skip_layers` means this layer."""
     if isinstance(rule, type):
         return isinstance(layer, rule)
-    return any(re.fullmatch(rule, name) for name in (layer.name, path))
+    names = (layer.name, path)
+    if isinstance(rule, str):
+        return matches_whole(rule, names)
+    return any(rule.fullmatch(name) for name in names)
 
 
 def unbuilt(model: keras.Model) -> list[keras.layers.Layer]:

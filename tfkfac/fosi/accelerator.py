@@ -78,12 +78,16 @@ class Accelerator(Tracked):
             ("basis", self.basis, basis),
             ("candidate", self.candidate.vector, Region((size,), (start,))),
         ]
-        candidate = self.candidate._asdict()
-        candidate.pop("vector")
+        tridiagonal, candidate = self.tridiagonal, self.candidate
         shared = {
             "weights": self.weights,
-            **self.tridiagonal._asdict(),
-            **{f"candidate_{name}": v for name, v in candidate.items()},
+            "diagonal": tridiagonal.diagonal,
+            "coupling": tridiagonal.coupling,
+            "kept": tridiagonal.kept,
+            "candidate_length": candidate.length,
+            "candidate_fresh": candidate.fresh,
+            "candidate_scale": candidate.scale,
+            "candidate_rows": candidate.rows,
         }
         return [
             *(

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfkfac.capture.expressions import check_expression
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_choice, is_number
 from tfkfac.distributed.assignment import POLICIES
@@ -237,8 +238,8 @@ def check_skip_rule(rule: Any) -> SkipRule:
         return rule
     if isinstance(rule, str):
         try:
-            re.compile(rule)
-        except re.error as error:
+            check_expression(rule)
+        except ValueError as error:
             raise ValueError(
                 "Argument `skip_layers` must hold valid regular expressions. "
                 f"Received: {rule!r} ({error})"

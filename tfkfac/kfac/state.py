@@ -54,28 +54,27 @@ class Preconditioner(Tracked):
         self.block = block
         self.factors: FactorAverages | None = None
         self.decomposition: Decomposition | None = None
-        self._solver, self._inverse_dtype = solver, inverse_dtype
         with memory_of(block.path):
             if names:
                 self.factors = FactorAverages(block, names)
             if preconditions:
                 self.decomposition = Decomposition(solver, block, inverse_dtype)
 
-    def entries(self) -> list[Entry]:
-        """Its variables to save."""
-        path = self.block.path
+    def entries(self, part: str) -> list[Entry]:
+        """Its variables to save.
+
+        Args:
+            part: The part of the state that decompositions are.
+        """
+        path, solved = self.block.path, self.decomposition
         entries: list[Entry] = []
         if self.factors is not None:
             entries = self.factors.entries(path)
-        if self.decomposition is not None:
-            part = part_of(self._solver, self._inverse_dtype)
+        if solved is not None:
+            named = zip(solved.names, solved.tensors, strict=True)
             entries += [
                 Entry(path, name, tensor, Spread.OWNED, part)
-                for name, tensor in zip(
-                    self.decomposition.names,
-                    self.decomposition.tensors,
-                    strict=True,
-                )
+                for name, tensor in named
             ]
         return entries
 
@@ -175,6 +174,7 @@ class State(Tracked):
             rank: The worker.
         """
         plan = placement.plan
+        solved = part_of(placement.solver, placement.settings.inverse_dtype)
         entries = self._clocks(plan)
         for i, one in enumerate(self.preconditioners):
             if plan.observes(rank, i):
@@ -184,8 +184,7 @@ class State(Tracked):
             entries += self.counters.faults(
                 i, one.factors is not None, one.decomposition is not None
             )
-            entries += one.entries()
-        solved = part_of(placement.solver, placement.settings.inverse_dtype)
+            entries += one.entries(solved)
         parts = {solved: self.counters.decompose_anew}
         if self.pending is not None:
             entries += self.pending.entries()

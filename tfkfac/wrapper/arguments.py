@@ -2,6 +2,7 @@
 
 import inspect
 import numbers
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -207,8 +208,27 @@ def why_not_inside(inner: keras.optimizers.Optimizer) -> str | None:
     return None
 
 
-def serialize_value(value: Any) -> Any:
-    """Serialises a schedule or callable; a number is itself."""
+def is_registered(function: Any) -> bool:
+    """Whether Keras finds a function by a name of its package."""
+    named = hasattr(function, "__name__")
+    return named and ">" in keras.saving.get_registered_name(function)
+
+
+def serialize_value(name: str, value: Any) -> Any:
+    """Serialises an argument: a schedule or callable; a number is itself.
+
+    Of a function that is not registered a file has the name alone, of a lambda
+    code that Keras does not load unless told to: that is said.
+    """
     if value is None or isinstance(value, (int, float)):
         return value
+    if not isinstance(value, Schedule) and not is_registered(value):
+        warnings.warn(
+            f"Argument `{name}` is a function that a saved model does not "
+            "hold. Use a `keras.optimizers.schedules.LearningRateSchedule`, or "
+            "`keras.saving.register_keras_serializable`; else the model can be "
+            "loaded with `custom_objects` or, if it is a lambda, "
+            f"`safe_mode=False` only. Received: {name}={value!r}",
+            stacklevel=3,
+        )
     return keras.saving.serialize_keras_object(value)

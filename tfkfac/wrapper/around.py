@@ -41,7 +41,7 @@ class OptimizerAround(KerasOptimizer):
             "name": self.name,
             "inner_optimizer": inner,
             **{
-                name: serialize_value(parameter.get())
+                name: serialize_value(name, parameter.get())
                 for name, parameter in method.hyperparameters().items()
             },
             **{name: getattr(method, name) for name in method.arguments},

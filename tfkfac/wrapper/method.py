@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfkfac.compat.tracking import Tracked
-from tfkfac.saving.entries import Contents
+from tfkfac.saving.entries import Contents, Entry
 from tfkfac.wrapper.hyperparameters import Hyperparameter, Tunable
 from tfkfac.wrapper.step import Job, Step
 
@@ -82,9 +82,13 @@ class Method(abc.ABC):
     def agreement(self) -> dict[str, Any]:
         """What all workers must have in common, by name; JSON can hold it."""
 
-    @abc.abstractmethod
+    def entries(self) -> list[Entry]:
+        """The state to save where every replica has the same."""
+        return []
+
     def contents(self, rank: int) -> Contents:
         """What a replica of this process has of the state to save."""
+        return Contents(self.entries())
 
     @abc.abstractmethod
     def events(self) -> list[tuple[str, tf.Variable]]:

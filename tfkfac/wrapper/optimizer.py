@@ -1,5 +1,6 @@
 """The Keras optimizer around another, bound to the model it trains."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -173,7 +174,10 @@ class SecondOrderOptimizer(OptimizerAround):
 
     def _description(self) -> dict[str, Any]:
         """What all workers must agree on."""
-        config = self.get_config()
+        with warnings.catch_warnings():
+            # Not for a file: what it cannot hold is of no interest.
+            warnings.simplefilter("ignore")
+            config = self.get_config()
         inner = config.pop("inner_optimizer")
         settings = {k: v for k, v in inner["config"].items() if k != "name"}
         weights = self.bound_model().trainable_variables
@@ -282,7 +286,8 @@ class SecondOrderOptimizer(OptimizerAround):
     @property
     def skipped_steps(self) -> tf.Variable | int:
         """Number of steps skipped because a gradient was not finite."""
-        return self._job.skipped[0] if self._job and self._job.skipped else 0
+        skipped = () if self._job is None else self._job.skipped
+        return skipped[0] if skipped else 0
 
     def summary(self, print_fn: Callable[[str], None] = print) -> None:
         """Prints what the optimizer does with the model, and its state.

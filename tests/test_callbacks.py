@@ -1,0 +1,208 @@
+"""Backups of one process: whole, exact, and said when they cannot be made."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfkfac
+from tests.support.small import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    data,
+    everything,
+    loss,
+)
+from tfkfac.callbacks import ChiefBackup
+
+X, Y = data()
+
+
+class StopBefore(keras.callbacks.Callback):
+    def __init__(self, epoch: int) -> None:
+        super().__init__()
+        self.epoch = epoch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == self.epoch:
+            raise KeyboardInterrupt
+
+
+def network(optimizer: Any = None, eager: bool = True) -> Any:
+    """With a layer whose random numbers go on."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            layers.Dense(5, activation="tanh"),
+            layers.Dropout(0.5, seed=1),
+            layers.Dense(CLASSES),
+        ]
+    )
+    optimizer = optimizer or tfkfac.KFAC(
+        keras.optimizers.Adam(1e-2),
+        factor_update_interval=3,
+        inverse_update_interval=5,
+    )
+    model.compile(optimizer, loss(), run_eagerly=eager)
+    return model
+
+
+def fit(model: Any, epochs: int, *callbacks: Any) -> Any:
+    return model.fit(
+        X,
+        Y,
+        batch_size=4,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=list(callbacks),
+    )
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_run_that_was_stopped_is_the_run(tmp_path: Path) -> None:
+    """To the last bit, with curvature, slots and random layers."""
+    whole = network(eager=False)
+    fit(whole, 4)
+    with pytest.raises(KeyboardInterrupt):
+        fit(network(eager=False), 4, ChiefBackup(tmp_path), StopBefore(3))
+    assert names(tmp_path) == [f"epoch-00000{i}.weights.h5" for i in (2, 3)]
+    again = network(eager=False)
+    history = fit(again, 4, ChiefBackup(tmp_path, delete_checkpoint=False))
+    assert history.epoch == [3]
+    assert_same(everything(again), everything(whole))
+    # Another `fit` of the same model begins where it is told to.
+    assert fit(again, 2).epoch == [0, 1]
+    assert fit(again, 5, ChiefBackup(tmp_path)).epoch == [4]
+    assert names(tmp_path) == []
+
+
+def test_a_damaged_backup(tmp_path: Path) -> None:
+    """The one before it, said; what a killed job left is removed."""
+    with pytest.raises(KeyboardInterrupt):
+        fit(network(), 4, ChiefBackup(tmp_path), StopBefore(2))
+    newest = tmp_path / "epoch-000002.weights.h5"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    (tmp_path / ".writing-epoch-000003.weights.h5").touch()
+    model = network()
+    with pytest.warns(UserWarning, match="epoch-000002.* cannot be read"):
+        assert fit(model, 3, ChiefBackup(tmp_path)).epoch == [1, 2]
+    assert names(tmp_path) == []
+
+
+def test_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last good backup stays, it is said, and training goes on."""
+    model = network()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, 3, ChiefBackup(tmp_path), StopBefore(1))
+    save_weights = keras.Model.save_weights
+
+    def fail(self: Any, path: Any, **kwargs: Any) -> None:
+        save_weights(self, path, **kwargs)
+        os.truncate(path, 100)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(keras.Model, "save_weights", fail)
+    with pytest.warns(UserWarning, match="Epoch 2 .*No space left"):
+        fit(model, 2, ChiefBackup(tmp_path, delete_checkpoint=False))
+    assert names(tmp_path) == ["epoch-000001.weights.h5"]
+    with h5py.File(tmp_path / "epoch-000001.weights.h5") as file:
+        assert "optimizer" in file
+
+
+def test_other_models_and_optimizers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="with an optimizer of tfkfac"):
+        fit(network("sgd"), 1, ChiefBackup(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        fit(network(), 2, ChiefBackup(tmp_path), StopBefore(1))
+    with pytest.raises(ValueError, match="Skipping variable loading"):
+        fit(network(tfkfac.KFAC("sgd")), 2, ChiefBackup(tmp_path))
+
+
+# --------------------------------------------------------- real ends of jobs
+TRAIN = """
+import sys
+from tests.test_callbacks import *
+fit(wide(), 1000, ChiefBackup(sys.argv[1]))
+"""
+
+
+def wide() -> Any:
+    """Whose backup takes a while."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((FEATURES,)), layers.Dense(1000), layers.Dense(CLASSES)]
+    )
+    model.compile(tfkfac.KFAC(), loss())
+    return model
+
+
+def start(directory: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", TRAIN, str(directory)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE)
+
+
+def wait_for(directory: Path, pattern: str, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not list(directory.glob(pattern)):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_killed_while_writing(tmp_path: Path) -> None:
+    """Five times at any moment of it: the last good backup loads."""
+    for attempt in range(5):
+        job = start(tmp_path)
+        wait_for(tmp_path, f"epoch-*{attempt + 1}.weights.h5")
+        wait_for(tmp_path, ".writing-*")
+        time.sleep(0.004 * attempt)
+        job.send_signal(signal.SIGKILL)
+        job.wait()
+        model = wide()
+        callback = ChiefBackup(tmp_path, delete_checkpoint=False)
+        begun = fit(model, 1, callback, StopBefore(0)).epoch
+        assert begun == []
+        assert int(model.optimizer.iterations) >= 4
+        assert np.isfinite(model.get_weights()[0]).all()
+        assert not list(tmp_path.glob(".writing-*"))
+
+
+@pytest.mark.slow
+def test_a_file_may_not_grow(tmp_path: Path) -> None:
+    """What a full disk does to HDF5, from the operating system."""
+    with pytest.raises(KeyboardInterrupt):
+        fit(wide(), 2, ChiefBackup(tmp_path), StopBefore(1))
+    before = (tmp_path / "epoch-000001.weights.h5").read_bytes()
+    code = (
+        "import resource, signal, sys\n"
+        "from tests.test_callbacks import *\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))\n"
+        "fit(wide(), 3, ChiefBackup(sys.argv[1], delete_checkpoint=False))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    assert b"The last backup stays" in done.stderr
+    assert names(tmp_path) == ["epoch-000001.weights.h5"]
+    assert (tmp_path / "epoch-000001.weights.h5").read_bytes() == before
