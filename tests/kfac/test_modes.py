@@ -94,6 +94,7 @@ def test_updates(results, name):
         name
         for name in names("vision", "text", "small", "wide", "batch_norm")
         if not {"factor_dtype", "poison"} & set(options_of(name))
+        if "drawn labels" not in name
     ),
 )
 def test_equals_one_process(results, name):

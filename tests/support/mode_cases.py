@@ -202,6 +202,37 @@ add(
     feed="some",
 )
 add("two", "eager", "mem_opt", model="small", eager=True)
+# Drawn labels go back through a normalisation that adds up over the workers.
+for where_, mode_, model_, slow_ in [
+    ("two", "comm_opt", "batch_norm", False),
+    ("four", "hybrid_opt 1/2", "small", True),
+    ("mirrored", "mem_opt", "batch_norm", True),
+]:
+    add(
+        where_,
+        f"given labels, {model_}",
+        mode_,
+        slow=slow_,
+        model=model_,
+        feed="some",
+        fisher="monte_carlo",
+        given_labels=True,
+    )
+add("two", "type2", "mem_opt", model="small", fisher="type2")
+for where_, mode_, model_, slow_ in [
+    ("two", "dp_kfac", "batch_norm", True),
+    ("four", "comm_opt", "small", True),
+    ("mirrored", "comm_opt", "small", True),
+]:
+    add(
+        where_,
+        f"drawn labels, {model_}",
+        mode_,
+        slow=slow_,
+        model=model_,
+        fisher="monte_carlo",
+        feed="some" if model_ == "batch_norm" else "uneven",
+    )
 add(
     "two",
     "triangles",

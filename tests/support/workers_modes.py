@@ -246,6 +246,18 @@ class Setter(keras.callbacks.Callback):
 
 # ---------------------------------------------------------------- training
 @contextlib.contextmanager
+def labels_given() -> Iterator[None]:
+    """Takes the least likely class of each row for the one that is drawn."""
+
+    def sample(_: Any, logits: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+        least = tf.one_hot(tf.argmin(logits, -1), CLASSES, dtype=logits.dtype)
+        return tf.nn.softmax(logits) - least
+
+    with mock.patch.object(tfkfac.fisher.Categorical, "sample", sample):
+        yield
+
+
+@contextlib.contextmanager
 def floats(dtype: str) -> Iterator[None]:
     before = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx(dtype)
@@ -267,6 +279,7 @@ def train(
     without: int | None = None,
     changes: dict[int, dict[str, float]] | None = None,
     eager: bool = False,
+    given_labels: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains a new model for the steps of a feed.
@@ -281,6 +294,7 @@ def train(
         without: A step to leave out.
         changes: Values for the optimizer's attributes before a step.
         eager: Whether to run without a graph.
+        given_labels: Whether the labels of the Fisher matrix are not drawn.
         **options: Arguments of `KFAC`; a value may be one of `OBJECTS`.
     """
     workers = strategy(kind).num_replicas_in_sync
@@ -295,13 +309,14 @@ def train(
         if without is not None:
             del steps[without]
         start = network.get_weights()
-        network.fit(
-            dataset(kind, x, y, steps, poison),
-            steps_per_epoch=len(steps),
-            shuffle=False,
-            verbose=0,
-            callbacks=[Setter(changes or {})],
-        )
+        with labels_given() if given_labels else contextlib.nullcontext():
+            network.fit(
+                dataset(kind, x, y, steps, poison),
+                steps_per_epoch=len(steps),
+                shuffle=False,
+                verbose=0,
+                callbacks=[Setter(changes or {})],
+            )
     return {"start": start} | describe(kind, network)
 
 
