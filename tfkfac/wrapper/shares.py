@@ -39,12 +39,11 @@ def measure_loss(
             () if share is None else (share,),
         )
     totals, units, surprises = _totals(terms, group)
+    dispersions = tuple(dispersion(surprise) for surprise in surprises)
     measures = [
-        _measure_one(loss, total, unit, replicas, is_weighed).tempered(
-            dispersion(surprise)
-        )
-        for loss, total, unit, surprise in zip(
-            terms, totals, units, surprises, strict=True
+        _measure_one(loss, total, unit, replicas, is_weighed).tempered(times)
+        for loss, total, unit, times in zip(
+            terms, totals, units, dispersions, strict=True
         )
     ]
     main = measures[0]
@@ -53,6 +52,7 @@ def measure_loss(
         fields = zip(*(one[:6] for one in measures), strict=True)
         main = LossMeasure(*(tf.stack(values)[largest] for values in fields))
         main = LossMeasure(*main[:6], weights=_weights(measures, main))
+    main = main._replace(dispersions=dispersions)
     if replicas == group.size == 1:
         return main.shared(None)
     shares = [one.share for one in measures if one.share is not None]
