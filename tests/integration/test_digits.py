@@ -133,6 +133,26 @@ def test_inputs_that_are_not_normalised(
     assert_sound(kfac_of(model))
 
 
+@pytest.mark.slow
+def test_two_classes_of_inputs_that_are_not_normalised(
+    digits: tuple[Array, Array, Array, Array],
+) -> None:
+    """With labels drawn from the logits as they are all the same: 0.49."""
+    x, y, *_ = digits
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((8, 8, 1)), layers.Flatten()]
+        + [layers.Dense(128, activation="relu") for _ in range(2)]
+        + [layers.Dense(1)]
+    )
+    two = keras.losses.BinaryCrossentropy(from_logits=True)
+    metric = keras.metrics.BinaryAccuracy(threshold=0)
+    model.compile(tfkfac.KFAC(), two, metrics=[metric])
+    model.fit(4080 * x, y < 5, batch_size=100, epochs=10, verbose=0)
+    assert model.evaluate(4080 * x, y < 5, verbose=0)[1] > 0.95
+    assert_sound(kfac_of(model))
+
+
 def test_eigen_solver_trains(
     digits: tuple[Array, Array, Array, Array],
 ) -> None:

@@ -277,6 +277,8 @@ def test_logits_far_too_large_are_divided_by_their_dispersion(
 ) -> None:
     """`L/s` with `s = L / (10 chance)`, in G as in the gradient.
 
+    What has a distribution has that of the logits divided by `s`.
+
     Nothing is known of the scale of a squared error.
     """
     x = 1e3 * X.astype(np.float64)
@@ -302,9 +304,13 @@ def test_logits_far_too_large_are_divided_by_their_dispersion(
         g = np.exp(z - log_sum[:, None]) - HOT
         nll = log_sum - z[np.arange(ROWS), CLASSES]
         scale = np.mean(nll) / np.log(FEATURES) / 10
-    optimizer = compiled(model, 1.0, loss, damping=1e-3)
+    fisher = "type2" if kind == "binary" else "empirical"
+    optimizer = compiled(model, 1.0, loss, damping=1e-3, fisher=fisher)
     model.train_on_batch(x, y)
     want = factors(a[:, None], g[:, None] / scale)
+    if kind == "binary":  # of the logits z / s
+        p = np.exp(-np.logaddexp(0, -z / scale))
+        want = want[0], np.diag(np.mean(p * (1 - p), 0)) / scale**2
     check_factors(find(optimizer.factors(), "d"), *want)
     if kind == "square":
         return  # float32 does not do for its step

@@ -60,6 +60,8 @@ class LossMeasure(NamedTuple):
         weights: What the Fisher matrix of a term of each loss is multiplied
             by, so that all add up to `total` times that of the whole loss in
             its unit; empty if there is one loss.
+        dispersions: What the outputs of each loss are too large by, which its
+            unit includes; empty if none has been measured.
     """
 
     terms: tf.Tensor | None
@@ -70,6 +72,7 @@ class LossMeasure(NamedTuple):
     share: tf.Tensor | None = None
     shares: tuple[tf.Tensor, ...] = ()
     weights: tuple[tf.Tensor, ...] = ()
+    dispersions: tuple[tf.Tensor, ...] = ()
 
     def tempered(self, dispersion: tf.Tensor) -> "LossMeasure":
         """The measure of a loss divided by its dispersion."""

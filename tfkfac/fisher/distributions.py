@@ -25,9 +25,12 @@ class Distribution(abc.ABC):
     Attributes:
         categorical: Whether a label is one of several classes. For these the
             empirical Fisher matrix is the default.
+        from_logits: Whether the outputs are logits, which are divided by
+            their dispersion where they are far too large.
     """
 
     categorical: bool = False
+    from_logits: bool = False
 
     @abc.abstractmethod
     def sample(self, outputs: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:

@@ -25,11 +25,14 @@ class Output:
         distribution: The distribution of the labels.
         weights: The weight of each term, to be multiplied with the
             predictions; None if all are 1.
+        dispersion: How many times too large the predictions are; the loss is
+            divided by it.
     """
 
     predictions: tf.Tensor
     distribution: Distribution
     weights: tf.Tensor | None
+    dispersion: tf.Tensor | float = 1.0
 
     def gradient(self, make: Maker, weight: tf.Tensor | None) -> tf.Tensor:
         """A gradient at the predictions, or a column of the root there.
@@ -46,7 +49,10 @@ class Output:
         # A single number for each example is a term of one output.
         single = outputs.shape.rank == 1
         parameters = tf.cast(outputs[:, None] if single else outputs, wide)
-        made = make(self.distribution, parameters)
+        times = tf.cast(self.dispersion, wide)
+        if self.distribution.from_logits:
+            parameters /= times
+        made = make(self.distribution, parameters) / times
         made = made[:, 0] if single else made
         for one in (self.weights, weight):
             if one is not None:
@@ -87,6 +93,14 @@ class Likelihood:
 
     outputs: tuple[Output, ...]
     pullback: Pullback
+
+    def tempered(self, dispersions: Sequence[tf.Tensor]) -> "Likelihood":
+        """The same of outputs divided by their dispersions."""
+        outputs = tuple(
+            dataclasses.replace(output, dispersion=times)
+            for output, times in zip(self.outputs, dispersions, strict=True)
+        )
+        return dataclasses.replace(self, outputs=outputs)
 
     @property
     def is_categorical(self) -> bool:

@@ -63,8 +63,9 @@ def batch_statistics(
     }
     if choice.likelihood is None:
         return types.empirical(own, view)
+    likelihood = choice.likelihood.tempered(step.loss.dispersions)
     if choice.type == types.TYPE2:
-        return types.type2(own, view, choice.likelihood)
+        return types.type2(own, view, likelihood)
 
     def total(tensor: tf.Tensor) -> tf.Tensor:
         # Factors of one worker's batch alone are of its labels alone.
@@ -73,8 +74,8 @@ def batch_statistics(
         (sum_,) = step.group.all_reduce([tensor])
         return sum_
 
-    seeds = label_seeds(step, state, len(choice.likelihood.outputs))
-    return types.monte_carlo(own, view, choice.likelihood, seeds, total)
+    seeds = label_seeds(step, state, len(likelihood.outputs))
+    return types.monte_carlo(own, view, likelihood, seeds, total)
 
 
 def label_seeds(step: Step, state: State, outputs: int) -> list[tf.Tensor]:

@@ -43,12 +43,11 @@ def measure_loss(
             () if share is None else (share,),
         )
     totals, units, surprises = _totals(terms, group)
+    dispersions = tuple(dispersion(mean) for mean in surprises)
     measures = [
-        _measure_one(loss, total, unit, replicas, is_weighed).tempered(
-            dispersion(mean)
-        )
-        for loss, total, unit, mean in zip(
-            terms, totals, units, surprises, strict=True
+        _measure_one(loss, total, unit, replicas, is_weighed).tempered(times)
+        for loss, total, unit, times in zip(
+            terms, totals, units, dispersions, strict=True
         )
     ]
     main = measures[0]
@@ -57,6 +56,7 @@ def measure_loss(
         fields = zip(*(one[:6] for one in measures), strict=True)
         main = LossMeasure(*(tf.stack(values)[largest] for values in fields))
         main = LossMeasure(*main[:6], weights=_weights(measures, main))
+    main = main._replace(dispersions=dispersions)
     if replicas == group.size == 1:
         return main.shared(None)
     shares = [one.share for one in measures if one.share is not None]
