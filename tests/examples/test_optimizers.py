@@ -103,7 +103,7 @@ def test_settings_reach_fosi():
     assert config.items() >= given.items()
     assert (optimizer.update_interval, optimizer.alpha) == (7, 0.5)
     defaults = tfkfac.FOSI().get_config()
-    config = build("--fosi-directions 10", "fosi_adam").optimizer.get_config()
+    config = build("--fosi-directions 5", "fosi_adam").optimizer.get_config()
     unlike = {key for key in defaults if config[key] != defaults[key]}
     assert unlike <= {"inner_optimizer"}
 

@@ -224,7 +224,8 @@ def test_changed_numbers(double: None) -> None:
 
     program = Fosi(
         rule,
-        alpha=lambda t: 0.5 if t < 4 else 0.25,
+        # It follows the learning rate, which is half as large then.
+        alpha=lambda t: 0.5 if t < 4 else 0.25 * 0.05 / 0.1,
         interval=lambda t: 3 if t < 4 else 2,
     )
     network = Network(x, y)

@@ -320,7 +320,7 @@ def traffic(kind: str | None, layout: str) -> dict[str, dict[str, int]]:
     """What a step of a large model moves; not trained."""
     with strategy(kind).scope():
         network = large()
-        network.compile(tfkfac.FOSI(layout=layout), "mse")
+        network.compile(tfkfac.FOSI(num_largest=10, layout=layout), "mse")
     assert network.count_params() == LARGE
     assert tf.distribute.get_replica_context() is not None
     return network.optimizer.communication_bytes()
