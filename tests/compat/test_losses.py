@@ -8,7 +8,13 @@ import tensorflow as tf
 from keras import layers
 
 from tests.compat.contracts import contract
-from tfkfac.compat.losses import loss_function, loss_weights, observed_losses
+from tfkfac.compat.losses import (
+    are_probabilities,
+    loss_arguments,
+    loss_function,
+    loss_weights,
+    observed_losses,
+)
 
 OBSERVED = "compat.losses.observed_losses"
 X = np.ones((3, 2, 4), "float32")
@@ -95,3 +101,30 @@ def test_function_of_a_loss() -> None:
         (losses.CategoricalCrossentropy(), losses.categorical_crossentropy),
     ]:
         assert loss_function(loss) is function
+
+
+@contract(
+    "compat.losses.loss_arguments",
+    "a loss of Keras' own has what it passes to its function in `_fn_kwargs`.",
+)
+def test_arguments_of_a_loss() -> None:
+    loss = keras.losses.CategoricalCrossentropy(
+        from_logits=True, label_smoothing=0.1
+    )
+    assert loss_arguments(loss) == {
+        "from_logits": True,
+        "label_smoothing": 0.1,
+        "axis": -1,
+    }
+    assert loss_arguments(keras.losses.get("mse")) == {}
+
+
+@contract(
+    "compat.losses.are_probabilities",
+    "activations leave the logits on their result as `_keras_logits`.",
+)
+def test_probabilities_are_known() -> None:
+    z = tf.zeros((2, 3))
+    assert not are_probabilities(z)
+    for activation in (keras.activations.softmax, keras.activations.sigmoid):
+        assert are_probabilities(activation(z))

@@ -50,10 +50,22 @@ def trained(loss: Any, y: Any, activation: str | None = None) -> Any:
         ("binary_crossentropy", BITS, "sigmoid", "monte_carlo"),
         ("poisson", COUNTS, "exponential", "monte_carlo"),
         ("categorical_crossentropy", HOT, "softmax", "empirical (the labels"),
-        ("kl_divergence", HOT, "softmax", "empirical (the labels"),
+        pytest.param(
+            "kl_divergence",
+            HOT,
+            "softmax",
+            "empirical (the labels",
+            marks=pytest.mark.slow,
+        ),
         ("huber", REAL, None, "empirical (the distribution of loss 'huber'"),
         (LOSSES.Huber(delta=50.0), REAL, None, "empirical (the distribution"),
-        ("mae", REAL, None, "empirical (the distribution"),
+        pytest.param(
+            "mae",
+            REAL,
+            None,
+            "empirical (the distribution",
+            marks=pytest.mark.slow,
+        ),
         (LOSSES.BinaryFocalCrossentropy(), BITS, "sigmoid", "empirical (the"),
     ],
 )
@@ -176,8 +188,13 @@ class HugeErrors(keras.losses.Loss):
         return huge_errors(y_true, y_pred)
 
 
-@pytest.mark.parametrize("loss", [huge_errors, HugeErrors])
-@pytest.mark.parametrize("made", [Tenths(), lambda loss: Tenths()])
+@pytest.mark.parametrize(
+    ("loss", "made"),
+    [
+        (huge_errors, Tenths()),
+        pytest.param(HugeErrors, lambda loss: Tenths(), marks=pytest.mark.slow),
+    ],
+)
 def test_registered_distributions(loss: Any, made: Any) -> None:
     """The mean over three outputs: in units of 1/3, or 1 if not told."""
     tfkfac.register_distribution(loss, made, unit=1, features="mean")

@@ -1,7 +1,9 @@
 """What drawing labels does to a step: nothing but other factors G."""
 
 import collections
+import itertools
 import pathlib
+import types
 from typing import Any
 
 import keras
@@ -14,6 +16,7 @@ import tfkfac
 from tests.support.harness import assert_close, find
 from tests.support.reference import Array
 from tests.wrapper.test_xla import pretend_gpu
+from tfkfac.kfac.statistics import label_seeds
 
 RNG = np.random.default_rng(1)
 X = RNG.normal(size=(8, 6)).astype("float32")
@@ -35,8 +38,9 @@ def network(dropout: float = 0.5) -> Any:
 
 def compiled(fisher: str | None = "monte_carlo", **options: Any) -> Any:
     model = network(options.pop("dropout", 0.5))
-    fit = {k: options.pop(k) for k in ("run_eagerly",) if k in options}
-    model.compile(tfkfac.KFAC(fisher=fisher, **options), "mse", **fit)
+    eager = options.pop("run_eagerly", True)
+    optimizer = tfkfac.KFAC(fisher=fisher, **options)
+    model.compile(optimizer, "mse", run_eagerly=eager)
     return model
 
 
@@ -103,7 +107,7 @@ def operations_of_step(fisher: str) -> collections.Counter[str]:
 
     model = network()
     model.compile(Noted(fisher=fisher), "mse")
-    model.fit(X, Y, epochs=30, batch_size=4, verbose=0)
+    model.fit(X, Y, epochs=2, batch_size=4, verbose=0)
     assert len(graphs) == 1  # traced once
     types = collections.Counter(o.type for o in graphs[0].get_operations())
     del types["Const"]  # those of the branches are among them
@@ -165,7 +169,8 @@ def test_xla_compiles_it(monkeypatch: pytest.MonkeyPatch) -> None:
         found[fisher] = np.concatenate(
             [np.ravel(w) for w in weights_after(model, 2)]
         )
-    other = weights_after(compiled("type2", dropout=0.0), 2)
+    plain = compiled("type2", dropout=0.0, run_eagerly=False)
+    other = weights_after(plain, 2)
     want = np.concatenate([np.ravel(w) for w in other])
     assert_close(found["type2"], want, 1e-3)
     assert np.isfinite(found["monte_carlo"]).all()
@@ -195,3 +200,18 @@ def test_half_precision(policy: str) -> None:
     ]
     got, want = (find(o.factors(), "out")["G"] for o in optimizers)
     assert_close(got, want, 0.02)
+
+
+def test_every_replica_and_micro_batch_has_seeds_of_its_own() -> None:
+    """Two outputs, three replicas, two micro-batches, two steps."""
+    seen = set()
+    for clock, rank, count in itertools.product(range(2), range(3), range(2)):
+        step: Any = types.SimpleNamespace(
+            job=types.SimpleNamespace(clock=tf.constant(clock, tf.int64)),
+            group=types.SimpleNamespace(rank=rank, size=3),
+        )
+        pending = types.SimpleNamespace(count=tf.constant(count, tf.int64))
+        state: Any = types.SimpleNamespace(pending=pending)
+        seeds = label_seeds(step, state, 2)
+        seen.update(tuple(seed.numpy()) for seed in seeds)
+    assert len(seen) == 2 * 3 * 2 * 2

@@ -16,6 +16,7 @@ from keras import layers
 
 import tfkfac
 from tests.support.harness import assert_close, find, randomize, weights_of
+from tests.support.marks import with_slow
 from tests.support.reference import Array, append_one
 
 ROWS, OUT = 8, 3
@@ -155,7 +156,18 @@ def factors_after(
 
 
 @pytest.mark.filterwarnings("ignore:.*received `from_logits=True`")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    with_slow(
+        KINDS,
+        "mse, summed",
+        "own squares",
+        "categorical, smoothed",
+        "categorical logits",
+        "sparse",
+        "logits that are none",
+    ),
+)
 def test_type2_has_the_output_hessian(kind: str) -> None:
     y, activation, loss, hessian = KINDS[kind]
     model = network(activation)
@@ -172,13 +184,18 @@ def test_type2_has_the_output_hessian(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*received `from_logits=True`")
 @pytest.mark.parametrize(
     "kind",
-    [
+    with_slow(
+        [
+            "mse",
+            "binary",
+            "categorical, smoothed",
+            "sparse logits, unreduced",
+            "poisson",
+        ],
         "mse",
-        "binary",
-        "categorical, smoothed",
         "sparse logits, unreduced",
         "poisson",
-    ],
+    ),
 )
 def test_drawn_labels_have_it_as_their_mean(kind: str) -> None:
     """4,000 draws for each example: 1/sqrt(32,000) is 0.6 %."""

@@ -4,6 +4,7 @@ Tracing and optimising the graph take about 1 ms for each operation, so this is
 what the first step costs. The bounds are what was measured and a little more.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -67,9 +68,23 @@ def test_operations_of_one_more_layer(
     """
     plain = operations_a_layer(keras.optimizers.SGD, kind)
     whole = operations_a_layer(
-        lambda: tfkfac.KFAC(keras.optimizers.SGD(), solver=solver), kind
+        lambda: tfkfac.KFAC(
+            keras.optimizers.SGD(), solver=solver, fisher="empirical"
+        ),
+        kind,
     )
     assert whole - plain <= bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "bound"), [("dense", 6), ("conv", 7)])
+def test_operations_of_labels_that_are_drawn(kind: str, bound: int) -> None:
+    """The way back through one more layer, 4 and 5 operations."""
+    empirical, drawn = (
+        operations_a_layer(functools.partial(tfkfac.KFAC, fisher=fisher), kind)
+        for fisher in ("empirical", "monte_carlo")
+    )
+    assert drawn - empirical <= bound
 
 
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])

@@ -28,7 +28,8 @@ def model_of(**options: Any) -> Any:
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2, name="d")])
     randomize(model)
     inner = keras.optimizers.SGD(RATE)
-    model.compile(tfkfac.KFAC(inner, damping=DAMPING, **options), "mse")
+    options |= {"damping": DAMPING, "fisher": "empirical"}
+    model.compile(tfkfac.KFAC(inner, **options), "mse")
     return model
 
 

@@ -62,7 +62,8 @@ def sequences() -> Any:
 def optimizer(**options: Any) -> Any:
     return tfkfac.KFAC(
         keras.optimizers.SGD(RATE),
-        **{"damping": DAMPING, "kl_clip": CLIP} | options,
+        **{"damping": DAMPING, "kl_clip": CLIP, "fisher": "empirical"}
+        | options,
     )
 
 

@@ -57,7 +57,10 @@ def train(kind: str | None, case: str) -> dict[str, Any]:
         with strategy(kind).scope():
             keras.utils.set_random_seed(0)
             model = network(case)
-            model.compile(tfkfac.KFAC(INNERS["sgd"](), **DEFAULTS), loss)
+            model.compile(
+                tfkfac.KFAC(INNERS["sgd"](), fisher="empirical", **DEFAULTS),
+                loss,
+            )
         start = model.get_weights()
         steps = shares(uneven(_ROWS), strategy(kind).num_replicas_in_sync)
         labels = (y, y[::-1]) if case == "outputs" else y

@@ -90,6 +90,7 @@ def test_a_step_in_float64(solver: str, kind: str, double: None) -> None:
             solver=solver,
             damping=FUNCTIONS[kind],
             kl_clip=CLIP,
+            fisher="empirical",
         ),
         half_squared_error,
     )

@@ -99,16 +99,15 @@ class KFAC(SecondOrderOptimizer):
             computed by `model.compute_loss`, as `fit` does. "monte_carlo": of
             labels drawn from the model's own predictions (Martens & Grosse,
             section 5), by one more backward pass to the pre-activations in
-            steps that update factors, where it is a step's cost of about a
-            third. "empirical": of the labels of the batch, at no cost.
-            "type2": no draws, but the columns of a square root of the Hessian
-            at the outputs, all of them (the generalised Gauss-Newton matrix):
-            a backward pass for each output of an example, at most 1,024. The
-            two that ask the model need the distribution that the loss is a
-            likelihood of, see `tfkfac.register_distribution`; weights of
-            examples count once, not squared. None is "empirical" where all
-            labels are classes or a distribution is not known, else
-            "monte_carlo". Defaults to None.
+            steps that update factors. "empirical": of the labels of the
+            batch, at no cost. "type2": no draws, but the columns of a square
+            root of the Hessian at the outputs, all of them (the generalised
+            Gauss-Newton matrix): a backward pass for each output of an
+            example, at most 1,024. The two that ask the model need the
+            distribution that the loss is a likelihood of, see
+            `tfkfac.register_distribution`; weights of examples count once,
+            not squared. None is "empirical" where all labels are classes or a
+            distribution is not known, else "monte_carlo". Defaults to None.
         distribution: What the workers of a `tf.distribute` job share:
             "comm_opt" (factors are all-reduced, each is decomposed by one
             worker and its decomposition sent to all: plain steps send nothing
