@@ -195,14 +195,73 @@ def test_calls_of_any_size_are_traced_once_for_each_rank() -> None:
 
     @tf.function
     def step(x: Any) -> Any:
-        parts = [call_of_any_size(twice, x[:n]) for n in (1, 2, 3)]
-        parts.append(call_of_any_size(twice, x[:2, None])[:, 0])
+        parts = [call_of_any_size("twice", twice, x[:n]) for n in (1, 2, 3)]
+        parts.append(call_of_any_size("twice", twice, x[:2, None])[:, 0])
         return tf.concat(parts, 0)
 
     x = tf.constant([1.0, 2.0, 3.0])
     assert list(step(x)) == [2, 2, 4, 2, 4, 6, 2, 4]
     assert shapes == [[None], [None, None]]
-    assert list(call_of_any_size(twice, x)) == [2, 4, 6]
+    assert list(call_of_any_size("twice", twice, x)) == [2, 4, 6]
+
+
+@contract(
+    "compat.graphs.call_of_any_size",
+    "A `ResourceVariable` of a handle reads and writes values of any size.",
+)
+def test_calls_of_any_size_change_variables() -> None:
+    shapes: list[Any] = []
+    variables = [state_variable(np.ones(n), "float64", "v") for n in (1, 2, 3)]
+
+    def double(named: Any) -> Any:
+        variable = named["one"]
+        shapes.append(variable.shape.as_list())
+        variable.assign(2 * variable)
+        return variable + named["two"]
+
+    def call(variable: Any) -> Any:
+        pair = {"one": variable, "two": tf.ones(1, tf.float64)}
+        return call_of_any_size("double", double, pair)
+
+    @tf.function
+    def step(flag: Any) -> Any:
+        first = call(variables[0])
+
+        def branch() -> Any:
+            return tf.concat([call(v) for v in variables], 0)
+
+        both = tf.cond(flag, branch, lambda: tf.ones(6, tf.float64))
+        # After what was called, though nothing else says so.
+        return tf.concat([first, both, *variables], 0)
+
+    found = step(tf.constant(True))
+    assert list(found) == [3, 5, 3, 3, 3, 3, 3, 4, 2, 2, 2, 2, 2]
+    assert shapes == [[None]]
+    assert list(call(variables[1])) == [5, 5]
+
+
+@contract(
+    "compat.graphs.shared_call",
+    "A call gets the `config_proto` of its context's `function_call_options`.",
+)
+def test_shared_functions_are_not_optimised_by_themselves() -> None:
+    @tf.function(autograph=False)
+    def step(x: Any) -> Any:
+        one = shared_call("one", lambda x: x + x, x)
+        plain = tf.function(lambda x: x * x, autograph=False)
+        return one + call_of_any_size("two", lambda x: x - 1, x) + plain(x)
+
+    graph = step.get_concrete_function(tf.constant([1.0])).graph
+    calls = [o for o in graph.get_operations() if "Partitioned" in o.type]
+    configs = [
+        tf.compat.v1.ConfigProto.FromString(o.get_attr("config_proto"))
+        for o in calls
+    ]
+    as_written = [
+        c.graph_options.rewrite_options.disable_meta_optimizer for c in configs
+    ]
+    assert as_written == [True, True, False]
+    assert list(step(tf.constant([3.0]))) == [6 + 2 + 9]
 
 
 def test_shared_calls_run_eagerly() -> None:

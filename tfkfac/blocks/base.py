@@ -10,7 +10,7 @@ outputs)`.
 """
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -80,6 +80,17 @@ class Block(abc.ABC):
     @abc.abstractmethod
     def rows(self, record: Record) -> Rows:
         """Turns a record of the layer into rows."""
+
+    def signature(self, record: Record) -> Hashable | None:
+        """What calls have in common whose statistics are the same function.
+
+        It is one of input and gradient, of their ranks and for all sizes.
+        None, the default, if the statistics of this call are its own.
+
+        Args:
+            record: What the call left behind.
+        """
+        return None
 
     def relevant(
         self, calls: Sequence[Sequence[Record]]

@@ -1,6 +1,6 @@
 """Blocks of convolutions of one to three dimensions."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import keras
 import tensorflow as tf
@@ -35,6 +35,17 @@ class ConvBlock(MatrixBlock):
     def _output_size(self) -> int:
         return self._kernel.shape[-1] // (self.groups or 1)
 
+    @property
+    def _is_pointwise(self) -> bool:
+        """Whether patches are the cells of the image, each once."""
+        layer = self.layer
+        last = layer.data_format == "channels_last"
+        return last and max(*layer.kernel_size, *layer.strides) == 1
+
+    @override
+    def signature(self, record: Record) -> Hashable | None:
+        return self.plain_signature(record) if self._is_pointwise else None
+
     @override
     def rows(self, record: Record) -> Rows:
         inputs = self.cast(record.inputs)
@@ -48,6 +59,8 @@ class ConvBlock(MatrixBlock):
         )
 
     def _patches(self, inputs: tf.Tensor) -> tf.Tensor:
+        if self._is_pointwise and not self.groups:
+            return self.with_bias(fold_positions(inputs))
         slices = conv_slices(self.layer, inputs)
         if self.groups:
             return self.with_bias(split_channels(slices, self.groups))

@@ -19,7 +19,8 @@ import tensorflow as tf
 
 from tfkfac.blocks.patches import fit, geometry
 from tfkfac.blocks.products import AllChannels, EachChannel, Products
-from tfkfac.blocks.rows import Statistic
+from tfkfac.blocks.rows import Statistic, size_of
+from tfkfac.compat.graphs import call_of_any_size
 
 
 class Window(NamedTuple):
@@ -94,14 +95,23 @@ def channel_grams(
         The sums, a matrix for each channel, and the number of patches.
     """
     strides, kind = (stride, stride), EachChannel()
-    if stride == 1 and _is_large(images.shape[1:3], kernel_size):
-        window = _window(images, kernel_size, strides, padding)
-        return _statistic(kind, _products(kind, window), window, bias)
-    # Where cells would have to move to other channels: offset by offset.
-    image, outputs = fit(images, kernel_size, strides, (1, 1), padding)
-    window = Window(image, kernel_size, [(0, 0)] * 2, outputs, stride)
-    products = kind.of_patches(image, kernel_size, stride)
-    return _statistic(kind, products, window, bias)
+    by_shifts = stride == 1 and _is_large(images.shape[1:3], kernel_size)
+
+    def grams(images: tf.Tensor) -> Statistic:
+        if by_shifts:
+            window = _unpadded(images, kernel_size, padding)
+            return _statistic(kind, _products(kind, window), window, bias)
+        # Where cells would move to other channels: offset by offset.
+        image, outputs = fit(images, kernel_size, strides, (1, 1), padding)
+        window = Window(image, kernel_size, [(0, 0)] * 2, outputs, stride)
+        products = kind.of_patches(image, kernel_size, stride)
+        return _statistic(kind, products, window, bias)
+
+    geometry = tuple(kernel_size), stride, padding, bias, by_shifts
+    statistic = call_of_any_size(("channel grams", geometry), grams, images)
+    size = math.prod(kernel_size) + bias
+    statistic.total.set_shape([images.shape[-1], size, size])
+    return statistic
 
 
 def _statistic(
@@ -182,18 +192,25 @@ def _window(
     Its zeros are written out, unless no cell has to move and the image is
     known to be large enough.
     """
-    cells = images.shape[1:3]
-    if max(strides) == 1 and _is_large(cells, kernel_size):
-        ends, outputs = [], []
-        for size, kernel in zip(cells, kernel_size, strict=True):
-            before, count = geometry(size, kernel, 1, padding)
-            ends.append((before, count + kernel - 1 - size - before))
-            outputs.append(count)
-        return Window(images, kernel_size, ends, outputs)
+    if max(strides) == 1 and _is_large(images.shape[1:3], kernel_size):
+        return _unpadded(images, kernel_size, padding)
     image, outputs = fit(images, kernel_size, strides, (1, 1), padding)
     small = [-(-k // s) for k, s in zip(kernel_size, strides, strict=True)]
     blocks = [n + k - 1 for n, k in zip(outputs, small, strict=True)]
     return Window(_fold(image, blocks, strides), small, [(0, 0)] * 2, outputs)
+
+
+def _unpadded(
+    images: tf.Tensor, kernel_size: Sequence[int], padding: str
+) -> Window:
+    """A convolution of stride 1 of images that are large enough."""
+    ends, outputs = [], []
+    for axis, kernel in enumerate(kernel_size, start=1):
+        # The zeros are the same whatever the size of the image.
+        before, count = geometry(kernel, kernel, 1, padding)
+        ends.append((before, count - 1 - before))
+        outputs.append(size_of(images, axis) + count - kernel)
+    return Window(images, kernel_size, ends, outputs)
 
 
 def _is_large(cells: Sequence[int | None], kernel: Sequence[int]) -> bool:
@@ -247,8 +264,8 @@ def _spread(shifts: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
     down, right = (i.ravel() for i in np.indices((high, wide)))
     down = down - down[:, None] + high - 1
     right = right - right[:, None] + wide - 1
-    channels = shifts.shape[2:]
-    flat = tf.reshape(shifts, [-1, *channels])
+    channels = [-1 if n is None else n for n in shifts.shape[2:]]
+    flat = tf.reshape(shifts, [(2 * high - 1) * (2 * wide - 1), *channels])
     pairs = tf.gather(flat, down * (2 * wide - 1) + right)
     return tf.reshape(pairs, [*size, *size, *channels])
 
@@ -301,7 +318,7 @@ def _patch_sum(window: Window) -> tf.Tensor:
     (top, bottom), (left, right) = window.padding
     sums = tf.raw_ops.Conv2DBackpropFilter(
         input=image,
-        filter_sizes=[*window.size, image.shape[-1], 1],
+        filter_sizes=[*window.size, size_of(image, -1), 1],
         out_backprop=tf.ones([1, *window.outputs, 1], image.dtype),
         strides=[1, window.stride, window.stride, 1],
         padding="EXPLICIT",

@@ -1,5 +1,7 @@
 """Block of `keras.layers.Dense`."""
 
+from collections.abc import Hashable
+
 import tensorflow as tf
 from typing_extensions import override
 
@@ -13,6 +15,10 @@ class DenseBlock(MatrixBlock):
 
     kind = "Dense"
     examples_first = True
+
+    @override
+    def signature(self, record: Record) -> Hashable | None:
+        return self.plain_signature(record)
 
     @override
     def rows(self, record: Record) -> Rows:

@@ -1,7 +1,7 @@
 """What the blocks of kernels that are matrices share."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import keras
 import tensorflow as tf
@@ -9,8 +9,9 @@ from typing_extensions import override
 
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.gradient import LayerGradient, RowGradient
-from tfkfac.blocks.rows import append_one, stack_bias
-from tfkfac.factors import Factor
+from tfkfac.blocks.rows import append_one, stack_bias, with_shape
+from tfkfac.capture.record import Record
+from tfkfac.factors import Dense, Factor
 
 
 class MatrixBlock(Block):
@@ -78,6 +79,17 @@ class MatrixBlock(Block):
             return self.limit.stack(self.groups, size)
         return self.limit.matrix(size)
 
+    def plain_signature(self, record: Record) -> Hashable | None:
+        """The `signature` of a call whose rows are the plain inputs.
+
+        That is without a mask, and with factors that are whole matrices.
+        """
+        is_plain = isinstance(record.inputs, tf.Tensor) and record.mask is None
+        kinds = tuple(type(kind) for kind in self.factors.values())
+        if not is_plain or kinds != (Dense, Dense):
+            return None
+        return type(self), self.dtype, bool(self._bias)
+
     @override
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         kernel, *bias = gradients
@@ -107,7 +119,7 @@ class MatrixBlock(Block):
     def _split(self, kernel: tf.Tensor) -> tf.Tensor:
         """Kernel to `([groups,] inputs, outputs)`."""
         if not self.groups:
-            return tf.reshape(kernel, self.matrix_shape)
+            return with_shape(kernel, self.matrix_shape)
         groups, inputs, outputs = self.matrix_shape
         kernel = tf.reshape(kernel, [inputs, groups, outputs])
         return tf.transpose(kernel, [1, 0, 2])
@@ -116,7 +128,7 @@ class MatrixBlock(Block):
         """Inverse of `_split`."""
         if self.groups:
             matrix = tf.transpose(matrix, [1, 0, 2])
-        return tf.reshape(matrix, self._kernel.shape)
+        return with_shape(matrix, self._kernel.shape)
 
     def _join_bias(self, row: tf.Tensor) -> tf.Tensor:
         """The last row of the matrix as the bias."""

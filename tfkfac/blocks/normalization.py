@@ -10,7 +10,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.base import Block
-from tfkfac.blocks.rows import Rows, fold_axes
+from tfkfac.blocks.rows import Rows, fold_axes, with_shape
 from tfkfac.capture.record import Record
 from tfkfac.compat.graphs import shared_call
 from tfkfac.compat.overrides import given_moments
@@ -170,14 +170,15 @@ class NormalizationBlock(Block):
 
     @override
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
-        flat = [tf.reshape(self.cast(g), [-1]) for g in gradients]
-        return tf.stack(flat, -1)[:, None, :]
+        flat = [with_shape(self.cast(g), [self._features]) for g in gradients]
+        return tf.reshape(tf.stack(flat, -1), self.gradient_shape)
 
     @override
     def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
+        parts = tf.unstack(tf.squeeze(matrix, 1), len(self._weights), axis=1)
         return [
-            tf.reshape(matrix[:, 0, i], weight.shape)
-            for i, weight in enumerate(self._weights)
+            with_shape(part, weight.shape)
+            for part, weight in zip(parts, self._weights, strict=True)
         ]
 
 

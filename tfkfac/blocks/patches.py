@@ -5,6 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfkfac.blocks.rows import size_of
+
 
 def extract_patches(
     inputs: tf.Tensor,
@@ -32,9 +34,9 @@ def extract_patches(
     # image in blocks of a stride, copies whole channels: 2 to 12 times faster.
     shape = [tf.shape(image)[0]]
     for axis, stride in enumerate(strides, start=1):
-        cells = _size(image, axis)
+        cells = size_of(image, axis)
         shape += [cells] if stride == 1 else [cells // stride, stride]
-    blocks = tf.reshape(image, [*shape, image.shape[-1]])
+    blocks = tf.reshape(image, [*shape, size_of(image, -1)])
     return [
         _slice(blocks, offset, outputs, strides, dilation)
         for offset in _offsets(kernel_size)
@@ -60,7 +62,7 @@ def fit(
         zip(kernel_size, strides, dilation, strict=True), start=1
     ):
         extent = (size - 1) * rate + 1
-        cells = _size(inputs, axis)
+        cells = size_of(inputs, axis)
         before, count = geometry(cells, extent, stride, padding)
         rest = (count + (extent - 1) // stride) * stride - before
         index.append(slice(rest))
@@ -85,12 +87,6 @@ def geometry(
         return extent - 1, (size - 1) // stride + 1
     output = (size + stride - 1) // stride
     return _larger((output - 1) * stride + extent - size, 0) // 2, output
-
-
-def _size(image: tf.Tensor, axis: int) -> Any:
-    """Size of an axis, a Python integer if it is known."""
-    known = image.shape[axis]
-    return tf.shape(image)[axis] if known is None else known
 
 
 def _larger(number: Any, least: int) -> Any:

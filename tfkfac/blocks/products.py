@@ -10,6 +10,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.patches import extract_patches
+from tfkfac.blocks.rows import size_of
 
 _ONES = (1, 1)
 
@@ -111,7 +112,7 @@ class EachChannel(Products):
     ) -> tf.Tensor:
         slices = extract_patches(images, size, (stride, stride), _ONES, "valid")
         rows = [self._gradient(images, size, one, stride) for one in slices]
-        return tf.reshape(tf.stack(rows), [*size, *size, images.shape[-1]])
+        return tf.reshape(tf.stack(rows), [*size, *size, -1])
 
     def _gradient(
         self,
@@ -121,23 +122,22 @@ class EachChannel(Products):
         stride: int,
     ) -> tf.Tensor:
         """Products of outputs with what the kernel sees there."""
-        channels = images.shape[-1]
         gradient = tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
             input=images,
-            filter_sizes=[*size, channels, 1],
+            filter_sizes=[*size, size_of(images, -1), 1],
             out_backprop=outputs,
             strides=[1, stride, stride, 1],
             padding="VALID",
         )
-        return tf.reshape(gradient, [*size, channels])
+        return gradient[..., 0]
 
     @override
     def as_factor(self, products: tf.Tensor) -> tf.Tensor:
-        high, wide, *_, channels = products.shape
+        high, wide, *_ = products.shape
         offsets = high * wide
-        products = tf.reshape(products, [offsets, offsets, channels])
+        products = tf.reshape(products, [offsets, offsets, -1])
         return tf.transpose(products, [2, 0, 1])
 
     @override
     def as_row(self, sums: tf.Tensor) -> tf.Tensor:
-        return tf.transpose(tf.reshape(sums, [-1, sums.shape[-1]]))
+        return tf.transpose(tf.reshape(sums, [-1, size_of(sums, -1)]))

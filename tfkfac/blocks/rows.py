@@ -1,8 +1,7 @@
 """Rows of a layer: inputs and pre-activation gradients, and their sums."""
 
-import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -53,8 +52,10 @@ def weigh(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Zeroes the rows that carry no loss and counts the others."""
     if weights is None:
-        count = tf.size(a, tf.int64) // math.prod(a.shape[2:])
-        return a, tf.cast(count, dtype)
+        features = a.shape[2:].num_elements()
+        if features:
+            return a, tf.cast(tf.size(a, tf.int64) // features, dtype)
+        return a, tf.cast(tf.reduce_prod(tf.shape(a)[:2]), dtype)
     extra = [1] * (a.shape.rank - 2)
     shape = tf.concat([tf.shape(weights), extra], 0)
     # Not a product: a padded row may hold anything, NaN included.
@@ -101,10 +102,23 @@ def fold_positions(tensor: tf.Tensor) -> tf.Tensor:
     """Reshapes `(batch, ..., features)` to `(batch, shared, features)`."""
     if tensor.shape.rank == 2:
         return tf.expand_dims(tensor, 1)
-    return fold_axes(tensor, tensor.shape.rank - 2, tensor.shape[-1])
+    return fold_axes(tensor, tensor.shape.rank - 2, size_of(tensor, -1))
 
 
-def fold_axes(tensor: tf.Tensor, shared: int, features: int) -> tf.Tensor:
+def size_of(tensor: tf.Tensor, axis: int) -> Any:
+    """Size of an axis, a Python integer if it is known."""
+    known = tensor.shape[axis]
+    return tf.shape(tensor)[axis] if known is None else known
+
+
+def with_shape(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+    """Reshapes a tensor that has not that shape already."""
+    if tensor.shape.as_list() == list(shape):
+        return tensor
+    return tf.reshape(tensor, shape)
+
+
+def fold_axes(tensor: tf.Tensor, shared: int, features: Any) -> tf.Tensor:
     """Reshapes to `(batch, shared, features)`.
 
     Args:

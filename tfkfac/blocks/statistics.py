@@ -1,6 +1,8 @@
 """Batch statistics of a block: Kronecker factors from recorded rows."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -8,6 +10,7 @@ from tfkfac.blocks.base import Block
 from tfkfac.blocks.part import Examples, Part, part_of_rows
 from tfkfac.blocks.rows import Rows, Statistic
 from tfkfac.capture.record import Record
+from tfkfac.compat.graphs import call_of_any_size
 
 
 def batch_statistics(
@@ -42,28 +45,14 @@ def batch_statistics(
     Returns:
         Sum and count of each factor by name.
     """
-    statistics: dict[str, Statistic] = {}
-    for record in records:
-        rows, size, examples = _rows(block, record, part)
-        count, factor = terms, tf.cast(scale, block.dtype)
-        if count is None:
-            count = size
-            factor *= tf.cast(count, block.dtype)
-        # The terms of a further call are the same terms.
-        previous = statistics.get("G")
-        total = block.output_statistic(rows.g * factor, sharing)
-        total = _whole(total, examples)
-        if previous is not None:
-            total += previous.total
-        statistics["G"] = Statistic(total, tf.cast(count, block.dtype))
-        if "A" in block.factors:
-            weights = _row_weights(block, rows, weightless, size, examples)
-            new = _input_statistic(block, rows, weights, sharing)
-            new = Statistic(*(_whole(t, examples) for t in new))
-            old = statistics.get("A")
-            if old is not None:
-                new = Statistic(old.total + new.total, old.count + new.count)
-            statistics["A"] = new
+    context = _Context(sharing, tf.convert_to_tensor(scale), terms, part)
+    every = [_of_call(block, one, context, weightless) for one in records]
+    first, *others = every
+    # The terms of a further call are the same terms.
+    statistics = {"G": Statistic(_added(every, "G"), every[-1]["G"].count)}
+    if "A" in first:
+        count = sum((one["A"].count for one in others), first["A"].count)
+        statistics["A"] = Statistic(_added(every, "A"), count)
     return statistics
 
 
@@ -77,6 +66,86 @@ def output_total(
         total = block.output_statistic(rows.g, sharing)
         totals.append(_whole(total, examples))
     return tf.add_n(totals)
+
+
+class _Context(NamedTuple):
+    """What all calls of a layer have in common, as in `batch_statistics`."""
+
+    sharing: str
+    scale: tf.Tensor
+    terms: tf.Tensor | None
+    part: Part | None
+
+
+def _added(every: Sequence[dict[str, Statistic]], name: str) -> tf.Tensor:
+    first, *others = (one[name].total for one in every)
+    return sum(others, first)
+
+
+def _of_call(
+    block: Block,
+    record: Record,
+    context: _Context,
+    weightless: Sequence[tf.Tensor],
+) -> dict[str, Statistic]:
+    """Sum and count of each factor over one call of a layer."""
+    kind, part = block.signature(record), context.part
+    if kind is None or weightless:
+        return _sums(block, record, context, weightless)
+    # What is known of the terms and of the part, None left out.
+    known = [] if context.terms is None else [context.terms]
+    turn = [] if part is None else [tf.convert_to_tensor(part.turn)]
+
+    def sums(
+        inputs: tf.Tensor,
+        gradient: tf.Tensor,
+        scale: tf.Tensor,
+        terms: Sequence[tf.Tensor],
+        turn: Sequence[tf.Tensor],
+    ) -> dict[str, Statistic]:
+        own = dataclasses.replace(record, inputs=inputs, gradient=gradient)
+        given = _Context(
+            context.sharing,
+            scale,
+            terms[0] if terms else None,
+            None if part is None else part._replace(turn=turn[0]),
+        )
+        return _sums(block, own, given, ())
+
+    taken = None if part is None else (part.fraction, part.least)
+    made = call_of_any_size(
+        ("statistics", kind, context.sharing, taken),
+        sums,
+        record.inputs,
+        record.gradient,
+        context.scale,
+        known,
+        turn,
+    )
+    for name, shape in block.factor_shapes.items():
+        made[name].total.set_shape(shape)
+    return made
+
+
+def _sums(
+    block: Block,
+    record: Record,
+    context: _Context,
+    weightless: Sequence[tf.Tensor],
+) -> dict[str, Statistic]:
+    sharing, scale, terms, part = context
+    rows, size, examples = _rows(block, record, part)
+    count = tf.cast(size if terms is None else terms, block.dtype)
+    factor = tf.cast(scale, block.dtype)
+    if terms is None:
+        factor *= count
+    total = block.output_statistic(rows.g * factor, sharing)
+    sums = {"G": Statistic(_whole(total, examples), count)}
+    if "A" in block.factors:
+        weights = _row_weights(block, rows, weightless, size, examples)
+        new = _input_statistic(block, rows, weights, sharing)
+        sums["A"] = Statistic(*(_whole(t, examples) for t in new))
+    return sums
 
 
 def _input_statistic(

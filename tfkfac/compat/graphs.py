@@ -1,12 +1,14 @@
 """Variables of one worker, graphs, tapes and gradients of TensorFlow."""
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 from tensorflow.python.eager import record as tape_record
 from tensorflow.python.framework.ops import gradient_registry
-from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import control_flow_util, handle_data_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 T = TypeVar("T")
@@ -121,36 +123,76 @@ def shared_call(
             not its arguments, nor collectives.
         args: Nests of tensors and variables.
     """
-    return _shared(signature, function)(*args)
+    return _call(signature, function, args)
 
 
-def call_of_any_size(function: Callable[..., T], *tensors: tf.Tensor) -> T:
+def call_of_any_size(
+    signature: Hashable, function: Callable[..., T], *args: Any
+) -> T:
     """A `shared_call` that is traced once for tensors of all sizes.
 
+    It relies on a `ResourceVariable` of a handle that it is given, of which
+    TensorFlow knows as much of the shape as the handle's data say.
+
     Args:
-        function: The function, of tensors alone.
-        tensors: Tensors of known ranks.
+        signature: As for `shared_call`.
+        function: As there.
+        args: Nests of tensors and variables of known ranks.
 
     Returns:
         What it returns. In a graph its sizes are unknown; the caller may say
         them with `set_shape`.
     """
+    if not _functions():
+        return function(*args)
+    leaves = tf.nest.flatten(args)
+    structure = tf.nest.map_structure(lambda _: None, args)
+    types = [(leaf.shape.rank, leaf.dtype) for leaf in leaves]
+    is_variable = [isinstance(leaf, tf.Variable) for leaf in leaves]
+
+    def flat(*tensors: tf.Tensor) -> T:
+        given = [
+            _variable_of(tensor, *kind) if variable else tensor
+            for tensor, kind, variable in zip(
+                tensors, types, is_variable, strict=True
+            )
+        ]
+        return function(*tf.nest.pack_sequence_as(structure, given))
+
     specs = tuple(
-        tf.TensorSpec([None] * tensor.shape.rank, tensor.dtype)
-        for tensor in tensors
+        tf.TensorSpec([], tf.resource)
+        if variable
+        else tf.TensorSpec([None] * rank, dtype)
+        for (rank, dtype), variable in zip(types, is_variable, strict=True)
     )
-    return _shared((function, specs), function, specs)(*tensors)
+    handles = [
+        leaf.handle if variable else leaf
+        for leaf, variable in zip(leaves, is_variable, strict=True)
+    ]
+    key = (signature, tuple(types), tuple(is_variable))
+    return _call(key, flat, handles, specs)
 
 
-def _shared(
+def _variable_of(handle: tf.Tensor, rank: int, dtype: tf.DType) -> tf.Variable:
+    """The variable of a handle, of a rank but of no known size."""
+    shape = tf.TensorShape([None] * rank)
+    data = handle_data_util.create_handle_data(shape, dtype)
+    handle_data_util.set_handle_data(handle, data)
+    return ResourceVariable(
+        trainable=False, shape=shape, dtype=dtype, handle=handle
+    )
+
+
+def _call(
     signature: Hashable,
     function: Callable[..., T],
+    args: Sequence[Any],
     specs: Sequence[tf.TensorSpec] | None = None,
-) -> Callable[..., T]:
-    """The function that a graph keeps, or the one given if there is none."""
-    graphs = [graph for graph in open_graphs() if graph.building_function]
+) -> T:
+    """Calls the function that a graph keeps, or the one given eagerly."""
+    graphs = _functions()
     if not graphs:
-        return function
+        return function(*args)
     outermost = graphs[-1]
     if not hasattr(outermost, _SHARED):
         setattr(outermost, _SHARED, {})
@@ -162,7 +204,37 @@ def _shared(
             autograph=False,
             experimental_attributes={"_noinline": True},
         )
-    return shared[signature]
+    with _as_written():
+        return shared[signature](*args)
+
+
+def _functions() -> list[tf.Graph]:
+    """The functions that are being traced, the outermost one last."""
+    return [graph for graph in open_graphs() if graph.building_function]
+
+
+@contextlib.contextmanager
+def _as_written() -> Iterator[None]:
+    """Keeps TensorFlow from optimising the functions that are called here.
+
+    A function that is not inlined would be optimised by itself before it first
+    runs: some milliseconds, for next to nothing. Constants are folded and what
+    is there twice is found all the same.
+
+    This relies on the `function_call_options` of a thread's context, of which
+    a call in a graph gets its `config_proto`.
+    """
+    current = context.context()
+    before = current.function_call_options
+    config = tf.compat.v1.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    current.function_call_options = context.FunctionCallOptions(
+        before.executor_type, config
+    )
+    try:
+        yield
+    finally:
+        current.function_call_options = before
 
 
 def map_rows(

@@ -4,6 +4,7 @@ A new kind is one class here, a `Factor`; a block declares which it has.
 """
 
 from tfkfac.factors.base import VALUES, Factor, Side, Tensors
+from tfkfac.factors.calls import call_for
 from tfkfac.factors.diagonal import Diagonal
 from tfkfac.factors.half import from_stored, stored_parts, to_stored
 from tfkfac.factors.limit import Limit
@@ -23,6 +24,7 @@ __all__ = [
     "Side",
     "Stack",
     "Tensors",
+    "call_for",
     "from_stored",
     "stored_parts",
     "to_stored",

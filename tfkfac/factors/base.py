@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import tensorflow as tf
 
@@ -29,9 +29,12 @@ class Factor(abc.ABC):
 
     Attributes:
         size: Number of rows of the matrix.
+        any_size: Whether what is done with a factor is the same for all of
+            its kind, whatever their sizes.
     """
 
     size: int
+    any_size: ClassVar[bool] = True
 
     # -------------------------------------------------------- how it is kept
     @property

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import tensorflow as tf
 from typing_extensions import override
@@ -38,6 +39,8 @@ class LowRank(Factor):
     size: int
     rank: int
     stack_shape: tuple[int, ...] = ()
+
+    any_size: ClassVar[bool] = False  # its probes are constants
 
     @property
     def _basis_shape(self) -> tuple[int, ...]:

@@ -45,7 +45,9 @@ class _Matrices(Factor, abc.ABC):
     def inverse(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        inverse = call_of_any_size(damped_inverse, value, damping)
+        inverse = call_of_any_size(
+            "damped inverse", damped_inverse, value, damping
+        )
         inverse.set_shape(value.shape)
         return {"": inverse}
 
@@ -70,7 +72,7 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
-        values, vectors = call_of_any_size(eigh, value)
+        values, vectors = call_of_any_size("eigh", eigh, value)
         values.set_shape(value.shape[:-1])
         vectors.set_shape(value.shape)
         return {"": vectors, VALUES: values}
@@ -105,7 +107,9 @@ class Dense(_Matrices):
 
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
-        rows = tf.reshape(rows, [-1, self.size])
+        # Of any size in a function that equal blocks have in common.
+        size = rows.shape[-1] or tf.shape(rows)[-1]
+        rows = tf.reshape(rows, [-1, size])
         return tf.matmul(rows, rows, transpose_a=True)
 
 

@@ -5,13 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.compat.graphs import (
-    shared_call,
-    state_variable,
-    zeros_variable,
-)
+from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.tracking import Tracked
-from tfkfac.factors import Tensors
+from tfkfac.factors import Tensors, call_for
 from tfkfac.linalg.symmetric import all_finite
 from tfkfac.saving.entries import Entry, Read, Spread
 from tfkfac.solvers import Solver
@@ -52,7 +48,6 @@ class FactorAverages(Tracked):
             for name in self.other_names
         ]
         self.weight = state_variable(0.0, block.dtype, "weight")
-        self._signature = (tuple(kinds.items()), self.names)
 
     def entries(self, path: str) -> list[Entry]:
         """All variables to save.
@@ -128,8 +123,9 @@ class FactorAverages(Tracked):
             weight.assign((1 - share) * weight + share)
             return take, finite
 
-        return shared_call(
-            ("average", decay, self._signature),
+        return call_for(
+            self._kinds,
+            ("average", decay, self.names),
             update,
             dict(statistics),
             wanted,
@@ -167,14 +163,19 @@ class FactorAverages(Tracked):
                 means[name] = self._kinds[name].mean_eigenvalue(value)
             return solver.decompose(self._kinds, values, means, damping)
 
-        return shared_call(
-            ("decompose", solver, self._signature),
+        parts = call_for(
+            self._kinds,
+            ("decompose", solver, self.names),
             decompose,
             self.averages,
             self.other_means,
             self.weight,
             damping,
         )
+        known = solver.all_parts(self._kinds)
+        for name, tensor in parts.items():
+            tensor.set_shape(known[name].shape)
+        return parts
 
 
 def quality(

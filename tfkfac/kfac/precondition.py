@@ -31,11 +31,11 @@ def precondition_matrices(
     layers: Sequence[ActiveBlock], step: Step, exchange: Exchange
 ) -> list[Preconditioned]:
     """Gradient workers apply -> receivers receive."""
-    scale = _inverse(step.loss.unit)
+    scale = _casts(_inverse(step.loss.unit), layers)
     plain = {
         one.position: MatrixGradient(
             one.block.to_matrix([step.gradients[i] for i in one.indices])
-        ).scaled(scale)
+        ).scaled(scale[one.block.dtype])
         for one in layers
     }
     own = {
@@ -168,6 +168,13 @@ def _inverse(unit: tf.Tensor) -> tf.Tensor:
     return tf.math.divide_no_nan(tf.ones_like(unit), unit)
 
 
+def _casts(
+    number: tf.Tensor, layers: Sequence[ActiveBlock]
+) -> dict[tf.DType, tf.Tensor]:
+    """A number in the dtypes of the blocks, once in each."""
+    return {d: tf.cast(number, d) for d in {one.block.dtype for one in layers}}
+
+
 def put_back(
     made: Sequence[Preconditioned], factor: tf.Tensor, gradients: Gradients
 ) -> Gradients:
@@ -179,8 +186,10 @@ def put_back(
         gradients: All gradients of the step.
     """
     replaced = list(gradients)
+    factors = _casts(factor, [one.layer for one in made])
     for layer, gradient, _ in made:
-        new = layer.block.from_gradient(gradient.scaled(factor))
+        scaled = gradient.scaled(factors[layer.block.dtype])
+        new = layer.block.from_gradient(scaled)
         for i, part in zip(layer.indices, new, strict=True):
             replaced[i] = part
     return replaced

@@ -53,15 +53,14 @@ def _rows_of(
     own = [gradients[i] for i in one.indices]
     if most < _LEAST or not is_product(own, record.inputs, record.gradient):
         return None
+    elements = record.gradient.shape.num_elements()
+    if workers == 1 and elements and elements > most * factors["G"].size:
+        return None
     rows = one.block.rows(record)
-    found = RowGradient(
+    return RowGradient(
         tf.reshape(rows.a, [-1, factors["A"].size]),
         tf.reshape(rows.g, [-1, factors["G"].size]),
     )
-    count = found.a.shape[0]
-    if workers == 1 and count is not None and count > most:
-        return None
-    return found
 
 
 def most_rows(factors: Mapping[str, Factor], workers: int) -> int:

@@ -7,13 +7,14 @@ from typing import TypeVar
 import tensorflow as tf
 
 from tfkfac.blocks import Block, LayerGradient
-from tfkfac.compat.graphs import shared_call, state_variable
+from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.factors import (
     Factor,
     Part,
     Side,
     Tensors,
+    call_for,
     from_stored,
     to_stored,
 )
@@ -151,9 +152,9 @@ class Decomposition(Tracked):
                 old.assign(tf.where(take, stored[name], old))
             return good
 
-        kinds = tuple(self._block.factors.items())
-        return shared_call(
-            ("replace", self.solver, kinds, self._dtype),
+        return call_for(
+            self._block.factors,
+            ("replace", self.solver, self._dtype),
             update,
             dict(parts),
             damping,
