@@ -46,7 +46,7 @@ def model_of(optimizer: Any, loss: Any = "mse", eager: bool = True) -> Any:
 def kfac(inner: Any = None, **options: Any) -> Any:
     inner = inner or keras.optimizers.SGD(0.1, momentum=0.5)
     intervals = {"factor_update_interval": 2, "inverse_update_interval": 4}
-    return tfkfac.KFAC(inner, **(intervals | options))
+    return tfkfac.KFAC(inner, **(intervals | {"fisher": "empirical"} | options))
 
 
 def train(model: Any, in_pieces: bool, sizes: tuple[int, ...] = SIZES) -> Any:

@@ -141,10 +141,12 @@ class Tap:
         mask = mask_of(inputs)
         called = next(_moments_in_time)
         key = (id(self), replica_id())
+        # Tapes that are kept must not keep the layer: nobody would free both.
+        eager = self._eager
         moments: Any = None  # in forward mode `note` runs during the call
 
         def note(gradient: tf.Tensor, output: tf.Tensor | None) -> None:
-            store = current_store(self._eager)
+            store = current_store(eager)
             # What was noted before this call is of an earlier backward pass
             # that was not for this optimizer (a saliency map, the other half
             # of a GAN) or of an earlier micro-batch.

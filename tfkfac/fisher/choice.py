@@ -22,6 +22,10 @@ class Choice(NamedTuple):
     likelihood: Likelihood | None = None
     reason: str = ""
 
+    def without_tensors(self) -> "Choice":
+        """The same to remember, when the trace has gone."""
+        return Choice(self.type, reason=self.reason)
+
 
 def choose(
     wanted: str | None, batch: LossBatch, calls: Sequence[Pullback]

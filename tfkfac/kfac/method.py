@@ -183,7 +183,8 @@ class KFACMethod(Method):
         """How to take this replica's statistics of the batch, by position."""
         empirical = self.fisher == EMPIRICAL
         calls = [] if empirical else PullbackTap.open(self.job.model).take()
-        choice = self._choice = choose(self.fisher, step.batch, calls)
+        choice = choose(self.fisher, step.batch, calls)
+        self._choice = choice.without_tensors()
         return lambda: batch_statistics(
             layers,
             step,
