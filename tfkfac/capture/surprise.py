@@ -27,7 +27,9 @@ def surprise(call: LossCall, count: tf.Tensor | None) -> tf.Tensor:
     Returns:
         A scalar float64.
     """
-    total = tf.reduce_sum(tf.cast(call.result, tf.float64))
+    # Replicas compare it under the tape.
+    result = tf.stop_gradient(call.result)
+    total = tf.reduce_sum(tf.cast(result, tf.float64))
     if count is not None:
         if call.reduction is not None and call.reduction.values.shape.rank:
             # Keras has divided its mean by the number of replicas.
