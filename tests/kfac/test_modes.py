@@ -363,8 +363,9 @@ def test_communication_is_what_the_plan_says(results, name):
             for kind in ("Reduce", "BcastSend", "BcastRecv")
         }
         assert sum(map(len, kinds.values())) == len(ops)
-        # The rows of all workers, and all gradients at once. What is made of
-        # the rows of two layers comes later, with two more numbers for each.
+        # Rows and losses of all workers, and all gradients at once. What is
+        # made of the rows of two layers comes later, with two more numbers for
+        # each.
         rows, gradients = kinds[0, "Reduce"]
         late = kinds[1, "Reduce"]
         more = 0
@@ -375,7 +376,7 @@ def test_communication_is_what_the_plan_says(results, name):
             more = ring(count, [products, products])
         else:
             assert not late
-        assert rows.elements == 1
+        assert rows.elements == 2
         reported = worker["communication_bytes"]
         for kind, row in reported.items():
             sums = ring(count, [gradients, *late])
