@@ -53,7 +53,7 @@ def test_files_have_numbers_of_each_layer() -> None:
     counted = {"observed": (3, 4), "decomposed": (1, 2)}
     counted |= {"rejected": (5, 6), "failures": (7, 8)}
     numbers = {
-        f"owned:{name}:{layer}": np.int64(values[i])
+        f"state:{name}:{layer}": np.int64(values[i])
         for name, values in counted.items()
         for i, layer in enumerate(("hidden", "logits"))
     }
@@ -71,5 +71,5 @@ def test_files_have_numbers_of_each_layer() -> None:
     # A step adds to them; the next decomposition is due in four more.
     model.train_on_batch(*data())
     optimizer.save_own_variables(again)
-    got = [again[f"owned:observed:{name}"] for name in ("hidden", "logits")]
+    got = [again[f"state:observed:{name}"] for name in ("hidden", "logits")]
     assert got == [4, 5]

@@ -205,14 +205,13 @@ def test_empty_first_batch() -> None:
 
 # -------------------------------------------------------- bad decompositions
 def poison(optimizer: Any, kind: str, path: str) -> None:
-    """Writes NaN into one average, as a saved state could."""
-    state = curvature(optimizer)
-    (name,) = (k for k in state if f":factor_{kind}:" in k and path in k)
-    state[name] = np.full_like(state[name], NAN)
+    """Writes NaN into one average."""
+    (state,) = optimizer.method.states
+    (one,) = (p for p in state.preconditioners if p.block.path == path)
+    average = one.factors.averages[one.factors.names.index(kind)]
+    average.assign(np.full(average.shape, NAN))
     # An average of no batch yet would count as zero.
-    (weight,) = (k for k in state if ":weight:" in k and path in k)
-    state[weight] = np.ones_like(state[weight])
-    optimizer.load_own_variables(state)
+    one.factors.weight.assign(1.0)
 
 
 @pytest.mark.parametrize(

@@ -581,7 +581,7 @@ def test_missing_entry() -> None:
     model = compiled_mlp()
     for part in (
         "state:factor_A",
-        "inverse:G",
+        "inverse:solver_G",
         "state:weight",
         "state:factor_updates",
     ):

@@ -73,7 +73,7 @@ class Preconditioner(Tracked):
         if solved is not None:
             named = zip(solved.names, solved.tensors, strict=True)
             entries += [
-                Entry(path, name, tensor, Spread.OWNED, part)
+                Entry(path, f"solver_{name}", tensor, Spread.OWNED, part)
                 for name, tensor in named
             ]
         return entries
