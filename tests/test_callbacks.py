@@ -38,7 +38,7 @@ class StopBefore(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def network(optimizer: Any = None, eager: bool = True) -> Any:
+def network(optimizer: Any = None) -> Any:
     """With a layer whose random numbers go on."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
@@ -54,7 +54,7 @@ def network(optimizer: Any = None, eager: bool = True) -> Any:
         factor_update_interval=3,
         inverse_update_interval=5,
     )
-    model.compile(optimizer, loss(), run_eagerly=eager)
+    model.compile(optimizer, loss(), run_eagerly=True)
     return model
 
 
@@ -76,12 +76,12 @@ def names(directory: Path) -> list[str]:
 
 def test_a_run_that_was_stopped_is_the_run(tmp_path: Path) -> None:
     """To the last bit, with curvature, slots and random layers."""
-    whole = network(eager=False)
+    whole = network()
     fit(whole, 4)
     with pytest.raises(KeyboardInterrupt):
-        fit(network(eager=False), 4, ChiefBackup(tmp_path), StopBefore(3))
+        fit(network(), 4, ChiefBackup(tmp_path), StopBefore(3))
     assert names(tmp_path) == [f"epoch-00000{i}.weights.h5" for i in (2, 3)]
-    again = network(eager=False)
+    again = network()
     history = fit(again, 4, ChiefBackup(tmp_path, delete_checkpoint=False))
     assert history.epoch == [3]
     assert_same(everything(again), everything(whole))

@@ -83,7 +83,9 @@ def carry_in_legacy_files(save: Save, load: Load) -> None:
         if state is not None:
             own = group.create_group(KEY)
             for name, value in state.items():
-                own[name] = value
+                # HDF5 has no bfloat16.
+                is_known = value.dtype.kind != "V"
+                own[name] = value if is_known else value.astype("float32")
 
     @functools.wraps(read)
     def load_model_from_hdf5(

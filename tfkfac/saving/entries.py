@@ -249,5 +249,5 @@ def kind_of(dtype: np.dtype) -> str:
 
 
 def storable(value: np.ndarray) -> np.ndarray:
-    """The value in a dtype that files know: float32 for bfloat16."""
+    """The value in a dtype that NumPy's files know: float32 for bfloat16."""
     return value.astype("float32") if value.dtype.name == "bfloat16" else value

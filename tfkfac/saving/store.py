@@ -19,7 +19,6 @@ from tfkfac.saving.entries import (
     Entry,
     Piece,
     split_key,
-    storable,
 )
 from tfkfac.saving.join import Pieces, join, plan
 
@@ -56,8 +55,7 @@ def save_state(
     }
     for key, ranks in plan(pieces).items():
         values = {
-            rank: storable(np.asarray(variables[rank, key].numpy()))
-            for rank in ranks
+            rank: np.asarray(variables[rank, key].numpy()) for rank in ranks
         }
         store[key] = join(key, pieces, values, replicas)
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfkfac.distributed.agreement import exchange
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import Topology
-from tfkfac.saving.entries import Entry, Piece, storable
+from tfkfac.saving.entries import Entry, Piece
 from tfkfac.saving.join import join, plan
 from tfkfac.wrapper.step import Job
 
@@ -55,10 +55,7 @@ def gather_state(
         key: join(
             key,
             pieces,
-            {
-                rank: storable(np.asarray(values.pop((rank, key))))
-                for rank in ranks
-            },
+            {rank: np.asarray(values.pop((rank, key))) for rank in ranks},
             job.topology.replicas,
         )
         for key, ranks in needed.items()

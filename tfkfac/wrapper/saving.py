@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.compat.optimizers import raw_iterations
-from tfkfac.saving.entries import STATE, Contents, Entry
+from tfkfac.saving.entries import STATE, Contents, Entry, storable
 from tfkfac.saving.store import (
     Saved,
     find_share,
@@ -194,7 +194,8 @@ class SavedState(tf.train.experimental.PythonState):
         store: dict[str, Any] = {}
         self.save(store)
         file = io.BytesIO()
-        np.savez(file, **store)
+        arrays: dict[str, Any] = {k: storable(v) for k, v in store.items()}
+        np.savez(file, **arrays)
         return file.getvalue()
 
     def deserialize(self, string_value: bytes) -> None:
