@@ -235,7 +235,7 @@ def told(kind: str | None) -> list[int]:
     with strategy(kind).scope():
         optimizer = compiled(kind, "mlp", "sgd", options).optimizer
     optimizer.method.expect(40 * (1 + local_ranks(kind)[0]))
-    return [int(state.warmup) for state in optimizer._states]
+    return [int(state.warmup) for state in optimizer.method.states]
 
 
 def describe(kind: str | None, model: Any) -> dict[str, Any]:
