@@ -371,7 +371,8 @@ class KFAC(SecondOrderOptimizer):
             that also renews all "inverse"s, the bytes of "gradients",
             "factors", "decompositions" and "preconditioned_gradients". Two
             more numbers for each dense layer that is preconditioned by its
-            rows, and the few of a quadratic model, are not counted.
+            rows, the few of a quadratic model, and what synchronised layers
+            add up for drawn labels are not counted.
         """
         return super().communication_bytes()
 
