@@ -369,6 +369,21 @@ def test_part_of_the_batch() -> None:
                 assert got["mu"] == pytest.approx(found[1], rel=1e-5)
 
 
+def test_small_batches_are_taken_whole() -> None:
+    """The default is a quarter, but at least 64 examples."""
+    x, y = RNG.normal(size=(12, FEATURES)), KINDS["scce"].labels(12)
+    found = []
+    for options in ({}, {"quadratic_batch_fraction": 1.0}):
+        with floats("float64"):
+            model = network()
+            optimizer = tfkfac.KFAC(step="quadratic", **options)
+            loss = KINDS["scce"].loss
+            model.compile(optimizer, loss, run_eagerly=True)
+            model.train_on_batch(x, y)
+        found.append(optimizer.last_step["alpha"])
+    assert found[0] == found[1]
+
+
 @pytest.mark.slow
 def test_sums_and_means_make_the_same_steps() -> None:
     """Also where a part of the batch stands for all of a sum."""

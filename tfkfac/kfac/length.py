@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfkfac.blocks.part import Part
+from tfkfac.blocks.part import choose_part
 from tfkfac.capture.forward import replay_loss
 from tfkfac.compat.second_order import exact_second_derivatives
 from tfkfac.kfac.clip import clip_step
@@ -51,7 +51,7 @@ def quadratic_step(
     step: Step,
     made: Sequence[Preconditioned],
     sample: Sample,
-    fraction: float,
+    fraction: float | None,
     state: State,
     damping: tf.Tensor,
 ) -> Gradients:
@@ -61,7 +61,7 @@ def quadratic_step(
         step: The step, its gradients reduced.
         made: What is preconditioned of them.
         sample: The batch.
-        fraction: Share of it that the Gauss-Newton matrix is of.
+        fraction: Share of it that the Gauss-Newton matrix is of, or None.
         state: What this replica keeps.
         damping: The damping.
 
@@ -70,7 +70,7 @@ def quadratic_step(
     """
     job, previous = step.job, state.previous
     assert previous is not None
-    part = Part(fraction, job.clock)
+    part = choose_part(fraction, job.clock, step.group.size)
     proposal = propose(
         step, made, sample.part(part, job.model.name), previous, damping
     )

@@ -93,7 +93,7 @@ class KFACMethod(Method):
         fisher: str | None = None,
         gradient_accumulation_steps: int | None = None,
         step: str = "inner",
-        quadratic_batch_fraction: float = 0.25,
+        quadratic_batch_fraction: float | None = None,
     ) -> None:
         self.damping = damping
         self.kl_clip = kl_clip

@@ -167,8 +167,9 @@ class KFAC(SecondOrderOptimizer):
         quadratic_batch_fraction: Share of each worker's examples that the
             Gauss-Newton matrix is of, in (0, 1]: at least one, evenly spaced,
             and other ones in the next step; with
-            `gradient_accumulation_steps`, of the last micro-batch. Defaults to
-            0.25, with `step="quadratic"` alone.
+            `gradient_accumulation_steps`, of the last micro-batch. None is a
+            quarter, but at least 64 examples of all workers together. Only
+            with `step="quadratic"`.
         learning_rate: Learning rate of the inner SGD, if there is no other
             `inner_optimizer`: a float, a schedule or a callable.
         momentum: Momentum of the inner SGD, likewise.
@@ -193,7 +194,7 @@ class KFAC(SecondOrderOptimizer):
     max_factor_dim: int | None
     factor_rank: int
     step: str
-    quadratic_batch_fraction: float
+    quadratic_batch_fraction: float | None
 
     def __init__(
         self,
@@ -219,7 +220,7 @@ class KFAC(SecondOrderOptimizer):
         skip_layers: Iterable[Any] = (),
         gradient_accumulation_steps: int | None = None,
         step: str = "inner",
-        quadratic_batch_fraction: float = 0.25,
+        quadratic_batch_fraction: float | None = None,
         learning_rate: Any = None,
         momentum: float | None = None,
         name: str = "kfac",
@@ -253,9 +254,7 @@ class KFAC(SecondOrderOptimizer):
                 weight_sharing,
                 ("expand", "reduce", "average"),
             ),
-            factor_batch_fraction=None
-            if factor_batch_fraction is None
-            else check_batch_fraction(
+            factor_batch_fraction=check_batch_fraction(
                 "factor_batch_fraction", factor_batch_fraction
             ),
             fisher=None

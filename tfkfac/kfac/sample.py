@@ -51,17 +51,17 @@ class Sample:
             step.loss.unit,
         )
 
-    def part(self, part: Part, model: str) -> "Sample":
+    def part(self, part: Part | None, model: str) -> "Sample":
         """Takes some of the examples.
 
         Args:
-            part: Which ones.
+            part: Which ones; None is all.
             model: Name of the model, for messages.
 
         Raises:
             ValueError: If the batch cannot be divided.
         """
-        if part.fraction == 1:
+        if part is None:
             return self
         batch = (self.call.args, self.call.kwargs, self.arguments)
         leaves = [x for x in keras.tree.flatten(batch) if is_batch(x)]

@@ -66,15 +66,17 @@ def check_decay(value: Any) -> float:
     return float(value)
 
 
-def check_batch_fraction(name: str, value: Any) -> float:
-    """Returns a share of a batch as a float in (0, 1].
+def check_batch_fraction(name: str, value: Any) -> float | None:
+    """Returns a share of a batch as a float in (0, 1], or None.
 
     Raises:
         ValueError: If it is not.
     """
+    if value is None:
+        return None
     if not is_number(value) or not 0 < value <= 1:
         raise ValueError(
-            f"Argument `{name}` must be a number in (0, 1]. "
+            f"Argument `{name}` must be a number in (0, 1] or None. "
             f"Received: {name}={value!r}"
         )
     return float(value)

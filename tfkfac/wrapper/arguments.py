@@ -222,7 +222,8 @@ def serialize_value(name: str, value: Any) -> Any:
     """
     if value is None or isinstance(value, (int, float)):
         return value
-    if not isinstance(value, Schedule) and not is_registered(value):
+    is_function = callable(value) and not isinstance(value, Schedule)
+    if is_function and not is_registered(value):
         warnings.warn(
             f"Argument `{name}` is a function that a saved model does not "
             "hold. Use a `keras.optimizers.schedules.LearningRateSchedule`, or "
