@@ -53,9 +53,9 @@ def operations_a_layer(make: Callable[[], Any], kind: str) -> float:
     ("kind", "solver", "bound"),
     [
         ("dense", "inverse", 40),
-        ("conv", "inverse", 57),
+        ("conv", "inverse", 66),
         pytest.param("dense", "eigen", 47, marks=pytest.mark.slow),
-        pytest.param("norm", "inverse", 47, marks=pytest.mark.slow),
+        pytest.param("norm", "inverse", 54, marks=pytest.mark.slow),
     ],
 )
 def test_operations_of_one_more_layer(

@@ -111,7 +111,11 @@ def test_a_layer_that_is_unfrozen() -> None:
     model.layers[0].trainable = False
     options = {"factor_update_interval": 10, "inverse_update_interval": 10}
     optimizer = tfkfac.KFAC(
-        keras.optimizers.SGD(1e-3), kl_clip=None, damping=DAMPING, **options
+        keras.optimizers.SGD(1e-3),
+        fisher="empirical",
+        kl_clip=None,
+        damping=DAMPING,
+        **options,
     )
     optimizer.attach(model)
     optimizer.build(model.layers[0].weights + model.layers[1].weights)

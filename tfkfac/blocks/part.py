@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.rows import Rows
 from tfkfac.capture.record import Record
+from tfkfac.compat.graphs import call_of_any_size
 
 # The measured part: a quarter, but so many of all workers together. Factors of
 # a few examples cost accuracy, and a small batch's are cheap.
@@ -61,24 +62,40 @@ class Examples:
     """
 
     def __init__(self, size: tf.Tensor, part: Part) -> None:
-        size = tf.cast(size, tf.int64)
-        share = part.fraction * tf.cast(size, tf.float64)
-        count = tf.cast(tf.math.ceil(share), tf.int64)
-        count = tf.maximum(count, tf.minimum(size, part.least))
-        # Nothing is taken of an empty batch, and divided by.
-        some, divisor = tf.maximum(size, 1), tf.maximum(count, 1)
-        offset = part.turn * count % some
-        self._indices = (offset + tf.range(count) * size) // divisor
-        self.weight = tf.cast(size, tf.float64) / tf.cast(divisor, tf.float64)
+        def choose(
+            size: tf.Tensor, turn: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor]:
+            share = part.fraction * tf.cast(size, tf.float64)
+            count = tf.cast(tf.math.ceil(share), tf.int64)
+            count = tf.maximum(count, tf.minimum(size, part.least))
+            # Nothing is taken of an empty batch, and divided by.
+            some, divisor = tf.maximum(size, 1), tf.maximum(count, 1)
+            indices = (turn * count % some + tf.range(count) * size) // divisor
+            return indices, tf.cast(size, tf.float64) / tf.cast(
+                divisor, tf.float64
+            )
+
+        self._indices, self.weight = call_of_any_size(
+            ("examples", part.fraction, part.least),
+            choose,
+            tf.cast(size, tf.int64),
+            tf.convert_to_tensor(part.turn, tf.int64),
+        )
 
     def of(self, tensor: tf.Tensor) -> tf.Tensor:
         """Takes them of a tensor with the batch, or 1 for all, first."""
-        size = tf.shape(tensor, tf.int64)[0]
-        return tf.gather(tensor, self._indices % tf.maximum(size, 1))
+        taken = call_of_any_size("take examples", _take, tensor, self._indices)
+        taken.set_shape([None, *tensor.shape[1:]])
+        return taken
 
     def of_optional(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
         """The same, and None of None."""
         return None if tensor is None else self.of(tensor)
+
+
+def _take(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
+    size = tf.shape(tensor, tf.int64)[0]
+    return tf.gather(tensor, indices % tf.maximum(size, 1))
 
 
 def part_of_rows(

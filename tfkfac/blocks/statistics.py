@@ -64,7 +64,7 @@ def output_total(
     for record in records:
         rows, _, examples = _rows(block, record, part)
         total = block.output_statistic(rows.g, sharing)
-        totals.append(_whole(total, examples))
+        totals.append(_times(total, _weight(examples, total.dtype)))
     return tf.add_n(totals)
 
 
@@ -140,11 +140,12 @@ def _sums(
     if terms is None:
         factor *= count
     total = block.output_statistic(rows.g * factor, sharing)
-    sums = {"G": Statistic(_whole(total, examples), count)}
+    whole = _weight(examples, block.dtype)
+    sums = {"G": Statistic(_times(total, whole), count)}
     if "A" in block.factors:
         weights = _row_weights(block, rows, weightless, size, examples)
         new = _input_statistic(block, rows, weights, sharing)
-        sums["A"] = Statistic(*(_whole(t, examples) for t in new))
+        sums["A"] = Statistic(*(_times(t, whole) for t in new))
     return sums
 
 
@@ -167,11 +168,13 @@ def _rows(
     return rows, tf.shape(rows.g)[0], None
 
 
-def _whole(total: tf.Tensor, examples: Examples | None) -> tf.Tensor:
-    """A sum over some of the examples as that over all."""
-    if examples is None:
-        return total
-    return total * tf.cast(examples.weight, total.dtype)
+def _weight(examples: Examples | None, dtype: tf.DType) -> tf.Tensor | None:
+    """What makes a sum over some of the examples one over all."""
+    return None if examples is None else tf.cast(examples.weight, dtype)
+
+
+def _times(total: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
+    return total if weight is None else total * tf.cast(weight, total.dtype)
 
 
 def _row_weights(
