@@ -61,7 +61,7 @@ add("two", "columns", "mlp", "accumulation, clipvalue", slow=True)
 add("two", "rows", "mlp", "clipnorm, decay", slow=True)
 add("two", "columns", "mlp", "global clipnorm, average", slow=True, **FOUR)
 add("two", "columns", "mlp", "sgd", "one direction", slow=True, **ONE)
-add("two", "columns", "plain_norm", feed="some")
+add("two", "columns", "plain_norm", slow=True, feed="some")
 add("two", "rows", "plain_norm", slow=True, feed="some")
 add("two", "rows", "mlp", "sgd", "even", slow=True, feed="even")
 add("two", "rows", "mlp", "sgd", "float32", slow=True, dtype="float32")
@@ -72,12 +72,13 @@ add(
     "mlp",
     "sgd",
     "changed numbers",
+    slow=True,
     changes={3: {"update_interval": 3, "alpha": 0.5}, 6: {"alpha": 0.125}},
     fits=[(2, 2), (1, 6)],
 )
 # One estimation, a share of the run that `fit` tells, alpha that decays.
 NOTHING = {"warmup_steps": None, "update_interval": None}
-add("two", "rows", "mlp", "decaying", "defaults", **NOTHING)
+add("two", "rows", "mlp", "decaying", "defaults", True, **NOTHING)
 # Step and worker of a batch of NaN; without it, step 4 would estimate.
 add("two", "rows", "mlp", "sgd", "NaN", slow=True, poison=(4, 0))
 add("two", "columns", "mlp", "adam", "NaN", poison=(5, 1))
@@ -86,7 +87,7 @@ add("four", "rows", "mlp", "sgd", "one direction", slow=True, **ONE)
 add("four", "columns", "mlp", "sgd", "one direction", **ONE)
 add("four", "columns", "batch_norm", "adam", slow=True, feed="even")
 add("four", "rows", "text", "sgd", slow=True)
-add("four", "rows", "mlp", "plain", "four directions", **FOUR)
+add("four", "rows", "mlp", "plain", "four directions", True, **FOUR)
 add("mirrored", "rows", "batch_norm", "adam", slow=True, feed="even")
 add("mirrored", "columns", "mlp", "sgd")
 add("mirrored", "columns", "text", "sgd", slow=True)

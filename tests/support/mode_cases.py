@@ -80,8 +80,15 @@ add_grid(
     ],
     slow=True,
 )
-add_grid("two", "text", [("comm_opt", "eigen", "sgd", "expand")])
-add_grid("two", "text", [("mem_opt", "inverse", "sgd", "reduce")], slow=True)
+add_grid(
+    "two",
+    "text",
+    [
+        ("comm_opt", "eigen", "sgd", "expand"),
+        ("mem_opt", "inverse", "sgd", "reduce"),
+    ],
+    slow=True,
+)
 add_grid(
     "two",
     "cnn",
@@ -101,7 +108,9 @@ add_grid(
         ("hybrid_opt 1/2", "eigen", "sgd", "expand"),
     ],
 )
-add_grid("two", "cnn", [("comm_opt", "eigen_outer", "sgd", "expand")])
+add_grid(
+    "two", "cnn", [("comm_opt", "eigen_outer", "sgd", "expand")], slow=True
+)
 add_grid(
     "four",
     "cnn",
@@ -117,18 +126,12 @@ add_grid(
     ],
     slow=True,
 )
+add_grid("mirrored", "cnn", [("comm_opt", "inverse", "sgd", "expand")])
 add_grid(
     "mirrored",
     "cnn",
     [
-        ("comm_opt", "inverse", "sgd", "expand"),
         ("dp_kfac", "inverse", "adam", "expand"),
-    ],
-)
-add_grid(
-    "mirrored",
-    "cnn",
-    [
         ("mem_opt", "eigen", "adam", "reduce"),
         ("hybrid_opt 1/2", "inverse", "sgd", "reduce"),
     ],
@@ -218,7 +221,7 @@ for where_, mode_, model_, slow_ in [
         fisher="monte_carlo",
         given_labels=True,
     )
-add("two", "type2", "mem_opt", model="small", fisher="type2")
+add("two", "type2", "mem_opt", slow=True, model="small", fisher="type2")
 for where_, mode_, model_, slow_ in [
     ("two", "dp_kfac", "batch_norm", True),
     ("four", "comm_opt", "small", True),

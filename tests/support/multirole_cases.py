@@ -57,8 +57,16 @@ def add(
 
 
 add("two", "rows", "stale", "mlp", "sgd", evaluated=EVALUATED)
-add("two", "columns", "paper", "mlp", "adam")
-add("two", "columns", "stale", "batch_norm", "adam", evaluated=EVALUATED)
+add("two", "columns", "paper", "mlp", "adam", slow=True)
+add(
+    "two",
+    "columns",
+    "stale",
+    "batch_norm",
+    "adam",
+    slow=True,
+    evaluated=EVALUATED,
+)
 add("two", "rows", "paper", "plain_norm", "sgd", slow=True)
 add(
     "two",
