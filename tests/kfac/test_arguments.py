@@ -199,7 +199,7 @@ def test_defaults() -> None:
         "symmetric_communication": False,
         "factor_dtype": None,
         "inverse_dtype": None,
-        "max_factor_dim": 640,
+        "max_factor_dim": 2048,
         "factor_rank": 64,
         "skip_layers": [],
     }
