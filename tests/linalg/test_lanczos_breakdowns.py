@@ -127,7 +127,7 @@ def test_random_matrices(data: Any, size: int, seed: int) -> None:
     assert_pairs(matrix, values, vectors)
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=15, derandomize=True)
 @given(data=st.data(), size=st.integers(1, 8))
 def test_integer_matrices(data: Any, size: int) -> None:
     """Often singular, with repeated eigenvalues and poor start vectors."""

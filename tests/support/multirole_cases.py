@@ -90,7 +90,16 @@ add(
     "changed interval",
     changes={3: {"update_interval": 2}, 5: {"update_interval": 4}},
 )
-add("two", "rows", "stale", "mlp", "sgd", "every step", update_interval=1)
+add(
+    "two",
+    "rows",
+    "stale",
+    "mlp",
+    "sgd",
+    "every step",
+    slow=True,
+    update_interval=1,
+)
 # Step and replica of a batch of NaN. An estimation begins in step 5; if it is
 # skipped, then the accelerators still use its batch.
 add("two", "rows", "stale", "mlp", "sgd", "NaN at begin", poison=(5, 0))
@@ -106,7 +115,15 @@ add(
 )
 add("two", "rows", "stale", "mlp", "sgd", "blind", poison=(5, 1))
 add("four", "rows", "stale", "mlp", "adam", evaluated=EVALUATED)
-add("four", "columns", "stale", "plain_norm", "sgd", evaluated=EVALUATED)
+add(
+    "four",
+    "columns",
+    "stale",
+    "plain_norm",
+    "sgd",
+    slow=True,
+    evaluated=EVALUATED,
+)
 # With batches of different sizes, synchronised moments of several workers
 # make a known difference: `test_dho2`.
 add(
