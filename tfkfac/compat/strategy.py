@@ -9,8 +9,8 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.compat.overrides import overridden
+from tfkfac.compat.second_order import Sum
 
-Sum = Callable[[tf.Tensor], tf.Tensor]
 _StrategyT = TypeVar("_StrategyT", bound=tf.distribute.Strategy)
 
 _ADDS = "all_reduce"
