@@ -19,6 +19,7 @@ import tensorflow as tf
 import tfkfac
 from tests.support import cluster, workers_modes, workers_terms
 from tests.support.cluster import Pool
+from tests.support.graphs import Collective
 from tests.support.jobs import Jobs, replicas_of
 from tests.support.mode_cases import (
     ADAPTIVE,
@@ -42,13 +43,7 @@ from tests.support.mode_cases import (
     plans,
 )
 from tests.support.weights import assert_same_bits, distance
-from tests.support.workers_modes import (
-    FEEDS,
-    Collective,
-    images,
-    shares,
-    small,
-)
+from tests.support.worker_parts import FEEDS, images, shares, small
 
 Results = Callable[[str], list[Result]]
 SINGLE = 1e-5  # float32

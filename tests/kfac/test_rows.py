@@ -23,7 +23,7 @@ from tests.support.reference import (
     clip_factor,
     inverse_solve,
 )
-from tests.support.workers_modes import floats
+from tests.support.worker_parts import floats
 from tfkfac.cost.work import most_rows
 from tfkfac.factors import Dense
 

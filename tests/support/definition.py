@@ -2,7 +2,7 @@
 
 One process that knows the rows of every worker. Gradients are those of the
 global batch; the factors of a layer come from the rows that the mode says.
-The network is `workers_modes.cnn`.
+The network is `worker_parts.cnn`.
 """
 
 import dataclasses

@@ -1,8 +1,11 @@
-"""What TensorFlow makes of a graph before it runs it."""
+"""What is in a graph, and what TensorFlow makes of it before it runs it."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
 from tensorflow.python.eager import context
 
 
@@ -24,3 +27,58 @@ def optimized_nodes(run: Callable[[], Any]) -> list[Any]:
             *(n for f in graph.library.function for n in f.node_def),
         ]
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective in a graph, and the branches of it that it is in."""
+
+    kind: str
+    branches: tuple[str, ...]
+    elements: int
+    dtype: str
+    group: int
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensor."""
+        return self.elements * tf.as_dtype(self.dtype).size
+
+
+def collectives(graph: Any) -> list[Collective]:
+    found = []
+    for branches, node in walk(graph):
+        if not node.op.startswith("Collective"):
+            continue
+        shapes = [node.attr["shape"].shape]
+        if node.attr["_output_shapes"].list.shape:
+            shapes += node.attr["_output_shapes"].list.shape
+        sizes = [int(np.prod([d.size for d in s.dim])) for s in shapes if s.dim]
+        dtype = tf.as_dtype(node.attr["T"].type).name
+        kind = node.op.removeprefix("Collective")
+        group = node.attr["group_size"].i
+        found.append(Collective(kind, branches, max(sizes), dtype, group))
+    return found
+
+
+def count_ops(graph: Any, names: Sequence[str]) -> int:
+    return sum(node.op in names for _, node in walk(graph))
+
+
+def walk(graph: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Nodes that a graph can reach, and the branches that they are in."""
+    library = {f.signature.name: f for f in graph.library.function}
+
+    def visit(
+        nodes: Any, around: tuple[str, ...]
+    ) -> Iterator[tuple[tuple[str, ...], Any]]:
+        for node in nodes:
+            yield around, node
+            for attribute in node.attr.values():
+                if attribute.HasField("func"):
+                    name = attribute.func.name
+                    branch = (name,) if node.op.endswith("If") else ()
+                    inside = (*around, *branch)
+                    yield from visit(library[name].node_def, inside)
+
+    return visit(graph.node, ())

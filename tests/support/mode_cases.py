@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.support import definition, workers_modes
+from tests.support import definition, worker_parts, workers_modes
 from tests.support.jobs import Jobs, replicas_of
 from tests.support.reference import Array
 from tests.support.weights import distance
-from tests.support.workers_modes import (
+from tests.support.worker_parts import (
     ADAM_RATE,
     BETAS,
     DEFAULTS,
@@ -43,7 +43,7 @@ def add(
     if fraction:
         over, _, under = fraction.partition("/")
         kwargs["gradient_worker_fraction"] = int(over) / int(under or 1)
-    assert kwargs.get("model") in workers_modes.MODELS
+    assert kwargs.get("model") in worker_parts.MODELS
     name = f"{where}: {mode}, {what}"
     CASES[name] = kwargs
     function = "train_in_stages" if stages else "train"

@@ -9,8 +9,7 @@ from tests.support import definition, workers_fosi
 from tests.support.fosi_objective import Objective
 from tests.support.fosi_simulation import Settings, Simulation
 from tests.support.jobs import Jobs, replicas_of
-from tests.support.workers_fosi import DEFAULTS, MODELS, data
-from tests.support.workers_modes import (
+from tests.support.worker_parts import (
     ADAM_RATE,
     BETAS,
     FEEDS,
@@ -19,6 +18,7 @@ from tests.support.workers_modes import (
     floats,
     shares,
 )
+from tests.support.workers_fosi import DEFAULTS, MODELS, data
 
 # -------------------------------------------------------------------- jobs
 JOBS = Jobs(workers_fosi)

@@ -13,19 +13,19 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support import workers_modes
+from tests.support import worker_parts
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
-from tests.support.workers_modes import (
+from tests.support.worker_parts import (
     CLASSES,
     FEEDS,
     RATE,
-    dataset,
     floats,
     images,
     sentences,
     shares,
 )
+from tests.support.workers_modes import dataset
 
 Changes = Mapping[int, Mapping[str, Any]]
 Fits = Sequence[tuple[int, int]]
@@ -75,12 +75,12 @@ def large() -> keras.Model:
 
 MODELS: dict[str, Callable[[], keras.Model]] = {
     **{f.__name__: f for f in (mlp, plain_norm, batch_norm, large)},
-    "text": workers_modes.text,
+    "text": worker_parts.text,
 }
 
 # -------------------------------------------------------------- optimizers
 INNERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
-    **workers_modes.INNERS,
+    **worker_parts.INNERS,
     "plain": lambda: keras.optimizers.SGD(RATE),
     "decaying": lambda: keras.optimizers.SGD(
         keras.optimizers.schedules.PolynomialDecay(RATE, 12, 0.0), 0.5

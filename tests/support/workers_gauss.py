@@ -13,10 +13,11 @@ import numpy as np
 from keras import layers
 
 import tfkfac
-from tests.support import workers_modes
+from tests.support import worker_parts
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
-from tests.support.workers_modes import FEEDS, dataset, floats, shares
+from tests.support.worker_parts import FEEDS, floats, shares
+from tests.support.workers_modes import dataset
 
 
 def regression() -> keras.Model:
@@ -37,7 +38,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
         from_logits=True
     ),
 }
-MODELS = {"regression": regression, "small": workers_modes.small}
+MODELS = {"regression": regression, "small": worker_parts.small}
 
 
 class Noted(keras.callbacks.Callback):
@@ -78,7 +79,7 @@ def train(
             network: Any = MODELS[model]()
             optimizer = tfkfac.GaussNewton(**options)
             network.compile(optimizer, LOSSES[model]())
-        x, y = workers_modes.images()
+        x, y = worker_parts.images()
         x = x.astype(dtype)
         if model == "regression":
             y = targets(x)

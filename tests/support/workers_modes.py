@@ -6,9 +6,7 @@ workers as one batch.
 """
 
 import contextlib
-import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,213 +16,27 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
+from tests.support.graphs import collectives, count_ops
 from tests.support.ports import address, claim_ports
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
+from tests.support.worker_parts import (
+    CLASSES,
+    DEFAULTS,
+    FEEDS,
+    INNERS,
+    MODELS,
+    OBJECTS,
+    Feed,
+    cnn,
+    floats,
+    images,
+    sentences,
+    shares,
+    small,
+)
 from tfkfac.distributed import collectives as communication
 from tfkfac.kfac import schedule
-
-CLASSES = 3
-TOKENS = 6
-Feed = Sequence[Sequence[Sequence[int]]]
-
-# ------------------------------------------------------------------ models
-# Rows of each quarter of the workers by step: with two workers each gets two
-# quarters. Factor steps are the even ones, inverse steps every second of them.
-_ROWS = [
-    (2, 2, 2, 2),
-    (2, 2, 2, 2),
-    (3, 1, 4, 0),
-    (1, 2, 3, 0),
-    (4, 3, 0, 0),
-    (2, 2, 2, 2),
-    (0, 0, 0, 8),
-    (1, 5, 1, 1),
-    (0, 1, 3, 2),
-    (1, 0, 0, 0),
-]
-
-
-def uneven(rows: Sequence[Sequence[int]] = _ROWS) -> Feed:
-    """Other rows in every step; some workers have none."""
-    fresh = iter(range(1000))
-    return [[[next(fresh) for _ in range(n)] for n in step] for step in rows]
-
-
-FEEDS: dict[str, Callable[[], Feed]] = {
-    "uneven": uneven,
-    "even": lambda: uneven([(2, 2, 2, 2)] * 10),
-    # The first worker begins without any row.
-    "late": lambda: uneven([(0, 0, 3, 1), *_ROWS[1:]]),
-    # TensorFlow's float32 convolutions fail on a CPU without any row, unless
-    # TF_ENABLE_ONEDNN_OPTS=0.
-    "some": lambda: uneven([(3, 1, 2, 2), (1, 1, 2, 1)] * 5),
-    # Every worker sees the same rows.
-    "same": lambda: [[list(range(4 * s, 4 * s + 4))] * 4 for s in range(10)],
-}
-
-
-def shares(feed: Feed, workers: int) -> list[list[list[int]]]:
-    """The rows of each worker by step."""
-    size = 4 // workers
-    return [
-        [[*itertools.chain(*step[i : i + size])] for i in range(0, 4, size)]
-        for step in feed
-    ]
-
-
-def images(rows: int = 160) -> tuple[Array, Array]:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(rows, 5, 5, 2))
-    return x, np.argmax(x.mean((1, 2)) @ rng.normal(size=(2, CLASSES)), 1)
-
-
-def sentences(rows: int = 160) -> tuple[Array, Array]:
-    rng = np.random.default_rng(0)
-    x = rng.integers(TOKENS, size=(rows, 5))
-    return x, x[:, 0] % CLASSES
-
-
-def vision() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((5, 5, 2)),
-            layers.Conv2D(3, 3, activation="tanh", name="conv"),
-            layers.LayerNormalization(name="norm"),
-            layers.Flatten(),
-            layers.Dense(CLASSES, name="logits"),
-        ]
-    )
-
-
-def cnn() -> keras.Model:
-    """What the definition in NumPy knows."""
-    return keras.Sequential(
-        [
-            keras.Input((5, 5, 2)),
-            layers.Conv2D(3, 3, activation="tanh", name="conv"),
-            layers.Flatten(),
-            layers.Dense(5, activation="tanh", name="hidden"),
-            layers.Dense(CLASSES, name="logits"),
-        ]
-    )
-
-
-def small() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((5, 5, 2)),
-            layers.Flatten(),
-            layers.Dense(4, activation="tanh", name="hidden"),
-            layers.Dense(CLASSES, name="logits"),
-        ]
-    )
-
-
-def wide() -> keras.Model:
-    """Layers that are preconditioned by their rows, and one that is not."""
-    return keras.Sequential(
-        [
-            keras.Input((5, 5, 2)),
-            layers.Flatten(),
-            layers.Dense(40, activation="tanh", name="first"),
-            layers.Dense(40, activation="tanh", name="second"),
-            layers.Dense(CLASSES, name="logits"),
-        ]
-    )
-
-
-def batch_norm() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((5, 5, 2)),
-            layers.Conv2D(3, 3, name="conv"),
-            layers.BatchNormalization(synchronized=True, name="norm"),
-            layers.Activation("tanh"),
-            layers.Flatten(),
-            layers.Dense(CLASSES, name="logits"),
-        ]
-    )
-
-
-def text() -> keras.Model:
-    tokens = keras.Input((5,), dtype="int32")
-    h = layers.Embedding(TOKENS, 4, name="tokens")(tokens)
-    h = layers.MultiHeadAttention(2, 3, name="attention")(h, h)
-    h = layers.LayerNormalization(name="norm")(h)
-    h = layers.GlobalAveragePooling1D()(h)
-    return keras.Model(tokens, layers.Dense(CLASSES, name="logits")(h))
-
-
-MODELS: dict[str, Callable[[], keras.Model]] = {
-    f.__name__: f for f in (vision, cnn, small, wide, batch_norm, text)
-}
-
-# -------------------------------------------------------------- optimizers
-# The same numbers in float32 and float64.
-RATE, MOMENTUM, DAMPING, CLIP, DECAY = 2**-4, 0.5, 2**-4, 2**-6, 0.5
-ADAM_RATE, BETAS = 2**-6, (1 - 2**-3, 1 - 2**-7)
-
-DEFAULTS = {
-    "damping": DAMPING,
-    "kl_clip": CLIP,
-    "factor_decay": DECAY,
-    "factor_update_interval": 2,
-    "inverse_update_interval": 4,
-}
-
-_SGD, _ADAM = keras.optimizers.SGD, keras.optimizers.Adam
-INNERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
-    "sgd": lambda: _SGD(RATE, momentum=MOMENTUM),
-    "multiplier": lambda: _SGD(1.0),
-    "multiplier, accumulation": lambda: _SGD(
-        1.0, gradient_accumulation_steps=2
-    ),
-    "adam": lambda: _ADAM(ADAM_RATE, *BETAS),
-    "clipnorm, decay": lambda: keras.optimizers.AdamW(
-        ADAM_RATE, weight_decay=0.5, clipnorm=0.1
-    ),
-    "global clipnorm, average": lambda: _SGD(
-        RATE,
-        momentum=MOMENTUM,
-        global_clipnorm=0.5,
-        use_ema=True,
-        ema_momentum=0.5,
-        ema_overwrite_frequency=3,
-    ),
-    "accumulation, clipvalue": lambda: _ADAM(
-        ADAM_RATE, gradient_accumulation_steps=2, clipvalue=0.05
-    ),
-    "accumulation, average, decay": lambda: _SGD(
-        RATE,
-        momentum=MOMENTUM,
-        weight_decay=0.5,
-        gradient_accumulation_steps=2,
-        use_ema=True,
-        ema_momentum=0.5,
-        ema_overwrite_frequency=2,
-    ),
-}
-
-
-def clip_schedule(iteration: Any) -> Any:
-    """A callable of the iteration with Python's `if`."""
-    if iteration < 4:
-        return CLIP
-    return CLIP / 8
-
-
-# Arguments that are objects, by the name a case gives them.
-OBJECTS: dict[str, Callable[[], Any]] = {
-    "damping schedule": lambda: (
-        keras.optimizers.schedules.PiecewiseConstantDecay(
-            [2, 6], [1.0, DAMPING, 4.0]
-        )
-    ),
-    "clip schedule": lambda: clip_schedule,
-    "adaptive": lambda: tfkfac.LevenbergMarquardt(DAMPING, 2, 0.5),
-    "by traces": lambda: tfkfac.AdaptiveInterval(0.5, 0.25, 4),
-}
 
 
 class Noted(tfkfac.KFAC):
@@ -262,18 +74,6 @@ def labels_given() -> Iterator[None]:
 
     with mock.patch.object(tfkfac.fisher.Categorical, "sample", sample):
         yield
-
-
-@contextlib.contextmanager
-def floats(dtype: str) -> Iterator[None]:
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx(dtype)
-    keras.config.set_dtype_policy(dtype)
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(before[0])
-        keras.config.set_dtype_policy(before[1])
 
 
 def train(
@@ -578,58 +378,3 @@ def kept_bytes(state: Any) -> dict[str, int]:
         "total": size([v for v in state.variables if v.shape.rank])
         - size(state.counters.variables),  # a number of each block
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """A collective in a graph, and the branches of it that it is in."""
-
-    kind: str
-    branches: tuple[str, ...]
-    elements: int
-    dtype: str
-    group: int
-
-    @property
-    def bytes(self) -> int:
-        """Size of the tensor."""
-        return self.elements * tf.as_dtype(self.dtype).size
-
-
-def collectives(graph: Any) -> list[Collective]:
-    found = []
-    for branches, node in walk(graph):
-        if not node.op.startswith("Collective"):
-            continue
-        shapes = [node.attr["shape"].shape]
-        if node.attr["_output_shapes"].list.shape:
-            shapes += node.attr["_output_shapes"].list.shape
-        sizes = [int(np.prod([d.size for d in s.dim])) for s in shapes if s.dim]
-        dtype = tf.as_dtype(node.attr["T"].type).name
-        kind = node.op.removeprefix("Collective")
-        group = node.attr["group_size"].i
-        found.append(Collective(kind, branches, max(sizes), dtype, group))
-    return found
-
-
-def count_ops(graph: Any, names: Sequence[str]) -> int:
-    return sum(node.op in names for _, node in walk(graph))
-
-
-def walk(graph: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Nodes that a graph can reach, and the branches that they are in."""
-    library = {f.signature.name: f for f in graph.library.function}
-
-    def visit(
-        nodes: Any, around: tuple[str, ...]
-    ) -> Iterator[tuple[tuple[str, ...], Any]]:
-        for node in nodes:
-            yield around, node
-            for attribute in node.attr.values():
-                if attribute.HasField("func"):
-                    name = attribute.func.name
-                    branch = (name,) if node.op.endswith("If") else ()
-                    inside = (*around, *branch)
-                    yield from visit(library[name].node_def, inside)
-
-    return visit(graph.node, ())

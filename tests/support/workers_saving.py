@@ -14,7 +14,8 @@ import tfkfac
 from tests.support import workers_fosi, workers_modes
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
-from tests.support.workers_modes import FEEDS, dataset, floats, images, shares
+from tests.support.worker_parts import FEEDS, floats, images, shares
+from tests.support.workers_modes import dataset
 from tfkfac.callbacks import ChiefBackup
 
 # Step 5 is neither of factors nor of inverses, and in the middle of an

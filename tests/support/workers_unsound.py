@@ -9,17 +9,16 @@ import numpy as np
 import tfkfac
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
-from tests.support.workers_modes import (
+from tests.support.worker_parts import (
     DEFAULTS,
     FEEDS,
     INNERS,
     MODELS,
-    compiled,
-    dataset,
     floats,
     images,
     shares,
 )
+from tests.support.workers_modes import compiled, dataset
 from tfkfac.compat.inner_update import own_copy
 from tfkfac.wrapper import comparison
 
