@@ -44,7 +44,7 @@ ALL = EQUAL | UNEVEN | REPAIRED
 JOBS = Jobs(workers_strategy)
 FUNCTIONS = workers_strategy.__name__
 for name_, (function_, kwargs_) in ALL.items():
-    JOBS.add(name_, function_, **kwargs_)
+    JOBS.add(name_, function_, slow=name_ == "two: sgd", **kwargs_)
 REDUCE = "two: reduce"
 JOBS.add(REDUCE, "reductions")
 

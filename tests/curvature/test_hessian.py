@@ -23,6 +23,7 @@ from tests.support.curvature_models import (
     weight_count,
 )
 from tests.support.harness import randomize
+from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tests.support.small import loss
 from tfkfac.curvature import hessian_vector_product, lanczos
@@ -120,7 +121,9 @@ def test_dtypes_of_vectors() -> None:
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("case", ["layer", "lstm", "dropout", "max_pooling"])
+@pytest.mark.parametrize(
+    "case", with_slow(["layer", "lstm", "dropout", "max_pooling"], "lstm")
+)
 def test_symmetric(case: str) -> None:
     model, x, y = ready(case)
     vectors = noise(weight_count(model), 4)

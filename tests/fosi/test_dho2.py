@@ -51,7 +51,7 @@ def add(
 
 # Worker 1 has no row in step 4, worker 0 none in step 6: both estimate.
 add("two", "rows", "mlp", "plain", **FOUR)
-add("two", "columns", "mlp", "sgd")
+add("two", "columns", "mlp", "sgd", slow=True)
 add("two", "columns", "batch_norm", "plain", slow=True, feed="even")
 add("two", "rows", "batch_norm", "adam", slow=True, feed="even")
 add("two", "rows", "batch_norm", "sgd", "uneven moments", True, feed="some")

@@ -20,6 +20,7 @@ from tests.support.harness import (
 )
 from tests.support.layer_cases import make_input
 from tests.support.layer_models import deep_model, one_layer, targets
+from tests.support.marks import with_slow
 from tests.support.reference import (
     SOLVES,
     Array,
@@ -100,7 +101,7 @@ def test_clip_two_layers(
         assert_close(got, learning_rate * nu * P, SOLVE_RTOL, f"layer {i}")
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", with_slow(SOLVERS, "eigen"))
 def test_clip_counts_every_block_kind(solver: str) -> None:
     """The sum <P, W> runs over all blocks, normalisation included."""
     x = make_input("", (6, 6, 2), 5)

@@ -545,7 +545,7 @@ TERM_NAMES = [
 ]
 for name_ in TERM_NAMES:
     where_, _, case_ = name_.partition(": ")
-    slow_ = where_ == "mirrored" or case_ == "sum"
+    slow_ = where_ == "mirrored" or case_ in ("sum", "outputs")
     TERMS.add(name_, "train", case_, slow=slow_)
 
 

@@ -209,7 +209,10 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize(
-    "case", with_slow(CASES, "another gradient", "a loop", "eigen")
+    "case",
+    with_slow(
+        CASES, "another gradient", "a loop", "weights of samples", "eigen"
+    ),
 )
 def test_products_that_are_gone(case: str) -> None:
     """The tape's product is in the graph, or not; a step is as without one."""

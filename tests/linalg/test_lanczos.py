@@ -97,14 +97,8 @@ def test_one_trace() -> None:
 
 
 # ------------------------------------------------------------------- precision
-@pytest.mark.parametrize(
-    "top",
-    [
-        pytest.param(1e3, marks=pytest.mark.slow),
-        pytest.param(1e6, marks=pytest.mark.slow),
-        1e9,
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("top", [1e3, 1e6, 1e9])
 def test_orthonormal(top: float) -> None:
     """Of the basis and of the vectors, whatever the condition.
 

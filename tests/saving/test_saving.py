@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
+from tests.support.marks import with_slow
 from tests.support.saved_models import CASES, assert_resumes, compiled, train
 from tests.support.small import (
     CLASSES,
@@ -303,7 +304,7 @@ def test_loaded_without_compiling(tmp_path: Path) -> None:
     assert int(kfac_of(copy).iterations) == 1
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", with_slow(["bfloat16", "float16"], "float16"))
 def test_decompositions_in_half_precision(dtype: str, tmp_path: Path) -> None:
     model = compiled("functional", solver="eigen", inverse_dtype=dtype)
     train(model, 0, 5)

@@ -77,12 +77,6 @@ add_grid(
     "vision",
     [
         ("comm_opt", "inverse", "sgd", "expand"),
-    ],
-)
-add_grid(
-    "two",
-    "vision",
-    [
         ("mem_opt", "eigen", "sgd", "expand"),
         ("comm_opt", "eigen", "adam", "reduce"),
         ("mem_opt", "inverse", "adam", "reduce"),
@@ -136,7 +130,11 @@ add_grid(
     slow=True,
 )
 add_grid(
-    "mirrored", "cnn", [("comm_opt", "inverse", "sgd", "expand")], stages=True
+    "mirrored",
+    "cnn",
+    [("comm_opt", "inverse", "sgd", "expand")],
+    slow=True,
+    stages=True,
 )
 add_grid(
     "mirrored",
@@ -408,7 +406,7 @@ for name_, feed_ in PARTS.items():
         name_, "train", model="small", feed=feed_, factor_batch_fraction=0.25
     )
 for name_, mode_ in LOOPS.items():
-    JOBS.add(name_, "loop", mode_)
+    JOBS.add(name_, "loop", mode_, slow=name_.startswith("mirrored"))
 for name_ in REFUSALS:
     JOBS.add(name_, "refusals", slow=name_.startswith("four"))
 for name_ in DISAGREEMENTS:

@@ -56,7 +56,7 @@ def add(
     JOBS.add(name, "train", slow=slow, **CASES[name])
 
 
-add("two", "rows", "stale", "mlp", "sgd", evaluated=EVALUATED)
+add("two", "rows", "stale", "mlp", "sgd", slow=True, evaluated=EVALUATED)
 add("two", "columns", "paper", "mlp", "adam", slow=True)
 add(
     "two",
