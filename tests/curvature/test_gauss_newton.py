@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.curvature_models import (
-    ZOO,
-    floats,
-    noise,
-    ready,
-    weight_count,
-)
+from tests.support.curvature_models import ZOO, noise, ready, weight_count
+from tests.support.dtypes import floats
 from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tfkfac.capture.forward import training_call

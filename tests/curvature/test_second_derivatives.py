@@ -13,12 +13,12 @@ from tests.support.curvature_models import (
     ROWS,
     ZOO,
     difference_products,
-    floats,
     inputs,
     network,
     noise,
     weight_count,
 )
+from tests.support.dtypes import floats
 from tests.support.harness import randomize
 from tests.support.marks import with_slow
 from tests.support.reference import Array

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import contest
 import poisson
-from tests.support.curvature_models import floats
+from tests.support.dtypes import floats
 
 
 @pytest.mark.parametrize("dimension", [2, 5])

@@ -13,7 +13,7 @@ from keras.optimizers import SGD
 from keras.optimizers.schedules import PolynomialDecay
 
 import tfkfac
-from tests.support.curvature_models import floats
+from tests.support.dtypes import floats
 from tests.support.fosi_reference import (
     ROWS,
     Fosi,

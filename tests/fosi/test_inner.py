@@ -9,7 +9,7 @@ import pytest
 from keras import constraints, layers
 from keras.optimizers import SGD, Adam
 
-from tests.support.curvature_models import floats
+from tests.support.dtypes import floats
 from tests.support.fosi_reference import (
     BETAS,
     CLASSES,

@@ -10,11 +10,8 @@ import tensorflow as tf
 from keras import layers
 from keras.optimizers import SGD
 
-from tests.support.curvature_models import (
-    difference_products,
-    floats,
-    weight_count,
-)
+from tests.support.curvature_models import difference_products, weight_count
+from tests.support.dtypes import floats
 from tests.support.fosi_reference import (
     FEATURES,
     ROWS,

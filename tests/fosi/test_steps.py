@@ -12,7 +12,7 @@ from keras import layers
 from keras.optimizers import SGD, Adam, AdamW, RMSprop
 
 import tfkfac
-from tests.support.curvature_models import floats
+from tests.support.dtypes import floats
 from tests.support.fosi_reference import (
     BETAS,
     SIZE,

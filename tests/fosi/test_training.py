@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.curvature_models import floats
+from tests.support.dtypes import floats
 from tests.support.fosi_reference import (
     assert_path,
     data,

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from keras.optimizers import SGD, Adam
 
-from tests.support.curvature_models import floats
+from tests.support.dtypes import floats
 from tests.support.fosi_reference import (
     CLASSES,
     HIDDEN,

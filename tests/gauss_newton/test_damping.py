@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfkfac
-from tests.support.curvature_models import floats
+from tests.support.dtypes import floats
 from tests.support.marks import with_slow
 from tfkfac.gauss_newton.damping import LARGEST, Search, search
 from tfkfac.gauss_newton.solve import ParameterSpace, ResidualSpace

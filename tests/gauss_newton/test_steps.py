@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import tfkfac
-from tests.support.curvature_models import ZOO, floats, ready
+from tests.support.curvature_models import ZOO, ready
+from tests.support.dtypes import floats
 from tests.support.gauss_newton_reference import (
     Reference,
     get_flat,

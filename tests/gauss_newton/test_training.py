@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support.curvature_models import floats
+from tests.support.dtypes import floats
 from tests.support.reference import Array
 
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support.curvature_models import floats
+from tests.support.dtypes import floats
 from tests.support.harness import randomize
 from tests.support.marks import with_slow
 from tests.support.reference import Array, inverse_solve

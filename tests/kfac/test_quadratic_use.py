@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support.curvature_models import floats
+from tests.support.dtypes import floats
 from tests.support.harness import randomize
 from tests.support.reference import Array
 from tests.support.small import data, loss, mlp, summary_text

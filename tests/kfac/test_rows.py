@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
+from tests.support.dtypes import floats
 from tests.support.graphs import optimized_nodes
 from tests.support.harness import flat, randomize
 from tests.support.marks import with_slow
@@ -23,7 +24,6 @@ from tests.support.reference import (
     clip_factor,
     inverse_solve,
 )
-from tests.support.worker_parts import floats
 from tfkfac.cost.work import most_rows
 from tfkfac.factors import Dense
 

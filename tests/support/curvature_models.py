@@ -1,7 +1,6 @@
 """Small models of every kind, and their Hessians by finite differences."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -15,19 +14,6 @@ from tests.support.reference import Array
 ROWS = 7
 # name -> (layers on a symbolic tensor, shape of one example)
 Zoo = dict[str, tuple[Callable[[Any], Any], tuple[int, ...]]]
-
-
-@contextlib.contextmanager
-def floats(dtype: str) -> Iterator[None]:
-    """Makes a dtype the default of Keras for a while."""
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx(dtype)
-    keras.config.set_dtype_policy(dtype)
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(before[0])
-        keras.config.set_dtype_policy(before[1])
 
 
 class Penalty(layers.Layer):

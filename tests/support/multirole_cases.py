@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from tests.support import definition, workers_fosi
+from tests.support.dtypes import floats
 from tests.support.fosi_objective import Objective
 from tests.support.fosi_simulation import Settings, Simulation
 from tests.support.jobs import Jobs, replicas_of
@@ -15,7 +16,6 @@ from tests.support.worker_parts import (
     FEEDS,
     MOMENTUM,
     RATE,
-    floats,
     shares,
 )
 from tests.support.workers_fosi import DEFAULTS, MODELS, data

@@ -1,8 +1,7 @@
 """What the jobs of workers are made of: rows, data, models, optimizers."""
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -213,15 +212,3 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "adaptive": lambda: tfkfac.LevenbergMarquardt(DAMPING, 2, 0.5),
     "by traces": lambda: tfkfac.AdaptiveInterval(0.5, 0.25, 4),
 }
-
-
-@contextlib.contextmanager
-def floats(dtype: str) -> Iterator[None]:
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx(dtype)
-    keras.config.set_dtype_policy(dtype)
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(before[0])
-        keras.config.set_dtype_policy(before[1])

@@ -14,13 +14,13 @@ from keras import layers
 
 import tfkfac
 from tests.support import worker_parts
+from tests.support.dtypes import floats
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
 from tests.support.worker_parts import (
     CLASSES,
     FEEDS,
     RATE,
-    floats,
     images,
     sentences,
     shares,

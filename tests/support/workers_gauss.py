@@ -14,9 +14,10 @@ from keras import layers
 
 import tfkfac
 from tests.support import worker_parts
+from tests.support.dtypes import floats
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
-from tests.support.worker_parts import FEEDS, floats, shares
+from tests.support.worker_parts import FEEDS, shares
 from tests.support.workers_modes import dataset
 
 

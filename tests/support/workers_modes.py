@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
+from tests.support.dtypes import floats
 from tests.support.graphs import collectives, count_ops
 from tests.support.ports import address, claim_ports
 from tests.support.reference import Array
@@ -29,7 +30,6 @@ from tests.support.worker_parts import (
     OBJECTS,
     Feed,
     cnn,
-    floats,
     images,
     sentences,
     shares,

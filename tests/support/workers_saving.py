@@ -12,9 +12,10 @@ import tensorflow as tf
 
 import tfkfac
 from tests.support import workers_fosi, workers_modes
+from tests.support.dtypes import floats
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
-from tests.support.worker_parts import FEEDS, floats, images, shares
+from tests.support.worker_parts import FEEDS, images, shares
 from tests.support.workers_modes import dataset
 from tfkfac.callbacks import ChiefBackup
 

@@ -9,8 +9,9 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
+from tests.support.dtypes import floats
 from tests.support.strategies import local_ranks, strategy
-from tests.support.worker_parts import DEFAULTS, INNERS, floats, shares, uneven
+from tests.support.worker_parts import DEFAULTS, INNERS, shares, uneven
 
 # Rows of each quarter of the workers by step.
 _ROWS = [(3, 2, 1, 0), (0, 1, 0, 3), (2, 2, 2, 0), (0, 0, 1, 1)]

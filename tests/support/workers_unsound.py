@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 import tfkfac
+from tests.support.dtypes import floats
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
 from tests.support.worker_parts import (
@@ -14,7 +15,6 @@ from tests.support.worker_parts import (
     FEEDS,
     INNERS,
     MODELS,
-    floats,
     images,
     shares,
 )

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras.optimizers.schedules import PiecewiseConstantDecay
 
 import tfkfac
-from tests.support.curvature_models import floats
+from tests.support.dtypes import floats
 from tests.support.harness import half_squared_error
 from tests.support.reference import SOLVES, append_one, clip_factor
 from tfkfac.kfac.clip import clip_step
