@@ -8,9 +8,10 @@
 The target is the final metric of the best baseline: SGD with momentum, Adam,
 AdamW or Muon, each with four learning rates. All rates decay linearly to 0,
 over schedules of full and half length. K-FAC has its defaults and the guide's
-schedule: half of the baselines' epochs (a quarter for autoencoders), in larger
-batches. Each training is a process of its own, in Keras' `fit`. Look at
-processor seconds: the others depend on what else the machine does.
+schedule: half of the baselines' epochs (two thirds for the CNN, a quarter for
+autoencoders), in larger batches. Each training is a process of its own, in
+Keras' `fit`. Look at processor seconds: the others depend on what else the
+machine does.
 
 A study can be continued: what is in the file of --json is not done again.
 """

@@ -81,7 +81,8 @@ def test_digits_stand_in(tmp_path: pathlib.Path) -> None:
         ("autoencoder", "adam", "half", 960, 125),
         # A quarter of four epochs of 60,000 images.
         ("autoencoder", "kfac", "full", 120, 500),
-        ("cnn", "kfac", "full", 360, 250),
+        # Two thirds of three.
+        ("cnn", "kfac", "full", 480, 250),
         ("transformer", "kfac", "half", 250, 32),
         ("mlp", "kfac", "double", 360, 500),
         ("mlp", "fosi-adam", "full", 1440, 125),

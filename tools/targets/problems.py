@@ -101,6 +101,7 @@ PROBLEMS = {
         epochs=3,
         batch=125,
         kfac_batch=250,
+        kfac_share=2 / 3,
         rates=_CLASSIFIER_RATES,
     ),
     "resnet20": Problem(
