@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfkfac.blocks.patches import fit, geometry
 from tfkfac.blocks.products import AllChannels, EachChannel, Products
 from tfkfac.blocks.rows import Statistic, size_of
-from tfkfac.compat.graphs import call_of_any_size
+from tfkfac.compat.calls import call_of_any_size
 
 
 class Window(NamedTuple):
