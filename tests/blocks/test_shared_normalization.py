@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from tests.support.graphs import called
 from tfkfac.blocks.normalization import NormalizationBlock
 from tfkfac.capture.record import Record
 
@@ -107,12 +108,8 @@ def rows_in_a_graph(
     arguments = tuple(
         [tf.constant(t) for t in ts] for ts in (inputs, gradients)
     )
-    graph = step.get_concrete_function(*arguments).graph
-    functions = {
-        op.get_attr("f").name
-        for op in graph.get_operations()
-        if "PartitionedCall" in op.type
-    }
+    graph = step.get_concrete_function(*arguments).graph.as_graph_def()
+    functions = {called(node) for node in graph.node} - {None}
     return [r.numpy() for r in step(*arguments)], len(functions)
 
 

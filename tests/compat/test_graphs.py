@@ -1,8 +1,6 @@
 """What compat relies on in TensorFlow's graphs, tapes and variables."""
 
-import gc
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +9,14 @@ import pytest
 import tensorflow as tf
 
 from tests.compat.contracts import contract
+from tests.support.graphs import operations
 from tfkfac.compat.graphs import (
-    call_of_any_size,
     in_xla,
     is_constant_to_tapes,
     map_rows,
     open_graphs,
     operation_without_gradient,
     repeat,
-    shared_call,
     stamp_time,
     state_variable,
     under_tape,
@@ -80,17 +77,6 @@ def test_variables_of_any_size() -> None:
 
 
 # ------------------------------------------------------------------- graphs
-def operations(function: Callable[[Any], Any]) -> set[str]:
-    """Types of the operations that are run, once TensorFlow has optimised."""
-    logs = tf.compat.v1.RunMetadata()
-    options = tf.compat.v1.RunOptions(output_partition_graphs=True)
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        # What is fetched itself is not touched.
-        result = tf.identity(function(tf.random.uniform([2])))
-        session.run(result, options=options, run_metadata=logs)
-    return {node.op for graph in logs.partition_graphs for node in graph.node}
-
-
 @contract(
     "compat.graphs.repeat",
     "With the attribute `_noinline` a function is called, not inlined.",
@@ -144,194 +130,6 @@ def test_repeat(eager: bool) -> None:
     run = run if eager else tf.function(run)
     total, last = run(tf.constant(5))
     assert (int(total), float(last)) == (234, 3.5)
-
-
-# ------------------------------------------------------------- shared calls
-def doubling(traces: list[Any]) -> Callable[..., Any]:
-    """A function of tensors and a variable that notes its traces."""
-
-    def double(pair: Any, variable: Any) -> Any:
-        traces.append(pair["x"].shape)
-        return variable.assign(2 * pair["x"] + pair["y"])
-
-    return double
-
-
-def test_shared_calls_are_traced_once_for_each_kind() -> None:
-    """Here: once for each signature and shape, in branches too."""
-    traces: list[Any] = []
-    variables = [state_variable(0.0, "float32", "v") for _ in range(6)]
-    wide = state_variable([0.0, 0.0], "float32", "wide")
-
-    @tf.function
-    def step(x: Any) -> Any:
-        def call(key: str, variable: Any, x: Any) -> Any:
-            pair = {"x": x, "y": tf.ones_like(x)}
-            return shared_call(key, doubling(traces), pair, variable)
-
-        def branch() -> Any:
-            return tf.add_n([call("one", v, x) for v in variables[2:5]])
-
-        first = [call("one", v, x + 1) for v in variables[:2]]
-        call("one", wide, tf.stack([x, x]))
-        other = call("other", variables[5], x)
-        return tf.add_n(first) + tf.cond(x > 0, branch, lambda: x) + other
-
-    assert float(step(tf.constant(3.0))) == 2 * 9 + 3 * 7 + 7
-    assert [float(v) for v in variables] == [9, 9, 7, 7, 7, 7]
-    assert traces == [[], [2], []]
-
-
-@contract(
-    "compat.graphs.call_of_any_size",
-    "A function with an `input_signature` is traced once for all sizes.",
-)
-def test_calls_of_any_size_are_traced_once_for_each_rank() -> None:
-    shapes: list[Any] = []
-
-    def twice(x: Any) -> Any:
-        shapes.append(x.shape.as_list())
-        return x + x
-
-    @tf.function
-    def step(x: Any) -> Any:
-        parts = [call_of_any_size("twice", twice, x[:n]) for n in (1, 2, 3)]
-        parts.append(call_of_any_size("twice", twice, x[:2, None])[:, 0])
-        return tf.concat(parts, 0)
-
-    x = tf.constant([1.0, 2.0, 3.0])
-    assert list(step(x)) == [2, 2, 4, 2, 4, 6, 2, 4]
-    assert shapes == [[None], [None, None]]
-    assert list(call_of_any_size("twice", twice, x)) == [2, 4, 6]
-
-
-@contract(
-    "compat.graphs.call_of_any_size",
-    "A `ResourceVariable` of a handle reads and writes values of any size.",
-)
-def test_calls_of_any_size_change_variables() -> None:
-    shapes: list[Any] = []
-    variables = [state_variable(np.ones(n), "float64", "v") for n in (1, 2, 3)]
-
-    def double(named: Any) -> Any:
-        variable = named["one"]
-        shapes.append(variable.shape.as_list())
-        variable.assign(2 * variable)
-        return variable + named["two"]
-
-    def call(variable: Any) -> Any:
-        pair = {"one": variable, "two": tf.ones(1, tf.float64)}
-        return call_of_any_size("double", double, pair)
-
-    @tf.function
-    def step(flag: Any) -> Any:
-        first = call(variables[0])
-
-        def branch() -> Any:
-            return tf.concat([call(v) for v in variables], 0)
-
-        both = tf.cond(flag, branch, lambda: tf.ones(6, tf.float64))
-        # After what was called, though nothing else says so.
-        return tf.concat([first, both, *variables], 0)
-
-    found = step(tf.constant(True))
-    assert list(found) == [3, 5, 3, 3, 3, 3, 3, 4, 2, 2, 2, 2, 2]
-    assert shapes == [[None]]
-    assert list(call(variables[1])) == [5, 5]
-
-
-@contract(
-    "compat.graphs.shared_call",
-    "A call gets the `config_proto` of its context's `function_call_options`.",
-)
-def test_shared_functions_are_not_optimised_by_themselves() -> None:
-    @tf.function(autograph=False)
-    def step(x: Any) -> Any:
-        one = shared_call("one", lambda x: x + x, x)
-        plain = tf.function(lambda x: x * x, autograph=False)
-        return one + call_of_any_size("two", lambda x: x - 1, x) + plain(x)
-
-    graph = step.get_concrete_function(tf.constant([1.0])).graph
-    calls = [o for o in graph.get_operations() if "Partitioned" in o.type]
-    configs = [
-        tf.compat.v1.ConfigProto.FromString(o.get_attr("config_proto"))
-        for o in calls
-    ]
-    as_written = [
-        c.graph_options.rewrite_options.disable_meta_optimizer for c in configs
-    ]
-    assert as_written == [True, True, False]
-    assert list(step(tf.constant([3.0]))) == [6 + 2 + 9]
-
-
-def test_shared_calls_run_eagerly() -> None:
-    traces: list[Any] = []
-    variable = state_variable(0.0, "float32", "v")
-    for x in (1.0, 2.0):
-        pair = {"x": tf.constant(x), "y": tf.constant(0.5)}
-        shared_call("one", doubling(traces), pair, variable)
-    assert float(variable) == 4.5
-    assert len(traces) == 2
-
-
-@contract(
-    "compat.graphs.shared_call",
-    "With the attribute `_noinline` a function is called, not inlined.",
-)
-def test_shared_calls_are_not_inlined() -> None:
-    def square(x: Any) -> Any:
-        return shared_call("square", lambda x: tf.raw_ops.Square(x=x), x)
-
-    outer = tf.function(square, autograph=False)
-    assert "PartitionedCall" in operations(outer)
-    assert "Square" not in operations(outer)
-
-
-@contract(
-    "compat.graphs.shared_call",
-    "An error in a function that is called says the operation that calls it.",
-)
-def test_errors_in_shared_calls_say_who_called() -> None:
-    def total(size: Any) -> Any:
-        return tf.reduce_sum(tf.linalg.cholesky(tf.fill([size, size], 1.0)))
-
-    @tf.function
-    def step(size: Any) -> Any:
-        with tf.name_scope("small"):
-            one = shared_call("total", total, tf.constant(1))
-        with tf.name_scope("large"):
-            return one + shared_call("total", total, size)
-
-    with pytest.raises(tf.errors.ResourceExhaustedError) as error:
-        step(tf.constant(9_000_000))  # 324 TB
-    assert "large/PartitionedCall" in str(error.value)
-    assert "small/" not in str(error.value)
-
-
-@contract(
-    "compat.graphs.shared_call",
-    "A function that a graph has called does not keep that graph alive.",
-)
-def test_shared_calls_end_with_their_graph() -> None:
-    alive = []
-
-    def use() -> None:
-        def plus_one(x: Any) -> Any:
-            return x + 1.0
-
-        @tf.function
-        def step(x: Any) -> Any:
-            return tf.cond(
-                x > 0, lambda: shared_call("one", plus_one, x), lambda: x
-            )
-
-        step(tf.constant(1.0))
-        graph = step.get_concrete_function(tf.constant(1.0)).graph
-        alive.extend([weakref.ref(graph), weakref.ref(plus_one)])
-
-    use()
-    gc.collect()
-    assert [reference() for reference in alive] == [None, None]
 
 
 @contract(

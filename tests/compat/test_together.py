@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.support.graphs import called
 from tests.support.harness import assert_close
 from tfkfac.compat.together import Call, group_size, together
 
@@ -21,7 +22,7 @@ def run(calls: list[Call[Any]]) -> tuple[list[Any], Any]:
 
 
 def calls_in(graph: Any) -> int:
-    return sum(node.op.endswith("PartitionedCall") for node in graph.node)
+    return sum(called(node) is not None for node in graph.node)
 
 
 @pytest.mark.parametrize("any_size", [False, True])

@@ -52,10 +52,10 @@ def operations_a_layer(make: Callable[[], Any], kind: str) -> float:
 @pytest.mark.parametrize(
     ("kind", "solver", "bound"),
     [
-        ("dense", "inverse", 32),
-        ("conv", "inverse", 36),
-        pytest.param("dense", "eigen", 48, marks=pytest.mark.slow),
-        pytest.param("norm", "inverse", 30, marks=pytest.mark.slow),
+        ("dense", "inverse", 21),
+        ("conv", "inverse", 33),
+        pytest.param("dense", "eigen", 22, marks=pytest.mark.slow),
+        pytest.param("norm", "inverse", 27, marks=pytest.mark.slow),
     ],
 )
 def test_operations_of_one_more_layer(
@@ -118,7 +118,10 @@ def test_all_matrices_are_decomposed_by_one_function(solver: str) -> None:
 
 
 def test_layers_of_all_sizes_have_the_same_functions() -> None:
-    """Statistics, averages and decompositions are traced once for all."""
+    """Statistics, averages and decompositions are traced once for all.
+
+    What equal layers have in common besides is in functions of their own.
+    """
     counts = []
     for widths in ([3, 3, 3], [5, 2, 3]):
         model = keras.Sequential(
@@ -130,4 +133,4 @@ def test_layers_of_all_sizes_have_the_same_functions() -> None:
         batch = (tf.TensorSpec((None, 3)), tf.TensorSpec((None, 3)))
         graph = step.get_concrete_function(batch).graph.as_graph_def()
         counts.append(len(graph.library.function))
-    assert counts[0] == counts[1]
+    assert counts[1] <= counts[0]

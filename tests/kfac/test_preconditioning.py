@@ -7,6 +7,7 @@ with the matrix written out for "eigen", factored damping for "inverse".
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -120,6 +121,31 @@ def test_normalization_block(case: str, solver: str) -> None:
     step = train_once(model, x, y, solver=solver, damping=DAMPING)
     got = np.stack([d.reshape(-1) for d in step.delta], axis=-1)
     assert_close(got, want, SOLVE_RTOL, "P")
+
+
+def test_matrices_of_equal_shapes() -> None:
+    """With a bias in them or without: each layer has its own weights' step."""
+    narrow, wide = keras.Input((3,)), keras.Input((4,))
+    outputs = layers.Add()(
+        [
+            layer(x)
+            for x, use_bias in ((narrow, True), (wide, False))
+            for layer in (layers.Dense(4, use_bias=use_bias) for _ in range(3))
+        ]
+    )
+    model = keras.Model([narrow, wide], outputs)
+    random = np.random.default_rng(8)
+    xs = [random.normal(size=(5, n)).astype("float32") for n in (3, 4)]
+    y = random.normal(size=(5, 4)).astype("float32")
+    a = [append_one(xs[0]), xs[1].astype("float64")]
+    g = (model.predict(xs, verbose=0) - y)[:, None]
+    step = train_once(model, xs, y, damping=DAMPING, eager=False)
+    biased, plain = step.delta[:6], step.delta[6:]
+    got = [np.vstack(biased[i : i + 2]) for i in (0, 2, 4)] + plain
+    for i, matrix in enumerate(got):
+        rows = a[i // 3][None, :, None]
+        want = expected_step(rows, g[None], "inverse", "expand", DAMPING)
+        assert_close(matrix, want[0], SOLVE_RTOL, f"layer {i}")
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
+from tests.support.graphs import called
 from tests.support.harness import assert_close, compiled, randomize
 from tests.support.reference import (
     Array,
@@ -324,18 +325,15 @@ def test_decompositions_bear_the_name_of_their_layer() -> None:
     }
     # A layer's decomposition calls the function that all of them have.
     calls = {
-        node.name: node.attr["f"].func.name
+        node.name: called(node)
         for function in library.function
         for node in function.node_def
-        if node.op.endswith("PartitionedCall")
         if function.signature.name not in inverses
     }
     decompose = {
         function.signature.name
         for function in library.function
-        if any(
-            node.attr["f"].func.name in inverses for node in function.node_def
-        )
+        if any(called(node) in inverses for node in function.node_def)
     }
     names = [name for name, called in calls.items() if called in decompose]
     assert sorted(name.split("/")[-2] for name in names) == ["hidden", "logits"]

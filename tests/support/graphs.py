@@ -74,11 +74,31 @@ def walk(graph: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     ) -> Iterator[tuple[tuple[str, ...], Any]]:
         for node in nodes:
             yield around, node
-            for attribute in node.attr.values():
-                if attribute.HasField("func"):
-                    name = attribute.func.name
-                    branch = (name,) if node.op.endswith("If") else ()
-                    inside = (*around, *branch)
-                    yield from visit(library[name].node_def, inside)
+            values = node.attr.values()
+            names = [v.func.name for v in values if v.HasField("func")]
+            if node.op in library:  # named after what it calls
+                names.append(node.op)
+            for name in names:
+                branch = (name,) if node.op.endswith("If") else ()
+                inside = (*around, *branch)
+                yield from visit(library[name].node_def, inside)
 
     return visit(graph.node, ())
+
+
+def operations(function: Callable[[Any], Any]) -> set[str]:
+    """Types of the operations that are run, once TensorFlow has optimised."""
+    logs = tf.compat.v1.RunMetadata()
+    options = tf.compat.v1.RunOptions(output_partition_graphs=True)
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        # What is fetched itself is not touched.
+        result = tf.identity(function(tf.random.uniform([2])))
+        session.run(result, options=options, run_metadata=logs)
+    return {node.op for graph in logs.partition_graphs for node in graph.node}
+
+
+def called(node: Any) -> str | None:
+    """The function that a node of a `GraphDef` calls, if it is a call."""
+    if node.op.endswith("PartitionedCall"):
+        return str(node.attr["f"].func.name)
+    return str(node.op) if node.op.startswith("__inference_") else None

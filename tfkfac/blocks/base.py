@@ -115,6 +115,15 @@ class Block(abc.ABC):
         """
         return calls
 
+    @property
+    def form(self) -> Hashable | None:
+        """What blocks have in common that make matrices of gradients alike.
+
+        Those of equal shapes, that is. None, the default, if this one has a
+        way of its own.
+        """
+        return None
+
     @abc.abstractmethod
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         """Gradients of `variables` as one `([groups,] inputs, outputs)`."""

@@ -17,7 +17,7 @@ from tfkfac.blocks.matrix import MatrixBlock
 from tfkfac.blocks.patches import extract_patches
 from tfkfac.blocks.rows import Rows, Statistic, fold_positions
 from tfkfac.capture.record import Record
-from tfkfac.compat.graphs import shared_call
+from tfkfac.compat.calls import shared_call
 from tfkfac.factors import Dense, Stack
 
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.blocks.patches import fit, geometry
+from tfkfac.blocks.patches import ends, fit, geometry, longer
 from tfkfac.blocks.products import AllChannels, EachChannel, Products
 from tfkfac.blocks.rows import Statistic, size_of
-from tfkfac.compat.graphs import call_of_any_size
+from tfkfac.compat.calls import call_of_any_size
 
 
 class Window(NamedTuple):
@@ -215,13 +215,12 @@ def _unpadded(
     images: tf.Tensor, kernel_size: Sequence[int], padding: str
 ) -> Window:
     """A convolution of stride 1 of images that are large enough."""
-    ends, outputs = [], []
-    for axis, kernel in enumerate(kernel_size, start=1):
-        # The zeros are the same whatever the size of the image.
-        before, count = geometry(kernel, kernel, 1, padding)
-        ends.append((before, count - 1 - before))
-        outputs.append(size_of(images, axis) + count - kernel)
-    return Window(images, kernel_size, ends, outputs)
+    paddings = [ends(kernel, padding) for kernel in kernel_size]
+    outputs = [
+        longer(size_of(images, axis), sum(paddings[axis - 1]) + 1 - kernel)
+        for axis, kernel in enumerate(kernel_size, start=1)
+    ]
+    return Window(images, kernel_size, paddings, outputs)
 
 
 def _is_large(cells: Sequence[int | None], kernel: Sequence[int]) -> bool:

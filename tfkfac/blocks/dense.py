@@ -1,5 +1,7 @@
 """Block of `keras.layers.Dense`."""
 
+from collections.abc import Hashable
+
 import tensorflow as tf
 from typing_extensions import override
 
@@ -18,6 +20,11 @@ class DenseBlock(MatrixBlock):
     @override
     def alike(self, record: Record) -> Alike | None:
         return self.plainly_alike(record)
+
+    @property
+    @override
+    def form(self) -> Hashable:
+        return type(self), self.dtype, len(self.variables)
 
     @override
     def rows(self, record: Record) -> Rows:

@@ -12,7 +12,7 @@ from typing_extensions import override
 from tfkfac.blocks.base import Alike, Block
 from tfkfac.blocks.rows import Rows, fold_axes, with_shape
 from tfkfac.capture.record import Record
-from tfkfac.compat.graphs import shared_call
+from tfkfac.compat.calls import shared_call
 from tfkfac.compat.overrides import given_moments
 from tfkfac.factors import Factor, Stack
 

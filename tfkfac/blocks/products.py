@@ -103,33 +103,39 @@ class EachChannel(Products):
         down, right = size
         paddings = [[0, 0], [0, down - 1], [right - 1, right - 1], [0, 0]]
         padded = tf.pad(images, paddings)
-        half = self._gradient(padded, (down, 2 * right - 1), images, 1)
-        return tf.concat([tf.reverse(half[1:], [0, 1]), half], 0)
+        half = self._gradients(padded, (down, 2 * right - 1), [images], 1)[0]
+        return tf.concat([tf.reverse(half[1:], [0, 1]), half], 0)[..., 0]
 
     @override
     def of_patches(
         self, images: tf.Tensor, size: Sequence[int], stride: int = 1
     ) -> tf.Tensor:
         slices = extract_patches(images, size, (stride, stride), _ONES, "valid")
-        rows = [self._gradient(images, size, one, stride) for one in slices]
+        rows = self._gradients(images, size, slices, stride)
         return tf.reshape(tf.stack(rows), [*size, *size, -1])
 
-    def _gradient(
+    def _gradients(
         self,
         images: tf.Tensor,
         size: Sequence[int],
-        outputs: tf.Tensor,
+        outputs: Sequence[tf.Tensor],
         stride: int,
-    ) -> tf.Tensor:
-        """Products of outputs with what the kernel sees there."""
-        gradient = tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
-            input=images,
-            filter_sizes=[*size, size_of(images, -1), 1],
-            out_backprop=outputs,
-            strides=[1, stride, stride, 1],
-            padding="VALID",
-        )
-        return gradient[..., 0]
+    ) -> list[tf.Tensor]:
+        """Products of each output with what the kernel sees there.
+
+        They are `(height, width, channels, 1)`.
+        """
+        sizes = tf.convert_to_tensor([*size, size_of(images, -1), 1])
+        return [
+            tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
+                input=images,
+                filter_sizes=sizes,
+                out_backprop=one,
+                strides=[1, stride, stride, 1],
+                padding="VALID",
+            )
+            for one in outputs
+        ]
 
     @override
     def as_factor(self, products: tf.Tensor) -> tf.Tensor:

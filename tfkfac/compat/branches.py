@@ -9,10 +9,9 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function.atomic_function import (
     AtomicFunction,
 )
-from tensorflow.python.framework import auto_control_deps_utils
-from tensorflow.python.framework.ops import set_int_list_attr
 
-from tfkfac.compat.graphs import as_written
+from tfkfac.compat.calls import as_written, say_what_is_read
+from tfkfac.compat.graphs import on_one_device
 
 _FUNCTIONS = "_tfkfac_branches"
 
@@ -26,10 +25,10 @@ def when(predicate: tf.Tensor, do: Callable[[], object]) -> list[tf.Operation]:
     branch is a function that stays one, and nothing is traced for the other.
 
     This relies on the operation `If` taking functions that are made of their
-    definition, on `captured_inputs` of a function that is traced, and on
-    functions that are called in a branch being placed on devices as elsewhere.
-    Where there are several devices the condition itself is replaced, as in
-    `tf.cond`: all that is passed to the kernel of `If` has to be on one.
+    definition, and on `captured_inputs` of a function that is traced.
+    Where there are several devices the branch calls the function, which is
+    then placed on them as elsewhere, and the condition itself is replaced, as
+    in `tf.cond`: all that is passed to the kernel of `If` has to be on one.
     Branches of two replicas that only read a variable must not wait for each
     other, so the condition says which ones it only reads.
 
@@ -54,43 +53,41 @@ def when(predicate: tf.Tensor, do: Callable[[], object]) -> list[tf.Operation]:
         body, autograph=False, experimental_attributes={"_noinline": True}
     ).get_concrete_function()
     given, name = function.captured_inputs, function.name.decode()
-    branches = _calling(name, given), _definition(f"{name}_otherwise", given)
     graph = tf.compat.v1.get_default_graph()
     graph._add_function_recursive(function.inference_fn)
     # Who looks for the graph of a branch, to export it, is given the body's.
     _kept(graph).append(function)
-    for branch in branches:
-        context.context().add_function_def(branch)
-        graph._add_function_recursive(
-            AtomicFunction(
-                branch.signature.name,
-                context.context(),
-                function.function_type,
-                [function.inference_fn],
-                cached_graph=function.graph,
-            )
-        )
-    names = [branch.signature.name for branch in branches]
+    alone = on_one_device()
+    otherwise, calling = f"{name}_otherwise", f"{name}_called"
+    _add(graph, _definition(otherwise, given), function)
+    if not alone:
+        _add(graph, _calling(name, _definition(calling, given)), function)
     condition = tf.raw_ops.If(
         cond=predicate,
         input=given,
         Tout=[],
-        then_branch=names[0],
-        else_branch=names[1],
+        then_branch=name if alone else calling,
+        else_branch=otherwise,
     )
-    # The place of the predicate is before them.
-    find = auto_control_deps_utils.get_read_only_resource_input_indices_graph
-    unchanged = [1 + place for place in find(function.graph)]
-    set_int_list_attr(
-        condition,
-        auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR,
-        unchanged,
-    )
-    replace = len(tf.config.list_logical_devices()) > 1
+    say_what_is_read(condition, function.graph, before=1)
     condition._set_attr(
-        "_lower_using_switch_merge", tf.compat.v1.AttrValue(b=replace)
+        "_lower_using_switch_merge", tf.compat.v1.AttrValue(b=not alone)
     )
     return [condition]
+
+
+def _add(graph: tf.Graph, definition: Any, function: Any) -> None:
+    """Makes a function known that takes what another one takes."""
+    context.context().add_function_def(definition)
+    graph._add_function_recursive(
+        AtomicFunction(
+            definition.signature.name,
+            context.context(),
+            function.function_type,
+            [function.inference_fn],
+            cached_graph=function.graph,
+        )
+    )
 
 
 def _kept(graph: tf.Graph) -> list[Any]:
@@ -111,9 +108,8 @@ def _definition(name: str, given: Sequence[tf.Tensor]) -> Any:
     return definition
 
 
-def _calling(name: str, given: Sequence[tf.Tensor]) -> Any:
-    """A function that calls another one with what it is given."""
-    definition = _definition(f"{name}_called", given)
+def _calling(name: str, definition: Any) -> Any:
+    """The same, but it calls another function with what it is given."""
     signature = definition.signature
     call = definition.node_def.add(name="call", op="StatefulPartitionedCall")
     call.input.extend(argument.name for argument in signature.input_arg)

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
 
-from tfkfac.compat.graphs import call_of_any_size, kinds_of, shared_call
+from tfkfac.compat.calls import call_of_any_size, kinds_of, shared_call
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """Gradients of the blocks, preconditioned: as matrices or by their rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -87,10 +87,10 @@ def _apply_own(
 ) -> tuple[dict[int, tf.Tensor], dict[int, tf.Tensor]]:
     """The W of all blocks, and P of those whose decompositions are here."""
     scale = _casts(_inverse(step.loss.unit), layers)
+    matrices = together([_matrix(one, step.gradients) for one in layers])
     plain, applied = {}, {}
-    for one in layers:
+    for one, matrix in zip(layers, matrices, strict=True):
         i, kept = one.position, one.state.decomposition
-        matrix = one.block.to_matrix([step.gradients[k] for k in one.indices])
         if kept is None:
             plain[i] = matrix * scale[one.block.dtype]
         else:
@@ -273,9 +273,33 @@ def put_back(
     """
     replaced = list(gradients)
     factors = _casts(factor, [one.layer for one in made])
-    for layer, gradient, *_ in made:
-        scaled = gradient.scaled(factors[layer.block.dtype])
-        new = layer.block.from_gradient(scaled)
-        for i, part in zip(layer.indices, new, strict=True):
+    parts = together([_weights(one, factors) for one in made])
+    for one, new in zip(made, parts, strict=True):
+        for i, part in zip(one.layer.indices, new, strict=True):
             replaced[i] = part
     return replaced
+
+
+def _matrix(one: ActiveBlock, gradients: Gradients) -> Call[tf.Tensor]:
+    """The call that makes a matrix of the gradients of a block's weights."""
+    block, own = one.block, [gradients[k] for k in one.indices]
+    if block.form is None:
+        return Call(one.position, lambda: block.to_matrix(own))
+    return Call(("matrix", block.form), block.to_matrix, (own,))
+
+
+def _weights(
+    made: Preconditioned, factors: Mapping[tf.DType, tf.Tensor]
+) -> Call[list[tf.Tensor]]:
+    """The call that makes them of what is preconditioned, times a factor."""
+    block, gradient = made.layer.block, made.gradient
+    factor = factors[block.dtype]
+
+    def of_matrix(matrix: tf.Tensor, factor: tf.Tensor) -> list[tf.Tensor]:
+        return block.from_matrix(matrix * factor)
+
+    if block.form is None or not isinstance(gradient, MatrixGradient):
+        whole = gradient.scaled(factor)
+        return Call(made.layer.position, lambda: block.from_gradient(whole))
+    given = gradient.matrix, factor
+    return Call(("weights", block.form), of_matrix, given)

@@ -23,7 +23,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfkfac.compat.branches import when
-from tfkfac.compat.graphs import call_of_any_size, in_xla
+from tfkfac.compat.calls import call_of_any_size
+from tfkfac.compat.graphs import in_xla
 
 
 def count_events(
