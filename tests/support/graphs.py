@@ -74,16 +74,19 @@ def walk(graph: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     ) -> Iterator[tuple[tuple[str, ...], Any]]:
         for node in nodes:
             yield around, node
-            values = node.attr.values()
-            names = [v.func.name for v in values if v.HasField("func")]
-            if node.op in library:  # named after what it calls
-                names.append(node.op)
-            for name in names:
+            for name in sorted(library.keys() & functions_of(node)):
                 branch = (name,) if node.op.endswith("If") else ()
                 inside = (*around, *branch)
                 yield from visit(library[name].node_def, inside)
 
     return visit(graph.node, ())
+
+
+def functions_of(node: Any) -> set[str]:
+    """What a node calls if it is a function: by its attributes or its kind."""
+    values = node.attr.values()
+    lists = [f.name for value in values for f in value.list.func]
+    return {node.op, *(value.func.name for value in values), *lists}
 
 
 def operations(function: Callable[[Any], Any]) -> set[str]:

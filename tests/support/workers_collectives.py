@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tfkfac.wrapper.job
 from tests.support.gpu_kernels import nodes_of, without_gpu_kernel
+from tests.support.graphs import functions_of
 from tests.support.reference import Array
 from tests.support.strategies import strategy
 from tfkfac.distributed.topology import Topology, find_topology
@@ -155,17 +156,9 @@ def holds_collective(node: Any, functions: Mapping[str, Any]) -> bool:
         return True
     return any(
         holds_collective(inner, functions)
-        for name in called(node)
-        if name in functions
+        for name in functions.keys() & functions_of(node)
         for inner in functions[name].node_def
     )
-
-
-def called(node: Any) -> Iterator[str]:
-    for attribute in node.attr.values():
-        if attribute.func.name:
-            yield attribute.func.name
-        yield from (f.name for f in attribute.list.func)
 
 
 def parents_of(nodes: Any) -> dict[str, list[str]]:

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
+from tests.support.graphs import functions_of
 from tests.support.workers_collectives import (
     ancestors,
     audit,
-    called,
     graph_over_nccl,
     holds_collective,
     is_collective,
@@ -84,7 +84,6 @@ def holds(node: Any, functions: Mapping[str, Any], kernel: str) -> bool:
         return False
     return node.op == kernel or any(
         holds(inner, functions, kernel)
-        for name in called(node)
-        if name in functions
+        for name in functions.keys() & functions_of(node)
         for inner in functions[name].node_def
     )
