@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.optimizers.schedules import PiecewiseConstantDecay, PolynomialDecay
 
 import tfkfac
+from tests.support.graphs import functions_of
 from tests.support.harness import assert_close
 from tests.support.reference import Array
 from tests.support.small import (
@@ -196,11 +197,8 @@ def work(concrete: Any) -> tuple[Counter[str], list[Counter[str]]]:
             below = into
             if "If" in node.op and into is plain:
                 branches.append(below := Counter())
-            for attribute in node.attr.values():
-                names = [attribute.func.name] if attribute.func.name else []
-                names += [f.name for f in attribute.list.func]
-                for name in names:
-                    visit(functions[name].node_def, below)
+            for name in functions.keys() & functions_of(node):
+                visit(functions[name].node_def, below)
 
     visit(graph.node, plain)
     return plain, branches

@@ -15,7 +15,9 @@ MARK = "timeline: "
 _NEVER = 1000
 _BATCH = 128
 # Calls, whose operations are recorded by themselves.
-_CALL = re.compile(r"(Stateful)?PartitionedCall|(Stateless)?(If|While)")
+_CALL = re.compile(
+    r"(Stateful)?PartitionedCall|__inference_\w+|(Stateless)?(If|While)"
+)
 
 
 def work(mode: str, width: int, depth: int) -> None:
