@@ -53,8 +53,8 @@ def assert_agrees(
     "case",
     with_slow(
         ZOO,
+        "lstm",
         "gru",
-        "simple_rnn",
         "bidirectional",
         "masked_rnn",
         "grouped_attention",

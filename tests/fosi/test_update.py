@@ -162,6 +162,7 @@ def test_momentum_stays_out_of_new_directions(
     assert len(seen) == 3
 
 
+@pytest.mark.slow
 def test_gradients_of_some_weights_between(double: None) -> None:
     """A momentum of theirs has parts in directions that do not change."""
     x, y = data()

@@ -251,7 +251,12 @@ def test_products_that_are_gone(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "poison", [np.nan, 1e30, pytest.param(np.inf, marks=pytest.mark.slow)]
+    "poison",
+    [
+        np.nan,
+        pytest.param(1e30, marks=pytest.mark.slow),
+        pytest.param(np.inf, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_not_finite(poison: float) -> None:
     """The product that nobody forms would not be, so there is no step."""

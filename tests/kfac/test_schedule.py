@@ -224,6 +224,7 @@ def test_with_every_step_turns_make_no_difference(
     assert same(*states)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager_turns")
 def test_turns_go_on_after_loading(tmp_path: Any) -> None:
     """Saved between two turns: the same bits as without a break."""

@@ -98,6 +98,7 @@ def test_singular_matrix_without_damping(
     assert np.sum(kept * matrix) > 0.98 * norms
 
 
+@pytest.mark.slow
 def test_rank_one_of_large_size() -> None:
     """Not one in a hundred may fail."""
     failed = []

@@ -214,7 +214,7 @@ add(
     model="batch_norm",
     feed="some",
 )
-add("two", "eager", "mem_opt", model="small", eager=True)
+add("two", "eager", "mem_opt", True, model="small", eager=True)
 # Drawn labels go back through a normalisation that adds up over the workers.
 for where_, mode_, model_, slow_ in [
     ("two", "comm_opt", "batch_norm", False),
