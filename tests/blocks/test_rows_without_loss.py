@@ -259,6 +259,7 @@ def test_batch_folded_into_positions(weighted: bool) -> None:
     check_factors(step.of("block"), *factors(a, g, keep=keep))
 
 
+@pytest.mark.slow
 def test_two_outputs_and_loss_weights() -> None:
     """The unit is that of the output with the largest."""
     inputs = keras.Input((3,))

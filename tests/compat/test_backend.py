@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # The other backends need packages of their own: only the answer is another.
 PRETENDED = """
 import keras
@@ -11,6 +13,7 @@ import tfkfac
 """
 
 
+@pytest.mark.slow
 def test_another_backend_is_an_import_error() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PRETENDED],

@@ -67,6 +67,7 @@ def test_layers(case: str) -> None:
     assert_agrees(model, inputs(shape), noise(ROWS, 2))
 
 
+@pytest.mark.slow
 def test_whole_hessian() -> None:
     """Every element, and symmetric."""
     model = network(*ZOO["layer"])

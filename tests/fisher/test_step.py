@@ -114,6 +114,7 @@ def operations_of_step(fisher: str) -> collections.Counter[str]:
     return types
 
 
+@pytest.mark.slow
 def test_a_plain_step_has_no_operation_more() -> None:
     """All that is new stands inside of the branch of a factor step."""
     assert operations_of_step("monte_carlo") == operations_of_step("empirical")

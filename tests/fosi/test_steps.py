@@ -96,7 +96,7 @@ def test_case_is_not_trivial(double: None) -> None:
 
 # --------------------------------------------------------------- trajectories
 @pytest.mark.parametrize(
-    "inner", with_slow(INNERS, "nesterov", "rmsprop", "adamw")
+    "inner", with_slow(INNERS, "adam", "nesterov", "rmsprop", "adamw")
 )
 def test_trajectory(inner: str, double: None) -> None:
     optimizer, got, program, want = both(inner, {}, {})

@@ -209,6 +209,7 @@ def test_gradients_of_some_weights_between(double: None) -> None:
     assert_path(np.stack(path), want, 1e-6)
 
 
+@pytest.mark.slow
 def test_decay_and_clipping(double: None) -> None:
     """Changes that are no sums of gradients, after other directions."""
     x, y = data()

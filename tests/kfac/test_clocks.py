@@ -13,6 +13,7 @@ from keras.optimizers.schedules import PiecewiseConstantDecay, PolynomialDecay
 import tfkfac
 from tests.support.graphs import functions_of
 from tests.support.harness import assert_close
+from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tests.support.small import (
     assert_same,
@@ -400,7 +401,9 @@ INNER: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", INNER)
+@pytest.mark.parametrize(
+    "case", with_slow(INNER, "clipvalue", "nesterov", "averaging", "lion")
+)
 def test_inner_options_act_on_the_preconditioned_gradient(case: str) -> None:
     """The same as the inner optimizer alone, fed with K-FAC's gradients.
 

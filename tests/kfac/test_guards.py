@@ -438,7 +438,7 @@ def wide_batch() -> tuple[Array, Array]:
     ("name", "eager"),
     [
         ("mixed_float16", True),
-        ("mixed_float16", False),
+        pytest.param("mixed_float16", False, marks=pytest.mark.slow),
         ("mixed_bfloat16", True),
     ],
 )

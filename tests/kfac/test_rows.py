@@ -302,6 +302,7 @@ def test_most_rows(inputs: int, outputs: int, workers: int) -> None:
 
 
 # ---------------------------------------------------------- half precision
+@pytest.mark.slow
 def test_products_in_bfloat16() -> None:
     """Inverses in bfloat16 are multiplied in it, and decomposed as ever."""
     x, y = batch(8)

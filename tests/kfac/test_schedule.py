@@ -204,10 +204,9 @@ def test_each_block_in_its_turn(accumulation: int | None) -> None:
     assert int(model.optimizer.inverse_updates) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eager_turns")
-@pytest.mark.parametrize(
-    "intervals", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("intervals", [(1, 1), (2, 1)])
 def test_with_every_step_turns_make_no_difference(
     intervals: tuple[int, int],
 ) -> None:

@@ -37,7 +37,7 @@ def oracle() -> dict[str, Array]:
     ("dtype", "graph", "steps"),
     [
         *itertools.product(["float32", "float64"], [False], [32, 56, 60]),
-        ("float32", True, 32),
+        pytest.param("float32", True, 32, marks=pytest.mark.slow),
     ],
 )
 def test_oracle(dtype: str, graph: bool, steps: int) -> None:

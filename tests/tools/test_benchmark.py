@@ -66,6 +66,7 @@ def run(folder: pathlib.Path, *arguments: str) -> list[dict[str, Any]]:
 SMALL = ("--models", "mlp-8x2", "--mixes", "1,2", "--rounds", "1")
 
 
+@pytest.mark.slow
 def test_a_run(
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -109,6 +109,7 @@ def test_what_the_library_refuses(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_by_itself(tmp_path: pathlib.Path) -> None:
     """Where nothing has put the examples, whose networks it has, on a path."""
     tool = pathlib.Path(plan.__file__)

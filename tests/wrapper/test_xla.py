@@ -83,6 +83,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "eigen",
         "sketch",
         "quadratic",
+        "fosi",
     ),
 )
 def test_trains_as_without_xla(name: str) -> None:
