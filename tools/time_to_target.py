@@ -9,23 +9,24 @@ The target is the final metric of the best baseline: SGD with momentum, Adam,
 AdamW or Muon, each with four learning rates. All rates decay linearly to 0,
 over schedules of full and half length. K-FAC has its defaults and the guide's
 schedule: half of the baselines' epochs (two thirds for the CNN, a quarter for
-autoencoders), in larger batches. Each training is a process of its own, in
-Keras' `fit`. Look at processor seconds: the others depend on what else the
-machine does.
+autoencoders), in larger batches; `kfac-quadratic` has the same and no learning
+rate. Each training is a process of its own, in Keras' `fit`. Look at processor
+seconds: the others depend on what else the machine does.
 
 A study can be continued: what is in the file of --json is not done again.
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from benchmarks.command import positive
 from targets import plots, report, study
-from targets.problems import BASELINES, LENGTHS, METHODS, PROBLEMS
-from targets.results import compare
+from targets.problems import BASELINES, KFACS, LENGTHS, METHODS, PROBLEMS
+from targets.results import best_rates, compare
 from targets.run import Run, parse_method, plan
 
 
@@ -39,20 +40,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for record in study.load(options.json)
         if Run(**record["run"]) not in again
     ]
-    runs = study.missing(runs, records)
+    failures: list[str] = []
 
     def note(run: Run, record: study.Record) -> None:
         records.append(record)
         last = record["curve"][-1]
         print(
             f"{run}: {last['metric']:.5g} in {last['cpu_seconds']:.1f} "
-            f"processor seconds ({len(runs)} trainings)",
+            f"processor seconds ({len(missing)} trainings)",
             flush=True,
         )
         if options.json:
             study.save(options.json, records)
 
-    failures = study.train_all(runs, options.data, options.jobs, note)
+    for stage in stages(runs, records, options):
+        missing = study.missing(stage, records)
+        failures += study.train_all(missing, options.data, options.jobs, note)
     show(options, records)
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
@@ -75,6 +78,28 @@ def planned(options: argparse.Namespace) -> list[Run]:
             options.rates,
             options.quick,
         )
+    ]
+
+
+def stages(
+    runs: Sequence[Run],
+    records: Sequence[study.Record],
+    options: argparse.Namespace,
+) -> Iterator[Sequence[Run]]:
+    """Yields what is trained one after the other.
+
+    With `--search-once` all learning rates with the first seed, then with the
+    others those that were best. Otherwise all at once.
+    """
+    if not options.search_once:
+        yield runs
+        return
+    first = [run for run in runs if run.seed == options.seeds[0]]
+    yield first
+    yield [
+        dataclasses.replace(run, seed=seed)
+        for run in best_rates(first, records)
+        for seed in options.seeds[1:]
     ]
 
 
@@ -111,7 +136,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
     options.method = options.method or [
         name
-        for name in (*BASELINES, "kfac")
+        for name in (*BASELINES, *KFACS)
         if not (options.quick and name == "muon")
     ]
     if options.plot and importlib.util.find_spec("matplotlib") is None:
@@ -129,7 +154,7 @@ def add_study(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         type=method,
         metavar="METHOD",
-        help=f"default: {' '.join(BASELINES)} kfac",
+        help=f"default: {' '.join((*BASELINES, *KFACS))}",
     )
     group.add_argument(
         "--rates",
@@ -148,6 +173,12 @@ def add_study(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--seeds", nargs="+", type=int, metavar="N", help="default: 0 1 2"
+    )
+    group.add_argument(
+        "--search-once",
+        action="store_true",
+        help="all learning rates with the first seed only, of each method and "
+        "length the best of them with the others",
     )
     group.add_argument(
         "--small",

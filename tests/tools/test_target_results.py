@@ -150,6 +150,15 @@ def test_settings_without_all_seeds_are_left_out() -> None:
     assert "1 settings without all seeds" in report.markdown([comparison])
 
 
+def test_a_rate_of_one_seed_alone_is_still_a_neighbour() -> None:
+    """0.1 was the best of three that the first seed has tried."""
+    records = cnn_records()
+    records.append(record("adam", 0.05, 0, (10.0, 0.3), (20.0, 0.4)))
+    [comparison] = results.compare(records)
+    assert comparison.edges["adam"] == (0.05, 0.2)
+    assert "| adam | 0.1 |" in report.markdown([comparison])
+
+
 def test_threads_are_not_mixed() -> None:
     records = cnn_records()
     for one in cnn_records():

@@ -8,7 +8,7 @@ import pytest
 
 import time_to_target
 from targets import study
-from targets.problems import BASELINES, PROBLEMS
+from targets.problems import BASELINES, KFACS, PROBLEMS
 from targets.run import Run, plan
 
 
@@ -40,16 +40,16 @@ def planned(*arguments: str) -> list[Run]:
 
 def test_every_method_has_both_lengths_and_every_seed() -> None:
     runs = planned("--problem", "cnn")
-    assert len(set(runs)) == len(runs) == 3 * 2 * (4 * 4 + 1)
-    assert {run.method for run in runs} == {*BASELINES, "kfac"}
+    assert len(set(runs)) == len(runs) == 3 * 2 * (4 * 4 + 2)
+    assert {run.method for run in runs} == {*BASELINES, *KFACS}
     assert {run.size for run in runs} == {"full"}
-    assert [run.rate for run in runs if run.is_kfac] == [None] * 6
+    assert [run.rate for run in runs if run.is_kfac] == [None] * 12
 
 
 def test_quick_is_small() -> None:
     runs = planned("--quick", "--problem", "mlp")
     assert {(run.size, run.seed) for run in runs} == {("small", 0)}
-    assert len(runs) == 2 * (3 * 2 + 1)
+    assert len(runs) == 2 * (3 * 2 + 2)
     assert "muon" not in {run.method for run in runs}
     rates = {run.rate for run in runs if run.method == "adam"}
     assert rates == set(PROBLEMS["mlp"].rates["adam"][1:3])
@@ -83,6 +83,7 @@ def test_digits_stand_in(tmp_path: pathlib.Path) -> None:
         ("autoencoder", "kfac", "full", 120, 500),
         # Two thirds of three.
         ("cnn", "kfac", "full", 480, 250),
+        ("cnn", "kfac-quadratic", "full", 480, 250),
         ("transformer", "kfac", "half", 250, 32),
         ("mlp", "kfac", "double", 360, 500),
         ("mlp", "fosi-adam", "full", 1440, 125),
@@ -137,6 +138,44 @@ def test_known_results_are_not_measured_again(
     assert len((tmp_path / "x.csv").read_text().splitlines()) == 1 + 8
 
 
+def test_rates_are_searched_with_one_seed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other seeds train the rate that ended best, one each length."""
+    done: list[Run] = []
+
+    def train(run: Run, directory: pathlib.Path | None) -> dict[str, Any]:
+        done.append(run)
+        # At half length 0.1 diverges.
+        best = 0.1 if run.length == "full" else 0.2
+        bad = float("nan") if run.length == "half" else 0.6
+        point = {"step": 1, "samples": 1, "seconds": 1.0, "cpu_seconds": 2.0}
+        return {
+            "run": run.__dict__,
+            "first_step": {"seconds": 1.0, "cpu_seconds": 1.0},
+            "curve": [{**point, "metric": 0.7 if run.rate == best else bad}],
+        }
+
+    monkeypatch.setattr(study, "train", train)
+    time_to_target.main(
+        [
+            *("--problem", "mlp", "--method", "adam", "--search-once"),
+            *("--rates", "0.1", "0.2", "--seeds", "3", "4", "5"),
+        ]
+    )
+    assert {(run.rate, run.length) for run in done[:4]} == {
+        (rate, length) for rate in (0.1, 0.2) for length in ("full", "half")
+    }
+    assert {run.seed for run in done[:4]} == {3}
+    assert {(run.rate, run.length, run.seed) for run in done[4:]} == {
+        (0.1, "full", 4),
+        (0.1, "full", 5),
+        (0.2, "half", 4),
+        (0.2, "half", 5),
+    }
+    assert len(done) == 8
+
+
 @pytest.mark.slow
 def test_a_study(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
@@ -146,13 +185,13 @@ def test_a_study(
     code = time_to_target.main(
         [
             *("--quick", "--problem", "regression"),
-            *("--method", "adam", "kfac", "--jobs", "2"),
+            *("--method", "adam", "kfac", "kfac-quadratic", "--jobs", "2"),
             *("--json", str(file), "--plot", str(plot)),
         ]
     )
     assert code == 0
     records = json.loads(file.read_text())["runs"]
-    assert len(records) == 2 * (2 + 1)
+    assert len(records) == 2 * (2 + 2)
     for record in records:
         run, curve = Run(**record["run"]), record["curve"]
         assert len(curve) == 24

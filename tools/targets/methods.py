@@ -30,6 +30,12 @@ def make_optimizer(
         default = float(tfkfac.KFAC().learning_rate)
         arguments = {**problem.kfac, **method.arguments}
         return tfkfac.KFAC(_decaying(rate or default, steps), **arguments)
+    if method.name == "kfac-quadratic":
+        arguments = {
+            "damping": tfkfac.LevenbergMarquardt(),
+            **method.arguments,
+        }
+        return tfkfac.KFAC(step="quadratic", **arguments)
     _, _, base = method.name.partition("-")
     inner = FIRST_ORDER_TYPES[base](_decaying(rate, steps))
     return tfkfac.FOSI(inner, **method.arguments)

@@ -9,7 +9,9 @@ LENGTHS = {"double": 2.0, "full": 1.0, "half": 0.5}
 # of the weights, and half of the examples.
 SIZES = {"full": 1, "small": 2}
 BASELINES = ("sgd", "adam", "adamw", "muon")
-METHODS = (*BASELINES, "kfac", "fosi-sgd", "fosi-adam")
+# `quadratic` has no learning rate: step and damping follow the quadratic model.
+KFACS = ("kfac", "kfac-quadratic")
+METHODS = (*BASELINES, *KFACS, "fosi-sgd", "fosi-adam")
 
 Rates = tuple[float, float, float, float]
 

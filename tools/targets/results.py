@@ -129,7 +129,7 @@ def compare(records: Iterable[Record]) -> Iterator[Comparison]:
                 best,
                 _judged_rows(key[0], whole, best),
                 len(settings) - len(whole),
-                _edges(whole),
+                _edges(settings),
             )
 
 
@@ -203,6 +203,26 @@ def _row(problem: str, setting: Setting, best: Setting) -> Row:
     return Row(setting, reached, ratio if None not in reached else [])
 
 
+def best_rates(runs: Sequence[Run], records: Iterable[Record]) -> list[Run]:
+    """Of each problem, method and length the run that ends best.
+
+    Args:
+        runs: Runs of one seed.
+        records: Their results; one that has none is not chosen.
+    """
+    best: dict[tuple[str, str, str], tuple[float, Run]] = {}
+    finals = {
+        Run(**record["run"]): record["curve"][-1]["metric"]
+        for record in records
+    }
+    for run in runs:
+        name = run.problem, run.method, run.length
+        loss = _loss_of(run.problem, finals.get(run, math.nan))
+        if name not in best or loss < best[name][0]:
+            best[name] = loss, run
+    return [run for loss, run in best.values() if math.isfinite(loss)]
+
+
 def first_at(
     problem: str, curve: Sequence[Point], target: float
 ) -> Point | None:
@@ -216,11 +236,14 @@ def first_at(
 
 
 def _loss(problem: str, setting: Setting) -> float:
-    """Mean final metric, the smaller the better; not finite is the worst."""
-    mean = statistics.fmean(setting.finals)
-    if not math.isfinite(mean):
+    return _loss_of(problem, statistics.fmean(setting.finals))
+
+
+def _loss_of(problem: str, metric: float) -> float:
+    """The smaller the better; what is not finite is the worst."""
+    if not math.isfinite(metric):
         return math.inf
-    return -mean if PROBLEMS[problem].higher_is_better else mean
+    return -metric if PROBLEMS[problem].higher_is_better else metric
 
 
 def _order(problem: str, row: Row) -> tuple[bool, float]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from benchmarks.variants import Variant, check_family, parse_any
-from targets.problems import METHODS, PROBLEMS
+from targets.problems import KFACS, METHODS, PROBLEMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Run:
     @property
     def is_kfac(self) -> bool:
         """Whether K-FAC's batches and epochs are meant."""
-        return self.variant.name == "kfac"
+        return self.variant.name in KFACS
 
     @property
     def batch(self) -> int:
@@ -73,7 +73,7 @@ def parse_method(text: str) -> Variant:
 def rates_of(problem: str, method: str) -> Sequence[float | None]:
     """The learning rates that a method is tried with."""
     name = parse_method(method).name
-    if name == "kfac":
+    if name in KFACS:
         return (None,)
     return PROBLEMS[problem].rates[name.removeprefix("fosi-")]
 
