@@ -10,6 +10,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.compat.overrides import Wrapper, overridden
+from tfkfac.compat.shared_update import update_steps
 
 
 @contextlib.contextmanager
@@ -44,8 +45,7 @@ def updates_in_replica(
     def update_step(
         _: Any, grads: Any, variables: Any, learning_rate: Any
     ) -> None:
-        for gradient, variable in zip(grads, variables, strict=True):
-            inner.update_step(gradient, variable, learning_rate)
+        update_steps(inner, grads, variables, learning_rate)
         if after is not None:
             after()
 
