@@ -21,6 +21,12 @@ def spectrum(values: Any, seed: int = 0) -> Array:
     return np.asarray((basis * np.asarray(values)) @ basis.T)
 
 
+def gram(size: int, rank: int, seed: int = 0, dtype: str = "float32") -> Array:
+    """Second moments of `rank` examples, summed in `dtype`."""
+    rows = np.random.default_rng(seed).normal(size=(rank, size)).astype(dtype)
+    return np.asarray(rows.T @ rows / np.asarray(rank, dtype))
+
+
 def run(matrix: Any, steps: int, *, graph: bool = False, **kwargs: Any) -> Any:
     """Values and vectors of a matrix, as float64 arrays."""
 

@@ -7,6 +7,8 @@ from typing import Self
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.linalg.choice import choose
+
 
 class LayerGradient(abc.ABC):
     """The gradient of a layer's weights, or what a solver made of it."""
@@ -64,7 +66,7 @@ class MatrixGradient(LayerGradient):
     def where(
         self, flag: tf.Tensor, otherwise: "MatrixGradient"
     ) -> "MatrixGradient":
-        return MatrixGradient(tf.where(flag, self.value, otherwise.value))
+        return MatrixGradient(choose(flag, self.value, otherwise.value))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +110,6 @@ class RowGradient(LayerGradient):
     @override
     def where(self, flag: tf.Tensor, otherwise: "RowGradient") -> "RowGradient":
         return RowGradient(
-            tf.where(flag, self.a, otherwise.a),
-            tf.where(flag, self.g, otherwise.g),
+            choose(flag, self.a, otherwise.a),
+            choose(flag, self.g, otherwise.g),
         )

@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from tfkfac.cost.machine import Machine
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.linalg.symmetric import damped_inverse, eigh
+from tfkfac.linalg.inverse import damped_inverse
+from tfkfac.linalg.symmetric import eigh
 
 Clock = Callable[[], float]
 

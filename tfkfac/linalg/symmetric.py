@@ -49,34 +49,6 @@ def eigh(matrix: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.where(finite, tf.maximum(values, 0), nan), vectors
 
 
-def damped_inverse(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
-    """Computes `(M + damping I)^-1` by Cholesky.
-
-    The damping is kept above the rounding error of the factorisation, four
-    times machine epsilon times the trace, so that a singular matrix still has
-    an inverse.
-    What cannot be factorised comes out as NaN, for the caller to reject.
-
-    Args:
-        matrix: Symmetric matrices of shape `(..., n, n)`.
-        damping: Non-negative numbers of shape `(...,)`, or one for all.
-
-    Returns:
-        Symmetric matrices of shape `(..., n, n)`.
-    """
-    diagonal = tf.linalg.diag_part(matrix)
-    floor = 4 * rounding(matrix.dtype) * tf.reduce_sum(diagonal, -1)
-    # A matrix of zeros without damping is inverted as the identity.
-    shift = tf.maximum(damping, floor)
-    shift = tf.where(shift > 0, shift, tf.ones_like(shift))
-    damped = tf.linalg.set_diag(
-        symmetrize(matrix), diagonal + tf.expand_dims(shift, -1)
-    )
-    identity = tf.linalg.set_diag(tf.zeros_like(matrix), tf.ones_like(diagonal))
-    inverse = tf.linalg.cholesky_solve(tf.linalg.cholesky(damped), identity)
-    return symmetrize(inverse)
-
-
 def mean_eigenvalue(matrix: tf.Tensor) -> tf.Tensor:
     """Trace over dimension, `(...,)`, of matrices `(..., n, n)`."""
     return tf.reduce_mean(tf.linalg.diag_part(matrix), -1)

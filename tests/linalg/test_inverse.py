@@ -1,0 +1,206 @@
+"""Inverses of matrices as they come: singular, zero, not finite, large."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support.harness import assert_close
+from tests.support.spectra import gram, spectrum
+from tfkfac.compat.calls import call_of_any_size
+from tfkfac.linalg.inverse import damped_inverse
+from tfkfac.linalg.symmetric import symmetrize
+
+NAN, INF = float("nan"), float("inf")
+DTYPES = ["float32", "float64"]
+
+
+def damping(value: Any, dtype: str = "float32") -> tf.Tensor:
+    return tf.constant(value, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 5, 40, 383, 384, 401])
+def test_inverse(size: int, dtype: str) -> None:
+    matrix = gram(size, 3 * size, dtype=dtype)
+    got = damped_inverse(tf.constant(matrix), damping(0.1, dtype)).numpy()
+    want = np.linalg.inv(matrix.astype(np.float64) + 0.1 * np.eye(size))
+    assert got.dtype == dtype
+    assert_close(got, want, 1e-4 if dtype == "float32" else 1e-12)
+    np.testing.assert_array_equal(got, got.T)
+
+
+def test_inverse_of_a_batch() -> None:
+    """Each with its own damping, in any number of batch dimensions."""
+    stack = np.stack([gram(3, 9, seed) for seed in range(4)]).reshape(
+        2, 2, 3, 3
+    )
+    shifts = np.array([[0.1, 1.0], [0.5, 2.0]], "float32")
+    got = damped_inverse(tf.constant(stack), tf.constant(shifts)).numpy()
+    want = np.linalg.inv(stack + shifts[..., None, None] * np.eye(3))
+    assert_close(got, want, 1e-5)
+
+
+def test_inverse_of_a_batch_of_large_ones() -> None:
+    stack = np.stack([gram(390, 800, seed, "float64") for seed in range(2)])
+    shifts = damping([0.1, 1.0], "float64")
+    got = damped_inverse(tf.constant(stack), shifts).numpy()
+    want = np.linalg.inv(stack + shifts.numpy()[:, None, None] * np.eye(390))
+    assert_close(got, want, 1e-12)
+
+
+def test_large_matrix_is_solved_by_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A quarter of the columns at a time; the rest is products."""
+    solved = []
+    solve = tf.linalg.triangular_solve
+
+    def noted(matrix: tf.Tensor, *args: Any, **kwargs: Any) -> tf.Tensor:
+        solved.append(matrix.shape[-1])
+        return solve(matrix, *args, **kwargs)
+
+    monkeypatch.setattr(tf.linalg, "triangular_solve", noted)
+    monkeypatch.delattr(tf.linalg, "cholesky_solve")
+    damped_inverse(tf.constant(gram(403, 800)), damping(0.1))
+    assert solved == [100, 101, 101, 101]
+
+
+@pytest.mark.parametrize(
+    "compiled", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_one_function_inverts_small_and_large_ones(compiled: bool) -> None:
+    """As in a training step; the size is known when it runs."""
+
+    @tf.function(jit_compile=compiled)
+    def invert(matrices: list[tf.Tensor]) -> list[tf.Tensor]:
+        shift = damping(0.1)
+        return [
+            call_of_any_size("inverse", damped_inverse, matrix, shift)
+            for matrix in matrices
+        ]
+
+    matrices = [gram(size, 2 * size) for size in (1, 10, 400)]
+    inverses = invert([tf.constant(matrix) for matrix in matrices])
+    for matrix, got in zip(matrices, inverses, strict=True):
+        wide = matrix.astype(np.float64)
+        assert_close(got, np.linalg.inv(wide + 0.1 * np.eye(len(wide))), 1e-4)
+
+
+@pytest.mark.parametrize("shift", [1e-2, 1e-4, 1e-6, 1e-8])
+def test_large_matrix_is_inverted_as_well_as_by_solving(shift: float) -> None:
+    """The errors are those of solving in the same precision.
+
+    The spectrum falls over eight decades, more than float32 resolves.
+    """
+    matrix = spectrum(np.logspace(0, -8, 500)).astype("float32")
+    floor = 4 * 2.0**-23 * np.trace(matrix, dtype=np.float64)
+    added = np.asarray(max(shift, floor) * np.eye(500), "float32")
+    want = np.linalg.inv((matrix + added).astype(np.float64))
+    got = damped_inverse(tf.constant(matrix), damping(shift)).numpy()
+    root = tf.linalg.cholesky(matrix + added)  # NumPy's would be in float64
+    other = tf.linalg.cholesky_solve(root, tf.eye(500)).numpy()
+    error, usual = (np.linalg.norm(x - want) for x in (got, other))
+    assert error < 2 * usual
+
+
+def test_inverse_of_a_matrix_that_is_not_quite_symmetric() -> None:
+    """Rounding of a sum is no reason to get another matrix."""
+    matrix = gram(4, 9)
+    skewed = matrix.copy()
+    skewed[0, 1] += 0.2
+    skewed[1, 0] -= 0.2
+    got = damped_inverse(tf.constant(skewed), damping(0.1))
+    assert_close(got, np.linalg.inv(matrix + 0.1 * np.eye(4)), 1e-5)
+    np.testing.assert_allclose(symmetrize(skewed), matrix, atol=1e-6)
+
+
+SINGULAR = [
+    (1, 1),
+    (2, 1),
+    (3, 2),
+    (50, 1),
+    (50, 49),
+    (200, 20),
+    (500, 1),
+    (500, 250),
+]
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+@pytest.mark.parametrize(("size", "rank"), SINGULAR)
+def test_singular_matrix_without_damping(
+    size: int, rank: int, scale: float
+) -> None:
+    """Finite, positive, as large as rounding allows."""
+    matrix = (np.float32(scale) * gram(size, rank)).astype("float32")
+    got = damped_inverse(tf.constant(matrix), damping(0.0)).numpy()
+    assert np.isfinite(got).all()
+    np.testing.assert_array_equal(got, got.T)
+    wide = got.astype(np.float64)
+    values = np.linalg.eigvalsh(wide)
+    assert values[0] > 0
+    if rank < size:
+        largest = 1 / (4 * 2.0**-23 * np.trace(matrix, dtype=np.float64))
+        assert 0.5 < values[-1] / largest < 2
+    # M (M + tiny)^-1 M is M up to rounding, which leaves the direction.
+    kept = matrix @ wide @ matrix
+    norms = np.linalg.norm(kept) * np.linalg.norm(matrix.astype(np.float64))
+    assert np.sum(kept * matrix) > 0.98 * norms
+
+
+@pytest.mark.slow
+def test_rank_one_of_large_size() -> None:
+    """Not one in a hundred may fail."""
+    failed = []
+    for seed in range(100):
+        matrix = tf.constant(gram(500, 1, seed))
+        inverse = damped_inverse(matrix, damping(0.0))
+        if not np.isfinite(np.trace(inverse)):
+            failed.append(seed)
+    assert failed == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_constant_inputs(dtype: str) -> None:
+    """All rows alike, far from zero: rank one with large entries."""
+    row = 100 + np.linspace(0, 1, 120).astype(dtype)
+    matrix = np.outer(row, row)
+    for shift in (0.0, 1e-6):
+        got = damped_inverse(tf.constant(matrix), damping(shift, dtype))
+        assert np.isfinite(got.numpy()).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 4), (3, 2, 2)])
+def test_zero_matrix(shape: tuple[int, ...]) -> None:
+    """Without damping it is left alone, with damping it is the damping's."""
+    zeros = tf.zeros(shape)
+    batch = shape[:-2]
+    identity = np.broadcast_to(np.eye(shape[-1]), shape)
+    got = damped_inverse(zeros, tf.zeros(batch))
+    np.testing.assert_allclose(got, identity, rtol=1e-6)
+    got = damped_inverse(zeros, tf.fill(batch, 0.25))
+    np.testing.assert_allclose(got, 4 * identity, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("graph", [True, False])
+def test_not_finite_comes_out_as_not_finite(graph: bool, value: float) -> None:
+    """No exception, which would end the training."""
+    matrix = gram(4, 9)
+    matrix[1, 2] = matrix[2, 1] = value
+
+    def inverse(m: Any) -> Any:
+        return damped_inverse(m, damping(0.1))
+
+    run = tf.function(inverse) if graph else inverse
+    assert not np.isfinite(run(tf.constant(matrix)).numpy()).all()
+
+
+def test_indefinite_matrix_comes_out_as_nan() -> None:
+    """And only that one of a batch."""
+    stack = np.stack([np.diag([3.0, 1.0]), np.diag([-3.0, 1.0])])
+    got = damped_inverse(tf.constant(stack), tf.zeros(2, tf.float64)).numpy()
+    assert_close(got[0], np.diag([1 / 3, 1.0]), 1e-12)
+    assert np.isnan(got[1]).all()
