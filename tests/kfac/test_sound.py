@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import tfkfac
@@ -21,6 +22,8 @@ from tests.support.small import (
     loss,
     summary_text,
 )
+from tfkfac.blocks import MatrixGradient, RowGradient
+from tfkfac.kfac.sound import sound_ones
 
 X, Y = data()
 NAN = float("nan")
@@ -218,3 +221,24 @@ def test_a_damping_that_grows_is_no_fault() -> None:
     kfac_of(model).damping = 10.0
     model.train_on_batch(X, Y)
     assert counts(kfac_of(model), "plain") == [0, 0]
+
+
+def test_a_sound_gradient_is_passed_on_as_it_is() -> None:
+    """To look whether it is sound takes sums, and no new tensor of its size."""
+
+    @tf.function
+    def check(a: tf.Tensor, g: tf.Tensor) -> list[tf.Tensor]:
+        plain = [RowGradient(a, g), MatrixGradient(a)]
+        damping = tf.constant(1.0, tf.float64)
+        made = [gradient.scaled(tf.constant(2.0)) for gradient in plain]
+        (rows, whole), _ = sound_ones(made, plain, damping)
+        return [rows.a, rows.g, whole.matrix]
+
+    spec = tf.TensorSpec([9, 30])
+    graph = check.get_concrete_function(spec, spec).graph
+    large = {op.type for op in graph.get_operations() if is_large(op)}
+    assert large == {"Placeholder", "Mul", "Select", "Identity"}
+
+
+def is_large(operation: tf.Operation) -> bool:
+    return any(x.shape.num_elements() > 9 for x in operation.outputs)
