@@ -414,21 +414,20 @@ def test_rule_by_hand() -> None:
         accepted = bool(damping.judge(*ends, "test"))
         return accepted, float(damping.value)
 
-    assert [bool(damping.is_due(tf.constant(i))) for i in range(4)] == [
-        False,
-        True,
-        False,
-        True,
-    ]
+    def is_due(clock: int, predicted: float = 1.0) -> bool:
+        promise = tf.constant(predicted, tf.float64)
+        return bool(damping.is_due(tf.constant(clock), promise))
+
+    assert [is_due(i) for i in range(4)] == [False, True, False, True]
     assert judge(9.0) == (True, 0.25)
     assert judge(9.5) == (True, 0.25)
     assert judge(9.875) == (True, 1.0)
     assert judge(11.0) == (False, 4.0)
-    assert bool(damping.is_due(tf.constant(0)))
+    assert is_due(0)
     assert judge(float("nan")) == (False, 16.0)
     assert judge(float("inf")) == (False, 20.0)
     assert judge(9.0) == (True, 5.0)
-    assert not bool(damping.is_due(tf.constant(0)))
+    assert not is_due(0)
     for _ in range(4):
         judge(9.0)
     assert float(damping.value) == 0.1
@@ -436,6 +435,42 @@ def test_rule_by_hand() -> None:
     assert judge(10.0 + 1e-7, 1e-9)[0]
     assert not judge(11.0, -1.0)[0]
     assert int(damping.rejected) == 4
+
+
+def test_promises_that_nobody_has_seen_kept() -> None:
+    """Over four times that of the last accepted look, whatever came since."""
+    damping = AdaptiveDamping(tfkfac.LevenbergMarquardt(1.0, 2))
+
+    def is_due(predicted: float) -> bool:
+        promise = tf.constant(predicted, tf.float64)
+        return bool(damping.is_due(tf.constant(0), promise))
+
+    def judge(after: float, predicted: float) -> None:
+        ends = [tf.constant(v, tf.float64) for v in (10.0, after, predicted)]
+        damping.judge(*ends, "test")
+
+    assert not is_due(1e9)  # before the first look
+    judge(9.0, 0.5)
+    assert not is_due(2.0)
+    assert is_due(2.01)
+    judge(11.0, 3.0)  # rejected
+    judge(9.9, 0.1)
+    assert not is_due(0.4)
+    assert is_due(0.41)
+
+
+def test_a_step_that_promises_much_is_looked_at() -> None:
+    """Between two looks: a batch of outputs a hundred times as large."""
+    model = network()
+    optimizer = kfac(damping=tfkfac.LevenbergMarquardt(0.1, 2))
+    model.compile(optimizer, "mse", run_eagerly=True)
+    x = RNG.normal(size=(ROWS, FEATURES)).astype("float32")
+    y = real(ROWS)
+    looks = []
+    for size in (1, 1, 1, 1, 100):
+        model.train_on_batch(x, size * y)
+        looks.append("actual_reduction" in optimizer.last_step)
+    assert looks == [False, True, False, True, True]
 
 
 def test_damping_follows_the_loss() -> None:

@@ -17,6 +17,8 @@ _LOW, _HIGH = 1 / 4, 3 / 4
 # A step that is rejected quarters the radius of a trust region, which damping
 # is the inverse of.
 _REJECTED = 4.0
+# How much more than was seen to hold a step may promise unseen.
+_UNUSUAL = 4.0
 # Rounding errors of a loss, relative to it.
 _ROUNDING = 1e-6
 ADAPTIVE = "adaptive_damping"  # the part of the state that it is
@@ -30,7 +32,11 @@ class LevenbergMarquardt:
     6.5). Every few steps the loss of the batch is computed at the new weights
     and the old ones, two forward passes more. With the ratio `rho` of its
     reduction to that which the model predicts, the damping is multiplied by
-    `decay ** every` if `rho > 3/4`, and divided by it if `rho < 1/4`.
+    `decay ** every` if `rho > 3/4`, and divided by it if `rho < 1/4`. A step
+    that promises over four times the reduction of the last accepted one that
+    was looked at is looked at too: where the model is of a part of the batch,
+    a direction that hardly moves the outputs of these examples looks free, and
+    one such step can undo a training.
 
     A step that raises the loss (`rho < 0`, or a loss that is not finite) is
     rejected: the weights stay as they are, the damping is multiplied by 4, all
@@ -110,6 +116,8 @@ class AdaptiveDamping(Tracked):
         value: The damping, float64.
         rejected: Number of steps rejected.
         again: 1 after a step that was rejected, else 0.
+        trusted: The reduction predicted of the last accepted step that was
+            looked at, float64; infinite before the first.
 
     Args:
         rule: How it adapts.
@@ -122,11 +130,18 @@ class AdaptiveDamping(Tracked):
         self.value = state_variable(initial, "float64", "damping")
         self.rejected = state_variable(0, "int64", "rejected_steps")
         self.again = state_variable(0, "int64", "looks_again")
+        self.trusted = state_variable(np.inf, "float64", "trusted_reduction")
 
-    def is_due(self, clock: tf.Tensor) -> tf.Tensor:
-        """Whether the next update of the weights is to be looked at."""
+    def is_due(self, clock: tf.Tensor, predicted: tf.Tensor) -> tf.Tensor:
+        """Whether the next update of the weights is to be looked at.
+
+        Args:
+            clock: Number of updates before it.
+            predicted: How much smaller it should make the loss, float64.
+        """
         last = tf.equal((clock + 1) % self.rule.every, 0)
-        return last | (self.again > 0)
+        unusual = predicted > _UNUSUAL * self.trusted
+        return last | unusual | (self.again > 0)
 
     def judge(
         self,
@@ -162,6 +177,7 @@ class AdaptiveDamping(Tracked):
             )
         )
         self.again.assign(tf.cast(~accepted, tf.int64))
+        self.trusted.assign(tf.where(accepted, expected, self.trusted))
         count_events(
             [~accepted],
             [self.rejected],
@@ -179,11 +195,12 @@ class AdaptiveDamping(Tracked):
         self.value.assign(self.rule.initial)
         self.rejected.assign(0)
         self.again.assign(0)
+        self.trusted.assign(np.inf)
 
     def entries(self) -> list[Entry]:
         """All variables to save."""
-        variables = (self.value, self.rejected, self.again)
-        names = ("damping", "rejected_steps", "looks_again")
+        variables = (self.value, self.rejected, self.again, self.trusted)
+        names = ("damping", "rejected_steps", "looks_again", "trusted_reduction")
         return [
             Entry("", name, variable, part=ADAPTIVE)
             for name, variable in zip(names, variables, strict=True)

@@ -138,5 +138,6 @@ def look(
     def pass_by() -> tuple[tf.Tensor, tf.Tensor]:
         return tf.constant(True), tf.constant(float("nan"), tf.float64)
 
-    due = damping.is_due(job.clock) & proposal.is_finite
+    due = damping.is_due(job.clock, proposal.predicted)
+    due &= proposal.is_finite
     return tf.cond(due, compare, pass_by)
