@@ -199,9 +199,13 @@ class AdaptiveDamping(Tracked):
 
     def entries(self) -> list[Entry]:
         """All variables to save."""
-        variables = (self.value, self.rejected, self.again, self.trusted)
-        names = ("damping", "rejected_steps", "looks_again", "trusted_reduction")
+        variables = {
+            "damping": self.value,
+            "rejected_steps": self.rejected,
+            "looks_again": self.again,
+            "trusted_reduction": self.trusted,
+        }
         return [
             Entry("", name, variable, part=ADAPTIVE)
-            for name, variable in zip(names, variables, strict=True)
+            for name, variable in variables.items()
         ]
