@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 
 import tensorflow as tf
 from typing_extensions import override
@@ -9,7 +10,7 @@ from typing_extensions import override
 from tfkfac.compat.calls import call_of_any_size
 from tfkfac.factors.base import VALUES, Factor, Side, Tensors
 from tfkfac.factors.parts import MatrixPart, Part
-from tfkfac.linalg.inverse import damped_inverse
+from tfkfac.linalg.inverse import LARGE, damped_inverse
 from tfkfac.linalg.symmetric import eigh, mean_eigenvalue
 
 
@@ -51,8 +52,11 @@ class _Matrices(Factor, abc.ABC):
     def inverse(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
+        large = self.size >= LARGE  # a function of any size cannot see it
         inverse = call_of_any_size(
-            "damped inverse", damped_inverse, value, damping
+            ("damped inverse", large),
+            functools.partial(damped_inverse, large=large),
+            *(value, damping),
         )
         inverse.set_shape(value.shape)
         return {"": inverse}

@@ -5,12 +5,14 @@ import tensorflow as tf
 from tfkfac.linalg.symmetric import rounding, symmetrize
 
 # From so many rows on, products are faster than solving for the identity.
-_LARGE = 384
+LARGE = 384
 # How often a large matrix is halved: a sixteenth of it is left to solve.
 _LEVELS = 2
 
 
-def damped_inverse(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
+def damped_inverse(
+    matrix: tf.Tensor, damping: tf.Tensor, large: bool | None = None
+) -> tf.Tensor:
     """Computes `(M + damping I)^-1` by Cholesky.
 
     The damping is kept above the rounding error of the factorisation, four
@@ -21,6 +23,7 @@ def damped_inverse(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
     Args:
         matrix: Symmetric matrices of shape `(..., n, n)`.
         damping: Non-negative numbers of shape `(...,)`, or one for all.
+        large: Whether n is at least `LARGE`. None if the static shape tells.
 
     Returns:
         Symmetric matrices of shape `(..., n, n)`.
@@ -33,28 +36,16 @@ def damped_inverse(matrix: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
     damped = tf.linalg.set_diag(
         symmetrize(matrix), diagonal + tf.expand_dims(shift, -1)
     )
-    return inverse_of_product(tf.linalg.cholesky(damped))
-
-
-def inverse_of_product(root: tf.Tensor) -> tf.Tensor:
-    """Computes `(L L^T)^-1` of a lower triangular matrix.
-
-    To solve for all columns of the identity takes twice the operations that
-    the result needs, on one core. A large matrix is inverted by its quarters
-    instead, and `L^-T L^-1` is made of them, most of it by products. Errors
-    are those of solving (Higham, 2002, section 14.2).
-
-    Args:
-        root: `L`, `(..., n, n)`, zero above the diagonal.
-
-    Returns:
-        Matrices `(..., n, n)`, symmetric to the bit.
-    """
-    return tf.cond(
-        tf.shape(root)[-1] < _LARGE,
-        lambda: symmetrize(tf.linalg.cholesky_solve(root, _identity(root))),
-        lambda: _gram(_inverse(root, _LEVELS), _LEVELS),
-    )
+    root = tf.linalg.cholesky(damped)
+    if large is None:
+        large = matrix.shape[-1] >= LARGE
+    if large:
+        # To solve for the identity takes twice the operations that the result
+        # needs, on one core. L is inverted by its quarters instead, and
+        # L^-T L^-1 is made of them, most of it by products. Errors are those
+        # of solving (Higham, 2002, section 14.2).
+        return _gram(_inverse(root, _LEVELS), _LEVELS)
+    return symmetrize(tf.linalg.cholesky_solve(root, _identity(root)))
 
 
 def _inverse(lower: tf.Tensor, levels: int) -> tf.Tensor:

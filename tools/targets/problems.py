@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 # What the steps of a schedule are multiplied by.
-LENGTHS = {"double": 2.0, "full": 1.0, "half": 0.5}
+LENGTHS = {"quadruple": 4.0, "double": 2.0, "full": 1.0, "half": 0.5}
 # What the widths of the layers are divided by: the twins have about a quarter
 # of the weights, and half of the examples.
 SIZES = {"full": 1, "small": 2}
