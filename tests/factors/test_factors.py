@@ -238,3 +238,22 @@ def test_parts_of_the_identity_leave_a_gradient(name: str, side: str) -> None:
         kind.rotate(eigen, gradient, side, back=True),
     ):
         np.testing.assert_array_equal(got, gradient)
+
+
+@pytest.mark.parametrize(("size", "solves"), [(383, 0), (384, 4)])
+def test_wide_factors_are_inverted_by_products(
+    size: int, solves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a function that is for factors of any size."""
+    solved = []
+    solve = tf.linalg.triangular_solve
+
+    def noted(*args: tf.Tensor) -> tf.Tensor:
+        solved.append(args)
+        return solve(*args)
+
+    monkeypatch.setattr(tf.linalg, "triangular_solve", noted)
+    invert = tf.function(Dense(size).inverse, autograph=False)
+    value = tf.TensorSpec([size, size])
+    invert.get_concrete_function(value, tf.TensorSpec([]))
+    assert len(solved) == solves
