@@ -200,7 +200,7 @@ def test_defaults() -> None:
         "symmetric_communication": False,
         "factor_dtype": None,
         "inverse_dtype": None,
-        "max_factor_dim": 2048,
+        "max_factor_dim": 640,
         "factor_rank": 64,
         "skip_layers": [],
     }

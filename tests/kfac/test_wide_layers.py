@@ -91,12 +91,12 @@ def test_nothing_changes_below_the_limit() -> None:
 
 
 def test_default_limit() -> None:
-    """2,048 with the bias' row; no matrix is made for a wider one."""
+    """640 with the bias' row; no matrix is made for a wider one."""
     default = tfkfac.KFAC()
     limit = Limit(default.max_factor_dim, default.factor_rank)
     for inputs, kind in (
-        (2047, Dense(2048)),
-        (2048, LowRank(2049, 64)),
+        (639, Dense(640)),
+        (640, LowRank(641, 64)),
     ):
         model = sequential(layers.Dense(1, name="wide"), shape=(inputs,))
         (block,) = build_registry(model, (), limit).blocks

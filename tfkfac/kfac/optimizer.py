@@ -145,7 +145,7 @@ class KFAC(SecondOrderOptimizer):
             Nystroem's approximation is made. Its decomposition acts on the
             leading directions, and as a multiple of the identity on all
             others; `summary` says how much of the trace is in the leading
-            ones. None is no limit. Defaults to 2,048.
+            ones. None is no limit. Defaults to 640.
         factor_rank: Number of these columns, at least 1; one less than the
             factor has rows if these are fewer. Defaults to 64.
         skip_layers: Names, regular expressions (they match a layer's whole
@@ -224,7 +224,7 @@ class KFAC(SecondOrderOptimizer):
         symmetric_communication: bool = False,
         factor_dtype: str | None = None,
         inverse_dtype: str | None = None,
-        max_factor_dim: int | None = 2048,
+        max_factor_dim: int | None = 640,
         factor_rank: int = 64,
         skip_layers: Iterable[Any] = (),
         gradient_accumulation_steps: int | None = None,
