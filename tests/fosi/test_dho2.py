@@ -240,8 +240,9 @@ def test_state_is_divided(results: Results, name: str) -> None:
     if options["layout"] == "columns":
         shape, own = (columns, size), columns
     # Ritz values, the length of Newton steps, and momentum; with accumulation,
-    # that of some steps.
-    numbers = count + 1 + own * (1 + ("accumulation" in name))
+    # that of some steps; with plain SGD's momentum, its part.
+    more = "accumulation" in name or options["inner"] in ("sgd", "decaying")
+    numbers = count + 1 + own * (1 + more)
     for worker in results(name):
         assert set(worker["shapes"]) == {shape}
         basis = item * options["lanczos_steps"] * slices

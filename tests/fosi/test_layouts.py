@@ -142,13 +142,14 @@ def test_project_out(
 def test_moves(
     name: str, size: int, directions: int, workers: int, longer: bool
 ) -> None:
-    """Beside the split, of coefficients of other vectors too.
+    """Beside the split, in one go.
 
     In vectors as long as the layout likes them best, or as they are.
     """
     layout = layout_of(name, size, directions, workers)
     whole, gradients = basis(directions, size), numbers(workers, size)
-    total, other = gradients.sum(0), numbers(size, seed=3)
+    total = gradients.sum(0)
+    others = tf.constant(numbers(directions, seed=3))
     length = layout.length if longer else size
 
     def lengthen(vector: Array) -> Any:
@@ -159,16 +160,16 @@ def test_moves(
         late = layout.reduces_gradients
         mine = lengthen(gradients[group.rank] if late else total)
         found = layout.project_out(
-            part, mine, group, [lengthen(other)], lambda c: 2 * c[0] - c[1]
+            part, mine, group, lambda c: 2 * c - layout.own(others, group.rank)
         )
         assert bool(found.sound)
         return [x.numpy() for x in (found.inside, found.rest, found.moved)]
 
     want = total - (whole @ total) @ whole
-    moved = (whole @ (2 * total - other)) @ whole
+    moved = (2 * whole @ total - others.numpy()) @ whole
     # As many elements as are not padding, and the rounding of each sum.
     gradient = layout.reduces_gradients * all_reduce_bytes(size * ITEM, workers)
-    reported = gradient + layout.moving_bytes(2)
+    reported = gradient + layout.moving_bytes()
     for rank, (found, received) in enumerate(run_together(workers, work)):
         inside, rest, move = found
         assert rest.shape == move.shape == (length,)

@@ -11,7 +11,7 @@ import tfkfac
 from tests.support.lockstep import run_together
 from tests.support.reference import Array
 from tfkfac.fosi.layouts import LAYOUTS, Geometry
-from tfkfac.fosi.subspace import Subspace
+from tfkfac.fosi.subspace import Inner, Subspace
 
 
 def regression(optimizer: Any) -> Any:
@@ -80,7 +80,7 @@ def test_coefficients(layout: str, workers: int) -> None:
     shared = LAYOUTS[layout](Geometry(23, 3, 0, 5, tf.float64), workers)
 
     def work(group: Any) -> tuple[list[Array], float]:
-        subspace = Subspace(shared, False)
+        subspace = Subspace(shared, Inner())
         subspace.ritz_values.assign(values)
         kept = []
         for step in steps:
@@ -104,7 +104,7 @@ def test_coefficients(layout: str, workers: int) -> None:
 def test_without_a_gradient() -> None:
     """Zeros are no measure of what comes, and overflow is no step."""
     shared = LAYOUTS["rows"](Geometry(5, 1, 0, 3, tf.float32), 1)
-    subspace = Subspace(shared, False)
+    subspace = Subspace(shared, Inner())
     subspace.ritz_values.assign([1.0])
 
     def work(group: Any) -> list[Array]:

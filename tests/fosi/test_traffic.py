@@ -14,7 +14,7 @@ from tests.support.reference import Array
 from tfkfac.fosi.estimation import Estimation, estimation_bytes
 from tfkfac.fosi.final_update import FinalUpdate
 from tfkfac.fosi.layouts import LAYOUTS, Geometry
-from tfkfac.fosi.subspace import Subspace
+from tfkfac.fosi.subspace import Inner, Subspace
 
 SIZE, ITEM = 23, 8
 GEOMETRY = Geometry(SIZE, 3, 0, 5, tf.float64)
@@ -30,14 +30,18 @@ def close(received: float, reported: int) -> bool:
 
 @layouts
 @groups
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_new_directions(name: str, workers: int, accumulates: bool) -> None:
-    """The momentum's way to them, and its value there."""
+@pytest.mark.parametrize(
+    "inner", [Inner(), Inner(accumulates=True), Inner(has_momentum=True)]
+)
+def test_new_directions(name: str, workers: int, inner: Inner) -> None:
+    """The momenta's way to them, and their values there."""
     layout = LAYOUTS[name](GEOMETRY, workers)
     old, new = np.linalg.qr(np.random.default_rng(0).normal(size=(2, SIZE, 3)))[
         0
     ]
     momentum = np.array([1.0, -2.0, 0.5])
+    of_sgd = np.random.default_rng(1).normal(size=SIZE)
+    given = tf.constant(of_sgd) if inner.has_momentum else None
 
     def part(whole: Array, rank: int) -> Any:
         own = np.zeros(layout.shape)
@@ -45,21 +49,25 @@ def test_new_directions(name: str, workers: int, accumulates: bool) -> None:
         own[: piece.shape[0], : piece.shape[1]] = piece
         return tf.constant(own)
 
-    def work(group: Any) -> Array:
+    def work(group: Any) -> list[Array]:
         rank = group.rank
-        subspace = Subspace(layout, accumulates)
+        subspace = Subspace(layout, inner)
         subspace.directions.assign(part(old, rank))
         subspace.momentum.assign(layout.own(tf.constant(momentum), rank))
         values = tf.constant([1.0, 2.0, 3.0], tf.float64)
-        subspace.replace(values, part(new, rank), group)
-        return subspace.momentum.numpy()
+        subspace.replace(values, part(new, rank), group, given)
+        found = [subspace.momentum, subspace.inner_momentum]
+        return [x.numpy() for x in found if x is not None]
 
-    want = new.T @ (old @ momentum)
-    reported = Subspace.carrying_bytes(layout, accumulates)
+    wanted = [new.T @ (old @ momentum)]
+    if inner.has_momentum:
+        wanted.append(new.T @ of_sgd)
+    reported = Subspace.carrying_bytes(layout, inner)
     assert (reported > 0) == (workers > 1)
     for rank, (got, received) in enumerate(run_together(workers, work)):
-        own = layout.own(tf.constant(want), rank)
-        np.testing.assert_allclose(got, own, atol=1e-13)
+        for one, want in zip(got, wanted, strict=True):
+            own = layout.own(tf.constant(want), rank)
+            np.testing.assert_allclose(one, own, atol=1e-13)
         assert close(received, reported)
 
 
@@ -71,7 +79,7 @@ def test_final_update(name: str, workers: int) -> None:
     def work(group: Any) -> None:
         vector = tf.ones([SIZE], tf.float64)
         final = FinalUpdate(GEOMETRY)
-        subspace, alpha = Subspace(layout, False), tf.ones([], tf.float64)
+        subspace, alpha = Subspace(layout, Inner()), tf.ones([], tf.float64)
         final.move(vector, subspace, alpha, group)
 
     for _, received in run_together(workers, work):

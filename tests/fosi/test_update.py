@@ -27,7 +27,8 @@ from tests.support.fosi_reference import (
 from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tfkfac.fosi.layouts import LAYOUTS, Geometry
-from tfkfac.fosi.update import is_plain_sgd, projection_bytes
+from tfkfac.fosi.plain_sgd import is_plain_sgd
+from tfkfac.fosi.update import projection_bytes
 from tfkfac.wrapper.job import Job
 
 Maker = Callable[[], Any]
@@ -70,8 +71,12 @@ def test_readings(inner: Any, want: int, readings: list[str]) -> None:
 
 def test_readings_without_some_gradients(readings: list[str]) -> None:
     """A part of a gradient has something in the directions again."""
-    step(SGD(0.1, 0.9), trained=slice(2, None))
+    step(SGD(0.1), trained=slice(2, None))
     assert len(readings) == 4
+    readings.clear()
+    # And so has the momentum that is made of it.
+    step(SGD(0.1, 0.9), trained=slice(2, None))
+    assert len(readings) == 5
 
 
 SUMS: dict[str, Maker] = {
@@ -154,12 +159,16 @@ def test_momentum_stays_out_of_new_directions(
         rounding = 3e-7 * np.abs(before).max()
         np.testing.assert_allclose(rows @ change, 0, atol=rounding)
         # The momentum itself has much of what it had before.
-        slots = np.concatenate(
-            [np.ravel(b) for b in optimizer.inner_optimizer.momentums]
-        )
+        slots = momentum_of(optimizer)
         assert np.abs(rows @ slots).max() > 1e-2 * np.linalg.norm(slots)
         seen.add(rows.tobytes())
     assert len(seen) == 3
+
+
+def momentum_of(optimizer: Any) -> Array:
+    """SGD's."""
+    momenta = optimizer.inner_optimizer.momentums
+    return np.concatenate([np.ravel(b) for b in momenta])
 
 
 @pytest.mark.slow
@@ -183,6 +192,11 @@ def test_gradients_of_some_weights_between(double: None) -> None:
     for count in range(10):
         train((2, 3) if count % 3 == 1 else (0, 1, 2, 3))
         path.append(flat(model))
+        subspace = optimizer.method.states[0].subspace
+        inside = subspace.directions.numpy() @ momentum_of(optimizer)
+        known = subspace.inner_momentum.numpy()
+        np.testing.assert_allclose(known, inside, atol=1e-14)
+        assert count < 2 or np.abs(inside).max() > 1e-4
     network = Network(x, y)
     # The hidden layer is frozen in a third of the steps.
     mask, step_, last = np.ones(SIZE), 0, start
@@ -239,7 +253,7 @@ def test_reported_bytes(layout: str) -> None:
     want = {
         "rows": {
             "sgd": 6 + 3 + 2,
-            "momentum": 6 + 2 * 3 + 2,
+            "momentum": 6 + 3 + 2,
             "adam": 6 + 2 * 3 + 2,
         },
         "columns": {

@@ -11,6 +11,7 @@ from tfkfac.compat.inner_update import own_copy
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.fosi.layouts import Geometry
+from tfkfac.fosi.plain_sgd import flat_momentum
 from tfkfac.fosi.state import State
 from tfkfac.fosi.timing import Timing
 from tfkfac.linalg.lanczos import default_steps
@@ -65,7 +66,7 @@ def adopt(
     values: tf.Tensor,
     part: tf.Tensor,
     group: Communicator,
-    name: str,
+    job: Job,
 ) -> None:
     """Uses new directions from now on, if they are any good.
 
@@ -74,7 +75,7 @@ def adopt(
         values: Ritz values `(r,)`, ascending.
         part: This replica's part of the directions, in its layout.
         group: The replicas that share the directions.
-        name: Name of the optimizer, for the report of a failure.
+        job: The job.
     """
     subspace = state.subspace
     assert subspace is not None
@@ -83,14 +84,15 @@ def adopt(
     count_events(
         [tf.logical_not(finite)],
         [state.failures],
-        [name],
+        [job.name],
         "an estimation of curvature is not finite and left out.",
     )
     # An empty batch has no curvature; what is known of others is kept.
     usable = finite & tf.reduce_any(values != 0)
 
     def replace() -> tf.Tensor:
-        subspace.replace(values, part, group)
+        momentum = flat_momentum(job, state.layout.length)
+        subspace.replace(values, part, group, momentum)
         return state.estimations.assign_add(1)
 
     count = state.estimations

@@ -18,8 +18,9 @@ from tfkfac.fosi.estimation import (
     local_hessian,
 )
 from tfkfac.fosi.layouts import Layout
+from tfkfac.fosi.plain_sgd import has_momentum
 from tfkfac.fosi.state import State
-from tfkfac.fosi.subspace import Subspace
+from tfkfac.fosi.subspace import Inner, Subspace
 from tfkfac.fosi.update import projection_bytes
 from tfkfac.wrapper.job import Job
 from tfkfac.wrapper.step import Step
@@ -92,11 +93,12 @@ class Estimator(abc.ABC):
 
     def new_subspace(self, layout: Layout) -> Subspace:
         """The directions of a replica that trains."""
-        return Subspace(layout, self.accumulates())
+        return Subspace(layout, self.inner())
 
-    def accumulates(self) -> bool:
-        """Whether the inner optimizer accumulates gradients."""
-        return bool(self.job.inner_optimizer.gradient_accumulation_steps)
+    def inner(self) -> Inner:
+        """What the inner optimizer is like."""
+        accumulation = self.job.inner_optimizer.gradient_accumulation_steps
+        return Inner(bool(accumulation), has_momentum(self.job))
 
 
 class BetweenSteps(Estimator):
@@ -134,7 +136,7 @@ class BetweenSteps(Estimator):
             )
             found = estimation.run(local)
             part = state.layout.arrange(found.rows, group)
-            adopt(state, found.values, part, group, self.job.name)
+            adopt(state, found.values, part, group, self.job)
             return state.last.assign(clock)
 
         due = self.search.timing.begins(clock, state)
@@ -160,7 +162,7 @@ class BetweenSteps(Estimator):
     def state_bytes(self, layout: Layout) -> dict[str, int]:
         return with_total(
             {
-                "directions": Subspace.bytes(layout, self.accumulates()),
+                "directions": Subspace.bytes(layout, self.inner()),
                 "basis": basis_bytes(layout.geometry, layout.workers),
                 "copies": 0,
                 "counters": State.bytes(),
@@ -180,7 +182,7 @@ class BetweenSteps(Estimator):
                 **plain,
                 "lanczos": estimation_bytes(layout.geometry, layout.workers),
                 "directions": layout.arrangement_bytes()
-                + Subspace.carrying_bytes(layout, self.accumulates()),
+                + Subspace.carrying_bytes(layout, self.inner()),
             },
         }
 

@@ -10,7 +10,7 @@ from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.shards import Shards
 from tfkfac.distributed.traffic import all_reduce_bytes
 from tfkfac.fosi.split import Moves, Split, adds_up, combinations, square
-from tfkfac.linalg.sums import all_products, padded_size, row_products
+from tfkfac.linalg.sums import padded_size, row_products
 from tfkfac.saving.entries import Region
 
 _NUMBERS = 2  # see `numbers_of`
@@ -78,7 +78,6 @@ class Layout(abc.ABC):
         directions: tf.Tensor,
         gradient: tf.Tensor,
         group: Communicator,
-        beside: Sequence[tf.Tensor] = (),
         moves: Moves | None = None,
         healthy: tf.Tensor | bool = True,
     ) -> Split:
@@ -88,9 +87,7 @@ class Layout(abc.ABC):
             directions: The own part of V^T. It is read twice.
             gradient: g; the own one, if the layout `reduces_gradients`.
             group: The workers that share the directions.
-            beside: Vectors x that all workers have.
-            moves: Function of the own coefficients `V^T [g, x, ...]`, in rows,
-                that returns coefficients p.
+            moves: Function of the own coefficients c that returns others p.
             healthy: Whether what this worker has besides V can be right.
         """
 
@@ -162,12 +159,8 @@ class Layout(abc.ABC):
         """
 
     @abc.abstractmethod
-    def moving_bytes(self, vectors: int) -> int:
-        """Bytes that a worker receives in `project_out` with moves.
-
-        Args:
-            vectors: The gradient and those beside it.
-        """
+    def moving_bytes(self) -> int:
+        """Bytes that a worker receives in `project_out` with moves."""
 
     @abc.abstractmethod
     def arrangement_bytes(self) -> int:
@@ -199,17 +192,15 @@ class RowsLayout(Layout):
         directions: tf.Tensor,
         gradient: tf.Tensor,
         group: Communicator,
-        beside: Sequence[tf.Tensor] = (),
         moves: Moves | None = None,
         healthy: tf.Tensor | bool = True,
     ) -> Split:
         """See `Layout.project_out`."""
         own = self.elements.reduce(gradient, group)
-        slices = [own, *(self.elements.own(x, group.rank) for x in beside)]
-        found, numbers = group.all_reduce(
-            [all_products(directions, slices), numbers_of(own, healthy)]
+        inside, numbers = group.all_reduce(
+            [row_products(directions, own), numbers_of(own, healthy)]
         )
-        inside, *images = combinations(directions, found, moves)
+        images = combinations(directions, inside, moves)
         images[0] = own - images[0]
         whole = self.elements.gather_all(images, group)
         rest, *moved = (x[: gradient.shape[0]] for x in whole)
@@ -271,9 +262,9 @@ class RowsLayout(Layout):
         sums = 2 * self.coefficients_bytes + self._reduce_bytes(_NUMBERS)
         return self.combine_bytes + sums
 
-    def moving_bytes(self, vectors: int) -> int:
-        """A gather of n, and sums of r numbers, with two more."""
-        sums = vectors * self.coefficients_bytes + self._reduce_bytes(_NUMBERS)
+    def moving_bytes(self) -> int:
+        """A gather of n, and a sum of r numbers, with two more."""
+        sums = self.coefficients_bytes + self._reduce_bytes(_NUMBERS)
         return self.combine_bytes + sums
 
     def arrangement_bytes(self) -> int:
@@ -296,14 +287,12 @@ class ColumnsLayout(Layout):
         directions: tf.Tensor,
         gradient: tf.Tensor,
         group: Communicator,
-        beside: Sequence[tf.Tensor] = (),
         moves: Moves | None = None,
         healthy: tf.Tensor | bool = True,
     ) -> Split:
         """See `Layout.project_out`."""
-        vectors = [self._whole.own(x, 0) for x in (gradient, *beside)]
-        found = all_products(directions, vectors)
-        inside, *images = combinations(directions, found, moves)
+        inside = self.coefficients(directions, gradient, group)
+        images = combinations(directions, inside, moves)
         cut, *moved, numbers = group.all_reduce(
             [
                 *(self._whole.gather(x, group) for x in images),
@@ -374,7 +363,7 @@ class ColumnsLayout(Layout):
         """Three sums of n numbers, and two more."""
         return 3 * self.combine_bytes + self._reduce_bytes(_NUMBERS)
 
-    def moving_bytes(self, vectors: int) -> int:
+    def moving_bytes(self) -> int:
         """Two sums of n numbers, of what is removed and the moves; two more."""
         return 2 * self.combine_bytes + self._reduce_bytes(_NUMBERS)
 

@@ -274,7 +274,7 @@ class BesideSteps(Estimator):
                 spectrum = state.accelerator.spectrum(estimation)
             found = hand_over(spectrum, state.layout, self.roles, everyone)
             if found is not None:
-                adopt(state, *found, peers, self.job.name)
+                adopt(state, *found, peers, self.job)
                 self._final_update(state, peers)
             return state.progress.assign(0)
 
@@ -341,7 +341,7 @@ class BesideSteps(Estimator):
         geometry, replicas = layout.geometry, self.job.topology.replicas
         directions = basis = copies = 0
         if self.roles.trains(self.job.topology.local[0]):
-            directions = Subspace.bytes(layout, self.accumulates())
+            directions = Subspace.bytes(layout, self.inner())
             if self.final_update == "paper":
                 copies = FinalUpdate.bytes(geometry)
         else:
@@ -379,7 +379,7 @@ class BesideSteps(Estimator):
             plain["projections"] = 0
         estimation = dict(plain)
         if trains:
-            carrying = Subspace.carrying_bytes(layout, self.accumulates())
+            carrying = Subspace.carrying_bytes(layout, self.inner())
             pieces = piece_bytes(layout, self.roles, rank)
             estimation["directions"] = pieces + carrying
         else:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-# From coefficients, in rows, to those of what is added to the weights.
+# From coefficients of the gradient to those of what is added to the weights.
 Moves = Callable[[tf.Tensor], tf.Tensor]
 # How far squares may be from adding up, of what they add up to; and where they
 # may underflow.
@@ -56,15 +56,14 @@ def finite_or_nothing(
 
 
 def combinations(
-    directions: tf.Tensor, found: tf.Tensor, moves: Moves | None
+    directions: tf.Tensor, inside: tf.Tensor, moves: Moves | None
 ) -> list[tf.Tensor]:
-    """The first of some coefficients c, then `V c`, then `V p` for moves p.
+    """`V c` of coefficients c, then `V p` for moves p.
 
     Args:
         directions: The own part of V^T.
-        found: The own coefficients, in rows.
+        inside: The own coefficients.
         moves: See `Layout.project_out`.
     """
-    inside = found[0]
-    weights = [inside] if moves is None else [inside, moves(found)]
-    return [inside, *tf.unstack(tf.matmul(tf.stack(weights), directions))]
+    weights = [inside] if moves is None else [inside, moves(inside)]
+    return tf.unstack(tf.matmul(tf.stack(weights), directions))

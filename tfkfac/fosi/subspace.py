@@ -1,6 +1,7 @@
 """The space of extreme curvature that one worker keeps."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -24,15 +25,35 @@ _MEMORY = 0.99
 _OWNED = Spread.OWNED
 
 
+class Inner(NamedTuple):
+    """What the inner optimizer is like.
+
+    Attributes:
+        accumulates: Whether it accumulates gradients.
+        has_momentum: Whether it is plain SGD with momentum.
+    """
+
+    accumulates: bool = False
+    has_momentum: bool = False
+
+
 class Subspace(Tracked):
     """The directions of extreme curvature that one worker keeps.
 
     Args:
         layout: Which part of them.
-        accumulates: Whether the inner optimizer accumulates gradients.
+        inner: What the inner optimizer is like.
+
+    Attributes:
+        directions: The own part of V^T.
+        ritz_values: All their curvatures, ascending.
+        momentum: The own coefficients of the Newton steps' momentum.
+        square: Mean square of the Newton steps' lengths.
+        accumulated: Those of gradients, where they are accumulated.
+        inner_momentum: Those `V^T b` of plain SGD's momentum b.
     """
 
-    def __init__(self, layout: Layout, accumulates: bool) -> None:
+    def __init__(self, layout: Layout, inner: Inner) -> None:
         super().__init__(name="subspace")
         geometry = layout.geometry
         self.layout = layout
@@ -48,24 +69,29 @@ class Subspace(Tracked):
         self.square = state_variable(0, dtype, "square")
         self.accumulated = (
             state_variable(tf.zeros(own), dtype, "accumulated")
-            if accumulates
+            if inner.accumulates
+            else None
+        )
+        self.inner_momentum = (
+            state_variable(tf.zeros(own), dtype, "inner_momentum")
+            if inner.has_momentum
             else None
         )
 
     @staticmethod
-    def bytes(layout: Layout, accumulates: bool) -> int:
+    def bytes(layout: Layout, inner: Inner) -> int:
         """Bytes of what a worker keeps."""
         directions, item = layout.geometry.directions, layout.geometry.dtype
         rows, length = layout.shape
         own = layout.own(tf.zeros([directions]), 0).shape[0]
-        count = rows * length + own * (1 + accumulates) + directions + 1
+        count = rows * length + own * (1 + sum(inner)) + directions + 1
         return int(count * item.size)
 
     @staticmethod
-    def carrying_bytes(layout: Layout, accumulates: bool) -> int:
+    def carrying_bytes(layout: Layout, inner: Inner) -> int:
         """Bytes that a worker receives in `replace`."""
-        one = layout.combine_bytes + layout.coefficients_bytes
-        return (1 + accumulates) * one
+        carried = (1 + inner.accumulates) * layout.combine_bytes
+        return carried + (1 + sum(inner)) * layout.coefficients_bytes
 
     def entries(self, rank: int) -> list[Entry]:
         """All variables to save.
@@ -77,6 +103,8 @@ class Subspace(Tracked):
         numbers = {"momentum": self.momentum}
         if self.accumulated is not None:
             numbers["accumulated"] = self.accumulated
+        if self.inner_momentum is not None:
+            numbers["inner_momentum"] = self.inner_momentum
         return [
             Entry("", "directions", self.directions, _OWNED, region=place),
             Entry("", "ritz_values", self.ritz_values, _OWNED),
@@ -88,7 +116,11 @@ class Subspace(Tracked):
         ]
 
     def replace(
-        self, values: tf.Tensor, part: tf.Tensor, group: Communicator
+        self,
+        values: tf.Tensor,
+        part: tf.Tensor,
+        group: Communicator,
+        inner_momentum: tf.Tensor | None = None,
     ) -> None:
         """Replaces the directions; the momentum is carried over.
 
@@ -96,6 +128,7 @@ class Subspace(Tracked):
             values: Ritz values `(r,)`, ascending.
             part: This worker's part of V^T, in its layout.
             group: The workers that share the directions.
+            inner_momentum: Plain SGD's momentum b, if it has any.
         """
         strong = tf.cast(is_strong(values), part.dtype)
         new = part * self.layout.own(strong, group.rank)[:, None]
@@ -105,6 +138,16 @@ class Subspace(Tracked):
         self.square.assign(tf.zeros_like(self.square))
         self.directions.assign(new)
         self.ritz_values.assign(values)
+        if inner_momentum is not None:
+            self.note_momentum(inner_momentum, group)
+
+    def note_momentum(
+        self, inner_momentum: tf.Tensor, group: Communicator
+    ) -> None:
+        """Works out `V^T b` of plain SGD's momentum b."""
+        assert self.inner_momentum is not None
+        found = self.coefficients(inner_momentum, group)
+        self.inner_momentum.assign(found)
 
     def _carried(self) -> list[tf.Variable]:
         """Coefficients that new directions take over."""
@@ -112,10 +155,16 @@ class Subspace(Tracked):
             return [self.momentum]
         return [self.momentum, self.accumulated]
 
+    def _coefficients(self) -> list[tf.Variable]:
+        """All coefficients."""
+        if self.inner_momentum is None:
+            return self._carried()
+        return [*self._carried(), self.inner_momentum]
+
     def forget(self) -> None:
         """Makes it that of the start, without directions."""
         numbers = [self.directions, self.ritz_values, self.square]
-        for variable in [*numbers, *self._carried()]:
+        for variable in [*numbers, *self._coefficients()]:
             variable.assign(tf.zeros_like(variable))
 
     def coefficients(self, vector: tf.Tensor, group: Communicator) -> tf.Tensor:
@@ -126,14 +175,13 @@ class Subspace(Tracked):
         self,
         gradient: tf.Tensor,
         group: Communicator,
-        beside: Sequence[tf.Tensor] = (),
         moves: Moves | None = None,
     ) -> Split:
         """Splits the gradient, see `Layout.project_out`."""
-        numbers = [self.ritz_values, self.square, *self._carried()]
+        numbers = [self.ritz_values, self.square, *self._coefficients()]
         healthy = all_finite([tf.convert_to_tensor(x) for x in numbers])
         return self.layout.project_out(
-            self.directions, gradient, group, beside, moves, healthy
+            self.directions, gradient, group, moves, healthy
         )
 
     def combine(

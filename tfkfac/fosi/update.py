@@ -7,10 +7,10 @@ import keras
 import tensorflow as tf
 
 from tfkfac.compat.branches import when
-from tfkfac.compat.optimizers import sgd_momenta
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.fosi.directions import add_to_weights, flat_gradient
 from tfkfac.fosi.layouts import Layout
+from tfkfac.fosi.plain_sgd import flat_momentum, is_plain_sgd
 from tfkfac.fosi.rate import NewtonRate
 from tfkfac.fosi.split import Split, finite_or_nothing
 from tfkfac.fosi.state import State
@@ -34,7 +34,7 @@ class SplitUpdate:
     For most inner optimizers d is known when it is done, and V is read four
     times. That of plain SGD is a sum of gradients, and `g - V c` has nothing
     in the directions: in them d is the part of SGD's momentum, which is from
-    before the last estimation, and V is read twice.
+    before the last estimation and decays, and V is read twice.
 
     Attributes:
         step: The step, among those that train.
@@ -128,25 +128,25 @@ class SplitUpdate:
     def _divide_and_move(self, gradient: tf.Tensor) -> Split:
         """Splits a flat gradient, and does all that is done in the directions.
 
-        SGD's momentum `b` becomes `mu b - rate (g - V c)`. So V^T d is
-        `mu V^T b`, with Nesterov's momentum `mu^2 V^T b`.
+        SGD's momentum `b` becomes `mu b - rate (g - V c)`. So V^T b becomes
+        `mu V^T b`, and is V^T d; with Nesterov's momentum that is `mu` times
+        it.
         """
-        model, inner = self.step.job.model, self.step.job.inner_optimizer
-        weights = model.trainable_variables
-        space, length = flat_space(weights), self.state.layout.length
-        momenta = [b.value for b in sgd_momenta(inner, weights)]
-        beside = [space.join(momenta, length)] if momenta else []
-        factor = inner.momentum ** (2 if inner.nesterov else 1)
-
-        def moves(found: tf.Tensor) -> tf.Tensor:
-            move = -self._newton(found[0])
-            if momenta:
-                move -= self._rate_scale() * factor * found[1]
-            return move
-
+        inner = self.step.job.inner_optimizer
         subspace, group = self.state.existing_subspace, self.step.group
-        found = subspace.project_out(gradient, group, beside, moves)
-        add_to_weights(model, finite_or_nothing(found.moved, found.sound))
+
+        def moves(inside: tf.Tensor) -> tf.Tensor:
+            move = -self._newton(inside)
+            if (kept := subspace.inner_momentum) is None:
+                return move
+            projected = kept.assign(inner.momentum * kept)
+            if inner.nesterov:
+                projected = inner.momentum * projected
+            return move - self._rate_scale() * projected
+
+        found = subspace.project_out(gradient, group, moves)
+        moved = finite_or_nothing(found.moved, found.sound)
+        add_to_weights(self.step.job.model, moved)
         return found
 
     def _stretch(self, change: tf.Tensor) -> tf.Tensor:
@@ -197,6 +197,9 @@ class SplitUpdate:
         """
         subspace, group = self.state.existing_subspace, self.step.group
         projected = subspace.coefficients(change, group)
+        momentum = flat_momentum(self.step.job, self.state.layout.length)
+        if momentum is not None:  # of some weights' gradients only
+            subspace.note_momentum(momentum, group)
         if subspace.accumulated is not None:
             inside = tf.identity(subspace.accumulated)
             subspace.accumulated.assign(tf.zeros_like(inside))
@@ -229,29 +232,6 @@ class SplitUpdate:
         return tf.clip_by_value(ratio, 1.0, self.rate_clip)
 
 
-def is_plain_sgd(job: Job) -> bool:
-    """Whether the inner optimizer's change is a sum of the gradients it got.
-
-    That is SGD, with momentum or without, that neither clips nor accumulates
-    them nor decays weights, and does not round them to less precision than
-    that of the directions.
-    """
-    inner, weights = job.inner_optimizer, job.model.trainable_variables
-    others = (
-        inner.weight_decay,
-        inner.clipnorm,
-        inner.clipvalue,
-        inner.global_clipnorm,
-        inner.gradient_accumulation_steps,
-    )
-    return (
-        type(inner) is keras.optimizers.SGD
-        and not any(others)
-        and {tf.as_dtype(v.dtype) for v in weights}
-        == {flat_space(weights).dtype}
-    )
-
-
 def projection_bytes(job: Job, layout: Layout) -> int:
     """Bytes that a replica receives for the projections of a step.
 
@@ -262,5 +242,4 @@ def projection_bytes(job: Job, layout: Layout) -> int:
     bound = Subspace.bound_bytes(layout)
     if not is_plain_sgd(job):
         return bound + layout.projection_bytes()
-    vectors = 1 + (job.inner_optimizer.momentum > 0)
-    return bound + layout.moving_bytes(vectors)
+    return bound + layout.moving_bytes()

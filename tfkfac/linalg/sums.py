@@ -10,41 +10,33 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-CHUNK = 2048
+# oneDNN's products are 5e-6 off at 512 equal elements, others 4e-7 at 2,048.
+CHUNK = 256
+_WHOLE = 2048
 
 
 def row_products(matrix: tf.Tensor, vector: tf.Tensor) -> tf.Tensor:
     """Products of rows `(r, n)` with a vector of static length n."""
-    return all_products(matrix, [vector])[0]
-
-
-def all_products(matrix: tf.Tensor, vectors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Products of rows `(r, n)` with some vectors of static length n.
-
-    Returns:
-        `(vectors, r)`. The matrix is read once for all of them.
-    """
-    size = vectors[0].shape[0]
+    size = vector.shape[0]
     whole = size - size % CHUNK
     if whole in (0, size):
-        return _add_chunks(matrix, vectors)
-    rest = _add_chunks(matrix[:, whole:], [v[whole:] for v in vectors])
-    chunks = _add_chunks(matrix[:, :whole], [v[:whole] for v in vectors])
-    return chunks + rest
+        return _add_chunks(matrix, vector)
+    rest = _add_chunks(matrix[:, whole:], vector[whole:])
+    return _add_chunks(matrix[:, :whole], vector[:whole]) + rest
 
 
-def _add_chunks(matrix: tf.Tensor, vectors: Sequence[tf.Tensor]) -> tf.Tensor:
+def _add_chunks(matrix: tf.Tensor, vector: tf.Tensor) -> tf.Tensor:
     """Products in chunks, or in a single one that is shorter."""
-    size = vectors[0].shape[0]
+    size = vector.shape[0]
     count = max(size // CHUNK, 1)
     length = size // count
     parts = tf.matmul(
         tf.reshape(matrix, [tf.shape(matrix)[0], count, 1, length]),
-        tf.stack([tf.reshape(v, [count, length]) for v in vectors], 1),
-        transpose_b=True,  # as columns the vectors make it 4 times slower
+        tf.reshape(vector, [count, 1, length]),
+        transpose_b=True,  # as a column the vector makes it 4 times slower
     )
-    total = tf.reduce_sum(tf.cast(parts, tf.float64), [1, 2])
-    return tf.cast(tf.transpose(total), vectors[0].dtype)
+    total = tf.reduce_sum(tf.cast(parts, tf.float64), [1, 2, 3])
+    return tf.cast(total, vector.dtype)
 
 
 def padded_size(size: int) -> int:
@@ -52,7 +44,7 @@ def padded_size(size: int) -> int:
 
     Short ones, where that might be more than an eighth, stay as they are.
     """
-    return size if size <= 8 * CHUNK else -(-size // CHUNK) * CHUNK
+    return size if size <= 8 * _WHOLE else -(-size // _WHOLE) * _WHOLE
 
 
 def stacked(numbers: Sequence[tf.Tensor]) -> tf.Tensor:
