@@ -129,7 +129,7 @@ def test_inputs_that_are_not_normalised(
     )
     model.compile(tfkfac.KFAC(solver=solver), loss(), metrics=["accuracy"])
     model.fit(4080 * x, y, batch_size=100, epochs=6, verbose=0)
-    assert model.evaluate(4080 * x, y, verbose=0)[1] > 0.95
+    assert model.evaluate(4080 * x, y, verbose=0)[1] > 0.9
     assert_sound(kfac_of(model))
 
 
