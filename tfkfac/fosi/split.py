@@ -47,12 +47,10 @@ def square(vector: tf.Tensor) -> tf.Tensor:
     return 2 * tf.nn.l2_loss(vector)
 
 
-def finite_or_nothing(
-    change: tf.Tensor, wanted: tf.Tensor | bool = True
-) -> tf.Tensor:
-    """A change of the weights; none if it is not finite, or not wanted."""
-    kept = tf.math.is_finite(square(change)) & wanted
-    return tf.math.multiply_no_nan(change, tf.cast(kept, change.dtype))
+def finite_or_nothing(change: tf.Tensor) -> tf.Tensor:
+    """A change of the weights; none if it is not finite."""
+    finite = tf.cast(tf.math.is_finite(square(change)), change.dtype)
+    return tf.math.multiply_no_nan(change, finite)
 
 
 def combinations(

@@ -137,16 +137,16 @@ class SplitUpdate:
 
         def moves(inside: tf.Tensor) -> tf.Tensor:
             move = -self._newton(inside)
-            if (kept := subspace.inner_momentum) is None:
-                return move
-            projected = kept.assign(inner.momentum * kept)
-            if inner.nesterov:
-                projected = inner.momentum * projected
-            return move - self._rate_scale() * projected
+            if (kept := subspace.inner_momentum) is not None:
+                projected = kept.assign(inner.momentum * kept)
+                if inner.nesterov:
+                    projected = inner.momentum * projected
+                move -= self._rate_scale() * projected
+            return finite_or_nothing(move)  # no element of V p is larger
 
         found = subspace.project_out(gradient, group, moves)
-        moved = finite_or_nothing(found.moved, found.sound)
-        add_to_weights(self.step.job.model, moved)
+        model = self.step.job.model
+        when(found.sound, lambda: add_to_weights(model, found.moved))
         return found
 
     def _stretch(self, change: tf.Tensor) -> tf.Tensor:
