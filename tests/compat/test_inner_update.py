@@ -11,7 +11,11 @@ import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tests.compat.contracts import contract
-from tfkfac.compat.inner_update import own_copy, updates_in_replica
+from tfkfac.compat.inner_update import (
+    own_copy,
+    update_variable,
+    updates_in_replica,
+)
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.compat.overrides import override
 
@@ -186,6 +190,76 @@ def test_all_of_it_within_a_replica(strategy: bool) -> None:
         np.testing.assert_allclose(variable.numpy(), value, rtol=1e-5)
     assert not set(HOOKS) & vars(optimizer).keys()
     assert "assign_add" not in vars(raw_iterations(optimizer))
+
+
+OWN = (True, False)
+NOISE = [tf.random.stateless_normal([1000], [step, 0]) for step in range(3)]
+
+
+def one_of_twins(
+    momentum: float, nesterov: bool, dtype: str, own: bool
+) -> list[np.ndarray]:
+    """A variable after three updates, and what SGD keeps of it."""
+    variable = keras.Variable(np.ones(1000), dtype=dtype)
+    sgd = keras.optimizers.SGD(0.1, momentum, nesterov)
+    sgd.build([keras.Variable(np.ones(3)), variable])
+
+    @tf.function(autograph=False)
+    def update(gradient: tf.Tensor) -> None:
+        rate = sgd.learning_rate
+        if own:
+            update_variable(sgd, gradient, variable, rate)
+        else:
+            sgd.update_step(gradient, variable, rate)
+
+    for noise in NOISE:
+        update(noise)
+    graph = update.get_concrete_function(NOISE[0]).graph
+    kinds = [node.op for node in graph.as_graph_def().node]
+    kernels = [kind for kind in kinds if kind.startswith("ResourceApply")]
+    assert len(kernels) == (own and dtype != "float16")
+    return [v.numpy() for v in (variable, *sgd.momentums)]
+
+
+@contract(
+    "compat.inner_update.update_variable",
+    "`SGD.update_step` is TensorFlow's kernels of SGD, to the last bit.",
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize(
+    ("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)]
+)
+def test_update_of_sgd(momentum: float, nesterov: bool, dtype: str) -> None:
+    twins = [one_of_twins(momentum, nesterov, dtype, own) for own in OWN]
+    for got, want in zip(*twins, strict=True):
+        np.testing.assert_array_equal(got, want)
+    # Sutskever et al. (2013), eq. 3 and 4, as Keras writes them.
+    x, velocity = np.ones(1000), np.zeros(1000)
+    for noise in NOISE:
+        velocity = momentum * velocity - 0.1 * noise.numpy()
+        ahead = momentum * velocity - 0.1 * noise.numpy()
+        x += ahead if nesterov else velocity
+    rtol = {"float16": 1e-2}.get(dtype, 1e-5)
+    np.testing.assert_allclose(twins[0][0], x, rtol=rtol, atol=rtol)
+
+
+def test_others_update_for_themselves() -> None:
+    """Subclasses do what they like; sparse gradients touch some rows."""
+
+    class Signs(keras.optimizers.SGD):
+        def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:
+            self.assign_sub(variable, rate * tf.sign(gradient))
+
+    variable = keras.Variable([1.0, 1.0])
+    signs = Signs(0.5)
+    signs.build([variable])
+    update_variable(signs, tf.constant([3.0, -3.0]), variable, 0.5)
+    np.testing.assert_array_equal(variable.numpy(), [0.5, 1.5])
+    sgd = keras.optimizers.SGD(0.5)
+    sgd.build([variable])
+    rows = tf.IndexedSlices(tf.constant([1.0]), tf.constant([1]), [2])
+    update_variable(sgd, rows, variable, 0.5)
+    np.testing.assert_array_equal(variable.numpy(), [0.5, 1.0])
 
 
 @contract(
