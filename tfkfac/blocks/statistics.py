@@ -46,6 +46,8 @@ def batch_statistics(
     Returns:
         Sum and count of each factor by name, for each of the layers.
     """
+    if part is not None:  # what variables hold is read once
+        part = part._replace(turn=tf.convert_to_tensor(part.turn))
     context = _Context(sharing, tf.convert_to_tensor(scale), terms, part)
     calls = [
         _of_call(block, record, context, weightless)
@@ -116,7 +118,7 @@ def _of_call(
         return Call(alone, lambda: _sums(block, record, context, weightless))
     # What is known of the terms and of the part, None left out.
     known = [] if context.terms is None else [context.terms]
-    turn = [] if part is None else [tf.convert_to_tensor(part.turn)]
+    turn = [] if part is None else [part.turn]
 
     def sums(
         inputs: tf.Tensor,

@@ -33,6 +33,8 @@ def update_steps(
         learning_rate: The learning rate.
     """
     shares = type(inner) is keras.optimizers.SGD and on_one_device()
+    if shares:  # read once, and not for each call
+        learning_rate = tf.convert_to_tensor(learning_rate)
     calls = []
     for gradient, variable in zip(gradients, variables, strict=True):
         if shares and isinstance(gradient, tf.Tensor):
