@@ -72,6 +72,13 @@ def test_sgd_updates_by_calls(momentum: float, nesterov: bool) -> None:
         )
 
 
+def test_the_learning_rate_is_read_once() -> None:
+    """It is a variable of Keras, which every look at it would read."""
+    _, graph = trained(keras.optimizers.SGD(0.1, momentum=0.9))
+    kinds = [node.op for node in graph.as_graph_def().node]
+    assert kinds.count("ReadVariableOp") == 1
+
+
 def test_other_optimizers_update_for_themselves() -> None:
     """A subclass may do anything in its `update_step`."""
 
