@@ -14,6 +14,7 @@ from tfkfac.compat.graphs import (
     in_xla,
     is_constant_to_tapes,
     map_rows,
+    of_this_graph,
     open_graphs,
     operation_without_gradient,
     repeat,
@@ -309,3 +310,24 @@ def test_map_of_rows() -> None:
         return map_rows(lambda row: 2 * row, rows)
 
     np.testing.assert_array_equal(mapped(tf.ones([3, 2])), 2 * np.ones([3, 2]))
+
+
+def test_tensors_of_other_graphs_become_this_graph_s() -> None:
+    """Those that are its own already are not copied."""
+
+    @tf.function(autograph=False)
+    def step(x: Any) -> Any:
+        inside = tf.constant(2.0)
+        assert of_this_graph(inside) is inside
+
+        def branch() -> Any:
+            own = of_this_graph(x)
+            assert own is not x
+            assert own.graph is tf.compat.v1.get_default_graph()
+            return own
+
+        return tf.cond(x > 0, branch, lambda: inside)
+
+    x = tf.constant(3.0)
+    assert float(step(x)) == 3
+    assert of_this_graph(x) is x

@@ -206,7 +206,7 @@ def one_of_twins(
 
     @tf.function(autograph=False)
     def update(gradient: tf.Tensor) -> None:
-        rate = sgd.learning_rate
+        rate = tf.convert_to_tensor(sgd.learning_rate)
         if own:
             update_variable(sgd, gradient, variable, rate)
         else:
@@ -243,6 +243,20 @@ def test_update_of_sgd(momentum: float, nesterov: bool, dtype: str) -> None:
     np.testing.assert_allclose(twins[0][0], x, rtol=rtol, atol=rtol)
 
 
+def test_the_learning_rate_is_read_once() -> None:
+    """It is a variable of Keras, which every look at it would read."""
+    optimizer, variables = make(momentum=0.5)
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        with updates_in_replica(optimizer):
+            optimizer.apply(gradients(0), variables)
+
+    graph = step.get_concrete_function().graph
+    kinds = [node.op for node in graph.as_graph_def().node]
+    assert kinds.count("ReadVariableOp") == 1
+
+
 def test_others_update_for_themselves() -> None:
     """Subclasses do what they like; sparse gradients touch some rows."""
 
@@ -253,12 +267,12 @@ def test_others_update_for_themselves() -> None:
     variable = keras.Variable([1.0, 1.0])
     signs = Signs(0.5)
     signs.build([variable])
-    update_variable(signs, tf.constant([3.0, -3.0]), variable, 0.5)
+    update_variable(signs, tf.constant([3.0, -3.0]), variable, tf.constant(0.5))
     np.testing.assert_array_equal(variable.numpy(), [0.5, 1.5])
     sgd = keras.optimizers.SGD(0.5)
     sgd.build([variable])
     rows = tf.IndexedSlices(tf.constant([1.0]), tf.constant([1]), [2])
-    update_variable(sgd, rows, variable, 0.5)
+    update_variable(sgd, rows, variable, tf.constant(0.5))
     np.testing.assert_array_equal(variable.numpy(), [0.5, 1.0])
 
 

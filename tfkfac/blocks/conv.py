@@ -15,7 +15,7 @@ from tfkfac.blocks.correlation import (
 )
 from tfkfac.blocks.matrix import MatrixBlock
 from tfkfac.blocks.patches import extract_patches
-from tfkfac.blocks.rows import Rows, Statistic, fold_positions
+from tfkfac.blocks.rows import Rows, Statistic, fold_positions, size_of
 from tfkfac.capture.record import Record
 from tfkfac.compat.calls import shared_call
 from tfkfac.factors import Dense, Stack
@@ -295,6 +295,7 @@ def split_channels(slices: Sequence[tf.Tensor], groups: int) -> tf.Tensor:
 
 def split_features(rows: tf.Tensor, groups: int) -> tf.Tensor:
     """`(batch, shared, features)` to `(batch, shared, groups, ...)`."""
-    shape = tf.shape(rows)
     width = rows.shape[-1] // groups
-    return tf.reshape(rows, [shape[0], shape[1], groups, width])
+    # Not -1 for both, as in `fold_axes`.
+    batch = -1 if rows.shape[1] else size_of(rows, 0)
+    return tf.reshape(rows, [batch, size_of(rows, 1), groups, width])

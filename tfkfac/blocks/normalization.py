@@ -119,8 +119,8 @@ class NormalizationBlock(Block):
                 part *= tf.nn.batch_normalization(
                     inputs, mean, variance, None, None, epsilon
                 )
-            sums.append(tf.reduce_sum(part, positions)[:, None])
-        return tf.stack(sums, -1)
+            sums.append(tf.reduce_sum(part, positions))
+        return tf.expand_dims(tf.stack(sums, -1), 1)
 
     @property
     def _signature(self) -> Hashable:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkfac.blocks.base import Block
-from tfkfac.blocks.rows import Rows
+from tfkfac.blocks.rows import Rows, size_of
 from tfkfac.capture.record import Record
 from tfkfac.compat.calls import call_of_any_size
 
@@ -61,7 +61,7 @@ class Examples:
         part: The part to take.
     """
 
-    def __init__(self, size: tf.Tensor, part: Part) -> None:
+    def __init__(self, size: int | tf.Tensor, part: Part) -> None:
         def choose(
             size: tf.Tensor, turn: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -100,7 +100,7 @@ def _take(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
 
 def part_of_rows(
     block: Block, record: Record, part: Part
-) -> tuple[Rows, tf.Tensor, Examples]:
+) -> tuple[Rows, int | tf.Tensor, Examples]:
     """Rows of some of the examples of a call.
 
     They are chosen before there are rows, if the record can be taken apart by
@@ -116,7 +116,7 @@ def part_of_rows(
         that have been taken.
     """
     if block.examples_first and _is_plain(record):
-        size = tf.shape(record.gradient)[0]
+        size = size_of(record.gradient, 0)
         examples = Examples(size, part)
         cut = dataclasses.replace(
             record,
@@ -126,7 +126,7 @@ def part_of_rows(
         )
         return block.rows(cut), size, examples
     rows = block.rows(record)
-    size = tf.shape(rows.g)[0]
+    size = size_of(rows.g, 0)
     examples = Examples(size, part)
     some = Rows(
         examples.of_optional(rows.a),

@@ -1,5 +1,6 @@
 """Rows of a layer: inputs and pre-activation gradients, and their sums."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -117,7 +118,8 @@ def fold_positions(tensor: tf.Tensor) -> tf.Tensor:
 def size_of(tensor: tf.Tensor, axis: int) -> Any:
     """Size of an axis, a Python integer if it is known."""
     known = tensor.shape[axis]
-    return tf.shape(tensor)[axis] if known is None else known
+    # Taken apart, as an index would be three constants for each of them.
+    return tf.unstack(tf.shape(tensor))[axis] if known is None else known
 
 
 def with_shape(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
@@ -139,9 +141,8 @@ def fold_axes(tensor: tf.Tensor, shared: int, features: Any) -> tf.Tensor:
     if positions:
         return tf.reshape(tensor, [-1, positions, features])
     # Not -1 for both: an empty batch leaves the number of positions open.
-    shape = tf.shape(tensor)
-    positions = tf.reduce_prod(shape[1 : 1 + shared])
-    return tf.reshape(tensor, [shape[0], positions, features])
+    batch, *sizes = tf.unstack(tf.shape(tensor))[: 1 + shared]
+    return tf.reshape(tensor, [batch, math.prod(sizes), features])
 
 
 def fold_mask(mask: tf.Tensor | None, shape: tf.Tensor) -> tf.Tensor | None:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.part import Examples, Part, part_of_rows
-from tfkfac.blocks.rows import Rows, Statistic
+from tfkfac.blocks.rows import Rows, Statistic, size_of
 from tfkfac.capture.record import Record
 from tfkfac.compat.together import Call, together
 
@@ -46,6 +46,8 @@ def batch_statistics(
     Returns:
         Sum and count of each factor by name, for each of the layers.
     """
+    if part is not None:  # what variables hold is read once
+        part = part._replace(turn=tf.convert_to_tensor(part.turn))
     context = _Context(sharing, tf.convert_to_tensor(scale), terms, part)
     calls = [
         _of_call(block, record, context, weightless)
@@ -116,7 +118,7 @@ def _of_call(
         return Call(alone, lambda: _sums(block, record, context, weightless))
     # What is known of the terms and of the part, None left out.
     known = [] if context.terms is None else [context.terms]
-    turn = [] if part is None else [tf.convert_to_tensor(part.turn)]
+    turn = [] if part is None else [part.turn]
 
     def sums(
         inputs: tf.Tensor,
@@ -183,12 +185,12 @@ def _input_statistic(
 
 def _rows(
     block: Block, record: Record, part: Part | None
-) -> tuple[Rows, tf.Tensor, Examples | None]:
+) -> tuple[Rows, int | tf.Tensor, Examples | None]:
     """Rows, the examples of the batch, and those taken if not all are."""
     if part is not None:
         return part_of_rows(block, record, part)
     rows = block.rows(record)
-    return rows, tf.shape(rows.g)[0], None
+    return rows, size_of(rows.g, 0), None
 
 
 def _weight(examples: Examples | None, dtype: tf.DType) -> tf.Tensor | None:
@@ -204,7 +206,7 @@ def _row_weights(
     block: Block,
     rows: Rows,
     weightless: Sequence[tf.Tensor],
-    size: tf.Tensor,
+    size: int | tf.Tensor,
     examples: Examples | None,
 ) -> tf.Tensor | None:
     """1 for rows that carry loss, else 0; None when nothing says otherwise.

@@ -138,6 +138,17 @@ def on_one_device() -> bool:
     return len(tf.config.list_logical_devices()) == 1 and not in_xla()
 
 
+def of_this_graph(
+    tensor: tf.Tensor | tf.IndexedSlices,
+) -> tf.Tensor | tf.IndexedSlices:
+    """A tensor of the current graph: the one given, or an identity of it."""
+    if tf.executing_eagerly():
+        return tensor
+    if tensor.graph is tf.compat.v1.get_default_graph():
+        return tensor
+    return tf.identity(tensor)
+
+
 def in_xla() -> bool:
     """Whether the current trace is one that XLA compiles.
 

@@ -47,8 +47,9 @@ def updates_in_replica(
     def update_step(
         _: Any, grads: Any, variables: Any, learning_rate: Any
     ) -> None:
+        rate = tf.convert_to_tensor(learning_rate)  # read once
         for gradient, variable in zip(grads, variables, strict=True):
-            update_variable(inner, gradient, variable, learning_rate)
+            update_variable(inner, gradient, variable, rate)
         if after is not None:
             after()
 
@@ -85,7 +86,7 @@ def update_variable(
     inner: keras.optimizers.Optimizer,
     gradient: tf.Tensor | tf.IndexedSlices,
     variable: keras.Variable,
-    learning_rate: Any,
+    learning_rate: tf.Tensor,
 ) -> None:
     """Does `update_step` of an optimizer for this replica's copy of a variable.
 

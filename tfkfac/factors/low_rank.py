@@ -7,6 +7,7 @@ from typing import ClassVar
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.compat.calls import shared_call
 from tfkfac.factors.base import VALUES, Factor, Side, Tensors
 from tfkfac.factors.parts import MatrixPart, Part
 from tfkfac.linalg.nystroem import nystroem_half, probes
@@ -77,6 +78,10 @@ class LowRank(Factor):
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
         rows = tf.reshape(rows, [-1, *self.stack_shape, self.size])
+        return shared_call(("sketch", self), self._sketch, rows)
+
+    def _sketch(self, rows: tf.Tensor) -> tf.Tensor:
+        """What stands for the sum, of rows in one axis."""
         if self.stack_shape:
             rows = tf.transpose(rows, [1, 0, 2])
         inside = tf.matmul(rows, probes(self.size, self.rank, rows.dtype))
@@ -136,6 +141,12 @@ class LowRank(Factor):
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
         """Parts `V` and `c` of `(M + damping I)^-1 = c (I - V V^T)`."""
+        key = "sketch's inverse", self
+        return shared_call(key, self._inverse, value, damping)
+
+    def _inverse(
+        self, value: tf.Tensor, damping: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
         half, rest = self._split(value)
         trace = self.size * self.mean_eigenvalue(value)
         floor = tf.cast(4 * rounding(value.dtype) * trace, half.dtype)

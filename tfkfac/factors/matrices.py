@@ -118,7 +118,7 @@ class Dense(_Matrices):
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
         # Of any size in a function that equal blocks have in common.
-        size = rows.shape[-1] or tf.shape(rows)[-1]
+        size = rows.shape[-1] or tf.unstack(tf.shape(rows))[-1]
         rows = tf.reshape(rows, [-1, size])
         return tf.matmul(rows, rows, transpose_a=True)
 
@@ -148,7 +148,7 @@ class Stack(_Matrices):
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
         # Of any number in a function that equal blocks have in common.
-        count = rows.shape[-2] or tf.shape(rows)[-2]
+        count = rows.shape[-2] or tf.unstack(tf.shape(rows))[-2]
         rows = tf.reshape(rows, [-1, count, self.size])
         rows = tf.transpose(rows, [1, 0, 2])
         return tf.matmul(rows, rows, transpose_a=True)

@@ -75,12 +75,10 @@ def _gram(lower: tf.Tensor, levels: int) -> tf.Tensor:
 
 def _quarters(lower: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """The quarters of a lower triangular matrix that are not zero."""
-    half = tf.shape(lower)[-1] // 2
-    return (
-        lower[..., :half, :half],
-        lower[..., half:, :half],
-        lower[..., half:, half:],
-    )
+    half = tf.unstack(tf.shape(lower))[-1] // 2
+    top, bottom = tf.split(lower, [half, -1], -2)
+    below, last = tf.split(bottom, [half, -1], -1)
+    return tf.split(top, [half, -1], -1)[0], below, last
 
 
 def _joined(

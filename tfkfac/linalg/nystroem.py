@@ -32,9 +32,10 @@ def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
     """
     signs, frequencies = _random_transform(size, rank)
     # As whole numbers: a float32 knows no angle of a million turns.
-    steps = tf.range(1, 2 * size, 2, tf.int64)[:, None] * frequencies
+    odd = tf.expand_dims(tf.range(1, 2 * size, 2, tf.int64), 1)
+    steps = odd * frequencies
     angles = tf.cast(steps % (4 * size), dtype) * (math.pi / (2 * size))
-    scale = tf.cast(signs, dtype)[:, None] * math.sqrt(2 / size)
+    scale = tf.cast(signs[:, None], dtype) * math.sqrt(2 / size)
     return scale * tf.cos(angles)
 
 

@@ -23,7 +23,10 @@ def finite_ones(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     their sum overflows float32 count as not finite.
     """
     wide = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in tensors]
-    sums = [tf.reduce_sum(tensor) for tensor in wide]
+    # With axes of its own each sum would be two operations.
+    ranks = {tensor.shape.rank for tensor in wide} - {None}
+    axes = {n: tf.constant(list(range(n)), tf.int32) for n in ranks}
+    sums = [tf.reduce_sum(t, axes.get(t.shape.rank)) for t in wide]
     widest = max((x.dtype for x in sums), key=lambda dtype: dtype.size)
     return tf.math.is_finite(tf.stack([tf.cast(x, widest) for x in sums]))
 

@@ -11,6 +11,7 @@ from tfkfac.capture.before import Values, put_back
 from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.loss_terms import LossMeasure
 from tfkfac.compat.branches import when
+from tfkfac.compat.graphs import of_this_graph
 from tfkfac.compat.inner_update import updates_in_replica
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.distributed.collectives import Communicator
@@ -273,7 +274,7 @@ class Step:
         """The inner optimizer's own step, without a second reduction."""
         # What is passed on as it is must be of this branch's graph too.
         gradients = [
-            None if g is None else tf.identity(g) for g in update.gradients
+            None if g is None else of_this_graph(g) for g in update.gradients
         ]
         inner = self.job.inner_optimizer
         with updates_in_replica(inner, update.after):
