@@ -42,11 +42,7 @@ class KerasTraining:
         with self._strategy.scope():
             self._model = build(task.model)
             self._optimizer = make_optimizer(task.optimizer, task.arguments)
-        self._loss = (
-            pixels_cross_entropy
-            if task.model == "M4"
-            else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        )
+        self._loss = make_loss(task.model)
         self._batch = make_batch(task.model, task.batch)
 
     def run(self, end_of_step: Callable[[], bool]) -> None:
@@ -140,6 +136,13 @@ def make_optimizer(name: str, arguments: dict[str, Any]) -> Any:
         )
     once = {"warmup_steps": FOSI_ESTIMATION, "update_interval": 10**6}
     return tfkfac.FOSI(FIRST_ORDER_TYPES[kind](RATE), **{**once, **arguments})
+
+
+def make_loss(model: str) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
+    """The loss of a model, from its logits."""
+    if model == "M4":
+        return pixels_cross_entropy
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def pixels_cross_entropy(y: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:

@@ -12,6 +12,8 @@ FAMILIES = (
     *FIRST_ORDER,
     "kfac-SOLVER",
     *(f"fosi-{name}" for name in FIRST_ORDER),
+    "bare-kfac",
+    "bare-fosi",
     "torch-sgd",
     "torch-adam",
     "torch-kfac-SOLVER",
@@ -49,7 +51,7 @@ class Variant:
     @property
     def is_kfac(self) -> bool:
         """Whether intervals mean something to it."""
-        return "kfac-" in self.name
+        return "kfac" in self.name
 
 
 def parse(text: str) -> Variant:

@@ -103,6 +103,10 @@ def make(task: Task) -> Training:
         from benchmarks.torch_training import TorchTraining
 
         return TorchTraining(task)
+    if task.optimizer.startswith("bare-"):
+        from benchmarks.bare_training import BareTraining
+
+        return BareTraining(task)
     from benchmarks.keras_training import KerasTraining
 
     return KerasTraining(task)
