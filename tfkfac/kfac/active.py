@@ -168,7 +168,7 @@ def update_averages(
             continue
         named, factors = statistics[one.position], one.state.factors
         if factors is None:
-            full, good = quality(named)
+            full, good = quality(one.block.factors, named)
             taken[one.position] = wanted[one.position] & full & good
         else:
             i = one.position

@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
+from tfkfac.compat.branches import when
 from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.together import Call
 from tfkfac.compat.tracking import Tracked
-from tfkfac.factors import Tensors, call_for
+from tfkfac.factors import Factor, Tensors, call_for
 from tfkfac.linalg.symmetric import all_finite
 from tfkfac.saving.entries import Entry, Read, Spread
 from tfkfac.solvers import Solver
@@ -116,18 +117,23 @@ class FactorAverages(Tracked):
             other_means: Sequence[tf.Variable],
             weight: tf.Variable,
         ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-            full, finite = quality(statistics)
+            full, finite = quality(self._kinds, statistics)
             take = wanted & full & finite
             healthy = ~take | all_finite([*averages, *other_means, weight])
-            share = tf.cast(take, weight.dtype) * (1 - decay)
-            kept = tf.cast(healthy, weight.dtype) * (1 - share)
-            for name, average in zip(self.names, averages, strict=True):
-                _mix(average, *statistics[name], kept, share)
-            for name, mean in zip(self.other_names, other_means, strict=True):
-                total, count = statistics[name]
-                new = self._kinds[name].mean_eigenvalue(total)
-                _mix(mean, new, count, kept, share)
-            weight.assign(tf.math.multiply_no_nan(weight, kept) + share)
+            kept = decay * tf.cast(healthy, weight.dtype)
+            share = tf.constant(1 - decay, weight.dtype)
+
+            def mix() -> None:
+                for name, average in zip(self.names, averages, strict=True):
+                    _mix(average, *statistics[name], kept, share)
+                others = zip(self.other_names, other_means, strict=True)
+                for name, mean in others:
+                    total, count = statistics[name]
+                    new = self._kinds[name].mean_eigenvalue(total)
+                    _mix(mean, new, count, kept, share)
+                weight.assign(tf.math.multiply_no_nan(weight, kept) + share)
+
+            when(take, mix)
             return take, finite, healthy
 
         return call_for(
@@ -222,11 +228,23 @@ class FactorAverages(Tracked):
 
 
 def quality(
-    statistics: Mapping[str, Statistic],
+    kinds: Mapping[str, Factor], statistics: Mapping[str, Statistic]
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Whether there are statistics of every factor, and all are finite."""
+    """Whether there are statistics of every factor, and all are finite.
+
+    They are sums of outer products: no element is larger than the trace, and
+    what is not finite in a row is so in the trace.
+
+    Args:
+        kinds: The factors by name.
+        statistics: Their statistics by name.
+    """
     full = tf.reduce_all(tf.stack([s.count for s in statistics.values()]) > 0)
-    return full, all_finite([s.total for s in statistics.values()])
+    traces = [
+        kinds[name].mean_eigenvalue(statistic.total)
+        for name, statistic in statistics.items()
+    ]
+    return full, all_finite(traces)
 
 
 def _corrected(
@@ -247,6 +265,9 @@ def _mix(
     share: tf.Tensor,
 ) -> None:
     """Makes an average `kept` of itself and `share` of `total / count`."""
-    # NaN times a share of zero is zero here.
-    new = tf.math.multiply_no_nan(total, tf.math.divide_no_nan(share, count))
-    average.assign(tf.math.multiply_no_nan(average, kept) + new)
+    # NaN times zero is zero here.
+    average.assign(tf.math.multiply_no_nan(average, kept))
+    # Adds a multiple in one pass, where the average is.
+    tf.raw_ops.ResourceApplyGradientDescent(
+        var=average.handle, alpha=-share / count, delta=total
+    )
