@@ -17,7 +17,7 @@ from tfkfac.blocks.matrix import MatrixBlock
 from tfkfac.blocks.patches import extract_patches
 from tfkfac.blocks.rows import Rows, Statistic, fold_positions, size_of
 from tfkfac.capture.record import Record
-from tfkfac.compat.calls import shared_call
+from tfkfac.compat.calls import placed_call, shared_call
 from tfkfac.factors import Dense, Stack
 
 
@@ -102,7 +102,7 @@ class ConvBlock(MatrixBlock):
         if not is_cheaper(images.shape, *geometry):
             return None
         bias = bool(self._bias)
-        return lambda: shared_call(
+        return lambda: placed_call(
             ("correlation", geometry, bias),
             lambda images: patch_gram(images, *geometry, bias),
             images,

@@ -60,13 +60,13 @@ class AllChannels(Products):
     @override
     def at_shifts(self, images: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
         (down, right), channels = size, images.shape[-1]
+        paddings = [[0, 0], [0, down - 1], [right - 1, right - 1], [0, 0]]
         half = tf.raw_ops.Conv2DBackpropFilter(
-            input=images,
+            input=tf.pad(images, paddings),
             filter_sizes=[down, 2 * right - 1, channels, channels],
             out_backprop=images,
             strides=[1] * 4,
-            padding="EXPLICIT",
-            explicit_paddings=[0, 0, 0, down - 1, right - 1, right - 1, 0, 0],
+            padding="VALID",  # oneDNN has none of explicit paddings
         )  # The cell that is shifted comes first.
         opposite = tf.reverse(half[1:], [0, 1])
         return tf.concat([opposite, tf.transpose(half, [0, 1, 3, 2])], 0)
