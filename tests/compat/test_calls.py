@@ -1,6 +1,7 @@
 """What compat relies on in functions that a graph calls."""
 
 import gc
+import pathlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from tests.compat.contracts import contract
 from tests.support.graphs import operations
 from tfkfac.compat import calls
 from tfkfac.compat.branches import when
-from tfkfac.compat.calls import call_of_any_size, shared_call
+from tfkfac.compat.calls import call_of_any_size, placed_call, shared_call
 from tfkfac.compat.graphs import state_variable
 
 
@@ -165,6 +166,61 @@ def test_shared_calls_are_not_inlined(
     found = operations(tf.function(square, autograph=False))
     assert "Square" not in found
     assert ("PartitionedCall" in found) != alone
+
+
+@contract(
+    "compat.calls.placed_call",
+    "What is called by a `PartitionedCall` gets oneDNN's kernels.",
+)
+def test_placed_calls_have_the_kernels_of_others(
+    tmp_path: pathlib.Path,
+) -> None:
+    """Those of oneDNN, where TensorFlow has them on."""
+    shape = [2, 9, 9, 8]
+
+    def convolve(x: Any) -> Any:
+        return tf.raw_ops.Conv2D(
+            input=x,
+            filter=tf.ones([3, 3, 8, 8]),
+            strides=[1] * 4,
+            padding="VALID",
+        )
+
+    @tf.function(autograph=False)
+    def placed(x: Any) -> Any:
+        return placed_call("convolve", convolve, x)
+
+    @tf.function(autograph=False)
+    def inlined(x: Any) -> Any:
+        return convolve(x)
+
+    there = kernels_of(lambda: inlined(tf.ones(shape)), tmp_path / "inlined")
+    assert there
+    found = kernels_of(lambda: placed(tf.ones(shape)), tmp_path / "placed")
+    assert found == there
+
+
+def kernels_of(run: Callable[[], Any], folder: pathlib.Path) -> set[str]:
+    """The kernels of convolutions that ran."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    run()
+    tf.profiler.experimental.start(str(folder))
+    run()
+    tf.profiler.experimental.stop()
+    (path,) = folder.rglob("*.xplane.pb")
+    space = xplane_pb2.XSpace.FromString(path.read_bytes())
+    names = {
+        plane.event_metadata[event.metadata_id].name
+        for plane in space.planes
+        for line in plane.lines
+        for event in line.events
+    }
+    return {name.split(":")[-1] for name in names if ":" in name} & {
+        "Conv2D",
+        "_MklConv2D",
+        "_MklNativeConv2D",
+    }
 
 
 @contract(

@@ -50,6 +50,9 @@ def placed_call(
     fast on processors for which TensorFlow has them on. That takes some time
     in the first step: it is for a few functions that work long.
 
+    This relies on what a `PartitionedCall` calls going through all of
+    TensorFlow's passes.
+
     Args:
         signature: As for `shared_call`.
         function: As there.
