@@ -23,6 +23,7 @@ def batch_statistics(
     weightless: Sequence[tf.Tensor] = (),
     terms: tf.Tensor | None = None,
     part: Part | None = None,
+    unscale: tf.Tensor | None = None,
 ) -> dict[K, dict[str, Statistic]]:
     """Sums the factors of one batch over all recorded calls of each layer.
 
@@ -42,13 +43,18 @@ def batch_statistics(
         terms: `T`. None is the leading dimension of the layer, and the
             gradients must be multiplied by it besides `scale`.
         part: The part of the examples that stands for all; None is all.
+        unscale: What the gradients are multiplied by before their products
+            are taken, which overflow under a large loss scale. `scale`
+            multiplies the sums of products.
 
     Returns:
         Sum and count of each factor by name, for each of the layers.
     """
     if part is not None:  # what variables hold is read once
         part = part._replace(turn=tf.convert_to_tensor(part.turn))
-    context = _Context(sharing, tf.convert_to_tensor(scale), terms, part)
+    context = _Context(
+        sharing, tf.convert_to_tensor(scale), terms, part, unscale
+    )
     calls = [
         _of_call(block, record, context, weightless)
         for block, records in layers.values()
@@ -97,6 +103,7 @@ class _Context(NamedTuple):
     scale: tf.Tensor
     terms: tf.Tensor | None
     part: Part | None
+    unscale: tf.Tensor | None
 
 
 def _added(every: Sequence[dict[str, Statistic]], name: str) -> tf.Tensor:
@@ -119,6 +126,7 @@ def _of_call(
     # What is known of the terms and of the part, None left out.
     known = [] if context.terms is None else [context.terms]
     turn = [] if part is None else [part.turn]
+    before = [] if context.unscale is None else [context.unscale]
 
     def sums(
         inputs: tf.Tensor,
@@ -127,6 +135,7 @@ def _of_call(
         scale: tf.Tensor,
         terms: Sequence[tf.Tensor],
         turn: Sequence[tf.Tensor],
+        before: Sequence[tf.Tensor],
     ) -> dict[str, Statistic]:
         own = dataclasses.replace(
             record,
@@ -139,16 +148,19 @@ def _of_call(
             scale,
             terms[0] if terms else None,
             None if part is None else part._replace(turn=turn[0]),
+            before[0] if before else None,
         )
         return _sums(block, own, given, ())
 
     taken = None if part is None else (part.fraction, part.least)
     moments = list(record.moments or ())
+    given = record.inputs, record.gradient, moments, context.scale
     return Call(
         ("statistics", alike.key, context.sharing, taken),
         sums,
-        (record.inputs, record.gradient, moments, context.scale, known, turn),
+        (*given, known, turn, before),
         alike.any_size,
+        placed=not alike.any_size,  # convolutions
     )
 
 
@@ -158,13 +170,16 @@ def _sums(
     context: _Context,
     weightless: Sequence[tf.Tensor],
 ) -> dict[str, Statistic]:
-    sharing, scale, terms, part = context
+    sharing, scale, terms, part, unscale = context
     rows, size, examples = _rows(block, record, part)
     count = tf.cast(size if terms is None else terms, block.dtype)
     factor = tf.cast(scale, block.dtype)
     if terms is None:
         factor *= count
-    total = block.output_statistic(rows.g * factor, sharing)
+    g = rows.g
+    if unscale is not None:
+        g *= tf.cast(unscale, g.dtype)
+    total = block.output_statistic(g, sharing) * tf.square(factor)
     whole = _weight(examples, block.dtype)
     sums = {"G": Statistic(_times(total, whole), count)}
     if "A" in block.factors:

@@ -7,7 +7,12 @@ from typing import Any, Generic, TypeVar
 
 import tensorflow as tf
 
-from tfkfac.compat.calls import call_of_any_size, kinds_of, shared_call
+from tfkfac.compat.calls import (
+    call_of_any_size,
+    kinds_of,
+    placed_call,
+    shared_call,
+)
 
 T = TypeVar("T")
 
@@ -24,12 +29,14 @@ class Call(Generic[T]):
         function: The function, as there.
         args: Nests of tensors and variables.
         any_size: Whether it is a `call_of_any_size`.
+        placed: Whether it is a `placed_call`.
     """
 
     signature: Hashable
     function: Callable[..., T]
     args: tuple[Any, ...] = ()
     any_size: bool = False
+    placed: bool = False
 
     def now(self) -> T:
         """Makes the call."""
@@ -53,6 +60,8 @@ class Call(Generic[T]):
 
     @property
     def _made(self) -> Callable[..., Any]:
+        if self.placed:
+            return placed_call
         return call_of_any_size if self.any_size else shared_call
 
 
@@ -62,7 +71,7 @@ def together(calls: Sequence[Call[T]]) -> list[T]:
     A hundred equal layers are a hundred calls of one function. Each costs a
     few milliseconds in the first step and some microseconds in every other; a
     function that does the same for some layers at once is called less often.
-    What is there once is done without a call.
+    What is there once is done without a call, unless that is placed.
 
     Returns:
         What each of them returns.
@@ -78,7 +87,7 @@ def together(calls: Sequence[Call[T]]) -> list[T]:
         for start in range(0, len(members), size):
             group = members[start : start + size]
             first, *others = (calls[i] for i in group)
-            if len(members) == 1:
+            if len(members) == 1 and not first.placed:
                 results = [first.function(*first.args)]
             elif others:
                 results = first.with_others(others)

@@ -48,6 +48,7 @@ class View:
         part: The part of the examples, or None.
         weights: What the Fisher matrix of a term of each loss is multiplied
             by; empty if there is one loss.
+        unscale: The inverse of the loss scale, if there is one.
     """
 
     sharing: str
@@ -56,18 +57,21 @@ class View:
     terms: tf.Tensor | None
     part: Part | None
     weights: Sequence[tf.Tensor]
+    unscale: tf.Tensor | None = None
 
     def statistics(
         self, layers: Layers, scale: tf.Tensor | float | None = None
     ) -> dict[int, dict[str, Statistic]]:
         """Statistics of blocks; the scale is that of the loss if not given."""
+        recorded = scale is None
         return batch_statistics(
             layers,
             self.sharing,
-            self.scale if scale is None else scale,
+            self.scale if recorded else scale,
             self.weightless,
             self.terms,
             self.part,
+            self.unscale if recorded else None,
         )
 
     def weighted(

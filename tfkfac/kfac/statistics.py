@@ -45,17 +45,18 @@ def batch_statistics(
         sharing: "expand", "reduce" or "average".
         fraction: Share of the examples to take, or None.
     """
-    scale = step.row_scale()
     if step.loss.terms is None:
-        summed = looks_summed(layers, scale)
+        summed = looks_summed(layers, step.row_scale())
         state.report.note_sum(summed, step.job.name)
+    loss_scale = step.job.scaling.factor()
     view = types.View(
         sharing,
-        scale,
+        step.loss.row_scale,
         step.batch.weightless,
         step.loss.terms,
         choose_part(fraction, state.factor_updates, plan.observers),
         step.loss.weights,
+        None if loss_scale is None else 1 / loss_scale,
     )
     # In the order in which they are sent, and drawn gradients come.
     own = {
