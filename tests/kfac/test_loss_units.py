@@ -250,7 +250,8 @@ def test_terms_are_what_the_loss_is_the_mean_of(
         keep, terms = MASK, MASK.sum()
     elif case == "weights":
         g, keep = g * weight[..., None], weight > 0
-        terms, options["sample_weight"] = weight.sum(), weight
+        # T = (sum w)^2 / sum w^2, with c = w g / sum w.
+        terms, options["sample_weight"] = np.sum(weight**2), weight
         loss = LOSSES.MeanSquaredError(reduction="mean_with_sample_weight")
     elif case == "sum":
         loss = LOSSES.MeanSquaredError(reduction="sum")

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.capture.loss_batch import LossBatch
+from tfkfac.capture.loss_batch import LossBatch, LossTap
 from tfkfac.capture.loss_terms import (
     LossTerms,
     read_terms,
@@ -24,6 +24,7 @@ from tfkfac.capture.trace import (
 )
 from tfkfac.compat.losses import observed_losses
 from tfkfac.compat.models import call_takes_training, kept_losses
+from tfkfac.compat.written import kept_variables
 
 # Calls of a step that are looked at; others, that no step takes, would pile up.
 _MOST_CALLS = 32
@@ -143,8 +144,11 @@ def loss_of_outputs(
     """Computes the loss of what a model returned; arguments as above.
 
     Losses that layers have added are those of the surrounding stateless scope.
+    What the losses of the training step have been seen to write has afterwards
+    the value that it had.
     """
-    with observed_losses() as losses:
+    written = LossTap.open(model).written()
+    with kept_variables(written), observed_losses() as losses:
         loss = model.compute_loss(**{**arguments, "y_pred": outputs})
     terms = read_terms(model, losses)
     return weigh(loss, terms, shares_of_part(terms, whole, shares))

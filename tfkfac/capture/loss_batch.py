@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,9 +16,15 @@ from tfkfac.capture.loss_terms import (
     mean_over,
     read_terms,
 )
+from tfkfac.capture.loss_units import is_open
 from tfkfac.capture.model_tap import ModelTap
-from tfkfac.capture.trace import capturing, current_store, visible_stores
-from tfkfac.compat.losses import observed_losses
+from tfkfac.capture.trace import (
+    capturing,
+    current_store,
+    replica_id,
+    visible_stores,
+)
+from tfkfac.compat.losses import LossCall, observed_losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +59,7 @@ class LossTap(ModelTap):
     def __init__(self, model: keras.Model) -> None:
         self._model = weakref.ref(model)
         self._signature = inspect.signature(model.compute_loss)
+        self._written = object()  # the place of what is noted of variables
         super().__init__(model)
 
     @override
@@ -61,11 +68,12 @@ class LossTap(ModelTap):
     ) -> Any:
         if not capturing():
             return below(*args, **kwargs)
-        with observed_losses() as calls:
+        with observed_losses(is_open) as calls:
             loss = below(*args, **kwargs)
         model, before = self._model(), self._taken()
         arguments = self._signature.bind(*args, **kwargs).arguments
         terms = read_terms(model, calls) if model is not None else ()
+        self._note_written(calls)
         ordinal = 0 if before is None else before.ordinal + 1
         self.note(loss_batch(arguments, terms, ordinal))
         return loss
@@ -77,6 +85,20 @@ class LossTap(ModelTap):
     def take(self) -> LossBatch:
         """Returns this replica's batch of the current trace, and forgets it."""
         return self._taken() or LossBatch()
+
+    def written(self) -> list[tf.Tensor]:
+        """Handles of the variables that the losses of this trace write."""
+        stores = visible_stores(self._eager)
+        if self._eager not in stores:
+            stores.append(self._eager)
+        key = id(self._written), replica_id()
+        return [handle for store in stores for handle in store.get(key, ())]
+
+    def _note_written(self, calls: Sequence[LossCall]) -> None:
+        store, key = current_store(self._eager), id(self._written)
+        known = store.setdefault((key, replica_id()), [])
+        new = [handle for call in calls for handle in call.written]
+        known += [h for h in new if all(h is not one for one in known)]
 
     def _taken(self) -> LossBatch | None:
         key = self._key()

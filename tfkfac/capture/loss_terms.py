@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.loss_units import natural_unit
+from tfkfac.capture.loss_units import is_open, is_sum, natural_unit
+from tfkfac.capture.recognition import Recognition, Verdict
 from tfkfac.compat.losses import LossCall, Reduction, loss_weights
 
 
@@ -22,14 +23,21 @@ class LossTerms:
     """The terms of one loss, of this replica's batch.
 
     Attributes:
-        count: `T`, a scalar float64.
-        unit: `u`, a scalar float64, the size of the loss' weight included.
+        count: `T`, a scalar float64: what the mean is over.
+        unit: `u`, a scalar float64, the size of the loss' weight included;
+            without what a `recognition` will add to it.
         summed: Whether the loss is the sum over the terms, not the mean.
         is_fixed: Whether the unit is the same on all replicas, a number that
             no shape of theirs has a say in.
         part: What of the whole loss it is; None if there is nothing else.
         call: The call of the loss; None if nobody has seen it.
-        likelihood: Name of its likelihood, if that is known.
+        likelihood: Name of its likelihood, if that is known before.
+        recognition: What the batch says of unit and likelihood, if that
+            decides.
+        verdict: What the batches of all replicas have said, once they have.
+        predictions: `T` where the loss is a likelihood; None is `count`.
+        squares: The sum of the squares of the weights of the terms, where
+            `count` is the sum of the weights; None if all weigh the same.
     """
 
     count: tf.Tensor
@@ -39,6 +47,10 @@ class LossTerms:
     part: tf.Tensor | None = None
     call: LossCall | None = None
     likelihood: str | None = None
+    recognition: Recognition | None = None
+    verdict: Verdict | None = None
+    predictions: tf.Tensor | None = None
+    squares: tf.Tensor | None = None
 
 
 class LossMeasure(NamedTuple):
@@ -60,8 +72,7 @@ class LossMeasure(NamedTuple):
         weights: What the Fisher matrix of a term of each loss is multiplied
             by, so that all add up to `total` times that of the whole loss in
             its unit; empty if there is one loss.
-        dispersions: What the outputs of each loss are too large by, which its
-            unit includes; empty if none has been measured.
+        losses: The terms of each loss, with verdicts.
     """
 
     terms: tf.Tensor | None
@@ -72,13 +83,7 @@ class LossMeasure(NamedTuple):
     share: tf.Tensor | None = None
     shares: tuple[tf.Tensor, ...] = ()
     weights: tuple[tf.Tensor, ...] = ()
-    dispersions: tuple[tf.Tensor, ...] = ()
-
-    def tempered(self, dispersion: tf.Tensor) -> "LossMeasure":
-        """The measure of a loss divided by its dispersion."""
-        return self._replace(
-            row_scale=self.row_scale / dispersion, unit=self.unit * dispersion
-        )
+    losses: tuple[LossTerms, ...] = ()
 
     def shared(
         self, share: tf.Tensor | None, shares: tuple[tf.Tensor, ...] = ()
@@ -168,34 +173,62 @@ def _terms_of(
     call: LossCall, reduction: Reduction, weight: float | tf.Tensor
 ) -> LossTerms:
     values = reduction.values
-    unit = natural_unit(call.loss, call.y_true, call.y_pred, values)
+    unit = natural_unit(call)
     # A negative weight is the user's own; it does not turn the step around.
     scale = tf.abs(_wide(weight)) * _wide(unit.value)
-    if values.shape.rank:
-        summed = reduction.kind in ("sum", "none", None)
-        count = _count(reduction)
-    else:
-        # The user's own reduction, which Keras leaves as it is: it does not
-        # divide by the number of replicas either.
-        summed = unit.summed
-        count = _predictions(call.y_pred, by_example=not unit.known)
-        if not summed:
-            scale *= tf.distribute.get_strategy().num_replicas_in_sync
     part = tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype)
     is_fixed = not (tf.is_tensor(unit.value) or tf.is_tensor(weight))
-    return LossTerms(
-        count,
+    terms = LossTerms(
+        _wide(1),
         scale,
-        summed,
+        False,
         is_fixed,
         part,
         call,
         unit.likelihood,
+        unit.recognition,
+    )
+    if values.shape.rank:
+        count, squares = _count(reduction)
+        return dataclasses.replace(
+            terms,
+            count=count,
+            summed=reduction.kind in ("sum", "none", None),
+            squares=squares,
+        )
+    return _single(terms, call)
+
+
+def _single(terms: LossTerms, call: LossCall) -> LossTerms:
+    """The terms of a loss that returns one number.
+
+    The user's own reduction, which Keras leaves as it is: it does not divide
+    by the number of replicas either.
+    """
+    count = predictions = _predictions(call.y_pred)
+    summed, unit, recognition = False, terms.unit, terms.recognition
+    if is_open(call.loss):
+        count = _wide(tf.shape(keras.tree.flatten(call.y_pred)[0])[0])
+        summed = is_sum(call)
+    if not summed:
+        unit *= tf.distribute.get_strategy().num_replicas_in_sync
+        if recognition is not None:
+            recognition = recognition.times(predictions)
+    return dataclasses.replace(
+        terms,
+        count=count,
+        unit=unit,
+        summed=summed,
+        recognition=recognition,
+        predictions=predictions,
     )
 
 
-def _count(reduction: Reduction) -> tf.Tensor:
-    """What Keras divides by, or would if it took a mean."""
+def _count(reduction: Reduction) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """What Keras divides by, or would if it took a mean.
+
+    And the sum of squares of weights, if it is the sum of these.
+    """
     values, weights, mask = (
         reduction.values,
         reduction.weights,
@@ -206,20 +239,19 @@ def _count(reduction: Reduction) -> tf.Tensor:
         own = _wide(weights)
         if valid is not None:
             own *= tf.reshape(valid, tf.shape(own))
-        return tf.reduce_sum(own)
+        return tf.reduce_sum(own), tf.reduce_sum(tf.square(own))
     count = _wide(tf.size(values))
     if valid is None:
-        return count
-    return tf.math.divide_no_nan(
-        count * tf.reduce_sum(valid), _wide(tf.size(mask))
-    )
+        return count, None
+    valid_ones = tf.reduce_sum(valid)
+    return tf.math.divide_no_nan(count * valid_ones, _wide(tf.size(mask))), None
 
 
-def _predictions(y_pred: Any, by_example: bool) -> tf.Tensor:
-    """Number of predictions, each a vector of features, or of examples."""
+def _predictions(y_pred: Any) -> tf.Tensor:
+    """Number of predictions, each a vector of features."""
     first = keras.tree.flatten(y_pred)[0]
     shape = tf.shape(first)
-    if by_example or first.shape.rank == 1:
+    if first.shape.rank == 1:
         return _wide(shape[0])
     return _wide(tf.reduce_prod(shape[:-1]))
 

@@ -7,29 +7,38 @@ variables. With the loss divided by this unit, the step does not depend on
 whether a loss is a mean, a sum or any other multiple of one likelihood.
 
 Keras' own losses are known by their functions, and users may declare theirs.
-Any other is tried on random numbers: if it is proportional to one of the
-likelihoods, the ratio is its unit. A loss that is not has the unit 1.
+Any other is held against the likelihoods in each batch (`recognition.py`).
+Where it is a multiple of none, its unit is 1.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import keras
-import numpy as np
 import tensorflow as tf
 
+from tfkfac.capture.recognition import (
+    BERNOULLI,
+    CATEGORICAL,
+    LOGITS,
+    NORMAL,
+    POISSON,
+    Recognition,
+    recognise,
+)
+from tfkfac.capture.trace import paused
 from tfkfac.compat.losses import (
+    LossCall,
     are_probabilities,
+    is_of_keras,
     loss_arguments,
     loss_function,
 )
+from tfkfac.compat.written import has_effects
 
-Array = np.ndarray[Any, Any]
 T = TypeVar("T")
-Shape = tuple[int | None, ...]
-# Labels, predictions, and the negative log-likelihood of each output.
-Sample = tuple[Array, Array, Array]
 
 
 class Known(NamedTuple):
@@ -46,13 +55,6 @@ class Known(NamedTuple):
     is_mean: bool = False
 
 
-# Of the predictions: means, probabilities or rates; or logits, if they are.
-NORMAL, POISSON = "normal", "poisson"
-BERNOULLI, CATEGORICAL = "bernoulli", "categorical"
-BERNOULLI_LOGITS = "bernoulli logits"
-CATEGORICAL_LOGITS = "categorical logits"
-_LOGITS = {BERNOULLI: BERNOULLI_LOGITS, CATEGORICAL: CATEGORICAL_LOGITS}
-
 # By function, or by class.
 _known: dict[Any, Known] = {
     keras.losses.mean_squared_error: Known(NORMAL, 2.0, True),
@@ -62,16 +64,8 @@ _known: dict[Any, Known] = {
     keras.losses.sparse_categorical_crossentropy: Known(CATEGORICAL),
     keras.losses.kl_divergence: Known(CATEGORICAL),
 }
-# The likelihoods that a loss is tried for, in the order of `_samples`.
-_TRIED = (
-    NORMAL,
-    BERNOULLI_LOGITS,
-    BERNOULLI,
-    CATEGORICAL_LOGITS,
-    CATEGORICAL,
-)
-_TRIES = (2, 3)  # batch sizes
-_LARGEST = 10**6  # elements of a try
+# Those whose distribution a user has declared, by the same.
+_declared: set[Any] = set()
 _TOLERANCE = 1e-3
 
 
@@ -80,30 +74,27 @@ class Unit(NamedTuple):
 
     Attributes:
         value: Its value of a term over that of the likelihood.
-        summed: Of a loss that returns one number, whether that is a sum over
-            the terms and not their mean.
-        known: Whether the likelihood is known.
-        likelihood: Its name, if it has one.
+        likelihood: The name of the likelihood, if it is known before.
+        recognition: What the batch says of both, if that decides.
     """
 
     value: float | tf.Tensor = 1.0
-    summed: bool = False
-    known: bool = True
     likelihood: str | None = None
+    recognition: Recognition | None = None
 
 
-_UNKNOWN = Unit(known=False)
-
-
-def declare_unit(loss: Any, factor: float, is_mean: bool) -> None:
-    """Tells the unit of a loss, see `Known`.
+def declare(loss: Any, factor: float | None, is_mean: bool) -> None:
+    """Declares a loss a likelihood, and its unit, see `Known`.
 
     Args:
         loss: A class of losses, or a function.
-        factor: Its unit if it is the sum over the outputs of a term.
+        factor: Its unit if it is the sum over the outputs of a term; None is
+            that of what it looks like, and 1 else.
         is_mean: Whether it is the mean over the outputs instead.
     """
-    _known[loss] = Known(None, factor, is_mean)
+    _declared.add(loss)
+    if factor is not None:
+        _known[loss] = Known(None, factor, is_mean)
 
 
 def declared(table: Mapping[Any, T], loss: keras.losses.Loss) -> T | None:
@@ -111,35 +102,35 @@ def declared(table: Mapping[Any, T], loss: keras.losses.Loss) -> T | None:
     return table.get(type(loss), table.get(loss_function(loss)))
 
 
-def natural_unit(
-    loss: keras.losses.Loss, y_true: Any, y_pred: Any, values: tf.Tensor
-) -> Unit:
+def is_open(loss: keras.losses.Loss) -> bool:
+    """Whether only a batch can tell the unit of a loss."""
+    return declared(_known, loss) is None and not is_of_keras(loss)
+
+
+def natural_unit(call: LossCall) -> Unit:
     """Returns the unit of a loss.
 
     Args:
-        loss: The loss.
-        y_true: Labels.
-        y_pred: Predictions.
-        values: What the loss returned for them before its reduction: one
-            number for each term, or a single one.
+        call: A call of it, of which Keras has seen the reduction.
     """
-    if not tf.is_tensor(y_pred) or not hasattr(y_true, "shape"):
-        return _UNKNOWN
-    labels = tf.TensorShape(y_true.shape)
-    if not y_pred.shape.rank or labels.rank is None:
-        return _UNKNOWN
-    known = declared(_known, loss)
+    y_pred, reduction = call.y_pred, call.reduction
+    if not tf.is_tensor(y_pred) or not y_pred.shape.rank or reduction is None:
+        return Unit()
+    known = declared(_known, call.loss)
     if known is not None:
-        features = _features(y_pred, values) if known.is_mean else 1.0
-        name = _likelihood(known.likelihood, loss, y_pred)
-        return Unit(known.factor / features, likelihood=name)
-    unit = _recognise(
-        loss, tuple(labels), tuple(y_pred.shape), values.shape.rank
-    )
-    if unit.known or values.shape.rank:
-        return unit
-    sums = _doubles(loss, tuple(labels), tuple(y_pred.shape))
-    return Unit(summed=sums, known=False)
+        features = 1.0
+        if known.is_mean:
+            features = _features(y_pred, reduction.values)
+        name = _likelihood(known.likelihood, call.loss, y_pred)
+        return Unit(known.factor / features, name)
+    if call.leaves is None:
+        return Unit()
+    with paused():
+        found = recognise(call, call.leaves, reduction)
+    if found is not None:
+        own = {type(call.loss), loss_function(call.loss)}
+        found = found._replace(is_reported=not own & _declared)
+    return Unit(recognition=found)
 
 
 def _likelihood(
@@ -150,7 +141,7 @@ def _likelihood(
     if arguments.get("axis", -1) not in (-1, y_pred.shape.rank - 1):
         return None  # its outputs are not the last axis
     if arguments.get("from_logits") and not are_probabilities(y_pred):
-        return _LOGITS.get(name or "", name)
+        return LOGITS.get(name or "", name)
     return name
 
 
@@ -175,100 +166,67 @@ def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
     return tf.maximum(tf.math.divide_no_nan(*sizes), 1.0)
 
 
-def _recognise(
-    loss: keras.losses.Loss, y_true: Shape, y_pred: Shape, rank: int
-) -> Unit:
-    """Tries a loss on random numbers."""
-    sizes = [size or 2 for size in y_pred[1:]]
-    if math.prod(sizes) * max(_TRIES) > _LARGEST:
-        return _UNKNOWN
-    samples = [_samples(batch, sizes, y_true) for batch in _TRIES]
-    for name, *tries in zip(_TRIED, *samples, strict=True):
-        try:
-            with tf.init_scope():
-                found = [_ratio(loss, sample, rank) for sample in tries]
-        except Exception:
-            continue
-        unit = _common_unit(found, [_terms(s, rank) for s in tries])
-        if unit is not None:
-            return Unit(unit.value, unit.summed, likelihood=name)
-    return _UNKNOWN
+# ------------------------------------------- losses that return one number
+_sums: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def _doubles(loss: keras.losses.Loss, y_true: Shape, y_pred: Shape) -> bool:
-    """Whether a loss of every example twice is twice as large."""
-    sizes = [size or 2 for size in y_pred[1:]]
-    if math.prod(sizes) * max(_TRIES) > _LARGEST:
+def is_sum(call: LossCall) -> bool:
+    """Whether a loss that returns one number is a sum over the examples.
+
+    A batch alone does not tell a sum from a mean. If the loss has no effects,
+    its graph is evaluated on numbers of the right shapes, once and then twice
+    over. One with effects (that writes variables, draws random numbers, calls
+    Python) is never evaluated, and taken for a mean.
+
+    Args:
+        call: A call of it.
+    """
+    tensors = call.y_true, call.y_pred
+    known = [tf.TensorShape(getattr(t, "shape", None)) for t in tensors]
+    if not all(shape.rank for shape in known):
         return False
-    for *pair, _ in _samples(_TRIES[0], sizes, y_true):
-        once = [tf.constant(y, loss.dtype) for y in pair]
-        twice = [tf.concat([y, y], 0) for y in once]
+    shapes = tuple(tuple(shape[1:]) for shape in known)
+    found = _sums.setdefault(call.loss, {})
+    if shapes not in found:
+        found[shapes] = _doubles(call.loss, shapes)
+    return found[shapes]
+
+
+def _doubles(
+    loss: keras.losses.Loss, shapes: Sequence[Sequence[int | None]]
+) -> bool:
+    """Whether a loss of every example twice is twice as large."""
+    specs = [tf.TensorSpec([None, *shape], loss.dtype) for shape in shapes]
+    with paused(), tf.init_scope():
+        examples = _examples(specs)
         try:
-            with tf.init_scope():
-                values = [float(loss.call(*both)) for both in (once, twice)]
-        except Exception:
-            continue
-        return math.isclose(values[1], 2 * values[0], rel_tol=_TOLERANCE)
+            function = tf.function(loss.call, autograph=False)
+            concrete = function.get_concrete_function(*specs)
+            pure = not has_effects(concrete.graph)
+            for once in examples if pure else ():
+                twice = [tf.concat([x, x], 0) for x in once]
+                first, second = (float(concrete(*x)) for x in (once, twice))
+                if math.isfinite(first) and first != 0:
+                    return math.isclose(second, 2 * first, rel_tol=_TOLERANCE)
+        except Exception:  # a loss may not go with any but its own data
+            return False
     return False
 
 
-def _ratio(loss: keras.losses.Loss, sample: Sample, rank: int) -> float | None:
-    """The loss over the likelihood if that is the same for all terms."""
-    *pair, likelihood = sample
-    labels, predictions = (tf.constant(y, loss.dtype) for y in pair)
-    values = np.asarray(loss.call(labels, predictions))
-    expected = likelihood.sum(tuple(range(rank, likelihood.ndim)))
-    if values.shape != expected.shape or not np.all(expected):
-        return None
-    ratios = values / expected
-    ratio = float(np.mean(ratios))
-    same = np.all(np.abs(ratios - ratio) <= _TOLERANCE * abs(ratio))
-    return ratio if same and ratio > 0 else None
-
-
-def _terms(sample: Sample, rank: int) -> int:
-    """Number of terms that a single number is about; 1 for one of many."""
-    shape = sample[1].shape
-    return 1 if rank else math.prod(shape[:-1] if len(shape) > 1 else shape)
-
-
-def _common_unit(ratios: list[float | None], terms: list[int]) -> Unit | None:
-    """The unit that tries with different batch sizes agree on."""
-    first, second = ratios
-    if first is None or second is None:
-        return None
-    if math.isclose(first, second, rel_tol=_TOLERANCE):
-        return Unit(first, summed=terms[0] > 1)
-    first, second = first * terms[0], second * terms[1]
-    if math.isclose(first, second, rel_tol=_TOLERANCE):
-        return Unit(first)
-    return None
-
-
-def _samples(batch: int, sizes: list[int], y_true: Shape) -> Iterator[Sample]:
-    """Labels and predictions of every distribution, with their likelihood."""
-    draw = np.random.default_rng(batch)
-    shape = (batch, *sizes)
-    like_labels = (batch, *(size or 2 for size in y_true[1:]))
-
-    def labelled(labels: Array) -> Array:
-        """Labels in the user's shape, where it differs by axes of one."""
-        same = labels.size == math.prod(like_labels)
-        return labels.reshape(like_labels) if same else labels
-
-    z = draw.normal(size=shape)
-    y = draw.normal(size=shape)
-    yield labelled(y), z, np.square(y - z) / 2
-    p = 1 / (1 + np.exp(-z))
-    y = draw.integers(0, 2, shape).astype(float)
-    bernoulli = -np.log(np.where(y > 0, p, 1 - p))
-    yield labelled(y), z, bernoulli
-    yield labelled(y), p, bernoulli
-    p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
-    classes = draw.integers(0, shape[-1], shape[:-1])
-    hot = np.eye(shape[-1])[classes]
-    categorical = -hot * np.log(p)
-    sparse = math.prod(like_labels) != hot.size
-    y = labelled(classes if sparse else hot)
-    yield y, z, categorical
-    yield y, p, categorical
+def _examples(
+    specs: Sequence[tf.TensorSpec],
+) -> list[list[tf.Tensor]]:
+    """Labels and predictions: real numbers, probabilities, classes."""
+    shapes = [[2, *(size or 2 for size in spec.shape[1:])] for spec in specs]
+    normal = [
+        tf.random.stateless_normal(shape, [i, 0], dtype=spec.dtype)
+        for i, (shape, spec) in enumerate(zip(shapes, specs, strict=True))
+    ]
+    labels, predictions = normal
+    return [
+        normal,
+        [tf.cast(labels > 0, labels.dtype), tf.sigmoid(predictions)],
+        [tf.zeros_like(labels), predictions],
+    ]

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -10,7 +10,9 @@ import tensorflow as tf
 from keras.src.losses import loss as loss_module
 
 from tfkfac.compat.models import compiled_loss
+from tfkfac.compat.outputs import in_place_of, logits_of
 from tfkfac.compat.overrides import overridden
+from tfkfac.compat.written import written_variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,29 @@ class Reduction:
 
 
 @dataclasses.dataclass(frozen=True)
+class Leaves:
+    """What a loss has read of its predictions, on a tape of its own.
+
+    Attributes:
+        output: The predictions, in the dtype of the loss.
+        logits: The logits behind them, if Keras remembers any.
+        tape: What has recorded the loss.
+    """
+
+    output: tf.Tensor
+    logits: tf.Tensor | None
+    tape: tf.GradientTape
+
+    def slopes(
+        self, values: tf.Tensor
+    ) -> tuple[tf.Tensor | None, tf.Tensor | None]:
+        """Gradients of the sum of the values at the output and the logits."""
+        there = [] if self.logits is None else [self.logits]
+        found = self.tape.gradient(values, [self.output, *there])
+        return found[0], found[1] if there else None
+
+
+@dataclasses.dataclass(frozen=True)
 class LossCall:
     """A call of a loss.
 
@@ -40,6 +65,8 @@ class LossCall:
         y_pred: Predictions.
         reduction: How its values were reduced; None if Keras did not do it.
         result: What it returned.
+        leaves: What it has read, if that was asked for.
+        written: Handles of the variables that it has changed.
     """
 
     loss: keras.losses.Loss
@@ -47,16 +74,25 @@ class LossCall:
     y_pred: Any
     reduction: Reduction | None
     result: tf.Tensor
+    leaves: Leaves | None = None
+    written: Sequence[tf.Tensor] = ()
 
 
 @contextlib.contextmanager
-def observed_losses() -> Iterator[list[LossCall]]:
+def observed_losses(
+    differentiated: Callable[[keras.losses.Loss], bool] = lambda _: False,
+) -> Iterator[list[LossCall]]:
     """Notes every loss that this thread calls inside, in their order.
 
-    This relies on a loss being called by `Loss.__call__`, and on that calling
+    This relies on a loss being called by `Loss.__call__`, on that casting the
+    predictions to the `dtype` of the loss, and calling
     `reduce_weighted_values(values, sample_weight=, mask=, reduction=, dtype=)`
     through the attribute of its module. A loss that is called inside of
     another is not noted.
+
+    Args:
+        differentiated: Whether a loss is recorded on a tape of its own, from
+            which its gradient at the predictions can be had.
     """
     calls: list[LossCall] = []
     reductions: list[list[Reduction]] = []  # of the calls that are going on
@@ -70,14 +106,25 @@ def observed_losses() -> Iterator[list[LossCall]]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if reductions:
+            return below(loss, y_true, y_pred, *args, **kwargs)
         reductions.append([])
+        leaves, read = None, y_pred
         try:
-            result = below(loss, y_true, y_pred, *args, **kwargs)
+            with contextlib.ExitStack() as stack:
+                if _is_floating(y_pred) and differentiated(loss):
+                    tape = tf.GradientTape(watch_accessed_variables=False)
+                    stack.enter_context(tape)
+                    leaves = _watched(y_pred, tf.as_dtype(loss.dtype), tape)
+                    read = leaves.output
+                written = stack.enter_context(written_variables())
+                result = below(loss, y_true, read, *args, **kwargs)
         finally:
             own = reductions.pop()
-        if not reductions:
-            last = own[-1] if own else None
-            calls.append(LossCall(loss, y_true, y_pred, last, result))
+        last = own[-1] if own else None
+        calls.append(
+            LossCall(loss, y_true, y_pred, last, result, leaves, written)
+        )
         return result
 
     def reduce(
@@ -104,6 +151,22 @@ def observed_losses() -> Iterator[list[LossCall]]:
         overridden(loss_module, "reduce_weighted_values", reduce),
     ):
         yield calls
+
+
+def _is_floating(predictions: Any) -> bool:
+    return tf.is_tensor(predictions) and predictions.dtype.is_floating
+
+
+def _watched(
+    y_pred: tf.Tensor, dtype: tf.DType, tape: tf.GradientTape
+) -> Leaves:
+    """The predictions as a loss takes them, watched by a tape."""
+    if y_pred.dtype != dtype:
+        # Keras casts them, which leaves the logits behind.
+        y_pred = in_place_of(y_pred, tf.cast(y_pred, dtype), None)
+    logits = logits_of(y_pred)
+    tape.watch([y_pred] if logits is None else [y_pred, logits])
+    return Leaves(y_pred, logits, tape)
 
 
 def loss_weights(model: keras.Model) -> list[tuple[Any, float]]:
@@ -133,7 +196,7 @@ def are_probabilities(predictions: Any) -> bool:
     It relies on `_keras_logits`, which Keras' activations leave on their
     result; its losses then use these, whatever their `from_logits`.
     """
-    return hasattr(predictions, "_keras_logits")
+    return logits_of(predictions) is not None
 
 
 def loss_function(loss: keras.losses.Loss) -> Callable[..., Any] | None:
@@ -142,3 +205,12 @@ def loss_function(loss: keras.losses.Loss) -> Callable[..., Any] | None:
     It relies on the attribute `fn` of `LossFunctionWrapper`.
     """
     return getattr(loss, "fn", None)
+
+
+def is_of_keras(loss: keras.losses.Loss) -> bool:
+    """Whether a loss is one of Keras' own, and not a user's function or class.
+
+    It relies on the modules of Keras' functions and classes being in `keras`.
+    """
+    own = loss_function(loss) or type(loss)
+    return str(getattr(own, "__module__", "")).split(".")[0] == "keras"

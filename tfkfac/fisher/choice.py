@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tfkfac.capture.loss_batch import LossBatch
+import tensorflow as tf
+
+from tfkfac.capture.loss_terms import LossTerms
 from tfkfac.capture.pullback import Pullback
 from tfkfac.fisher.likelihood import Likelihood, find_likelihood
 from tfkfac.fisher.types import EMPIRICAL, MONTE_CARLO
@@ -16,11 +18,14 @@ class Choice(NamedTuple):
         type: Its name.
         likelihood: The outputs of the step; None if it needs none.
         reason: Why it was chosen; empty if the user did.
+        applies: Whether it is that of the step, a scalar bool, and not the
+            empirical one: if the losses are of the likelihood. None is always.
     """
 
     type: str
     likelihood: Likelihood | None = None
     reason: str = ""
+    applies: tf.Tensor | None = None
 
     def without_tensors(self) -> "Choice":
         """The same to remember, when the trace has gone."""
@@ -28,22 +33,23 @@ class Choice(NamedTuple):
 
 
 def choose(
-    wanted: str | None, batch: LossBatch, calls: Sequence[Pullback]
+    wanted: str | None,
+    losses: Sequence[LossTerms],
+    calls: Sequence[Pullback],
 ) -> Choice:
     """Chooses the type for a step.
 
     Args:
-        wanted: What the user wants. None is "monte_carlo" where the loss has a
-            distribution and not of classes alone, else "empirical".
-        batch: The batch of the losses.
+        wanted: What the user wants, and not "empirical". None is "monte_carlo"
+            where the loss has a distribution and not of classes alone, else
+            "empirical".
+        losses: The terms of the losses of the step.
         calls: The calls of the model, the last first.
 
     Raises:
         ValueError: If it needs a distribution and there is none.
     """
-    if wanted == EMPIRICAL:
-        return Choice(EMPIRICAL)
-    found = find_likelihood(batch, calls)
+    found = find_likelihood(losses, calls)
     if wanted is not None:
         if isinstance(found, str):
             raise ValueError(
@@ -54,10 +60,13 @@ def choose(
                 "distribution by `tfkfac.register_distribution`, or use "
                 'fisher="empirical".'
             )
-        return Choice(wanted, found)
+        return Choice(wanted, found, applies=found.applies(to_classes=True))
     if isinstance(found, str):
         return Choice(EMPIRICAL, reason=found)
     if found.is_categorical:
         return Choice(EMPIRICAL, reason="the labels are classes")
     reason = "the labels are not classes alone"
-    return Choice(MONTE_CARLO, found, reason)
+    applies = found.applies(to_classes=False)
+    if applies is not None:
+        reason = "where the loss is a likelihood, and not of classes alone"
+    return Choice(MONTE_CARLO, found, reason, applies)

@@ -8,6 +8,9 @@ from the distribution itself (Martens & Grosse, 2015, section 5).
 """
 
 import abc
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 from typing_extensions import override
@@ -25,12 +28,9 @@ class Distribution(abc.ABC):
     Attributes:
         categorical: Whether a label is one of several classes. For these the
             empirical Fisher matrix is the default.
-        from_logits: Whether the outputs are logits, which are divided by
-            their dispersion where they are far too large.
     """
 
     categorical: bool = False
-    from_logits: bool = False
 
     @abc.abstractmethod
     def sample(self, outputs: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
@@ -180,3 +180,64 @@ class Poisson(Independent):
     @override
     def fisher(self, outputs: tf.Tensor) -> tf.Tensor:
         return 1 / (tf.maximum(outputs, 0) + _EPSILON)
+
+
+class Chosen(Distribution):
+    """One of several distributions, as a tensor says.
+
+    Args:
+        among: The distributions.
+        index: Which of them it is, an int32 scalar; their number is none, for
+            which the normal distribution stands.
+    """
+
+    def __init__(self, among: Sequence[Distribution], index: tf.Tensor) -> None:
+        self.among = tuple(among)
+        self.index = index
+        self.categorical = all(one.categorical for one in among)
+
+    @property
+    def is_known(self) -> tf.Tensor:
+        """Whether it is any of them, a scalar bool."""
+        return self.index < len(self.among)
+
+    @property
+    def is_categorical(self) -> tf.Tensor:
+        """Whether it is one of classes, a scalar bool."""
+        flags = [one.categorical for one in self.among]
+        return tf.gather(tf.constant([*flags, False]), self.index)
+
+    def map(
+        self, function: Callable[[Distribution], Distribution]
+    ) -> "Distribution":
+        """The same with other distributions in the place of each."""
+        return chosen([function(one) for one in self.among], self.index)
+
+    @override
+    def sample(self, outputs: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+        return self._made(lambda one: one.sample(outputs, seed))
+
+    @override
+    def column(self, outputs: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+        return self._made(lambda one: one.column(outputs, index))
+
+    def _made(self, make: Callable[[Any], tf.Tensor]) -> tf.Tensor:
+        """What the one that it is makes."""
+        every = [*self.among, Normal()]
+        return tf.switch_case(
+            self.index, [functools.partial(make, one) for one in every]
+        )
+
+
+class ChosenIndependent(Chosen, Independent):
+    """The same of labels that are independent whichever it is."""
+
+    @override
+    def fisher(self, outputs: tf.Tensor) -> tf.Tensor:
+        return self._made(lambda one: one.fisher(outputs))
+
+
+def chosen(among: Sequence[Distribution], index: tf.Tensor) -> Chosen:
+    """Returns the distribution that is one of several, see `Chosen`."""
+    independent = all(isinstance(one, Independent) for one in among)
+    return (ChosenIndependent if independent else Chosen)(among, index)

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.loss_terms import LossTerms
 from tfkfac.capture.pullback import Pullback
 from tfkfac.compat.losses import LossCall
-from tfkfac.fisher.distributions import Distribution
+from tfkfac.fisher.distributions import Chosen, Distribution
 from tfkfac.fisher.registry import distribution_of
 
 # What a distribution makes of the outputs of terms, of their shape.
@@ -26,14 +25,11 @@ class Output:
         distribution: The distribution of the labels.
         weights: The weight of each term, to be multiplied with the
             predictions; None if all are 1.
-        dispersion: How many times too large the predictions are; the loss is
-            divided by it.
     """
 
     predictions: tf.Tensor
     distribution: Distribution
     weights: tf.Tensor | None
-    dispersion: tf.Tensor | float = 1.0
 
     def gradient(self, make: Maker, weight: tf.Tensor | None) -> tf.Tensor:
         """A gradient at the predictions, or a column of the root there.
@@ -50,10 +46,7 @@ class Output:
         # A single number for each example is a term of one output.
         single = outputs.shape.rank == 1
         parameters = tf.cast(outputs[:, None] if single else outputs, wide)
-        times = tf.cast(self.dispersion, wide)
-        if self.distribution.from_logits:
-            parameters /= times
-        made = make(self.distribution, parameters) / times
+        made = make(self.distribution, parameters)
         made = made[:, 0] if single else made
         for one in (self.weights, weight):
             if one is not None:
@@ -95,37 +88,46 @@ class Likelihood:
     outputs: tuple[Output, ...]
     pullback: Pullback
 
-    def tempered(self, dispersions: Sequence[tf.Tensor]) -> "Likelihood":
-        """The same of outputs divided by their dispersions."""
-        outputs = tuple(
-            dataclasses.replace(output, dispersion=times)
-            for output, times in zip(self.outputs, dispersions, strict=True)
-        )
-        return dataclasses.replace(self, outputs=outputs)
-
     @property
     def is_categorical(self) -> bool:
         """Whether the labels of all outputs are classes."""
         return all(one.distribution.categorical for one in self.outputs)
 
+    def applies(self, to_classes: bool) -> tf.Tensor | None:
+        """Whether the losses of the step are of it; None if that is known.
+
+        Args:
+            to_classes: Whether it may be of classes alone.
+        """
+        own = [one.distribution for one in self.outputs]
+        open_ = [one for one in own if isinstance(one, Chosen)]
+        if not open_:
+            return None
+        known = tf.reduce_all([one.is_known for one in open_])
+        if to_classes or not all(
+            one.categorical or isinstance(one, Chosen) for one in own
+        ):
+            return known
+        classes = [one.is_categorical for one in open_]
+        return known & tf.logical_not(tf.reduce_all(classes))
+
 
 def find_likelihood(
-    batch: LossBatch, calls: Sequence[Pullback]
+    losses: Sequence[LossTerms], calls: Sequence[Pullback]
 ) -> Likelihood | str:
     """Finds the distributions of the losses of a step.
 
     Args:
-        batch: The batch of the losses.
+        losses: The terms of the losses.
         calls: The calls of the model, the last first.
 
     Returns:
         The outputs with their distributions, or the reason why there are none.
     """
-    losses = [terms.call for terms in batch.terms if terms.call is not None]
-    if not losses:
+    if all(terms.call is None for terms in losses):
         return "no loss was computed by `model.compute_loss`"
     outputs = []
-    for terms in batch.terms:
+    for terms in losses:
         output = output_of(terms)
         if isinstance(output, str):
             return output

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfkfac.capture import loss_units
+from tfkfac.capture import loss_units, recognition
 from tfkfac.capture.loss_terms import LossTerms
 from tfkfac.fisher.distributions import (
     Bernoulli,
@@ -14,26 +14,23 @@ from tfkfac.fisher.distributions import (
     Distribution,
     Normal,
     Poisson,
+    chosen,
 )
 
 Maker = Callable[[keras.losses.Loss], Distribution | None]
 
 _NAMED: dict[str | None, Distribution] = {
-    loss_units.NORMAL: Normal(),
-    loss_units.POISSON: Poisson(),
-    loss_units.BERNOULLI: Bernoulli(),
-    loss_units.BERNOULLI_LOGITS: Bernoulli(from_logits=True),
-    loss_units.CATEGORICAL: Categorical(),
-    loss_units.CATEGORICAL_LOGITS: Categorical(from_logits=True),
+    recognition.NORMAL: Normal(),
+    recognition.POISSON: Poisson(),
+    recognition.BERNOULLI: Bernoulli(),
+    recognition.BERNOULLI_LOGITS: Bernoulli(from_logits=True),
+    recognition.CATEGORICAL: Categorical(),
+    recognition.CATEGORICAL_LOGITS: Categorical(from_logits=True),
 }
 
 
-def _none(loss: keras.losses.Loss) -> None:
-    """Of a loss that only looks like a likelihood where it was tried."""
-
-
 # What users have registered, by class or function.
-_registered: dict[Any, Maker] = {keras.losses.huber: _none}
+_registered: dict[Any, Maker] = {}
 
 
 def distribution_of(terms: LossTerms) -> Distribution | None:
@@ -43,6 +40,9 @@ def distribution_of(terms: LossTerms) -> Distribution | None:
     make = loss_units.declared(_registered, terms.call.loss)
     if make is not None:
         return make(terms.call.loss)
+    if terms.verdict is not None:
+        among = [_NAMED[name] for name in terms.verdict.names]
+        return chosen(among, terms.verdict.index)
     return _NAMED.get(terms.likelihood)
 
 
@@ -116,12 +116,11 @@ def register_distribution(
             'Argument `features` must be "sum" or "mean". '
             f"Received: features={features!r}"
         )
-    if unit is not None:
-        if not unit > 0:
-            raise ValueError(
-                f"Argument `unit` must be positive. Received: unit={unit!r}"
-            )
-        loss_units.declare_unit(loss, float(unit), features == "mean")
+    if unit is not None and not unit > 0:
+        raise ValueError(
+            f"Argument `unit` must be positive. Received: unit={unit!r}"
+        )
+    loss_units.declare(loss, unit, features == "mean")
     if isinstance(distribution, Distribution):
         known = distribution
         _registered[loss] = lambda _: known

@@ -70,6 +70,7 @@ class GaussNewtonMethod(Method):
     @override
     def run(self, step: Step) -> None:
         """One step (see `gauss_newton/solve.py` and `damping.py`)."""
+        step.note_losses()
         objective = Objective.of(step, self.space)
         outputs = outputs_of(step.batch.terms)
         spaces = self.spaces(objective, outputs)
@@ -230,7 +231,13 @@ class GaussNewtonMethod(Method):
         return [
             ("steps rejected, no try lowered the loss", state.rejected),
             ("steps at the rounding of the loss", state.settled),
+            *self.job.losses.events(),
         ]
+
+    @property
+    @override
+    def needs_likelihood(self) -> str | None:
+        return "`GaussNewton`"
 
     # ----------------------------------------------------------- reporting
     def last_step(self) -> dict[str, float]:
@@ -255,6 +262,7 @@ class GaussNewtonMethod(Method):
                 f"{int(self.states[0].tries.numpy())} tries in "
                 f"{int(job.clock)} steps."
             )
+        titles += self.job.losses.lines()
         residuals = int(last["residuals"]) if last else None
         return describe(titles, self.limits, solve, residuals)
 

@@ -60,7 +60,7 @@ class Objective:
         """
         model = step.job.model
         call = find_call(model, step.batch, ForwardTap.open(model).take())
-        check_call(model, call, step.batch.terms)
+        check_call(model, call, step.loss.losses)
         return cls(step, call, dict(step.batch.arguments), space)
 
     @property

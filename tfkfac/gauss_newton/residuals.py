@@ -19,6 +19,7 @@ from tfkfac.capture.forward import ForwardCall
 from tfkfac.capture.loss_terms import LossTerms
 from tfkfac.curvature.gauss_newton import Reading
 from tfkfac.fisher import Bernoulli, Categorical, Distribution, Independent
+from tfkfac.fisher.distributions import Chosen
 from tfkfac.fisher.likelihood import Output, output_of
 from tfkfac.wrapper.step import Step
 
@@ -146,7 +147,7 @@ def read_outputs(
     """
     flat = keras.tree.flatten(call.outputs)
     position = {id(output): i for i, output in enumerate(flat)}
-    terms, replicas = step.batch.terms, step.job.topology.replicas
+    terms, replicas = step.loss.losses, step.job.topology.replicas
     shares = step.loss.shares or [tf.ones([], tf.float64)] * len(terms)
     reads = []
     for one, share in zip(terms, shares, strict=True):
@@ -216,6 +217,8 @@ def root_of(
 
 def of_logits(distribution: Distribution) -> Distribution:
     """The distribution of probabilities in terms of their logits."""
+    if isinstance(distribution, Chosen):
+        return distribution.map(of_logits)
     if isinstance(distribution, Bernoulli):
         return Bernoulli(from_logits=True)
     assert isinstance(distribution, Categorical)

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.blocks.registry import Registry
+from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.walk import SKIPPED
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.solvers import Solver
@@ -99,6 +100,20 @@ def solver_warning(model: keras.Model, solver: type[Solver]) -> str | None:
         "are loops of Jacobi rotations: many times slower than TensorFlow's "
         "and about 1e-6 accurate. Compile the model with jit_compile=False, or "
         "use KFAC(solver='inverse')."
+    )
+
+
+def unseen_loss_warning(job: Job, batch: LossBatch) -> str | None:
+    """Returns what to say of a loss that is taken for a mean, or None."""
+    if job.terms_of(batch):
+        return None
+    return (
+        f"Optimizer '{job.name}' has not seen the loss of model "
+        f"'{job.model.name}' being computed and takes it for the mean over the "
+        "examples, the leading dimension of each layer's input. If it is a sum "
+        "or a mean over tokens or pixels, its steps are far too short or too "
+        "long: compute it with `model.compute_loss`, or say what it is the "
+        "mean over by `optimizer.attach(model, loss_terms=...)`, 1 for a sum."
     )
 
 

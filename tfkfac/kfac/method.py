@@ -25,7 +25,12 @@ from tfkfac.kfac.active import (
     traces_of,
     update_averages,
 )
-from tfkfac.kfac.advice import Advice, coverage_warning, solver_warning
+from tfkfac.kfac.advice import (
+    Advice,
+    coverage_warning,
+    solver_warning,
+    unseen_loss_warning,
+)
 from tfkfac.kfac.auto import Placer
 from tfkfac.kfac.copies import ask_together, asking_bytes
 from tfkfac.kfac.damping import LevenbergMarquardt
@@ -121,6 +126,8 @@ class KFACMethod(Method):
     def run(self, step: Step) -> None:
         """One step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
         layers = self.observe(step)
+        step.note_losses()
+        self._advice.give(self.job, unseen_loss_warning(self.job, step.batch))
         statistics = self.statistics(layers, step)
         sample = Sample.of(step) if self.step == "quadratic" else None
         pending = self.job.own(self.states).pending
@@ -195,9 +202,10 @@ class KFACMethod(Method):
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> Callable[[], Statistics]:
         """How to take this replica's statistics of the batch, by position."""
-        empirical = self.fisher == EMPIRICAL
-        calls = [] if empirical else PullbackTap.open(self.job.model).take()
-        choice = choose(self.fisher, step.batch, calls)
+        choice = Choice(EMPIRICAL)
+        if self.fisher != EMPIRICAL:
+            calls = PullbackTap.open(self.job.model).take()
+            choice = choose(self.fisher, step.loss.losses, calls)
         self._choice = choice.without_tensors()
         return lambda: batch_statistics(
             layers,
@@ -360,7 +368,13 @@ class KFACMethod(Method):
 
     @override
     def events(self) -> list[tuple[str, tf.Variable]]:
-        return self.states[0].events()
+        return [*self.states[0].events(), *self.job.losses.events()]
+
+    @property
+    @override
+    def needs_likelihood(self) -> str | None:
+        named = self.fisher not in (None, EMPIRICAL)
+        return f'Argument `fisher="{self.fisher}"`' if named else None
 
     # ----------------------------------------------------------- reporting
     @override
@@ -369,6 +383,7 @@ class KFACMethod(Method):
         titles = [
             title(self.job, self.solver, self.step),
             fisher_text(self.fisher, self._choice),
+            *self.job.losses.lines(),
             *self._placer.lines,
         ]
         return describe(placement, self.states, titles, self.step)

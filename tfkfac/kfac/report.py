@@ -68,9 +68,9 @@ class StepReport(Tracked):
             [self.hints],
             [name],
             f"kl_clip has left less than {_LITTLE:.0%} of half of the first "
-            f"{_FIRST} steps. Are the model's inputs normalised? A smaller "
-            "learning rate or a larger damping may help too; see "
-            "`optimizer.last_step`.",
+            f"{_FIRST} steps. Are the model's inputs normalised? If they "
+            'cannot be, try KFAC(fisher="monte_carlo"). A smaller learning '
+            "rate or a larger damping may help too; see `optimizer.last_step`.",
         )
 
     def note_quadratic(

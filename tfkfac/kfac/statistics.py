@@ -65,9 +65,7 @@ def batch_statistics(
     }
     if choice.likelihood is None:
         return types.empirical(own, view)
-    likelihood = choice.likelihood.tempered(step.loss.dispersions)
-    if choice.type == types.TYPE2:
-        return types.type2(own, view, likelihood)
+    likelihood = choice.likelihood
 
     def total(tensor: tf.Tensor) -> tf.Tensor:
         # Factors of one worker's batch alone are of its labels alone.
@@ -76,8 +74,15 @@ def batch_statistics(
         (sum_,) = step.group.all_reduce([tensor])
         return sum_
 
-    seeds = label_seeds(step, state, len(likelihood.outputs))
-    return types.monte_carlo(own, view, likelihood, seeds, total)
+    def drawn() -> Statistics:
+        if choice.type == types.TYPE2:
+            return types.type2(own, view, likelihood)
+        seeds = label_seeds(step, state, len(likelihood.outputs))
+        return types.monte_carlo(own, view, likelihood, seeds, total)
+
+    if choice.applies is None:
+        return drawn()
+    return tf.cond(choice.applies, drawn, lambda: types.empirical(own, view))
 
 
 def label_seeds(step: Step, state: State, outputs: int) -> list[tf.Tensor]:

@@ -14,6 +14,7 @@ from tfkfac.capture.trace import replica_id
 from tfkfac.compat.graphs import state_variable
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import find_topology
+from tfkfac.wrapper.loss_log import LossLog
 from tfkfac.wrapper.scaling import LossScaling
 from tfkfac.wrapper.skips import Streak
 from tfkfac.wrapper.stages import Stopwatch
@@ -39,6 +40,7 @@ class Job:
         empty: And of its last batches that had no examples, if it has peers.
         loss_terms: Number of terms of a loss that nobody sees being computed,
             or a function that returns it.
+        losses: What the losses have been taken for.
         stopwatch: Times the stages of the first replica's steps, if there is
             one when they are traced.
     """
@@ -54,6 +56,7 @@ class Job:
         self.inner_optimizer = inner_optimizer
         self.scaling = LossScaling(name) if scaling is None else scaling
         self.loss_terms: int | Callable[[], tf.Tensor] | None = None
+        self.losses = LossLog()
         self.stopwatch: Stopwatch | None = None
         self.topology = find_topology(model.distribute_strategy)
         self.skipped: tuple[tf.Variable, ...] = ()

@@ -1,13 +1,29 @@
 """Replicas compare their losses: weights in the mean over all terms."""
 
+import dataclasses
+from typing import NamedTuple
+
 import tensorflow as tf
 
 from tfkfac.capture.loss_terms import LossMeasure, LossTerms
-from tfkfac.capture.surprise import surprise
 from tfkfac.distributed.collectives import Communicator
 
-# So many times the loss of a guess is ordinary at the start of training.
-_ORDINARY = 10
+
+class _Whole(NamedTuple):
+    """What all replicas know of one loss.
+
+    Attributes:
+        own: The terms of this replica, with the verdict of all.
+        total: Number of terms of all.
+        unit: Unit of the whole. One that depends on a replica's shapes
+            becomes their mean.
+        spread: What makes squares of weights of the weights; None is 1.
+    """
+
+    own: LossTerms
+    total: tf.Tensor
+    unit: tf.Tensor
+    spread: tf.Tensor | None
 
 
 def measure_loss(
@@ -42,82 +58,78 @@ def measure_loss(
             share,
             () if share is None else (share,),
         )
-    totals, units, surprises = _totals(terms, group)
-    dispersions = tuple(dispersion(mean) for mean in surprises)
-    measures = [
-        _measure_one(loss, total, unit, replicas, is_weighed).tempered(times)
-        for loss, total, unit, times in zip(
-            terms, totals, units, dispersions, strict=True
-        )
-    ]
+    wholes = _wholes(terms, group)
+    measures = [_measure_one(loss, replicas, is_weighed) for loss in wholes]
     main = measures[0]
     if len(terms) > 1:
-        largest = tf.argmax(tf.stack(units))
+        largest = tf.argmax(tf.stack([loss.unit for loss in wholes]))
         fields = zip(*(one[:6] for one in measures), strict=True)
         main = LossMeasure(*(tf.stack(values)[largest] for values in fields))
         main = LossMeasure(*main[:6], weights=_weights(measures, main))
-    main = main._replace(dispersions=dispersions)
+    main = main._replace(losses=tuple(loss.own for loss in wholes))
     if replicas == group.size == 1:
         return main.shared(None)
     shares = [one.share for one in measures if one.share is not None]
     return main.shared(main.share, tuple(shares))
 
 
-def dispersion(mean: tf.Tensor) -> tf.Tensor:
-    """How many times too large a model's outputs are, at least 1.
-
-    Logits that are far too large, as on inputs that are not normalised, make
-    a loss of many times that of a guess, and in proportion to their size. The
-    empirical Fisher matrix then lets a step lower it by a fraction of a nat.
-    With outputs divided by their dispersion, predictions and curvature are
-    those of a model on normalised inputs.
-
-    Args:
-        mean: The mean loss of a term over that of a guess. Up to 10 is a
-            model at its start, whose loss stays as it is.
-    """
-    excess = tf.maximum(mean / _ORDINARY, 1)
-    return tf.where(tf.math.is_finite(excess), excess, tf.ones_like(excess))
-
-
-def _totals(
-    terms: tuple[LossTerms, ...], group: Communicator
-) -> tuple[list[tf.Tensor], ...]:
-    """Number of terms, unit and mean surprise of each loss.
-
-    They are the same on all replicas. A unit that depends on a replica's
-    shapes becomes their mean.
-    """
-    number = len(terms)
-    counts = [loss.count for loss in terms]
-    surprises = [surprise(loss) for loss in terms]
-    open_ = [loss.count * loss.unit for loss in terms if not loss.is_fixed]
-    sums = group.all_reduce([*counts, *surprises, *open_])
-    totals, rest = sums[:number], iter(sums[2 * number :])
-    units = [
-        loss.unit if loss.is_fixed else tf.math.divide_no_nan(next(rest), total)
-        for loss, total in zip(terms, totals, strict=True)
+def _wholes(terms: tuple[LossTerms, ...], group: Communicator) -> list[_Whole]:
+    """Adds up what the replicas have of each loss, in one message."""
+    parts = [_parts(loss) for loss in terms]
+    flat = iter(group.all_reduce([x for one in parts for x in one.values()]))
+    sums = [{name: next(flat) for name in one} for one in parts]
+    return [
+        _whole(loss, found) for loss, found in zip(terms, sums, strict=True)
     ]
-    means = [
-        tf.math.divide_no_nan(sum_, total)
-        for sum_, total in zip(sums[number : 2 * number], totals, strict=True)
-    ]
-    return totals, units, means
 
 
-def _measure_one(
-    loss: LossTerms,
-    total: tf.Tensor,
-    unit: tf.Tensor,
-    replicas: int,
-    is_weighed: bool,
-) -> LossMeasure:
-    """The measure of one loss, of which all replicas have total and unit."""
+def _parts(loss: LossTerms) -> dict[str, tf.Tensor]:
+    """What a replica tells of a loss."""
+    parts = {"count": loss.count}
+    if loss.predictions is not None:
+        parts["predictions"] = loss.predictions
+    if loss.squares is not None:
+        parts["squares"] = loss.squares
+    if not loss.is_fixed:
+        parts["unit"] = loss.count * loss.unit
+    if loss.recognition is not None:
+        parts["recognition"] = loss.recognition.sums
+    return parts
+
+
+def _whole(own: LossTerms, sums: dict[str, tf.Tensor]) -> _Whole:
+    """What the sums over all replicas say of a loss."""
+    total, unit, spread = sums["count"], own.unit, None
+    if not own.is_fixed:
+        unit = tf.math.divide_no_nan(sums["unit"], total)
+    if own.squares is not None:
+        spread = tf.math.divide_no_nan(total, sums["squares"])
+    if own.recognition is not None:
+        verdict = own.recognition.verdict(sums["recognition"])
+        unit *= verdict.unit
+        count = own.count
+        if own.predictions is not None:
+            known = verdict.is_known
+            total = tf.where(known, sums["predictions"], total)
+            count = tf.where(known, own.predictions, count)
+        own = dataclasses.replace(
+            own, count=count, unit=own.unit * verdict.unit, verdict=verdict
+        )
+    return _Whole(own, total, unit, spread)
+
+
+def _measure_one(whole: _Whole, replicas: int, is_weighed: bool) -> LossMeasure:
+    """The measure of one loss."""
+    loss, total, unit, spread = whole
     own, one = replicas * loss.count, tf.ones_like(total)
     scale = total if is_weighed else own
     share = tf.math.divide_no_nan(own, total)
     if loss.summed:
         scale, unit, share = one, unit * total, one
+    if spread is not None:
+        # G = T sum c c^T with the number T = (sum w)^2 / sum w^2 of terms that
+        # weigh the same: it is not larger where all weights are.
+        scale *= tf.sqrt(spread)
     return LossMeasure(
         loss.count,
         tf.math.divide_no_nan(scale, loss.unit),

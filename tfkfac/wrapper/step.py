@@ -112,6 +112,12 @@ class Step:
             return self.loss.row_scale
         return self.loss.row_scale / tf.cast(scale, self.loss.row_scale.dtype)
 
+    def note_losses(self) -> None:
+        """Counts what the losses are taken for in this step."""
+        job, rank = self.job, self.job.rank
+        device = job.topology.devices[job.topology.position(rank)]
+        job.losses.note(self.loss.losses, rank, device, job.name)
+
     def withhold(self, indices: Sequence[int], bound: tf.Tensor) -> None:
         """Keeps gradients out of everything, so that nobody computes them.
 

@@ -1,0 +1,493 @@
+"""Losses of one's own are held against likelihoods, batch by batch.
+
+Steps and factors are those of dense NumPy references. No loss is run for
+that, and what it keeps is as with SGD.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support.harness import assert_close, check_factors, find, randomize
+from tests.support.reference import Array, append_one, factors, inverse_solve
+
+ROWS, FEATURES = 8, 3
+LOSSES = keras.losses
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(ROWS, 4)).astype("float32")
+REAL = RNG.normal(size=(ROWS, FEATURES)).astype("float32")
+BITS = (REAL > 0).astype("float32")
+CLASSES = RNG.integers(0, FEATURES, ROWS)
+HOT = np.eye(FEATURES, dtype="float32")[CLASSES]
+DAMPING = 0.01
+
+
+def linear(activation: str | None = None, units: int = FEATURES) -> Any:
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(units, activation, name="d")]
+    )
+    randomize(model)
+    return model
+
+
+def squares(y: Any, p: Any) -> Any:
+    return tf.reduce_sum(tf.square(y - p), -1)
+
+
+def lines_of(optimizer: Any) -> str:
+    texts: list[str] = []
+    optimizer.summary(texts.append)
+    return "\n".join(x for x in texts[0].split("\n") if x.startswith("Loss '"))
+
+
+# ------------------------------------------------- a weight in a variable
+def step_from(model: Any, slopes: Array, G: Array) -> Array:
+    """`(A + pi sqrt(d))^-1 W (G + sqrt(d)/pi)^-1` of slopes of mean nll."""
+    a = append_one(X.astype(np.float64))
+    return inverse_solve(a.T @ slopes / ROWS, a.T @ a / ROWS, G, DAMPING)
+
+
+@pytest.mark.parametrize("first", [0.01, 100.0])
+@pytest.mark.parametrize("as_number", [False, True])
+def test_the_weight_of_a_loss_may_change(first: float, as_number: bool) -> None:
+    """Squares are twice the likelihood's, G of drawn labels is I."""
+    beta = tf.Variable(first, trainable=False)
+
+    def loss(y: Any, p: Any) -> Any:
+        each = beta * squares(y, p)
+        return tf.reduce_mean(each) if as_number else each
+
+    model = linear()
+    model.compile(
+        tfkfac.KFAC(
+            keras.optimizers.SGD(1.0),
+            kl_clip=None,
+            fisher="type2",
+            damping=DAMPING,
+        ),
+        loss,
+    )
+    for weight in (first, 1.0, 7.0):
+        beta.assign(weight)
+        before = np.vstack(model.get_weights()).astype(np.float64)
+        slopes = append_one(X) @ before - REAL
+        model.train_on_batch(X, REAL)
+        moved = before - np.vstack(model.get_weights())
+        want = step_from(model, slopes, np.eye(FEATURES))
+        assert_close(moved, want, 2e-5)
+    assert model.optimizer.events() == {}
+    assert "normal in 3 steps; unit 14 in the last" in lines_of(model.optimizer)
+
+
+# ------------------------------------------------ what it is, in each batch
+def huber(y: Any, p: Any) -> Any:
+    e = tf.abs(y - p)
+    return tf.reduce_mean(tf.where(e < 5, e**2 / 2, 5 * (e - 2.5)), -1)
+
+
+def capped(y: Any, p: Any) -> Any:
+    return tf.minimum(tf.reduce_mean((y - p) ** 2, -1), 20.0)
+
+
+@pytest.mark.parametrize("loss", [huber, capped])
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_square_for_small_residuals_alone(
+    loss: Any, eager: bool, capfd: Any
+) -> None:
+    """With an outlier u is 1 and G empirical; without it is 1/D or 2/D."""
+    for outlier in (False, True):
+        model = linear()
+        model.compile(
+            tfkfac.KFAC(
+                keras.optimizers.SGD(1.0),
+                kl_clip=None,
+                fisher="type2" if not outlier else None,
+                damping=DAMPING,
+            ),
+            loss,
+            run_eagerly=eager,
+        )
+        y = REAL.copy()
+        y[2] += 40.0 * outlier
+        before = np.vstack(model.get_weights()).astype(np.float64)
+        r = append_one(X.astype(np.float64)) @ before - y
+        model.train_on_batch(X, y)
+        moved = before - np.vstack(model.get_weights())
+        if outlier:
+            slopes = np.clip(r, -5, 5) / FEATURES
+            if loss is capped:
+                slopes = 2 * r / FEATURES * (np.mean(r**2, -1) < 20)[:, None]
+            G = slopes.T @ slopes / ROWS
+            want = step_from(model, slopes, G)
+        else:
+            G = np.eye(FEATURES)
+            want = step_from(model, r, G)
+        assert_close(find(model.optimizer.factors(), "d")["G"], G, 1e-5)
+        assert_close(moved, want, 1e-4)
+        (count,) = [*model.optimizer.events().values()] or [0]
+        assert count == outlier
+        assert ("no likelihood" in capfd.readouterr().err) == outlier
+
+
+def bernoulli_of(p: Any, y: Any) -> Any:
+    return -tf.reduce_sum(y * tf.math.log(p) + (1 - y) * tf.math.log(1 - p), -1)
+
+
+def own_sigmoid(x: Any) -> Any:
+    """Keras' own leaves the logits on what it returns."""
+    return tf.sigmoid(x)
+
+
+def own_softmax(x: Any) -> Any:
+    return tf.nn.softmax(x)
+
+
+def logcosh(y: Any, p: Any) -> Any:
+    e = p - y
+    return tf.reduce_mean(tf.math.softplus(2 * e) - e - np.log(2.0), -1)
+
+
+def correlation(y: Any, p: Any) -> Any:
+    y, p = (t - tf.reduce_mean(t, 0) for t in (y, p))
+    norms = tf.reduce_sum(y * y) * tf.reduce_sum(p * p)
+    return 1 - tf.reduce_sum(y * p) / tf.sqrt(norms)
+
+
+def contrastive(y: Any, p: Any) -> Any:
+    """Of predictions among each other, with labels of another shape."""
+    z = tf.math.l2_normalize(p, -1)
+    same = tf.range(tf.shape(z)[0])
+    return LOSSES.sparse_categorical_crossentropy(
+        same, 10 * z @ tf.transpose(z[::-1]), from_logits=True
+    )
+
+
+def focal(y: Any, p: Any) -> Any:
+    q = tf.sigmoid(p)
+    q = tf.where(y > 0, q, 1 - q)
+    return tf.reduce_mean(-((1 - q) ** 2) * tf.math.log(q), -1)
+
+
+# Loss, labels, activation, and what it is.
+KINDS: dict[str, tuple[Any, Any, Any, str]] = {
+    "squares": (lambda y, p: 3 * squares(y, p), REAL, None, "normal"),
+    "mean of squares": (
+        lambda y, p: tf.reduce_mean(squares(y, p)),
+        REAL,
+        None,
+        "normal",
+    ),
+    "sigmoid logits": (
+        lambda y, p: tf.nn.sigmoid_cross_entropy_with_logits(y, p),
+        BITS,
+        None,
+        "bernoulli logits",
+    ),
+    "own sigmoid": (
+        lambda y, p: bernoulli_of(p, y),
+        BITS,
+        own_sigmoid,
+        "bernoulli",
+    ),
+    "Keras' sigmoid": (
+        lambda y, p: 4 * LOSSES.binary_crossentropy(y, p),
+        BITS,
+        "sigmoid",
+        "bernoulli",
+    ),
+    "classes": (
+        lambda y, p: tf.nn.sparse_softmax_cross_entropy_with_logits(
+            tf.cast(y, "int32"), p
+        ),
+        CLASSES,
+        None,
+        "categorical logits",
+    ),
+    "own softmax": (
+        lambda y, p: -tf.reduce_sum(y * tf.math.log(p), -1),
+        HOT,
+        own_softmax,
+        "categorical",
+    ),
+    "Keras' softmax": (
+        lambda y, p: 2 * LOSSES.categorical_crossentropy(y, p),
+        HOT,
+        "softmax",
+        "categorical",
+    ),
+    "Keras' softmax, classes": (
+        lambda y, p: LOSSES.sparse_categorical_crossentropy(y, p) / 7,
+        CLASSES[:, None],
+        "softmax",
+        "categorical",
+    ),
+    "root": (
+        lambda y, p: tf.sqrt(tf.reduce_mean((y - p) ** 2)),
+        REAL,
+        None,
+        "none",
+    ),
+    "root of one": (
+        lambda y, p: tf.sqrt(tf.reduce_mean((y - p) ** 2)),
+        REAL[:, :1],
+        None,
+        "none",
+    ),
+    "power": (
+        lambda y, p: tf.reduce_mean(tf.abs(y - p) ** 1.5, -1),
+        REAL,
+        None,
+        "none",
+    ),
+    "logcosh": (logcosh, REAL, None, "none"),
+    "correlation": (correlation, REAL, None, "none"),
+    "contrastive": (contrastive, REAL[:, :1], None, "none"),
+    "focal": (focal, BITS, None, "none"),
+    "weighted features": (
+        lambda y, p: tf.reduce_sum([1.0, 1.2, 1.0] * (y - p) ** 2, -1),
+        REAL,
+        None,
+        "none",
+    ),
+    "squares and more": (
+        lambda y, p: squares(y, p) + 0.1,
+        REAL,
+        None,
+        "none",
+    ),
+    "weighted classes": (
+        lambda y, p: tf.nn.weighted_cross_entropy_with_logits(y, p, 10.0),
+        BITS,
+        None,
+        "none",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_loss_is_taken_for(name: str) -> None:
+    loss, y, activation, want = KINDS[name]
+    units = y.shape[-1] if name == "root of one" else FEATURES
+    model = linear(activation, units)
+    model.compile(tfkfac.KFAC(), loss)
+    # One example says as much as many, but has no correlation.
+    size = ROWS - 1 if name != "correlation" else ROWS // 2
+    data = tf.data.Dataset.from_tensor_slices((X, y)).batch(size)
+    model.fit(data, epochs=2, verbose=0)
+    line = lines_of(model.optimizer)
+    if want == "none":
+        assert "no likelihood in 4 steps; unit 1 in the last" in line
+        assert sum(model.optimizer.events().values()) == 4
+    else:
+        assert f"taken for: {want} in 4 steps" in line
+        assert model.optimizer.events() == {}
+
+
+def test_labels_that_are_no_numbers_of_outputs() -> None:
+    """Of other shapes in each batch: the loss alone knows how."""
+
+    def loss(y: Any, p: Any) -> Any:
+        return tf.reduce_mean(tf.square(p)) + 0 * tf.reduce_sum(y)
+
+    model = keras.Sequential(
+        [keras.Input((None, 4)), layers.Dense(FEATURES, name="d")]
+    )
+    model.compile(tfkfac.KFAC(), loss)
+
+    def batches() -> Any:
+        for n, m in ((2, 3), (3, 2)):
+            yield np.ones((2, n, 4)), np.ones((2, m, FEATURES))
+
+    spec = tuple(
+        tf.TensorSpec((None, None, n), "float32") for n in (4, FEATURES)
+    )
+    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    model.fit(data, verbose=0)
+    assert "no likelihood in 2 steps" in lines_of(model.optimizer)
+
+
+def test_a_mask_hides_what_is_no_label() -> None:
+    """What the loss makes of padding is nothing to judge it by."""
+    x = RNG.normal(size=(ROWS, 5, 4)).astype("float32")
+    x[:, 3:] = 0
+    y = RNG.normal(size=(ROWS, 5, FEATURES)).astype("float32")
+    y[:, 3:] = 1e3
+
+    def loss(y: Any, p: Any) -> Any:
+        return 5 * tf.minimum(squares(y, p), 1e3)
+
+    model = keras.Sequential(
+        [keras.Input((5, 4)), layers.Masking(), layers.Dense(FEATURES)]
+    )
+    model.compile(tfkfac.KFAC(), loss)
+    model.train_on_batch(x, y)
+    line = lines_of(model.optimizer)
+    assert "normal in 1 steps; unit 10 in the last" in line
+
+
+def test_who_needs_a_likelihood_learns_of_the_first_batch() -> None:
+    for optimizer in (
+        tfkfac.KFAC(fisher="type2"),
+        tfkfac.KFAC(fisher="monte_carlo"),
+        tfkfac.GaussNewton(),
+    ):
+        model = linear()
+        model.compile(optimizer, logcosh)
+        with pytest.raises(ValueError, match="loss 'logcosh' is a multiple"):
+            model.fit(X, REAL, verbose=0)
+
+
+# --------------------------------------------------- the weights of examples
+@pytest.mark.parametrize("fisher", ["empirical", "type2"])
+def test_mean_with_sample_weight_has_no_scale_of_weights(fisher: str) -> None:
+    """T = (sum w)^2 / sum w^2 of the terms that the loss is the mean of."""
+    weights = RNG.uniform(0.5, 2, ROWS)
+    a = append_one(X.astype(np.float64))
+    for scale in (1.0, 100.0):
+        model = linear()
+        model.compile(
+            tfkfac.KFAC(fisher=fisher),
+            LOSSES.SparseCategoricalCrossentropy(
+                from_logits=True, reduction="mean_with_sample_weight"
+            ),
+        )
+        z = a @ np.vstack(model.get_weights()).astype(np.float64)
+        p = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+        model.train_on_batch(X, CLASSES, sample_weight=scale * weights)
+        w = weights[:, None]
+        g = p - HOT
+        G = (w * g).T @ (w * g) / np.sum(w**2)
+        if fisher == "type2":
+            G = np.diag((w * p).sum(0)) - (w * p).T @ p
+            G /= w.sum()
+        check_factors(find(model.optimizer.factors(), "d"), a.T @ a / ROWS, G)
+
+
+@pytest.mark.parametrize("weight", [12.0, 1000.0])
+@pytest.mark.parametrize("kind", ["examples", "one class", "inputs"])
+def test_a_loss_far_above_a_guess_is_as_documented(
+    weight: float, kind: str
+) -> None:
+    """Weights make a step of their own, and no rule guesses why."""
+    x = X * (weight if kind == "inputs" else 1)
+    w = np.ones(ROWS)
+    if kind == "examples":
+        w *= weight
+    elif kind == "one class":
+        w[CLASSES == 1] = weight
+    model = linear()
+    optimizer = tfkfac.KFAC(keras.optimizers.SGD(1.0), kl_clip=None)
+    model.compile(
+        optimizer, LOSSES.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    before = np.vstack(model.get_weights()).astype(np.float64)
+    a = append_one(x.astype(np.float64))
+    z = a @ before
+    p = np.exp(z - z.max(-1, keepdims=True))
+    g = w[:, None] * (p / p.sum(-1, keepdims=True) - HOT)
+    model.train_on_batch(x, CLASSES, sample_weight=w)
+    check_factors(
+        find(optimizer.factors(), "d"), *factors(a[:, None], g[:, None])
+    )
+
+
+# ------------------------------------------------------ what a loss keeps
+class Keeping(LOSSES.Loss):
+    """Counts its calls, keeps an average, draws numbers."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__(name="keeping")
+        self.calls = tf.Variable(0.0, trainable=False)
+        self.average = tf.Variable(tf.zeros([FEATURES]), trainable=False)
+        self.noise = tf.random.Generator.from_seed(3)
+        self.seeds = keras.random.SeedGenerator(5)
+        self.update = tf.function(self._update) if inside else self._update
+
+    def _update(self, y: Any) -> Any:
+        self.calls.assign_add(1.0)
+        self.average.assign(0.9 * self.average + 0.1 * tf.reduce_mean(y, 0))
+        return 0.0
+
+    def call(self, y: Any, p: Any) -> Any:
+        self.update(y)
+        noise = 1e-3 * self.noise.normal([])
+        noise += 1e-3 * keras.random.normal((), seed=self.seeds)
+        return squares(y, p) * (1 + noise)
+
+    def kept(self) -> list[Array]:
+        every = self.calls, self.average, self.noise.state, self.seeds.state
+        return [np.array(one) for one in every]
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "KFAC": tfkfac.KFAC,
+    "quadratic": lambda: tfkfac.KFAC(
+        step="quadratic", damping=tfkfac.LevenbergMarquardt(every=1)
+    ),
+    "FOSI": lambda: tfkfac.FOSI(
+        "sgd", num_largest=1, warmup_steps=1, lanczos_steps=4
+    ),
+    "GaussNewton": tfkfac.GaussNewton,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("way", ["plain", "inside of a function", "eager"])
+def test_a_loss_keeps_what_it_keeps_with_sgd(name: str, way: str) -> None:
+    kept = []
+    for optimizer in ("sgd", OPTIMIZERS[name]()):
+        loss = Keeping(way == "inside of a function")
+        model = linear()
+        model.compile(optimizer, loss, run_eagerly=way == "eager")
+        for _ in range(3):
+            model.train_on_batch(X, REAL)
+        kept.append(loss.kept())
+    assert kept[0][0] == 3
+    for want, got in zip(*kept, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_nobody_calls_a_loss_but_the_step() -> None:
+    """A function of Python's sees the batches that were fed, once each."""
+    seen: list[tuple[int, ...]] = []
+
+    def loss(y: Any, p: Any) -> Any:
+        tf.numpy_function(lambda a: seen.append(a.shape), [y], [])
+        return tf.reduce_mean(tf.abs(y - p) ** 1.5)
+
+    model = linear()
+    model.compile(tfkfac.KFAC(), loss)
+    model.fit(X, REAL, batch_size=5, verbose=0)
+    assert seen == [(5, FEATURES), (3, FEATURES)]
+
+
+def test_a_loss_may_call_the_model() -> None:
+    """As at collocation points; its moving averages are those of SGD."""
+    averages = []
+    for make in (keras.optimizers.SGD, tfkfac.KFAC):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.Dense(5, "tanh"),
+                layers.BatchNormalization(),
+                layers.Dense(FEATURES),
+            ]
+        )
+
+        def loss(y: Any, p: Any, model: Any = model) -> Any:
+            more = model(2 * X[::-1], training=True)
+            return squares(y, p) + 0.1 * tf.reduce_mean(tf.square(more))
+
+        model.compile(make(0.0), loss)
+        for _ in range(2):
+            model.train_on_batch(X, REAL)
+        averages.append([v.numpy() for v in model.non_trainable_variables])
+    for want, got in zip(*averages, strict=True):
+        assert_close(got, want, 1e-6)
