@@ -541,11 +541,20 @@ TERMS = Jobs(workers_terms)
 TERM_NAMES = [
     f"{where}: {case}"
     for where in ("two", "mirrored")
-    for case in ("mask", "weights", "sum", "outputs")
+    for case in (
+        "mask",
+        "weights",
+        "sum",
+        "outputs",
+        "own",
+        "own mean",
+        "own sum",
+        "own capped",
+    )
 ]
 for name_ in TERM_NAMES:
     where_, _, case_ = name_.partition(": ")
-    slow_ = where_ == "mirrored" or case_ != "mask"
+    slow_ = where_ == "mirrored" or case_ not in ("mask", "own capped")
     TERMS.add(name_, "train", case_, slow=slow_)
 
 
@@ -556,6 +565,8 @@ def test_tokens_weigh_the_same_on_every_worker(pool, name):
     for worker in TERMS.results(pool, name):
         np.testing.assert_equal(worker["start"], single["start"])
         assert_close(worker, single["weights"], EXACT)
+        assert worker["events"] == single["events"]
+        assert bool(worker["events"]) == name.endswith("capped")
         assert worker["factors"]
         for path, block in worker["factors"].items():
             for key, value in block.items():

@@ -18,6 +18,20 @@ _ROWS = [(3, 2, 1, 0), (0, 1, 0, 3), (2, 2, 2, 0), (0, 0, 1, 1)]
 _REDUCTIONS = {"weights": "mean_with_sample_weight", "sum": "sum"}
 
 
+def _squares(y: Any, p: Any) -> Any:
+    return tf.reduce_sum(tf.square(y - p), -1)
+
+
+# Of one's own; a single number has no terms that could be counted.
+_OWN = {
+    "own": lambda y, p: 7 * _squares(y, p),
+    "own mean": lambda y, p: 7 * tf.reduce_mean(_squares(y, p)),
+    "own sum": lambda y, p: tf.reduce_sum(_squares(y, p)),
+    # A square in some steps alone, on some workers.
+    "own capped": lambda y, p: tf.minimum(_squares(y, p), 7.0),
+}
+
+
 def network(case: str) -> keras.Model:
     """Two layers on tokens; in the case "outputs" one of two is masked."""
     inputs = keras.Input((3, 4))
@@ -37,7 +51,7 @@ def train(kind: str | None, case: str) -> dict[str, Any]:
 
     Args:
         kind: "multi", "mirrored", or None for a single process.
-        case: "mask", "weights", "sum", or "outputs".
+        case: "mask", "weights", "sum", "outputs", or a loss of one's own.
     """
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(24, 3, 4)), rng.normal(size=(24, 3, 2))
@@ -45,15 +59,16 @@ def train(kind: str | None, case: str) -> dict[str, Any]:
     valid[:, 0] = 1
     x *= valid[..., None] if case in ("mask", "outputs") else 1
     weights = rng.integers(0, 3, size=(24, 3)) + 0.0
-    loss = keras.losses.MeanSquaredError(
+    loss = _OWN.get(case) or keras.losses.MeanSquaredError(
         _REDUCTIONS.get(case, "sum_over_batch_size")
     )
+    fisher = "type2" if case in _OWN else "empirical"
     with floats("float64"):
         with strategy(kind).scope():
             keras.utils.set_random_seed(0)
             model = network(case)
             model.compile(
-                tfkfac.KFAC(INNERS["sgd"](), fisher="empirical", **DEFAULTS),
+                tfkfac.KFAC(INNERS["sgd"](), fisher=fisher, **DEFAULTS),
                 loss,
             )
         start = model.get_weights()
@@ -70,6 +85,7 @@ def train(kind: str | None, case: str) -> dict[str, Any]:
         "start": start,
         "weights": model.get_weights(),
         "factors": model.optimizer.factors(),
+        "events": model.optimizer.events(),
     }
 
 

@@ -319,13 +319,15 @@ def _sums(
     off = tf.reduce_sum(tf.square(slopes - u * residuals), -1)
     right = fit & tf.reduce_all(off <= room + least)
     floor = _ROUNDING * count if found.is_discrete else tf.zeros_like(count)
+    # The mean over no example is not a number.
+    total = tf.where(count > 0, _total(values), tf.zeros_like(count))
     return tf.stack(
         [
             tf.cast(tf.logical_not(right), tf.float64),
             product,
             square,
             unit * product,
-            _total(values),
+            total,
             _total(_masked(found.nll, mask)),
             floor,
         ]

@@ -70,7 +70,7 @@ class GaussNewtonMethod(Method):
     @override
     def run(self, step: Step) -> None:
         """One step (see `gauss_newton/solve.py` and `damping.py`)."""
-        step.note_losses()
+        step.note_losses("its Hessian is taken for the identity")
         objective = Objective.of(step, self.space)
         outputs = outputs_of(step.batch.terms)
         spaces = self.spaces(objective, outputs)
@@ -233,11 +233,6 @@ class GaussNewtonMethod(Method):
             ("steps at the rounding of the loss", state.settled),
             *self.job.losses.events(),
         ]
-
-    @property
-    @override
-    def needs_likelihood(self) -> str | None:
-        return "`GaussNewton`"
 
     # ----------------------------------------------------------- reporting
     def last_step(self) -> dict[str, float]:

@@ -126,7 +126,7 @@ class KFACMethod(Method):
     def run(self, step: Step) -> None:
         """One step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
         layers = self.observe(step)
-        step.note_losses()
+        step.note_losses("its unit is 1, its Fisher matrix the empirical one")
         self._advice.give(self.job, unseen_loss_warning(self.job, step.batch))
         statistics = self.statistics(layers, step)
         sample = Sample.of(step) if self.step == "quadratic" else None
@@ -369,12 +369,6 @@ class KFACMethod(Method):
     @override
     def events(self) -> list[tuple[str, tf.Variable]]:
         return [*self.states[0].events(), *self.job.losses.events()]
-
-    @property
-    @override
-    def needs_likelihood(self) -> str | None:
-        named = self.fisher not in (None, EMPIRICAL)
-        return f'Argument `fisher="{self.fisher}"`' if named else None
 
     # ----------------------------------------------------------- reporting
     @override

@@ -40,6 +40,7 @@ class LossLog:
         rank: int,
         device: str | None,
         optimizer: str,
+        instead: str,
     ) -> None:
         """Notes a step.
 
@@ -48,6 +49,7 @@ class LossLog:
             rank: The replica.
             device: Its device.
             optimizer: Name of the optimizer.
+            instead: What is done with a loss that is no likelihood.
         """
         for place, loss in enumerate(losses):
             if loss.verdict is None or loss.call is None:
@@ -56,7 +58,7 @@ class LossLog:
             if key not in self._logs:
                 with tf.init_scope(), tf.device(device):
                     self._logs[key] = _new_log(loss.call.loss.name, key[2])
-            _note(self._logs[key], loss.verdict, optimizer)
+            _note(self._logs[key], loss.verdict, optimizer, instead)
 
     def lines(self) -> list[str]:
         """What `summary` says of the losses."""
@@ -71,24 +73,6 @@ class LossLog:
                 log.unknown,
             )
             for log in self._of_first()
-        ]
-
-    def strangers(self) -> list[str] | None:
-        """Names of the losses that have been of no likelihood in any step.
-
-        None before the first step.
-        """
-        logs = self._of_first()
-        steps = [int(sum(log.counts.numpy())) for log in logs]
-        if not any(
-            known + int(log.unknown.numpy())
-            for known, log in zip(steps, logs, strict=True)
-        ):
-            return None
-        return [
-            log.loss
-            for known, log in zip(steps, logs, strict=True)
-            if not known
         ]
 
     def _of_first(self) -> list[_Log]:
@@ -107,7 +91,7 @@ def _new_log(loss: str, names: tuple[str, ...]) -> _Log:
     )
 
 
-def _note(log: _Log, verdict: Verdict, optimizer: str) -> None:
+def _note(log: _Log, verdict: Verdict, optimizer: str, instead: str) -> None:
     counted = tf.cast(verdict.is_counted, tf.int64)
     which = tf.one_hot(verdict.index, len(log.names), dtype=tf.int64)
     log.counts.assign_add(which * counted)
@@ -116,9 +100,9 @@ def _note(log: _Log, verdict: Verdict, optimizer: str) -> None:
         [verdict.is_counted & ~verdict.is_known],
         [log.unknown],
         [optimizer],
-        f"loss '{log.loss}' is a multiple of no likelihood in this step: its "
-        "unit is 1, its Fisher matrix the empirical one. "
-        "`tfkfac.register_distribution` declares the distribution of a loss.",
+        f"loss '{log.loss}' is a multiple of no likelihood in this step: "
+        f"{instead}. `tfkfac.register_distribution` declares the distribution "
+        "of a loss.",
     )
 
 

@@ -95,11 +95,6 @@ class Method(abc.ABC):
     def events(self) -> list[tuple[str, tf.Variable]]:
         """What can go wrong, and how often it has."""
 
-    @property
-    def needs_likelihood(self) -> str | None:
-        """Name of what needs losses to be likelihoods; None if nothing does."""
-        return None
-
     @abc.abstractmethod
     def summary(self) -> list[str]:
         """The lines of the summary, for a built model."""

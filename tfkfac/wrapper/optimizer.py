@@ -43,7 +43,6 @@ class SecondOrderOptimizer(OptimizerAround):
 
     method_type: ClassVar[type[Method]]
     _is_building = False  # whether Keras makes its state
-    _are_losses_checked = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -316,32 +315,9 @@ class SecondOrderOptimizer(OptimizerAround):
 
         Raises:
             FloatingPointError: If they have been.
-            ValueError: If the loss is no likelihood in the first of all
-                steps, and the optimizer needs one.
         """
-        self._check_losses()
         if self._job is not None and self._job.streaks:
             self._job.streaks[0].check(self.max_skipped_steps, self.name)
-
-    def _check_losses(self) -> None:
-        """Refuses a loss that the first batch has shown to be no likelihood."""
-        needs = (
-            None if self._are_losses_checked else self._method.needs_likelihood
-        )
-        strangers = (
-            self._job.losses.strangers() if needs and self._job else None
-        )
-        if strangers is None:
-            return
-        self._are_losses_checked = True
-        for name in strangers:
-            raise ValueError(
-                f"{needs} needs the distribution that the loss is the negative "
-                f"log-likelihood of, but loss '{name}' is a multiple of none "
-                "that is known. Declare it by `tfkfac.register_distribution`, "
-                'or use "mse", a cross-entropy, or another optimizer or type '
-                "of the Fisher matrix."
-            )
 
     def summary(self, print_fn: Callable[[str], None] = print) -> None:
         """Prints what the optimizer does with the model, and its state.

@@ -112,11 +112,15 @@ class Step:
             return self.loss.row_scale
         return self.loss.row_scale / tf.cast(scale, self.loss.row_scale.dtype)
 
-    def note_losses(self) -> None:
-        """Counts what the losses are taken for in this step."""
+    def note_losses(self, instead: str) -> None:
+        """Counts what the losses are taken for in this step.
+
+        Args:
+            instead: What is done with a loss that is no likelihood.
+        """
         job, rank = self.job, self.job.rank
         device = job.topology.devices[job.topology.position(rank)]
-        job.losses.note(self.loss.losses, rank, device, job.name)
+        job.losses.note(self.loss.losses, rank, device, job.name, instead)
 
     def withhold(self, indices: Sequence[int], bound: tf.Tensor) -> None:
         """Keeps gradients out of everything, so that nobody computes them.
