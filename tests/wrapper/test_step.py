@@ -167,30 +167,6 @@ def test_replicas_have_one_unit_whatever_their_shapes() -> None:
         assert found == (3.0, [2.0, 4 / 6][rank])
 
 
-def test_replicas_have_one_dispersion(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 3 terms 90 times as bad as a guess, and 1 ten times: 70 on average.
-
-    A tenth of that is the dispersion.
-    """
-    totals = {3.0: 270.0, 1.0: 10.0}
-    monkeypatch.setattr(
-        shares,
-        "surprise",
-        lambda terms: tf.constant(totals[float(terms.count)], tf.float64),
-    )
-
-    def work(group: Any) -> Any:
-        terms = LossTerms(
-            tf.constant([3.0, 1.0][group.rank], tf.float64),
-            tf.constant(2.0, tf.float64),
-        )
-        measure = measure_loss((terms,), group, 2, True)
-        return float(measure.unit), float(measure.row_scale)
-
-    for found, _ in run_together(2, work):
-        assert found == (2 * 7, 4 / 2 / 7)
-
-
 def test_an_empty_batch_counts_for_nothing() -> None:
     """The mean over no example is NaN."""
 
