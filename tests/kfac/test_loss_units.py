@@ -18,7 +18,6 @@ import tfkfac
 from tests.support.harness import (
     assert_close,
     check_factors,
-    compiled,
     find,
     randomize,
     weights_of,
@@ -27,7 +26,6 @@ from tests.support.reference import (
     Array,
     append_one,
     factors,
-    inverse_solve,
 )
 
 ROWS, FEATURES = 12, 4

@@ -16,7 +16,6 @@ from tfkfac.capture.loss_terms import LossTerms, mean_over
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import Settings
 from tfkfac.saving.entries import Contents
-from tfkfac.wrapper import shares
 from tfkfac.wrapper.hyperparameters import Tunable
 from tfkfac.wrapper.job import Job
 from tfkfac.wrapper.method import Method
