@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from tfkfac.distributed import standstill as module
-from tfkfac.distributed.cluster import Cluster
 from tfkfac.distributed.standstill import Standstill, place
 
-CLUSTER = Cluster(("host0:1", "host1:2", "host2:3"), 0)
+NAMES = [f"worker {i} at host{i}:{i + 1}" for i in range(3)]
 
 
 class FakeChannel:
@@ -32,7 +31,7 @@ def test_workers_are_asked_and_named(
     now = 100.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     channel = FakeChannel()
-    standstill = Standstill(CLUSTER, channel)  # type: ignore[arg-type]
+    standstill = Standstill(NAMES, channel)  # type: ignore[arg-type]
 
     def after(seconds: float) -> str:
         nonlocal now

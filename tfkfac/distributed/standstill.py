@@ -5,15 +5,18 @@ nothing is ended.
 """
 
 import contextlib
+import functools
 import pathlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
 
 from tfkfac.distributed.channel import Channel
-from tfkfac.distributed.cluster import Cluster
 from tfkfac.distributed.lines import Message
+from tfkfac.distributed.topology import find_topology
 
 # Seconds without a step until workers are asked, and for them to answer.
 _LONG = 60.0
@@ -26,12 +29,12 @@ class Standstill:
     """The first worker asks the others where they are; all answer.
 
     Args:
-        cluster: The workers.
+        names: What the workers are called.
         channel: What they say to each other.
     """
 
-    def __init__(self, cluster: Cluster, channel: Channel) -> None:
-        self._cluster = cluster
+    def __init__(self, names: Sequence[str], channel: Channel) -> None:
+        self._names = names
         self._channel = channel
         self._moved: float | None = None
         self._patience = _LONG
@@ -77,11 +80,31 @@ class Standstill:
 
     def _tell(self) -> None:
         lines = [f"tfkfac: no step has ended for {self._patience:.0f} s."]
-        for index in range(len(self._cluster.addresses)):
+        for index, name in enumerate(self._names):
             answer = self._places.get(index, "does not answer")
-            lines.append(f"tfkfac: {self._cluster.name(index)} {answer}")
+            lines.append(f"tfkfac: {name} {answer}")
         print("\n".join(lines), file=sys.stderr, flush=True)
         self._patience *= 2
+
+
+def find_standstill(strategy: tf.distribute.Strategy) -> Standstill | None:
+    """Who looks after the training under a strategy, if anybody does.
+
+    Replicas wait for each other, on several workers or in this process alone.
+    """
+    found = getattr(strategy, "standstill", None)
+    if found is None and len(find_topology(strategy).local) > 1:
+        return _of_this_process()
+    return found
+
+
+@functools.cache
+def _of_this_process() -> Standstill:
+    """The one of a process whose replicas nobody else looks after."""
+    channel = Channel(0, 1, {})
+    standstill = Standstill(["this process"], channel)
+    channel.start(standstill)
+    return standstill
 
 
 def place() -> str:

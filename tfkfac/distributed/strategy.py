@@ -84,10 +84,12 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
         lines = {} if cluster is None else wait_for_all(cluster, start_timeout)
         super().__init__(cluster_resolver, communication_options)
         if cluster is not None and lines:
-            channel = Channel(cluster.index, len(cluster.addresses), lines)
+            workers = range(len(cluster.addresses))
+            names = [cluster.name(index) for index in workers]
+            channel = Channel(cluster.index, len(workers), lines)
             self.watch = Watch(cluster, channel)
             self.stopping = Stopping(channel)
-            self.standstill = Standstill(cluster, channel)
+            self.standstill = Standstill(names, channel)
             channel.start(self.watch, self.stopping, self.standstill)
 
 

@@ -12,6 +12,7 @@ from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.loss_terms import LossTerms, mean_over
 from tfkfac.capture.trace import replica_id
 from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.replicas import keep_apart, side_by_side
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import find_topology
 from tfkfac.wrapper.loss_log import LossLog
@@ -141,6 +142,8 @@ class Job:
                 in another order.
         """
         topology = self.topology
+        if len(topology.local) > 1:
+            keep_apart(topology.devices)
         return Communicator(
             self.rank,
             topology.replicas,
@@ -149,6 +152,21 @@ class Job:
             len(topology.local) > 1,
             self.own(self._tokens) if self._tokens else None,
         )
+
+    def together(self, do: Callable[[], T]) -> T:
+        """Does what has collectives, with all replicas of this process.
+
+        In a graph, and with one replica a process, there is nothing to it.
+
+        Args:
+            do: What is done.
+
+        Returns:
+            What it returns.
+        """
+        if len(self.topology.local) > 1 and tf.executing_eagerly():
+            return side_by_side(do, self.own(self.topology.devices))
+        return do()
 
     def among_processes(self, purpose: str) -> Communicator:
         """Collectives of this process with the others, outside of graphs.

@@ -112,7 +112,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             return overflowed
         # Accelerators skip nothing.
         flag = tf.cast(overflowed, tf.float32)
-        (total,) = job.group("loss scale").all_reduce([flag])
+        group = job.group("loss scale")
+        (total,) = job.together(lambda: group.all_reduce([flag]))
         return total > 0
 
     def _adapt(self, scale: tf.Tensor, overflowed: tf.Tensor) -> None:

@@ -226,9 +226,8 @@ class SecondOrderOptimizer(OptimizerAround):
         job = self._bound_job()
         batch = LossTap.open(job.model).take()
         before = BeforeTap.open(job.model).take()
-        self._method.run(
-            Step(job, grads, variables, batch, job.group(), before)
-        )
+        step = Step(job, grads, variables, batch, job.group(), before)
+        job.together(lambda: self._method.run(step))
         MetricsTap.open(job.model).note(job.own(job.streaks).left_out)
         if tf.executing_eagerly():
             self.check_skipped_steps()

@@ -20,7 +20,7 @@ from tfkfac.distributed.agreement import (
     find_differences,
     first_of,
 )
-from tfkfac.distributed.standstill import Standstill
+from tfkfac.distributed.standstill import Standstill, find_standstill
 from tfkfac.distributed.topology import find_topology
 from tfkfac.saving.entries import Spread
 from tfkfac.wrapper.aftermath import Aftermath
@@ -40,11 +40,13 @@ def with_ours(
     if optimizer is None:
         return callbacks
     told = [Aftermath(optimizer), *callbacks, RunLength(optimizer)]
+    standstill = find_standstill(model.distribute_strategy)
+    if standstill is not None:
+        told = [Pulse(standstill), *told]
     if find_topology(model.distribute_strategy).processes == 1:
         return told
     first = Comparison(optimizer), Gathering(optimizer, callbacks)
-    pulse = Pulse(getattr(model.distribute_strategy, "standstill", None))
-    return [*first, pulse, *told, Agreement(optimizer, initial_epoch)]
+    return [*first, *told, Agreement(optimizer, initial_epoch)]
 
 
 def watched(model: keras.Model) -> contextlib.AbstractContextManager[None]:
@@ -62,10 +64,12 @@ def surroundings(
 ) -> Iterator[None]:
     """What a `fit` runs in; a callback that is a context is entered."""
     optimizer = ours(getattr(model, "optimizer", None))
-    standstill = getattr(model.distribute_strategy, "standstill", None)
+    standstill = None
+    if optimizer is not None:
+        standstill = find_standstill(model.distribute_strategy)
     with contextlib.ExitStack() as stack:
         stack.enter_context(watched(model))
-        if standstill is not None and optimizer is not None:
+        if standstill is not None:
             stack.enter_context(standstill.training())
         for one in callbacks:
             if isinstance(one, contextlib.AbstractContextManager):
@@ -131,17 +135,16 @@ class Pulse(keras.callbacks.Callback):
     """Tells that training does not stand still.
 
     Args:
-        standstill: Who looks after it, under a strategy of ours.
+        standstill: Who looks after it.
     """
 
-    def __init__(self, standstill: Standstill | None) -> None:
+    def __init__(self, standstill: Standstill) -> None:
         super().__init__()
         self._standstill = standstill
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._standstill is not None:
-            self._standstill.moves()
+        self._standstill.moves()
 
     @override
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -1,0 +1,73 @@
+"""Replicas of one process do not wait for what others of them assert.
+
+A `MirroredStrategy` has all of them in one graph, whose assertions and prints
+TensorFlow runs in the order of the program: what the second replica asserts in
+its loss came after what the first one prints in its step, which comes after a
+sum over both.
+"""
+
+import numpy as np
+import pytest
+
+from tests.support import workers_replicas
+from tests.support.cluster import Pool
+from tests.support.jobs import Jobs
+
+JOBS = Jobs(workers_replicas)
+# In float64 but for Lanczos vectors. Labels are drawn by each replica, and an
+# accelerator does not train: these have no path of one process.
+TOLERANCES = {
+    ("tokens", "eigen"): 1e-9,
+    ("tokens", "drawn labels"): None,
+    ("tokens", "fosi"): 1e-5,
+    ("assertion", "inverse"): 1e-9,
+    ("watched", "schedule"): 1e-9,
+    ("watched", "fosi"): 1e-5,
+    ("table", "fosi"): 1e-5,
+}
+WIDER = {
+    ("tokens", "inverse"): 1e-9,
+    ("tokens", "mem_opt"): 1e-9,
+    ("watched", "quadratic"): 1e-9,
+    ("watched", "columns"): 1e-5,
+    ("watched", "accelerator"): None,
+    ("watched", "gauss-newton"): 1e-6,
+    ("table", "quadratic"): 1e-9,
+}
+EAGER = [("tokens", "inverse"), ("watched", "fosi")]
+RUNS = {f"mirrored: {', '.join(run)}": run for run in TOLERANCES | WIDER}
+for name, run in RUNS.items():
+    JOBS.add(name, "train", *run, slow=run in WIDER)
+EAGERLY = {f"mirrored: {', '.join(run)}, eagerly": run for run in EAGER}
+for name, run in EAGERLY.items():
+    JOBS.add(name, "train", *run, eager=True, slow="fosi" in run)
+JOBS.add("mirrored: standstill", "stand_still")
+
+
+@pytest.mark.parametrize("name", JOBS.params(RUNS | EAGERLY))
+def test_training_ends_and_is_that_of_one_replica(
+    pool: Pool, name: str
+) -> None:
+    """And the weights of the replicas have the same bits."""
+    (found,) = JOBS.results(pool, name)
+    first, second = found
+    for ours, theirs in zip(first, second, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert np.isfinite(ours).all()
+    run = (RUNS | EAGERLY)[name]
+    tolerance = (TOLERANCES | WIDER)[run]
+    if tolerance is not None:
+        (expected,) = workers_replicas.train(None, *run)
+        for ours, theirs in zip(first, expected, strict=True):
+            np.testing.assert_allclose(
+                ours, theirs, rtol=tolerance, atol=tolerance
+            )
+
+
+def test_a_standstill_is_told_of(pool: Pool) -> None:
+    (said,) = JOBS.results(pool, "mirrored: standstill")
+    lines = [one for one in said.splitlines() if one.startswith("tfkfac")]
+    assert lines[0] == "tfkfac: no step has ended for 1 s."
+    assert lines[1].startswith("tfkfac: this process is in ")
+    # The first step may be told of as well.
+    assert any("slow_rows (workers_replicas.py:" in one for one in lines[1::2])
