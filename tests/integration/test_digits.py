@@ -111,46 +111,33 @@ def test_accuracy(
 
 
 @pytest.mark.parametrize(
-    "solver", ["inverse", pytest.param("eigen", marks=pytest.mark.slow)]
+    "classes", [10, pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_inputs_that_are_not_normalised(
-    solver: str, digits: tuple[Array, Array, Array, Array]
+    classes: int, digits: tuple[Array, Array, Array, Array]
 ) -> None:
-    """Pixels from 0 to 4,080, a loss of 1,000 nats at first.
+    """Pixels from 0 to 255, a loss of 60 nats at first.
 
-    The guide's Fisher matrix for them; the empirical one has 0.1 to 0.2.
+    With labels that are drawn, for two classes the default. Of ten the
+    empirical Fisher matrix has 0.18 of the held-out ones after an epoch.
     """
     x, y, *_ = digits
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [keras.Input((8, 8, 1)), layers.Flatten()]
         + [layers.Dense(128, activation="relu") for _ in range(2)]
-        + [layers.Dense(10)]
+        + [layers.Dense(10 if classes == 10 else 1)]
     )
-    optimizer = tfkfac.KFAC(solver=solver, fisher="monte_carlo")
-    model.compile(optimizer, loss(), metrics=["accuracy"])
-    model.fit(4080 * x, y, batch_size=100, epochs=6, verbose=0)
-    assert model.evaluate(4080 * x, y, verbose=0)[1] > 0.9
-    assert_sound(kfac_of(model))
-
-
-@pytest.mark.slow
-def test_two_classes_of_inputs_that_are_not_normalised(
-    digits: tuple[Array, Array, Array, Array],
-) -> None:
-    """Labels are drawn by default."""
-    x, y, *_ = digits
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [keras.Input((8, 8, 1)), layers.Flatten()]
-        + [layers.Dense(128, activation="relu") for _ in range(2)]
-        + [layers.Dense(1)]
-    )
-    two = keras.losses.BinaryCrossentropy(from_logits=True)
-    metric = keras.metrics.BinaryAccuracy(threshold=0)
-    model.compile(tfkfac.KFAC(), two, metrics=[metric])
-    model.fit(4080 * x, y < 5, batch_size=100, epochs=10, verbose=0)
-    assert model.evaluate(4080 * x, y < 5, verbose=0)[1] > 0.95
+    if classes == 10:
+        optimizer = tfkfac.KFAC(fisher="monte_carlo")
+        model.compile(optimizer, loss(), metrics=["accuracy"])
+    else:
+        y = y < 5
+        two = keras.losses.BinaryCrossentropy(from_logits=True)
+        metric = keras.metrics.BinaryAccuracy(threshold=0)
+        model.compile(tfkfac.KFAC(), two, metrics=[metric])
+    model.fit(255 * x, y, batch_size=100, epochs=3, verbose=0)
+    assert model.evaluate(255 * x, y, verbose=0)[1] > 0.9
     assert_sound(kfac_of(model))
 
 
