@@ -82,9 +82,10 @@ def test_weights_of_their_own_in_reverse() -> None:
 
 
 # --------------------------------------------------------------- positions
-@keras.saving.register_keras_serializable(package="keras_hub")
 class PositionEmbedding(layers.Layer):
     """What keras-hub's layer of this name computes from its arguments."""
+
+    __module__ = "keras_hub.src.layers.modeling.position_embedding"
 
     def __init__(self, sequence_length: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
