@@ -20,6 +20,7 @@ from tfkfac.blocks.einsum_dense import EinsumDenseBlock
 from tfkfac.blocks.embedding import (
     EmbeddingBlock,
     PositionEmbeddingBlock,
+    ProjectionBlock,
     ReversibleEmbeddingBlock,
 )
 from tfkfac.blocks.normalization import (
@@ -53,7 +54,10 @@ BLOCKS: dict[type[keras.layers.Layer], BlockTypes] = {
     keras.layers.SeparableConv2D: _SEPARABLE,
     keras.layers.EinsumDense: {"": EinsumDenseBlock},
     keras.layers.Embedding: {"": EmbeddingBlock},
-    keras.layers.ReversibleEmbedding: {"": ReversibleEmbeddingBlock},
+    keras.layers.ReversibleEmbedding: {
+        "": ReversibleEmbeddingBlock,
+        "reverse/": ProjectionBlock,
+    },
     keras.layers.BatchNormalization: {"": NormalizationBlock},
     keras.layers.LayerNormalization: {"": NormalizationBlock},
     keras.layers.GroupNormalization: {"": NormalizationBlock},

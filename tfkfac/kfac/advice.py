@@ -121,7 +121,7 @@ def looks_summed(
     if not layers:
         return None
     last = min(layers, key=lambda one: min(r.order for r in one.records))
-    g = last.block.rows(last.records[-1]).g
+    g = last.used.rows(last.records[-1]).g
     if g.shape.rank != 3 or g.shape[-1] == 1:
         return None
     g *= tf.cast(scale, g.dtype) * tf.cast(tf.shape(g)[0], g.dtype)

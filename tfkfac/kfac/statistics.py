@@ -60,14 +60,9 @@ def batch_statistics(
     )
     # In the order in which they are sent, and drawn gradients come.
     own = {
-        one.position: (one.block, one.records)
+        one.position: (one.used, one.records)
         for one in reversed(observed(layers, step, plan))
     }
-    if choice.likelihood is None:
-        return types.empirical(own, view)
-    likelihood = choice.likelihood.tempered(step.loss.dispersions)
-    if choice.type == types.TYPE2:
-        return types.type2(own, view, likelihood)
 
     def total(tensor: tf.Tensor) -> tf.Tensor:
         # Factors of one worker's batch alone are of its labels alone.
@@ -76,8 +71,21 @@ def batch_statistics(
         (sum_,) = step.group.all_reduce([tensor])
         return sum_
 
-    seeds = label_seeds(step, state, len(likelihood.outputs))
-    return types.monte_carlo(own, view, likelihood, seeds, total)
+    if choice.likelihood is None:
+        made = types.empirical(own, view)
+    else:
+        likelihood = choice.likelihood.tempered(step.loss.dispersions)
+        if choice.type == types.TYPE2:
+            made = types.type2(own, view, likelihood)
+        else:
+            seeds = label_seeds(step, state, len(likelihood.outputs))
+            made = types.monte_carlo(own, view, likelihood, seeds, total)
+    return {
+        position: {"A": named["G"], "G": named["A"]}
+        if own[position][0].swapped
+        else named
+        for position, named in made.items()
+    }
 
 
 def label_seeds(step: Step, state: State, outputs: int) -> list[tf.Tensor]:
