@@ -6,6 +6,7 @@ own ones.
 
 import ast
 import importlib
+import warnings
 from typing import Any
 
 import keras
@@ -243,3 +244,63 @@ def test_channels_first() -> None:
     model.compile(optimizer, "mse", run_eagerly=True)
     why = "normalises channels that come first"
     assert leftovers_of(optimizer) == {"own:scale": why}
+
+
+# -------------------------------------------------------------------- models
+@pytest.mark.parametrize("tie_weights", [True, False])
+def test_its_llama(tie_weights: bool) -> None:
+    """All weights have blocks, and nobody is warned."""
+    hub = pytest.importorskip("keras_hub")
+    backbone = hub.models.Llama3Backbone(
+        vocabulary_size=30,
+        num_layers=1,
+        num_query_heads=2,
+        num_key_value_heads=1,
+        hidden_dim=8,
+        intermediate_dim=12,
+        tie_word_embeddings=tie_weights,
+    )
+    model = hub.models.Llama3CausalLM(backbone=backbone, preprocessor=None)
+    optimizer = tfkfac.KFAC()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.compile(optimizer, loss, run_eagerly=True)
+    assert leftovers_of(optimizer) == {}
+    text = np.arange(48, dtype="int32").reshape(4, 12) % 30
+    x = {"token_ids": text[:, :-1], "padding_mask": np.ones((4, 11), "int32")}
+    y = text[:, 1:]
+    steps = [model.train_on_batch(x, y, return_dict=True) for _ in range(8)]
+    assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
+    tokens = [path for path in optimizer.factors() if "token_embedding" in path]
+    assert len(tokens) == 2 - tie_weights
+
+
+def test_its_masked_language_model() -> None:
+    """It projects inside of its head; the bias there is left, and named."""
+    hub = pytest.importorskip("keras_hub")
+    backbone = hub.models.BertBackbone(
+        vocabulary_size=30,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=8,
+        intermediate_dim=12,
+        max_sequence_length=12,
+    )
+    model = hub.models.BertMaskedLM(backbone=backbone, preprocessor=None)
+    optimizer = tfkfac.KFAC(fisher="empirical")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with pytest.warns(UserWarning, match=r"mlm_head \(30 weights: no block"):
+        model.compile(optimizer, loss, run_eagerly=True)
+    assert list(leftovers_of(optimizer)) == ["mlm_head:output_bias"]
+    text = np.arange(48, dtype="int32").reshape(4, 12) % 30
+    x = {
+        "token_ids": text,
+        "segment_ids": np.zeros_like(text),
+        "padding_mask": np.ones_like(text),
+        "mask_positions": np.tile(np.array([[1, 5]], "int32"), (4, 1)),
+    }
+    model.train_on_batch(x, text[:, [1, 5]])
+    path = next(p for p in optimizer.factors() if "token_embedding" in p)
+    # The tokens' factor is of the logits: no one is without a gradient there.
+    assert (optimizer.factors()[path]["A"] > 0).all()
