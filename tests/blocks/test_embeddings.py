@@ -1,4 +1,4 @@
-"""Embeddings that do more than look up tokens, and those of positions."""
+"""Embeddings of positions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,71 +20,14 @@ from tests.support.harness import (
 from tests.support.layer_cases import make_input
 from tests.support.layer_models import targets
 from tests.support.reference import Array, factors
-from tests.support.summaries import blocks_of, leftovers_of
 
 BATCH, TOKENS, WIDTH, TIME = 4, 6, 3, 5
 
 
-class Language(keras.Model):
-    """Calls its embedding where no functional model sees it."""
-
-    def __init__(self, tie_weights: bool) -> None:
-        super().__init__()
-        self.tokens = layers.ReversibleEmbedding(
-            TOKENS, WIDTH, tie_weights=tie_weights, name="tokens"
-        )
-        self.hidden = layers.Dense(WIDTH, name="hidden")
-
-    def call(self, x: Any) -> Any:
-        return self.tokens(self.hidden(self.tokens(x)), reverse=True)
-
-
-def language(tie_weights: bool) -> tuple[Any, Array, Array]:
-    """A model that is built, tokens, and targets for its outputs."""
-    model = Language(tie_weights)
-    x = make_input("embedding", (TIME,), BATCH)
-    model(x)
-    randomize(model)
-    return model, x, targets(model, x)
-
-
-@pytest.mark.parametrize("eager", [True, False])
-def test_tied_weights_used_in_reverse(eager: bool) -> None:
-    """Seen in the first step: the layer is left alone and listed."""
-    model, x, y = language(tie_weights=True)
-    gradients = keras_gradients(model, x, y)
-    optimizer = compiled(model, eager=eager)
-    before = weights_of(model)
-    model.train_on_batch(x, y)
-    delta = [b - a for b, a in zip(before, weights_of(model), strict=True)]
-    assert_close(delta[0], gradients[0], 1e-5, "plain step of the embedding")
-    assert np.abs(delta[1] - gradients[1]).max() > 1e-3
-    assert list(blocks_of(optimizer)) == ["hidden"]
-    why = "used in reverse with tied weights"
-    assert leftovers_of(optimizer) == {"tokens:embeddings": why}
-    # Compiled anew, the optimizer keeps its state, and its summary is right.
-    model.compile(optimizer, "mse", run_eagerly=eager)
-    model.train_on_batch(x, y)
-    assert leftovers_of(optimizer) == {"tokens:embeddings": why}
-
-
-def test_weights_of_their_own_in_reverse() -> None:
-    """The embedding's factors are those of its lookups alone."""
-    model, x, y = language(tie_weights=False)
-    embeddings, reverse, kernel, bias = weights_of(model)
-    a = np.eye(TOKENS)[x]
-    z = (a @ embeddings @ kernel + bias) @ reverse
-    g = (z - y) @ reverse.T @ kernel.T
-    step = train_once(model, x, y)
-    A, G = factors(a, g)
-    assert_close(step.of("tokens")["A"], np.diagonal(A), 1e-5, "A")
-    assert_close(step.of("tokens")["G"], G, 1e-5, "G")
-
-
-# --------------------------------------------------------------- positions
-@keras.saving.register_keras_serializable(package="keras_hub")
 class PositionEmbedding(layers.Layer):
     """What keras-hub's layer of this name computes from its arguments."""
+
+    __module__ = "keras_hub.src.layers.modeling.position_embedding"
 
     def __init__(self, sequence_length: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -322,3 +322,44 @@ def test_errors(
     with pytest.raises(error, match=message):
         tfkfac.register_block(**arguments)
     assert not table._registered
+
+
+class Optional(layers.Dense):
+    """A dense layer, unless a call says otherwise."""
+
+    def call(self, x: Any, twice: bool = False) -> Any:
+        return super().call(super().call(x)) if twice else super().call(x)
+
+
+class OptionalBlock(DenseBlock):
+    kind = "Optional"
+
+    def relevant(self, calls: Any) -> Any:
+        twice = any(call[0].kwargs.get("twice") for call in calls)
+        self.left_out = "called twice at once" if twice else None
+        return calls
+
+
+def test_a_block_that_does_not_stand_for_a_step() -> None:
+    """The gradients stay as they are, and the summary says why."""
+    tfkfac.register_block(Optional, block=OptionalBlock)
+    inputs = keras.Input((3,))
+    layer = Optional(3, name="block")
+    for twice, left in [
+        (
+            True,
+            {f"block:{n}": "called twice at once" for n in ("kernel", "bias")},
+        ),
+        (False, {}),
+    ]:
+        model = keras.Model(inputs, layer(inputs, twice=twice))
+        x = make_input("", (3,), BATCH)
+        y = targets(model, x)
+        gradients = keras_gradients(model, x, y)
+        step = train_once(model, x, y)
+        assert leftovers_of(model.optimizer) == left
+        plain = [
+            np.allclose(delta, gradient, rtol=1e-4, atol=1e-6)
+            for delta, gradient in zip(step.delta, gradients, strict=True)
+        ]
+        assert all(plain) if twice else not any(plain)

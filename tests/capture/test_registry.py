@@ -89,19 +89,6 @@ def model_weight() -> Any:
     return Biased()
 
 
-def reversible() -> Any:
-    tokens = layers.ReversibleEmbedding(7, 3, name="tokens")
-    inputs = keras.Input((4,), dtype="int32")
-    hidden = layers.Dense(3, name="first")(tokens(inputs))
-    return keras.Model(inputs, tokens(hidden, reverse=True))
-
-
-def untied() -> Any:
-    tokens = layers.ReversibleEmbedding(7, 3, tie_weights=False, name="tokens")
-    inputs = keras.Input((4,), dtype="int32")
-    return keras.Model(inputs, tokens(tokens(inputs), reverse=True))
-
-
 def distributed_and_not() -> Any:
     layer = layers.Dense(FEATURES, name="shared")
     inputs = keras.Input(SEQUENCE)
@@ -112,7 +99,6 @@ def distributed_and_not() -> Any:
 
 LSTM = "used in the loop of a LSTM"
 GRU = "used in the loop of a GRU"
-REVERSIBLE = "not in the block of ReversibleEmbedding"
 LEFT: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
     "rnn": (
         lambda: sequential(
@@ -191,14 +177,6 @@ LEFT: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
         },
     ),
     "quantized": (quantized, {"small:bias": "quantized weights"}),
-    "reversible embedding": (
-        reversible,
-        {"tokens:embeddings": "used in reverse with tied weights"},
-    ),
-    "weights of a reverse embedding": (
-        untied,
-        {"tokens:reverse_embeddings": REVERSIBLE},
-    ),
     "subclass with its own call": (
         lambda: sequential(layers.Dense(3), OwnCall(2, name="own")),
         {f"own:{n}": "no block for OwnCall" for n in ("kernel", "bias")},
@@ -230,7 +208,7 @@ def test_what_is_left_is_listed_with_the_reason(case: str) -> None:
     optimizer = bind(model)
     assert leftovers_of(optimizer) == want
     variables = len(want) + sum(
-        2 if "first" in path or "dense" in path else "tokens" in path
+        2 * ("first" in path or "dense" in path)
         for path in blocks_of(optimizer)
     )
     assert variables == len(model.trainable_variables)
@@ -244,11 +222,8 @@ def test_what_is_left_trains(case: str) -> None:
     bind(model)
     before = [v.numpy() for v in model.trainable_variables]
     rng = np.random.default_rng(0)
-    if "embedding" in case:
-        x = rng.integers(0, 7, (8, 4))
-    else:
-        shape = getattr(model, "input_shape", (None, FEATURES))[1:]
-        x = rng.normal(size=(8, *shape))
+    shape = getattr(model, "input_shape", (None, FEATURES))[1:]
+    x = rng.normal(size=(8, *shape))
     target = rng.normal(size=model(x).shape)
     for _ in range(2):
         model.train_on_batch(x, target)

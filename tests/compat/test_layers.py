@@ -10,8 +10,8 @@ from keras import layers
 from tests.compat.contracts import contract
 from tfkfac.compat.layers import (
     all_layers,
-    called_with,
     children,
+    last_layers,
     mask_of,
     pass_mask,
 )
@@ -58,17 +58,42 @@ def test_all_layers() -> None:
 
 
 @contract(
-    "compat.layers.called_with",
-    "`_inbound_nodes` have the `arguments` of calls in functional models.",
+    "compat.layers.last_layers",
+    "`_keras_history` tells the operation, and which of its `_inbound_nodes`.",
 )
-def test_arguments_of_calls() -> None:
-    layer = layers.ReversibleEmbedding(5, 2)
-    assert not called_with(layer, "reverse")
-    layer(keras.Input((3,), dtype="int32"))
-    layer(keras.Input((3,), dtype="int32"), reverse=False)
-    assert not called_with(layer, "reverse")
-    layer(keras.Input((3, 2)), reverse=True)
-    assert called_with(layer, "reverse")
+def test_last_layers() -> None:
+    inputs = keras.Input((3,))
+    first, second = layers.Dense(3), layers.Dense(3)
+    hidden = second(first(inputs))
+    # What has no weights is passed, in both directions of a branch.
+    outputs = layers.Softmax()(keras.ops.tanh(hidden) + first(inputs))
+    model = keras.Model(inputs, outputs)
+    assert {id(x) for x in last_layers(model)} == {id(first)}
+    both = keras.Model(inputs, {"a": hidden, "b": outputs})
+    assert last_layers(both) == [second, first]
+    # The call counts, and not where the layer was made.
+    again = keras.Model(inputs, first(layers.ReLU()(hidden)))
+    assert last_layers(again) == [first]
+    assert last_layers(keras.Sequential([again, layers.ReLU()])) == [first]
+    assert not last_layers(keras.Model(inputs, layers.ReLU()(inputs)))
+
+
+def test_last_layers_of_other_models() -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = [layers.Dense(2), layers.Dense(3), layers.ReLU()]
+
+        def call(self, x: Any) -> Any:
+            for part in self.parts:
+                x = part(x)
+            return x
+
+    model = Own()
+    model(np.ones((1, 4)))
+    assert last_layers(model) == [model.parts[1]]
+    unbuilt = keras.Sequential([layers.Dense(1)])
+    assert not last_layers(unbuilt)
 
 
 @contract("compat.layers.mask_of", "A tensor has its mask as `_keras_mask`.")

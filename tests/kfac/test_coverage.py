@@ -1,4 +1,4 @@
-"""What is said of a model that K-FAC mostly leaves alone."""
+"""What is said of weights that K-FAC leaves alone."""
 
 import dataclasses
 import re
@@ -74,11 +74,89 @@ def test_low_coverage() -> None:
 
 @pytest.mark.parametrize(("weights", "warned"), [(18, False), (19, True)])
 def test_from_which_share_on(weights: int, warned: bool) -> None:
-    """Half of the weights is not low."""
+    """Half of the weights is not low, if no single one is a large part."""
+    small = [Offset(weights // 20 + (i < weights % 20)) for i in range(20)]
     dense = layers.Dense(3, use_bias=False)
-    texts = compiling(sequential(Offset(weights), dense))
+    texts = compiling(sequential(*small, dense))
     assert 3 * FEATURES == 18
     assert len(texts) == warned
+
+
+@pytest.mark.parametrize(("weights", "warned"), [(6, False), (7, True)])
+def test_a_large_weight_without_a_block(weights: int, warned: bool) -> None:
+    """More than 5 % of the model is named, and one that is less is not."""
+    model = sequential(
+        Offset(weights, name="offset"),
+        layers.Dense(19, use_bias=False),
+    )
+    texts = compiling(model)
+    assert 19 * FEATURES == 114 == 19 * 6  # 6 of 120 is 5 %
+    assert len(texts) == warned
+    for text in texts:
+        share = 100 * 114 / (114 + weights)
+        assert f"K-FAC preconditions {share:.1f}% of the weights" in text
+        assert f"alone: offset ({weights} weights: no block for Off" in text
+
+
+def test_all_large_weights_are_named() -> None:
+    """However many there are, the largest first, and some smaller ones."""
+    parts = [Offset(30 + i, name=f"large_{i}") for i in range(5)]
+    model = sequential(
+        *[Offset(1, name=f"small_{i}") for i in range(2)],
+        *parts,
+        layers.Dense(50, use_bias=False),
+    )
+    (text,) = compiling(model)
+    named = re.findall(r"(\w+) \(\d+ weights", text)
+    assert named == [f"large_{i}" for i in (4, 3, 2, 1, 0)]
+    assert "), .... See" in text
+
+
+class Late(keras.Model):
+    """Not functional."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def call(self, x: Any) -> Any:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def functional(parts: Any) -> Any:
+    """What follows the last layer has no weights."""
+    x = inputs = keras.Input((FEATURES,))
+    for part in parts:
+        x = part(x)
+    return keras.Model(inputs, layers.Reshape((-1, 1))(layers.Softmax()(x)))
+
+
+def built(parts: Any) -> Any:
+    model = Late(parts)
+    model(np.ones((1, FEATURES)))
+    return model
+
+
+LAST: dict[str, Callable[[Any], Any]] = {
+    "sequential": lambda parts: sequential(*parts),
+    "functional": functional,
+    "nested": lambda parts: sequential(functional(parts)),
+    "subclassed": built,
+}
+
+
+@pytest.mark.parametrize("kind", LAST)
+def test_the_last_layer_is_always_named(kind: str) -> None:
+    """However small it is; the same one elsewhere is not."""
+    last = Offset(1, name="offset")
+    dense = layers.Dense(50)
+    (text,) = compiling(LAST[kind]([dense, last]))
+    assert re.search(r"alone: (\w+/)?offset \(1 weights: no block", text)
+    assert not compiling(LAST[kind]([Offset(1), layers.Dense(50)]))
+    skipped = LAST[kind]([layers.Dense(50), Offset(1, name="offset")])
+    assert not compiling(skipped, skip_layers=["offset"])
 
 
 def test_layers_without_any_block() -> None:

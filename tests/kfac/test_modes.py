@@ -43,7 +43,7 @@ from tests.support.mode_cases import (
     plans,
 )
 from tests.support.weights import assert_same_bits, distance
-from tests.support.worker_parts import FEEDS, images, shares, small
+from tests.support.worker_parts import FEEDS, MODELS, images, shares, small
 
 Results = Callable[[str], list[Result]]
 SINGLE = 1e-5  # float32
@@ -88,7 +88,7 @@ def test_updates(results, name):
     "name",
     JOBS.params(
         name
-        for name in names("vision", "text", "small", "wide", "batch_norm")
+        for name in names(*(set(MODELS) - {"cnn"}))
         if not {"factor_dtype", "poison"} & set(options_of(name))
         if "drawn labels" not in name
     ),

@@ -101,6 +101,16 @@ add_grid(
     ],
 )
 add_grid("two", "cnn", [("dp_kfac", "inverse", "sgd", "expand")], slow=True)
+add_grid("two", "language", [("comm_opt", "inverse", "sgd", "expand")])
+add_grid(
+    "two",
+    "language",
+    [
+        ("mem_opt", "eigen", "sgd", "reduce"),
+        ("hybrid_opt 1/2", "inverse", "adam", "expand"),
+    ],
+    slow=True,
+)
 add_grid(
     "four",
     "cnn",
@@ -169,6 +179,14 @@ for where_, mode_, slow_ in [
 add("two", "rows, NaN", "comm_opt", True, model="wide", poison=(3, 1))
 add("two", "late", "dp_kfac", True, model="cnn", feed="late")
 add("two", "same rows, text", "dp_kfac", True, model="text", feed="same")
+add(
+    "two",
+    "same rows, language",
+    "dp_kfac",
+    True,
+    model="language",
+    feed="same",
+)
 add(
     "two",
     "float32",

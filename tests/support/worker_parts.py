@@ -143,9 +143,23 @@ def text() -> keras.Model:
     return keras.Model(tokens, layers.Dense(CLASSES, name="logits")(h))
 
 
-MODELS: dict[str, Callable[[], keras.Model]] = {
-    f.__name__: f for f in (vision, cnn, small, wide, batch_norm, text)
+def language() -> keras.Model:
+    """Projections back to the tokens, by tied weights and by others."""
+    tokens = keras.Input((5,), dtype="int32")
+    tied = layers.ReversibleEmbedding(TOKENS, 4, name="tied")
+    own = layers.ReversibleEmbedding(TOKENS, 4, tie_weights=False, name="own")
+    h = layers.GlobalAveragePooling1D()(tied(tokens) + own(tokens))
+    h = layers.Dense(4, activation="tanh", name="hidden")(h)
+    logits = tied(h, reverse=True) + own(h, reverse=True)
+    return keras.Model(tokens, logits)
+
+
+TEXTS: dict[str, Callable[[], keras.Model]] = {
+    f.__name__: f for f in (text, language)
 }
+MODELS: dict[str, Callable[[], keras.Model]] = {
+    f.__name__: f for f in (vision, cnn, small, wide, batch_norm)
+} | TEXTS
 
 # -------------------------------------------------------------- optimizers
 # The same numbers in float32 and float64.

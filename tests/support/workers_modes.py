@@ -28,6 +28,7 @@ from tests.support.worker_parts import (
     INNERS,
     MODELS,
     OBJECTS,
+    TEXTS,
     Feed,
     cnn,
     images,
@@ -108,8 +109,8 @@ def train(
     with floats(dtype):
         network = compiled(kind, model, inner, options)
         network.run_eagerly = eager
-        x, y = (sentences if model == "text" else images)()
-        if model != "text":
+        x, y = (sentences if model in TEXTS else images)()
+        if model not in TEXTS:
             x = x.astype(dtype)
         rows = FEEDS[feed]() if isinstance(feed, str) else feed
         steps = shares(rows, workers)

@@ -49,6 +49,8 @@ class Block(abc.ABC):
         examples_first: Whether input, gradient and mask of a record have the
             examples as their first axis, and the rows of an example are of
             its own alone. Then statistics of a part of a batch are cheaper.
+        swapped: Whether its A is the G, and its G the A, of the block that it
+            takes the statistics for, see `used_as`.
         left_out: Why the block took no part in the last step that was traced,
             or None.
         limit: `limit.matrix(size)` is the kind of a factor that is one matrix:
@@ -62,6 +64,7 @@ class Block(abc.ABC):
 
     kind: str
     examples_first: bool = False
+    swapped: bool = False
     left_out: str | None = None
     limit = Limit()
 
@@ -114,6 +117,14 @@ class Block(abc.ABC):
         `left_out` says what; its gradients then stay as they are.
         """
         return calls
+
+    def used_as(self, calls: Sequence[Sequence[Record]]) -> "Block":
+        """The block that takes the statistics of a step; itself, by default.
+
+        Another one if the calls of the step are of another kind. It has the
+        same `variables` and kinds of factors, which may be `swapped`.
+        """
+        return self
 
     @property
     def form(self) -> Hashable | None:

@@ -6,13 +6,12 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.blocks.base import Alike, Block
+from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.matrix import MatrixBlock
 from tfkfac.blocks.rows import Rows, Statistic, fold_mask, fold_positions
 from tfkfac.capture.record import Record
-from tfkfac.compat.layers import called_with
 from tfkfac.factors import Diagonal, Factor
-
-_TIED = "used in reverse with tied weights"
 
 
 class EmbeddingBlock(MatrixBlock):
@@ -82,27 +81,96 @@ class EmbeddingBlock(MatrixBlock):
 class ReversibleEmbeddingBlock(EmbeddingBlock):
     """Embedding that can also project back to the tokens.
 
-    The block is that of the embeddings. With tied weights the projection uses
-    the same ones, and the sum of two Kronecker products is none: then the
-    layer has no block. Weights of the projection alone have none either.
+    The block is that of the embeddings as they look up tokens. With tied
+    weights the projection uses the same ones, and the sum of two Kronecker
+    products is none. Then the factors are those of the projection alone, with
+    which models trained better than with sums of both: A is the diagonal of
+    the logits' factor, G is of the features.
     """
-
-    @staticmethod
-    @override
-    def unsupported(layer: keras.layers.Layer) -> str | None:
-        if layer.tie_weights and called_with(layer, "reverse"):
-            return _TIED
-        return EmbeddingBlock.unsupported(layer)
 
     @override
     def relevant(
         self, calls: Sequence[Sequence[Record]]
     ) -> list[Sequence[Record]]:
-        forward = [c for c in calls if not c[0].kwargs.get("reverse")]
-        reversed_ = len(forward) < len(calls)
-        tied = reversed_ and self.layer.tie_weights
-        self.left_out = _TIED if tied else None
-        return forward
+        return [call for call in calls if not is_reverse(call)]
+
+    @override
+    def used_as(self, calls: Sequence[Sequence[Record]]) -> Block:
+        if not (self.layer.tie_weights and any(map(is_reverse, calls))):
+            return self
+        block = TiedProjectionBlock(self.layer, self.path)
+        block.limit = self.limit
+        return block
+
+
+class ProjectionBlock(DenseBlock):
+    """Projection of a `ReversibleEmbedding` by weights of its own.
+
+    It is a dense layer of the features, with an output for each token.
+    """
+
+    kind = "Projection"
+
+    def __init__(self, layer: keras.layers.Layer, path: str) -> None:
+        super().__init__(layer, path)
+        # What the cap takes of the output is not known of single examples.
+        self.examples_first = layer.logit_soft_cap is None
+
+    def _find_kernel(self) -> keras.Variable:
+        return self.layer.reverse_embeddings
+
+    @staticmethod
+    @override
+    def unsupported(layer: keras.layers.Layer) -> str | None:
+        if layer.tie_weights:
+            return "has no weights of its own"
+        return DenseBlock.unsupported(layer)
+
+    @override
+    def relevant(
+        self, calls: Sequence[Sequence[Record]]
+    ) -> list[Sequence[Record]]:
+        return [call for call in calls if is_reverse(call)]
+
+    @override
+    def alike(self, record: Record) -> Alike | None:
+        return super().alike(record) if self.examples_first else None
+
+    @override
+    def rows(self, record: Record) -> Rows:
+        rows, cap = super().rows(record), self.layer.logit_soft_cap
+        if cap is None:
+            return rows
+        # The gradient is taken back through cap * tanh(logits / cap).
+        shares = fold_positions(self.cast(record.output)) / cap
+        return Rows(rows.a, rows.g * (1 - tf.square(shares)), rows.mask)
+
+
+class TiedProjectionBlock(ProjectionBlock):
+    """The same by the embeddings, of which the kernel is the transpose."""
+
+    swapped = True
+
+    def _find_kernel(self) -> keras.Variable:
+        return self.layer.embeddings
+
+    @property
+    @override
+    def matrix_shape(self) -> tuple[int, ...]:
+        tokens, width = self._kernel.shape
+        return width, tokens
+
+    @property
+    @override
+    def factors(self) -> dict[str, Factor]:
+        width, tokens = self.matrix_shape
+        return {"A": self.limit.matrix(width), "G": Diagonal(tokens)}
+
+    def _split(self, kernel: tf.Tensor) -> tf.Tensor:
+        return tf.transpose(tf.convert_to_tensor(kernel))
+
+    def _join(self, matrix: tf.Tensor) -> tf.Tensor:
+        return tf.transpose(matrix)
 
 
 class PositionEmbeddingBlock(EmbeddingBlock):
@@ -130,3 +198,8 @@ class PositionEmbeddingBlock(EmbeddingBlock):
             fold_positions(self.cast(record.gradient)),
             fold_mask(record.mask, shape),
         )
+
+
+def is_reverse(call: Sequence[Record]) -> bool:
+    """Whether a call projects back to the tokens."""
+    return bool(call[0].kwargs.get("reverse"))

@@ -16,6 +16,10 @@ from tfkfac.compat.calls import shared_call
 from tfkfac.compat.overrides import given_moments
 from tfkfac.factors import Factor, Stack
 
+# Names of the scale. Keras' `scale` is a weight in `RMSNormalization` alone,
+# elsewhere a flag; T5 of keras-hub has a `weight`.
+_GAINS = ("gamma", "scale", "weight")
+
 
 class NormalizationBlock(Block):
     """Exact Fisher of each feature's scale and offset, one 2x2 matrix each.
@@ -30,8 +34,7 @@ class NormalizationBlock(Block):
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
-        # The gain of `RMSNormalization` is `scale`; elsewhere that is a flag.
-        gains = [weight_of(layer, name) for name in ("gamma", "scale")]
+        gains = [weight_of(layer, name) for name in _GAINS]
         self._gain = next((w for w in gains if w is not None), None)
         both = [self._gain, weight_of(layer, "beta")]
         self._all = [w for w in both if w is not None]
@@ -40,8 +43,7 @@ class NormalizationBlock(Block):
     @staticmethod
     @override
     def unsupported(layer: keras.layers.Layer) -> str | None:
-        axes = layer.axis if isinstance(layer.axis, list) else [layer.axis]
-        if 0 in axes:
+        if 0 in axes_of(layer):
             return "normalises over the batch axis"
         if getattr(layer, "renorm", False):
             return "batch renormalisation"
@@ -169,14 +171,26 @@ class NormalizationBlock(Block):
         kwargs: Mapping[str, Any],
         statistics: Sequence[tf.Tensor],
     ) -> tf.Tensor:
-        """The layer's output with a scale of one and an offset of zero.
+        """The normalised input: the output with a scale of one, no offset."""
+        return self._output(True, inputs, moments, kwargs, statistics)
+
+    def _output(
+        self,
+        scaled: bool,
+        inputs: tf.Tensor,
+        moments: Sequence[tf.Tensor] | None,
+        kwargs: Mapping[str, Any],
+        statistics: Sequence[tf.Tensor],
+    ) -> tf.Tensor:
+        """The layer's output with a scale of one or zero, and no offset.
 
         The layer itself computes it, in a scope that takes the substitutes
         and keeps its moving statistics from being updated once more. Batch
         moments are not computed again: synchronised ones are a collective.
         """
+        one = self._gain if scaled else None
         substitutes = [
-            (w, (tf.ones if w is self._gain else tf.zeros)(w.shape, w.dtype))
+            (w, (tf.ones if w is one else tf.zeros)(w.shape, w.dtype))
             for w in self._all
         ]
         substitutes += zip(self._statistics, statistics, strict=True)
@@ -189,10 +203,8 @@ class NormalizationBlock(Block):
 
     def _features_last(self, tensor: tf.Tensor) -> tf.Tensor:
         """`(batch, ...)` to `(batch, shared, features)`."""
-        axes = self.layer.axis
-        axes = axes if isinstance(axes, (list, tuple)) else [axes]
         rank = tensor.shape.rank
-        axes = [axis % rank for axis in axes]
+        axes = [axis % rank for axis in axes_of(self.layer)]
         shared = [i for i in range(1, rank) if i not in axes]
         order = [0, *shared, *axes]
         if order != sorted(order):
@@ -211,6 +223,30 @@ class NormalizationBlock(Block):
             with_shape(part, weight.shape)
             for part, weight in zip(parts, self._weights, strict=True)
         ]
+
+
+class ShiftedNormalizationBlock(NormalizationBlock):
+    """The same for layers some of which multiply by 1 + scale.
+
+    What a change of the scale makes of the output is the normalised input.
+    """
+
+    @staticmethod
+    @override
+    def unsupported(layer: keras.layers.Layer) -> str | None:
+        if getattr(layer, "data_format", None) == "channels_first":
+            return "normalises channels that come first"
+        return NormalizationBlock.unsupported(layer)
+
+    @override
+    def _normalized(self, *call: Any) -> tf.Tensor:
+        return self._output(True, *call) - self._output(False, *call)
+
+
+def axes_of(layer: keras.layers.Layer) -> list[int]:
+    """The axes that have a scale; the last one if the layer does not say."""
+    axes = getattr(layer, "axis", -1)
+    return list(axes) if isinstance(axes, (list, tuple)) else [axes]
 
 
 def weight_of(layer: keras.layers.Layer, name: str) -> keras.Variable | None:

@@ -20,9 +20,13 @@ from tfkfac.blocks.einsum_dense import EinsumDenseBlock
 from tfkfac.blocks.embedding import (
     EmbeddingBlock,
     PositionEmbeddingBlock,
+    ProjectionBlock,
     ReversibleEmbeddingBlock,
 )
-from tfkfac.blocks.normalization import NormalizationBlock
+from tfkfac.blocks.normalization import (
+    NormalizationBlock,
+    ShiftedNormalizationBlock,
+)
 from tfkfac.blocks.prelu import PReLUBlock
 
 # The blocks of a layer type, by the prefix that tells them apart.
@@ -50,18 +54,42 @@ BLOCKS: dict[type[keras.layers.Layer], BlockTypes] = {
     keras.layers.SeparableConv2D: _SEPARABLE,
     keras.layers.EinsumDense: {"": EinsumDenseBlock},
     keras.layers.Embedding: {"": EmbeddingBlock},
-    keras.layers.ReversibleEmbedding: {"": ReversibleEmbeddingBlock},
+    keras.layers.ReversibleEmbedding: {
+        "": ReversibleEmbeddingBlock,
+        "reverse/": ProjectionBlock,
+    },
     keras.layers.BatchNormalization: {"": NormalizationBlock},
     keras.layers.LayerNormalization: {"": NormalizationBlock},
     keras.layers.GroupNormalization: {"": NormalizationBlock},
     keras.layers.RMSNormalization: {"": NormalizationBlock},
     keras.layers.PReLU: {"": PReLUBlock},
 }
-# The same for layers of packages that need not be there, by the names under
-# which they are registered with Keras.
-NAMED_BLOCKS: dict[str, BlockTypes] = {
-    "keras_hub>PositionEmbedding": {"": PositionEmbeddingBlock},
+# The same for layers of packages that need not be there, by package and name.
+NAMED_BLOCKS: dict[tuple[str, str], BlockTypes] = {
+    ("keras_hub", "PositionEmbedding"): {"": PositionEmbeddingBlock},
 }
+# Keras-hub's normalisations: RMS of the last axis, and a scale alone.
+for _name in (
+    "EdRecRMSNormalization",
+    "Gemma3nAudioCumulativeGroupNorm",
+    "Gemma3nRMSNorm",
+    "GptOssLayerNormalization",
+    "LlamaLayerNorm",
+    "MistralLayerNormalization",
+    "MixtralLayerNormalization",
+    "Phi3LayerNorm",
+    "Qwen3LayerNorm",
+    "Qwen3MoeLayerNorm",
+    "Qwen3_5LayerNorm",
+    "Qwen3_5RMSNormGated",
+    "QwenLayerNorm",
+    "QwenMoeLayerNorm",
+    "RMSNormalization",
+    "RmsNorm2d",
+    "RoformerNorm",
+    "T5LayerNorm",
+):
+    NAMED_BLOCKS["keras_hub", _name] = {"": ShiftedNormalizationBlock}
 # Classes that users have registered; they go before those above.
 _registered: dict[type[keras.layers.Layer], BlockTypes] = {}
 
@@ -88,7 +116,8 @@ def _types_of_class(layer_class: type) -> BlockTypes | None:
     for table in (_registered, BLOCKS):
         if layer_class in table:
             return table[layer_class]
-    return NAMED_BLOCKS.get(keras.saving.get_registered_name(layer_class))
+    package, _, _ = layer_class.__module__.partition(".")
+    return NAMED_BLOCKS.get((package, layer_class.__name__))
 
 
 def register_block(

@@ -25,14 +25,31 @@ def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return layer._flatten_layers()
 
 
-def called_with(layer: keras.layers.Layer, flag: str) -> bool:
-    """Whether a functional model calls a layer with a keyword that is true.
+def last_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """The layers with weights that are nearest to a model's outputs.
 
-    What other layers and models do in their `call` is not seen. It relies on
-    `_inbound_nodes`, one for each such call, with its `arguments`.
+    Of a model that is not functional it is the last one. It relies on
+    `_keras_history` of what a functional model returns, the operation and which
+    of its `_inbound_nodes` has returned it, with its `input_tensors`.
     """
-    nodes = layer._inbound_nodes
-    return any(node.arguments.kwargs.get(flag) for node in nodes)
+    outputs = keras.tree.flatten(getattr(model, "outputs", None))
+    if not all(isinstance(output, keras.KerasTensor) for output in outputs):
+        return [layer for layer in model.layers if layer.weights][-1:]
+    found: list[keras.layers.Layer] = []
+    for output in outputs:
+        tensors: list[Any] = [output]
+        near: list[Any] = []
+        while tensors and not near:
+            calls = [tensor._keras_history[:2] for tensor in tensors]
+            near = [op for op, _ in calls if getattr(op, "weights", None)]
+            nodes = [op._inbound_nodes[index] for op, index in calls]
+            tensors = [one for node in nodes for one in node.input_tensors]
+        found += near
+    inside = (
+        last_layers(layer) if isinstance(layer, keras.Model) else [layer]
+        for layer in found
+    )
+    return [layer for layers in inside for layer in layers]
 
 
 def mask_of(tensor: Any) -> tf.Tensor | None:

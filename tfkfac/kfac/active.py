@@ -32,6 +32,7 @@ class ActiveBlock:
         block: The block.
         state: Its factors and decomposition.
         indices: Where its gradients are among those of the step.
+        used: The block that takes the statistics of the step.
         records: What its layer's calls left behind.
         explained: Whether its gradients are of what was recorded; None if
             nothing speaks against it.
@@ -43,6 +44,7 @@ class ActiveBlock:
     block: Block
     state: Preconditioner
     indices: tuple[int, ...]
+    used: Block
     records: Sequence[Record]
     explained: tf.Tensor | None = None
     rows: RowGradient | None = None
@@ -86,16 +88,19 @@ def active_blocks(
         own = [key_of(v) for v in block.variables]
         present = [key for key in own if key in index]
         if present:
-            seen = block.relevant(calls[id(block.layer)])
+            used = block.used_as(calls[id(block.layer)])
+            seen = used.relevant(calls[id(block.layer)])
             if block.left_out:
                 continue
             _check(block, len(present) == len(own), bool(seen))
             indices = tuple(index[key] for key in own)
             records, explained = records_of(
-                block, seen, [gradients[i] for i in indices]
+                used, seen, [gradients[i] for i in indices]
             )
             active.append(
-                ActiveBlock(position, block, state, indices, records, explained)
+                ActiveBlock(
+                    position, block, state, indices, used, records, explained
+                )
             )
     return active
 

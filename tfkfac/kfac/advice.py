@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfkfac.blocks.registry import Registry
+from tfkfac.blocks.registry import Leftover, Registry, count_weights
 from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.walk import SKIPPED
+from tfkfac.compat.layers import last_layers
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.solvers import Solver
 from tfkfac.solvers.eigen import EigenSolver
@@ -18,7 +19,9 @@ from tfkfac.wrapper.support import uses_xla
 
 # Below this share of the weights most of a model is not trained by K-FAC.
 _LOW_COVERAGE = 0.5
-# Layers named by the warning of it.
+# A weight that is a larger share of the model is missed if it has no block.
+_LARGE = 0.05
+# Layers named by the warning of it, and besides all those of large weights.
 _MOST_NAMED = 3
 # Preconditioned layers of a model whose first step takes five seconds of a core
 # and more; 50 dense ones took 6.2, most of it tracing.
@@ -57,9 +60,11 @@ class Advice:
 
 
 def coverage_warning(registry: Registry, job: Job) -> str | None:
-    """Returns what to say of a model that K-FAC mostly leaves alone, or None.
+    """Returns what to say of weights that K-FAC leaves alone, or None.
 
-    Layers of `skip_layers` do not count: that they are left alone is known.
+    That is if they are most of the model, or if one is a large part of it or
+    its last layer's, which is named then. Layers of `skip_layers` do not count:
+    that they are left alone is known.
 
     Args:
         registry: Blocks and leftovers of the model.
@@ -68,7 +73,15 @@ def coverage_warning(registry: Registry, job: Job) -> str | None:
     left = [one for one in registry.left if one.reason != SKIPPED]
     covered = registry.covered
     total = covered + sum(one.weights for one in left)
-    if covered >= _LOW_COVERAGE * total:
+    last = {id(w) for layer in last_layers(job.model) for w in layer.weights}
+
+    def is_missed(one: Leftover) -> bool:
+        return any(
+            count_weights([v]) > _LARGE * total or id(v) in last
+            for v in one.variables
+        )
+
+    if covered >= _LOW_COVERAGE * total and not any(map(is_missed, left)):
         return None
     what = (
         f"K-FAC preconditions {covered / total:.1%} of the weights of model "
@@ -79,9 +92,10 @@ def coverage_warning(registry: Registry, job: Job) -> str | None:
     left.sort(key=lambda one: one.weights, reverse=True)
     named = [
         f"{one.path or '(model)'} ({one.weights:,} weights: {one.reason})"
-        for one in left[:_MOST_NAMED]
+        for place, one in enumerate(left)
+        if place < _MOST_NAMED or is_missed(one)
     ]
-    named += ["..."] if len(left) > _MOST_NAMED else []
+    named += ["..."] if len(left) > len(named) else []
     inner = type(job.inner_optimizer).__name__
     return (
         f"{what}. Its inner optimizer, {inner}, trains the others alone: "
@@ -136,7 +150,7 @@ def looks_summed(
     if not layers:
         return None
     last = min(layers, key=lambda one: min(r.order for r in one.records))
-    g = last.block.rows(last.records[-1]).g
+    g = last.used.rows(last.records[-1]).g
     if g.shape.rank != 3 or g.shape[-1] == 1:
         return None
     g *= tf.cast(scale, g.dtype) * tf.cast(tf.shape(g)[0], g.dtype)

@@ -60,12 +60,9 @@ def batch_statistics(
     )
     # In the order in which they are sent, and drawn gradients come.
     own = {
-        one.position: (one.block, one.records)
+        one.position: (one.used, one.records)
         for one in reversed(observed(layers, step, plan))
     }
-    if choice.likelihood is None:
-        return types.empirical(own, view)
-    likelihood = choice.likelihood
 
     def total(tensor: tf.Tensor) -> tf.Tensor:
         # Factors of one worker's batch alone are of its labels alone.
@@ -74,15 +71,28 @@ def batch_statistics(
         (sum_,) = step.group.all_reduce([tensor])
         return sum_
 
-    def drawn() -> Statistics:
+    def empirical() -> Statistics:
+        return types.empirical(own, view)
+
+    def chosen() -> Statistics:
+        likelihood = choice.likelihood
+        if likelihood is None:
+            return empirical()
         if choice.type == types.TYPE2:
             return types.type2(own, view, likelihood)
         seeds = label_seeds(step, state, len(likelihood.outputs))
         return types.monte_carlo(own, view, likelihood, seeds, total)
 
     if choice.applies is None:
-        return drawn()
-    return tf.cond(choice.applies, drawn, lambda: types.empirical(own, view))
+        made = chosen()
+    else:
+        made = tf.cond(choice.applies, chosen, empirical)
+    return {
+        position: {"A": named["G"], "G": named["A"]}
+        if own[position][0].swapped
+        else named
+        for position, named in made.items()
+    }
 
 
 def label_seeds(step: Step, state: State, outputs: int) -> list[tf.Tensor]:
