@@ -27,6 +27,7 @@ from tfkfac.wrapper.aftermath import Aftermath
 from tfkfac.wrapper.carry import ours
 from tfkfac.wrapper.comparison import Comparison, checksum
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.wrapper.refusals import as_errors
 from tfkfac.wrapper.run_length import RunLength
 
 
@@ -65,6 +66,7 @@ def surroundings(
     standstill = getattr(model.distribute_strategy, "standstill", None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(watched(model))
+        stack.enter_context(as_errors())
         if standstill is not None and optimizer is not None:
             stack.enter_context(standstill.training())
         for one in callbacks:
