@@ -8,9 +8,14 @@ from tests.compat.contracts import contract
 
 PRIVATE = [
     (
-        "keras.src.backend.tensorflow.nn",
-        "_compute_moments_sync",
-        "second_order.exact_second_derivatives",
+        "keras.src.backend.common.masking",
+        "get_keras_mask",
+        "outputs.in_place_of",
+    ),
+    (
+        "keras.src.backend.common.masking",
+        "set_keras_mask",
+        "outputs.in_place_of",
     ),
     (
         "keras.src.optimizers.base_optimizer",

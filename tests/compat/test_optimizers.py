@@ -10,6 +10,7 @@ import tensorflow as tf
 from tests.compat.contracts import contract
 from tfkfac.compat.optimizers import (
     ALL_OBJECTS_DICT,
+    build_once,
     find_by_name,
     knows_variable,
     on_overflow,
@@ -195,3 +196,21 @@ def test_where_a_scaler_skips() -> None:
     assert calls == ["prepared", "prepared", "skipped"]
     assert float(scaler.dynamic_scale) == 2.0
     np.testing.assert_allclose(np.array(variable), [0.99])
+
+
+@contract(
+    "compat.optimizers.build_once",
+    "`LossScaleOptimizer.build` makes its variables whenever it is called.",
+)
+def test_a_scaler_is_built_once() -> None:
+    weights = variables()
+    twice = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    count = len(twice.variables)
+    for _ in range(2):
+        twice.build(weights)
+    assert len(twice.variables) > count + 2
+    once = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    for _ in range(2):
+        build_once(once, weights)
+    once.build(weights)
+    assert len(once.variables) == count + 2

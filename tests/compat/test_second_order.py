@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from keras.src.backend.tensorflow import nn as keras_nn
 
 from tests.compat.contracts import contract
 from tests.compat.turns import in_turns
 from tfkfac.compat.overrides import override
 from tfkfac.compat.second_order import (
     exact_second_derivatives,
+    keras_nn,
     plain_moments,
     synchronized_moments,
 )

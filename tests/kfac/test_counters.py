@@ -40,6 +40,36 @@ def test_numbers_of_blocks_that_stay() -> None:
     np.testing.assert_array_equal(after.decomposed, [0, 0, 0])
 
 
+def test_faults_of_others() -> None:
+    """Those that happen on several at once are one; who tells, tells once."""
+    mine, theirs = Counters(["a", "b"]), Counters(["a", "b"])
+
+    def exchange() -> None:
+        news = [one.news() for one in (mine, theirs)]
+        for one, own in zip((mine, theirs), news, strict=True):
+            one.hear(own, tf.logical_or(*news))
+
+    def shown(counters: Counters) -> dict[str, int]:
+        return {text: n.numpy() for text, n in counters.events() if n.numpy()}
+
+    mine.dropped.assign([1, 0])
+    assert shown(mine) == {"factors dropped of a": 1}
+    assert shown(theirs) == {}
+    for _ in range(2):
+        exchange()
+        assert shown(mine) == shown(theirs) == {"factors dropped of a": 1}
+    theirs.plain.assign([0, 1])
+    mine.plain.assign([0, 1])
+    theirs.dropped.assign([1, 0])
+    exchange()
+    both = {"factors dropped of a": 2, "plain gradients in b": 1}
+    assert shown(mine) == shown(theirs) == both
+    fewer = Counters(["b", "new"])
+    fewer.take(mine, {0: 1})
+    assert shown(fewer) == {"plain gradients in b": 1}
+    assert not np.any(fewer.news())
+
+
 def test_one_number_is_like_a_variable() -> None:
     numbers = tf.Variable([1, 2, 3], dtype=tf.int64)
     one = Number(numbers, 1)

@@ -40,7 +40,7 @@ for name_, slow_, kwargs_ in [
         f"{name_}, factor",
         "spoil",
         "factor",
-        slow=True,
+        slow=name_ != "two: dp_kfac",
         **(kwargs_ | {"factor_update_interval": 1}),
     )
 
@@ -119,3 +119,13 @@ def test_factors_heal(results: Results, name: str) -> None:
     assert {max(c["dropped"]) for c in counts} <= {0, 1}
     assert not any(any(c["plain"]) for c in counts)
     assert all(np.isfinite(w).all() for o in workers for w in o["weights"])
+    # Who does not keep them knows of it as well.
+    (path,) = {
+        path
+        for worker in workers
+        for c in worker["counts"]
+        for path, n in zip(worker["paths"], c["dropped"], strict=True)
+        if n
+    }
+    for worker in workers:
+        assert worker["events"] == {f"factors dropped of {path}": 1}

@@ -219,6 +219,40 @@ def test_legacy_file_in_a_loss_scale_optimizer(tmp_path: Path) -> None:
     assert any(v.any() for v in curvature(kfac_of(copy)).values())
 
 
+@pytest.mark.parametrize("is_ours", [False, True], ids=["Keras'", "ours"])
+@pytest.mark.parametrize("way", ["keras", "weights.h5"])
+def test_the_scale_of_the_loss(way: str, is_ours: bool, tmp_path: Path) -> None:
+    """It and its counter, also in weights for a compiled model."""
+    kind = tfkfac if is_ours else keras.optimizers
+
+    def make() -> Any:
+        model = mlp()
+        scaler = kind.LossScaleOptimizer(
+            tfkfac.KFAC(), initial_scale=8.0, dynamic_growth_steps=3
+        )
+        model.compile(scaler, loss(), run_eagerly=True)
+        return model
+
+    model = make()
+    train(model, 0, 5)
+    file = tmp_path / f"model.{way}"
+    if way == "weights.h5":
+        model.save_weights(file)
+        copy = make()
+        copy.load_weights(file)
+    else:
+        model.save(file)
+        copy = keras.models.load_model(file)
+        copy.run_eagerly = True
+    for one in (model, copy):
+        assert float(one.optimizer.dynamic_scale) == 16.0
+        assert int(one.optimizer.step_counter) == 2
+        assert len(one.optimizer.variables) == len(model.optimizer.variables)
+        train(one, 5, 7)
+    assert float(copy.optimizer.dynamic_scale) == 32.0
+    assert_same(everything(copy), everything(model))
+
+
 def test_saved_without_curvature(tmp_path: Path) -> None:
     """By another optimizer or an earlier version: said, not an error."""
     file = tmp_path / "model.h5"

@@ -120,3 +120,22 @@ def workers_summary(optimizer: Any) -> str:
     lines: list[str] = []
     optimizer.summary(print_fn=lines.append)
     return "\n".join(lines)
+
+
+def refusal(kind: str | None) -> str:
+    """Trains on images of which a single one is too large, for its weights."""
+    with strategy(kind).scope():
+        network: Any = keras.Sequential(
+            [
+                keras.Input((64, 64, 1)),
+                layers.Conv2D(4, 3, activation="tanh"),
+                layers.GlobalAveragePooling2D(),
+                layers.Dense(1),
+            ]
+        )
+        network.compile(tfkfac.GaussNewton(max_bytes=130_000), "mse")
+    try:
+        network.fit(np.ones((8, 64, 64, 1)), np.ones((8, 1)), verbose=0)
+    except ValueError as error:
+        return str(error)
+    return "trained"

@@ -115,6 +115,7 @@ def spoil(
             for s in states
         ],
         "paths": states[0].counters.paths,
+        "events": optimizer.events(),
         "iterations": int(optimizer.iterations.numpy()),
     }
 

@@ -140,3 +140,29 @@ def on_overflow(
         "_tfkfac_on_overflow",
         lambda: override(scaler, "_common_apply", apply),
     )
+
+
+def build_once(
+    scaler: keras.optimizers.LossScaleOptimizer,
+    variables: Sequence[keras.Variable],
+) -> None:
+    """Builds a `LossScaleOptimizer`, which is not built again after that.
+
+    It relies on `built`, and on `build` making the scale and its counter anew
+    each time: Keras calls it without asking where it loads a model.
+
+    Args:
+        scaler: The optimizer; a second time for it changes nothing.
+        variables: What it is built for.
+    """
+
+    def build(below: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if not scaler.built:
+            below(*args, **kwargs)
+
+    keep_on(
+        scaler,
+        "_tfkfac_build_once",
+        lambda: override(scaler, "build", build),
+    )
+    scaler.build(variables)

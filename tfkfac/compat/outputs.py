@@ -3,7 +3,7 @@
 from typing import Any
 
 import tensorflow as tf
-from keras.src import backend
+from keras.src.backend.common import masking
 
 
 def logits_of(output: Any) -> tf.Tensor | None:
@@ -29,9 +29,9 @@ def in_place_of(
         logits: Their logits, if the output has any.
     """
     other = tf.identity(value)
-    mask = backend.get_keras_mask(output)
+    mask = masking.get_keras_mask(output)
     if mask is not None:
-        backend.set_keras_mask(other, mask)
+        masking.set_keras_mask(other, mask)
     if logits is not None:
         other._keras_logits = logits
     return other

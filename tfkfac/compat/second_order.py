@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn as keras_nn
 
+from tfkfac.compat.moved import KERAS_NN, module_at
 from tfkfac.compat.overrides import overridden
+
+keras_nn = module_at(*KERAS_NN)
 
 Sum = Callable[[tf.Tensor], tf.Tensor]
 Moments = tuple[tf.Tensor, tf.Tensor]  # mean and variance
@@ -23,9 +25,9 @@ def exact_second_derivatives(total: Sum) -> Iterator[None]:
     way that is illegal inside a `tf.cond`.
 
     This relies on Keras calling `tf.nn.moments`, and for synchronised moments
-    `_compute_moments_sync` of `keras.src.backend.tensorflow.nn`, through the
-    modules' attributes, where a layer of the user's own is likely to look as
-    well. Both are as they were when no thread is inside.
+    `_compute_moments_sync` of the module at `KERAS_NN`, through the modules'
+    attributes, where a layer of the user's own is likely to look as well. Both
+    are as they were when no thread is inside.
 
     Args:
         total: Differentiable sum over the replicas.

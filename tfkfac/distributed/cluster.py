@@ -1,14 +1,18 @@
 """The workers of a job, as `TF_CONFIG` or a cluster resolver names them."""
 
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 # The kinds of tasks that train together, in the order of their indices.
 TRAINING = ("chief", "worker")
+# The kind that looks on, by itself.
+EVALUATOR = "evaluator"
+_SERVER = "ps"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,36 +44,49 @@ def read_tf_config(text: str) -> Cluster | None:
         text: The value.
 
     Returns:
-        The cluster; None if there is none, or if this process is none of those
-        that train, as an evaluator.
+        The cluster; None if there is none, or if this process is an evaluator,
+        which is none of those that train together.
 
     Raises:
-        ValueError: If it is malformed. The message says where.
+        ValueError: If it is malformed, or has parameter servers. The message
+            says where.
     """
+    invalid = functools.partial(
+        _invalid, "Environment variable `TF_CONFIG`", f"TF_CONFIG={text}"
+    )
     try:
         config = json.loads(text or "{}")
     except ValueError as error:
-        raise _invalid(f"be JSON ({error})", text) from error
+        raise invalid(f"be JSON ({error})") from error
     if not isinstance(config, dict):
-        raise _invalid("be an object of JSON", text)
+        raise invalid("be an object of JSON")
     if not config.get("cluster"):
         return None
     task = config.get("task")
     if not isinstance(task, dict) or not {"type", "index"} <= task.keys():
-        raise _invalid('have a "task" with a "type" and an "index"', text)
-    return _cluster(config["cluster"], task["type"], task["index"], text)
+        raise invalid('have a "task" with a "type" and an "index"')
+    return _cluster(config["cluster"], task["type"], task["index"], invalid)
 
 
 def from_resolver(
     resolver: tf.distribute.cluster_resolver.ClusterResolver,
 ) -> Cluster | None:
-    """The cluster that a resolver finds, or None if it does not say it all."""
+    """The cluster that a resolver finds, or None if it does not say it all.
+
+    Raises:
+        ValueError: As from `read_tf_config`.
+    """
     spec = resolver.cluster_spec()
     kind, index = resolver.task_type, resolver.task_id
     if not spec or kind is None or index is None:
         return None
     named = spec.as_dict()
-    return _cluster(named, kind, index, str(named))
+    invalid = functools.partial(
+        _invalid,
+        "Argument `cluster_resolver`",
+        f"cluster_resolver={resolver} of {named}, task {kind} {index}",
+    )
+    return _cluster(named, kind, index, invalid)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -86,37 +103,45 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _cluster(jobs: Any, kind: str, index: Any, received: str) -> Cluster | None:
+def _cluster(
+    jobs: Any, kind: str, index: Any, invalid: Callable[[str], ValueError]
+) -> Cluster | None:
     if not isinstance(jobs, Mapping):
-        raise _invalid('have a "cluster" that is an object', received)
+        raise invalid('have a "cluster" that is an object')
+    if _SERVER in (kind, *jobs):
+        raise invalid(
+            f'have no task "{_SERVER}": `tfkfac` has no parameter servers, '
+            "every worker holds all weights. Remove them from the cluster and "
+            "start none"
+        )
+    if kind not in (*TRAINING, EVALUATOR):
+        raise invalid(
+            f'have a task "type" of {", ".join(TRAINING)} or {EVALUATOR}'
+        )
     lists = [jobs.get(name, []) for name in TRAINING]
     addresses = [one for part in lists for one in part]
     if not all(isinstance(part, (list, tuple)) for part in lists) or not all(
         isinstance(one, str) for one in addresses
     ):
-        raise _invalid("list the addresses of its workers", received)
+        raise invalid("list the addresses of its workers")
     for one in addresses:
         try:
             split_address(one)
         except ValueError as error:
-            raise _invalid("name workers as 'host:port'", received) from error
+            raise invalid("name workers as 'host:port'") from error
     if len(set(addresses)) < len(addresses):
-        raise _invalid("name no address twice", received)
-    if kind not in TRAINING:
+        raise invalid("name no address twice")
+    if kind == EVALUATOR:
         return None
     own = jobs.get(kind, [])
     if type(index) is not int or not 0 <= index < len(own):
-        raise _invalid(
+        raise invalid(
             f'have a task "index" from 0 to {len(own) - 1}, the number of '
-            f'addresses of "{kind}" less one',
-            received,
+            f'addresses of "{kind}" less one'
         )
     before = len(jobs.get("chief", [])) if kind == "worker" else 0
     return Cluster(tuple(addresses), before + index)
 
 
-def _invalid(what: str, received: str) -> ValueError:
-    return ValueError(
-        f"Environment variable `TF_CONFIG` must {what}. "
-        f"Received: TF_CONFIG={received}"
-    )
+def _invalid(name: str, received: str, what: str) -> ValueError:
+    return ValueError(f"{name} must {what}. Received: {received}")

@@ -1,5 +1,7 @@
 """The strategy for several workers, with Keras 3."""
 
+import copy
+import functools
 import os
 import sys
 import warnings
@@ -9,7 +11,12 @@ import tensorflow as tf
 from tfkfac.checks import is_number
 from tfkfac.compat.strategy import ReducingStrategy
 from tfkfac.distributed.channel import Channel
-from tfkfac.distributed.cluster import Cluster, from_resolver, read_tf_config
+from tfkfac.distributed.cluster import (
+    EVALUATOR,
+    Cluster,
+    from_resolver,
+    read_tf_config,
+)
 from tfkfac.distributed.rendezvous import wait_for_all
 from tfkfac.distributed.standstill import Standstill
 from tfkfac.distributed.stopping import Stopping
@@ -33,6 +40,8 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
     does. A worker that is slow is left alone; when no step of `fit` ends for a
     minute, the first worker says in which functions each of them is.
 
+    A task of type "evaluator" takes no part in this: it is alone, and says so.
+
     Args:
         cluster_resolver: Where to find the workers, `TF_CONFIG` by default.
         communication_options: Options of TensorFlow's collectives. Leave
@@ -43,8 +52,9 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
     Raises:
         TimeoutError: If a worker has not started in time. The message names
             it.
-        ValueError: If `TF_CONFIG` is malformed, names other workers than that
-            of another worker, or two processes have one index.
+        ValueError: If `TF_CONFIG` or the resolver is malformed, has parameter
+            servers, names other workers than that of another worker, or two
+            processes have one index.
 
     Example:
     ```python
@@ -81,6 +91,7 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
         _check_timeout(start_timeout)
         _warn_of_threads(communication_options)
         cluster = _find_cluster(cluster_resolver)
+        cluster_resolver = _apart_if_evaluator(cluster_resolver)
         lines = {} if cluster is None else wait_for_all(cluster, start_timeout)
         super().__init__(cluster_resolver, communication_options)
         if cluster is not None and lines:
@@ -107,6 +118,26 @@ def _find_cluster(
             file=sys.stderr,
         )
     return cluster
+
+
+def _apart_if_evaluator(
+    resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
+) -> tf.distribute.cluster_resolver.ClusterResolver | None:
+    """An evaluator's resolver without the workers, which TensorFlow watches.
+
+    It would end the evaluator's collectives when one of them is gone.
+    """
+    own = resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    if own.task_type != EVALUATOR:
+        return resolver
+    print(
+        "tfkfac: this process is an evaluator: it takes no part in the "
+        "workers' training and trains alone.",
+        file=sys.stderr,
+    )
+    apart = copy.copy(own)
+    apart.cluster_spec = functools.partial(tf.train.ClusterSpec, {})
+    return apart
 
 
 def _check_timeout(timeout: float | None) -> None:

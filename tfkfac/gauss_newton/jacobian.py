@@ -22,6 +22,8 @@ from tfkfac.linalg.gramian import band_shapes, bands, of_bands
 
 # Fewest rows of a block.
 _LEAST = 256
+# Operations that make nothing new.
+_VIEWS = ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient")
 _CONVOLUTIONS = (
     keras.layers.Conv1D,
     keras.layers.Conv2D,
@@ -40,6 +42,7 @@ class Jacobian:
         values: Their values.
         space: The space of the flat vectors of these.
         reads: What the losses read of the outputs.
+        block: Number of examples whose rows are made at once.
     """
 
     model: keras.Model
@@ -48,6 +51,7 @@ class Jacobian:
     values: Sequence[tf.Tensor]
     space: FlatSpace
     reads: Sequence[Read]
+    block: int
 
     @property
     def size(self) -> int:
@@ -67,12 +71,11 @@ class Jacobian:
     def squares(self) -> tuple[tf.Tensor, tf.Tensor]:
         """`K^T K`, `(n, n)`, and the gradient of the loss, `(n,)`."""
         trace, examples = self._tracing(), self.examples
-        length = max(block_rows(self.space.size) // self.size, 1)
         size, dtype = self.space.size, self.space.dtype
         slopes = tf.concat([read.slopes for read in self.reads], 1)
 
         def add(first: tf.Tensor, gradient: tf.Tensor, *sums: Any) -> Any:
-            end = tf.minimum(first + length, examples)
+            end = tf.minimum(first + self.block, examples)
             plain = self._plain(trace, first, end)
             rows = self._weighed(plain, first, end)
             own = tf.reshape(slopes[first:end], [-1, 1])
@@ -97,7 +100,7 @@ class Jacobian:
         self, trace: Callable[..., tf.Tensor], first: tf.Tensor, end: tf.Tensor
     ) -> tf.Tensor:
         """J of some examples, `(examples, outputs, n)`."""
-        leaves, examples = self._leaves()
+        leaves, examples = leaves_of(self.call)
         own = [leaves[i][first:end] for i in examples]
         found = trace(own, list(self.values))
         return tf.reshape(found, [-1, self.size, self.space.size])
@@ -151,11 +154,7 @@ class Jacobian:
         self, own: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
     ) -> tf.Tensor:
         """What the losses read, as one vector."""
-        leaves, examples = self._leaves()
-        for place, leaf in zip(examples, own, strict=True):
-            leaves[place] = leaf
-        arguments = (self.call.args, self.call.kwargs)
-        args, kwargs = keras.tree.pack_sequence_as(arguments, leaves)
+        args, kwargs = arguments_of(self.call, own)
         mapping = list(zip(self.weights, values, strict=True))
         with (
             paused(),
@@ -172,22 +171,74 @@ class Jacobian:
         parts = [tf.cast(tf.reshape(t, [-1]), self.space.dtype) for t in read]
         return tf.concat(parts, 0)
 
-    def _leaves(self) -> tuple[list[Any], list[int]]:
-        """The arguments of the call, and which of them have examples."""
-        leaves = keras.tree.flatten((self.call.args, self.call.kwargs))
-        batches = [i for i, leaf in enumerate(leaves) if has_examples(leaf)]
-        count = leaves[batches[0]].shape[0] if batches else None
-        own = [i for i in batches if leaves[i].shape[0] == count]
-        return leaves, own
+
+def leaves_of(call: ForwardCall) -> tuple[list[Any], list[int]]:
+    """The arguments of a call, and which of them have examples."""
+    leaves = keras.tree.flatten((call.args, call.kwargs))
+    batches = [i for i, leaf in enumerate(leaves) if has_examples(leaf)]
+    count = leaves[batches[0]].shape[0] if batches else None
+    own = [i for i in batches if leaves[i].shape[0] == count]
+    return leaves, own
 
 
-def block_rows(weights: int) -> int:
-    """Rows of a block: few stay in the processor's cache.
+def arguments_of(call: ForwardCall, own: Sequence[tf.Tensor]) -> Any:
+    """The arguments of a call, with others for those that have examples."""
+    leaves, examples = leaves_of(call)
+    for place, leaf in zip(examples, own, strict=True):
+        leaves[place] = leaf
+    return keras.tree.pack_sequence_as((call.args, call.kwargs), leaves)
 
-    With less than there are weights, adding up the squares of blocks would
-    take as long as making them.
+
+def activations(model: keras.Model, call: ForwardCall) -> int:
+    """Numbers that a model makes of an example in its forward pass.
+
+    Sizes that only a run knows, and what a loop keeps, count nothing.
     """
-    return max(weights, _LEAST)
+    if needs_loop(model):
+        return 0  # those of a few examples, not of all in a block
+
+    def forward(*own: tf.Tensor) -> Any:
+        args, kwargs = arguments_of(call, own)
+        # Tensors: a tape of the model's own would watch variables.
+        mapping = [(v, tf.identity(v.value)) for v in model.trainable_variables]
+        with (
+            paused(),
+            kept_losses(model),
+            keras.StatelessScope(mapping, collect_losses=True),
+        ):
+            return model(*args, **kwargs)
+
+    leaves, examples = leaves_of(call)
+    one = [
+        tf.TensorSpec((1, *leaves[i].shape[1:]), leaves[i].dtype)
+        for i in examples
+    ]
+    traced = tf.function(forward, autograph=False).get_concrete_function(*one)
+    known = {given.ref() for given in traced.inputs[: len(one)]}
+    count = 0
+    for operation in traced.graph.get_operations():
+        if any(given.ref() in known for given in operation.inputs):
+            known.update(made.ref() for made in operation.outputs)
+            if operation.type not in _VIEWS:
+                sizes = [x.shape.num_elements() for x in operation.outputs]
+                count += sum(size or 0 for size in sizes)
+    return count
+
+
+def block_examples(weights: int, outputs: int, activations: int) -> int:
+    """Number of examples whose rows are made at once.
+
+    Few rows stay in the processor's cache. With less than there are weights,
+    adding up the squares of blocks would take as long as making them; with
+    many activations it is these that take the memory, and the time.
+
+    Args:
+        weights: Number of weights.
+        outputs: Number of outputs of an example.
+        activations: Numbers that are made of an example for each output.
+    """
+    part = 2 * weights / (2 * weights + activations)
+    return max(int(max(weights, _LEAST) * part) // outputs, 1)
 
 
 def needs_loop(model: keras.Model) -> bool:

@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfkfac.gauss_newton.jacobian import block_rows
+from tfkfac.gauss_newton.jacobian import block_examples
 from tfkfac.gauss_newton.speed import Work
-from tfkfac.wrapper.tables import bytes_text
+from tfkfac.wrapper.refusals import refuse
+from tfkfac.wrapper.tables import bytes_text, unit_of
 
 PARAMETERS, RESIDUALS, AUTO = "parameters", "residuals", "auto"
 SPACES = (AUTO, PARAMETERS, RESIDUALS)
@@ -14,6 +15,10 @@ SPACES = (AUTO, PARAMETERS, RESIDUALS)
 MOST_BYTES = 2**31
 # Matrices of the smaller size: the sum, its damped copy, the factor.
 _MATRICES = 3
+# Copies of a row: its parts, and joined; all rows at once are scaled, too.
+_COPIES = {PARAMETERS: 2, RESIDUALS: 3}
+# Where a text has the bytes that only a run knows.
+_NEED = "{}"
 
 
 class Limits(NamedTuple):
@@ -23,25 +28,34 @@ class Limits(NamedTuple):
         weights: Number of weights, n.
         dtype: Dtype of the matrices.
         most: Most bytes.
+        outputs: Number of outputs of an example.
+        activations: Numbers that the model makes of an example, once for each
+            output.
     """
 
     weights: int
     dtype: tf.DType
     most: int
+    outputs: int = 1
+    activations: int = 0
 
     def bytes(self, space: str, residuals: int) -> int:
-        """Bytes of a step at work, without the model's own.
+        """Bytes of a step at work, the model's passes for its rows included.
 
         Args:
             space: "parameters" or "residuals".
             residuals: Number of residuals, m.
         """
         n, m = self.weights, residuals
-        if space == PARAMETERS:
-            numbers = _MATRICES * n * n + 2 * min(m, block_rows(n)) * n
-        else:
-            numbers = _MATRICES * m * m + 2 * m * n
+        size, rows = (n, min(m, self.block)) if space == PARAMETERS else (m, m)
+        numbers = _MATRICES * size * size + rows * self._row(space)
         return int(numbers * self.dtype.size)
+
+    @property
+    def block(self) -> int:
+        """Rows that are made at once in the space of parameters."""
+        examples = block_examples(self.weights, self.outputs, self.activations)
+        return examples * self.outputs
 
     def work(self, space: str, residuals: int) -> Work:
         """Operations of a step of one try."""
@@ -50,10 +64,14 @@ class Limits(NamedTuple):
         return Work.among_residuals(self.weights, residuals)
 
     def space(self, solve: str, residuals: int) -> str:
-        """The space for a number of residuals."""
+        """The space for a number of residuals: the smaller that is allowed."""
         if solve != AUTO:
             return solve
-        return RESIDUALS if residuals < self.weights else PARAMETERS
+        few = residuals < self.weights
+        first, second = (RESIDUALS, PARAMETERS)[:: 1 if few else -1]
+        if self.allows(second, residuals) and not self.allows(first, residuals):
+            return second
+        return first
 
     def allows(self, space: str, residuals: int) -> bool:
         """Whether a step has the bytes that it needs."""
@@ -70,9 +88,39 @@ class Limits(NamedTuple):
                 high = middle - 1
         return low
 
-    def refusal(self, space: str, residuals: int) -> str:
+    def check(self, space: str, residuals: int) -> None:
+        """Refuses a step that is too large.
+
+        Raises:
+            ValueError: If it is.
+        """
+        if not self.allows(space, residuals):
+            need = bytes_text(self.bytes(space, residuals))
+            raise ValueError(self._refusal(space, need))
+
+    def check_residuals(self, residuals: tf.Tensor) -> tf.Operation:
+        """Refuses a number of residuals in their own space when it is known.
+
+        Args:
+            residuals: The number, an int64 scalar.
+
+        Returns:
+            What to wait for before anything is made of them.
+        """
+        m = tf.cast(residuals, tf.int64)
+        numbers = _MATRICES * m * m + m * self._row(RESIDUALS)
+        size, unit = unit_of(self.most)
+        need = tf.cast(self.dtype.size * numbers, tf.float64) / size
+        before, after = self._refusal(RESIDUALS, _NEED).split(_NEED)
+        text = [before, tf.strings.as_string(need, 2), f" {unit}", after]
+        return refuse(m > self.most_residuals(), tf.strings.join(text))
+
+    def _row(self, space: str) -> int:
+        """Numbers of a row while it is made."""
+        return _COPIES[space] * self.weights + self.activations
+
+    def _refusal(self, space: str, need: str) -> str:
         """Why a step is too large, and what to do."""
-        need = bytes_text(self.bytes(space, residuals))
         smaller = (
             "`batch_size` (a step on fewer residuals than weights is solved "
             "for these)"
@@ -109,15 +157,11 @@ def choose_spaces(
                 f"Received: solve={solve!r}"
             )
         solve = PARAMETERS
-    block = block_rows(limits.weights)
     if solve == AUTO and residuals is None:
-        if limits.allows(PARAMETERS, block):
+        if limits.allows(PARAMETERS, limits.block):
             return RESIDUALS, PARAMETERS
-        space = RESIDUALS  # the number is checked when it is known
-    else:
-        space = limits.space(solve, residuals or 0)
+        return (RESIDUALS,)  # the number is checked when it is known
+    space = limits.space(solve, residuals or 0)
     if residuals is not None or space == PARAMETERS:
-        known = block if residuals is None else residuals
-        if not limits.allows(space, known):
-            raise ValueError(limits.refusal(space, known))
+        limits.check(space, limits.block if residuals is None else residuals)
     return (space,)

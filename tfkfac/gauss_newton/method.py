@@ -11,6 +11,7 @@ from tfkfac.compat.tracking import Tracked
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.traffic import all_reduce_bytes
 from tfkfac.gauss_newton.damping import Search, search
+from tfkfac.gauss_newton.jacobian import activations
 from tfkfac.gauss_newton.limits import (
     MOST_BYTES,
     PARAMETERS,
@@ -65,6 +66,8 @@ class GaussNewtonMethod(Method):
         self.max_tries = max_tries
         self.max_bytes = max_bytes
         self.states: tuple[State, ...] = ()
+        # Of an example, once a step has been traced.
+        self.outputs, self.activations = 1, 0
 
     # ------------------------------------------------------------ the step
     @override
@@ -72,10 +75,11 @@ class GaussNewtonMethod(Method):
         """One step (see `gauss_newton/solve.py` and `damping.py`)."""
         step.note_losses("its Hessian is taken for the identity")
         objective = Objective.of(step, self.space)
-        outputs = outputs_of(step.batch.terms)
-        spaces = self.spaces(objective, outputs)
-        point = objective.point()
-        residuals = outputs * point.jacobian.examples
+        self.measure(objective)
+        residuals = self.outputs * objective.examples
+        spaces = self.spaces(objective, residuals)
+        with tf.control_dependencies(self.checks(spaces, residuals)):
+            point = objective.point(self.limits.block // self.outputs)
         state = self.job.own(self.states)
         ways = {
             PARAMETERS: lambda: self.among_weights(objective, point, state),
@@ -87,7 +91,8 @@ class GaussNewtonMethod(Method):
             if len(spaces) == 1:
                 found = ways[spaces[0]]()
             else:
-                few = residuals < self.space.size
+                most = min(self.space.size - 1, self.limits.most_residuals())
+                few = residuals <= most
                 found = tf.cond(few, ways[RESIDUALS], ways[PARAMETERS])
             state.note(found, residuals, self.job.name)
             return Update(moved(found.change))
@@ -134,13 +139,7 @@ class GaussNewtonMethod(Method):
         self, objective: Objective, point: Point, state: State
     ) -> Search:
         """J J^T -> tries."""
-        jacobian, limits = point.jacobian, self.limits
-        most = limits.most_residuals()
-        tf.debugging.assert_less_equal(
-            jacobian.size * jacobian.examples,
-            most,
-            limits.refusal(RESIDUALS, most + 1),
-        )
+        jacobian = point.jacobian
         residuals = [read.residuals() for read in jacobian.reads]
         flat = tf.reshape(tf.concat(residuals, 1), [-1])
         equations = ResidualSpace(jacobian.rows(), flat)
@@ -174,19 +173,38 @@ class GaussNewtonMethod(Method):
         ]
         return self.space.join(penalties)
 
-    def spaces(self, objective: Objective, outputs: int) -> tuple[str, ...]:
+    def measure(self, objective: Objective) -> None:
+        """Notes what a step takes by the call of the model that it is of."""
+        self.outputs = outputs_of(objective.step.batch.terms)
+        self.activations = activations(self.job.model, objective.call)
+
+    def spaces(
+        self, objective: Objective, residuals: int | tf.Tensor
+    ) -> tuple[str, ...]:
         """The space, or both, that a step may be solved in."""
-        job, examples = self.job, objective.examples
+        job = self.job
         replicas = job.topology.replicas
         # Replicas must not decide by their own number of examples.
-        is_known = examples is not None and replicas == 1
+        is_known = isinstance(residuals, int) and replicas == 1
         terms = objective.step.batch.terms
         return choose_spaces(
             self.limits,
             self.solve,
-            examples * outputs if examples and is_known else None,
+            residuals if is_known else None,
             why_only_parameters(job.model, replicas, terms),
         )
+
+    def checks(
+        self, spaces: Sequence[str], residuals: int | tf.Tensor
+    ) -> list[tf.Operation]:
+        """What the rows have to wait for, lest they are too many.
+
+        In the space of the parameters, the only one of several replicas, their
+        number does not matter.
+        """
+        if PARAMETERS in spaces or isinstance(residuals, int):
+            return []
+        return [self.limits.check_residuals(residuals)]
 
     # --------------------------------------------------- binding and state
     @override
@@ -204,7 +222,13 @@ class GaussNewtonMethod(Method):
     def limits(self) -> Limits:
         """Sizes of the matrices."""
         most = MOST_BYTES if self.max_bytes is None else self.max_bytes
-        return Limits(self.space.size, self.space.dtype, most)
+        return Limits(
+            self.space.size,
+            self.space.dtype,
+            most,
+            self.outputs,
+            self.activations,
+        )
 
     @override
     def create(self) -> Sequence[Tracked]:

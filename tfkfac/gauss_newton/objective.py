@@ -70,10 +70,11 @@ class Objective:
         return weights
 
     @property
-    def examples(self) -> int | None:
-        """Number of examples, None if it is not known before."""
-        size: int | None = keras.tree.flatten(self.call.outputs)[0].shape[0]
-        return size
+    def examples(self) -> int | tf.Tensor:
+        """Number of examples; a tensor if it is not known before."""
+        output = keras.tree.flatten(self.call.outputs)[0]
+        size: int | None = output.shape[0]
+        return tf.shape(output)[0] if size is None else size
 
     @property
     def precision(self) -> tf.DType:
@@ -82,10 +83,13 @@ class Objective:
         dtypes = [tf.as_dtype(c.loss.dtype) for c in calls if c is not None]
         return min([self.space.dtype, *dtypes], key=lambda dtype: dtype.size)
 
-    def point(self) -> Point:
+    def point(self, block: int) -> Point:
         """The loss at the weights as they are, and the Jacobian there.
 
         Of the outputs that the training step has computed already.
+
+        Args:
+            block: Number of examples whose rows are made at once.
         """
         model, dtype = self.step.job.model, self.space.dtype
         values = [tf.identity(v.value) for v in self.weights]
@@ -102,7 +106,7 @@ class Objective:
         slopes = leaves.slopes(loss)
         reads = read_outputs(self.step, self.call, leaves, slopes, dtype)
         jacobian = Jacobian(
-            model, self.call, self.weights, values, self.space, reads
+            model, self.call, self.weights, values, self.space, reads, block
         )
         return Point(number(loss), jacobian)
 

@@ -1,4 +1,6 @@
-"""What has to be decomposed at once, by what all workers know together.
+"""What workers tell each other beside the gradients: what went wrong where.
+
+What has to be decomposed at once follows from what all of them know together.
 
 Several gradient workers of a block keep copies of one decomposition, and each
 preconditions by itself. A copy that has broken would give this worker other
@@ -12,6 +14,7 @@ import tensorflow as tf
 
 from tfkfac.compat.together import together
 from tfkfac.distributed.plan import Plan
+from tfkfac.kfac.counters import FAULTS
 from tfkfac.kfac.state import State
 from tfkfac.linalg.digest import BITS, to_bits
 from tfkfac.wrapper.guards import count_each
@@ -24,7 +27,8 @@ def ask_together(
     """Reduces the gradients, and with them what has to be decomposed.
 
     A worker that keeps decompositions of others' factors cannot make them by
-    itself: what one has asked for, all do. It costs no message.
+    itself: what one has asked for, all do. It costs no message, nor does that
+    all learn of the faults of the step before.
 
     Args:
         state: What this worker keeps.
@@ -38,11 +42,15 @@ def ask_together(
     copied, flags = copied_blocks(plan), [state.counters.asked()]
     if state.traces is not None:
         flags += state.traces.flags(damping)
-    own = [*flags, bits_of(state, copied)] if copied else flags
+    news = [state.counters.news()] if step.group.size > 1 else []
+    bits = [bits_of(state, copied)] if copied else []
+    own = [*flags, *news, *bits]
     first = next((g for g in step.gradients if g is not None), None)
     dtype = tf.float32 if first is None else first.dtype
     sums = step.reduce(*(tf.cast(one, dtype) for one in own))
     heard = [total > 0 for total in sums[: len(flags)]]
+    for told in news:
+        state.counters.hear(told, anywhere=sums[len(flags)] > 0)
     if state.traces is not None:
         state.traces.hear(*heard[1:])
     asked = heard if plan.shares_clocks else flags
@@ -103,6 +111,6 @@ def asking_bytes(
         weights: The weights, whose dtype it has.
         adaptive: Whether the intervals follow the traces of the factors.
     """
-    flags = len(plan.layers) * (3 if adaptive else 1)
+    flags = len(plan.layers) * ((3 if adaptive else 1) + len(FAULTS))
     numbers = flags + BITS * len(copied_blocks(plan))
     return numbers * int(tf.as_dtype(weights[0].dtype).size)

@@ -1,12 +1,22 @@
 """How often what has happened to each block."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.saving.entries import Entry, Spread
+
+# What goes wrong where a factor or a decomposition is kept, and what all
+# replicas tell each other of it.
+FAULTS = {
+    "rejected": "statistics not finite in",
+    "dropped": "factors dropped of",
+    "failures": "failed decompositions of",
+    "plain": "plain gradients in",
+}
 
 
 class Counters(Tracked):
@@ -27,6 +37,8 @@ class Counters(Tracked):
         failures: Failed decompositions.
         broken: Decompositions whose copies were not the same on all workers.
         plain: Gradients that were not preconditioned, as the result was wrong.
+        told: Numbers of `FAULTS` that the other replicas know of.
+        elsewhere: Steps with such a fault on others alone.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -40,9 +52,13 @@ class Counters(Tracked):
         self.failures = self._zeros("failed_decompositions")
         self.broken = self._zeros("broken_copies")
         self.plain = self._zeros("plain_gradients")
+        kinds = len(FAULTS)
+        self.told = self._zeros("told_faults", kinds)
+        self.elsewhere = self._zeros("faults_elsewhere", kinds)
 
-    def _zeros(self, name: str) -> tf.Variable:
-        return state_variable([0] * len(self.paths), "int64", name)
+    def _zeros(self, name: str, *kinds: int) -> tf.Variable:
+        zeros = tf.zeros([*kinds, len(self.paths)], tf.int64)
+        return state_variable(zeros, "int64", name)
 
     def _all(self) -> tuple[tf.Variable, ...]:
         return (
@@ -66,6 +82,38 @@ class Counters(Tracked):
         for mine, theirs in zip(self._all(), other._all(), strict=True):
             for i, place in places.items():
                 Number(mine, i).assign(theirs[place])
+        for i, place in places.items():
+            self.told[:, i].assign(other.told[:, place])
+            self.elsewhere[:, i].assign(other.elsewhere[:, place])
+
+    def news(self) -> tf.Tensor:
+        """Whether others have to be told of each fault of each block."""
+        return self._faults() > self.told
+
+    def hear(self, own: tf.Tensor, anywhere: tf.Tensor) -> None:
+        """Notes the faults on others; they know this replica's now.
+
+        Args:
+            own: The `news` of this replica.
+            anywhere: Whether any replica has had these.
+        """
+        elsewhere = tf.logical_and(anywhere, tf.logical_not(own))
+        self.elsewhere.assign_add(tf.cast(elsewhere, tf.int64))
+        self.told.assign(self._faults())
+
+    def _faults(self) -> tf.Tensor:
+        return tf.stack([getattr(self, name) for name in FAULTS])
+
+    def events(self) -> list[tuple[str, "Everywhere"]]:
+        """How often each fault has happened to each block, on any replica."""
+        return [
+            (
+                f"{text} {path}",
+                Everywhere(getattr(self, name), self.elsewhere, kind, i),
+            )
+            for kind, (name, text) in enumerate(FAULTS.items())
+            for i, path in enumerate(self.paths)
+        ]
 
     def clocks(self, place: int, spread: Spread) -> list[Entry]:
         """What has been done with a block, to be saved."""
@@ -149,3 +197,17 @@ class Number:
         self._numbers.assign(
             tf.tensor_scatter_nd_update(self._numbers, [[self._place]], [value])
         )
+
+
+class Everywhere(NamedTuple):
+    """A number of a fault of a block on this replica, and on others alone."""
+
+    own: tf.Variable
+    elsewhere: tf.Variable
+    kind: int
+    place: int
+
+    def numpy(self) -> int:
+        """Returns their sum."""
+        others = self.elsewhere.numpy()[self.kind, self.place]
+        return int(self.own.numpy()[self.place] + others)

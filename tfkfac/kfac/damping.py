@@ -45,6 +45,10 @@ class LevenbergMarquardt:
     counted, and shown in `summary`. Changes of the loss within rounding count
     as predicted (Conn, Gould & Toint, 2000, section 17.4.2).
 
+    It is refused with `gradient_accumulation_steps`, the inner optimizer's
+    too: the losses that it compares are of the whole batch, whose first parts
+    are gone when the step is made.
+
     >>> tfkfac.KFAC(
     ...     step="quadratic", damping=tfkfac.LevenbergMarquardt(initial=1.0))
 

@@ -59,7 +59,8 @@ class KFAC(SecondOrderOptimizer):
             Defaults to 0.1. See `step` for what "quadratic" needs.
         damping: Tikhonov damping of the Fisher matrix. A number, a schedule or
             a callable of the iteration; with `step="quadratic"` also a
-            `tfkfac.LevenbergMarquardt`. Defaults to 0.01.
+            `tfkfac.LevenbergMarquardt`, but not with
+            `gradient_accumulation_steps`. Defaults to 0.01.
         solver: "inverse" (Cholesky inverses with factored damping) or "eigen"
             (eigen-decompositions, exact damping). Two more reproduce papers as
             printed: "plain_inverse" adds the whole damping to each factor
@@ -153,7 +154,8 @@ class KFAC(SecondOrderOptimizer):
         gradient_accumulation_steps: Number of micro-batches, at least 2, that
             make one step together, as if they were one batch: gradients and
             statistics are added up, and all intervals count steps. None is 1.
-            That of the inner optimizer is taken over.
+            That of the inner optimizer is taken over. It is refused with a
+            `damping` that is a `tfkfac.LevenbergMarquardt`.
         step: "inner" leaves the length of a step to `kl_clip` and the inner
             optimizer. "quadratic" chooses it anew each time (Martens & Grosse,
             2015, sections 6.4 and 7): the update is `alpha Delta + mu d`, with

@@ -240,15 +240,11 @@ class State(Tracked):
             events.append(("steps rejected", self.damping.rejected))
         for text, numbers in [
             ("gradients of other passes in", self.counters.unexplained),
-            ("statistics not finite in", self.counters.rejected),
-            ("factors dropped of", self.counters.dropped),
-            ("failed decompositions of", self.counters.failures),
             ("broken copies of decompositions of", self.counters.broken),
-            ("plain gradients in", self.counters.plain),
         ]:
             for i, path in enumerate(self.counters.paths):
                 events.append((f"{text} {path}", Number(numbers, i)))
-        return events
+        return events + self.counters.events()
 
 
 def part_of(solver: Solver, inverse_dtype: tf.DType | None) -> str:

@@ -13,7 +13,7 @@ import keras
 from tfkfac.capture.detach import detach
 from tfkfac.capture.walk import unbuilt
 from tfkfac.compat.models import after_compile
-from tfkfac.compat.optimizers import parts_of_multi_optimizer
+from tfkfac.compat.optimizers import build_once, parts_of_multi_optimizer
 from tfkfac.wrapper.loss_scale import undo_overflows
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
 
@@ -48,6 +48,10 @@ def bind(model: keras.Model) -> None:
             # Variables created in the first step would cost a second trace.
             with keras.name_scope(outer.name):
                 outer.build(model.trainable_variables)
+            if scaler is not None:
+                # Weights in files are for an optimizer that is built.
+                with model.distribute_strategy.scope():
+                    build_once(scaler, model.trainable_variables)
 
 
 def check_alone(optimizer: Any) -> None:

@@ -362,9 +362,10 @@ class SecondOrderOptimizer(OptimizerAround):
         `summary` prints it, and `fit` at its end what is new.
 
         Returns:
-            The counts that are not 0, of this process' first replica, with the
-            layer where it is one's own: steps skipped, statistics rejected,
-            factors dropped, decompositions failed, plain gradients used.
+            The counts that are not 0, with the layer where it is one's own:
+            steps skipped, statistics rejected, factors dropped, decompositions
+            failed, plain gradients used. What goes wrong on one replica, all
+            know after the next step.
         """
         if not self.built:
             return {}

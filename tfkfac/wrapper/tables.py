@@ -3,14 +3,20 @@
 from collections.abc import Sequence
 
 
+def unit_of(count: int) -> tuple[int, str]:
+    """The unit that shows a number of bytes best: how many it is, its name."""
+    size = 1
+    for unit in ("B", "KB", "MB"):
+        if count < 1024 * size:
+            return size, unit
+        size *= 1024
+    return size, "GB"
+
+
 def bytes_text(count: int) -> str:
     """A number of bytes with a unit."""
-    size = float(count)
-    for unit in ("B", "KB", "MB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GB"
+    size, unit = unit_of(count)
+    return f"{count} B" if size == 1 else f"{count / size:.2f} {unit}"
 
 
 def table(

@@ -27,6 +27,7 @@ from tfkfac.wrapper.aftermath import Aftermath
 from tfkfac.wrapper.carry import ours
 from tfkfac.wrapper.comparison import Comparison, checksum
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.wrapper.refusals import as_errors
 from tfkfac.wrapper.run_length import RunLength
 
 
@@ -69,6 +70,7 @@ def surroundings(
         standstill = find_standstill(model.distribute_strategy)
     with contextlib.ExitStack() as stack:
         stack.enter_context(watched(model))
+        stack.enter_context(as_errors())
         if standstill is not None:
             stack.enter_context(standstill.training())
         for one in callbacks:
