@@ -1,15 +1,19 @@
 """A loss held against the likelihoods that it may be a multiple of.
 
 Nobody runs it for that: the batch of each step is the trial. Of every
-likelihood that labels and predictions could be of, the gradient at the
-outputs is compared with that of the loss. The loss is the likelihood times
-`u = sum(values) / sum(nll)` if both, values and gradients of all terms, are
-(to 0.1 %). `u` is found anew in each step: a weight of the loss may be in a
-variable. And a loss that is a likelihood for some residuals alone, as
-Huber's, is one in the steps that have no others.
+likelihood that labels and predictions could be of, terms are compared with
+the values of the loss. It is the likelihood times `u = sum(values) / sum(nll)`
+if that is so for each of them (to 0.1 %). `u` is found anew in each step: a
+weight of the loss may be in a variable. And a loss that is a likelihood for
+some residuals alone, as Huber's, is one in the steps that have no others.
+
+That costs little. Of many terms a few are compared, of which one is the
+largest: what is no likelihood for all residuals is none for large ones. One
+number for all terms, or the values of very few, could be a multiple of
+anything: there the gradients at the outputs are compared, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,7 +89,7 @@ class Recognition(NamedTuple):
         varied = spread - tf.math.divide_no_nan(product**2, square)
         alike = varied <= _TOLERANCE**2 * spread
         fits = (wrong == 0) & alike & (tf.abs(values - expected) <= room)
-        nothing = (values == 0) & (nll == 0) & (product == 0)
+        nothing = (wrong == 0) & (values == 0) & (nll <= floor)
         fits = nothing | (fits & (unit > 0) & tf.math.is_finite(unit))
         number = len(self.names)
         places = tf.where(fits, tf.range(number), number)
@@ -100,68 +104,86 @@ class Recognition(NamedTuple):
         )
 
 
-class _Comparison(NamedTuple):
-    """A likelihood beside the loss; all but `nll` `(terms..., outputs)`.
+class _Form(NamedTuple):
+    """A likelihood in terms of what a loss has read.
 
     Attributes:
-        nll: The negative log-likelihoods of the terms, `(terms...)`.
-        residuals: Mean less label: the gradient of a likelihood at its
-            natural parameters.
-        slopes: The gradient of the loss there.
-        is_discrete: Whether residuals are of probabilities.
+        name: Its name, of the outputs of the model.
+        nll: Of labels and outputs, that of each output or of each term.
+        residuals: Of the same mean less label, its gradient at its natural
+            parameters.
+        slopes: Of outputs and the gradient of the loss there, the latter.
+        of_classes: Whether labels are classes.
+        by_logits: Whether it is of the logits behind the outputs.
     """
 
-    nll: tf.Tensor
-    residuals: tf.Tensor
-    slopes: tf.Tensor
-    is_discrete: bool = True
+    name: str
+    nll: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    residuals: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    slopes: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    of_classes: bool = False
+    by_logits: bool = False
 
 
-def _normal(y: tf.Tensor, z: tf.Tensor, g: tf.Tensor) -> _Comparison:
-    r = z - y
-    return _Comparison(tf.reduce_sum(tf.square(r), -1) / 2, r, g, False)
+def _bernoulli(y: tf.Tensor, p: tf.Tensor) -> tf.Tensor:
+    p = tf.clip_by_value(p, _EPSILON, 1 - _EPSILON)
+    return -y * tf.math.log(p) - (1 - y) * tf.math.log(1 - p)
 
 
-def _bernoulli_logits(y: tf.Tensor, z: tf.Tensor, g: tf.Tensor) -> _Comparison:
-    nll = tf.nn.sigmoid_cross_entropy_with_logits(labels=y, logits=z)
-    return _Comparison(tf.reduce_sum(nll, -1), tf.sigmoid(z) - y, g)
+def _sigmoid(y: tf.Tensor, z: tf.Tensor) -> tf.Tensor:
+    return tf.nn.sigmoid_cross_entropy_with_logits(labels=y, logits=z)
 
 
-def _bernoulli(y: tf.Tensor, z: tf.Tensor, g: tf.Tensor) -> _Comparison:
-    p = tf.clip_by_value(z, _EPSILON, 1 - _EPSILON)
-    nll = -y * tf.math.log(p) - (1 - y) * tf.math.log(1 - p)
-    return _Comparison(tf.reduce_sum(nll, -1), z - y, g * z * (1 - z))
+def _categorical(y: tf.Tensor, z: tf.Tensor) -> tf.Tensor:
+    return -y * tf.math.log(tf.clip_by_value(_shares(z), _EPSILON, 1))
 
 
-def _categorical_logits(
-    y: tf.Tensor, z: tf.Tensor, g: tf.Tensor
-) -> _Comparison:
-    mass = tf.reduce_sum(y, -1, keepdims=True)
-    nll = -tf.reduce_sum(y * tf.nn.log_softmax(z), -1)
-    return _Comparison(nll, tf.nn.softmax(z) * mass - y, g)
+def _shares(z: tf.Tensor) -> tf.Tensor:
+    return tf.math.divide_no_nan(z, tf.reduce_sum(z, -1, keepdims=True))
 
 
-def _categorical(y: tf.Tensor, z: tf.Tensor, g: tf.Tensor) -> _Comparison:
-    """Of probabilities, which the loss may or may not divide by their sum."""
-    mass = tf.reduce_sum(y, -1, keepdims=True)
-    p = tf.math.divide_no_nan(z, tf.reduce_sum(z, -1, keepdims=True))
-    clipped = tf.clip_by_value(p, _EPSILON, 1 - _EPSILON)
-    nll = -tf.reduce_sum(y * tf.math.log(clipped), -1)
-    slopes = z * g - p * tf.reduce_sum(z * g, -1, keepdims=True)
-    return _Comparison(nll, p * mass - y, slopes)
+def _mass(y: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(y, -1, keepdims=True)
 
 
-# Of labels, outputs and the gradient of the loss at these.
-_COMPARISONS: dict[
-    str, Callable[[tf.Tensor, tf.Tensor, tf.Tensor], _Comparison]
-] = {
-    NORMAL: _normal,
-    BERNOULLI_LOGITS: _bernoulli_logits,
-    BERNOULLI: _bernoulli,
-    CATEGORICAL_LOGITS: _categorical_logits,
-    CATEGORICAL: _categorical,
-}
-_OF_CLASSES = (CATEGORICAL_LOGITS, CATEGORICAL)
+_NORMAL = _Form(
+    NORMAL,
+    lambda y, z: tf.square(z - y) / 2,
+    lambda y, z: z - y,
+    lambda z, g: g,
+)
+_BERNOULLI = _Form(
+    BERNOULLI,
+    _bernoulli,
+    lambda y, z: z - y,
+    lambda z, g: g * z * (1 - z),
+)
+_BERNOULLI_LOGITS = _Form(
+    BERNOULLI_LOGITS,
+    _sigmoid,
+    lambda y, z: tf.sigmoid(z) - y,
+    lambda z, g: g,
+)
+# Of probabilities that the loss may or may not divide by their sum.
+_CATEGORICAL = _Form(
+    CATEGORICAL,
+    _categorical,
+    lambda y, z: _shares(z) * _mass(y) - y,
+    lambda z, g: z * g - _shares(z) * tf.reduce_sum(z * g, -1, keepdims=True),
+    of_classes=True,
+)
+_CATEGORICAL_LOGITS = _Form(
+    CATEGORICAL_LOGITS,
+    lambda y, z: -y * tf.nn.log_softmax(z),
+    lambda y, z: tf.nn.softmax(z) * _mass(y) - y,
+    lambda z, g: g,
+    of_classes=True,
+)
+_PLAIN = (_NORMAL, _BERNOULLI, _CATEGORICAL)
+_OF_LOGITS = (_BERNOULLI_LOGITS, _CATEGORICAL_LOGITS)
+# Rows of a comparison, fewer if they are long; below so many, gradients too.
+_MOST_ROWS, _MOST_NUMBERS, _FEW = 64, 4096, 4
+_COLUMNS = 7
 
 
 class _Labels(NamedTuple):
@@ -192,54 +214,305 @@ def recognise(
     Returns:
         What this batch says; None if no likelihood can be meant.
     """
-    try:
-        at_output, at_logits = leaves.slopes(reduction.values)
-    except LookupError:  # TensorFlow has no gradient of an operation of it
-        return None
-    if (at_output is None) == (at_logits is None):
-        return None
-    if at_logits is None:
-        read, slopes = leaves.output, at_output
-    else:
-        read, slopes = leaves.logits, at_logits
-    by_logits = at_logits is not None
-    labels = _labels_of(call.y_true, read)
+    labels = _labels_of(call.y_true, leaves.output)
     if labels is None:
         return None
-    names = _possible(labels.are_classes, by_logits, leaves.logits is not None)
-    wide = tf.float64 if read.dtype == tf.float64 else tf.float32
-    z, g = (
-        tf.cast(tf.stop_gradient(t), wide)
-        for t in (read, tf.convert_to_tensor(slopes))
-    )
-    y = labels.values
-    if labels.are_classes:
-        y = tf.one_hot(tf.cast(y, tf.int32), tf.shape(z)[-1], dtype=wide)
-    y = tf.cast(tf.stop_gradient(y), wide)
-    if z.shape.rank == 1:
-        y, z, g = y[:, None], z[:, None], g[:, None]
-    mask = _mask_of(reduction)
-    values = tf.stop_gradient(_masked(reduction.values, mask))
-    sums = [
-        _sums(_COMPARISONS[name](y, z, g), values, mask, labels.fit)
-        for name in names
-    ]
-    if by_logits:  # those of the probabilities that the model returns
+    forms = _possible(labels.are_classes, leaves.logits is not None)
+    values = tf.stop_gradient(reduction.values)
+    trial = _Trial(forms, leaves, reduction, labels, values)
+
+    names = tuple(form.name for form in forms)
+    return Recognition(names, tf.stop_gradient(trial.compare()))
+
+
+def _possible(are_classes: bool, have_logits: bool) -> list[_Form]:
+    """The likelihoods that a loss may be of, by what it can have read."""
+    if have_logits:  # that of the probabilities which the model returns
         plain = {logits: name for name, logits in LOGITS.items()}
-        names = [plain[name] for name in names]
-    return Recognition(tuple(names), tf.stack(sums))
+        behind = [
+            form._replace(name=plain[form.name], by_logits=True)
+            for form in _OF_LOGITS
+        ]
+        forms = [*behind, *_PLAIN]
+    else:
+        forms = [_NORMAL, *_OF_LOGITS, _BERNOULLI, _CATEGORICAL]
+    return [form for form in forms if form.of_classes or not are_classes]
 
 
-def _possible(
-    are_classes: bool, by_logits: bool, have_logits: bool
-) -> list[str]:
-    """The likelihoods that a loss may be of, by what it has read."""
-    names: list[str] = list(_OF_CLASSES if are_classes else _COMPARISONS)
-    if by_logits:
-        return [name for name in names if name in LOGITS.values()]
-    if have_logits:
-        return [name for name in names if name not in LOGITS.values()]
-    return names
+class _Trial:
+    """A batch of a loss, in rows: each the outputs of a term.
+
+    Args:
+        forms: The likelihoods.
+        leaves: What the loss has read.
+        reduction: How its values became a number.
+        labels: The labels.
+        values: The values.
+
+    Attributes:
+        fit: Whether labels, values and outputs are of the same terms.
+        terms: Number of terms.
+    """
+
+    def __init__(
+        self,
+        forms: Sequence[_Form],
+        leaves: Leaves,
+        reduction: Reduction,
+        labels: _Labels,
+        values: tf.Tensor,
+    ) -> None:
+        self._forms, self._leaves = forms, leaves
+        self._reduction, self._labels = reduction, labels
+        self._is_single = values.shape.rank == 0
+        output = leaves.output
+        rank = max(output.shape.rank, 2)
+        axes = min(values.shape.rank, rank - 1) if values.shape.rank else 1
+        self._size = output.shape[-1] if output.shape.rank > 1 else 1
+        if self._size is None:
+            self._size = tf.shape(output)[-1]
+        there = tf.shape(output)[:axes]
+        self.terms = tf.reduce_prod(there)
+        self.fit = labels.fit
+        mask = _mask_of(reduction)
+        if not self._is_single:
+            self.fit &= _are_equal(tf.shape(values)[:axes], there)
+        if mask is not None and mask.shape.rank == axes:
+            self._mask: tf.Tensor | None = tf.reshape(mask, [-1])
+        else:
+            self._mask = None
+        self._values = values
+        self._length = output.shape[axes:].num_elements()
+        self._wide = tf.float64 if output.dtype == tf.float64 else tf.float32
+
+    def compare(self) -> tf.Tensor:
+        """What replicas add up of each likelihood, see `Recognition`."""
+        there, few = self.terms > 0, self.terms < _FEW
+        by_values = there & tf.logical_not(few | self._is_single)
+        how = tf.cast(there, tf.int32) + tf.cast(by_values, tf.int32)
+        return tf.switch_case(
+            tf.where(self.fit, how, 0),
+            [self._nothing, self._by_gradients, self._by_values],
+        )
+
+    def _nothing(self) -> tf.Tensor:
+        """That of no term, or of what nothing can be compared with."""
+        wrong = tf.cast(tf.logical_not(self.fit), tf.float64)
+        row = tf.concat([[wrong], tf.zeros([_COLUMNS - 1], tf.float64)], 0)
+        return tf.tile(row[None], [len(self._forms), 1])
+
+    # ------------------------------------------------------------- rows
+    def _sample(self) -> tf.Tensor:
+        """Rows that stand for all: some evenly spaced, and the largest."""
+        length = self._length or _MOST_NUMBERS // 16
+        most = max(_FEW, min(_MOST_ROWS, _MOST_NUMBERS // length))
+        count = tf.minimum(most, self.terms)
+        spaced = tf.range(count) * self.terms // count
+        if self._is_single:
+            return spaced
+        largest = tf.argmax(self._each(), output_type=tf.int32)
+        return tf.concat([[largest], spaced], 0)
+
+    def _each(self) -> tf.Tensor:
+        """The value of each row, 0 where a mask is False."""
+        rows = tf.reshape(self._values, [self.terms, -1])
+        each = tf.reduce_sum(rows, -1)
+        if self._mask is not None:
+            each = tf.where(self._mask, each, tf.zeros_like(each))
+        return each
+
+    def _rows(
+        self, tensor: tf.Tensor, index: tf.Tensor | None = None
+    ) -> tf.Tensor:
+        """Some rows of a tensor of the shape of the outputs, or all."""
+        rows = tf.reshape(tensor, [self.terms, -1, self._size])
+        if index is not None:
+            rows = tf.gather(rows, index)
+        return tf.cast(tf.stop_gradient(rows), self._wide)
+
+    def _label_rows(self, index: tf.Tensor | None = None) -> tf.Tensor:
+        """The same of the labels."""
+        values = self._labels.values
+        if not self._labels.are_classes:
+            return self._rows(values, index)
+        rows = tf.reshape(values, [self.terms, -1])
+        if index is not None:
+            rows = tf.gather(rows, index)
+        rows = tf.cast(tf.stop_gradient(rows), tf.int32)
+        return tf.one_hot(rows, self._size, dtype=self._wide)
+
+    def _read(self, form: _Form) -> tf.Tensor:
+        """What the loss has read, if it is of a form."""
+        logits = self._leaves.logits
+        return logits if form.by_logits else self._leaves.output
+
+    def _kept(self, rows: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+        """Rows with 0 where a mask is False."""
+        if self._mask is None:
+            return rows
+        keep = tf.gather(self._mask, index)
+        for _ in range(rows.shape.rank - 1):
+            keep = keep[:, None]
+        return tf.where(keep, rows, tf.zeros_like(rows))
+
+    def _nll(self, form: _Form, y: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+        """The negative log-likelihood of each of some rows."""
+        each = form.nll(y, self._rows(self._read(form), index))
+        return self._kept(tf.reduce_sum(each, [1, 2]), index)
+
+    # ------------------------------------------------------ comparisons
+    def _by_values(self) -> tf.Tensor:
+        """Compares values of terms, with those of all forms at once."""
+        index = self._sample()
+        y = self._label_rows(index)
+        values = tf.cast(tf.gather(self._each(), index), self._wide)
+        nll = tf.stack([self._nll(form, y, index) for form in self._forms])
+        nll, values = tf.cast(nll, tf.float64), tf.cast(values, tf.float64)
+        product, square = tf.reduce_sum(values), tf.reduce_sum(nll, 1)
+        unit = tf.math.divide_no_nan(product, square)
+        expected = unit[:, None] * nll
+        floor = tf.stack([self._floor(form, y) for form in self._forms])
+        least = unit * floor + 10 * _ROUNDING * tf.abs(product)
+        room = _TOLERANCE * tf.abs(expected) + least[:, None] / _count(values)
+        right = tf.reduce_all(tf.abs(values - expected) <= room, 1)
+        wrong = tf.cast(tf.logical_not(right), tf.float64)
+        total = tf.fill(tf.shape(square), product)
+        found = [wrong, total, square, unit * product, total, square, floor]
+        return tf.stack(found, 1)
+
+    def _by_gradients(self) -> tf.Tensor:
+        """Compares gradients at the outputs, and values with these."""
+        index = self._sample()
+        y = self._label_rows(index)
+        slopes = self._slopes()
+        value = _total(
+            self._values if self._is_single else tf.gather(self._each(), index)
+        )
+        rows = []
+        for form in self._forms:
+            g = slopes[form.by_logits]
+            z = self._rows(self._read(form), index)
+            r = self._kept(form.residuals(y, z), index)
+            if g is None:
+                g = tf.fill(tf.shape(r), tf.constant(np.nan, r.dtype))
+            else:
+                g = self._kept(form.slopes(z, self._rows(g, index)), index)
+            product, square = _total(r * g), _total(tf.square(r))
+            unit = tf.math.divide_no_nan(product, square)
+            u = tf.cast(unit, r.dtype)
+            # Where a term has next to nothing to compare.
+            least = 1.0 if form is not _NORMAL else square / _count(r)
+            room = tf.square(_TOLERANCE * u) * tf.reduce_sum(tf.square(r), -1)
+            room += tf.square(10 * _ROUNDING * u) * tf.cast(least, u.dtype)
+            off = tf.reduce_sum(tf.square(g - u * r), -1)
+            right = tf.reduce_all(off <= room)
+            nll = _total(self._nll(form, y, index))
+            rows.append(
+                [
+                    right,
+                    product,
+                    square,
+                    unit * product,
+                    value,
+                    nll,
+                    self._floor(form, y),
+                ]
+            )
+        if self._is_single:
+            self._of_all(rows)
+        return _stacked(rows)
+
+    def _of_all(self, rows: list[list[Any]]) -> None:
+        """Puts the likelihood of all terms where one of some terms is.
+
+        That is worked out for the first form alone that is right.
+        """
+        number = len(rows)
+        flags = tf.stack([row[0] for row in rows])
+        first = tf.reduce_min(tf.where(flags, tf.range(number), number))
+
+        def of(form: _Form) -> Callable[[], tf.Tensor]:
+            def total() -> tf.Tensor:
+                z = self._rows(self._read(form))
+                return _total(form.nll(self._label_rows(), z))
+
+            return total
+
+        def none() -> tf.Tensor:
+            return tf.zeros([], tf.float64)
+
+        total = tf.switch_case(first, [*map(of, self._forms), none])
+        whole = tf.cast(self.terms * self._row_size(), tf.float64)
+        for place, row in enumerate(rows):
+            row[0] = tf.equal(first, place)
+            row[5] = total
+            if self._forms[place] is not _NORMAL:
+                row[6] = _ROUNDING * whole
+
+    def _slopes(self) -> dict[bool, tf.Tensor | None]:
+        """Gradients at the outputs, and at the logits; None if not there."""
+        try:
+            found = self._leaves.slopes(self._reduction.values)
+        except LookupError:  # TensorFlow has none of an operation of the loss
+            found = None, None
+        output, logits = found
+        if output is not None and logits is not None:
+            output = logits = None
+        return {
+            by_logits: None if g is None else tf.convert_to_tensor(g)
+            for by_logits, g in ((False, output), (True, logits))
+        }
+
+    def _row_size(self) -> tf.Tensor | int:
+        """Number of outputs of a row."""
+        if self._length is not None:
+            return int(self._length)
+        return tf.size(self._leaves.output) // tf.maximum(self.terms, 1)
+
+    def _floor(self, form: _Form, y: tf.Tensor) -> tf.Tensor:
+        """Rounding errors of the likelihood of some rows."""
+        exact = form is _NORMAL
+        return tf.zeros([], tf.float64) if exact else _ROUNDING * _count(y)
+
+
+def _are_equal(shape: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+    """Whether shapes of as many axes are the same, a scalar bool."""
+    return tf.reduce_all(tf.equal(shape, other))
+
+
+def _mask_of(reduction: Reduction) -> tf.Tensor | None:
+    """The mask of the terms, of the shape of their values."""
+    values, mask = reduction.values, reduction.mask
+    if mask is None or not values.shape.rank or mask.shape.rank is None:
+        return None
+    if mask.shape.rank == values.shape.rank + 1:
+        mask = tf.squeeze(mask, -1)
+    return tf.cast(mask, tf.bool)
+
+
+def _count(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tf.size(tensor), tf.float64)
+
+
+def _total(tensor: tf.Tensor) -> tf.Tensor:
+    """The sum of a tensor, float64."""
+    rows = tf.reduce_sum(tensor, -1) if tensor.shape.rank else tensor
+    return tf.reduce_sum(tf.cast(rows, tf.float64))
+
+
+def _stacked(rows: Sequence[Sequence[Any]]) -> tf.Tensor:
+    """The columns of each likelihood; the first says if it is wrong."""
+    return tf.stack(
+        [
+            tf.stack(
+                [
+                    tf.cast(tf.logical_not(right), tf.float64),
+                    *(tf.cast(x, tf.float64) for x in rest),
+                ]
+            )
+            for right, *rest in rows
+        ]
+    )
 
 
 def _labels_of(y_true: Any, outputs: tf.Tensor) -> _Labels | None:
@@ -274,67 +547,3 @@ def _labels_of(y_true: Any, outputs: tf.Tensor) -> _Labels | None:
     values = tf.cond(fit, lambda: y, lambda: tf.zeros(there, y.dtype))
     values.set_shape(wanted)
     return _Labels(values, are_classes, fit)
-
-
-def _mask_of(reduction: Reduction) -> tf.Tensor | None:
-    """The mask of the terms, of the shape of their values."""
-    values, mask = reduction.values, reduction.mask
-    if mask is None or not values.shape.rank or mask.shape.rank is None:
-        return None
-    if mask.shape.rank == values.shape.rank + 1:
-        mask = tf.squeeze(mask, -1)
-    return tf.cast(mask, tf.bool)
-
-
-def _masked(values: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
-    """Values with 0 where a mask, which may have fewer axes, is False."""
-    if mask is None:
-        return values
-    for _ in range(values.shape.rank - mask.shape.rank):
-        mask = mask[..., None]
-    return tf.where(mask, values, tf.zeros_like(values))
-
-
-def _sums(
-    found: _Comparison,
-    values: tf.Tensor,
-    mask: tf.Tensor | None,
-    fit: tf.Tensor,
-) -> tf.Tensor:
-    """What replicas add up of one likelihood, see `Recognition`."""
-    residuals, slopes = (
-        _masked(t, mask) for t in (found.residuals, found.slopes)
-    )
-    square = _total(tf.square(residuals))
-    product = _total(residuals * slopes)
-    unit = tf.math.divide_no_nan(product, square)
-    u = tf.cast(unit, slopes.dtype)
-    count = tf.cast(tf.size(residuals), tf.float64)
-    # Of one output, where a term has next to nothing to compare.
-    least = tf.ones_like(u)
-    if not found.is_discrete:
-        least = tf.sqrt(tf.math.divide_no_nan(square, count))
-    least = tf.square(10 * _ROUNDING * u * tf.cast(least, u.dtype))
-    room = tf.square(_TOLERANCE * u) * tf.reduce_sum(tf.square(residuals), -1)
-    off = tf.reduce_sum(tf.square(slopes - u * residuals), -1)
-    right = fit & tf.reduce_all(off <= room + least)
-    floor = _ROUNDING * count if found.is_discrete else tf.zeros_like(count)
-    # The mean over no example is not a number.
-    total = tf.where(count > 0, _total(values), tf.zeros_like(count))
-    return tf.stack(
-        [
-            tf.cast(tf.logical_not(right), tf.float64),
-            product,
-            square,
-            unit * product,
-            total,
-            _total(_masked(found.nll, mask)),
-            floor,
-        ]
-    )
-
-
-def _total(tensor: tf.Tensor) -> tf.Tensor:
-    """The sum of a tensor, float64."""
-    rows = tf.reduce_sum(tensor, -1) if tensor.shape.rank else tensor
-    return tf.reduce_sum(tf.cast(rows, tf.float64))
