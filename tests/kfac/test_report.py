@@ -1,5 +1,6 @@
 """What the last step did, and the hint that the clip rules them all."""
 
+import warnings
 from typing import Any
 
 import keras
@@ -96,3 +97,21 @@ def test_a_summed_loss_of_a_custom_loop_is_told(
         )
     said = capfd.readouterr().err.count("the loss looks like the sum")
     assert said == (loss == "sum")
+
+
+@pytest.mark.parametrize("terms", [None, 1])
+def test_a_loop_is_told_what_its_loss_is_taken_for(terms: Any) -> None:
+    """Of a squared error nothing shows that it is a sum."""
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    optimizer = tfkfac.KFAC().attach(model, loss_terms=terms)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.square(model(np.ones((4, 3)))))
+            variables = model.trainable_variables
+            optimizer.apply(
+                tape.gradient(loss, [v.value for v in variables]), variables
+            )
+    said = [str(one.message) for one in caught if "1 for a sum" in str(one)]
+    assert len(said) == (terms is None)
