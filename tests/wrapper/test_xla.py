@@ -229,3 +229,25 @@ def test_loads_without_a_gpu(
     # A user's own setting is an error all the same, after a load too.
     with pytest.raises(ValueError, match=r"Received: jit_compile=True.*False"):
         model.compile(OPTIMIZERS[name](), "mse", jit_compile=True)
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+@pytest.mark.parametrize("as_number", [False, True])
+def test_a_loss_of_ones_own(as_number: bool) -> None:
+    """It is recognised there as elsewhere, in batches of 5 and of 2."""
+
+    def squares(y: Any, p: Any) -> Any:
+        each = 3 * tf.reduce_sum(tf.square(y - p), -1)
+        return tf.reduce_mean(each) if as_number else each
+
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(7, n)).astype("float32") for n in (4, 3))
+    weights = []
+    for jit in (False, True):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+        model.compile(tfkfac.KFAC(fisher="type2"), squares, jit_compile=jit)
+        model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
+        assert model.optimizer.events() == {}
+        weights.append(np.concatenate([v.ravel() for v in model.get_weights()]))
+    np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-5)
