@@ -15,6 +15,7 @@ from keras import layers
 
 import tfkfac
 from tests.support.harness import assert_close, check_factors, find, randomize
+from tests.support.marks import with_slow
 from tests.support.reference import Array, append_one, factors, inverse_solve
 
 ROWS, FEATURES = 8, 3
@@ -270,7 +271,20 @@ KINDS: dict[str, tuple[Any, Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    with_slow(
+        KINDS,
+        "squares",
+        "Keras' sigmoid",
+        "own softmax",
+        "Keras' softmax",
+        "power",
+        "logcosh",
+        "focal",
+        "weighted classes",
+    ),
+)
 def test_what_a_loss_is_taken_for(name: str) -> None:
     loss, y, activation, want = KINDS[name]
     units = y.shape[-1] if name == "root of one" else FEATURES
@@ -434,8 +448,20 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("way", ["plain", "inside of a function", "eager"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        pytest.param(
+            name,
+            way,
+            marks=()
+            if way == "plain" or name == "quadratic"
+            else pytest.mark.slow,
+        )
+        for name in OPTIMIZERS
+        for way in ("plain", "inside of a function", "eager")
+    ],
+)
 def test_a_loss_keeps_what_it_keeps_with_sgd(name: str, way: str) -> None:
     kept = []
     for optimizer in ("sgd", OPTIMIZERS[name]()):

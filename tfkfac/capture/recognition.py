@@ -218,11 +218,9 @@ def recognise(
     if labels is None:
         return None
     forms = _possible(labels.are_classes, leaves.logits is not None)
-    values = tf.stop_gradient(reduction.values)
-    trial = _Trial(forms, leaves, reduction, labels, values)
-
     names = tuple(form.name for form in forms)
-    return Recognition(names, tf.stop_gradient(trial.compare()))
+    sums = _Trial(forms, leaves, reduction, labels).compare()
+    return Recognition(names, tf.stop_gradient(sums))
 
 
 def _possible(are_classes: bool, have_logits: bool) -> list[_Form]:
@@ -247,7 +245,6 @@ class _Trial:
         leaves: What the loss has read.
         reduction: How its values became a number.
         labels: The labels.
-        values: The values.
 
     Attributes:
         fit: Whether labels, values and outputs are of the same terms.
@@ -260,8 +257,8 @@ class _Trial:
         leaves: Leaves,
         reduction: Reduction,
         labels: _Labels,
-        values: tf.Tensor,
     ) -> None:
+        values = self._values = tf.stop_gradient(reduction.values)
         self._forms, self._leaves = forms, leaves
         self._reduction, self._labels = reduction, labels
         self._is_single = values.shape.rank == 0
@@ -281,7 +278,6 @@ class _Trial:
             self._mask: tf.Tensor | None = tf.reshape(mask, [-1])
         else:
             self._mask = None
-        self._values = values
         self._length = output.shape[axes:].num_elements()
         self._wide = tf.float64 if output.dtype == tf.float64 else tf.float32
 
@@ -307,7 +303,7 @@ class _Trial:
         length = self._length or _MOST_NUMBERS // 16
         most = max(_FEW, min(_MOST_ROWS, _MOST_NUMBERS // length))
         count = tf.minimum(most, self.terms)
-        spaced = tf.range(count) * self.terms // count
+        spaced = tf.range(count) * (self.terms // count)
         if self._is_single:
             return spaced
         largest = tf.argmax(self._each(), output_type=tf.int32)
