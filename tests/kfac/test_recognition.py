@@ -490,6 +490,25 @@ def test_nobody_calls_a_loss_but_the_step() -> None:
     assert seen == [(5, FEATURES), (3, FEATURES)]
 
 
+class Equal(LOSSES.Loss):
+    """Equal to others, and so without a hash."""
+
+    def call(self, y: Any, p: Any) -> Any:
+        return tf.reduce_sum(tf.abs(y - p) ** 1.5)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_loss_need_not_have_a_hash() -> None:
+    model = linear()
+    model.compile(tfkfac.KFAC(), Equal())
+    model.train_on_batch(X, REAL)
+    assert "no likelihood in 1 steps" in lines_of(model.optimizer)
+
+
 def test_a_loss_may_call_the_model() -> None:
     """As at collocation points; its moving averages are those of SGD."""
     averages = []

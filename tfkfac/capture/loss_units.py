@@ -12,7 +12,6 @@ Where it is a multiple of none, its unit is 1.
 """
 
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,6 +35,7 @@ from tfkfac.compat.losses import (
     loss_arguments,
     loss_function,
 )
+from tfkfac.compat.overrides import keep_on
 from tfkfac.compat.written import has_effects
 
 T = TypeVar("T")
@@ -167,9 +167,7 @@ def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
 
 
 # ------------------------------------------- losses that return one number
-_sums: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = (
-    weakref.WeakKeyDictionary()
-)
+_SUMS = "_tfkfac_sums"  # by shapes, kept on the loss
 
 
 def is_sum(call: LossCall) -> bool:
@@ -188,7 +186,7 @@ def is_sum(call: LossCall) -> bool:
     if not all(shape.rank for shape in known):
         return False
     shapes = tuple(tuple(shape[1:]) for shape in known)
-    found = _sums.setdefault(call.loss, {})
+    found = keep_on(call.loss, _SUMS, dict[Any, bool])
     if shapes not in found:
         found[shapes] = _doubles(call.loss, shapes)
     return found[shapes]

@@ -34,7 +34,7 @@ _ROUNDING, _EPSILON = 1e-6, 1e-7
 
 
 class Verdict(NamedTuple):
-    """What all replicas say of a loss.
+    """Likelihood and unit of a loss, by all replicas.
 
     Attributes:
         names: The likelihoods that it could be of.
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
 
 
 class Recognition(NamedTuple):
-    """What one replica's batch says of a loss.
+    """Comparison of a loss with likelihoods, by one replica's batch.
 
     Attributes:
         names: The likelihoods that it could be of.

@@ -1,4 +1,4 @@
-"""What the losses of a job have been taken for, step by step."""
+"""Likelihoods that the losses of a job were taken for, step by step."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from tfkfac.wrapper.guards import count_events
 
 
 class _Log(NamedTuple):
-    """What one loss has been on one replica.
+    """Counts of one loss on one replica.
 
     Attributes:
         loss: Name of the loss.
@@ -29,7 +29,7 @@ class _Log(NamedTuple):
 
 
 class LossLog:
-    """What the batches of each step have said of losses of the user's own."""
+    """Log of the likelihoods that losses of the user's own have been."""
 
     def __init__(self) -> None:
         self._logs: dict[tuple[int, int, tuple[str, ...]], _Log] = {}
@@ -61,7 +61,7 @@ class LossLog:
             _note(self._logs[key], loss.verdict, optimizer, instead)
 
     def lines(self) -> list[str]:
-        """What `summary` says of the losses."""
+        """Lines for `summary`."""
         return [_text(log) for log in self._of_first()]
 
     def events(self) -> list[tuple[str, tf.Variable]]:

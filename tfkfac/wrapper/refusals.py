@@ -1,4 +1,4 @@
-"""What a step can refuse only when it runs, as an error of Python's.
+"""Refusals of a running step, as errors of Python's.
 
 A graph can only assert. Its error has the message somewhere in the middle, so
 it bears a sign, by which `fit` finds it.

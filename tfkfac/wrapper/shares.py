@@ -10,7 +10,7 @@ from tfkfac.distributed.collectives import Communicator
 
 
 class _Whole(NamedTuple):
-    """What all replicas know of one loss.
+    """One loss of all replicas.
 
     Attributes:
         own: The terms of this replica, with the verdict of all.
@@ -84,7 +84,7 @@ def _wholes(terms: tuple[LossTerms, ...], group: Communicator) -> list[_Whole]:
 
 
 def _parts(loss: LossTerms) -> dict[str, tf.Tensor]:
-    """What a replica tells of a loss."""
+    """Numbers of a loss that the replicas add up."""
     parts = {"count": loss.count}
     if loss.predictions is not None:
         parts["predictions"] = loss.predictions
@@ -98,7 +98,7 @@ def _parts(loss: LossTerms) -> dict[str, tf.Tensor]:
 
 
 def _whole(own: LossTerms, sums: dict[str, tf.Tensor]) -> _Whole:
-    """What the sums over all replicas say of a loss."""
+    """One loss of all replicas, by the sums of its numbers."""
     total, unit, spread = sums["count"], own.unit, None
     if not own.is_fixed:
         unit = tf.math.divide_no_nan(sums["unit"], total)
