@@ -17,7 +17,6 @@ import tensorflow as tf
 import contest
 import poisson
 import tfkfac
-from tfkfac.gauss_newton.speed import Speed
 
 SEEDS = range(5)
 # Dimension: seconds, and the error that the median of five seeds should have.
@@ -88,9 +87,8 @@ def show_diabetes() -> None:
 
 
 def show_cost() -> None:
-    """Seconds of a step, measured and as `summary` estimates them."""
-    speed = Speed.measured(tf.float64)
-    print(f"\nCPU milliseconds of a step (estimated), float64, {speed}")
+    """CPU milliseconds of a step."""
+    print("\nCPU milliseconds of a step, float64")
     print(f"{'weights':>8}" + "".join(f"{m:>7} resid." for m in RESIDUALS))
     for width in WIDTHS:
         cells, size = "", 0
@@ -98,12 +96,7 @@ def show_cost() -> None:
             model = contest.mlp(4, width, width)
             model.compile(tfkfac.GaussNewton(), "mse")
             size = model.count_params()
-            limits = model.optimizer.method.limits
-            work = limits.work(limits.space("auto", count), count)
-            estimate = speed.seconds(work)
-            cells += (
-                f"{step_ms(model, count):6.0f} ({1e3 * estimate:.0f})".rjust(14)
-            )
+            cells += f"{step_ms(model, count):14.0f}"
         print(f"{size:8,}{cells}")
 
 

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkfac.gauss_newton.jacobian import block_examples
-from tfkfac.gauss_newton.speed import Work
 from tfkfac.wrapper.refusals import refuse
 from tfkfac.wrapper.tables import bytes_text, unit_of
 
@@ -56,12 +55,6 @@ class Limits(NamedTuple):
         """Rows that are made at once in the space of parameters."""
         examples = block_examples(self.weights, self.outputs, self.activations)
         return examples * self.outputs
-
-    def work(self, space: str, residuals: int) -> Work:
-        """Operations of a step of one try."""
-        if space == PARAMETERS:
-            return Work.among_weights(self.weights, residuals)
-        return Work.among_residuals(self.weights, residuals)
 
     def space(self, solve: str, residuals: int) -> str:
         """The space for a number of residuals: the smaller that is allowed."""

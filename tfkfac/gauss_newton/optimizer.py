@@ -31,8 +31,8 @@ class GaussNewton(SecondOrderOptimizer):
     for Poisson's equation on a square (`examples/poisson.py`) was within 4e-6
     of the solution after 6 seconds on one core, within 4e-7 after 20 (medians
     of five seeds). Its work grows as the number of residuals (examples times
-    outputs) times that of weights times the smaller of both: `summary()` says
-    what a step takes. It is the wrong tool for classifiers of 10^4 weights,
+    outputs) times that of weights times the smaller of both: `summary()` has
+    the bytes of a step. It is the wrong tool for classifiers of 10^4 weights,
     and small noisy tables it interpolates. Functions of many waves, as
     sin(20 x) e^x on [-1, 1], keep it for about a hundred steps before the
     error falls.
