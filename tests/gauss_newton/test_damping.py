@@ -11,8 +11,13 @@ import tensorflow as tf
 import tfkfac
 from tests.support.dtypes import floats
 from tests.support.marks import with_slow
-from tfkfac.gauss_newton.damping import LARGEST, Search, search
-from tfkfac.gauss_newton.solve import ParameterSpace, ResidualSpace
+from tfkfac.gauss_newton.solve import (
+    LARGEST,
+    ParameterSpace,
+    ResidualSpace,
+    Search,
+    search,
+)
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.normal(size=(6, 4))

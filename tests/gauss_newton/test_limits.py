@@ -17,7 +17,7 @@ from tests.support import workers_gauss
 from tests.support.cluster import Pool
 from tests.support.jobs import Jobs
 from tests.support.reference import Array
-from tfkfac.gauss_newton import limits
+from tfkfac.gauss_newton import support
 
 MEGA = 2**20
 JOBS = Jobs(workers_gauss)
@@ -128,13 +128,13 @@ def test_the_rows_wait_for_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.5)
         return value
 
-    refuse = limits.refuse
+    refuse = support.refuse
 
     def refuse_late(condition: tf.Tensor, message: tf.Tensor) -> tf.Operation:
         slow = tf.ensure_shape(tf.numpy_function(late, [condition], bool), [])
         return refuse(slow, message)
 
-    monkeypatch.setattr(limits, "refuse", refuse_late)
+    monkeypatch.setattr(support, "refuse", refuse_late)
     model = wide()
     model.compile(tfkfac.GaussNewton(max_bytes=64 * MEGA), "mse")
     model.fit(batches(model, 1), verbose=0)
@@ -156,7 +156,7 @@ def test_the_space_that_is_allowed_is_taken() -> None:
     """300 residuals are fewer than 301 weights, and take more."""
     most = 4 * (3 * 301**2 + 2 * 300 * 301)
     assert most < 4 * (3 * 300**2 + 3 * 300 * 301)
-    sizes = limits.Limits(301, tf.float32, most)
+    sizes = support.Limits(301, tf.float32, most)
     assert sizes.space("auto", 300) == "parameters"
     assert sizes.space("auto", 200) == "residuals"
 

@@ -10,7 +10,7 @@ from keras import layers
 
 import tfkfac
 from tests.support.small import summary_text
-from tfkfac.gauss_newton.limits import Limits, choose_spaces
+from tfkfac.gauss_newton.support import Limits, choose_spaces
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
 Y = X[:, :1] - X[:, 1:2] ** 2

@@ -1,5 +1,6 @@
 """Exact Gauss-Newton, step by step."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,28 +8,26 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.forward import ForwardTap
+from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.traffic import all_reduce_bytes
-from tfkfac.gauss_newton.damping import Search, search
 from tfkfac.gauss_newton.jacobian import activations
-from tfkfac.gauss_newton.limits import (
-    MOST_BYTES,
-    PARAMETERS,
-    RESIDUALS,
-    Limits,
-    choose_spaces,
-)
 from tfkfac.gauss_newton.objective import Objective, Point
 from tfkfac.gauss_newton.solve import (
     NormalEquations,
     ParameterSpace,
     ResidualSpace,
+    Search,
+    search,
 )
-from tfkfac.gauss_newton.state import State
-from tfkfac.gauss_newton.summary import describe
 from tfkfac.gauss_newton.support import (
+    MOST_BYTES,
+    PARAMETERS,
+    RESIDUALS,
+    Limits,
     check_model,
+    choose_spaces,
     l2_of,
     outputs_of,
     train_without_xla,
@@ -37,10 +36,107 @@ from tfkfac.gauss_newton.support import (
 from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.packing import packed_size
 from tfkfac.saving.entries import Entry
+from tfkfac.wrapper.guards import count_events
 from tfkfac.wrapper.job import Job
 from tfkfac.wrapper.method import Method
 from tfkfac.wrapper.step import Gradients, Step, Update, places_of
-from tfkfac.wrapper.tables import bytes_text
+from tfkfac.wrapper.tables import bytes_text, table
+
+# Of the last step, as `last_step` has them.
+_NAMES = (
+    "damping",
+    "tries",
+    "predicted_reduction",
+    "actual_reduction",
+    "accepted",
+    "residuals",
+)
+
+
+class State(Tracked):
+    """The state of one replica.
+
+    Args:
+        damping: The initial damping.
+        space: The space of the weights.
+
+    Attributes:
+        damping: That of the next step, float64.
+        previous: The step before, zero if it was not taken.
+        tries: Number of tries so far.
+        rejected: Number of steps of which no try lowered the loss.
+        settled: Number of steps at the rounding of the loss.
+    """
+
+    def __init__(self, damping: float, space: FlatSpace) -> None:
+        super().__init__(name="replica")
+        self.damping = state_variable(
+            tf.constant(damping, tf.float64), "float64", "damping"
+        )
+        self.previous = zeros_variable(
+            [space.size], space.dtype, "previous_step"
+        )
+        self.tries = state_variable(0, "int64", "tries")
+        self.rejected = state_variable(0, "int64", "rejected_steps")
+        self.settled = state_variable(0, "int64", "settled_steps")
+        self.last = state_variable([math.nan] * len(_NAMES), "float64", "last")
+
+    def note(self, found: Search, residuals: tf.Tensor, name: str) -> None:
+        """Notes what the tries of a step have come to.
+
+        Args:
+            found: That.
+            residuals: Number of residuals of the step.
+            name: Name of the optimizer.
+        """
+        self.damping.assign(found.damping)
+        self.previous.assign(found.change)
+        self.tries.assign_add(tf.cast(found.tries, tf.int64))
+        self.settled.assign_add(tf.cast(found.settled, tf.int64))
+        count_events(
+            [~(found.accepted | found.settled)],
+            [self.rejected],
+            [name],
+            "a step is rejected, no damping tried has lowered the loss; the "
+            "weights stay.",
+        )
+        values = (
+            found.used,
+            found.tries,
+            found.predicted,
+            found.actual,
+            found.accepted,
+            residuals,
+        )
+        self.last.assign(tf.stack([tf.cast(v, tf.float64) for v in values]))
+
+    def last_step(self) -> dict[str, float]:
+        """What the last step did; empty before the first."""
+        numbers = [float(v) for v in self.last.numpy()]
+        if math.isnan(numbers[-1]):
+            return {}
+        return dict(zip(_NAMES, numbers, strict=True))
+
+    def entries(self) -> list[Entry]:
+        """The variables to save."""
+        return [
+            Entry("", "damping", self.damping, least=0),
+            Entry("", "previous_step", self.previous),
+            Entry("", "tries", self.tries),
+            Entry("", "rejected_steps", self.rejected),
+            Entry("", "settled_steps", self.settled),
+        ]
+
+    @staticmethod
+    def bytes(space: FlatSpace) -> dict[str, int]:
+        """Bytes by kind."""
+        previous = space.size * space.dtype.size
+        counters = (1 + len(_NAMES)) * tf.float64.size + 3 * tf.int64.size
+        return {
+            "previous_step": previous,
+            "counters": counters,
+            "total": previous + counters,
+        }
 
 
 class GaussNewtonMethod(Method):
@@ -305,3 +401,29 @@ class GaussNewtonMethod(Method):
                 for name, value in kinds.items()
             }
         }
+
+
+# Batches that are shown before a step has shown its own.
+EXAMPLES = (100, 1_000, 10_000, 100_000)
+
+
+def describe(
+    titles: Sequence[str], limits: Limits, solve: str, residuals: int | None
+) -> list[str]:
+    """Returns the lines of the summary of an optimizer.
+
+    Args:
+        titles: The first lines.
+        limits: Sizes.
+        solve: The space that is allowed, or "auto".
+        residuals: Number of residuals of the last step; None before the
+            first.
+    """
+    rows = []
+    for m in EXAMPLES if residuals is None else (residuals,):
+        space = limits.space(solve, m)
+        need = bytes_text(limits.bytes(space, m))
+        allowed = "" if limits.allows(space, m) else " (too large)"
+        rows.append((f"{m:,}", space, need + allowed))
+    header = ("Residuals m", "Space", "Bytes of a step")
+    return [*titles, "", *table(header, rows)]

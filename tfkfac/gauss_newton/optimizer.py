@@ -7,8 +7,8 @@ from typing import Any, Never, Self
 import keras
 
 from tfkfac.checks import check_choice, check_count, check_range
-from tfkfac.gauss_newton.limits import SPACES
 from tfkfac.gauss_newton.method import GaussNewtonMethod
+from tfkfac.gauss_newton.support import SPACES
 from tfkfac.wrapper.arguments import check_rate
 from tfkfac.wrapper.optimizer import SecondOrderOptimizer
 

@@ -14,14 +14,27 @@ and a step minimises `M(d) + shift/2 |d - start|^2`:
 
 Without `start` it is the step of Levenberg and Marquardt; with a multiple of
 the step before it is SPRING (Goldshlager, Abrahamsen & Lin, 2024, eq. 8).
+
+A step tries several dampings, until one lowers the loss, by Nielsen's rule
+(1999; Madsen, Nielsen & Tingleff, Methods for Non-Linear Least Squares
+Problems, 2004, algorithm 3.16). With the ratio of the reduction of the loss to
+that of its model, a step that is taken multiplies the damping by
+`max(1/3, 1 - (2 ratio - 1)^3)`, tries that fail by 4, 8, 16, ... Nielsen's
+2, 4, 8 would leave 2/3 after a failure and a success: what has failed is tried
+again in the next step. The damping is in units of the mean of the matrix'
+diagonal.
 """
 
 import abc
+from collections.abc import Callable
+from typing import NamedTuple
 
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.compat.graphs import repeat
 from tfkfac.linalg.sums import row_products
+from tfkfac.linalg.symmetric import all_finite, rounding
 
 
 class NormalEquations(abc.ABC):
@@ -111,3 +124,118 @@ def solve_shifted(
 def inner(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
     """The inner product of two vectors, a float64 scalar."""
     return tf.cast(tf.reduce_sum(left * right), tf.float64)
+
+
+LARGEST = 1e6
+_GROWTH = 4.0
+# A reduction of so many roundings of the loss cannot be seen in it.
+_ROUNDINGS = 8
+
+
+class Search(NamedTuple):
+    """What the tries of a step have come to.
+
+    Attributes:
+        damping: That of the next try, or of the next step, float64.
+        growth: What another failure multiplies it by.
+        tries: Number of tries, int32.
+        change: The step, zero if none is taken.
+        used: The damping of the last try.
+        predicted: How much less the model says the loss is after it.
+        actual: How much less it is.
+        accepted: Whether a step is taken.
+        settled: Whether the loss is so near to its minimum that no
+            reduction can be seen in its digits.
+    """
+
+    damping: tf.Tensor
+    growth: tf.Tensor
+    tries: tf.Tensor
+    change: tf.Tensor
+    used: tf.Tensor
+    predicted: tf.Tensor
+    actual: tf.Tensor
+    accepted: tf.Tensor
+    settled: tf.Tensor
+
+
+def search(
+    equations: NormalEquations,
+    loss: Callable[[tf.Tensor], tf.Tensor],
+    before: tf.Tensor,
+    damping: tf.Tensor,
+    momentum: tf.Tensor,
+    rate: tf.Tensor,
+    max_tries: int,
+    precision: tf.DType,
+) -> Search:
+    """Tries dampings, at most `max_tries`, until a step lowers the loss.
+
+    Collectives are legal in `loss`: all replicas make the same tries.
+
+    Args:
+        equations: The model of the loss.
+        loss: The loss after a change of the weights, float64.
+        before: The loss without.
+        damping: The damping of the first try.
+        momentum: What the first try is pulled to, a multiple of the step
+            before; the others are not.
+        rate: The learning rate, which multiplies a step.
+        max_tries: Number of tries.
+        precision: The dtype that the loss is computed in.
+    """
+    gradient, dtype = equations.gradient, equations.gradient.dtype
+    floor = _ROUNDINGS * rounding(precision) * tf.abs(before)
+
+    def attempt(index: tf.Tensor, last: Search) -> Search:
+        shift = tf.cast(last.damping, dtype) * equations.scale
+        start = tf.where(index > 0, tf.zeros_like(momentum), momentum)
+        change = equations.step(shift, start)
+        slope = rate * inner(gradient, change)
+        bend = tf.square(rate) * equations.curvature(change)
+        predicted = -(slope + bend / 2)
+        actual = before - loss(tf.cast(rate, dtype) * change)
+        # Not if one of them is NaN. A step that leads uphill is none, even if
+        # chance has made the loss smaller.
+        accepted = (actual > 0) & (predicted > 0) & all_finite([change])
+        settled = ~accepted & (predicted >= 0) & (predicted <= floor)
+        ratio = tf.minimum(actual / predicted, 1)
+        factor = tf.maximum(1 - (2 * ratio - 1) ** 3, 1 / 3)
+        factor = tf.where(accepted, factor, last.growth)
+        factor = tf.where(settled, tf.ones_like(factor), factor)
+        return Search(
+            tf.clip_by_value(last.damping * factor, least(dtype), LARGEST),
+            2 * last.growth,
+            last.tries + 1,
+            tf.where(accepted, change, tf.zeros_like(change)),
+            last.damping,
+            predicted,
+            actual,
+            accepted,
+            settled,
+        )
+
+    nothing = tf.constant(0, tf.float64)
+    first = Search(
+        damping,
+        tf.constant(_GROWTH, tf.float64),
+        tf.constant(0),
+        tf.zeros_like(gradient),
+        *[nothing] * 3,
+        *[tf.constant(False)] * 2,
+    )
+    return repeat(
+        lambda index, last: tf.cond(
+            last.accepted | last.settled,
+            lambda: last,
+            lambda: attempt(index, last),
+        ),
+        first,
+        0,
+        max_tries,
+    )
+
+
+def least(dtype: tf.DType) -> float:
+    """The least damping: about the rounding of a matrix of that dtype."""
+    return 1e-14 if dtype == tf.float64 else 1e-8

@@ -12,7 +12,7 @@ each kind.
 | a decomposition | this one, the last good stays | `failures` | solvers/base |
 | one of its copies | nothing: it is made anew | `broken` | kfac/copies |
 | a preconditioned gradient | the plain one | `plain` | kfac/sound |
-| all tries of a step | the step | `rejected_steps` | gauss_newton/state |
+| all tries of a step | the step | `rejected_steps` | gauss_newton/method |
 | an estimation | this one, the last stays | `failures` | fosi/directions |
 | a direction | all of them, the step is plain | `forgotten` | fosi/split |
 """
