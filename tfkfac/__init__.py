@@ -12,7 +12,6 @@ from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
 from tfkfac.kfac.damping import LevenbergMarquardt
 from tfkfac.kfac.optimizer import KFAC
-from tfkfac.kfac.traces import AdaptiveInterval
 from tfkfac.wrapper import aftermath, binding, carry, training
 from tfkfac.wrapper.loss_scale import LossScaleOptimizer
 
@@ -20,7 +19,6 @@ __version__ = "0.1.0"
 __all__ = [
     "FOSI",
     "KFAC",
-    "AdaptiveInterval",
     "GaussNewton",
     "LevenbergMarquardt",
     "LossScaleOptimizer",

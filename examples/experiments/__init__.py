@@ -5,12 +5,11 @@ looked at; there is a module for each paper. `running` does the trainings, each
 in processes of its own, `output` makes the table, the CSV file and the plot.
 """
 
-from experiments import dho2, distributed_kfac, dp_kfac, kaisa, thor
+from experiments import dho2, distributed_kfac, dp_kfac, kaisa
 
 EXPERIMENTS = {
     **distributed_kfac.EXPERIMENTS,
     **kaisa.EXPERIMENTS,
     **dp_kfac.EXPERIMENTS,
     **dho2.EXPERIMENTS,
-    **thor.EXPERIMENTS,
 }

@@ -119,6 +119,12 @@ def test_wrong_argument(name: str, value: Any, kind: str) -> None:
     assert repr(shown) in received
 
 
+def test_intervals_that_followed_the_traces_are_gone() -> None:
+    message = "`factor_update_interval`.*THOR.*Received: .*'adaptive'"
+    with pytest.raises(ValueError, match=message):
+        tfkfac.KFAC(factor_update_interval="adaptive")
+
+
 def test_type_errors_are_type_errors() -> None:
     with pytest.raises(TypeError):
         tfkfac.KFAC(skip_layers="dense")

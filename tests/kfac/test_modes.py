@@ -22,7 +22,6 @@ from tests.support.cluster import Pool
 from tests.support.graphs import Collective
 from tests.support.jobs import Jobs, replicas_of
 from tests.support.mode_cases import (
-    ADAPTIVE,
     CASES,
     DISAGREEMENTS,
     EXACT,
@@ -118,23 +117,6 @@ def test_turns_are_those_of_one_process(results, name):
     for worker in workers:
         assert_close(worker, single["weights"])
         assert distance(worker["weights"], at_once["weights"]) > 1e-4
-
-
-@pytest.mark.parametrize("name", JOBS.params(ADAPTIVE))
-def test_intervals_by_traces(results, name):
-    """All decide the same, and as one process does on the same examples."""
-    workers = results(name)
-    assert_same_bits(workers)
-    if "poison" in ADAPTIVE[name]:
-        return
-    single = alone(name)
-    interval = single["last_step"]["factor_interval"]
-    ((factors, inverses),) = single["updates"]
-    assert factors < 10 > inverses
-    for worker in workers:
-        assert worker["last_step"]["factor_interval"] == interval
-        assert {*worker["updates"]} == {(factors, inverses)}
-        assert_close(worker, single["weights"])
 
 
 @pytest.mark.parametrize("name", JOBS.params(QUADRATIC))

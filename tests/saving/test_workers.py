@@ -18,10 +18,6 @@ slow = pytest.mark.slow
 Run = Callable[..., list[Any]]
 BESIDE = {"accelerator_fraction": 0.5, "update_interval": 4, "lanczos_steps": 4}
 PAPER = {"final_update": "paper"}
-TRACES = {
-    "factor_update_interval": "by traces",
-    "inverse_update_interval": None,
-}
 HALF = {"distribution": "hybrid_opt", "gradient_worker_fraction": 0.5}
 
 
@@ -92,8 +88,6 @@ def test_one_worker_is_asked_to_end(
             {"model": "small", "gradient_accumulation_steps": 2},
         ),
         ("two", "kfac", {"model": "small", "inverse_dtype": "float16"}),
-        ("two", "kfac", TRACES),
-        ("two", "kfac", TRACES | {"distribution": "dp_kfac"}),
         ("two", "fosi", {"layout": "rows"}),
         ("two", "fosi", {"layout": "columns", "inner": "adam"}),
         ("two", "fosi", BESIDE),

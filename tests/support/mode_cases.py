@@ -368,29 +368,6 @@ QUADRATIC: dict[str, dict[str, Any]] = {
     },
     "mirrored: quadratic": {"damping": "adaptive", "model": "text"},
 }
-# Intervals that follow the traces: the arguments of `workers_modes.train`.
-ADAPTIVE: dict[str, dict[str, Any]] = {
-    "two: by traces": {},
-    "two: by traces, dp_kfac": {"distribution": "dp_kfac", "feed": "same"},
-    "two: by traces, accumulation": {
-        "distribution": "mem_opt",
-        "inner": "accumulation, clipvalue",
-    },
-    "two: by traces, quadratic": {
-        "damping": "adaptive",
-        "inner": "multiplier",
-        "step": "quadratic",
-        "quadratic_batch_fraction": 1.0,
-    },
-    "two: by traces, NaN": {"poison": (3, 1)},
-    "four: by traces": {
-        "distribution": "hybrid_opt",
-        "gradient_worker_fraction": 0.5,
-        "solver": "eigen",
-        "model": "vision",
-    },
-    "mirrored: by traces": {"model": "text"},
-}
 # Statistics of a part of uneven batches, of 7 rows and 1 row.
 PARTS = {"two: parts": [[[0, 1, 2], [3, 4, 5, 6], [7], []]]}
 LOOPS = {"two: loop": "comm_opt", "mirrored: loop": "dp_kfac"}
@@ -411,14 +388,6 @@ for name_, kwargs_ in QUADRATIC.items():
         **kwargs_,
     }
     JOBS.add(name_, "train", slow=name_ != "two: quadratic", **kwargs_)
-for name_, kwargs_ in ADAPTIVE.items():
-    ADAPTIVE[name_] = kwargs_ = {
-        "model": "small",
-        "factor_update_interval": "by traces",
-        "inverse_update_interval": None,
-        **kwargs_,
-    }
-    JOBS.add(name_, "train", slow=name_ != "two: by traces", **kwargs_)
 for name_, feed_ in PARTS.items():
     JOBS.add(
         name_, "train", model="small", feed=feed_, factor_batch_fraction=0.25
@@ -459,7 +428,7 @@ _SHARED = {
 
 def alone(name: str, **changes: Any) -> Result:
     """What a single process, this one, gets on the same global batches."""
-    options = (QUADRATIC | ADAPTIVE).get(name) or options_of(name)
+    options = QUADRATIC.get(name) or options_of(name)
     kwargs = {k: v for k, v in options.items() if k not in _SHARED}
     kwargs |= changes
     key = repr(sorted(kwargs.items()))

@@ -224,5 +224,4 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     ),
     "clip schedule": lambda: clip_schedule,
     "adaptive": lambda: tfkfac.LevenbergMarquardt(DAMPING, 2, 0.5),
-    "by traces": lambda: tfkfac.AdaptiveInterval(0.5, 0.25, 4),
 }

@@ -199,18 +199,6 @@ def update_averages(
     return tf.minimum(tf.reduce_sum(new), 1)
 
 
-def traces_of(
-    active: Sequence[ActiveBlock],
-) -> dict[int, dict[str, tf.Tensor]]:
-    """Traces of the factors that this worker keeps, by position."""
-    own = {
-        one.position: one.state.factors.traces()
-        for one in active
-        if one.state.factors is not None
-    }
-    return dict(zip(own, together(list(own.values())), strict=True))
-
-
 def in_stages(
     active: Sequence[ActiveBlock], placement: Placement
 ) -> list[list[ActiveBlock]]:
@@ -230,7 +218,6 @@ def renew_in_turns(
     damping: tf.Tensor,
     due: Sequence[tf.Tensor],
     asked: tf.Tensor,
-    singly: bool = False,
 ) -> tf.Tensor:
     """Decomposes the blocks whose turn has come, see `renew_decompositions`.
 
@@ -242,7 +229,6 @@ def renew_in_turns(
         damping: The damping.
         due: Which turns have come.
         asked: Which blocks do not wait for theirs, on all workers the same.
-        singly: Whether only they are decomposed, and not their whole turn.
 
     Returns:
         Scalar bool, whether any block was decomposed.
@@ -253,14 +239,7 @@ def renew_in_turns(
     return any_of(
         [
             renew_decompositions(
-                blocks,
-                counters,
-                placement,
-                step,
-                damping,
-                due[turn],
-                asked,
-                singly,
+                blocks, counters, placement, step, damping, due[turn], asked
             )
             for turn, blocks in sorted(turns.items())
         ]
@@ -275,7 +254,6 @@ def renew_decompositions(
     damping: tf.Tensor,
     due: tf.Tensor,
     asked: tf.Tensor,
-    singly: bool = False,
 ) -> tf.Tensor:
     """Owners decompose -> gradient workers receive, if that is due.
 
@@ -287,15 +265,13 @@ def renew_decompositions(
         damping: The damping.
         due: Whether their turn has come.
         asked: Which blocks do not wait for it.
-        singly: Whether only they are decomposed, and not the whole turn.
 
     Returns:
         Scalar bool, whether any block was decomposed.
     """
 
     def renew() -> None:
-        only = tf.unstack(wanted) if singly else None
-        made = decompose_owned(active, placement.solver, damping, only)
+        made = decompose_owned(active, placement.solver, damping)
         step.lap("decompose", made)
         parts = placement.exchange.share_decompositions(
             step.group, made, [one.position for one in active]
@@ -312,10 +288,7 @@ def renew_decompositions(
 
 
 def decompose_owned(
-    active: Sequence[ActiveBlock],
-    solver: Solver,
-    damping: tf.Tensor,
-    only: Sequence[tf.Tensor] | None = None,
+    active: Sequence[ActiveBlock], solver: Solver, damping: tf.Tensor
 ) -> dict[int, Tensors]:
     """Decomposes the factors that this worker keeps.
 
@@ -323,8 +296,6 @@ def decompose_owned(
         active: The blocks.
         solver: The solver.
         damping: The damping.
-        only: Whether each of all blocks is to be; None is all of them. What
-            is made of the others is zero.
 
     Returns:
         The parts of each block, by position.
@@ -335,12 +306,7 @@ def decompose_owned(
         if factors is None:
             continue
         with memory_of(one.block.path):
-            if only is None:
-                parts[one.position] = factors.decompose(solver, damping)
-            else:
-                parts[one.position] = factors.decompose_if(
-                    only[one.position], solver, damping
-                )
+            parts[one.position] = factors.decompose(solver, damping)
     return parts
 
 

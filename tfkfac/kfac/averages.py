@@ -156,21 +156,6 @@ class FactorAverages(Tracked):
         average = self.averages[self.names.index(name)]
         return tf.math.divide_no_nan(average, self.weight)
 
-    def traces(self) -> Call[dict[str, tf.Tensor]]:
-        """Traces of the averages kept, by name, over dimension.
-
-        Of those that begin at zero: their bias is in them.
-        """
-
-        def traces(*averages: tf.Variable) -> dict[str, tf.Tensor]:
-            return {
-                name: tf.reduce_sum(self._kinds[name].mean_eigenvalue(value))
-                for name, value in zip(self.names, averages, strict=True)
-            }
-
-        signature = "traces", self.names
-        return call_for(self._kinds, signature, traces, *self.averages)
-
     def decompose(self, solver: Solver, damping: tf.Tensor) -> Tensors:
         """Decomposes the factors kept.
 
@@ -204,27 +189,6 @@ class FactorAverages(Tracked):
         for name, tensor in parts.items():
             tensor.set_shape(known[name].shape)
         return parts
-
-    def decompose_if(
-        self, wanted: tf.Tensor, solver: Solver, damping: tf.Tensor
-    ) -> Tensors:
-        """Decomposes the factors kept if a predicate says so; zeros if not.
-
-        Args:
-            wanted: Scalar bool.
-            solver: The solver.
-            damping: The damping.
-        """
-        empty = {
-            part_name: tf.TensorSpec(part.shape, self.weight.dtype)
-            for name in self.names
-            for part_name, part in solver.parts(self._kinds, name).items()
-        }
-        return tf.cond(
-            wanted,
-            lambda: self.decompose(solver, damping),
-            lambda: {k: tf.zeros(s.shape, s.dtype) for k, s in empty.items()},
-        )
 
 
 def quality(

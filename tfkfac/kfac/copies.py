@@ -21,9 +21,7 @@ from tfkfac.wrapper.guards import count_each
 from tfkfac.wrapper.step import Step
 
 
-def ask_together(
-    state: State, step: Step, plan: Plan, damping: tf.Tensor
-) -> tf.Tensor:
+def ask_together(state: State, step: Step, plan: Plan) -> tf.Tensor:
     """Reduces the gradients, and with them what has to be decomposed.
 
     A worker that keeps decompositions of others' factors cannot make them by
@@ -34,30 +32,24 @@ def ask_together(
         state: What this worker keeps.
         step: The step.
         plan: Who does what of the blocks.
-        damping: The damping.
 
     Returns:
         Whether each of all blocks is to be decomposed at once.
     """
-    copied, flags = copied_blocks(plan), [state.counters.asked()]
-    if state.traces is not None:
-        flags += state.traces.flags(damping)
+    copied, asked = copied_blocks(plan), state.counters.asked()
     news = [state.counters.news()] if step.group.size > 1 else []
     bits = [bits_of(state, copied)] if copied else []
-    own = [*flags, *news, *bits]
+    own = [asked, *news, *bits]
     first = next((g for g in step.gradients if g is not None), None)
     dtype = tf.float32 if first is None else first.dtype
     sums = step.reduce(*(tf.cast(one, dtype) for one in own))
-    heard = [total > 0 for total in sums[: len(flags)]]
     for told in news:
-        state.counters.hear(told, anywhere=sums[len(flags)] > 0)
-    if state.traces is not None:
-        state.traces.hear(*heard[1:])
-    asked = heard if plan.shares_clocks else flags
-    together = tf.reduce_any(tf.stack(asked[:2]), 0)
+        state.counters.hear(told, anywhere=sums[1] > 0)
+    if plan.shares_clocks:
+        asked = sums[0] > 0
     if copied:
-        together |= find_broken(state, plan, sums[-1])
-    return together
+        asked |= find_broken(state, plan, sums[-1])
+    return asked
 
 
 def copied_blocks(plan: Plan) -> list[int]:
@@ -101,16 +93,13 @@ def find_broken(state: State, plan: Plan, bits: tf.Tensor) -> tf.Tensor:
     return broken
 
 
-def asking_bytes(
-    plan: Plan, weights: Sequence[keras.Variable], adaptive: bool
-) -> int:
+def asking_bytes(plan: Plan, weights: Sequence[keras.Variable]) -> int:
     """Bytes of what travels with the gradients for that.
 
     Args:
         plan: Who does what of the blocks.
         weights: The weights, whose dtype it has.
-        adaptive: Whether the intervals follow the traces of the factors.
     """
-    flags = len(plan.layers) * ((3 if adaptive else 1) + len(FAULTS))
+    flags = len(plan.layers) * (1 + len(FAULTS))
     numbers = flags + BITS * len(copied_blocks(plan))
     return numbers * int(tf.as_dtype(weights[0].dtype).size)

@@ -22,7 +22,6 @@ from tfkfac.kfac.active import (
     Renewal,
     in_stages,
     renew_in_turns,
-    traces_of,
     update_averages,
 )
 from tfkfac.kfac.advice import (
@@ -40,13 +39,16 @@ from tfkfac.kfac.pending import Pending
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.precondition import Preconditioned, precondition
 from tfkfac.kfac.sample import Sample
-from tfkfac.kfac.schedule import decompositions_due, factors_due
+from tfkfac.kfac.schedule import (
+    check_interval,
+    decompositions_due,
+    factors_due,
+)
 from tfkfac.kfac.settings import Settings
 from tfkfac.kfac.sound import renew_unsound
 from tfkfac.kfac.state import State, kept_factors
 from tfkfac.kfac.statistics import Statistics, batch_statistics, observed
 from tfkfac.kfac.summary import describe, fisher_text, title
-from tfkfac.kfac.traces import AdaptiveInterval, as_interval, is_adaptive
 from tfkfac.saving.entries import Contents
 from tfkfac.solvers import SOLVERS
 from tfkfac.wrapper.hyperparameters import Tunable, Value
@@ -64,7 +66,7 @@ class KFACMethod(Method):
 
     damping = Tunable(also=LevenbergMarquardt)
     kl_clip = Tunable(positive=True, optional=True)
-    factor_update_interval = Tunable(True, False, True, AdaptiveInterval)
+    factor_update_interval = Tunable(integer=True, optional=True)
     inverse_update_interval = Tunable(integer=True, optional=True)
     arguments = (
         "solver",
@@ -100,7 +102,7 @@ class KFACMethod(Method):
     ) -> None:
         self.damping = damping
         self.kl_clip = kl_clip
-        self.factor_update_interval = as_interval(factor_update_interval)
+        self.factor_update_interval = check_interval(factor_update_interval)
         self.inverse_update_interval = inverse_update_interval
         self.solver = solver
         self.factor_decay = factor_decay
@@ -160,9 +162,8 @@ class KFACMethod(Method):
         """
         own, clock = self.job.own(self.states), self.job.clock
         damping = own.current_damping(self.damping, clock)
-        before = tf.identity(own.counters.decomposed)
         due, late = self.factors_due(layers, step)
-        asked = ask_together(own, step, self.placement.plan, damping)
+        asked = ask_together(own, step, self.placement.plan)
         # One after the other, and not one within the other: what each of them
         # uses would be passed from branch to branch.
         step.check_finite()
@@ -187,9 +188,6 @@ class KFACMethod(Method):
 
         step.apply(direction)
         step.end_laps([own.factor_updates, own.inverse_updates])
-        if own.traces is not None:
-            anew = own.counters.decomposed > before
-            own.traces.end_step(clock, due & step.finite, anew, damping)
 
     def observe(self, step: Step) -> list[ActiveBlock]:
         """The blocks of this step, with what their layers left behind."""
@@ -240,7 +238,7 @@ class KFACMethod(Method):
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Whether an interval ends here, and whether a block has nothing."""
         state, clock = self.job.own(self.states), self.job.clock
-        due = factors_due(self.factor_update_interval, clock, state.traces)
+        due = factors_due(self.factor_update_interval, clock)
         seen = observed(layers, step, self.placement.plan)
         own = tf.constant([one.position for one in seen], tf.int32)
         new = tf.gather(state.counters.without_statistics(), own)
@@ -266,8 +264,6 @@ class KFACMethod(Method):
                 layers, state.counters, reduced, self.factor_decay, due
             )
             step.lap("factors", taken)
-            if state.traces is not None:
-                state.traces.see(traces_of(layers))
             state.factor_updates.assign_add(taken)
 
         when((due | late) & step.finite, move_averages)
@@ -282,13 +278,11 @@ class KFACMethod(Method):
             self.inverse_update_interval,
             self.factor_update_interval,
             clock,
-            state.traces,
         )
         if state.damping is not None:  # which has just grown
             due = [now | (state.damping.again > 0) for now in due]
-        placement, singly = self.placement, state.traces is not None
         return lambda layers: renew_in_turns(
-            layers, state.counters, placement, step, damping, due, asked, singly
+            layers, state.counters, self.placement, step, damping, due, asked
         )
 
     def choose_length(
@@ -346,7 +340,6 @@ class KFACMethod(Method):
         def make(rank: int) -> State:
             state = known.get(rank) or State()
             state.fill(placement, rank)
-            state.watch_traces(self.factor_update_interval.get())
             if self.step == "quadratic":
                 state.take_quadratic_steps(self.job.model, self.damping.get())
             if self.gradient_accumulation_steps is not None:
@@ -399,7 +392,6 @@ class KFACMethod(Method):
     def communication_bytes(self) -> dict[str, dict[str, int]]:
         weights = self.job.model.trainable_variables
         topology = self.job.topology
-        adaptive = is_adaptive(self.factor_update_interval)
         size = gradient_bytes(weights, topology.hint)
-        size += asking_bytes(self.placement.plan, weights, adaptive)
+        size += asking_bytes(self.placement.plan, weights)
         return self.placement.communication_bytes(topology.local[0], size)

@@ -72,12 +72,9 @@ class KFAC(SecondOrderOptimizer):
             [0, 1). Defaults to 0.95.
         factor_update_interval: Steps between updates of the factors: an
             integer, a schedule or a callable of the iteration. None is every
-            step at first, every 5 from step 20, every 20 from step 100. With
-            "adaptive" it follows how far their traces have moved, and so does
-            which layers are decomposed; see `tfkfac.AdaptiveInterval`.
+            step at first, every 5 from step 20, every 20 from step 100.
         inverse_update_interval: The same for the decompositions. None is 5
-            at first, 20 from step 20, 100 from step 100; if the other one is
-            "adaptive", never but where traces have moved. Each is renewed once
+            at first, 20 from step 20, 100 from step 100. Each is renewed once
             in an interval: where they are little work, all at its start; in
             a large model in up to four turns over the interval, so that no
             step takes much longer than the others. The first ones are made
@@ -317,8 +314,7 @@ class KFAC(SecondOrderOptimizer):
         "clip_factor" is what `kl_clip` has multiplied the step by, at most 1;
         "length" is the squared length of the step in the Fisher metric, after
         the clip and before the momentum; "damping" is that of the next
-        decomposition. With factor_update_interval="adaptive", "factor_interval"
-        is the number of steps between updates of the factors now.
+        decomposition.
 
         With `step="quadratic"` there are in place of the first two "alpha" and
         "mu", "alpha_plain" where weights have no block, and
@@ -329,7 +325,7 @@ class KFAC(SecondOrderOptimizer):
         """
         if not self.built:
             return {}
-        return self._method.states[0].last_step()
+        return self._method.states[0].report.values()
 
     @property
     def factor_updates(self) -> tf.Variable:

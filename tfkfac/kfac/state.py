@@ -19,7 +19,6 @@ from tfkfac.kfac.pending import Pending
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.previous import PREVIOUS, Previous
 from tfkfac.kfac.report import StepReport
-from tfkfac.kfac.traces import TRACES, AdaptiveInterval, Traces
 from tfkfac.saving.entries import Contents, Entry, Spread
 from tfkfac.solvers import SOLVERS, Decomposition, Solver
 from tfkfac.wrapper.accumulation import PENDING, Accumulation
@@ -92,7 +91,6 @@ class State(Tracked):
         report: What the last step did.
         previous: The update before, if the next one is made of it.
         damping: The damping, if it adapts.
-        traces: The traces that the intervals follow, if they adapt.
     """
 
     def __init__(self) -> None:
@@ -103,7 +101,6 @@ class State(Tracked):
         self.report = StepReport()
         self.previous: Previous | None = None
         self.damping: AdaptiveDamping | None = None
-        self.traces: Traces | None = None
         self.factor_updates = state_variable(0, "int64", "factor_updates")
         self.inverse_updates = state_variable(0, "int64", "inverse_updates")
 
@@ -161,14 +158,6 @@ class State(Tracked):
         if self.damping is None and isinstance(damping, LevenbergMarquardt):
             self.damping = AdaptiveDamping(damping)
 
-    def watch_traces(self, interval: Any) -> None:
-        """Makes room for traces, if an interval follows them."""
-        paths = self.counters.paths
-        if not isinstance(interval, AdaptiveInterval):
-            return
-        if self.traces is None or self.traces.paths != paths:
-            self.traces = Traces(interval, paths)
-
     def current_damping(
         self, damping: Hyperparameter, clock: tf.Tensor
     ) -> tf.Tensor:
@@ -176,13 +165,6 @@ class State(Tracked):
         if self.damping is not None:
             return tf.convert_to_tensor(self.damping.value)
         return damping.at(clock)
-
-    def last_step(self) -> dict[str, float]:
-        """What the last step did, by name; nothing before the first step."""
-        did = self.report.values()
-        if did and self.traces is not None:
-            did["factor_interval"] = float(self.traces.interval.numpy())
-        return did
 
     def contents(self, placement: Placement, rank: int) -> Contents:
         """What is to be saved.
@@ -203,8 +185,6 @@ class State(Tracked):
                 i, one.factors is not None, one.decomposition is not None
             )
             entries += one.entries(solved)
-            if self.traces is not None and one.factors is not None:
-                entries += self.traces.entries(i, one.factors.names)
         parts = {solved: self.counters.decompose_anew}
         if self.pending is not None:
             entries += self.pending.entries()
@@ -215,9 +195,6 @@ class State(Tracked):
         if self.damping is not None:
             entries += self.damping.entries()
             parts[ADAPTIVE] = self.damping.reset
-        if self.traces is not None:
-            entries += self.traces.clocks()
-            parts[TRACES] = self.traces.reset
         layers = tuple(block.path for block in placement.blocks)
         return Contents(entries, layers, parts)
 

@@ -33,7 +33,7 @@ def describe(
     """
     lines = [*titles, ""]
     rows = [
-        (*block_row(placement, states, i), *times_decomposed(states, i))
+        block_row(placement, states, i)
         for i, block in enumerate(placement.blocks)
         if block.left_out is None
     ]
@@ -41,8 +41,6 @@ def describe(
         header = ["Layer", "Block", "A", "G", "Weights", "State"]
         if placement.topology.replicas > 1:
             header += ["Owner", "Gradient workers"]
-        if states and states[0].traces is not None:
-            header.append("Decomposed")
         lines += table(tuple(header), rows)
     else:
         lines.append("No layer is preconditioned.")
@@ -55,8 +53,6 @@ def describe(
     lines += ["", totals(placement)]
     if states and states[0].damping is not None:
         lines.append(states[0].damping.text())
-    if states and states[0].traces is not None:
-        lines.append(states[0].traces.text())
     return lines
 
 
@@ -116,14 +112,6 @@ def block_row(
         ", ".join(dict.fromkeys(names)),
         ", ".join(map(str, plan.gradient_workers)),
     )
-
-
-def times_decomposed(states: Sequence[State], layer: int) -> tuple[str, ...]:
-    """How often a block was decomposed, where that follows its traces."""
-    if not states or states[0].traces is None:
-        return ()
-    counts = [int(one.counters.decomposed.numpy()[layer]) for one in states]
-    return (str(max(counts) or "-"),)
 
 
 def factor_text(block: Block, name: str, states: Sequence[State]) -> str:

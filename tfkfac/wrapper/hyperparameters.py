@@ -168,10 +168,7 @@ class Hyperparameter:
     def _others(self) -> str:
         """What else is allowed, for messages."""
         also = "" if self._also is None else self._also.__name__
-        article = "an" if also.startswith("A") else "a"
-        return f" or {article} `{also}`" * bool(also) + (
-            " or None" * self._optional
-        )
+        return f" or a `{also}`" * bool(also) + " or None" * self._optional
 
     def _allowed(self, value: Any) -> bool:
         if self._integer:
