@@ -12,7 +12,8 @@ from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
 from tfkfac.kfac.damping import LevenbergMarquardt
 from tfkfac.kfac.optimizer import KFAC
-from tfkfac.wrapper import aftermath, binding, carry, training
+from tfkfac.shell import binding, carry
+from tfkfac.supervision import aftermath, fit
 from tfkfac.wrapper.loss_scale import LossScaleOptimizer
 
 __version__ = "0.1.0"
@@ -35,7 +36,7 @@ __all__ = [
 
 binding.install()
 carry.install()
-training.install()
+fit.install()
 aftermath.install()
 find_by_name(KFAC)
 find_by_name(FOSI)

@@ -15,7 +15,7 @@ from keras import layers
 import tfkfac
 from tests.support.harness import assert_close, find
 from tests.support.reference import Array
-from tests.wrapper.test_xla import pretend_gpu
+from tests.training.test_xla import pretend_gpu
 from tfkfac.kfac.statistics import label_seeds
 
 RNG = np.random.default_rng(1)

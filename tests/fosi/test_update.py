@@ -29,7 +29,7 @@ from tests.support.reference import Array
 from tfkfac.fosi.layouts import LAYOUTS, Geometry
 from tfkfac.fosi.plain_sgd import is_plain_sgd
 from tfkfac.fosi.update import projection_bytes
-from tfkfac.wrapper.job import Job
+from tfkfac.training.job import Job
 
 Maker = Callable[[], Any]
 DIRECTIONS = 3

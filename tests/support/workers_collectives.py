@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import tfkfac.wrapper.job
+import tfkfac.training.job
 from tests.support.gpu_kernels import nodes_of, without_gpu_kernel
 from tests.support.graphs import functions_of
 from tests.support.reference import Array
@@ -111,7 +111,7 @@ def graph_over_nccl(
     kind: str, optimizer: str, hidden: Sequence[int]
 ) -> tuple[tf.Graph, Any]:
     """Traces a step over NCCL; returns its graph and the model."""
-    with mock.patch.object(tfkfac.wrapper.job, "find_topology", on_gpus):
+    with mock.patch.object(tfkfac.training.job, "find_topology", on_gpus):
         model = compiled(kind, optimizer, hidden)
     distributed = strategy(kind).experimental_distribute_dataset(batches(1))
 

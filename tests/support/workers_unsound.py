@@ -20,7 +20,7 @@ from tests.support.worker_parts import (
 )
 from tests.support.workers_modes import compiled, dataset
 from tfkfac.compat.inner_update import own_copy
-from tfkfac.wrapper import comparison
+from tfkfac.supervision import comparison
 
 STEPS, BAD = 8, 5
 # A worker that keeps a copy of what breaks.

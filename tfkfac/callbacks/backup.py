@@ -16,9 +16,9 @@ from tfkfac.compat.models import set_first_epoch, skip_batches
 from tfkfac.distributed.agreement import exchange
 from tfkfac.distributed.stopping import Stopping
 from tfkfac.saving.files import WRITING, replace_file
-from tfkfac.wrapper.carry import ours
-from tfkfac.wrapper.optimizer import SecondOrderOptimizer
-from tfkfac.wrapper.termination import EXIT_CODE, Termination
+from tfkfac.shell.carry import ours
+from tfkfac.shell.optimizer import SecondOrderOptimizer
+from tfkfac.supervision.termination import EXIT_CODE, Termination
 
 _ENDING = ".weights.h5"
 _OWN = "chief_backup"  # group of a file with what Keras leaves out

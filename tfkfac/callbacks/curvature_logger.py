@@ -19,10 +19,10 @@ from tfkfac.checks import check_count
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
 from tfkfac.kfac.optimizer import KFAC
-from tfkfac.wrapper.carry import ours
-from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.shell.carry import ours
+from tfkfac.shell.optimizer import SecondOrderOptimizer
+from tfkfac.shell.support import uses_xla
 from tfkfac.wrapper.stages import KINDS, STAGES, Stopwatch
-from tfkfac.wrapper.support import uses_xla
 
 COLUMNS = ("step", "epoch", "seconds", "quantity", "layer", "value")
 

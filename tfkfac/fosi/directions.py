@@ -15,9 +15,9 @@ from tfkfac.fosi.plain_sgd import flat_momentum
 from tfkfac.fosi.state import State
 from tfkfac.fosi.timing import Timing
 from tfkfac.linalg.lanczos import default_steps
-from tfkfac.wrapper.guards import count_events
-from tfkfac.wrapper.job import Job
-from tfkfac.wrapper.step import Step, places_of
+from tfkfac.training.guards import count_events
+from tfkfac.training.job import Job
+from tfkfac.training.step import Step, places_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,8 @@ from tfkfac.fosi.plain_sgd import has_momentum
 from tfkfac.fosi.state import State
 from tfkfac.fosi.subspace import Inner, Subspace
 from tfkfac.fosi.update import projection_bytes
-from tfkfac.wrapper.job import Job
-from tfkfac.wrapper.step import Step
+from tfkfac.training.job import Job
+from tfkfac.training.step import Step
 
 # Does the step of a replica that trains: with its state, and what renews the
 # directions if that is due.

@@ -19,10 +19,10 @@ from tfkfac.fosi.summary import describe
 from tfkfac.fosi.timing import Timing, Warmup
 from tfkfac.fosi.update import SplitUpdate
 from tfkfac.saving.entries import Contents
-from tfkfac.wrapper.hyperparameters import Tunable, Value
-from tfkfac.wrapper.job import Job
-from tfkfac.wrapper.method import Method
-from tfkfac.wrapper.step import Step, Update
+from tfkfac.shell.hyperparameters import Tunable, Value
+from tfkfac.shell.method import Method
+from tfkfac.training.job import Job
+from tfkfac.training.step import Step, Update
 
 
 class FOSIMethod(Method):

@@ -40,8 +40,8 @@ from tfkfac.fosi.rate import NewtonRate
 from tfkfac.fosi.state import RoleState
 from tfkfac.fosi.subspace import Subspace
 from tfkfac.fosi.update import projection_bytes
-from tfkfac.wrapper.job import Job
-from tfkfac.wrapper.step import Step, Update
+from tfkfac.training.job import Job
+from tfkfac.training.step import Step, Update
 
 
 class BesideSteps(Estimator):

@@ -9,9 +9,9 @@ import tensorflow as tf
 from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.fosi.layouts import LAYOUTS
 from tfkfac.fosi.method import FOSIMethod
-from tfkfac.wrapper.arguments import check_rate, is_rate, refuse_unknown
-from tfkfac.wrapper.hyperparameters import Value
-from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.shell.arguments import check_rate, is_rate, refuse_unknown
+from tfkfac.shell.hyperparameters import Value
+from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 # Steps between estimations where accelerators make them.
 ACCELERATED_INTERVAL = 800

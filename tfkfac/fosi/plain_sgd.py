@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from tfkfac.compat.optimizers import sgd_momenta
 from tfkfac.curvature.hessian import flat_space
-from tfkfac.wrapper.job import Job
+from tfkfac.training.job import Job
 
 
 def is_plain_sgd(job: Job) -> bool:

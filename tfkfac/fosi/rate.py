@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from tfkfac.checks import is_number
 from tfkfac.fosi.state import State
-from tfkfac.wrapper.hyperparameters import Hyperparameter
-from tfkfac.wrapper.job import Job
+from tfkfac.shell.hyperparameters import Hyperparameter
+from tfkfac.training.job import Job
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tfkfac.fosi.layouts import Geometry
-from tfkfac.wrapper.tables import bytes_text, table
+from tfkfac.shell.tables import bytes_text, table
 
 
 def describe(

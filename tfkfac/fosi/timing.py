@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfkfac.fosi.state import State
-from tfkfac.wrapper.hyperparameters import Hyperparameter
-from tfkfac.wrapper.job import Job
+from tfkfac.shell.hyperparameters import Hyperparameter
+from tfkfac.training.job import Job
 
 # The warm-up's share of a run whose length `fit` tells, and its updates where
 # nobody does.

@@ -15,9 +15,9 @@ from tfkfac.fosi.rate import NewtonRate
 from tfkfac.fosi.split import Split, finite_or_nothing
 from tfkfac.fosi.state import State
 from tfkfac.fosi.subspace import Subspace
-from tfkfac.wrapper.guards import count_events
-from tfkfac.wrapper.job import Job
-from tfkfac.wrapper.step import Gradients, Step, Update, places_of
+from tfkfac.training.guards import count_events
+from tfkfac.training.job import Job
+from tfkfac.training.step import Gradients, Step, Update, places_of
 
 # Splits a flat gradient.
 Divide = Callable[[tf.Tensor], Split]

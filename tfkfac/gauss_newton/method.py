@@ -36,11 +36,11 @@ from tfkfac.gauss_newton.support import (
 from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.packing import packed_size
 from tfkfac.saving.entries import Entry
-from tfkfac.wrapper.guards import count_events
-from tfkfac.wrapper.job import Job
-from tfkfac.wrapper.method import Method
-from tfkfac.wrapper.step import Gradients, Step, Update, places_of
-from tfkfac.wrapper.tables import bytes_text, table
+from tfkfac.shell.method import Method
+from tfkfac.shell.tables import bytes_text, table
+from tfkfac.training.guards import count_events
+from tfkfac.training.job import Job
+from tfkfac.training.step import Gradients, Step, Update, places_of
 
 # Of the last step, as `last_step` has them.
 _NAMES = (

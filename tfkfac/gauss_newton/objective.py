@@ -19,7 +19,7 @@ from tfkfac.gauss_newton.residuals import Leaves, read_outputs
 from tfkfac.gauss_newton.support import check_call
 from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.packing import pack, unpack
-from tfkfac.wrapper.step import Step
+from tfkfac.training.step import Step
 
 
 class Point(NamedTuple):

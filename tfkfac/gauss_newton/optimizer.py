@@ -9,8 +9,8 @@ import keras
 from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.gauss_newton.method import GaussNewtonMethod
 from tfkfac.gauss_newton.support import SPACES
-from tfkfac.wrapper.arguments import check_rate
-from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.shell.arguments import check_rate
+from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")

@@ -21,7 +21,7 @@ from tfkfac.curvature.gauss_newton import Reading
 from tfkfac.fisher import Bernoulli, Categorical, Distribution, Independent
 from tfkfac.fisher.distributions import Chosen
 from tfkfac.fisher.likelihood import Output, output_of
-from tfkfac.wrapper.step import Step
+from tfkfac.training.step import Step
 
 
 class Root(Protocol):

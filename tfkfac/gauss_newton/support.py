@@ -20,9 +20,9 @@ from tfkfac.compat.losses import loss_function
 from tfkfac.compat.models import kept_losses, losing_layers
 from tfkfac.fisher.likelihood import output_of
 from tfkfac.gauss_newton.jacobian import block_examples
+from tfkfac.shell.support import uses_xla
+from tfkfac.shell.tables import bytes_text, unit_of
 from tfkfac.wrapper.refusals import refuse
-from tfkfac.wrapper.support import uses_xla
-from tfkfac.wrapper.tables import bytes_text, unit_of
 
 _INSTEAD = "Leave it out, or use `tfkfac.KFAC` or another optimizer."
 

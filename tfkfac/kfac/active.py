@@ -19,8 +19,8 @@ from tfkfac.kfac.memory import memory_of
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import Preconditioner
 from tfkfac.solvers import Solver
-from tfkfac.wrapper.guards import count_each
-from tfkfac.wrapper.step import Step
+from tfkfac.training.guards import count_each
+from tfkfac.training.step import Step
 
 
 @dataclasses.dataclass(frozen=True)

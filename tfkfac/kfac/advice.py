@@ -12,10 +12,10 @@ from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.walk import SKIPPED
 from tfkfac.compat.layers import last_layers
 from tfkfac.kfac.active import ActiveBlock
+from tfkfac.shell.support import uses_xla
 from tfkfac.solvers import Solver
 from tfkfac.solvers.eigen import EigenSolver
-from tfkfac.wrapper.job import Job
-from tfkfac.wrapper.support import uses_xla
+from tfkfac.training.job import Job
 
 # Below this share of the weights most of a model is not trained by K-FAC.
 _LOW_COVERAGE = 0.5

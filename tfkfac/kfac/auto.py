@@ -20,9 +20,9 @@ from tfkfac.factors import Limit
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.schedule import LATE
 from tfkfac.kfac.settings import AUTO, Settings
+from tfkfac.shell.hyperparameters import Hyperparameter
 from tfkfac.solvers import SOLVERS
-from tfkfac.wrapper.hyperparameters import Hyperparameter
-from tfkfac.wrapper.job import Job
+from tfkfac.training.job import Job
 
 # What is assumed where nothing has been measured: a core, a GPU; a network of
 # 1 and of 100 Gbit/s.

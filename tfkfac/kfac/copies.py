@@ -17,8 +17,8 @@ from tfkfac.distributed.plan import Plan
 from tfkfac.kfac.counters import FAULTS
 from tfkfac.kfac.state import State
 from tfkfac.linalg.digest import BITS, to_bits
-from tfkfac.wrapper.guards import count_each
-from tfkfac.wrapper.step import Step
+from tfkfac.training.guards import count_each
+from tfkfac.training.step import Step
 
 
 def ask_together(state: State, step: Step, plan: Plan) -> tf.Tensor:

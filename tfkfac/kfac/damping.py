@@ -10,7 +10,7 @@ from tfkfac.checks import check_count, check_range
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.saving.entries import Entry
-from tfkfac.wrapper.guards import count_events
+from tfkfac.training.guards import count_events
 
 # The reduction ratios between which the damping stays.
 _LOW, _HIGH = 1 / 4, 3 / 4

@@ -14,8 +14,8 @@ from tfkfac.kfac.quadratic import Proposal, propose, total_over
 from tfkfac.kfac.sample import Sample
 from tfkfac.kfac.state import State
 from tfkfac.linalg.choice import choose
-from tfkfac.wrapper.guards import count_events
-from tfkfac.wrapper.step import Gradients, Step
+from tfkfac.training.guards import count_events
+from tfkfac.training.step import Gradients, Step
 
 
 def clipped_step(

@@ -50,11 +50,11 @@ from tfkfac.kfac.state import State, kept_factors
 from tfkfac.kfac.statistics import Statistics, batch_statistics, observed
 from tfkfac.kfac.summary import describe, fisher_text, title
 from tfkfac.saving.entries import Contents
+from tfkfac.shell.hyperparameters import Tunable, Value
+from tfkfac.shell.method import Method
 from tfkfac.solvers import SOLVERS
-from tfkfac.wrapper.hyperparameters import Tunable, Value
-from tfkfac.wrapper.job import Job
-from tfkfac.wrapper.method import Method
-from tfkfac.wrapper.step import Gradients, Step, Update
+from tfkfac.training.job import Job
+from tfkfac.training.step import Gradients, Step, Update
 
 
 class KFACMethod(Method):

@@ -8,7 +8,7 @@ from tfkfac.kfac.active import (
 )
 from tfkfac.kfac.rows import with_rows
 from tfkfac.kfac.state import State
-from tfkfac.wrapper.step import Step
+from tfkfac.training.step import Step
 
 
 def observe(step: Step, state: State, by_rows: bool) -> list[ActiveBlock]:

@@ -19,15 +19,15 @@ from tfkfac.kfac.settings import (
     serialize_skip_rule,
     settings_config,
 )
-from tfkfac.solvers import SOLVERS
-from tfkfac.wrapper.arguments import (
+from tfkfac.shell.arguments import (
     check_inner,
     choose_inner,
     refuse_unknown,
     take_over_accumulation,
 )
-from tfkfac.wrapper.hyperparameters import Value
-from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.shell.hyperparameters import Value
+from tfkfac.shell.optimizer import SecondOrderOptimizer
+from tfkfac.solvers import SOLVERS
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")

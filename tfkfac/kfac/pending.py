@@ -8,8 +8,8 @@ from tfkfac.blocks import Block, Statistic
 from tfkfac.compat.graphs import zeros_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.saving.entries import Entry, Spread
-from tfkfac.wrapper.accumulation import PENDING, Accumulation
-from tfkfac.wrapper.step import Step
+from tfkfac.training.accumulation import PENDING, Accumulation
+from tfkfac.training.step import Step
 
 
 class Pending(Tracked):

@@ -12,7 +12,7 @@ from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.sound import sound_ones
 from tfkfac.solvers import Decomposition
-from tfkfac.wrapper.step import Gradients, Step
+from tfkfac.training.step import Gradients, Step
 
 
 class Preconditioned(NamedTuple):

@@ -6,7 +6,7 @@ import tensorflow as tf
 from tfkfac.compat.graphs import zeros_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.saving.entries import Entry
-from tfkfac.wrapper.accumulation import names_of
+from tfkfac.training.accumulation import names_of
 
 PREVIOUS = "previous"  # the part of the state that it is
 

@@ -31,7 +31,7 @@ from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.kfac.precondition import Preconditioned, put_back
 from tfkfac.kfac.previous import Previous
 from tfkfac.kfac.sample import Sample
-from tfkfac.wrapper.step import Gradients, Step, places_of
+from tfkfac.training.step import Gradients, Step, places_of
 
 # Directions of less curvature than this, relative to the largest, are one.
 _ROUNDING = 1e-6

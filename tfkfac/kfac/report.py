@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.tracking import Tracked
 from tfkfac.kfac.clip import Clip
-from tfkfac.wrapper.guards import count_events
+from tfkfac.training.guards import count_events
 
 # What may be said of a step; what is not is NaN.
 _NAMES = (

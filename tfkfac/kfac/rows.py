@@ -16,7 +16,7 @@ from tfkfac.blocks import RowGradient
 from tfkfac.capture.products import is_product
 from tfkfac.cost.work import most_rows
 from tfkfac.kfac.active import ActiveBlock
-from tfkfac.wrapper.step import Gradients, Step
+from tfkfac.training.step import Gradients, Step
 
 # A layer for which fewer rows than this would be too many is always taken by
 # its matrix: there is little to gain.

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfkfac.blocks.part import Examples, Part
 from tfkfac.capture.forward import ForwardCall, ForwardTap, find_call
 from tfkfac.capture.loss_terms import LossTerms
-from tfkfac.wrapper.step import Step
+from tfkfac.training.step import Step
 
 
 @dataclasses.dataclass(frozen=True)

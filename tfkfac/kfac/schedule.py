@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfkfac.distributed.assignment import assign
-from tfkfac.wrapper.hyperparameters import Hyperparameter, Value
+from tfkfac.shell.hyperparameters import Hyperparameter, Value
 
 # The measured schedule: where the second and third interval begin, and the
 # intervals of factors and decompositions.

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfkfac.blocks import LayerGradient
 from tfkfac.kfac.counters import Counters
 from tfkfac.linalg.sums import stacked
-from tfkfac.wrapper.guards import count_each
+from tfkfac.training.guards import count_each
 
 # How much longer than the longest possible one a gradient may be: the damping
 # may have grown since the decomposition was made.

@@ -20,10 +20,10 @@ from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.previous import PREVIOUS, Previous
 from tfkfac.kfac.report import StepReport
 from tfkfac.saving.entries import Contents, Entry, Spread
+from tfkfac.shell.hyperparameters import Hyperparameter
 from tfkfac.solvers import SOLVERS, Decomposition, Solver
-from tfkfac.wrapper.accumulation import PENDING, Accumulation
-from tfkfac.wrapper.hyperparameters import Hyperparameter
-from tfkfac.wrapper.job import Job
+from tfkfac.training.accumulation import PENDING, Accumulation
+from tfkfac.training.job import Job
 
 
 class Preconditioner(Tracked):

@@ -12,7 +12,7 @@ from tfkfac.fisher.choice import Choice
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.advice import looks_summed
 from tfkfac.kfac.state import State
-from tfkfac.wrapper.step import Step
+from tfkfac.training.step import Step
 
 Statistics = Mapping[int, Mapping[str, Statistic]]
 

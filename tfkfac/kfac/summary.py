@@ -8,8 +8,8 @@ from tfkfac.factors import LowRank
 from tfkfac.fisher.choice import Choice
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.state import State
-from tfkfac.wrapper.job import Job
-from tfkfac.wrapper.tables import bytes_text, table
+from tfkfac.shell.tables import bytes_text, table
+from tfkfac.training.job import Job
 
 _LEFT = {
     "inner": "Left to the inner optimizer as they are:",

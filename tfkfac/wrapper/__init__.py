@@ -1,1 +1,1 @@
-"""What K-FAC and FOSI share: the Keras optimizer around another."""
+"""Losses among replicas, and their scale."""

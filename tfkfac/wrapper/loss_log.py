@@ -7,7 +7,7 @@ import tensorflow as tf
 from tfkfac.capture.loss_terms import LossTerms
 from tfkfac.capture.recognition import Verdict
 from tfkfac.compat.graphs import state_variable
-from tfkfac.wrapper.guards import count_events
+from tfkfac.training.guards import count_events
 
 
 class _Log(NamedTuple):

@@ -10,7 +10,7 @@ from tfkfac.capture.before import BeforeTap, MetricsTap, put_back
 from tfkfac.checks import check_count, check_positive
 from tfkfac.compat.models import own_value
 from tfkfac.compat.optimizers import on_overflow
-from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")

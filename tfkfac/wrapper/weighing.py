@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from tfkfac.capture.loss_batch import LossTap
 from tfkfac.capture.loss_terms import weigh
-from tfkfac.wrapper.arrivals import note_batch
-from tfkfac.wrapper.job import Job
+from tfkfac.training.arrivals import note_batch
+from tfkfac.training.job import Job
 from tfkfac.wrapper.shares import measure_loss
 
 

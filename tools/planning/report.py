@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfkfac.cost import Estimate, Machine, recommend
-from tfkfac.wrapper.tables import bytes_text, table
+from tfkfac.shell.tables import bytes_text, table
 
 if TYPE_CHECKING:
     from planning.local import Comparison

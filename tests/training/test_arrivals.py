@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfkfac.capture.loss_terms import LossTerms
-from tfkfac.wrapper.arrivals import note_batch
+from tfkfac.training.arrivals import note_batch
 
 
 def test_many_empty_batches_in_a_row(capfd: Any) -> None:

@@ -11,9 +11,9 @@ from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.compat.tracking import Tracked
 from tfkfac.saving.entries import Entry, Spread
-from tfkfac.wrapper.job import Job
+from tfkfac.training.job import Job
+from tfkfac.training.step import Step
 from tfkfac.wrapper.shares import weighted
-from tfkfac.wrapper.step import Step
 
 # The part of the state that is of micro-batches.
 PENDING = "pending"

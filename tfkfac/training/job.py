@@ -15,9 +15,9 @@ from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.replicas import keep_apart, side_by_side
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import find_topology
+from tfkfac.training.skips import Streak
 from tfkfac.wrapper.loss_log import LossLog
 from tfkfac.wrapper.scaling import LossScaling
-from tfkfac.wrapper.skips import Streak
 from tfkfac.wrapper.stages import Stopwatch
 
 T = TypeVar("T")

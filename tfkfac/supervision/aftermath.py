@@ -7,8 +7,8 @@ import keras
 from typing_extensions import override
 
 from tfkfac.compat.models import after_train_on_batch
-from tfkfac.wrapper.carry import ours
-from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.shell.carry import ours
+from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 
 class Aftermath(keras.callbacks.Callback):

@@ -15,7 +15,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.distributed.agreement import find_differences, first_of
-from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 # Batches between two comparisons: each takes a message, and to read all that is
 # compared.

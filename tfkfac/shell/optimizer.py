@@ -14,13 +14,13 @@ from tfkfac.checks import check_count
 from tfkfac.compat.optimizers import knows_variable
 from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.distributed.agreement import check_agreement
-from tfkfac.wrapper.around import OptimizerAround
-from tfkfac.wrapper.description import describe_model, plain
-from tfkfac.wrapper.job import Job
-from tfkfac.wrapper.method import Method, shown_argument, shown_tunable
-from tfkfac.wrapper.saving import SavedState
-from tfkfac.wrapper.step import Step
-from tfkfac.wrapper.support import check_settings, repair_keras
+from tfkfac.shell.around import OptimizerAround
+from tfkfac.shell.description import describe_model, plain
+from tfkfac.shell.method import Method, shown_argument, shown_tunable
+from tfkfac.shell.saving import SavedState
+from tfkfac.shell.support import check_settings, repair_keras
+from tfkfac.training.job import Job
+from tfkfac.training.step import Step
 from tfkfac.wrapper.weighing import weigh_loss
 
 

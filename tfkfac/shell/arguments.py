@@ -9,7 +9,7 @@ import keras
 
 from tfkfac.checks import check_count, is_finite, is_number
 from tfkfac.compat.optimizers import parts_of_multi_optimizer
-from tfkfac.wrapper.hyperparameters import Schedule
+from tfkfac.shell.hyperparameters import Schedule
 
 InnerClass = type[keras.optimizers.Optimizer]
 

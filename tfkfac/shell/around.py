@@ -7,8 +7,8 @@ import keras
 
 from tfkfac.checks import check_count
 from tfkfac.compat.optimizers import KerasOptimizer
-from tfkfac.wrapper.arguments import check_inner, serialize_value
-from tfkfac.wrapper.method import Method
+from tfkfac.shell.arguments import check_inner, serialize_value
+from tfkfac.shell.method import Method
 from tfkfac.wrapper.scaling import LossScaling
 
 

@@ -6,7 +6,7 @@ each kind.
 
 | not finite | costs | counted in | guard |
 |---|---|---|---|
-| a gradient | the step, everywhere | `skipped_steps` | wrapper/step |
+| a gradient | the step, everywhere | `skipped_steps` | training/step |
 | a statistic | an update of its block's factors | `rejected` | kfac/averages |
 | a factor | what is known of its block | `dropped` | kfac/averages |
 | a decomposition | this one, the last good stays | `failures` | solvers/base |

@@ -23,12 +23,12 @@ from tfkfac.distributed.agreement import (
 from tfkfac.distributed.standstill import Standstill, find_standstill
 from tfkfac.distributed.topology import find_topology
 from tfkfac.saving.entries import Spread
-from tfkfac.wrapper.aftermath import Aftermath
-from tfkfac.wrapper.carry import ours
-from tfkfac.wrapper.comparison import Comparison, checksum
-from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.shell.carry import ours
+from tfkfac.shell.optimizer import SecondOrderOptimizer
+from tfkfac.supervision.aftermath import Aftermath
+from tfkfac.supervision.comparison import Comparison, checksum
+from tfkfac.supervision.run_length import RunLength
 from tfkfac.wrapper.refusals import as_errors
-from tfkfac.wrapper.run_length import RunLength
 
 
 def with_ours(

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 
 class RunLength(keras.callbacks.Callback):

@@ -16,12 +16,12 @@ from tfkfac.capture.loss_terms import LossTerms, mean_over
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import Settings
 from tfkfac.saving.entries import Contents
-from tfkfac.wrapper.hyperparameters import Tunable
-from tfkfac.wrapper.job import Job
-from tfkfac.wrapper.method import Method
-from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.shell.hyperparameters import Tunable
+from tfkfac.shell.method import Method
+from tfkfac.shell.optimizer import SecondOrderOptimizer
+from tfkfac.training.job import Job
+from tfkfac.training.step import Step, Update
 from tfkfac.wrapper.shares import measure_loss
-from tfkfac.wrapper.step import Step, Update
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
 Y = np.arange(8) % 2

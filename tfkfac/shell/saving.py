@@ -18,9 +18,9 @@ from tfkfac.saving.store import (
     share_key,
     why_unreadable,
 )
-from tfkfac.wrapper.gathering import gather_state
-from tfkfac.wrapper.job import Job
-from tfkfac.wrapper.method import Method
+from tfkfac.shell.gathering import gather_state
+from tfkfac.shell.method import Method
+from tfkfac.training.job import Job
 
 
 class SavedState(tf.train.experimental.PythonState):

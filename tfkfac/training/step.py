@@ -16,10 +16,10 @@ from tfkfac.compat.inner_update import updates_in_replica
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.linalg.symmetric import all_finite, finite_ones
-from tfkfac.wrapper.guards import count_events
-from tfkfac.wrapper.job import Job
+from tfkfac.training.guards import count_events
+from tfkfac.training.job import Job
+from tfkfac.training.skips import Streak
 from tfkfac.wrapper.shares import measure_loss, weighted
-from tfkfac.wrapper.skips import Streak
 from tfkfac.wrapper.stages import Stopwatch
 
 Gradients = list[tf.Tensor | None]

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from tfkfac.compat.saving import carry_in_legacy_files, carry_in_state_trees
-from tfkfac.wrapper.optimizer import SecondOrderOptimizer
+from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 
 def ours(optimizer: Any) -> SecondOrderOptimizer | None:

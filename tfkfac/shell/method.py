@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from tfkfac.compat.tracking import Tracked
 from tfkfac.saving.entries import Contents, Entry
-from tfkfac.wrapper.hyperparameters import Hyperparameter, Tunable
-from tfkfac.wrapper.job import Job
-from tfkfac.wrapper.step import Step
+from tfkfac.shell.hyperparameters import Hyperparameter, Tunable
+from tfkfac.training.job import Job
+from tfkfac.training.step import Step
 
 
 class Method(abc.ABC):

@@ -10,7 +10,7 @@ from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import Topology
 from tfkfac.saving.entries import Entry, Piece
 from tfkfac.saving.join import join, plan
-from tfkfac.wrapper.job import Job
+from tfkfac.training.job import Job
 
 # What is on its way at one time, beside what has come.
 _BYTES = 64 * 2**20

@@ -1,0 +1,1 @@
+"""The Keras optimizer around another: arguments, model, state in files."""

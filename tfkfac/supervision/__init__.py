@@ -1,0 +1,1 @@
+"""What the workers of a job do together around `fit`."""
