@@ -1,4 +1,4 @@
-"""Collectives can be ended from outside; see `compat/strategy.py`."""
+"""Collectives can be ended from outside; see `compat/strategies.py`."""
 
 import threading
 import time
@@ -8,12 +8,12 @@ import pytest
 
 from tests.compat.contracts import contract
 from tests.support.cluster import run
-from tfkfac.compat.strategy import abort_collectives
+from tfkfac.compat.strategies import abort_collectives
 
 
 @pytest.mark.slow
 @contract(
-    "compat.strategy.abort_collectives",
+    "compat.strategies.abort_collectives",
     "`abort_collective_ops` of TensorFlow's context ends a collective that "
     "waits, from another thread and with a message.",
 )

@@ -10,17 +10,17 @@ PRIVATE = [
     (
         "keras.src.backend.common.masking",
         "get_keras_mask",
-        "outputs.in_place_of",
+        "losses.in_place_of",
     ),
     (
         "keras.src.backend.common.masking",
         "set_keras_mask",
-        "outputs.in_place_of",
+        "losses.in_place_of",
     ),
     (
         "keras.src.optimizers.base_optimizer",
         "BaseOptimizer",
-        "inner_update.updates_in_replica",
+        "optimizers.updates_in_replica",
     ),
     (
         "tensorflow.python.eager.record",

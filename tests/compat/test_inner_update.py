@@ -11,15 +11,15 @@ import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tests.compat.contracts import contract
-from tfkfac.compat.inner_update import (
-    own_copy,
+from tfkfac.compat.optimizers import (
+    raw_iterations,
     update_variable,
     updates_in_replica,
 )
-from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.compat.overrides import override
+from tfkfac.compat.variables import own_copy
 
-UPDATES = "compat.inner_update.updates_in_replica"
+UPDATES = "compat.optimizers.updates_in_replica"
 HOOKS = (
     "_backend_update_step",
     "_backend_increment_gradient_accumulators",
@@ -222,7 +222,7 @@ def one_of_twins(
 
 
 @contract(
-    "compat.inner_update.update_variable",
+    "compat.optimizers.update_variable",
     "`SGD.update_step` is TensorFlow's kernels of SGD, to the last bit.",
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
@@ -277,7 +277,7 @@ def test_others_update_for_themselves() -> None:
 
 
 @contract(
-    "compat.inner_update.own_copy",
+    "compat.variables.own_copy",
     "A mirrored variable has `_get_on_device_or_primary`, others do not.",
 )
 def test_own_copy() -> None:

@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras import layers
 
 from tests.compat.contracts import contract
-from tfkfac.compat.layers import (
+from tfkfac.compat.models import (
     all_layers,
     children,
     last_layers,
@@ -29,7 +29,7 @@ class Container(layers.Layer):
 
 
 @contract(
-    "compat.layers.children",
+    "compat.models.children",
     "`_flatten_layers(include_self=False, recursive=False)` are a layer's own.",
 )
 def test_children() -> None:
@@ -42,7 +42,7 @@ def test_children() -> None:
 
 
 @contract(
-    "compat.layers.all_layers", "`_flatten_layers()` are a layer and all below."
+    "compat.models.all_layers", "`_flatten_layers()` are a layer and all below."
 )
 def test_all_layers() -> None:
     layer = Container()
@@ -58,7 +58,7 @@ def test_all_layers() -> None:
 
 
 @contract(
-    "compat.layers.last_layers",
+    "compat.models.last_layers",
     "`_keras_history` tells the operation, and which of its `_inbound_nodes`.",
 )
 def test_last_layers() -> None:
@@ -96,7 +96,7 @@ def test_last_layers_of_other_models() -> None:
     assert not last_layers(unbuilt)
 
 
-@contract("compat.layers.mask_of", "A tensor has its mask as `_keras_mask`.")
+@contract("compat.models.mask_of", "A tensor has its mask as `_keras_mask`.")
 def test_masks() -> None:
     tokens = np.array([[1, 2, 0]])
     outputs = layers.Embedding(3, 2, mask_zero=True)(tokens)

@@ -6,11 +6,11 @@
 import tensorflow as tf
 
 from tests.compat.contracts import contract
-from tfkfac.compat.strategy import local_devices, summing_replicas
+from tfkfac.compat.strategies import local_devices, summing_replicas
 
 
 @contract(
-    "compat.strategy.local_devices",
+    "compat.strategies.local_devices",
     "`strategy.extended.worker_devices` has a device for each local replica.",
 )
 def test_local_devices() -> None:
@@ -20,7 +20,7 @@ def test_local_devices() -> None:
 
 
 @contract(
-    "compat.strategy.summing_replicas",
+    "compat.strategies.summing_replicas",
     "the gradient of `all_reduce` of a replica context is `all_reduce`.",
 )
 def test_gradients_of_sums_over_replicas() -> None:

@@ -9,7 +9,6 @@ from keras import layers
 
 from tests.compat.contracts import contract
 from tfkfac.compat.losses import (
-    are_probabilities,
     loss_arguments,
     loss_function,
     loss_weights,
@@ -117,14 +116,3 @@ def test_arguments_of_a_loss() -> None:
         "axis": -1,
     }
     assert loss_arguments(keras.losses.get("mse")) == {}
-
-
-@contract(
-    "compat.losses.are_probabilities",
-    "activations leave the logits on their result as `_keras_logits`.",
-)
-def test_probabilities_are_known() -> None:
-    z = tf.zeros((2, 3))
-    assert not are_probabilities(z)
-    for activation in (keras.activations.softmax, keras.activations.sigmoid):
-        assert are_probabilities(activation(z))

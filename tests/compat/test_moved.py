@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.compat.contracts import contract
-from tfkfac.compat.moved import KERAS_NN, module_at
+from tfkfac.compat.gradients import KERAS_NN, module_at
 
 # Keras 3.16 has the module elsewhere.
 AS_LATER = """
@@ -60,7 +60,7 @@ def test_the_places_of_later_versions() -> None:
 
 def test_moments_of_all_replicas() -> None:
     promise = "`_compute_moments_sync` is in a module at one of these places."
-    with contract("compat.moved.KERAS_NN", promise):
+    with contract("compat.gradients.KERAS_NN", promise):
         assert hasattr(module_at(*KERAS_NN), "_compute_moments_sync")
 
 

@@ -7,13 +7,13 @@ import tensorflow as tf
 from keras import layers
 
 from tests.compat.contracts import contract
-from tfkfac.compat.outputs import in_place_of, logits_of
+from tfkfac.compat.losses import in_place_of, logits_of
 
 LOGITS = tf.constant([[0.5, -1.0, 2.0]])
 
 
 @contract(
-    "compat.outputs.logits_of",
+    "compat.losses.logits_of",
     "softmax and sigmoid leave their input on what they return.",
 )
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
@@ -24,7 +24,7 @@ def test_logits_of(name: str) -> None:
 
 
 @contract(
-    "compat.outputs.in_place_of",
+    "compat.losses.in_place_of",
     "losses take logits from the attribute, and not the values.",
 )
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_logits_are_read_in_place_of(name: str, loss: keras.Loss) -> None:
     np.testing.assert_allclose(found, loss(labels, output))
 
 
-@contract("compat.outputs.in_place_of", "losses find a mask on the tensor.")
+@contract("compat.losses.in_place_of", "losses find a mask on the tensor.")
 def test_mask_is_read_in_place_of() -> None:
     x = tf.constant([[[1.0], [2.0], [0.0]]])
     output = layers.Masking()(x)

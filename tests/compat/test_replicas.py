@@ -16,7 +16,7 @@ JOBS.add("mirrored: meet", "meet")
 
 
 @contract(
-    "compat.replicas.keep_apart",
+    "compat.strategies.keep_apart",
     "Resolvers say what is in order, and a replica's scope or device whose.",
 )
 @pytest.mark.parametrize("job", ["in one order", "apart"])
@@ -34,7 +34,7 @@ def test_each_replica_is_in_its_own_order(pool: Pool, job: str) -> None:
 
 
 @contract(
-    "compat.replicas.side_by_side",
+    "compat.strategies.side_by_side",
     "`merge_call` passes on a function, a `ReplicaContext` makes a replica.",
 )
 def test_replicas_that_run_eagerly_meet(pool: Pool) -> None:

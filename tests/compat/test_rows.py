@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tests.compat.contracts import contract
 from tfkfac.compat.graphs import repeat
-from tfkfac.compat.rows import copied_rows, new_rows, set_row
+from tfkfac.compat.variables import copied_rows, new_rows, set_row
 
 COUNT, LENGTH = 5, 3
 
@@ -27,7 +27,8 @@ def fill(start: Any) -> Any:
 
 @pytest.mark.parametrize("xla", [False, True])
 @contract(
-    "compat.rows.set_row", "`InplaceUpdate` changes one row, in each run anew."
+    "compat.variables.set_row",
+    "`InplaceUpdate` changes one row, in each run anew.",
 )
 def test_rows(xla: bool) -> None:
     def start() -> Any:
@@ -41,7 +42,7 @@ def test_rows(xla: bool) -> None:
         assert float(total) == want.cumsum(0).sum()
 
 
-@contract("compat.rows.new_rows", "`Empty` makes zeros, in each run anew.")
+@contract("compat.variables.new_rows", "`Empty` makes zeros, in each run anew.")
 def test_new_rows() -> None:
     @tf.function
     def run() -> Any:
@@ -56,7 +57,7 @@ def test_new_rows() -> None:
         np.testing.assert_array_equal(matrix.numpy().sum(1), [0, 0, 3, 0, 0])
 
 
-@contract("compat.rows.copied_rows", "`DeepCopy` leaves a variable alone.")
+@contract("compat.variables.copied_rows", "`DeepCopy` leaves a variable alone.")
 def test_copied_rows() -> None:
     kept = tf.Variable(tf.ones([COUNT, LENGTH]))
     run = tf.function(lambda: fill(lambda: copied_rows(kept.read_value())))

@@ -13,15 +13,15 @@ from keras import layers
 
 from tests.compat.contracts import contract
 from tests.compat.turns import in_turns
-from tfkfac.compat.overrides import override
-from tfkfac.compat.second_order import (
+from tfkfac.compat.gradients import (
     exact_second_derivatives,
     keras_nn,
     plain_moments,
     synchronized_moments,
 )
+from tfkfac.compat.overrides import override
 
-EXACT = "compat.second_order.exact_second_derivatives"
+EXACT = "compat.gradients.exact_second_derivatives"
 X = np.random.default_rng(0).normal(size=(6, 4))
 
 

@@ -10,10 +10,7 @@ import tensorflow as tf
 from tests.support import workers_strategy
 from tests.support.cluster import Case, Pool, run
 from tests.support.jobs import SHAPES, Jobs
-from tfkfac.compat.strategy import (
-    is_repaired,
-    repair,
-)
+from tfkfac.compat.strategies import is_repaired, repair
 from tfkfac.distributed.strategy import MultiWorkerMirroredStrategy
 
 Results = Callable[[str], list[Any]]

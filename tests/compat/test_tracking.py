@@ -12,7 +12,7 @@ import tensorflow as tf
 from tests.compat.contracts import contract
 from tfkfac.compat import optimizers
 from tfkfac.compat.optimizers import KerasOptimizer
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 
 
 class Part(Tracked):
@@ -32,7 +32,7 @@ class Holder(keras.optimizers.SGD):
 
 
 @contract(
-    "compat.tracking.Tracked",
+    "compat.variables.Tracked",
     "A checkpoint of an optimizer follows tuples of modules to variables.",
 )
 def test_checkpoints_follow_modules(tmp_path: pathlib.Path) -> None:

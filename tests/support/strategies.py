@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import tfkfac
 from tests.support.reference import Array
-from tfkfac.compat.strategy import is_repaired, repair
+from tfkfac.compat.strategies import is_repaired, repair
 
 DEVICES = ["CPU:0", "CPU:1"]
 

@@ -18,7 +18,7 @@ import tfkfac
 from tests.support.dtypes import floats
 from tests.support.strategies import copies, strategy
 from tfkfac.capture.trace import replica_id
-from tfkfac.compat.replicas import keep_apart, side_by_side
+from tfkfac.compat.strategies import keep_apart, side_by_side
 from tfkfac.distributed import standstill
 
 STEPS, ROWS, POSITIONS, TOKENS = 3, 8, 3, 6

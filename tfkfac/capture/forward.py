@@ -24,7 +24,7 @@ from tfkfac.capture.trace import (
 )
 from tfkfac.compat.losses import observed_losses
 from tfkfac.compat.models import call_takes_training, kept_losses
-from tfkfac.compat.written import kept_variables
+from tfkfac.compat.variables import kept_variables
 
 # Calls of a step that are looked at; others, that no step takes, would pile up.
 _MOST_CALLS = 32

@@ -30,13 +30,13 @@ from tfkfac.capture.recognition import (
 from tfkfac.capture.trace import paused
 from tfkfac.compat.losses import (
     LossCall,
-    are_probabilities,
     is_of_keras,
+    logits_of,
     loss_arguments,
     loss_function,
 )
 from tfkfac.compat.overrides import keep_on
-from tfkfac.compat.written import has_effects
+from tfkfac.compat.variables import has_effects
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ def _likelihood(
     arguments = loss_arguments(loss)
     if arguments.get("axis", -1) not in (-1, y_pred.shape.rank - 1):
         return None  # its outputs are not the last axis
-    if arguments.get("from_logits") and not are_probabilities(y_pred):
+    if arguments.get("from_logits") and logits_of(y_pred) is None:
         return LOGITS.get(name or "", name)
     return name
 

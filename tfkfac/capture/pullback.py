@@ -23,8 +23,8 @@ from tfkfac.capture.trace import (
     paused,
     visible_stores,
 )
-from tfkfac.compat.second_order import Sum
-from tfkfac.compat.strategy import summing_replicas
+from tfkfac.compat.gradients import Sum
+from tfkfac.compat.strategies import summing_replicas
 
 # Calls of a step that are kept; others, that no step takes, would pile up.
 _MOST_CALLS = 4

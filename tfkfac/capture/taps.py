@@ -35,7 +35,7 @@ from tfkfac.capture.trace import (
     visible_stores,
 )
 from tfkfac.compat.gradients import with_gradient
-from tfkfac.compat.layers import mask_of, pass_mask
+from tfkfac.compat.models import mask_of, pass_mask
 from tfkfac.compat.overrides import (
     Wrapper,
     drop_from,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import keras
 
 from tfkfac.capture.expressions import matches_whole
-from tfkfac.compat.layers import all_layers, children
+from tfkfac.compat.models import all_layers, children
 
 # Layers that call what is inside of them in a loop of their own, where no tap
 # of ours can follow.

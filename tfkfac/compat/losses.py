@@ -1,4 +1,4 @@
-"""The losses that a model's `compute_loss` works out, one by one."""
+"""The losses that a model's `compute_loss` works out, and their outputs."""
 
 import contextlib
 import dataclasses
@@ -7,12 +7,43 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import masking
 from keras.src.losses import loss as loss_module
 
 from tfkfac.compat.models import compiled_loss
-from tfkfac.compat.outputs import in_place_of, logits_of
 from tfkfac.compat.overrides import overridden
-from tfkfac.compat.written import written_variables
+from tfkfac.compat.variables import written_variables
+
+
+def logits_of(output: Any) -> tf.Tensor | None:
+    """The logits that cross-entropies take in the place of probabilities.
+
+    It relies on `_keras_logits`, which Keras' softmax and sigmoid leave on
+    what they return; its losses then use these, whatever their `from_logits`.
+    """
+    return getattr(output, "_keras_logits", None)
+
+
+def in_place_of(
+    output: tf.Tensor, value: tf.Tensor, logits: tf.Tensor | None
+) -> tf.Tensor:
+    """A tensor of other values that losses take for an output.
+
+    It relies on losses finding a mask and logits on the tensor: by
+    `get_keras_mask`, and as `_keras_logits`.
+
+    Args:
+        output: The output.
+        value: The values.
+        logits: Their logits, if the output has any.
+    """
+    other = tf.identity(value)
+    mask = masking.get_keras_mask(output)
+    if mask is not None:
+        masking.set_keras_mask(other, mask)
+    if logits is not None:
+        other._keras_logits = logits
+    return other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,15 +219,6 @@ def loss_arguments(loss: keras.losses.Loss) -> dict[str, Any]:
     It relies on the attribute `_fn_kwargs` of `LossFunctionWrapper`.
     """
     return dict(getattr(loss, "_fn_kwargs", {}))
-
-
-def are_probabilities(predictions: Any) -> bool:
-    """Whether predictions are probabilities whose logits Keras remembers.
-
-    It relies on `_keras_logits`, which Keras' activations leave on their
-    result; its losses then use these, whatever their `from_logits`.
-    """
-    return logits_of(predictions) is not None
 
 
 def loss_function(loss: keras.losses.Loss) -> Callable[..., Any] | None:

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.blocks import Block
-from tfkfac.compat.layers import all_layers, children
+from tfkfac.compat.models import all_layers, children
 from tfkfac.compat.overrides import overridden
 from tfkfac.factors import Diagonal
 

@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from tfkfac.capture.forward import ForwardCall, replay_loss
 from tfkfac.capture.loss_terms import LossTerms
+from tfkfac.compat.gradients import Sum, exact_second_derivatives
 from tfkfac.compat.graphs import operation_without_gradient
-from tfkfac.compat.outputs import in_place_of, logits_of
-from tfkfac.compat.second_order import Sum, exact_second_derivatives
+from tfkfac.compat.losses import in_place_of, logits_of
 from tfkfac.curvature.hessian import (
     count_operations,
     no_second_derivative,

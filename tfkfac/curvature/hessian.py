@@ -9,12 +9,12 @@ import tensorflow as tf
 
 from tfkfac.capture.forward import ForwardCall, replay_loss
 from tfkfac.capture.walk import walk
+from tfkfac.compat.gradients import Sum, exact_second_derivatives
 from tfkfac.compat.graphs import (
     is_constant_to_tapes,
     open_graphs,
     operation_without_gradient,
 )
-from tfkfac.compat.second_order import Sum, exact_second_derivatives
 from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.lanczos import Product
 

@@ -9,7 +9,7 @@ import warnings
 import tensorflow as tf
 
 from tfkfac.checks import is_number
-from tfkfac.compat.strategy import ReducingStrategy
+from tfkfac.compat.strategies import ReducingStrategy
 from tfkfac.distributed.channel import Channel
 from tfkfac.distributed.cluster import (
     EVALUATOR,

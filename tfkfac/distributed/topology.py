@@ -4,7 +4,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from tfkfac.compat.strategy import local_devices
+from tfkfac.compat.strategies import local_devices
 
 _UNSUPPORTED = (
     tf.distribute.TPUStrategy,

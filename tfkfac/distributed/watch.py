@@ -19,7 +19,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfkfac.compat.strategy import abort_collectives
+from tfkfac.compat.strategies import abort_collectives
 from tfkfac.distributed.channel import BYE, LOST, Channel
 from tfkfac.distributed.cluster import Cluster
 from tfkfac.distributed.lines import Message

@@ -24,7 +24,7 @@ from tfkfac.blocks import Block, Statistic
 from tfkfac.blocks.part import Part
 from tfkfac.blocks.statistics import batch_statistics, output_total
 from tfkfac.capture.record import Record
-from tfkfac.compat.second_order import Sum
+from tfkfac.compat.gradients import Sum
 from tfkfac.fisher.likelihood import Likelihood, Output
 
 EMPIRICAL, MONTE_CARLO, TYPE2 = "empirical", "monte_carlo", "type2"

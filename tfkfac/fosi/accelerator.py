@@ -9,8 +9,7 @@ import tensorflow as tf
 from tfkfac.capture.forward import ForwardCall
 from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.rows import copied_rows
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked, copied_rows
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.fosi.estimation import Estimation, Spectrum
 from tfkfac.fosi.held_batch import HeldBatches, point

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from tfkfac.compat.inner_update import own_copy
+from tfkfac.compat.variables import own_copy
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.fosi.layouts import Geometry

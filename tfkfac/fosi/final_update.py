@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.fosi.layouts import Geometry, Layout
 from tfkfac.fosi.subspace import Subspace

@@ -8,7 +8,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.forward import ForwardTap
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.fosi.directions import Search
 from tfkfac.fosi.estimator import BetweenSteps, Estimator
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout

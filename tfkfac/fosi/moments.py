@@ -7,8 +7,8 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.trace import capturing
+from tfkfac.compat.gradients import exact_second_derivatives
 from tfkfac.compat.overrides import replace_moments
-from tfkfac.compat.second_order import exact_second_derivatives
 
 
 def synchronized_layers(

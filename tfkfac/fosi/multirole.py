@@ -12,8 +12,8 @@ from tfkfac.capture.trace import TraceStore, current_store, replica_id
 from tfkfac.capture.walk import walk
 from tfkfac.checks import is_number
 from tfkfac.compat.graphs import in_graph, stamp_time
-from tfkfac.compat.inner_update import own_copy
 from tfkfac.compat.optimizers import raw_iterations
+from tfkfac.compat.variables import own_copy
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.distributed.roles import Roles, assign_roles
 from tfkfac.distributed.traffic import gradient_bytes

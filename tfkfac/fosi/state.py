@@ -4,7 +4,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.fosi.accelerator import Accelerator
 from tfkfac.fosi.final_update import FinalUpdate
 from tfkfac.fosi.layouts import Layout

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.traffic import all_reduce_bytes
 from tfkfac.fosi.layouts import Layout

@@ -14,8 +14,8 @@ import tensorflow as tf
 from tfkfac.capture.forward import ForwardCall
 from tfkfac.capture.trace import paused
 from tfkfac.capture.walk import walk
+from tfkfac.compat.losses import logits_of
 from tfkfac.compat.models import kept_losses
-from tfkfac.compat.outputs import logits_of
 from tfkfac.gauss_newton.residuals import Read
 from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.gramian import band_shapes, bands, of_bands

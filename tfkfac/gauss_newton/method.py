@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from tfkfac.capture.forward import ForwardTap
 from tfkfac.compat.graphs import state_variable, zeros_variable
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.traffic import all_reduce_bytes
 from tfkfac.gauss_newton.jacobian import activations

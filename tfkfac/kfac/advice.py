@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfkfac.blocks.registry import Leftover, Registry, count_weights
 from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.walk import SKIPPED
-from tfkfac.compat.layers import last_layers
+from tfkfac.compat.models import last_layers
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.shell.support import uses_xla
 from tfkfac.solvers import Solver

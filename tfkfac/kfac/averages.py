@@ -8,7 +8,7 @@ from tfkfac.blocks import Block, Statistic
 from tfkfac.compat.branches import when
 from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.together import Call
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.factors import Factor, Tensors, call_for
 from tfkfac.linalg.symmetric import all_finite
 from tfkfac.saving.entries import Entry, Read, Spread

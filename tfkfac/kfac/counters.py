@@ -6,7 +6,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.saving.entries import Entry, Spread
 
 # What goes wrong where a factor or a decomposition is kept, and what all

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfkfac.checks import check_count, check_range
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.saving.entries import Entry
 from tfkfac.training.guards import count_events
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfkfac.blocks.part import choose_part
 from tfkfac.capture.forward import replay_loss
-from tfkfac.compat.second_order import exact_second_derivatives
+from tfkfac.compat.gradients import exact_second_derivatives
 from tfkfac.kfac.clip import clip_step
 from tfkfac.kfac.damping import AdaptiveDamping
 from tfkfac.kfac.precondition import Preconditioned, put_back

@@ -12,7 +12,7 @@ from tfkfac.capture.forward import ForwardTap
 from tfkfac.capture.pullback import PullbackTap
 from tfkfac.capture.walk import SkipRule
 from tfkfac.compat.branches import when
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.distributed.traffic import gradient_bytes
 from tfkfac.factors import Limit
 from tfkfac.fisher.choice import Choice, choose

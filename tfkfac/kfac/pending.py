@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
 from tfkfac.compat.graphs import zeros_variable
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.saving.entries import Entry, Spread
 from tfkfac.training.accumulation import PENDING, Accumulation
 from tfkfac.training.step import Step

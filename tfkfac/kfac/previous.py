@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.compat.graphs import zeros_variable
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.saving.entries import Entry
 from tfkfac.training.accumulation import names_of
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfkfac.compat.second_order import Sum
+from tfkfac.compat.gradients import Sum
 from tfkfac.curvature.gauss_newton import (
     Direction,
     gauss_newton_form,

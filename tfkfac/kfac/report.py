@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.kfac.clip import Clip
 from tfkfac.training.guards import count_events
 

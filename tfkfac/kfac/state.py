@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.distributed.plan import Plan
 from tfkfac.kfac.averages import FactorAverages
 from tfkfac.kfac.counters import Counters, Number

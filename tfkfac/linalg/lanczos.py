@@ -12,7 +12,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkfac.compat.graphs import in_xla, repeat
-from tfkfac.compat.rows import new_rows, set_row
+from tfkfac.compat.variables import new_rows, set_row
 from tfkfac.linalg.sums import row_products
 from tfkfac.linalg.symmetric import rounding
 

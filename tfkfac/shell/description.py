@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from tfkfac.checks import is_number
-from tfkfac.compat.layers import all_layers
+from tfkfac.compat.models import all_layers
 
 # What workers may differ in: labels, and where each draws its own numbers.
 _OWN = frozenset({"name", "seed", "rng"})

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.saving.entries import Contents, Entry
 from tfkfac.shell.hyperparameters import Hyperparameter, Tunable
 from tfkfac.training.job import Job

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.compat.models import compiles_from_config
-from tfkfac.compat.strategy import repair
+from tfkfac.compat.strategies import repair
 from tfkfac.distributed.topology import check_strategy
 
 

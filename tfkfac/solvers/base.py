@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.together import Call
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.factors import (
     Factor,
     Part,

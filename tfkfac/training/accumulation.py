@@ -9,7 +9,7 @@ from tfkfac.capture.loss_terms import LossMeasure
 from tfkfac.capture.walk import walk
 from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.optimizers import variable_key
-from tfkfac.compat.tracking import Tracked
+from tfkfac.compat.variables import Tracked
 from tfkfac.saving.entries import Entry, Spread
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step

@@ -12,7 +12,7 @@ from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.loss_terms import LossTerms, mean_over
 from tfkfac.capture.trace import replica_id
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.replicas import keep_apart, side_by_side
+from tfkfac.compat.strategies import keep_apart, side_by_side
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import find_topology
 from tfkfac.training.skips import Streak

@@ -12,8 +12,7 @@ from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.loss_terms import LossMeasure
 from tfkfac.compat.branches import when
 from tfkfac.compat.graphs import of_this_graph
-from tfkfac.compat.inner_update import updates_in_replica
-from tfkfac.compat.optimizers import variable_key
+from tfkfac.compat.optimizers import updates_in_replica, variable_key
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.linalg.symmetric import all_finite, finite_ones
 from tfkfac.training.guards import count_events

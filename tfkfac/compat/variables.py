@@ -1,15 +1,76 @@
-"""Variables that a function of the user's writes, whoever made them."""
+"""Variables that checkpoints follow and functions write; matrices by rows."""
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils, ops
 from tensorflow.python.ops import resource_variable_ops
 
+from tfkfac.compat.graphs import in_xla
 from tfkfac.compat.overrides import overridden
+
+if TYPE_CHECKING:
+
+    class Tracked:
+        """`tf.Module` to a type checker, which takes TensorFlow for `Any`.
+
+        A class below something that is `Any` may have any attribute, so that
+        none of its own would be checked.
+        """
+
+        def __init__(self, name: str | None = None) -> None: ...
+
+else:
+    # This relies on `tf.train.Checkpoint` following the attributes of an
+    # optimizer and of a `tf.Module`, and lists and tuples of them, to the
+    # variables in them; dictionaries it leaves out.
+    Tracked = tf.Module
+
+
+def own_copy(variable: Any) -> tf.Variable:
+    """This replica's copy of a mirrored variable.
+
+    It relies on `_get_on_device_or_primary` of a distributed variable; another
+    variable, which has no such method, is its own copy.
+    """
+    get = getattr(variable, "_get_on_device_or_primary", None)
+    return variable if get is None else get()
+
+
+def new_rows(count: int, length: int, dtype: tf.DType) -> tf.Tensor:
+    """A matrix of zeros for `set_row`."""
+    if in_xla():
+        return tf.zeros([count, length], dtype)
+    # What `tf.zeros` makes may be a constant, which is kept for other runs.
+    return tf.raw_ops.Empty(shape=[count, length], dtype=dtype, init=True)
+
+
+def copied_rows(matrix: tf.Tensor) -> tf.Tensor:
+    """A copy for `set_row` of what is kept elsewhere, as in a variable."""
+    return matrix if in_xla() else tf.raw_ops.DeepCopy(x=matrix)
+
+
+def set_row(matrix: tf.Tensor, index: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
+    """Returns a matrix with another row; that given must not be used again.
+
+    `tf.tensor_scatter_nd_update` copies the matrix on a CPU.
+
+    This relies on `InplaceUpdate` writing into the tensor it is given, and on
+    TensorFlow making no constant of what `Empty` and `DeepCopy` return. XLA
+    decides by itself what it copies.
+
+    Args:
+        matrix: What `new_rows`, `copied_rows` or this function returned.
+        index: Number of the row, int32.
+        row: The row.
+    """
+    if in_xla():
+        return tf.tensor_scatter_nd_update(matrix, [[index]], row[None])
+    return tf.raw_ops.InplaceUpdate(x=matrix, i=[index], v=row[None])
+
 
 _WRITES = ("assign", "scatter_", "batch_scatter_")
 # Both, as TensorFlow's decorator of the first has copies of the methods.
