@@ -13,7 +13,7 @@ PACKAGE = ROOT / "tfkfac"
 # The rooms that a room may import, from the top of the house to the ground.
 MAY = {
     "callbacks": {"kfac", "fosi", "gauss_newton", "supervision", "shell",
-                  "wrapper", "distributed", "saving", "compat"},
+                  "wrapper", "cluster", "distributed", "saving", "compat"},
     "kfac": {"shell", "training", "cost", "fisher", "curvature", "solvers",
              "blocks", "factors", "capture", "distributed", "linalg", "saving",
              "compat"},
@@ -21,7 +21,8 @@ MAY = {
              "linalg", "saving", "compat"},
     "gauss_newton": {"shell", "training", "wrapper", "fisher", "curvature",
                      "capture", "distributed", "linalg", "saving", "compat"},
-    "supervision": {"shell", "wrapper", "distributed", "saving", "compat"},
+    "supervision": {"shell", "wrapper", "cluster", "distributed", "saving",
+                    "compat"},
     "shell": {"training", "wrapper", "capture", "distributed", "saving",
               "compat"},
     "training": {"wrapper", "capture", "distributed", "linalg", "saving",
@@ -37,6 +38,7 @@ MAY = {
     "capture": {"compat"},
     "linalg": {"compat"},
     "distributed": {"compat"},
+    "cluster": {"compat"},
     "saving": set(),
     "compat": set(),
 }  # fmt: skip

@@ -5,8 +5,8 @@
 
 from tfkfac import blocks, callbacks, cost, curvature, factors, fisher
 from tfkfac.blocks import register_block
+from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
 from tfkfac.compat.optimizers import find_by_name
-from tfkfac.distributed.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fisher import register_distribution
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton

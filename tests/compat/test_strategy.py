@@ -11,7 +11,7 @@ from tests.support import workers_strategy
 from tests.support.cluster import Case, Pool, run
 from tests.support.jobs import SHAPES, Jobs
 from tfkfac.compat.strategies import is_repaired, repair
-from tfkfac.distributed.strategy import MultiWorkerMirroredStrategy
+from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
 
 Results = Callable[[str], list[Any]]
 

@@ -12,9 +12,9 @@ import keras
 import numpy as np
 from typing_extensions import override
 
+from tfkfac.cluster.stopping import Stopping
 from tfkfac.compat.models import set_first_epoch, skip_batches
 from tfkfac.distributed.agreement import exchange
-from tfkfac.distributed.stopping import Stopping
 from tfkfac.saving.files import WRITING, replace_file
 from tfkfac.shell.carry import ours
 from tfkfac.shell.optimizer import SecondOrderOptimizer

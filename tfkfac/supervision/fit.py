@@ -12,6 +12,7 @@ from typing import Any
 import keras
 from typing_extensions import override
 
+from tfkfac.cluster.standstill import Standstill, find_standstill
 from tfkfac.compat.models import around_evaluate, around_fit, first_epoch
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.distributed.agreement import (
@@ -20,7 +21,6 @@ from tfkfac.distributed.agreement import (
     find_differences,
     first_of,
 )
-from tfkfac.distributed.standstill import Standstill, find_standstill
 from tfkfac.distributed.topology import find_topology
 from tfkfac.saving.entries import Spread
 from tfkfac.shell.carry import ours

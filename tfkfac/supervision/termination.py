@@ -5,7 +5,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from tfkfac.distributed.stopping import Stopping
+from tfkfac.cluster.stopping import Stopping
 
 # What a shell calls the end of a process by it.
 EXIT_CODE = 128 + signal.SIGTERM

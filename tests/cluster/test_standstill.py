@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tfkfac.distributed import standstill as module
-from tfkfac.distributed.standstill import Standstill, place
+from tfkfac.cluster import standstill as module
+from tfkfac.cluster.standstill import Standstill, place
 
 NAMES = [f"worker {i} at host{i}:{i + 1}" for i in range(3)]
 

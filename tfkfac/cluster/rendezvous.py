@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tfkfac.distributed.cluster import Cluster, split_address
-from tfkfac.distributed.lines import Line, Message
+from tfkfac.cluster.config import Cluster, split_address
+from tfkfac.cluster.lines import Line, Message
 
 # Seconds between two looks; for a process that has come to say who it is; until
 # the first message, for a peer to answer, and for a process of an earlier job

@@ -7,8 +7,8 @@ keep without anybody's help, and all go on to the furthest of these places.
 
 import threading
 
-from tfkfac.distributed.channel import BYE, LOST, Channel
-from tfkfac.distributed.lines import Message
+from tfkfac.cluster.channel import BYE, LOST, Channel
+from tfkfac.cluster.lines import Message
 
 
 class Stopping:

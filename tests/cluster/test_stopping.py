@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tfkfac.distributed.channel import LOST
-from tfkfac.distributed.stopping import Stopping
+from tfkfac.cluster.channel import LOST
+from tfkfac.cluster.stopping import Stopping
 
 LIMIT = 20.0
 

@@ -15,9 +15,9 @@ import pytest
 
 import tfkfac
 from tests.support.ports import address, claim_ports
-from tfkfac.distributed import rendezvous
-from tfkfac.distributed.cluster import Cluster
-from tfkfac.distributed.rendezvous import RefusedError, wait_for_all
+from tfkfac.cluster import rendezvous
+from tfkfac.cluster.config import Cluster
+from tfkfac.cluster.rendezvous import RefusedError, wait_for_all
 
 LIMIT = 20.0
 

@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 from tests.support.cluster import run
-from tfkfac.distributed import watch as module
-from tfkfac.distributed.channel import BYE, LOST
-from tfkfac.distributed.cluster import Cluster
-from tfkfac.distributed.watch import Watch, WorkerFailedError, describe
+from tfkfac.cluster import watch as module
+from tfkfac.cluster.channel import BYE, LOST
+from tfkfac.cluster.config import Cluster
+from tfkfac.cluster.watch import Watch, WorkerFailedError, describe
 
 CLUSTER = Cluster(("host0:1", "host1:2", "host2:3"), 0)
 GONE = tf.errors.UnavailableError(None, None, "a collective has failed")

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfkfac
 from tests.support.ports import address, claim_ports
-from tfkfac.distributed.cluster import Cluster, from_resolver, read_tf_config
+from tfkfac.cluster.config import Cluster, from_resolver, read_tf_config
 
 TWO = ["host0:2222", "host1:2223"]
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from tfkfac.distributed.channel import Channel
-from tfkfac.distributed.lines import Message
-from tfkfac.distributed.topology import find_topology
+from tfkfac.cluster.channel import Channel
+from tfkfac.cluster.lines import Message
+from tfkfac.compat.strategy import local_devices
 
 # Seconds without a step until workers are asked, and for them to answer.
 _LONG = 60.0
@@ -93,9 +93,9 @@ def find_standstill(strategy: tf.distribute.Strategy) -> Standstill | None:
     Replicas wait for each other, on several workers or in this process alone.
     """
     found = getattr(strategy, "standstill", None)
-    if found is None and len(find_topology(strategy).local) > 1:
-        return _of_this_process()
-    return found
+    if found is not None or strategy.num_replicas_in_sync == 1:
+        return found
+    return _of_this_process() if len(local_devices(strategy)) > 1 else None
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping
 from typing import Protocol
 
-from tfkfac.distributed.lines import Line, Message
+from tfkfac.cluster.lines import Line, Message
 
 # Seconds between two looks of the thread at what is not a message.
 _TICK = 0.5

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tfkfac.distributed.channel import BYE, LOST, Channel
-from tfkfac.distributed.lines import Line
+from tfkfac.cluster.channel import BYE, LOST, Channel
+from tfkfac.cluster.lines import Line
 
 LIMIT = 10.0
 

@@ -10,17 +10,18 @@ import tensorflow as tf
 
 from tfkfac.checks import is_number
 from tfkfac.compat.strategies import ReducingStrategy
-from tfkfac.distributed.channel import Channel
-from tfkfac.distributed.cluster import (
+from tfkfac.cluster.channel import Channel
+from tfkfac.cluster.config import (
     EVALUATOR,
     Cluster,
     from_resolver,
     read_tf_config,
 )
-from tfkfac.distributed.rendezvous import wait_for_all
-from tfkfac.distributed.standstill import Standstill
-from tfkfac.distributed.stopping import Stopping
-from tfkfac.distributed.watch import Watch
+from tfkfac.cluster.rendezvous import wait_for_all
+from tfkfac.cluster.standstill import Standstill
+from tfkfac.cluster.stopping import Stopping
+from tfkfac.cluster.watch import Watch
+from tfkfac.compat.strategy import ReducingStrategy
 
 
 class MultiWorkerMirroredStrategy(ReducingStrategy):

@@ -1,0 +1,1 @@
+"""How the processes of a job meet, watch each other and stop together."""
