@@ -24,8 +24,8 @@ from tests.support.reference import (
     clip_factor,
     inverse_solve,
 )
-from tfkfac.cost.work import most_rows
 from tfkfac.factors import Dense
+from tfkfac.solvers import most_rows
 
 INPUTS, HIDDEN, OUTPUTS = 40, 32, 3
 RATE, DAMPING, CLIP = 0.5, 0.05, 0.01

@@ -9,10 +9,11 @@ from tfkfac.blocks import Block
 from tfkfac.cost.batch import Batch
 from tfkfac.cost.loads import Loads, Numbers
 from tfkfac.cost.machine import Machine
-from tfkfac.cost.sizes import BlockBytes, Wire
+from tfkfac.cost.sizes import BlockBytes
 from tfkfac.cost.work import BlockWork
 from tfkfac.distributed.collectives import BUCKET_BYTES
 from tfkfac.distributed.plan import Plan
+from tfkfac.distributed.wire import Wire
 from tfkfac.solvers import Solver
 
 # How often the output of a layer passes the memory in a step, and what is

@@ -7,35 +7,10 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-import tensorflow as tf
-
 from tfkfac.blocks import Block
-from tfkfac.factors import Part, stored_parts
+from tfkfac.distributed.wire import Wire
+from tfkfac.factors import stored_parts
 from tfkfac.solvers import Solver
-
-
-@dataclasses.dataclass(frozen=True)
-class Wire:
-    """In which form tensors travel.
-
-    Attributes:
-        symmetric: Whether symmetric matrices travel as triangles.
-        factor_dtype: Dtype of statistics; None is their own.
-        inverse_dtype: Dtype of decompositions, kept or sent; None is their
-            own.
-    """
-
-    symmetric: bool = False
-    factor_dtype: tf.DType | None = None
-    inverse_dtype: tf.DType | None = None
-
-    def shape(self, part: Part) -> tuple[int, ...]:
-        """Shape of a tensor on the wire."""
-        return part.packed_shape if self.symmetric else part.shape
-
-    def part_dtype(self, block: Block) -> tf.DType:
-        """Dtype of a block's decomposition."""
-        return self.inverse_dtype or block.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +35,7 @@ class BlockBytes:
     def of(cls, block: Block, solver: Solver, wire: Wire) -> "BlockBytes":
         """Counts those of a block."""
         kinds, own = block.factors, block.dtype.size
-        dtype = wire.part_dtype(block)
+        dtype = wire.inverse_dtype or block.dtype
         kept = stored_parts(solver.kept(kinds), dtype).values()
         statistics = 0
         for kind in kinds.values():

@@ -1,12 +1,10 @@
 """Operations of a block: statistics, decompositions, preconditioning."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 from tfkfac.blocks import Block
-from tfkfac.factors import Factor
-from tfkfac.solvers import Solver
+from tfkfac.solvers import Solver, most_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,25 +57,3 @@ class BlockWork:
         if 0 < rows <= self.largest_rows:
             return rows * self.row + rows**2 * self.width
         return self.precondition
-
-
-def most_rows(factors: Mapping[str, Factor], workers: int) -> int:
-    """Up to how many rows they take fewer multiplications than the matrix.
-
-    With `N` rows, `n` inputs, `m` outputs and `p`, `q` multiplications for the
-    product of a vector with the inverse of A and of G, those are
-    `N (p + q) + N^2 (n + m)`, the second for `<P, W>`, against `p m + q n`.
-    (`a^T g` is formed once in either way.) Where the matrices are added up
-    over several workers, `<P, W>` takes `N n m`.
-
-    Args:
-        factors: The factors of a block, both of them.
-        workers: Number of workers that add up their gradients.
-    """
-    a, g = factors["A"], factors["G"]
-    n, m, p, q = a.size, g.size, a.multiplications, g.multiplications
-    matrix = p * m + q * n
-    if workers > 1:
-        return matrix // (p + q + n * m)
-    root = math.sqrt((p + q) ** 2 + 4 * (n + m) * matrix)
-    return int((root - (p + q)) / (2 * (n + m)))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.cost.sizes import BlockBytes, Wire
+from tfkfac.cost.sizes import BlockBytes
 from tfkfac.distributed.collectives import (
     Communicator,
     flatten,
@@ -22,6 +22,7 @@ from tfkfac.distributed.traffic import (
     rounds,
     scope,
 )
+from tfkfac.distributed.wire import Wire
 from tfkfac.factors import Part, Tensors, from_stored, stored_parts, to_stored
 from tfkfac.solvers import Solver
 
@@ -107,7 +108,7 @@ class Exchange:
         """Adds up a bucket: each total with its count behind it."""
         parts = [self._storage(i, name) for i, name in keys]
         sent = [
-            flatten([self._pack(part, one.total), one.count])
+            flatten([self.wire.pack(part, one.total), one.count])
             for part, one in zip(parts, own, strict=True)
         ]
         sums = []
@@ -115,7 +116,7 @@ class Exchange:
             keys, parts, communicator.all_reduce(sent), own, strict=True
         ):
             total, count = unflatten(sum_, [self._total(*key), one.count])
-            sums.append(Statistic(self._unpack(part, total), count))
+            sums.append(Statistic(self.wire.unpack(part, total), count))
         return sums
 
     def _add_up_in_half(
@@ -138,13 +139,13 @@ class Exchange:
         units = [unit / _REACH for unit in counts_and_units[len(own) :]]
         sums = communicator.all_reduce(
             [
-                self._pack(part, tf.math.divide_no_nan(one.total, unit))
+                self.wire.pack(part, tf.math.divide_no_nan(one.total, unit))
                 for part, one, unit in zip(parts, own, units, strict=True)
             ],
             self.wire.factor_dtype,
         )
         return [
-            Statistic(self._unpack(part, sum_) * unit, count)
+            Statistic(self.wire.unpack(part, sum_) * unit, count)
             for part, sum_, unit, count in zip(
                 parts, sums, units, counts, strict=True
             )
@@ -183,13 +184,13 @@ class Exchange:
 
         def value_of(item: Item) -> tf.Tensor:
             part = part_of[item.layer][item.name]
-            return self._pack(part, sent[item.layer][item.name])
+            return self.wire.pack(part, sent[item.layer][item.name])
 
         with tf.name_scope("decompositions"):
             values = broadcast_items(communicator, items, value_of)
         received: dict[int, Parts] = {}
         for (layer, name), value in values.items():
-            value = self._unpack(part_of[layer][name], value)
+            value = self.wire.unpack(part_of[layer][name], value)
             received.setdefault(layer, {})[name] = value
         return {
             layer: from_stored(named, self._blocks[layer].dtype)
@@ -211,7 +212,7 @@ class Exchange:
         for i, block in enumerate(self._blocks):
             for factor, owner in self.plan.layers[i].owners.items():
                 members = self.plan.decomposition_group(i, factor)
-                dtype = self.wire.part_dtype(block)
+                dtype = self._part_dtype(i)
                 parts = self._solver.parts(block.factors, factor)
                 for name, part in stored_parts(parts, dtype).items():
                     spec = tf.TensorSpec(self.wire.shape(part), dtype)
@@ -223,7 +224,7 @@ class Exchange:
         return stored_parts(parts, self._part_dtype(layer))
 
     def _part_dtype(self, layer: int) -> tf.DType:
-        return self.wire.part_dtype(self._blocks[layer])
+        return self.wire.inverse_dtype or self._blocks[layer].dtype
 
     # ------------------------------------------- preconditioned gradients
     def stages(self, layers: Sequence[int]) -> list[list[int]]:
@@ -297,12 +298,6 @@ class Exchange:
         """A total on the wire, in the dtype of the statistics."""
         shape = self.wire.shape(self._storage(layer, name))
         return tf.TensorSpec(shape, self._blocks[layer].dtype)
-
-    def _pack(self, part: Part, value: tf.Tensor) -> tf.Tensor:
-        return part.pack(value) if self.wire.symmetric else value
-
-    def _unpack(self, part: Part, value: tf.Tensor) -> tf.Tensor:
-        return part.unpack(value) if self.wire.symmetric else value
 
 
 def step_bytes(

@@ -7,11 +7,10 @@ import tensorflow as tf
 
 from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
 from tfkfac.compat.together import Call, together
-from tfkfac.cost.work import most_rows
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.sound import sound_ones
-from tfkfac.solvers import Decomposition
+from tfkfac.solvers import Decomposition, most_rows
 from tfkfac.training.step import Gradients, Step
 
 

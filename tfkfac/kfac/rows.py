@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from tfkfac.blocks import RowGradient
 from tfkfac.capture.products import is_product
-from tfkfac.cost.work import most_rows
 from tfkfac.kfac.active import ActiveBlock
+from tfkfac.solvers import most_rows
 from tfkfac.training.step import Gradients, Step
 
 # A layer for which fewer rows than this would be too many is always taken by

@@ -1,6 +1,6 @@
 """Solvers: how factors become a preconditioner."""
 
-from tfkfac.solvers.base import Decomposition, Solver
+from tfkfac.solvers.base import Decomposition, Solver, most_rows
 from tfkfac.solvers.eigen import EigenSolver, OuterEigenSolver
 from tfkfac.solvers.inverse import InverseSolver, PlainInverseSolver
 
@@ -11,4 +11,4 @@ SOLVERS: dict[str, type[Solver]] = {
     "plain_inverse": PlainInverseSolver,
 }
 
-__all__ = ["SOLVERS", "Decomposition", "Solver"]
+__all__ = ["SOLVERS", "Decomposition", "Solver", "most_rows"]

@@ -1,6 +1,7 @@
 """What a solver does: decompose factors now and then, apply them each step."""
 
 import abc
+import math
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -221,6 +222,28 @@ class Decomposition(Tracked):
     def _stored(self, tensors: Tensors) -> dict[str, tf.Tensor]:
         kept = self.solver.kept(self._block.factors)
         return to_stored(tensors, kept, self._dtype)
+
+
+def most_rows(factors: Factors, workers: int) -> int:
+    """The largest number of rows that take fewer products than the matrix.
+
+    With `N` rows, `n` inputs, `m` outputs and `p`, `q` multiplications for the
+    product of a vector with the inverse of A and of G, those are
+    `N (p + q) + N^2 (n + m)`, the second for `<P, W>`, against `p m + q n`.
+    (`a^T g` is formed once in either way.) Where the matrices are added up
+    over several workers, `<P, W>` takes `N n m`.
+
+    Args:
+        factors: The factors of a block, both of them.
+        workers: Number of workers that add up their gradients.
+    """
+    a, g = factors["A"], factors["G"]
+    n, m, p, q = a.size, g.size, a.multiplications, g.multiplications
+    matrix = p * m + q * n
+    if workers > 1:
+        return matrix // (p + q + n * m)
+    root = math.sqrt((p + q) ** 2 + 4 * (n + m) * matrix)
+    return int((root - (p + q)) / (2 * (n + m)))
 
 
 def with_prefix(name: str, parts: Mapping[str, T]) -> dict[str, T]:
