@@ -2,15 +2,45 @@
 
 Pure Python and deterministic: every worker computes the same plan from the
 same shapes, so that a plan never has to be sent.
+
+The workers form the grid of KAISA (section 3.1), numbered row by row as in
+its authors' code. With two gradient workers per layer on eight workers:
+
+    0 1 2 3
+    4 5 6 7
+
+A column holds the gradient workers of a layer: they have its decompositions
+and precondition its gradient. Then each of them sends the result along its
+row, and all rows do so at the same time. That is in every step, whereas
+decompositions travel down a column once in many: neighbors in number, which
+tend to share a machine, are neighbors in a row. For that reason the numbers
+are not those of the paper's figure 4, which is transposed: with four gradient
+workers on eight, process 0 sends to process 4 there and to process 1 here.
 """
 
+import collections
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
-from tfkfac.checks import check_choice
-from tfkfac.distributed.assignment import Work, assign, cost
-from tfkfac.distributed.grid import Grid, gradient_workers, grid
+from tfkfac.checks import check_choice, check_count, is_number
+
+# Ways to balance an assignment.
+POLICIES = ("compute", "memory", "round_robin")
+
+
+class Work(Protocol):
+    """The numbers of a factor that a plan depends on."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements that are kept."""
+
+    @property
+    def operations(self) -> int:
+        """About how many operations a decomposition takes."""
+
 
 # The factors of a layer by name, or their shapes.
 Shapes = Mapping[str, Work | tuple[int, ...]]
@@ -21,10 +51,10 @@ class Mode:
     """A way to distribute K-FAC over workers.
 
     Attributes:
-        gradient_workers: How many of them a layer has, or that the user says.
-        reduces_factors: Whether factors are of the batches of all workers; if
+        gradient_workers: Number of them a layer has, or that the user says it.
+        reduces_factors: True if factors are of the batches of all workers; if
             not, of the owner's alone, and never sent.
-        policy: What the assignment balances by default.
+        policy: The default assignment, one of `POLICIES`.
     """
 
     gradient_workers: Literal["all", "one", "fraction"]
@@ -39,7 +69,7 @@ class Mode:
         return workers if self.gradient_workers == "all" else 1
 
     def splits_layers(self, count: int, workers: int) -> bool:
-        """Whether the factors of a layer may have different owners."""
+        """True if the factors of a layer may have different owners."""
         return self.reduces_factors and count == workers
 
 
@@ -61,7 +91,7 @@ class LayerPlan:
     gradient_workers: tuple[int, ...]
     """The workers that need all decompositions, in ascending order."""
     receivers: Mapping[int, tuple[int, ...]]
-    """Whom each gradient worker sends the preconditioned gradient to."""
+    """The workers to which each gradient worker sends its result."""
 
     def owned_by(self, worker: int) -> tuple[str, ...]:
         """Names of the factors that `worker` decomposes."""
@@ -87,26 +117,26 @@ class Plan:
         return self.layers[layer].owned_by(rank)
 
     def preconditions(self, rank: int, layer: int) -> bool:
-        """Whether a worker is a gradient worker of a layer."""
+        """True if a worker is a gradient worker of a layer."""
         return rank in self.layers[layer].gradient_workers
 
     def observes(self, rank: int, layer: int) -> bool:
-        """Whether a worker's batch goes into the factors of a layer."""
+        """True if a worker's batch goes into the factors of a layer."""
         return self.mode.reduces_factors or bool(self.owns(rank, layer))
 
     @property
     def shares_clocks(self) -> bool:
-        """Whether all workers update factors and inverses at the same steps."""
+        """True if all workers update factors and inverses at the same steps."""
         return self.workers == 1 or self.mode.reduces_factors
 
     @property
     def reduces_factors(self) -> bool:
-        """Whether statistics are added up over the workers."""
+        """True if statistics are added up over the workers."""
         return self.workers > 1 and self.mode.reduces_factors
 
     @property
     def sends_decompositions(self) -> bool:
-        """Whether anybody needs a decomposition that somebody else makes."""
+        """True if a worker needs a decomposition that another one makes."""
         return any(
             len(self.decomposition_group(i, name)) > 1
             for i, layer in enumerate(self.layers)
@@ -120,7 +150,7 @@ class Plan:
 
     @property
     def columns(self) -> int:
-        """Number of groups of gradient workers, see `distributed/grid.py`."""
+        """Number of groups of gradient workers, see the head of this module."""
         if not self.layers:
             return 1
         return self.workers // len(self.layers[0].gradient_workers)
@@ -149,7 +179,7 @@ def plan_layers(
     whole_layers: bool = False,
     turns: Sequence[int] | None = None,
 ) -> tuple[LayerPlan, ...]:
-    """Plans every layer.
+    """Owners, gradient workers and receivers of every layer.
 
     - `comm_opt`: each factor has an owner of its own; all workers are gradient
       workers.
@@ -182,7 +212,6 @@ def plan_layers(
     if policy is None:
         policy = chosen.policy
     count = chosen.count(workers, fraction)
-    places = grid(workers, count)
     work = [
         {name: cost(factor, policy) for name, factor in layer.items()}
         for layer in shapes
@@ -193,12 +222,18 @@ def plan_layers(
         owners = _assign_layers(work, workers, policy, turns)
     # Layers of one column share its tuples: of thousands of workers these are
     # what a plan is made of.
-    columns = {home % len(places.columns) for home, _ in owners}
-    receivers = {column: _receivers(places, column) for column in columns}
+    width = workers // count
+    columns = {
+        column: tuple(range(column, workers, width))
+        for column in {home % width for home, _ in owners}
+    }
+    receivers = {
+        column: _receivers(members, width)
+        for column, members in columns.items()
+    }
     return tuple(
-        LayerPlan(layer, places.columns[column], receivers[column])
+        LayerPlan(layer, columns[home % width], receivers[home % width])
         for home, layer in owners
-        for column in [home % len(places.columns)]
     )
 
 
@@ -212,35 +247,25 @@ def _assign_layers(
     policy: str,
     turns: Sequence[int] | None,
 ) -> _Owners:
-    chosen = _assign_pieces(work, workers, policy, turns)
-    return [
-        (worker, dict.fromkeys(layer, worker))
-        for worker, layer in zip(chosen, work, strict=True)
-    ]
-
-
-def _assign_pieces(
-    work: Sequence[Mapping[str, int]],
-    workers: int,
-    policy: str,
-    turns: Sequence[int] | None,
-) -> Sequence[int]:
-    """The worker of every layer.
+    """Distributes whole layers.
 
     Layers with one small factor (normalisation) often alternate with layers
     with two. They take turns of their own, or round robin over two workers
     would give all the work to one.
     """
-    if policy != "round_robin":
+    if policy == "round_robin":
+        counts: collections.Counter[int] = collections.Counter()
+        homes = []
+        for layer in work:
+            homes.append(counts[len(layer)] % workers)
+            counts[len(layer)] += 1
+    else:
         costs = [sum(w.values()) for w in work]
-        return assign(costs, workers, policy, turns)
-    counts: dict[int, int] = {}
-    chosen = []
-    for layer in work:
-        count = counts.get(len(layer), 0)
-        counts[len(layer)] = count + 1
-        chosen.append(count % workers)
-    return chosen
+        homes = [*assign(costs, workers, policy, turns)]
+    return [
+        (worker, dict.fromkeys(layer, worker))
+        for worker, layer in zip(homes, work, strict=True)
+    ]
 
 
 def _assign_factors(
@@ -258,11 +283,117 @@ def _assign_factors(
     return [(0, {name: next(chosen) for name in layer}) for layer in work]
 
 
-def _receivers(places: Grid, column: int) -> Mapping[int, tuple[int, ...]]:
-    """Whom each worker of a column sends to: the others of its row."""
+def _receivers(column: Sequence[int], width: int) -> dict[int, tuple[int, ...]]:
+    """The other workers of the row of each worker of a column."""
+    rows = {worker: worker // width * width for worker in column}
     return {
-        row[column]: (*row[:column], *row[column + 1 :]) for row in places.rows
+        worker: tuple(
+            other for other in range(start, start + width) if other != worker
+        )
+        for worker, start in rows.items()
     }
+
+
+# ------------------------------------------------------------- assignment
+def cost(shape: Work | Sequence[int], policy: str) -> int:
+    """Cost of decomposing a factor.
+
+    Args:
+        shape: The factor, or its shape: `(n, n)`, `(groups, n, n)`, or `(n,)`
+            for a diagonal.
+        policy: `memory` counts elements, the others about operations: n^3 for
+            a matrix, n for a diagonal.
+    """
+    check_choice("assignment", policy, POLICIES)
+    if isinstance(shape, Sequence):
+        elements = math.prod(shape)
+        operations = elements * shape[-1] if len(shape) > 1 else elements
+    else:
+        elements, operations = shape.elements, shape.operations
+    return elements if policy == "memory" else operations
+
+
+def assign(
+    costs: Sequence[int],
+    workers: int,
+    policy: str,
+    turns: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """The worker of every piece of work.
+
+    `compute` and `memory` give the next most costly piece to the worker with
+    the least work: the longest processing time first, which takes at most
+    4/3 - 1/(3 workers) of the best possible time. Equals go by their order,
+    the earlier piece first and to the lowest worker. `round_robin` ignores
+    the costs.
+
+    Where the work is done in turns, with all workers waiting for each other
+    after each, `compute` balances every turn, and the whole among equals.
+
+    Args:
+        costs: Cost of every piece.
+        workers: Number of workers.
+        policy: One of `POLICIES`.
+        turns: The turn of every piece; None is a single turn.
+
+    Returns:
+        The worker of every piece.
+    """
+    check_count("workers", workers, 1)
+    check_choice("assignment", policy, POLICIES)
+    if policy == "round_robin":
+        return tuple(piece % workers for piece in range(len(costs)))
+    if turns is None or policy == "memory":
+        turns = [0] * len(costs)
+    # Of idle workers the lowest is taken: no more of them than pieces.
+    some = range(min(workers, len(costs)))
+    loads = {turn: [0] * len(some) for turn in turns}
+    totals = [0] * len(some)
+    chosen = [0] * len(costs)
+    for piece in sorted(range(len(costs)), key=lambda p: (-costs[p], p)):
+        load = loads[turns[piece]]
+        worker = min(some, key=lambda w: (load[w], totals[w]))
+        load[worker] += costs[piece]
+        totals[worker] += costs[piece]
+        chosen[piece] = worker
+    return tuple(chosen)
+
+
+# -------------------------------------------------------- gradient workers
+def gradient_workers(workers: int, fraction: float) -> int:
+    """Number of gradient workers of a layer, `max(1, fraction * workers)`.
+
+    Args:
+        workers: Number of workers.
+        fraction: The share of them, in (0, 1].
+
+    Returns:
+        A whole number that divides `workers`.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    check_count("workers", workers, 1)
+    if not is_number(fraction) or not 0 < fraction <= 1:
+        raise ValueError(
+            "Argument `gradient_worker_fraction` must be a number in (0, 1]. "
+            f"Received: gradient_worker_fraction={fraction!r}"
+        )
+    product = max(1.0, float(fraction) * workers)
+    count = round(product)
+    if not math.isclose(product, count, rel_tol=1e-6) or workers % count:
+        raise ValueError(
+            "Argument `gradient_worker_fraction` times the number of workers "
+            "must be a whole number that divides the number of workers: one "
+            f"of {_fractions(workers)} with {workers} workers. Received: "
+            f"gradient_worker_fraction={fraction!r}"
+        )
+    return count
+
+
+def _fractions(workers: int) -> str:
+    counts = [n for n in range(1, workers + 1) if workers % n == 0]
+    return ", ".join("1" if n == workers else f"{n}/{workers}" for n in counts)
 
 
 def _check_fraction(mode: str, fraction: float | None) -> None:

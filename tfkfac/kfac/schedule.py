@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfkfac.distributed.assignment import assign
+from tfkfac.distributed.plan import assign
 from tfkfac.shell.hyperparameters import Hyperparameter, Value
 
 # The measured schedule: where the second and third interval begin, and the

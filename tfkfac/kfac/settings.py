@@ -10,8 +10,7 @@ import tensorflow as tf
 from tfkfac.capture.expressions import check_expression
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_choice, is_number
-from tfkfac.distributed.assignment import POLICIES
-from tfkfac.distributed.plan import MODES, Mode
+from tfkfac.distributed.plan import MODES, POLICIES, Mode
 from tfkfac.kfac.damping import LevenbergMarquardt
 
 
