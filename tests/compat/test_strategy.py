@@ -10,8 +10,8 @@ import tensorflow as tf
 from tests.support import workers_strategy
 from tests.support.cluster import Case, Pool, run
 from tests.support.jobs import SHAPES, Jobs
-from tfkfac.compat.strategies import is_repaired, repair
 from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
+from tfkfac.compat.strategies import is_repaired, repair
 
 Results = Callable[[str], list[Any]]
 

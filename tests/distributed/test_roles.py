@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.distributed.roles import Roles, assign_roles
+from tfkfac.distributed.topology import Roles, assign_roles
 
 REPLICAS = st.integers(1, 64)
 FRACTIONS = st.floats(0, 1, exclude_max=True)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.support.lockstep import run_together
 from tests.support.reference import Array
-from tfkfac.distributed.roles import Roles
 from tfkfac.distributed.shards import Shards
-from tfkfac.distributed.traffic import all_reduce_bytes
+from tfkfac.distributed.topology import Roles
+from tfkfac.distributed.wire import all_reduce_bytes
 from tfkfac.fosi.estimation import Spectrum
 from tfkfac.fosi.handover import hand_over, piece_bytes, pieces
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout

@@ -18,8 +18,8 @@ import tfkfac
 from tests.support.dtypes import floats
 from tests.support.strategies import copies, strategy
 from tfkfac.capture.trace import replica_id
-from tfkfac.compat.strategies import keep_apart, side_by_side
 from tfkfac.cluster import standstill
+from tfkfac.compat.strategies import keep_apart, side_by_side
 
 STEPS, ROWS, POSITIONS, TOKENS = 3, 8, 3, 6
 _DENSE = {"factor_update_interval": 1, "inverse_update_interval": 2}

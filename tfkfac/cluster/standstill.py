@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfkfac.cluster.channel import Channel
 from tfkfac.cluster.lines import Message
-from tfkfac.compat.strategy import local_devices
+from tfkfac.compat.strategies import local_devices
 
 # Seconds without a step until workers are asked, and for them to answer.
 _LONG = 60.0

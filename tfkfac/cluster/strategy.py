@@ -9,7 +9,6 @@ import warnings
 import tensorflow as tf
 
 from tfkfac.checks import is_number
-from tfkfac.compat.strategies import ReducingStrategy
 from tfkfac.cluster.channel import Channel
 from tfkfac.cluster.config import (
     EVALUATOR,
@@ -21,7 +20,7 @@ from tfkfac.cluster.rendezvous import wait_for_all
 from tfkfac.cluster.standstill import Standstill
 from tfkfac.cluster.stopping import Stopping
 from tfkfac.cluster.watch import Watch
-from tfkfac.compat.strategy import ReducingStrategy
+from tfkfac.compat.strategies import ReducingStrategy
 
 
 class MultiWorkerMirroredStrategy(ReducingStrategy):

@@ -19,10 +19,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfkfac.compat.strategies import abort_collectives
 from tfkfac.cluster.channel import BYE, LOST, Channel
 from tfkfac.cluster.config import Cluster
 from tfkfac.cluster.lines import Message
+from tfkfac.compat.strategies import abort_collectives
 
 # Seconds that a worker has to come to the same end as another by itself, as
 # where all of them refuse to begin; and to learn why a collective has failed.

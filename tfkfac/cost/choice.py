@@ -15,7 +15,7 @@ from tfkfac.cost.estimate import (
 from tfkfac.cost.machine import Machine
 from tfkfac.cost.network import Network
 from tfkfac.distributed.plan import MODES, Plan, plan_layers
-from tfkfac.distributed.traffic import gradient_bytes
+from tfkfac.distributed.wire import gradient_bytes
 from tfkfac.solvers import SOLVERS
 
 # What is no quicker than this, compared to the quickest, is not worth memory.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from tfkfac.cost.sizes import BlockBytes
 from tfkfac.distributed.plan import Plan
-from tfkfac.distributed.traffic import all_reduce_bytes
+from tfkfac.distributed.wire import all_reduce_bytes
 
 # By worker, those that stand for all.
 Numbers = dict[int, float]

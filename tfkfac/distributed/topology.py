@@ -1,6 +1,7 @@
-"""Who takes part in the training, and which of them live in this process."""
+"""The replicas of a job: which live in this process, and their roles."""
 
 import dataclasses
+import math
 
 import tensorflow as tf
 
@@ -98,3 +99,52 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
             "and central storage are not supported. Received: strategy="
             f"{strategy}"
         )
+
+
+# ------------------------------------------------------------------ roles
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """The replicas of a job by what they do.
+
+    Attributes:
+        workers: Ranks of those that train.
+        accelerators: Ranks of those that compute curvature beside them. If
+            there are none, the workers do it between their steps.
+    """
+
+    workers: tuple[int, ...]
+    accelerators: tuple[int, ...] = ()
+
+    def trains(self, rank: int) -> bool:
+        """True if a replica is a worker."""
+        return rank in self.workers
+
+    def peers(self, rank: int) -> tuple[int, ...]:
+        """Ranks of the replicas with the role of one, itself among them."""
+        return self.workers if self.trains(rank) else self.accelerators
+
+
+def assign_roles(replicas: int, accelerator_fraction: float) -> Roles:
+    """Roles in which the last replicas are accelerators.
+
+    Args:
+        replicas: Number of replicas.
+        accelerator_fraction: Share of them, rounded to whole replicas.
+
+    Raises:
+        ValueError: If no worker or, with a fraction above 0, no accelerator
+            is left.
+    """
+    if accelerator_fraction == 0:
+        return Roles(tuple(range(replicas)))
+    count = math.floor(accelerator_fraction * replicas + 0.5)
+    if not 0 < count < replicas:
+        missing = "accelerator" if count == 0 else "worker"
+        raise ValueError(
+            "Argument `accelerator_fraction` must leave at least one worker "
+            f"and one accelerator of {replicas} replicas, or be 0: there "
+            f"would be no {missing}. "
+            f"Received: accelerator_fraction={accelerator_fraction}"
+        )
+    everyone = tuple(range(replicas))
+    return Roles(everyone[: replicas - count], everyone[replicas - count :])

@@ -10,7 +10,7 @@ from tfkfac.capture.forward import ForwardCall
 from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.curvature.hessian import hessian_operator
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
-from tfkfac.distributed.traffic import all_reduce_bytes
+from tfkfac.distributed.wire import all_reduce_bytes
 from tfkfac.fosi.layouts import Geometry
 from tfkfac.linalg.lanczos import (
     Lanczos,

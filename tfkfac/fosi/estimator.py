@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from tfkfac.capture.forward import ForwardCall, ForwardTap, find_call
 from tfkfac.compat.graphs import in_graph
-from tfkfac.distributed.traffic import gradient_bytes
+from tfkfac.distributed.wire import gradient_bytes
 from tfkfac.fosi.directions import Search, adopt
 from tfkfac.fosi.estimation import (
     Estimation,

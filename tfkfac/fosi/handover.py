@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.distributed.roles import Roles
+from tfkfac.distributed.topology import Roles
 from tfkfac.fosi.estimation import Spectrum
 from tfkfac.fosi.layouts import Layout
 

@@ -15,8 +15,8 @@ from tfkfac.compat.graphs import in_graph, stamp_time
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.compat.variables import own_copy
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
-from tfkfac.distributed.roles import Roles, assign_roles
-from tfkfac.distributed.traffic import gradient_bytes
+from tfkfac.distributed.topology import Roles, assign_roles
+from tfkfac.distributed.wire import gradient_bytes
 from tfkfac.fosi.accelerator import Accelerator
 from tfkfac.fosi.directions import (
     Search,

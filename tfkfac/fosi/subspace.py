@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.variables import Tracked
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.distributed.traffic import all_reduce_bytes
+from tfkfac.distributed.wire import all_reduce_bytes
 from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.split import Moves, Split
 from tfkfac.linalg.symmetric import all_finite

@@ -11,7 +11,7 @@ from tfkfac.capture.forward import ForwardTap
 from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.variables import Tracked
 from tfkfac.curvature.hessian import flat_space
-from tfkfac.distributed.traffic import all_reduce_bytes
+from tfkfac.distributed.wire import all_reduce_bytes
 from tfkfac.gauss_newton.jacobian import activations
 from tfkfac.gauss_newton.objective import Objective, Point
 from tfkfac.gauss_newton.solve import (

@@ -15,14 +15,14 @@ from tfkfac.distributed.collectives import (
     unflatten,
 )
 from tfkfac.distributed.plan import Plan
-from tfkfac.distributed.traffic import (
+from tfkfac.distributed.wire import (
     Item,
+    Wire,
     all_reduce_bytes,
     broadcast_items,
     rounds,
     scope,
 )
-from tfkfac.distributed.wire import Wire
 from tfkfac.factors import Part, Tensors, from_stored, stored_parts, to_stored
 from tfkfac.solvers import Solver
 

@@ -13,7 +13,7 @@ from tfkfac.capture.pullback import PullbackTap
 from tfkfac.capture.walk import SkipRule
 from tfkfac.compat.branches import when
 from tfkfac.compat.variables import Tracked
-from tfkfac.distributed.traffic import gradient_bytes
+from tfkfac.distributed.wire import gradient_bytes
 from tfkfac.factors import Limit
 from tfkfac.fisher.choice import Choice, choose
 from tfkfac.fisher.types import EMPIRICAL

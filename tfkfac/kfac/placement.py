@@ -5,8 +5,7 @@ from tfkfac.blocks.registry import Registry
 from tfkfac.distributed.collectives import sum_dtype
 from tfkfac.distributed.plan import Plan, plan_layers
 from tfkfac.distributed.topology import Topology
-from tfkfac.distributed.traffic import all_reduce_bytes
-from tfkfac.distributed.wire import Wire
+from tfkfac.distributed.wire import Wire, all_reduce_bytes
 from tfkfac.kfac.exchange import Exchange, Kinds, step_bytes
 from tfkfac.kfac.schedule import take_turns
 from tfkfac.kfac.settings import Settings

@@ -20,7 +20,7 @@ from tfkfac.cost.batch import Batch
 from tfkfac.cost.choice import compare_plans
 from tfkfac.cost.estimate import Workload
 from tfkfac.cost.network import Network
-from tfkfac.distributed.traffic import gradient_bytes
+from tfkfac.distributed.wire import gradient_bytes
 
 WORKERS = 64
 # Fitted to the three times of ResNet-50 alone (`fit` does it anew): bandwidth

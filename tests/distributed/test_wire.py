@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.lockstep import run_together
 from tfkfac.distributed import collectives
-from tfkfac.distributed.traffic import (
+from tfkfac.distributed.wire import (
     Item,
     all_reduce_bytes,
     broadcast_items,
