@@ -4,7 +4,7 @@
     python tools/benchmark.py --models M1 --variants sgd kfac-inverse@../old
     python tools/benchmark.py --first-step 3 --models mlp-64x100 MobileNetV2
     python tools/benchmark.py --sweep --plot growth.png
-    python tools/benchmark.py --readme           # the tables in README.md
+    python tools/benchmark.py --record           # tables of the documentation
 
 Each variant runs in a process of its own; they take turns of a few steps, so
 that all of them meet the same load of the machine. A variant is
@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import results
 from benchmarks import plots, report, sweep
 from benchmarks.command import machine, positive
 from benchmarks.data import MODELS, exists
@@ -30,9 +31,8 @@ from benchmarks.phases import parse_mix
 from benchmarks.task import MODES
 from benchmarks.variants import FAMILIES, parse
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
-README_MODELS = ["M1", "M2", "M3", "M4", "D"]
-README_VARIANTS = [
+RECORDED_MODELS = ["M1", "M2", "M3", "M4", "D"]
+RECORDED_VARIANTS = [
     "sgd",
     "adam",
     "muon",
@@ -98,8 +98,8 @@ def show(options: argparse.Namespace, rows: Sequence[Row]) -> None:
         print(f"\n{report.traffic_table(rows)}")
     if options.markdown:
         print(f"\n{report.markdown(rows)}")
-    if options.readme:
-        report.write_readme(README, report.markdown(rows))
+    if options.record:
+        results.replace("Time of a step", {"tables": report.tables(rows)})
     if options.plot and any("mixes" in row for row in rows):
         plots.save_steps(options.plot, rows)
 
@@ -130,13 +130,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--first-step has no plot")
     if shutil.which(options.torch_python) is None:
         parser.error(f"--torch-python: no program {options.torch_python!r}")
-    names = README_MODELS[:4], ["sgd", "kfac-inverse", "kfac-eigen"]
-    if options.readme:
-        names = README_MODELS, README_VARIANTS
-        try:
-            report.readme_parts(README)  # better now than after an hour
-        except ValueError as error:
-            parser.error(str(error))
+    names = RECORDED_MODELS[:4], ["sgd", "kfac-inverse", "kfac-eigen"]
+    if options.record:
+        names = RECORDED_MODELS, RECORDED_VARIANTS
     options.models = options.models or names[0]
     options.variants = options.variants or names[1]
     return options
@@ -206,13 +202,13 @@ def add_output(group: Any) -> None:
     group.add_argument("--json", type=pathlib.Path, metavar="FILE")
     group.add_argument("--plot", type=pathlib.Path, metavar="FILE")
     group.add_argument(
-        "--markdown", action="store_true", help="print the tables of --readme"
+        "--markdown", action="store_true", help="print the tables of --record"
     )
     group.add_argument(
-        "--readme",
+        "--record",
         action="store_true",
-        help="write the tables into README.md; models and variants are then "
-        "those of README.md unless given",
+        help="write the tables into docs/results.json and its page; models and "
+        "variants are then those of that page unless given",
     )
 
 

@@ -5,6 +5,9 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 environment="$root/.venv"
 python="$environment/bin/python"
 
+# Extras of setup.cfg; a script may choose others.
+extras="${extras:-test,examples}"
+
 # Start-up chatter of TensorFlow's C++ side; 0 shows all of it.
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 
@@ -51,7 +54,7 @@ fingerprint() {
 }
 
 install_project() {
-  local stamp="$environment/installed"
+  local stamp="$environment/installed-$extras"
   local wanted
   wanted="$(fingerprint)"
   if [[ -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]]; then
@@ -59,7 +62,7 @@ install_project() {
   fi
   echo "Installing tfkfac and what it needs (TensorFlow is large)"
   "$python" -m pip install --quiet --disable-pip-version-check \
-    --editable "$root[test,examples]"
+    --editable "$root[$extras]"
   echo "$wanted" >"$stamp"
 }
 

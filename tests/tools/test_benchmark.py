@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import benchmark
-from benchmarks import report
+import results
 
 
 @pytest.mark.parametrize(
@@ -39,21 +39,10 @@ def test_defaults() -> None:
     assert benchmark.parse_arguments(["--workers", "2"]).mode == "fit"
 
 
-def test_readme(
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    readme = tmp_path / "README.md"
-    monkeypatch.setattr(benchmark, "README", readme)
-    readme.write_text(report.BEGIN)
-    with pytest.raises(SystemExit):
-        benchmark.parse_arguments(["--readme"])
-    assert "README.md must have the lines" in capsys.readouterr().err
-    readme.write_text(report.BEGIN + report.END)
-    options = benchmark.parse_arguments(["--readme", "--models", "M1"])
+def test_recorded_ones() -> None:
+    options = benchmark.parse_arguments(["--record", "--models", "M1"])
     assert options.models == ["M1"]
-    assert options.variants == benchmark.README_VARIANTS
+    assert options.variants == benchmark.RECORDED_VARIANTS
 
 
 def run(folder: pathlib.Path, *arguments: str) -> list[dict[str, Any]]:
@@ -72,15 +61,16 @@ def test_a_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
-    monkeypatch.setattr(benchmark, "README", readme)
+    records, page = tmp_path / "results.json", tmp_path / "results.md"
+    records.write_text(results.RECORDS.read_text())
+    monkeypatch.setattr(results, "RECORDS", records)
+    monkeypatch.setattr(results, "PAGE", page)
     plot = tmp_path / "steps.png"
     rows = run(
         tmp_path,
         *SMALL,
         *("--variants", "kfac-inverse:damping=0.1", "torch-sgd"),
-        *("--readme", "--plot", str(plot)),
+        *("--record", "--plot", str(plot)),
     )
     assert "kfac-inverse:damping=0.1" in capsys.readouterr().out
     kfac, torch = rows
@@ -89,7 +79,7 @@ def test_a_run(
     assert kfac["state_bytes"] >= 2 * 2 * 4 * (9**2 + 8**2)
     assert "unavailable" in torch  # no such model, or no PyTorch
     assert plot.stat().st_size > 10_000
-    assert "| mlp-8x2 |" in readme.read_text()
+    assert "| mlp-8x2 |" in page.read_text()
 
 
 @pytest.mark.slow

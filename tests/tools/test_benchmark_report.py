@@ -1,7 +1,4 @@
-import pathlib
 from typing import Any
-
-import pytest
 
 from benchmarks import report
 
@@ -98,19 +95,3 @@ def test_growth() -> None:
         ["2:", "1,", "4:", "4", "ms"],
         ["2:", "1,", "4:", "4", "MB"],
     ]
-
-
-def test_readme(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "README.md"
-    path.write_text(f"a\n{report.BEGIN}\nold\n{report.END}\nb\n")
-    report.write_readme(path, "new")
-    assert path.read_text() == f"a\n{report.BEGIN}\nnew\n{report.END}\nb\n"
-
-
-@pytest.mark.parametrize("text", ["", report.BEGIN, report.END])
-def test_readme_without_marks(tmp_path: pathlib.Path, text: str) -> None:
-    path = tmp_path / "README.md"
-    path.write_text(text)
-    with pytest.raises(ValueError, match="must have the lines"):
-        report.write_readme(path, "new")
-    assert path.read_text() == text

@@ -1,13 +1,12 @@
 """Tables of what was measured."""
 
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.measurement import Row
 from benchmarks.variants import parse
+from results import markdown_table
 
-BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 MEGABYTE = 1e6
 
 
@@ -109,34 +108,43 @@ def _align(lines: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
+    """The tables of `tables` in Markdown, with their captions."""
+    return "\n\n".join(
+        f"{markdown_table(table['columns'], table['rows'])}\n\n"
+        f"{table['caption']}"
+        for table in tables(rows)
+    )
+
+
+def tables(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Two tables of variants by models: steps, and first steps."""
     parts = []
     if timed := [row for row in rows if "mixes" in row]:
         mixes = _mixes(timed)
-        parts += [
-            _matrix(timed, _ratios),
+        caption = (
             f"Time of a step over that of SGD, at intervals {' / '.join(mixes)}"
             f"; in brackets the longest step over the median one at {mixes[0]}"
-            ". SGD itself in milliseconds.",
-        ]
+            ". SGD itself in milliseconds."
+        )
+        parts.append(_matrix(timed, _ratios) | {"caption": caption})
     if started := [row for row in rows if "first_step" in row]:
-        parts += [
-            _matrix(started, lambda r: f"{r['first_step']['cpu_seconds']:.1f}"),
-            "Processor seconds of the first step.",
-        ]
-    return "\n\n".join(parts)
+        seconds = _matrix(
+            started, lambda r: f"{r['first_step']['cpu_seconds']:.1f}"
+        )
+        caption = "Processor seconds of the first step."
+        parts.append(seconds | {"caption": caption})
+    return parts
 
 
-def _matrix(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
+def _matrix(rows: Sequence[Row], cell: Callable[[Row], str]) -> dict[str, Any]:
     models = dict.fromkeys(row["model"] for row in rows)
     variants = dict.fromkeys(row["variant"] for row in rows)
     cells = {(row["model"], row["variant"]): cell(row) for row in rows}
-    lines = [["", *models], ["---"] * (1 + len(models))]
-    lines += [
+    lines = [
         [f"`{variant}`", *(cells.get((model, variant), "") for model in models)]
         for variant in variants
     ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return {"columns": ["", *models], "rows": lines}
 
 
 def _ratios(row: Row) -> str:
@@ -148,29 +156,6 @@ def _ratios(row: Row) -> str:
         return _number(first.get("ratio"), ".2f")
     ratios = (_number(cost.get("ratio"), ".2f") for cost in costs)
     return f"{' / '.join(ratios)} ({_longest(first):.1f})"
-
-
-def write_readme(path: pathlib.Path, text: str) -> None:
-    """Puts a text between the two marks of a file.
-
-    Raises:
-        ValueError: If the file lacks one of them.
-    """
-    before, after = readme_parts(path)
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-
-
-def readme_parts(path: pathlib.Path) -> tuple[str, str]:
-    """What stands before and after the tables of a file.
-
-    Raises:
-        ValueError: If the file lacks one of the marks around them.
-    """
-    before, begin, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} must have the lines {BEGIN} and {END}")
-    return before, after
 
 
 def _longest(cost: Mapping[str, Any]) -> float:

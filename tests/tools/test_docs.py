@@ -1,0 +1,68 @@
+"""The documentation: it builds, and its figures are those of the records."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+import results
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_the_page_of_results_is_that_of_the_records() -> None:
+    records = json.loads(results.RECORDS.read_text())
+    assert results.PAGE.read_text() == results.page(records)
+
+
+def test_new_figures_reach_the_page(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, page = tmp_path / "results.json", tmp_path / "results.md"
+    path.write_text(results.RECORDS.read_text())
+    monkeypatch.setattr(results, "RECORDS", path)
+    monkeypatch.setattr(results, "PAGE", page)
+    table = {"columns": ["a", "b"], "rows": [["1", "**2**"]]}
+    results.replace("Time of a step", {"tables": [table]})
+    assert "| a | b |\n| --- | --- |\n| 1 | **2** |" in page.read_text()
+    with pytest.raises(ValueError, match="no study"):
+        results.replace("another", {})
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "tools/README.md"]
+)
+def test_links_to_files(name: str) -> None:
+    """Those of files that MkDocs does not build."""
+    path = ROOT / name
+    for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", path.read_text()):
+        assert (path.parent / link).exists(), link
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None
+    or importlib.util.find_spec("mkdocstrings") is None
+    or importlib.util.find_spec("material") is None,
+    reason="needs the extra `docs`",
+)
+def test_build(tmp_path: pathlib.Path) -> None:
+    """Links and public names are looked at by the build itself."""
+    config = ("--config-file", "docs/mkdocs.yml", "--site-dir", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", *config],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "optimizers" / "kfac.html").read_text()
+    assert "tfkfac.KFAC.summary" in page  # by inheritance
+    # Nothing is loaded from elsewhere.
+    assert not re.findall(r'(?:src|link[^>]* href)="(?:https?:)?//', page)

@@ -1,0 +1,82 @@
+"""Writes docs/pages/results.md from the records in docs/results.json.
+
+    python tools/results.py
+
+A record is a study: its tables as they were measured, the command that repeats
+it, the machine, and the commits that its figures came with.
+"""
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+RECORDS = DOCS / "results.json"
+PAGE = DOCS / "pages" / "results.md"
+
+
+def main() -> None:
+    """Writes the page."""
+    PAGE.write_text(page(json.loads(RECORDS.read_text())))
+
+
+def replace(title: str, new: Mapping[str, Any]) -> None:
+    """Puts new values into a study, and writes records and page anew.
+
+    Raises:
+        ValueError: If there is no study with this title.
+    """
+    records = json.loads(RECORDS.read_text())
+    found = [s for s in records["studies"] if s["title"] == title]
+    if not found:
+        raise ValueError(f"no study {title!r} in {RECORDS}")
+    found[0].update(new)
+    RECORDS.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+    main()
+
+
+def page(records: Mapping[str, Any]) -> str:
+    """The page of all studies, those of this version first."""
+    studies = records["studies"]
+    parts = [
+        "<!-- Written by tools/results.py from docs/results.json. -->",
+        "# Results",
+        *records["about"],
+        *(_study(study, records) for study in studies if "since" not in study),
+        "## Measured with earlier versions",
+        records["earlier"],
+        *(_study(study, records) for study in studies if "since" in study),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _study(study: Mapping[str, Any], records: Mapping[str, Any]) -> str:
+    """A section: text, tables, and where the figures come from."""
+    level = "###" if "since" in study else "##"
+    parts = [f"{level} {study['title']}", *study["text"]]
+    for table in study.get("tables", []):
+        parts.append(markdown_table(table["columns"], table["rows"]))
+        parts += [f"*{table['caption']}*"] if "caption" in table else []
+    parts += study.get("notes", [])
+    if "since" in study:
+        parts.append(f"Changed since: {study['since']}.")
+    if "command" in study:
+        parts.append(f"```text\n{study['command']}\n```")
+    parts.append(
+        f"Machine: {records['machines'][study['machine']]}. "
+        f"Recorded in: {', '.join(f'`{c}`' for c in study['commits'])}."
+    )
+    return "\n\n".join(parts)
+
+
+def markdown_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
