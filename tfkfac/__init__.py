@@ -13,8 +13,8 @@ from tfkfac.gauss_newton.optimizer import GaussNewton
 from tfkfac.kfac.damping import LevenbergMarquardt
 from tfkfac.kfac.optimizer import KFAC
 from tfkfac.shell import binding, carry
+from tfkfac.shell.loss_scale import LossScaleOptimizer
 from tfkfac.supervision import aftermath, fit
-from tfkfac.wrapper.loss_scale import LossScaleOptimizer
 
 __version__ = "0.1.0"
 __all__ = [

@@ -10,8 +10,8 @@ from tests.support.curvature_models import ZOO, noise, ready, weight_count
 from tests.support.dtypes import floats
 from tests.support.marks import with_slow
 from tests.support.reference import Array
-from tfkfac.capture.forward import training_call
 from tfkfac.curvature.gauss_newton import gauss_newton_form
+from tfkfac.loss.replay import training_call
 
 DIRECTIONS = 3
 FEW = ("conv_strides", "batch")

@@ -163,7 +163,7 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes back what a test registers."""
     for module, name in [
         (registry, "_registered"),
-        (registry.loss_units, "_known"),
+        (registry.units, "_known"),
     ]:
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
 

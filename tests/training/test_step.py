@@ -11,17 +11,17 @@ from keras import layers
 
 import tfkfac
 from tests.support.lockstep import run_together
-from tfkfac.capture.loss_batch import LossBatch
-from tfkfac.capture.loss_terms import LossTerms, mean_over
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import Settings
+from tfkfac.loss.batch import LossBatch
+from tfkfac.loss.shares import measure_loss
+from tfkfac.loss.terms import LossTerms, mean_over
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.hyperparameters import Tunable
 from tfkfac.shell.method import Method
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
-from tfkfac.wrapper.shares import measure_loss
 
 X = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
 Y = np.arange(8) % 2

@@ -2,10 +2,7 @@
 
 import keras
 
-from tfkfac.capture.before import BeforeTap, MetricsTap
-from tfkfac.capture.forward import ForwardTap
-from tfkfac.capture.loss_batch import LossTap
-from tfkfac.capture.pullback import PullbackTap
+from tfkfac.capture.model_tap import ModelTap
 from tfkfac.capture.taps import Tap, forget_first_call
 from tfkfac.capture.walk import walk
 from tfkfac.compat.overrides import release_moments
@@ -22,8 +19,4 @@ def detach(model: keras.Model, owner: object | None) -> None:
         forget_first_call(node.layer)
         release_moments(node.layer)
         Tap.close(node.layer, owner)
-    ForwardTap.close(model)
-    PullbackTap.close(model)
-    LossTap.close(model)
-    BeforeTap.close(model)
-    MetricsTap.close(model)
+    ModelTap.close_all(model)

@@ -36,6 +36,12 @@ class ModelTap(abc.ABC):
         """Returns the model's tap, made if need be."""
         return keep_on(model, cls._attribute(), lambda: cls(model))
 
+    @staticmethod
+    def close_all(model: keras.Model) -> None:
+        """Removes every tap of the model."""
+        for kind in ModelTap.__subclasses__():
+            kind.close(model)
+
     @classmethod
     def close(cls, model: keras.Model) -> None:
         """Removes the tap."""

@@ -15,8 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.forward import ForwardCall, replay_loss
-from tfkfac.capture.loss_terms import LossTerms
+from tfkfac.capture.forward import ForwardCall
 from tfkfac.compat.gradients import Sum, exact_second_derivatives
 from tfkfac.compat.graphs import operation_without_gradient
 from tfkfac.compat.losses import in_place_of, logits_of
@@ -25,6 +24,8 @@ from tfkfac.curvature.hessian import (
     no_second_derivative,
     refuse_silent_zeros,
 )
+from tfkfac.loss.replay import replay_loss
+from tfkfac.loss.terms import LossTerms
 
 # A tensor for each weight; None is zero.
 Direction = Sequence[tf.Tensor | None]

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.forward import ForwardCall, replay_loss
+from tfkfac.capture.forward import ForwardCall
 from tfkfac.capture.walk import walk
 from tfkfac.compat.gradients import Sum, exact_second_derivatives
 from tfkfac.compat.graphs import (
@@ -17,6 +17,7 @@ from tfkfac.compat.graphs import (
 )
 from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.lanczos import Product
+from tfkfac.loss.replay import replay_loss
 
 
 def hessian_operator(

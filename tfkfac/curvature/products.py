@@ -8,7 +8,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.capture.forward import training_call
 from tfkfac.checks import check_count
 from tfkfac.compat.graphs import map_rows
 from tfkfac.compat.models import compiled_loss, loss_takes_training
@@ -22,6 +21,7 @@ from tfkfac.linalg.lanczos import (
 )
 from tfkfac.linalg.ritz import ritz_pairs
 from tfkfac.linalg.sums import padded_size
+from tfkfac.loss.replay import training_call
 
 __all__ = ["hessian_vector_product", "lanczos"]
 

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfkfac.capture.loss_terms import LossTerms
 from tfkfac.capture.pullback import Pullback
 from tfkfac.fisher.likelihood import Likelihood, find_likelihood
 from tfkfac.fisher.types import EMPIRICAL, MONTE_CARLO
+from tfkfac.loss.terms import LossTerms
 
 
 class Choice(NamedTuple):

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfkfac.capture.loss_terms import LossTerms
 from tfkfac.capture.pullback import Pullback
 from tfkfac.compat.losses import LossCall
 from tfkfac.fisher.distributions import Chosen, Distribution
 from tfkfac.fisher.registry import distribution_of
+from tfkfac.loss.terms import LossTerms
 
 # What a distribution makes of the outputs of terms, of their shape.
 Maker = Callable[[Distribution, tf.Tensor], tf.Tensor]

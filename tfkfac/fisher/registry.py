@@ -6,8 +6,6 @@ from typing import Any
 
 import keras
 
-from tfkfac.capture import loss_units, recognition
-from tfkfac.capture.loss_terms import LossTerms
 from tfkfac.fisher.distributions import (
     Bernoulli,
     Categorical,
@@ -16,6 +14,8 @@ from tfkfac.fisher.distributions import (
     Poisson,
     chosen,
 )
+from tfkfac.loss import recognition, units
+from tfkfac.loss.terms import LossTerms
 
 Maker = Callable[[keras.losses.Loss], Distribution | None]
 
@@ -37,7 +37,7 @@ def distribution_of(terms: LossTerms) -> Distribution | None:
     """The distribution of a loss, None if it is not known to have one."""
     if terms.call is None:
         return None
-    make = loss_units.declared(_registered, terms.call.loss)
+    make = units.declared(_registered, terms.call.loss)
     if make is not None:
         return make(terms.call.loss)
     if terms.verdict is not None:
@@ -120,7 +120,7 @@ def register_distribution(
         raise ValueError(
             f"Argument `unit` must be positive. Received: unit={unit!r}"
         )
-    loss_units.declare(loss, unit, features == "mean")
+    units.declare(loss, unit, features == "mean")
     if isinstance(distribution, Distribution):
         known = distribution
         _registered[loss] = lambda _: known

@@ -7,7 +7,6 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.forward import ForwardCall
-from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.variables import Tracked, copied_rows
 from tfkfac.curvature.hessian import flat_space, hessian_operator
@@ -15,6 +14,7 @@ from tfkfac.fosi.estimation import Estimation, Spectrum
 from tfkfac.fosi.held_batch import HeldBatches, point
 from tfkfac.fosi.layouts import Geometry
 from tfkfac.linalg.lanczos import Candidate, Krylov, Tridiagonal
+from tfkfac.loss.batch import LossBatch
 from tfkfac.saving.entries import Entry, Region, Spread
 
 # By the accelerators; the workers have none of it.

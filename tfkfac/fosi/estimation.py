@@ -7,7 +7,6 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.forward import ForwardCall
-from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.curvature.hessian import hessian_operator
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.distributed.wire import all_reduce_bytes
@@ -20,6 +19,7 @@ from tfkfac.linalg.lanczos import (
     random_vector,
 )
 from tfkfac.linalg.ritz import ritz_pairs
+from tfkfac.loss.batch import LossBatch
 
 
 class Spectrum(NamedTuple):

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.capture.forward import ForwardCall, ForwardTap, find_call
+from tfkfac.capture.forward import ForwardCall, ForwardTap
 from tfkfac.compat.graphs import in_graph
 from tfkfac.distributed.wire import gradient_bytes
 from tfkfac.fosi.directions import Search, adopt
@@ -22,6 +22,7 @@ from tfkfac.fosi.plain_sgd import has_momentum
 from tfkfac.fosi.state import State
 from tfkfac.fosi.subspace import Inner, Subspace
 from tfkfac.fosi.update import projection_bytes
+from tfkfac.loss.replay import find_call
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step
 

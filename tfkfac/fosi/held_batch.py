@@ -8,8 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.capture.forward import ForwardCall
-from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.compat.graphs import state_variable
+from tfkfac.loss.batch import LossBatch
 from tfkfac.saving.entries import Entry, Spread
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.capture.forward import ForwardCall, ForwardTap, find_call
+from tfkfac.capture.forward import ForwardCall, ForwardTap
 from tfkfac.capture.trace import TraceStore, current_store, replica_id
 from tfkfac.capture.walk import walk
 from tfkfac.checks import is_number
@@ -40,6 +40,7 @@ from tfkfac.fosi.rate import NewtonRate
 from tfkfac.fosi.state import RoleState
 from tfkfac.fosi.subspace import Subspace
 from tfkfac.fosi.update import projection_bytes
+from tfkfac.loss.replay import find_call
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 

@@ -16,11 +16,11 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.forward import ForwardCall
-from tfkfac.capture.loss_terms import LossTerms
 from tfkfac.curvature.gauss_newton import Reading
 from tfkfac.fisher import Bernoulli, Categorical, Distribution, Independent
 from tfkfac.fisher.distributions import Chosen
 from tfkfac.fisher.likelihood import Output, output_of
+from tfkfac.loss.terms import LossTerms
 from tfkfac.training.step import Step
 
 

@@ -13,16 +13,16 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.forward import ForwardCall
-from tfkfac.capture.loss_terms import LossTerms
 from tfkfac.capture.trace import paused
 from tfkfac.capture.walk import walk
 from tfkfac.compat.losses import loss_function
 from tfkfac.compat.models import kept_losses, losing_layers
 from tfkfac.fisher.likelihood import output_of
 from tfkfac.gauss_newton.jacobian import block_examples
+from tfkfac.loss.terms import LossTerms
 from tfkfac.shell.support import uses_xla
 from tfkfac.shell.tables import bytes_text, unit_of
-from tfkfac.wrapper.refusals import refuse
+from tfkfac.training.guards import refuse
 
 _INSTEAD = "Leave it out, or use `tfkfac.KFAC` or another optimizer."
 

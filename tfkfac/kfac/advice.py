@@ -8,10 +8,10 @@ import keras
 import tensorflow as tf
 
 from tfkfac.blocks.registry import Leftover, Registry, count_weights
-from tfkfac.capture.loss_batch import LossBatch
 from tfkfac.capture.walk import SKIPPED
 from tfkfac.compat.models import last_layers
 from tfkfac.kfac.active import ActiveBlock
+from tfkfac.loss.batch import LossBatch
 from tfkfac.shell.support import uses_xla
 from tfkfac.solvers import Solver
 from tfkfac.solvers.eigen import EigenSolver

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfkfac.blocks.part import choose_part
-from tfkfac.capture.forward import replay_loss
 from tfkfac.compat.gradients import exact_second_derivatives
 from tfkfac.kfac.clip import clip_step
 from tfkfac.kfac.damping import AdaptiveDamping
@@ -14,6 +13,7 @@ from tfkfac.kfac.quadratic import Proposal, propose, total_over
 from tfkfac.kfac.sample import Sample
 from tfkfac.kfac.state import State
 from tfkfac.linalg.choice import choose
+from tfkfac.loss.replay import replay_loss
 from tfkfac.training.guards import count_events
 from tfkfac.training.step import Gradients, Step
 

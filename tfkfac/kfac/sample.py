@@ -9,8 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks.part import Examples, Part
-from tfkfac.capture.forward import ForwardCall, ForwardTap, find_call
-from tfkfac.capture.loss_terms import LossTerms
+from tfkfac.capture.forward import ForwardCall, ForwardTap
+from tfkfac.loss.replay import find_call
+from tfkfac.loss.terms import LossTerms
 from tfkfac.training.step import Step
 
 

@@ -7,9 +7,9 @@ import keras
 
 from tfkfac.checks import check_count
 from tfkfac.compat.optimizers import KerasOptimizer
+from tfkfac.loss.shares import LossScaling
 from tfkfac.shell.arguments import check_inner, serialize_value
 from tfkfac.shell.method import Method
-from tfkfac.wrapper.scaling import LossScaling
 
 
 class OptimizerAround(KerasOptimizer):

@@ -14,8 +14,8 @@ from tfkfac.capture.detach import detach
 from tfkfac.capture.walk import unbuilt
 from tfkfac.compat.models import after_compile
 from tfkfac.compat.optimizers import build_once, parts_of_multi_optimizer
+from tfkfac.shell.loss_scale import undo_overflows
 from tfkfac.shell.optimizer import SecondOrderOptimizer
-from tfkfac.wrapper.loss_scale import undo_overflows
 
 _bound: weakref.WeakKeyDictionary[
     keras.Model, weakref.ref[SecondOrderOptimizer]

@@ -8,12 +8,12 @@ import tensorflow as tf
 
 from tfkfac.capture.before import BeforeTap, MetricsTap
 from tfkfac.capture.detach import detach
-from tfkfac.capture.loss_batch import LossTap
 from tfkfac.capture.walk import unbuilt
 from tfkfac.checks import check_count
 from tfkfac.compat.optimizers import knows_variable
 from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.distributed.agreement import check_agreement
+from tfkfac.loss.batch import LossTap
 from tfkfac.shell.around import OptimizerAround
 from tfkfac.shell.description import describe_model, plain
 from tfkfac.shell.method import Method, shown_argument, shown_tunable
@@ -21,7 +21,7 @@ from tfkfac.shell.saving import SavedState
 from tfkfac.shell.support import check_settings, repair_keras
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step
-from tfkfac.wrapper.weighing import weigh_loss
+from tfkfac.training.weighing import weigh_loss
 
 
 class SecondOrderOptimizer(OptimizerAround):

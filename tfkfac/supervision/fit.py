@@ -28,7 +28,7 @@ from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.supervision.aftermath import Aftermath
 from tfkfac.supervision.comparison import Comparison, checksum
 from tfkfac.supervision.run_length import RunLength
-from tfkfac.wrapper.refusals import as_errors
+from tfkfac.training.guards import as_errors
 
 
 def with_ours(

@@ -5,15 +5,14 @@ import dataclasses
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.loss_terms import LossMeasure
 from tfkfac.capture.walk import walk
 from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.compat.variables import Tracked
+from tfkfac.loss.shares import LossMeasure, weighted
 from tfkfac.saving.entries import Entry, Spread
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step
-from tfkfac.wrapper.shares import weighted
 
 # The part of the state that is of micro-batches.
 PENDING = "pending"

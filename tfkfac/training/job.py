@@ -8,16 +8,16 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.loss_batch import LossBatch
-from tfkfac.capture.loss_terms import LossTerms, mean_over
 from tfkfac.capture.trace import replica_id
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.strategies import keep_apart, side_by_side
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import find_topology
+from tfkfac.loss.batch import LossBatch
+from tfkfac.loss.shares import LossScaling
+from tfkfac.loss.terms import LossTerms, mean_over
+from tfkfac.training.loss_log import LossLog
 from tfkfac.training.skips import Streak
-from tfkfac.wrapper.loss_log import LossLog
-from tfkfac.wrapper.scaling import LossScaling
 from tfkfac.wrapper.stages import Stopwatch
 
 T = TypeVar("T")

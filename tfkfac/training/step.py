@@ -8,17 +8,16 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.before import Values, put_back
-from tfkfac.capture.loss_batch import LossBatch
-from tfkfac.capture.loss_terms import LossMeasure
 from tfkfac.compat.branches import when
 from tfkfac.compat.graphs import of_this_graph
 from tfkfac.compat.optimizers import updates_in_replica, variable_key
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.linalg.symmetric import all_finite, finite_ones
+from tfkfac.loss.batch import LossBatch
+from tfkfac.loss.shares import LossMeasure, measure_loss, weighted
 from tfkfac.training.guards import count_events
 from tfkfac.training.job import Job
 from tfkfac.training.skips import Streak
-from tfkfac.wrapper.shares import measure_loss, weighted
 from tfkfac.wrapper.stages import Stopwatch
 
 Gradients = list[tf.Tensor | None]

@@ -10,13 +10,6 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.capture.loss_terms import (
-    LossMeasure,
-    LossTerms,
-    mean_over,
-    read_terms,
-)
-from tfkfac.capture.loss_units import is_open
 from tfkfac.capture.model_tap import ModelTap
 from tfkfac.capture.trace import (
     capturing,
@@ -25,6 +18,9 @@ from tfkfac.capture.trace import (
     visible_stores,
 )
 from tfkfac.compat.losses import LossCall, observed_losses
+from tfkfac.loss.shares import LossMeasure
+from tfkfac.loss.terms import LossTerms, mean_over, read_terms
+from tfkfac.loss.units import is_open
 
 
 @dataclasses.dataclass(frozen=True)

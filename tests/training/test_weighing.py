@@ -4,8 +4,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfkfac.capture.loss_terms import LossTerms
-from tfkfac.training.arrivals import note_batch
+from tfkfac.loss.terms import LossTerms
+from tfkfac.training.weighing import note_batch
 
 
 def test_many_empty_batches_in_a_row(capfd: Any) -> None:

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfkfac.capture.loss_terms import LossTerms
-from tfkfac.capture.recognition import Verdict
 from tfkfac.compat.graphs import state_variable
+from tfkfac.loss.recognition import Verdict
+from tfkfac.loss.terms import LossTerms
 from tfkfac.training.guards import count_events
 
 

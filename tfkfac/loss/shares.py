@@ -1,12 +1,53 @@
-"""Replicas compare their losses: weights in the mean over all terms."""
+"""Weights of a replica's loss: its share in that of all, and its scale."""
 
 import dataclasses
-from typing import NamedTuple
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfkfac.capture.loss_terms import LossMeasure, LossTerms
 from tfkfac.distributed.collectives import Communicator
+from tfkfac.loss.terms import LossTerms
+
+
+class LossMeasure(NamedTuple):
+    """What the replicas know of the loss of a step when they have compared.
+
+    Attributes:
+        terms: Number of terms of this replica; None is the leading dimension
+            of each layer's input.
+        row_scale: What a recorded gradient is multiplied by, and by the number
+            of terms where that is None, to be that of a term's own negative
+            log-likelihood.
+        unit: What the gradient of the whole loss is divided by, to be that of
+            the mean negative log-likelihood.
+        summed: Scalar bool, whether the loss is the sum over its terms.
+        total: Number of terms of all replicas; None like `terms`.
+        share: Weight of this replica's gradient in that of the mean over all
+            terms, times the number of replicas; None is 1.
+        shares: The same for each of the losses; empty if all are 1.
+        weights: What the Fisher matrix of a term of each loss is multiplied
+            by, so that all add up to `total` times that of the whole loss in
+            its unit; empty if there is one loss.
+        losses: The terms of each loss, with verdicts.
+    """
+
+    terms: tf.Tensor | None
+    row_scale: tf.Tensor
+    unit: tf.Tensor
+    summed: tf.Tensor
+    total: tf.Tensor | None
+    share: tf.Tensor | None = None
+    shares: tuple[tf.Tensor, ...] = ()
+    weights: tuple[tf.Tensor, ...] = ()
+    losses: tuple[LossTerms, ...] = ()
+
+    def shared(
+        self, share: tf.Tensor | None, shares: tuple[tf.Tensor, ...] = ()
+    ) -> "LossMeasure":
+        """The same measure with other shares."""
+        return self._replace(share=share, shares=shares)
 
 
 class _Whole(NamedTuple):
@@ -150,8 +191,91 @@ def _weights(
     )
 
 
+def weigh(
+    loss: tf.Tensor,
+    terms: Sequence[LossTerms],
+    shares: Sequence[tf.Tensor],
+) -> tf.Tensor:
+    """Weighs a replica's loss, so that the mean is that over all terms.
+
+    Args:
+        loss: The whole loss.
+        terms: The terms of its parts.
+        shares: The weight of each of them; empty if all are 1.
+    """
+    if not shares:
+        return loss
+    first, *others = shares
+    weighed = weighted(loss, first)
+    for one, share in zip(terms[1:], others, strict=False):
+        if one.part is not None:
+            weighed += tf.cast(weighted(one.part, share - first), loss.dtype)
+    return weighed
+
+
+def shares_of_part(
+    part: Sequence[LossTerms],
+    whole: Sequence[LossTerms],
+    shares: Sequence[tf.Tensor],
+) -> Sequence[tf.Tensor]:
+    """The weights of losses of some examples that stand for a whole batch.
+
+    A mean stands for itself; a sum grows with the number of terms.
+
+    Args:
+        part: The terms of those examples.
+        whole: The terms of all; none if these are all.
+        shares: The weights of the losses of all; empty if all are 1.
+    """
+    if not any(one.summed for one in whole):
+        return shares
+    if not shares:
+        shares = [tf.constant(1, tf.float64)] * len(whole)
+    return [
+        share * tf.math.divide_no_nan(all_.count, own.count)
+        if all_.summed
+        else share
+        for share, own, all_ in zip(shares, part, whole, strict=True)
+    ]
+
+
 def weighted(tensor: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
-    """A gradient of a mean, weighted; one over no example may be NaN."""
+    """A mean or its gradient times a share; over no example it may be NaN."""
     if share is None:
         return tensor
     return tf.math.multiply_no_nan(tensor, tf.cast(share, tensor.dtype))
+
+
+class LossScaling:
+    """What is known of a `LossScaleOptimizer` around an optimizer.
+
+    Args:
+        name: The optimizer's name, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._scaler: weakref.ref[Any] | None = None
+        self.is_wrapped = False
+
+    def know(self, scaler: Any) -> None:
+        """Notes the `LossScaleOptimizer`, None if there is none."""
+        self._scaler = None if scaler is None else weakref.ref(scaler)
+
+    def factor(self) -> tf.Tensor | None:
+        """What the loss was multiplied by before the gradients were taken.
+
+        Raises:
+            ValueError: If the optimizer is inside a scaler it does not know.
+        """
+        scaler = self._scaler() if self._scaler is not None else None
+        if scaler is not None:
+            return tf.convert_to_tensor(scaler.dynamic_scale)
+        if self.is_wrapped:
+            raise ValueError(
+                f"Optimizer '{self._name}' is inside a `LossScaleOptimizer` "
+                "that it does not know, so the scale of its statistics is "
+                "unknown. Call `optimizer.attach(model, loss_scaler=...)` "
+                "with that `LossScaleOptimizer`, or compile the model with it."
+            )
+        return None

@@ -18,15 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.recognition import (
-    BERNOULLI,
-    CATEGORICAL,
-    LOGITS,
-    NORMAL,
-    POISSON,
-    Recognition,
-    recognise,
-)
 from tfkfac.capture.trace import paused
 from tfkfac.compat.losses import (
     LossCall,
@@ -37,6 +28,15 @@ from tfkfac.compat.losses import (
 )
 from tfkfac.compat.overrides import keep_on
 from tfkfac.compat.variables import has_effects
+from tfkfac.loss.recognition import (
+    BERNOULLI,
+    CATEGORICAL,
+    LOGITS,
+    NORMAL,
+    POISSON,
+    Recognition,
+    recognise,
+)
 
 T = TypeVar("T")
 

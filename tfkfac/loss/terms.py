@@ -8,14 +8,14 @@ whose reduction is "sum" is `T` times that.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.loss_units import is_open, is_sum, natural_unit
-from tfkfac.capture.recognition import Recognition, Verdict
 from tfkfac.compat.losses import LossCall, Reduction, loss_weights
+from tfkfac.loss.recognition import Recognition, Verdict
+from tfkfac.loss.units import is_open, is_sum, natural_unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,98 +51,6 @@ class LossTerms:
     verdict: Verdict | None = None
     predictions: tf.Tensor | None = None
     squares: tf.Tensor | None = None
-
-
-class LossMeasure(NamedTuple):
-    """What the replicas know of the loss of a step when they have compared.
-
-    Attributes:
-        terms: Number of terms of this replica; None is the leading dimension
-            of each layer's input.
-        row_scale: What a recorded gradient is multiplied by, and by the number
-            of terms where that is None, to be that of a term's own negative
-            log-likelihood.
-        unit: What the gradient of the whole loss is divided by, to be that of
-            the mean negative log-likelihood.
-        summed: Scalar bool, whether the loss is the sum over its terms.
-        total: Number of terms of all replicas; None like `terms`.
-        share: Weight of this replica's gradient in that of the mean over all
-            terms, times the number of replicas; None is 1.
-        shares: The same for each of the losses; empty if all are 1.
-        weights: What the Fisher matrix of a term of each loss is multiplied
-            by, so that all add up to `total` times that of the whole loss in
-            its unit; empty if there is one loss.
-        losses: The terms of each loss, with verdicts.
-    """
-
-    terms: tf.Tensor | None
-    row_scale: tf.Tensor
-    unit: tf.Tensor
-    summed: tf.Tensor
-    total: tf.Tensor | None
-    share: tf.Tensor | None = None
-    shares: tuple[tf.Tensor, ...] = ()
-    weights: tuple[tf.Tensor, ...] = ()
-    losses: tuple[LossTerms, ...] = ()
-
-    def shared(
-        self, share: tf.Tensor | None, shares: tuple[tf.Tensor, ...] = ()
-    ) -> "LossMeasure":
-        """The same measure with other shares."""
-        return self._replace(share=share, shares=shares)
-
-
-def weigh(
-    loss: tf.Tensor,
-    terms: Sequence[LossTerms],
-    shares: Sequence[tf.Tensor],
-) -> tf.Tensor:
-    """Weighs a replica's loss, so that the mean is that over all terms.
-
-    Args:
-        loss: The whole loss.
-        terms: The terms of its parts.
-        shares: The weight of each of them; empty if all are 1.
-    """
-    if not shares:
-        return loss
-    first, *others = shares
-    weighed = _times(loss, first)
-    for one, share in zip(terms[1:], others, strict=False):
-        if one.part is not None:
-            weighed += tf.cast(_times(one.part, share - first), loss.dtype)
-    return weighed
-
-
-def shares_of_part(
-    part: Sequence[LossTerms],
-    whole: Sequence[LossTerms],
-    shares: Sequence[tf.Tensor],
-) -> Sequence[tf.Tensor]:
-    """The weights of losses of some examples that stand for a whole batch.
-
-    A mean stands for itself; a sum grows with the number of terms.
-
-    Args:
-        part: The terms of those examples.
-        whole: The terms of all; none if these are all.
-        shares: The weights of the losses of all; empty if all are 1.
-    """
-    if not any(one.summed for one in whole):
-        return shares
-    return [
-        share * tf.math.divide_no_nan(all_.count, own.count)
-        if all_.summed
-        else share
-        for share, own, all_ in zip(
-            shares or [_wide(1)] * len(whole), part, whole, strict=True
-        )
-    ]
-
-
-def _times(loss: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
-    """A loss times a share; that of an empty batch may be NaN."""
-    return tf.math.multiply_no_nan(loss, tf.cast(share, loss.dtype))
 
 
 def mean_over(count: Any) -> LossTerms:
