@@ -1,5 +1,6 @@
-"""Eigen-decompositions of matrices as they come; what is finite."""
+"""Decompositions and inverses of symmetric matrices as they come; products."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,11 +8,17 @@ import pytest
 import tensorflow as tf
 
 from tests.support.harness import assert_close
-from tests.support.spectra import gram
+from tests.support.spectra import gram, spectrum
 from tfkfac.linalg.symmetric import (
-    all_finite,
+    band_shapes,
+    bands,
+    damped_inverse,
     eigh,
-    rounding,
+    from_bands,
+    pack,
+    packed_size,
+    symmetrize,
+    unpack,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -20,18 +27,17 @@ DTYPES = ["float32", "float64"]
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("graph", [True, False])
-def test_not_finite_comes_out_as_not_finite(graph: bool, value: float) -> None:
+@pytest.mark.parametrize(
+    "function", [lambda m: eigh(m)[0], lambda m: damped_inverse(m, 0.1)]
+)
+def test_not_finite_comes_out_as_not_finite(
+    function: Callable[[Any], Any], graph: bool, value: float
+) -> None:
     """No exception, which would end the training."""
     matrix = gram(4, 9)
     matrix[1, 2] = matrix[2, 1] = value
-
-    def decompose(m: Any) -> Any:
-        values, vectors = eigh(m)
-        assert vectors.shape == m.shape
-        return values
-
-    run = tf.function(decompose) if graph else decompose
-    assert np.isnan(run(tf.constant(matrix)).numpy()).all()
+    run = tf.function(function) if graph else function
+    assert not np.isfinite(run(tf.constant(matrix)).numpy()).all()
 
 
 # ----------------------------------------------------------------------- eigen
@@ -78,36 +84,163 @@ def test_eigh_of_zero() -> None:
     assert_close(vectors.numpy().T @ vectors, np.eye(3), 1e-6)
 
 
-# ------------------------------------------------------------------ all_finite
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", *DTYPES])
-def test_all_finite(dtype: str) -> None:
-    fine = tf.ones([2, 3], dtype)
-    assert bool(all_finite([fine, tf.zeros([0], dtype), fine]))
-    for bad in ([NAN, 0], [INF, 1], [-INF, 1], [INF, -INF], [NAN, INF]):
-        values = tf.constant(bad, dtype)
-        assert not bool(all_finite([fine, values]))
-        assert not bool(all_finite([values, fine]))
-
-
-def test_all_finite_of_several_dtypes() -> None:
-    fine = [tf.ones([2], dtype) for dtype in ("float32", "float64")]
-    assert bool(all_finite(fine))
-    assert not bool(all_finite([*fine, tf.constant(NAN, tf.float16)]))
-
-
-def test_all_finite_does_not_add_tensors_up() -> None:
-    """Infinities of two tensors do not cancel, large sums do not overflow."""
-    assert not bool(all_finite([tf.constant(INF), tf.constant(-INF)]))
-    assert bool(all_finite([tf.constant(3e38)] * 5))
-    assert bool(all_finite([tf.fill([99], tf.constant(6e4, tf.float16))]))
-
-
-def test_all_finite_in_a_graph() -> None:
-    check = tf.function(lambda x: all_finite([x]))
-    assert bool(check(tf.constant([1.0])))
-    assert not bool(check(tf.constant([NAN])))
+# --------------------------------------------------------------------- inverse
+def damping(value: Any, dtype: str = "float32") -> tf.Tensor:
+    return tf.constant(value, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rounding(dtype: str) -> None:
-    assert rounding(tf.as_dtype(dtype)) == np.finfo(dtype).eps
+@pytest.mark.parametrize("size", [1, 2, 5, 40, 383, 384, 401])
+def test_inverse(size: int, dtype: str) -> None:
+    matrix = gram(size, 3 * size, dtype=dtype)
+    got = damped_inverse(tf.constant(matrix), damping(0.1, dtype)).numpy()
+    want = np.linalg.inv(matrix.astype(np.float64) + 0.1 * np.eye(size))
+    assert got.dtype == dtype
+    assert_close(got, want, 1e-4 if dtype == "float32" else 1e-12)
+    np.testing.assert_array_equal(got, got.T)
+
+
+@pytest.mark.parametrize("size", [3, 390])
+def test_inverse_of_a_batch(size: int) -> None:
+    """Each with its own damping, in any number of batch dimensions."""
+    stack = np.stack([gram(size, 2 * size, i, "float64") for i in range(4)])
+    stack = stack.reshape(2, 2, size, size)
+    shifts = np.array([[0.1, 1.0], [0.5, 2.0]])
+    got = damped_inverse(tf.constant(stack), tf.constant(shifts)).numpy()
+    want = np.linalg.inv(stack + shifts[..., None, None] * np.eye(size))
+    assert_close(got, want, 1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [10, 400])
+def test_inverse_under_xla(size: int) -> None:
+    matrix = gram(size, 2 * size)
+    invert = tf.function(damped_inverse, jit_compile=True)
+    got = invert(tf.constant(matrix), damping(0.1))
+    wide = matrix.astype(np.float64)
+    assert_close(got, np.linalg.inv(wide + 0.1 * np.eye(size)), 1e-4)
+
+
+@pytest.mark.parametrize("shift", [1e-2, 1e-4, 1e-6, 1e-8])
+def test_large_matrix_is_inverted_as_well_as_by_solving(shift: float) -> None:
+    """The errors are those of solving in the same precision.
+
+    The spectrum falls over eight decades, more than float32 resolves.
+    """
+    matrix = spectrum(np.logspace(0, -8, 500)).astype("float32")
+    floor = 4 * 2.0**-23 * np.trace(matrix, dtype=np.float64)
+    added = np.asarray(max(shift, floor) * np.eye(500), "float32")
+    want = np.linalg.inv((matrix + added).astype(np.float64))
+    got = damped_inverse(tf.constant(matrix), damping(shift)).numpy()
+    root = tf.linalg.cholesky(matrix + added)  # NumPy's would be in float64
+    other = tf.linalg.cholesky_solve(root, tf.eye(500)).numpy()
+    error, usual = (np.linalg.norm(x - want) for x in (got, other))
+    assert error < 2 * usual
+
+
+def test_inverse_of_a_matrix_that_is_not_quite_symmetric() -> None:
+    """Rounding of a sum is no reason to get another matrix."""
+    matrix = gram(4, 9)
+    skewed = matrix.copy()
+    skewed[0, 1] += 0.2
+    skewed[1, 0] -= 0.2
+    got = damped_inverse(tf.constant(skewed), damping(0.1))
+    assert_close(got, np.linalg.inv(matrix + 0.1 * np.eye(4)), 1e-5)
+    np.testing.assert_allclose(symmetrize(skewed), matrix, atol=1e-6)
+
+
+SINGULAR = [
+    (1, 1),
+    (2, 1),
+    (3, 2),
+    (50, 1),
+    (50, 49),
+    (200, 20),
+    (500, 1),
+    (500, 250),
+]
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+@pytest.mark.parametrize(("size", "rank"), SINGULAR)
+def test_singular_matrix_without_damping(
+    size: int, rank: int, scale: float
+) -> None:
+    """Finite, positive, as large as rounding allows."""
+    matrix = (np.float32(scale) * gram(size, rank)).astype("float32")
+    got = damped_inverse(tf.constant(matrix), damping(0.0)).numpy()
+    assert np.isfinite(got).all()
+    np.testing.assert_array_equal(got, got.T)
+    wide = got.astype(np.float64)
+    values = np.linalg.eigvalsh(wide)
+    assert values[0] > 0
+    if rank < size:
+        largest = 1 / (4 * 2.0**-23 * np.trace(matrix, dtype=np.float64))
+        assert 0.5 < values[-1] / largest < 2
+    # M (M + tiny)^-1 M is M up to rounding, which leaves the direction.
+    kept = matrix @ wide @ matrix
+    norms = np.linalg.norm(kept) * np.linalg.norm(matrix.astype(np.float64))
+    assert np.sum(kept * matrix) > 0.98 * norms
+
+
+@pytest.mark.slow
+def test_rank_one_of_large_size() -> None:
+    """Not one in a hundred may fail."""
+    failed = []
+    for seed in range(100):
+        matrix = tf.constant(gram(500, 1, seed))
+        inverse = damped_inverse(matrix, damping(0.0))
+        if not np.isfinite(np.trace(inverse)):
+            failed.append(seed)
+    assert failed == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_constant_inputs(dtype: str) -> None:
+    """All rows alike, far from zero: rank one with large entries."""
+    row = 100 + np.linspace(0, 1, 120).astype(dtype)
+    matrix = np.outer(row, row)
+    for shift in (0.0, 1e-6):
+        got = damped_inverse(tf.constant(matrix), damping(shift, dtype))
+        assert np.isfinite(got.numpy()).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 4), (3, 2, 2)])
+def test_zero_matrix(shape: tuple[int, ...]) -> None:
+    """Without damping it is left alone, with damping it is the damping's."""
+    zeros = tf.zeros(shape)
+    batch = shape[:-2]
+    identity = np.broadcast_to(np.eye(shape[-1]), shape)
+    got = damped_inverse(zeros, tf.zeros(batch))
+    np.testing.assert_allclose(got, identity, rtol=1e-6)
+    got = damped_inverse(zeros, tf.fill(batch, 0.25))
+    np.testing.assert_allclose(got, 4 * identity, rtol=1e-6)
+
+
+def test_indefinite_matrix_comes_out_as_nan() -> None:
+    """And only that one of a batch."""
+    stack = np.stack([np.diag([3.0, 1.0]), np.diag([-3.0, 1.0])])
+    got = damped_inverse(tf.constant(stack), tf.zeros(2, tf.float64)).numpy()
+    assert_close(got[0], np.diag([1 / 3, 1.0]), 1e-12)
+    assert np.isnan(got[1]).all()
+
+
+# -------------------------------------------------------- products, triangles
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 9, 50])
+def test_sums_of_products_by_bands(size: int) -> None:
+    rng = np.random.default_rng(size)
+    first, second = rng.normal(size=(2, 7, size))
+    parts = [bands(tf.constant(rows)) for rows in (first, second)]
+    assert [tuple(p.shape) for p in parts[0]] == band_shapes(size)
+    got = np.array(from_bands([a + b for a, b in zip(*parts, strict=True)]))
+    want = first.T @ first + second.T @ second
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(got, got.T)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 5), (3, 4, 4), (2, 3, 2, 2)])
+def test_triangles(shape: tuple[int, ...]) -> None:
+    matrix = symmetrize(tf.random.stateless_normal(shape, [1, 2]))
+    packed = pack(matrix)
+    assert packed.shape == (packed_size(shape),)
+    np.testing.assert_array_equal(unpack(packed, shape), matrix)

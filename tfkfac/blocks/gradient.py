@@ -7,7 +7,7 @@ from typing import Self
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.linalg.choice import choose
+from tfkfac.linalg.tensors import select
 
 
 class LayerGradient(abc.ABC):
@@ -66,7 +66,7 @@ class MatrixGradient(LayerGradient):
     def where(
         self, flag: tf.Tensor, otherwise: "MatrixGradient"
     ) -> "MatrixGradient":
-        return MatrixGradient(choose(flag, self.value, otherwise.value))
+        return MatrixGradient(select(flag, self.value, otherwise.value))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +110,6 @@ class RowGradient(LayerGradient):
     @override
     def where(self, flag: tf.Tensor, otherwise: "RowGradient") -> "RowGradient":
         return RowGradient(
-            choose(flag, self.a, otherwise.a),
-            choose(flag, self.g, otherwise.g),
+            select(flag, self.a, otherwise.a),
+            select(flag, self.g, otherwise.g),
         )

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from tfkfac.cost.machine import Machine
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.linalg.inverse import damped_inverse
-from tfkfac.linalg.symmetric import eigh
+from tfkfac.linalg.symmetric import damped_inverse, eigh
 
 Clock = Callable[[], float]
 

@@ -15,8 +15,8 @@ from tfkfac.compat.graphs import (
     open_graphs,
     operation_without_gradient,
 )
-from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.lanczos import Product
+from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.loss.replay import replay_loss
 
 

@@ -12,15 +12,14 @@ from tfkfac.checks import check_count
 from tfkfac.compat.graphs import map_rows
 from tfkfac.compat.models import compiled_loss, loss_takes_training
 from tfkfac.curvature.hessian import flat_space, hessian_operator
-from tfkfac.linalg.flat import FlatSpace
 from tfkfac.linalg.lanczos import (
     Lanczos,
     Product,
     combine,
     random_vector,
+    ritz_pairs,
 )
-from tfkfac.linalg.ritz import ritz_pairs
-from tfkfac.linalg.sums import padded_size
+from tfkfac.linalg.vectors import FlatSpace, padded_size
 from tfkfac.loss.replay import training_call
 
 __all__ = ["hessian_vector_product", "lanczos"]

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from tfkfac.factors.base import VALUES, Factor, Side, Tensors
 from tfkfac.factors.parts import Part
-from tfkfac.linalg.symmetric import rounding
+from tfkfac.linalg.tensors import rounding
 
 
 @dataclasses.dataclass(frozen=True)

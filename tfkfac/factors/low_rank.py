@@ -11,7 +11,8 @@ from tfkfac.compat.calls import shared_call
 from tfkfac.factors.base import VALUES, Factor, Side, Tensors
 from tfkfac.factors.parts import MatrixPart, Part
 from tfkfac.linalg.nystroem import nystroem_half, probes
-from tfkfac.linalg.symmetric import all_finite, eigh, rounding
+from tfkfac.linalg.symmetric import eigh
+from tfkfac.linalg.tensors import all_finite, rounding
 
 # Suffix of the number by which an inverse multiplies all directions.
 _SCALE = "_scale"

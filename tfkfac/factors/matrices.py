@@ -10,8 +10,7 @@ from typing_extensions import override
 from tfkfac.compat.calls import call_of_any_size
 from tfkfac.factors.base import VALUES, Factor, Side, Tensors
 from tfkfac.factors.parts import MatrixPart, Part
-from tfkfac.linalg.inverse import LARGE, damped_inverse
-from tfkfac.linalg.symmetric import eigh, mean_eigenvalue
+from tfkfac.linalg.symmetric import LARGE, damped_inverse, eigh, mean_eigenvalue
 
 
 class _Matrices(Factor, abc.ABC):

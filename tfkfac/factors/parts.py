@@ -6,7 +6,7 @@ import math
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.linalg.packing import pack, packed_size, unpack
+from tfkfac.linalg.symmetric import pack, packed_size, unpack
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ from tfkfac.linalg.lanczos import (
     Tridiagonal,
     combine,
     random_vector,
+    ritz_pairs,
 )
-from tfkfac.linalg.ritz import ritz_pairs
 from tfkfac.loss.batch import LossBatch
 
 

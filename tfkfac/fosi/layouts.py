@@ -10,7 +10,7 @@ from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.shards import Shards
 from tfkfac.distributed.wire import all_reduce_bytes
 from tfkfac.fosi.split import Moves, Split, adds_up, combinations, square
-from tfkfac.linalg.sums import padded_size, row_products
+from tfkfac.linalg.vectors import padded_size, row_products
 from tfkfac.saving.entries import Region
 
 _NUMBERS = 2  # see `numbers_of`

@@ -11,7 +11,7 @@ from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.wire import all_reduce_bytes
 from tfkfac.fosi.layouts import Layout
 from tfkfac.fosi.split import Moves, Split
-from tfkfac.linalg.symmetric import all_finite
+from tfkfac.linalg.tensors import all_finite
 from tfkfac.saving.entries import Entry, Read, Spread
 
 # Directions of curvature below this share of the largest are left to the inner

@@ -17,8 +17,8 @@ from tfkfac.capture.walk import walk
 from tfkfac.compat.losses import logits_of
 from tfkfac.compat.models import kept_losses
 from tfkfac.gauss_newton.residuals import Read
-from tfkfac.linalg.flat import FlatSpace
-from tfkfac.linalg.gramian import band_shapes, bands, of_bands
+from tfkfac.linalg.symmetric import band_shapes, bands, from_bands
+from tfkfac.linalg.vectors import FlatSpace
 
 # Fewest rows of a block.
 _LEAST = 256
@@ -94,7 +94,7 @@ class Jacobian:
             (tf.constant(0), tf.zeros([size], dtype), *nothing),
             parallel_iterations=1,
         )
-        return of_bands(sums), gradient
+        return from_bands(sums), gradient
 
     def _plain(
         self, trace: Callable[..., tf.Tensor], first: tf.Tensor, end: tf.Tensor

@@ -33,8 +33,8 @@ from tfkfac.gauss_newton.support import (
     train_without_xla,
     why_only_parameters,
 )
-from tfkfac.linalg.flat import FlatSpace
-from tfkfac.linalg.packing import packed_size
+from tfkfac.linalg.symmetric import packed_size
+from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.saving.entries import Entry
 from tfkfac.shell.method import Method
 from tfkfac.shell.tables import bytes_text, table

@@ -11,8 +11,8 @@ from tfkfac.capture.trace import paused
 from tfkfac.gauss_newton.jacobian import Jacobian
 from tfkfac.gauss_newton.residuals import Leaves, read_outputs
 from tfkfac.gauss_newton.support import check_call
-from tfkfac.linalg.flat import FlatSpace
-from tfkfac.linalg.packing import pack, unpack
+from tfkfac.linalg.symmetric import pack, unpack
+from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.loss.replay import find_call, loss_of_outputs, replay_loss
 from tfkfac.training.step import Step
 

@@ -33,8 +33,8 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.compat.graphs import repeat
-from tfkfac.linalg.sums import row_products
-from tfkfac.linalg.symmetric import all_finite, rounding
+from tfkfac.linalg.tensors import all_finite, rounding
+from tfkfac.linalg.vectors import row_products
 
 
 class NormalEquations(abc.ABC):

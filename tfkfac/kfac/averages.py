@@ -10,7 +10,7 @@ from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.together import Call
 from tfkfac.compat.variables import Tracked
 from tfkfac.factors import Factor, Tensors, call_for
-from tfkfac.linalg.symmetric import all_finite
+from tfkfac.linalg.tensors import all_finite
 from tfkfac.saving.entries import Entry, Read, Spread
 from tfkfac.solvers import Solver
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfkfac.linalg.sums import stacked
+from tfkfac.linalg.tensors import stack_scalars
 
 
 class Clip(NamedTuple):
@@ -40,7 +40,7 @@ def clip_step(
     Returns:
         Factor and length, scalars of float64; 1 if there is nothing to clip.
     """
-    total = tf.abs(tf.reduce_sum(stacked(products)))
+    total = tf.abs(tf.reduce_sum(stack_scalars(products)))
     length = tf.square(tf.cast(learning_rate, tf.float64)) * total
     if kl_clip is None:
         return Clip(tf.ones_like(length), length)

@@ -12,7 +12,7 @@ from tfkfac.kfac.precondition import Preconditioned, put_back
 from tfkfac.kfac.quadratic import Proposal, propose, total_over
 from tfkfac.kfac.sample import Sample
 from tfkfac.kfac.state import State
-from tfkfac.linalg.choice import choose
+from tfkfac.linalg.tensors import select
 from tfkfac.loss.replay import replay_loss
 from tfkfac.training.guards import count_events
 from tfkfac.training.step import Gradients, Step
@@ -84,10 +84,10 @@ def quadratic_step(
     accepted, actual = tf.constant(True), tf.constant(float("nan"), tf.float64)
     if state.damping is not None:
         accepted, actual = look(step, sample, proposal, state.damping)
-    changes = [choose(accepted, d, tf.zeros_like(d)) for d in proposal.changes]
+    changes = [select(accepted, d, tf.zeros_like(d)) for d in proposal.changes]
     for place, change in zip(proposal.places, changes, strict=True):
         own = previous.changes[place]
-        own.assign(choose(accepted & proposal.is_finite, change, own))
+        own.assign(select(accepted & proposal.is_finite, change, own))
     state.report.note_quadratic(
         proposal.coefficients, proposal.predicted, actual, damping
     )

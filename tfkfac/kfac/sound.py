@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfkfac.blocks import LayerGradient
 from tfkfac.kfac.counters import Counters
-from tfkfac.linalg.sums import stacked
+from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.training.guards import count_each
 
 # How much longer than the longest possible one a gradient may be: the damping
@@ -40,7 +40,7 @@ def sound_ones(
     if not made:
         return [], []
     sizes, plain_sizes = (
-        stacked([gradient.bound() for gradient in gradients])
+        stack_scalars([gradient.bound() for gradient in gradients])
         for gradients in (made, plain)
     )
     least = tf.minimum(damping, 1.0) ** 4  # of squared lengths

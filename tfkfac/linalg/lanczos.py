@@ -1,4 +1,4 @@
-"""The Lanczos iteration with full reorthogonalisation.
+"""The Lanczos iteration with full reorthogonalisation, and its Ritz pairs.
 
 Vectors may be spread over devices in shards: whatever is summed over their
 elements goes through `reduce`, which adds up the shares of all devices. The
@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from tfkfac.compat.graphs import in_xla, repeat
 from tfkfac.compat.variables import new_rows, set_row
-from tfkfac.linalg.sums import row_products
-from tfkfac.linalg.symmetric import rounding
+from tfkfac.linalg.tensors import rounding
+from tfkfac.linalg.vectors import row_products
 
 Product = Callable[[tf.Tensor], tf.Tensor]
 
@@ -47,11 +47,11 @@ def _terms(
     return [tf.matmul(w, m) for m, w in zip(matrices, parts, strict=True)]
 
 
-class Rows(NamedTuple):
-    """The rows of a basis so far.
+class Basis(NamedTuple):
+    """Rows of a basis so far, in matrices one below the other.
 
     Attributes:
-        matrices: All of them, one below the other.
+        matrices: All rows.
         previous: The row before the last.
     """
 
@@ -59,14 +59,14 @@ class Rows(NamedTuple):
     previous: tf.Tensor
 
 
-class Rest(NamedTuple):
-    """What is left of a vector that was made orthogonal to all rows.
+class Residual(NamedTuple):
+    """A vector after its components along all rows were removed.
 
     Attributes:
         image: The vector.
         square: Its squared norm.
-        is_short: Whether that is less than half of what it was before.
-        along: What was removed along the last row.
+        is_short: True if that is less than half of what it was before.
+        along: The component along the last row.
     """
 
     image: tf.Tensor
@@ -76,12 +76,12 @@ class Rest(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """What the next row of the basis is made of.
+    """The next row of the basis, before it is normalised.
 
     Attributes:
         vector: A vector orthogonal to all rows; a raw one if `fresh`.
         length: Its norm.
-        fresh: Whether it begins anew after a breakdown.
+        fresh: True if it begins anew after a breakdown.
         scale: Largest element of the tridiagonal so far.
         rows: Number of rows that are not zero so far.
     """
@@ -94,12 +94,12 @@ class Candidate(NamedTuple):
 
 
 class Tridiagonal(NamedTuple):
-    """The tridiagonal matrix, or what one iteration adds to it.
+    """The tridiagonal matrix, or the elements that one iteration adds.
 
     Attributes:
         diagonal: Elements of the diagonal.
         coupling: Those between a row and the next.
-        kept: Whether a row counts; a row of zeros does not.
+        kept: True for a row that counts; a row of zeros does not.
     """
 
     diagonal: tf.Tensor
@@ -108,12 +108,12 @@ class Tridiagonal(NamedTuple):
 
 
 class Krylov(NamedTuple):
-    """What there is after some of the iterations.
+    """State of the iteration between two rows.
 
     Attributes:
         basis: Rows `(steps, length)`; those to come are zero.
         tridiagonal: Vectors `(steps,)`.
-        candidate: What the next row is made of.
+        candidate: The next row.
     """
 
     basis: tf.Tensor
@@ -170,7 +170,7 @@ class Lanczos:
         return state.tridiagonal, [state.basis]
 
     def begin(self, vector: tf.Tensor, steps: int) -> Krylov:
-        """Returns what there is before the first iteration."""
+        """State before the first iteration, for a start vector (a shard)."""
         numbers = tf.zeros([steps], vector.dtype)
         return Krylov(
             new_rows(steps, vector.shape[0], vector.dtype),
@@ -187,12 +187,12 @@ class Lanczos:
             place = tf.range(state.basis.shape[0]) == index
             added: list[tf.Tensor] = []
 
-            def add(row: tf.Tensor) -> Rows:
+            def add(row: tf.Tensor) -> Basis:
                 basis = set_row(state.basis, index, row)
                 added.append(basis)
                 # XLA wants a fixed shape: rows of zeros add nothing.
                 rows = basis if in_xla() else basis[: index + 1]
-                return Rows([rows], basis[tf.maximum(index - 1, 0)])
+                return Basis([rows], basis[tf.maximum(index - 1, 0)])
 
             new, candidate = self.iterate(add, state.candidate, index)
             numbers = [
@@ -206,17 +206,17 @@ class Lanczos:
     def _run_eagerly(
         self, vector: tf.Tensor, steps: int
     ) -> tuple[Tridiagonal, list[tf.Tensor]]:
-        """Like `run`. Outside of graphs a change of a matrix copies it."""
+        """Does as `run`, where each change of a matrix would copy it."""
         blocks: list[tf.Tensor] = []
         rows: list[tf.Tensor] = []
 
-        def add(row: tf.Tensor) -> Rows:
+        def add(row: tf.Tensor) -> Basis:
             previous = rows[-1] if rows else row
             if len(rows) == _BLOCK_ROWS:
                 blocks.append(tf.stack(rows))
                 rows.clear()
             rows.append(row)
-            return Rows([*blocks, tf.stack(rows)], previous)
+            return Basis([*blocks, tf.stack(rows)], previous)
 
         candidate, made = self.start(vector), []
         for index in range(steps):
@@ -226,7 +226,7 @@ class Lanczos:
         return Tridiagonal(*numbers), [*blocks, tf.stack(rows)]
 
     def start(self, vector: tf.Tensor) -> Candidate:
-        """Returns the first candidate, for a start vector (a shard)."""
+        """First candidate, for a start vector (a shard)."""
         square = self._reduce(2 * tf.nn.l2_loss(vector)[None])[0]
         usable = (square > 0) & tf.math.is_finite(square)
         first = tf.constant(0)
@@ -236,7 +236,7 @@ class Lanczos:
 
     def iterate(
         self,
-        add: Callable[[tf.Tensor], Rows],
+        add: Callable[[tf.Tensor], Basis],
         candidate: Candidate,
         index: tf.Tensor,
     ) -> tuple[Tridiagonal, Candidate]:
@@ -245,7 +245,7 @@ class Lanczos:
         Args:
             add: Adds a row to the basis and returns all rows; rows of zeros
                 may follow.
-            candidate: What the row is made of.
+            candidate: The row, before it is normalised.
             index: Number of the iteration.
         """
         row, image = self._multiply(candidate)
@@ -255,16 +255,18 @@ class Lanczos:
         before = tf.where(single, 0 * candidate.length, candidate.length)
         image -= before * previous
         along = self._reduce(coefficients([row[None]], image))[0]
-        rest = self._project_out(matrices, image - along * row, index)
+        residual = self._project_out(matrices, image - along * row, index)
         # Twice is enough (Kahan): what the second pass still shortens by much
         # lies in the space of the rows.
-        rest = tf.cond(
-            rest.is_short,
-            lambda: self._project_out(matrices, rest.image, index, rest.along),
-            lambda: rest,
+        residual = tf.cond(
+            residual.is_short,
+            lambda: self._project_out(
+                matrices, residual.image, index, residual.along
+            ),
+            lambda: residual,
         )
-        diagonal = along + rest.along
-        coupling, following = self._judge(candidate, rest, diagonal, index)
+        diagonal = along + residual.along
+        coupling, following = self._judge(candidate, residual, diagonal, index)
         kept = ~candidate.fresh
         return Tridiagonal(diagonal, coupling, kept), following
 
@@ -274,21 +276,14 @@ class Lanczos:
         image: tf.Tensor,
         index: tf.Tensor,
         along: float | tf.Tensor = 0.0,
-    ) -> Rest:
-        """Makes a vector orthogonal to all rows.
-
-        Args:
-            matrices: The rows.
-            image: The vector.
-            index: Number of the last row.
-            along: What has been removed along it before.
-        """
+    ) -> Residual:
+        """Removes all components; `along` went along row `index` before."""
         square = 2 * tf.nn.l2_loss(image)
         found = tf.concat([coefficients(matrices, image), square[None]], 0)
         found = self._reduce(found)
         inside, square = found[:-1], found[-1]
         removed = tf.reduce_sum(inside * inside)
-        return Rest(
+        return Residual(
             project_out(matrices, inside, image),
             square - removed,
             2 * removed > square,
@@ -296,7 +291,7 @@ class Lanczos:
         )
 
     def _multiply(self, candidate: Candidate) -> tuple[tf.Tensor, tf.Tensor]:
-        """The row of a candidate, and its product or what takes its place."""
+        """Row of a candidate, and its product; a fresh one is its own."""
         vector, length, fresh = candidate[:3]
         row = vector * tf.where(fresh, tf.zeros_like(length), 1 / length)
         image = self._product(row)
@@ -305,31 +300,24 @@ class Lanczos:
     def _judge(
         self,
         candidate: Candidate,
-        rest: Rest,
+        residual: Residual,
         diagonal: tf.Tensor,
         index: tf.Tensor,
     ) -> tuple[tf.Tensor, Candidate]:
-        """Returns the coupling to the next row, and its candidate.
-
-        Args:
-            candidate: The one of this row.
-            rest: What is left of its product.
-            diagonal: Element of the tridiagonal matrix.
-            index: Number of the iteration.
-        """
+        """Coupling to the next row, and its candidate."""
         fresh = candidate.fresh
-        length = tf.sqrt(tf.maximum(rest.square, 0))
+        length = tf.sqrt(tf.maximum(residual.square, 0))
         one, zero = tf.ones_like(length), tf.zeros_like(length)
         rows = candidate.rows + tf.cast(~fresh, tf.int32)
         largest = tf.where(fresh, zero, tf.maximum(abs(diagonal), length))
         scale = tf.maximum(candidate.scale, largest)
         noise = 10 * rounding(length.dtype) * tf.where(fresh, one, scale)
-        broken = (length <= noise) | rest.is_short
+        broken = (length <= noise) | residual.is_short
         broken |= rows >= self._size
-        broken &= tf.math.is_finite(rest.square)
+        broken &= tf.math.is_finite(residual.square)
         coupling = tf.where(broken | fresh, zero, length)
         vector = tf.cond(
-            broken, lambda: self._draw(index + 1), lambda: rest.image
+            broken, lambda: self._draw(index + 1), lambda: residual.image
         )
         length = tf.where(broken, one, length)
         return coupling, Candidate(vector, length, broken, scale, rows)
@@ -345,3 +333,59 @@ def default_steps(size: int, pairs: int) -> int:
     """Steps for `pairs` Ritz pairs: `min(n, max(4 r, 2 ln n))` (FOSI)."""
     logarithm = math.ceil(2 * math.log(max(size, 2)))
     return min(size, max(4 * pairs, logarithm))
+
+
+class RitzPairs(NamedTuple):
+    """Ritz pairs of the ends of a spectrum.
+
+    Attributes:
+        values: Ritz values `(r,)` in float64, ascending.
+        weights: Ritz vectors `(r, steps)` in the basis, in float64.
+
+    Value and weights of pairs that do not exist, because the iteration found
+    fewer, are zero.
+    """
+
+    values: tf.Tensor
+    weights: tf.Tensor
+
+
+def ritz_pairs(
+    tridiagonal: Tridiagonal, num_largest: int, num_smallest: int
+) -> RitzPairs:
+    """Ritz pairs from both ends of the tridiagonal matrix.
+
+    Args:
+        tridiagonal: The matrix; its last row couples to nothing.
+        num_largest: Number of pairs from the upper end.
+        num_smallest: Number of pairs from the lower end.
+    """
+    diagonal = tf.cast(tridiagonal.diagonal, tf.float64)
+    coupling = tf.cast(tridiagonal.coupling[:-1], tf.float64)
+    kept = tridiagonal.kept
+    numbers = tf.concat([diagonal, coupling], 0)
+    finite = tf.reduce_all(tf.math.is_finite(numbers))
+    # Rows that do not count get an eigenvalue above all others.
+    bound = 1 + 4 * tf.reduce_max(tf.abs(numbers))
+    full = tf.where(kept, diagonal, bound)
+    matrix = tf.linalg.diag(full)
+    if coupling.shape[0]:
+        matrix += tf.linalg.diag(coupling, k=1) + tf.linalg.diag(coupling, k=-1)
+    # TensorFlow's CPU kernel raises on a matrix that is not finite.
+    values, vectors = tf.linalg.eigh(
+        tf.where(finite, matrix, tf.zeros_like(matrix))
+    )
+    count = tf.reduce_sum(tf.cast(kept, tf.int32))
+    low, high = tf.range(num_smallest), count - 1 - tf.range(num_largest)
+    index = tf.concat([low, high], 0)
+    valid = tf.concat([low < count - num_largest, high >= 0], 0)
+    index = tf.where(valid, index, 0)
+    nan = tf.constant(float("nan"), tf.float64)
+    values = tf.where(valid, tf.gather(values, index), 0)
+    order = tf.argsort(values)
+    weights = tf.transpose(tf.gather(vectors, index, axis=1))
+    weights = tf.where(valid[:, None], weights, 0)
+    return RitzPairs(
+        tf.where(finite, tf.gather(values, order), nan),
+        tf.gather(weights, order),
+    )

@@ -11,7 +11,8 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.linalg.symmetric import rounding, symmetrize
+from tfkfac.linalg.symmetric import symmetrize
+from tfkfac.linalg.tensors import rounding
 
 
 def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:

@@ -20,9 +20,8 @@ from tfkfac.factors import (
     from_stored,
     to_stored,
 )
-from tfkfac.linalg.choice import choose
 from tfkfac.linalg.digest import digest
-from tfkfac.linalg.symmetric import all_finite
+from tfkfac.linalg.tensors import all_finite, select
 
 T = TypeVar("T")
 
@@ -156,7 +155,7 @@ class Decomposition(Tracked):
             good = all_finite(list(stored.values()))
             take = tf.logical_and(good, wanted)
             for name, old in zip(self.names, tensors, strict=True):
-                old.assign(choose(take, stored[name], old))
+                old.assign(select(take, stored[name], old))
             return good
 
         return call_for(

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from tfkfac.blocks import LayerGradient, MatrixGradient
 from tfkfac.factors import VALUES, Part, Tensors
-from tfkfac.linalg.symmetric import rounding
+from tfkfac.linalg.tensors import rounding
 from tfkfac.solvers.base import SIDES, Factors, Solver, of_factor, with_prefix
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from tfkfac.compat.branches import when
 from tfkfac.compat.graphs import of_this_graph
 from tfkfac.compat.optimizers import updates_in_replica, variable_key
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.linalg.symmetric import all_finite, finite_ones
+from tfkfac.linalg.tensors import all_finite, are_finite
 from tfkfac.loss.batch import LossBatch
 from tfkfac.loss.shares import LossMeasure, measure_loss, weighted
 from tfkfac.training.guards import count_events
@@ -271,7 +271,7 @@ class Step:
         """Whether each gradient is finite; the same on every replica."""
         values = [values_of(g) for g in self.gradients if g is not None]
         self._streak.names = tuple(self.gradient_paths())
-        finite = finite_ones([*values, *self._bounds])
+        finite = are_finite([*values, *self._bounds])
         if self._is_reduced:
             return finite
         bad = tf.cast(tf.logical_not(finite), tf.float32)

@@ -17,7 +17,7 @@ from benchmarks.data import make_batch
 from benchmarks.keras_models import build
 from benchmarks.keras_training import RATE, make_loss
 from benchmarks.task import Task, UnavailableError
-from tfkfac.linalg.inverse import damped_inverse  # no faster way is known
+from tfkfac.linalg.symmetric import damped_inverse
 
 MOMENTUM = 0.9
 # Those of `tfkfac.KFAC` and `tfkfac.FOSI`.

@@ -1,0 +1,71 @@
+"""Checks of tensors, and one of two tensors by a flag."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfkfac.linalg.tensors import all_finite, are_finite, rounding, select
+
+NAN, INF = float("nan"), float("inf")
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", ["eager", "graph", "xla"])
+def test_the_other_one_leaves_no_trace(way: str, dtype: str) -> None:
+    """Not even if it is NaN."""
+    run = select
+    if way != "eager":
+        run = tf.function(select, jit_compile=way == "xla")
+    for shape in [(), (2, 3, 4)]:
+        right = tf.cast(tf.fill(shape, 0.1), dtype)
+        wrong = tf.cast(tf.fill(shape, NAN), dtype)
+        for flag, one, other in ((True, right, wrong), (False, wrong, right)):
+            got = run(tf.constant(flag), one, other)
+            assert got.dtype == dtype
+            np.testing.assert_array_equal(got.numpy(), right.numpy())
+
+
+def test_variables_keep_their_values() -> None:
+    """A tensor that was selected from a variable is no alias of it."""
+    kept, new = tf.Variable(tf.ones([5, 5])), tf.zeros([5, 5])
+
+    @tf.function
+    def run(flag: tf.Tensor) -> tf.Tensor:
+        before = select(flag, new, kept)
+        kept.assign(select(~flag, new, kept))
+        return before
+
+    np.testing.assert_array_equal(run(tf.constant(False)), np.ones([5, 5]))
+    np.testing.assert_array_equal(kept, new)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_finite(dtype: str, graph: bool) -> None:
+    check = tf.function(all_finite) if graph else all_finite
+    fine = tf.ones([2, 3], dtype)
+    assert bool(check([fine, tf.zeros([0], dtype), fine]))
+    for bad in ([NAN, 0], [INF, 1], [-INF, 1], [INF, -INF], [NAN, INF]):
+        values = tf.constant(bad, dtype)
+        assert not bool(check([fine, values]))
+        assert not bool(check([values, fine]))
+        np.testing.assert_array_equal(are_finite([fine, values]), [True, False])
+
+
+def test_finite_of_several_dtypes() -> None:
+    fine = [tf.ones([2], dtype) for dtype in ("float32", "float64")]
+    assert bool(all_finite(fine))
+    assert not bool(all_finite([*fine, tf.constant(NAN, tf.float16)]))
+
+
+def test_tensors_are_not_added_up() -> None:
+    """Infinities of two tensors do not cancel, large sums do not overflow."""
+    assert not bool(all_finite([tf.constant(INF), tf.constant(-INF)]))
+    assert bool(all_finite([tf.constant(3e38)] * 5))
+    assert bool(all_finite([tf.fill([99], tf.constant(6e4, tf.float16))]))
+
+
+def test_rounding() -> None:
+    for dtype in ("float32", "float64"):
+        assert rounding(tf.as_dtype(dtype)) == np.finfo(dtype).eps
