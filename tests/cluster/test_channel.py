@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tfkfac.cluster.channel import BYE, LOST, Channel
-from tfkfac.cluster.lines import Line
+from tfkfac.cluster.channel import BYE, LOST, Channel, Line
 
 LIMIT = 10.0
 

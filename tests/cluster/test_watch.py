@@ -1,6 +1,8 @@
-"""What a worker learns of others, and when it stops waiting for them."""
+"""News of other workers, the end of waiting for them, standstills."""
 
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +13,13 @@ from tests.support.cluster import run
 from tfkfac.cluster import watch as module
 from tfkfac.cluster.channel import BYE, LOST
 from tfkfac.cluster.config import Cluster
-from tfkfac.cluster.watch import Watch, WorkerFailedError, describe
+from tfkfac.cluster.watch import (
+    Standstill,
+    Watch,
+    WorkerFailedError,
+    describe,
+    place,
+)
 
 CLUSTER = Cluster(("host0:1", "host1:2", "host2:3"), 0)
 GONE = tf.errors.UnavailableError(None, None, "a collective has failed")
@@ -25,6 +33,8 @@ class FakeChannel:
 
     def say(self, message: Any) -> None:
         self.said.append(message)
+
+    report = say
 
 
 class Bench:
@@ -144,3 +154,56 @@ def test_two_processes(method: str) -> None:
     assert kind == "WorkerFailedError"
     assert text.startswith("worker 1 at 127.0.0.1:")
     assert text.endswith("failed: OSError: [Errno 28] No space left on device")
+
+
+# -------------------------------------------------------------- standstill
+def test_workers_are_asked_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    channel = FakeChannel()
+    names = [f"worker {i} at host{i}:{i + 1}" for i in range(3)]
+    standstill = Standstill(names, channel)  # type: ignore[arg-type]
+
+    def after(seconds: float) -> str:
+        nonlocal now
+        now += seconds
+        standstill.tick()
+        return str(capsys.readouterr().err)
+
+    assert after(1000) == "", "nobody trains"
+    with standstill.training():
+        after(59)
+        standstill.moves()
+        assert after(59) == "" and channel.said == []
+        assert after(2) == "" and channel.said == [{"where": True}]
+        standstill.hear(0, {"place": "is in execute (x.py:1)"})
+        standstill.hear(2, {"place": "is in batches (data.py:7)"})
+        assert after(3).splitlines() == [
+            "tfkfac: no step has ended for 60 s.",
+            "tfkfac: worker 0 at host0:1 is in execute (x.py:1)",
+            "tfkfac: worker 1 at host1:2 does not answer",
+            "tfkfac: worker 2 at host2:3 is in batches (data.py:7)",
+        ]
+        assert after(50) == "" and len(channel.said) == 1
+        after(10)
+        assert len(channel.said) == 2, "and again after twice the time"
+        after(3)
+    assert after(1000) == ""
+    assert len(channel.said) == 2
+
+
+def test_the_functions_of_all_threads() -> None:
+    def waits_for_data() -> None:
+        while not done:
+            time.sleep(0.01)
+
+    done = False
+    thread = threading.Thread(target=waits_for_data)
+    thread.start()
+    found = place()
+    done = True
+    thread.join()
+    assert "waits_for_data (test_watch.py:" in found
+    assert "place" not in found

@@ -18,7 +18,7 @@ import tfkfac
 from tests.support.dtypes import floats
 from tests.support.strategies import copies, strategy
 from tfkfac.capture.trace import replica_id
-from tfkfac.cluster import standstill
+from tfkfac.cluster import watch
 from tfkfac.compat.strategies import keep_apart, side_by_side
 
 STEPS, ROWS, POSITIONS, TOKENS = 3, 8, 3, 6
@@ -264,8 +264,8 @@ def stand_still(kind: str) -> str:
     )
     said = io.StringIO()
     with (
-        mock.patch.object(standstill, "_LONG", 1.0),
-        mock.patch.object(standstill, "_ANSWER", 0.1),
+        mock.patch.object(watch, "_LONG", 1.0),
+        mock.patch.object(watch, "_ANSWER", 0.1),
         contextlib.redirect_stderr(said),
     ):
         model.fit(batches, shuffle=False, verbose=0)

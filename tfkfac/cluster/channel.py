@@ -1,33 +1,135 @@
-"""What workers say to each other beside TensorFlow's collectives.
+"""Messages of workers to each other, beside TensorFlow's collectives.
 
-It needs nobody's step: a thread of each process listens, on the connections on
-which the workers have met. The first worker passes on what the others say.
+They need no step of the training: a thread of each process listens, on the
+connections on which the workers have met. A message is a line of JSON. The
+first worker passes on the messages of the others.
 """
 
 import atexit
+import contextlib
+import json
 import os
 import selectors
+import socket
 import threading
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
-from tfkfac.cluster.lines import Line, Message
+Message = dict[str, Any]
 
-# Seconds between two looks of the thread at what is not a message.
+# Seconds between two ticks of the listeners.
 _TICK = 0.5
-# What the first worker hears of a worker whose connection has ended, or is told
-# by one that ends as it should.
+# The message from a worker whose connection has ended, and the last one of a
+# worker that ends as it should.
 LOST, BYE = {"lost": True}, {"bye": True}
+_LONGEST_LINE = 2**20
+_PIECE = 2**16
+# Seconds of silence until the system asks the other side's system whether it
+# is there, seconds between two questions, and the number of questions without
+# an answer after which it is not.
+_IDLE, _INTERVAL, _QUESTIONS = 5, 5, 4
+
+
+class Line:
+    """A connection with another process.
+
+    Args:
+        connection: The connection.
+        timeout: Seconds that the other side has for a message.
+    """
+
+    def __init__(self, connection: socket.socket, timeout: float) -> None:
+        connection.settimeout(timeout)
+        _keep_alive(connection)
+        self._socket = connection
+        self._received = bytearray()
+        self.closed = False
+
+    def __enter__(self) -> "Line":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self.closed = True
+        self._socket.close()
+
+    def fileno(self) -> int:
+        """File descriptor, for a selector."""
+        return self._socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Sends a message, if the connection is open."""
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self.closed = True
+
+    def receive(self) -> Message | None:
+        """The next message; None if none comes in time or it is no message."""
+        while b"\n" not in self._received and not self.closed:
+            with contextlib.suppress(TimeoutError):
+                self._read()
+                continue
+            return None
+        text, _, self._received = self._received.partition(b"\n")
+        return _parse(text)
+
+    def receive_all(self) -> list[Message]:
+        """The messages that have come, after one read."""
+        with contextlib.suppress(TimeoutError):
+            self._read()
+        *texts, self._received = self._received.split(b"\n")
+        return [m for text in texts if (m := _parse(text)) is not None]
+
+    def _read(self) -> None:
+        try:
+            piece = self._socket.recv(_PIECE)
+        except TimeoutError:
+            raise
+        except OSError:
+            piece = b""
+        self._received += piece
+        if not piece or len(self._received) > _LONGEST_LINE:
+            self.closed = True
+
+
+def _parse(text: bytes | bytearray) -> Message | None:
+    try:
+        message = json.loads(text)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Lets the system notice that the other machine is gone.
+
+    A machine answers for a process that is stopped or busy.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _IDLE),
+        ("TCP_KEEPINTVL", _INTERVAL),
+        ("TCP_KEEPCNT", _QUESTIONS),
+        ("TCP_USER_TIMEOUT", 1000 * (_IDLE + _QUESTIONS * _INTERVAL)),
+    ):
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(
+                socket.IPPROTO_TCP, getattr(socket, name), value
+            )
 
 
 class Listener(Protocol):
-    """Somebody who uses the channel; called in its thread, or by `say`."""
+    """A user of the channel; called in its thread, or by `say`."""
 
     def hear(self, sender: int, message: Message) -> None:
-        """Takes what a worker has said."""
+        """Takes a message of a worker."""
 
     def tick(self) -> None:
-        """Is called now and then."""
+        """Is called every half a second."""
 
 
 class Channel:
@@ -36,7 +138,7 @@ class Channel:
     Args:
         index: The number of this worker.
         size: The number of workers.
-        lines: The connections of this worker, by that of the other one.
+        lines: The connections of this worker, by the other worker.
     """
 
     def __init__(
@@ -51,7 +153,7 @@ class Channel:
         self._left: set[int] = set()
 
     def start(self, *listeners: Listener) -> None:
-        """Begins to listen, until the process ends."""
+        """Listens until the process ends."""
         self._listeners += listeners
         threading.Thread(
             target=self._run, name="tfkfac channel", daemon=True
@@ -61,9 +163,9 @@ class Channel:
         os.register_at_fork(after_in_child=self._hang_up)
 
     def say(self, message: Message) -> None:
-        """Says something to all workers, this one among them.
+        """Sends a message to all workers, this one among them.
 
-        All of them hear what is said in one order.
+        All of them hear all messages in one order.
         """
         with self._lock:
             if self.index == 0:
@@ -72,7 +174,7 @@ class Channel:
                 self._lines[0].send(message)
 
     def report(self, message: Message) -> None:
-        """Says something to the first worker alone."""
+        """Sends a message to the first worker alone."""
         with self._lock:
             if self.index == 0:
                 self._hear(0, message)
@@ -80,7 +182,7 @@ class Channel:
                 self._lines[0].send({"report": message})
 
     def _pass_on(self, sender: int, message: Message) -> None:
-        """Lets all workers hear a message; the first one's part."""
+        """Sends a message from the first worker to all others."""
         for line in self._lines.values():
             line.send({"from": sender, "message": message})
         self._hear(sender, message)
@@ -108,7 +210,7 @@ class Channel:
                         listener.tick()
 
     def _take(self, worker: int) -> None:
-        """Takes what has come from a worker."""
+        """Takes the messages that have come from a worker."""
         for message in self._lines[worker].receive_all():
             if self.index > 0:
                 self._hear(message["from"], message["message"])
@@ -118,7 +220,7 @@ class Channel:
                 self._pass_on(worker, message)
 
     def _lose(self, worker: int) -> None:
-        """Takes leave of a worker whose connection has ended."""
+        """Closes a connection; without a `BYE` before, the worker is lost."""
         self._lines.pop(worker).close()
         if worker in self._left:
             return
@@ -128,7 +230,7 @@ class Channel:
             self._hear(worker, LOST)
 
     def _hang_up(self) -> None:
-        """In a child, where nobody will release what a thread has held."""
+        """Closes all connections in a child, where nobody frees the lock."""
         self._lock = threading.RLock()
         for line in self._lines.values():
             line.close()

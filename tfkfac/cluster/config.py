@@ -1,4 +1,4 @@
-"""The workers of a job, as `TF_CONFIG` or a cluster resolver names them."""
+"""The workers of a job, from `TF_CONFIG` or a cluster resolver."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ _SERVER = "ps"
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The addresses of all workers, and which of them this process is.
+    """The addresses of all workers, and the index of this process.
 
     Attributes:
         addresses: "host:port" of each worker.
@@ -33,7 +33,7 @@ class Cluster:
         return split_address(self.addresses[self.index])[1]
 
     def name(self, index: int) -> str:
-        """How messages call a worker."""
+        """The name of a worker in messages."""
         return f"worker {index} at {self.addresses[index]}"
 
 
@@ -71,7 +71,7 @@ def read_tf_config(text: str) -> Cluster | None:
 def from_resolver(
     resolver: tf.distribute.cluster_resolver.ClusterResolver,
 ) -> Cluster | None:
-    """The cluster that a resolver finds, or None if it does not say it all.
+    """The cluster of a resolver, or None if that is incomplete.
 
     Raises:
         ValueError: As from `read_tf_config`.

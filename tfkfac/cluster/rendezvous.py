@@ -1,11 +1,11 @@
-"""Workers wait for each other before TensorFlow does, and say for whom.
+"""Meeting of all workers before TensorFlow starts, with messages and an end.
 
 TensorFlow's own start has neither a message nor an end: a worker that never
 comes, or an index given twice, leaves all others waiting in it. So the workers
 meet before, at the address of the first one, which TensorFlow uses afterwards.
 Each of the others keeps a connection there and says who it is; when all are
-there, the first one lets all of them go on. The connections stay, for what the
-workers have to say to each other beside TensorFlow.
+there, the first one lets all of them go on. The connections stay, for the
+messages of `channel.py`.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tfkfac.cluster.channel import Line, Message
 from tfkfac.cluster.config import Cluster, split_address
-from tfkfac.cluster.lines import Line, Message
 
 # Seconds between two looks; for a process that has come to say who it is; until
 # the first message, for a peer to answer, and for a process of an earlier job
@@ -32,7 +32,7 @@ class RefusedError(ValueError):
 
 
 def wait_for_all(cluster: Cluster, timeout: float | None) -> dict[int, Line]:
-    """Returns when all workers of a cluster have called it.
+    """Connections with the other workers, when all have called this.
 
     Args:
         cluster: The workers.
@@ -56,7 +56,7 @@ def wait_for_all(cluster: Cluster, timeout: float | None) -> dict[int, Line]:
 
 
 class _Clock:
-    """Tells the user for whom this worker waits, and when it is too long."""
+    """The time of waiting, with its messages and its end."""
 
     def __init__(self, cluster: Cluster, timeout: float | None) -> None:
         self._cluster = cluster
@@ -65,7 +65,7 @@ class _Clock:
         self._next = _PATIENCE
 
     def waiting_for(self, missing: Sequence[int]) -> None:
-        """Says now and then who is missing.
+        """Prints now and then which workers are missing.
 
         Raises:
             TimeoutError: If the time is over.
@@ -91,7 +91,7 @@ class _Clock:
 
 # ------------------------------------------------------------ the first worker
 def _receive_all(cluster: Cluster, clock: _Clock) -> dict[int, Line]:
-    """Waits for the others and lets them go on, or tells them why not."""
+    """Waits for the others; lets them go on, or tells them why not."""
     present: dict[int, Line] = {}
     everyone = range(1, len(cluster.addresses))
     with _listen(cluster) as server, contextlib.ExitStack() as lines:
@@ -116,7 +116,7 @@ def _receive_all(cluster: Cluster, clock: _Clock) -> dict[int, Line]:
 
 
 def _admit(line: Line, cluster: Cluster, present: dict[int, Line]) -> None:
-    """Enters a worker that has just come."""
+    """Enters a worker that has just connected."""
     hello = line.receive() or {}
     index, addresses = hello.get("worker"), hello.get("cluster")
     if not isinstance(index, int):
@@ -144,7 +144,7 @@ def _other_cluster(index: int, theirs: Any, cluster: Cluster) -> str:
 
 @contextlib.contextmanager
 def _listen(cluster: Cluster) -> Iterator[socket.socket]:
-    """The own port, which a process of an earlier job may be about to leave."""
+    """The own port, once a process of an earlier job has left it."""
     deadline = time.monotonic() + _PATIENCE
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
@@ -183,7 +183,7 @@ def _send_all(lines: Mapping[int, Line], message: Message) -> None:
 
 # ------------------------------------------------------------ the other workers
 def _report_to_first(cluster: Cluster, clock: _Clock) -> Line:
-    """Tells the first worker that this one is there, and waits for its word."""
+    """Connects with the first worker and waits until all may go on."""
     address = split_address(cluster.addresses[0])
     hello = {"worker": cluster.index, "cluster": list(cluster.addresses)}
     while True:
@@ -206,7 +206,7 @@ def _report_to_first(cluster: Cluster, clock: _Clock) -> Line:
 def _may_go_on(
     line: Line, waiting_for: Callable[[Sequence[int]], None]
 ) -> bool:
-    """Whether the first worker has let this one go on; else it is gone."""
+    """True if the first worker lets this one go on; False if it is gone."""
     while (message := line.receive()) is not None:
         if "go" in message:
             return True

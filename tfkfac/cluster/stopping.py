@@ -1,24 +1,23 @@
-"""All workers stop after the same batch, when one of them has to.
+"""A stop of all workers after the same batch, at the request of one.
 
-It is no collective: nobody waits until somebody has to stop. Then the thread of
-each worker promises where its training will wait at the latest, which it can
-keep without anybody's help, and all go on to the furthest of these places.
+It is no collective: nobody waits until there is a request. Then the thread of
+each worker announces the batch after which its training will wait at the
+latest; all continue to the largest announced batch.
 """
 
 import threading
 
-from tfkfac.cluster.channel import BYE, LOST, Channel
-from tfkfac.cluster.lines import Message
+from tfkfac.cluster.channel import BYE, LOST, Channel, Message
 
 
 class Stopping:
-    """Where this worker stops, after all batches that others have begun.
+    """The batch after which all workers stop.
 
-    Batches are counted as long as the process lives, by who asks. So all
-    workers have to count the same ones.
+    Batches are counted from the start of the process; all workers have to
+    count the same ones.
 
     Args:
-        channel: What the workers say to each other; None is one worker.
+        channel: Messages of the workers; None is one worker.
     """
 
     def __init__(self, channel: Channel | None = None) -> None:
@@ -31,7 +30,7 @@ class Stopping:
         self._is_alone = False
 
     def request(self) -> None:
-        """Lets all workers stop, soon."""
+        """Requests that all workers stop soon."""
         if self._own is not None:
             return
         if self._channel is None:
@@ -40,9 +39,9 @@ class Stopping:
             self._channel.say({"stop": True})
 
     def batch_ends(self) -> bool:
-        """Counts a batch; whether this is the one to stop after.
+        """Counts a batch; returns True if training has to stop after it.
 
-        It waits for the word of others where one has to stop.
+        After a request it waits for the announcements of the others.
         """
         with self._changed:
             self._done += 1
@@ -61,7 +60,7 @@ class Stopping:
         return self._is_alone or self._promises.keys() == self._others
 
     def hear(self, sender: int, message: Message) -> None:
-        """Takes what a worker has said."""
+        """Takes a message of a worker."""
         with self._changed:
             if "stop" in message and self._own is None:
                 self._own = self._done + 1
@@ -76,4 +75,4 @@ class Stopping:
             self._changed.notify_all()
 
     def tick(self) -> None:
-        """Nothing is done by time."""
+        """Does nothing: no time is up here."""

@@ -1,4 +1,4 @@
-"""The strategy for several workers, with Keras 3."""
+"""`MultiWorkerMirroredStrategy` for Keras 3."""
 
 import copy
 import functools
@@ -17,9 +17,8 @@ from tfkfac.cluster.config import (
     read_tf_config,
 )
 from tfkfac.cluster.rendezvous import wait_for_all
-from tfkfac.cluster.standstill import Standstill
 from tfkfac.cluster.stopping import Stopping
-from tfkfac.cluster.watch import Watch
+from tfkfac.cluster.watch import Standstill, Watch
 from tfkfac.compat.strategies import ReducingStrategy
 
 
@@ -123,9 +122,9 @@ def _find_cluster(
 def _apart_if_evaluator(
     resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
 ) -> tf.distribute.cluster_resolver.ClusterResolver | None:
-    """An evaluator's resolver without the workers, which TensorFlow watches.
+    """An evaluator's resolver without the workers.
 
-    It would end the evaluator's collectives when one of them is gone.
+    With them TensorFlow ends the evaluator's collectives when one is gone.
     """
     own = resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if own.task_type != EVALUATOR:

@@ -1,33 +1,44 @@
-"""Each worker learns in seconds what has become of the others.
+"""Faults of other workers, known within seconds: failed, gone, standing still.
 
 A worker that fails tells the others why; of one that is killed they learn from
 its connection. They may be waiting for it in a collective, which TensorFlow
-ends only when the other process is gone, and not always then: so the watch
-aborts it. A worker that is merely slow is left alone. It says so when no step
-ends for long, as where a worker waits for its data for ever.
+ends only when the other process is gone, and not always then: so `Watch`
+aborts it.
+
+A worker that is slow is left alone. When no step ends for long, as where a
+worker waits for its data for ever, `Standstill` prints the place in the code
+of each worker. That may be a first step that is long compiled, so nothing is
+ended.
 """
 
 import contextlib
 import dataclasses
+import functools
+import pathlib
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import tensorflow as tf
 
-from tfkfac.cluster.channel import BYE, LOST, Channel
+from tfkfac.cluster.channel import BYE, LOST, Channel, Message
 from tfkfac.cluster.config import Cluster
-from tfkfac.cluster.lines import Message
-from tfkfac.compat.strategies import abort_collectives
+from tfkfac.compat.strategies import abort_collectives, local_devices
 
 # Seconds that a worker has to come to the same end as another by itself, as
 # where all of them refuse to begin; and to learn why a collective has failed.
 _GRACE = 3.0
 _LONGEST_CAUSE = 2000
+# Seconds without a step until workers are asked for their places, and for the
+# answers.
+_LONG = 60.0
+_ANSWER = 2.0
+# Files of Python in which threads wait for work.
+_IDLE = frozenset({"threading.py", "selectors.py", "queue.py", "thread.py"})
 # Lines of TensorFlow's messages that say where and not what.
 _TRACE = re.compile(r"\s|<|Graph execution error|Detected at|Traceback|$")
 
@@ -38,13 +49,13 @@ class WorkerFailedError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _News:
-    """What has become of a worker.
+    """The end of another worker, or of its `fit`.
 
     Attributes:
-        text: It, in words.
+        text: What has happened, in words.
         fit: The number of the `fit` that it has left, if it goes on itself.
-        when: When this worker heard of it.
-        is_fault: Whether it is worth a line even where nobody waits for it.
+        when: The time at which this worker heard of it.
+        is_fault: True if it is printed even where nobody waits for it.
     """
 
     text: str
@@ -54,11 +65,11 @@ class _News:
 
 
 class Watch:
-    """Looks after the workers of a job.
+    """Ends the collectives of a job that has lost a worker.
 
     Args:
         cluster: The workers.
-        channel: What they say to each other.
+        channel: Their messages.
     """
 
     def __init__(self, cluster: Cluster, channel: Channel) -> None:
@@ -102,7 +113,7 @@ class Watch:
         """Tells the others that this worker has failed.
 
         Args:
-            error: What has happened.
+            error: The exception.
             fit: The number of the `fit` that it leaves; None is the end of
                 the process.
         """
@@ -110,7 +121,7 @@ class Watch:
             self._channel.say({"failed": describe(error), "fit": fit})
 
     def _explain(self, error: BaseException) -> str | None:
-        """Why a collective has failed; None for any other error."""
+        """The cause of a failed collective; None for any other error."""
         if not isinstance(error, _OF_OTHERS):
             return None
         with self._heard:
@@ -121,7 +132,7 @@ class Watch:
 
     # ------------------------------------------------------ that of the others
     def hear(self, sender: int, message: Message) -> None:
-        """Takes what a worker has said."""
+        """Takes a message of a worker."""
         if sender == self._channel.index:
             return
         name = self._cluster.name(sender)
@@ -143,7 +154,7 @@ class Watch:
             self._heard.notify_all()
 
     def tick(self) -> None:
-        """Ends what this worker waits for in vain."""
+        """Aborts collectives in which this worker waits in vain."""
         with self._heard:
             if self._cause is not None:
                 return
@@ -157,7 +168,7 @@ class Watch:
         abort_collectives(self._cause)
 
     def _is_past(self, news: _News) -> bool:
-        """Whether a worker has left a `fit` that this one has left, too."""
+        """True if a worker has left a `fit` that this one has left, too."""
         if news.fit is None:
             return False
         return self._fits > news.fit or (
@@ -205,3 +216,93 @@ def _telling(watch: Watch, hook: Callable[..., Any]) -> Callable[..., Any]:
         hook(kind, error, trace)
 
     return tell
+
+
+# -------------------------------------------------------------- standstill
+class Standstill:
+    """Prints where all workers are when no step ends: the first one asks.
+
+    Args:
+        names: The names of the workers in messages.
+        channel: Their messages.
+    """
+
+    def __init__(self, names: Sequence[str], channel: Channel) -> None:
+        self._names = names
+        self._channel = channel
+        self._moved: float | None = None
+        self._patience = _LONG
+        self._asked: float | None = None
+        self._places: dict[int, str] = {}
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """A context in which steps are expected."""
+        self.moves()
+        try:
+            yield
+        finally:
+            self._moved = None
+
+    def moves(self) -> None:
+        """Notes the end of a step."""
+        self._moved = time.monotonic()
+        self._patience = _LONG
+
+    def tick(self) -> None:
+        """Asks when no step has ended for long; prints the answers."""
+        now, moved = time.monotonic(), self._moved
+        if self._asked is not None:
+            if now > self._asked + _ANSWER:
+                self._asked = None
+                self._tell()
+        elif (
+            self._channel.index == 0
+            and moved is not None
+            and now > moved + self._patience
+        ):
+            self._asked = now
+            self._places = {}
+            self._channel.say({"where": True})
+
+    def hear(self, sender: int, message: Message) -> None:
+        """Takes a message of a worker."""
+        if "where" in message:
+            self._channel.report({"place": place()})
+        elif "place" in message:
+            self._places[sender] = message["place"]
+
+    def _tell(self) -> None:
+        lines = [f"tfkfac: no step has ended for {self._patience:.0f} s."]
+        for index, name in enumerate(self._names):
+            answer = self._places.get(index, "does not answer")
+            lines.append(f"tfkfac: {name} {answer}")
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        self._patience *= 2
+
+
+def find_standstill(strategy: tf.distribute.Strategy) -> Standstill | None:
+    """The standstill of a strategy; None if no replica waits for another."""
+    found = getattr(strategy, "standstill", None)
+    if found is not None or strategy.num_replicas_in_sync == 1:
+        return found
+    return _of_this_process() if len(local_devices(strategy)) > 1 else None
+
+
+@functools.cache
+def _of_this_process() -> Standstill:
+    """The standstill of the replicas of one process alone."""
+    channel = Channel(0, 1, {})
+    standstill = Standstill(["this process"], channel)
+    channel.start(standstill)
+    return standstill
+
+
+def place() -> str:
+    """The functions in which the threads of this process are."""
+    found = []
+    for identifier, frame in sys._current_frames().items():
+        name = pathlib.Path(frame.f_code.co_filename).name
+        if identifier != threading.get_ident() and name not in _IDLE:
+            found.append(f"{frame.f_code.co_name} ({name}:{frame.f_lineno})")
+    return f"is in {', '.join(found)}"

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 from typing_extensions import override
 
-from tfkfac.cluster.standstill import Standstill, find_standstill
+from tfkfac.cluster.watch import Standstill, find_standstill
 from tfkfac.compat.models import around_evaluate, around_fit, first_epoch
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.distributed.agreement import (
