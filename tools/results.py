@@ -1,8 +1,9 @@
-"""Writes docs/pages/results.md from the records in docs/results.json.
+"""Writes the figures of the documentation from docs/results.json.
 
     python tools/results.py
 
-A record is a study: its tables as they were measured, the command that repeats
+All go into docs/pages/results.md, the first table into README.md. A record is a
+study: its tables as they were measured, the command that repeats
 it, the machine, and the commits that its figures came with.
 """
 
@@ -11,18 +12,23 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
 RECORDS = DOCS / "results.json"
 PAGE = DOCS / "pages" / "results.md"
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 
 def main() -> None:
-    """Writes the page."""
-    PAGE.write_text(page(json.loads(RECORDS.read_text())))
+    """Writes the page and the table."""
+    records = json.loads(RECORDS.read_text())
+    PAGE.write_text(page(records))
+    README.write_text(with_table(README.read_text(), records))
 
 
 def replace(title: str, new: Mapping[str, Any]) -> None:
-    """Puts new values into a study, and writes records and page anew.
+    """Puts new values into a study, and writes all figures anew.
 
     Raises:
         ValueError: If there is no study with this title.
@@ -34,6 +40,15 @@ def replace(title: str, new: Mapping[str, Any]) -> None:
     found[0].update(new)
     RECORDS.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
     main()
+
+
+def with_table(text: str, records: Mapping[str, Any]) -> str:
+    """A text with the first table between its two marks."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    [table] = records["studies"][0]["tables"]
+    lines = markdown_table(table["columns"], table["rows"])
+    return f"{before}{BEGIN}\n{lines}\n{END}{after}"
 
 
 def page(records: Mapping[str, Any]) -> str:

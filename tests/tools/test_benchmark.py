@@ -61,10 +61,10 @@ def test_a_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    records, page = tmp_path / "results.json", tmp_path / "results.md"
-    records.write_text(results.RECORDS.read_text())
-    monkeypatch.setattr(results, "RECORDS", records)
-    monkeypatch.setattr(results, "PAGE", page)
+    for name in ("RECORDS", "PAGE", "README"):
+        path = getattr(results, name)
+        monkeypatch.setattr(results, name, tmp_path / path.name)
+        (tmp_path / path.name).write_text(path.read_text())
     plot = tmp_path / "steps.png"
     rows = run(
         tmp_path,
@@ -79,7 +79,7 @@ def test_a_run(
     assert kfac["state_bytes"] >= 2 * 2 * 4 * (9**2 + 8**2)
     assert "unavailable" in torch  # no such model, or no PyTorch
     assert plot.stat().st_size > 10_000
-    assert "| mlp-8x2 |" in page.read_text()
+    assert "| mlp-8x2 |" in results.PAGE.read_text()
 
 
 @pytest.mark.slow

@@ -15,18 +15,32 @@ import results
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_the_page_of_results_is_that_of_the_records() -> None:
+def test_figures_are_those_of_the_records() -> None:
     records = json.loads(results.RECORDS.read_text())
     assert results.PAGE.read_text() == results.page(records)
+    readme = results.README.read_text()
+    assert readme == results.with_table(readme, records)
+
+
+def test_length_of_readme() -> None:
+    assert len(results.README.read_text().split()) <= 1300
+
+
+def own_files(
+    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> pathlib.Path:
+    """Lets the tool write into a folder; returns its page."""
+    for name in ("RECORDS", "PAGE", "README"):
+        path = getattr(results, name)
+        monkeypatch.setattr(results, name, folder / path.name)
+        (folder / path.name).write_text(path.read_text())
+    return folder / "results.md"
 
 
 def test_new_figures_reach_the_page(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, page = tmp_path / "results.json", tmp_path / "results.md"
-    path.write_text(results.RECORDS.read_text())
-    monkeypatch.setattr(results, "RECORDS", path)
-    monkeypatch.setattr(results, "PAGE", page)
+    page = own_files(tmp_path, monkeypatch)
     table = {"columns": ["a", "b"], "rows": [["1", "**2**"]]}
     results.replace("Time of a step", {"tables": [table]})
     assert "| a | b |\n| --- | --- |\n| 1 | **2** |" in page.read_text()
@@ -35,7 +49,8 @@ def test_new_figures_reach_the_page(
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "tools/README.md"]
+    "name",
+    ["README.md", "CONTRIBUTING.md", "tools/README.md", "examples/README.md"],
 )
 def test_links_to_files(name: str) -> None:
     """Those of files that MkDocs does not build."""
