@@ -44,29 +44,6 @@ for name_, slow_, kwargs_ in [
         **(kwargs_ | {"factor_update_interval": 1}),
     )
 
-# What happens to one of several copies, and to none.
-ALONE: dict[str, str] = {}
-for shape_, slow_, kwargs_ in [
-    ("two: comm_opt", False, {"distribution": "comm_opt"}),
-    ("two: rows", True, {"model": "wide", "path": "second"}),
-    ("four: hybrid_opt", True, HYBRID),
-]:
-    none_ = f"{shape_}, none"
-    kwargs_ = CASES[shape_]
-    JOBS.add(none_, "spoil", "decomposition", only=-1, slow=slow_, **kwargs_)
-    for what_, value_ in [("bit", None), ("NaN", float("nan")), ("huge", 1e30)]:
-        name_ = f"{shape_}, a {what_} on one worker"
-        ALONE[name_] = none_
-        JOBS.add(
-            name_,
-            "spoil",
-            "decomposition",
-            value_,
-            slow=slow_ or what_ != "bit",
-            only=workers_unsound.KEEPS[shape_],
-            **kwargs_,
-        )
-
 Results = Callable[[str], list[Mapping[str, Any]]]
 
 
@@ -89,24 +66,6 @@ def test_one_decision_everywhere(results: Results, name: str) -> None:
                 assert number == path.endswith(
                     CASES[name].get("path", "hidden")
                 )
-
-
-@pytest.mark.parametrize("name", JOBS.params(ALONE))
-def test_a_copy_that_breaks_on_one_worker(results: Results, name: str) -> None:
-    """It is made anew before it is used: the run is one without the fault."""
-    workers, others = results(name), results(ALONE[name])
-    assert_same_bits(workers)
-    for worker, undisturbed in zip(workers, others, strict=True):
-        for got, want in zip(
-            worker["weights"], undisturbed["weights"], strict=True
-        ):
-            np.testing.assert_array_equal(got, want)
-        (counts,) = worker["counts"]
-        assert not any(counts["plain"])
-        broken = dict(zip(worker["paths"], counts["broken"], strict=True))
-        path = CASES[name.partition(",")[0]].get("path", "hidden")
-        assert broken == {p: p.endswith(path) for p in broken}
-        assert not any(undisturbed["counts"][0]["broken"])
 
 
 @pytest.mark.parametrize("name", JOBS.params(f"{n}, factor" for n in CASES))

@@ -23,52 +23,31 @@ from tfkfac.compat.variables import own_copy
 from tfkfac.supervision import comparison
 
 STEPS, BAD = 8, 5
-# A worker that keeps a copy of what breaks.
-KEEPS = {"two: comm_opt": 1, "two: rows": 1, "four: hybrid_opt": 0}
 
 
 class Spoiler(keras.callbacks.Callback):
-    """Fills tensors of a block before a step, where there are any.
+    """Fills tensors of a block with NaN before a step, where there are any.
 
     Args:
-        kind: As for `strategies.strategy`.
         what: "decomposition" or "factor".
-        value: What it is filled with; None changes one bit.
         path: The layer that it happens to.
-        only: The rank that it happens to; None is all that have the tensor.
     """
 
-    def __init__(
-        self,
-        kind: str | None,
-        what: str,
-        value: float | None,
-        path: str,
-        only: int | None,
-    ) -> None:
+    def __init__(self, what: str, path: str) -> None:
         super().__init__()
-        self._what, self._value = what, value
-        self._path, self._only = path, only
-        self._ranks = [0] if kind is None else local_ranks(kind)
+        self._what, self._path = what, path
         self.weights: list[list[Array]] = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.weights.append(self.model.get_weights())
-        states = self.model.optimizer.method.states
-        for rank, state in zip(self._ranks, states, strict=True):
-            if batch != BAD or self._only not in (None, rank):
-                continue
+        if batch != BAD:
+            return
+        for state in self.model.optimizer.method.states:
             for one in state.preconditioners:
                 if one.block.path.endswith(self._path):
                     for tensor in self._tensors(one):
-                        tensor.assign(self._spoilt(tensor.numpy()))
-
-    def _spoilt(self, tensor: Array) -> Array:
-        if self._value is not None:
-            return np.full_like(tensor, self._value)
-        changed = np.array(tensor)
-        changed.reshape(-1)[-1:].view("int64")[0] ^= 1
-        return changed
+                        nan = np.full_like(tensor.numpy(), float("nan"))
+                        tensor.assign(nan)
 
     def _tensors(self, one: Any) -> list[Any]:
         if self._what == "factor":
@@ -79,8 +58,6 @@ class Spoiler(keras.callbacks.Callback):
 def spoil(
     kind: str | None,
     what: str,
-    value: float | None = float("nan"),
-    only: int | None = None,
     model: str = "small",
     path: str = "hidden",
     **options: Any,
@@ -90,7 +67,7 @@ def spoil(
     with floats("float64"):
         network = compiled(kind, model, "sgd", options)
         steps = shares(FEEDS["even"](), workers)[:STEPS]
-        spoiler = Spoiler(kind, what, value, path, only)
+        spoiler = Spoiler(what, path)
         network.fit(
             dataset(kind, *images(), steps, None),
             steps_per_epoch=STEPS,
@@ -110,7 +87,7 @@ def spoil(
         "counts": [
             {
                 name: getattr(s.counters, name).numpy().tolist()
-                for name in ("plain", "dropped", "failures", "broken")
+                for name in ("plain", "dropped", "failures")
             }
             for s in states
         ],

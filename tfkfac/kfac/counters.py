@@ -35,7 +35,6 @@ class Counters(Tracked):
         rejected: Statistics that were not finite.
         dropped: Averages that were not finite.
         failures: Failed decompositions.
-        broken: Decompositions whose copies were not the same on all workers.
         plain: Gradients that were not preconditioned, as the result was wrong.
         told: Numbers of `FAULTS` that the other replicas know of.
         elsewhere: Steps with such a fault on others alone.
@@ -50,7 +49,6 @@ class Counters(Tracked):
         self.rejected = self._zeros("rejected_statistics")
         self.dropped = self._zeros("dropped_factors")
         self.failures = self._zeros("failed_decompositions")
-        self.broken = self._zeros("broken_copies")
         self.plain = self._zeros("plain_gradients")
         kinds = len(FAULTS)
         self.told = self._zeros("told_faults", kinds)
@@ -68,7 +66,6 @@ class Counters(Tracked):
             self.rejected,
             self.dropped,
             self.failures,
-            self.broken,
             self.plain,
         )
 

@@ -215,12 +215,9 @@ class State(Tracked):
         ]
         if self.damping is not None:
             events.append(("steps rejected", self.damping.rejected))
-        for text, numbers in [
-            ("gradients of other passes in", self.counters.unexplained),
-            ("broken copies of decompositions of", self.counters.broken),
-        ]:
-            for i, path in enumerate(self.counters.paths):
-                events.append((f"{text} {path}", Number(numbers, i)))
+        for i, path in enumerate(self.counters.paths):
+            unexplained = Number(self.counters.unexplained, i)
+            events.append((f"gradients of other passes in {path}", unexplained))
         return events + self.counters.events()
 
 

@@ -20,7 +20,6 @@ from tfkfac.factors import (
     from_stored,
     to_stored,
 )
-from tfkfac.linalg.digest import digest
 from tfkfac.linalg.tensors import all_finite, select
 
 T = TypeVar("T")
@@ -208,15 +207,6 @@ class Decomposition(Tracked):
         if self._dtype != tf.bfloat16:
             tensors = from_stored(tensors, self._block.dtype)
         return self.solver.apply(self._block.factors, tensors, gradient)
-
-    def digest(self) -> Call[tf.Tensor]:
-        """A number that other decompositions hardly have, see `digest`."""
-        return call_for(
-            self._block.factors,
-            ("digest", self.solver, self._dtype),
-            lambda *tensors: digest(list(map(tf.convert_to_tensor, tensors))),
-            *self.tensors,
-        )
 
     def _stored(self, tensors: Tensors) -> dict[str, tf.Tensor]:
         kept = self.solver.kept(self._block.factors)

@@ -10,7 +10,6 @@ each kind.
 | a statistic | an update of its block's factors | `rejected` | kfac/averages |
 | a factor | what is known of its block | `dropped` | kfac/averages |
 | a decomposition | this one, the last good stays | `failures` | solvers/base |
-| one of its copies | nothing: it is made anew | `broken` | kfac/copies |
 | a preconditioned gradient | the plain one | `plain` | kfac/sound |
 | all tries of a step | the step | `rejected_steps` | gauss_newton/method |
 | an estimation | this one, the last stays | `failures` | fosi/directions |

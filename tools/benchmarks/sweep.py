@@ -91,8 +91,8 @@ class Size:
 
     @property
     def message(self) -> int:
-        """Gradients, and of each layer a flag and a digest of 16 bits."""
-        return self.weights + 17 * self.depth
+        """Gradients, and of each layer a flag and four faults."""
+        return self.weights + 5 * self.depth
 
     @property
     def factors(self) -> int:
