@@ -12,23 +12,21 @@ import dataclasses
 import html
 import importlib.util
 import io
-import math
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLUMNS = {"step", "quantity", "layer", "value"}
-STAGES = "seconds/"
 # Layers are told apart by colour; more would not be.
 LAYERS = 20
 STYLE = (
     "body{font-family:sans-serif;max-width:72em;margin:2em auto;color:#222}"
-    "svg{width:100%;height:auto}td,th{padding:.2em .8em;text-align:right}"
+    "svg{width:100%;height:auto}"
 )
 
 
@@ -131,7 +129,7 @@ def read(run: pathlib.Path) -> dict[str, list[Curve]]:
 
 def write(title: str, curves: dict[str, list[Curve]]) -> str:
     """The page."""
-    left = {name for name in curves if not name.startswith(STAGES)}
+    left = set(curves)
     parts = []
     # "Metrics" are what no other plot has.
     for panel in sorted(PANELS, key=lambda panel: panel.title == "Metrics"):
@@ -141,10 +139,6 @@ def write(title: str, curves: dict[str, list[Curve]]) -> str:
             found = [curve for name in shown for curve in curves[name]]
             parts.append((PANELS.index(panel), draw(panel, found)))
     body = [svg for _, svg in sorted(parts)]
-    kinds = stage_seconds(curves)
-    if kinds:
-        body.append(draw_stages(kinds))
-        body.append(stage_table(kinds))
     name = html.escape(title)
     return (
         f"<!doctype html><meta charset=utf-8><title>{name}</title>"
@@ -168,53 +162,6 @@ def draw(panel: Panel, curves: Sequence[Curve]) -> str:
         axes.grid(alpha=0.3)
 
     return as_svg(fill)
-
-
-def stage_seconds(
-    curves: dict[str, list[Curve]],
-) -> dict[str, dict[str, float]]:
-    """Mean seconds of each stage of each kind of step, over the rows.
-
-    The first row is left out where there are others: it has the first step.
-    """
-    kinds: dict[str, dict[str, float]] = {}
-    for name, found in curves.items():
-        if name.startswith(STAGES):
-            _, kind, stage = name.split("/")
-            (curve,) = found
-            values = curve.values[1:] or curve.values
-            mean = math.fsum(values) / len(values)
-            kinds.setdefault(kind, {})[stage] = mean
-    return kinds
-
-
-def draw_stages(kinds: dict[str, dict[str, float]]) -> str:
-    """Bars of the kinds of step, of their stages one on the other."""
-
-    def fill(axes: "Axes") -> None:
-        bottom = [0.0] * len(kinds)
-        for stage in next(iter(kinds.values())):
-            seconds = [stages[stage] * 1e3 for stages in kinds.values()]
-            axes.bar(list(kinds), seconds, bottom=bottom, label=stage)
-            bottom = [b + s for b, s in zip(bottom, seconds, strict=True)]
-        axes.set(title="Milliseconds of a step, by stage")
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-
-    return as_svg(fill)
-
-
-def stage_table(kinds: dict[str, dict[str, float]]) -> str:
-    """The same in numbers."""
-
-    def row(tag: str, cells: Iterable[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{c}</{tag}>" for c in cells) + "</tr>"
-
-    stages = list(next(iter(kinds.values())))
-    rows = [row("th", ["milliseconds", *stages])]
-    for kind, seconds in kinds.items():
-        numbers = (f"{seconds[stage] * 1e3:.3f}" for stage in stages)
-        rows.append(row("td", [kind, *numbers]))
-    return f"<table>{''.join(rows)}</table>"
 
 
 def as_svg(fill: Callable[["Axes"], None]) -> str:

@@ -1,7 +1,6 @@
 """What `CurvatureLogger` says, against numbers worked out beside it."""
 
 import csv
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.support.reference import Array
 from tests.support.small import data, loss, mlp
 from tfkfac.callbacks import CurvatureLogger
 from tfkfac.callbacks.layers import layer_curvature
-from tfkfac.wrapper.stages import KINDS, STAGES, Stopwatch
 
 X, Y = data(32)
 
@@ -77,7 +75,6 @@ def test_a_factor_that_is_not_finite_has_no_condition() -> None:
 
 def test_it_logs_what_the_optimizer_did(tmp_path: Path) -> None:
     model, history = fit(kfac(), CurvatureLogger(tmp_path, every=3))
-    assert model.optimizer.method.job.stopwatch is None  # nobody asked
     path = tmp_path / "curvature.csv"
     steps = sorted({int(row["step"]) for row in rows(path)})
     assert steps == [3, 6, 8, 9, 12, 15, 16]
@@ -124,56 +121,8 @@ def test_steps_of_gauss_newton_under_a_strategy(tmp_path: Path) -> None:
     assert tries >= 1
 
 
-def test_stages_are_timed_by_kind_of_step(tmp_path: Path) -> None:
-    """Factors at steps 0, 2, ..., 14, of which 0, 6 and 12 have inverses."""
-    logger = CurvatureLogger(tmp_path, stages=True)
-    began = time.perf_counter()
-    model, history = fit(kfac(), logger)
-    passed = time.perf_counter() - began
-    table = model.optimizer.method.job.stopwatch.table()
-    assert table[:, 0].tolist() == [8, 5, 3]
-    assert 0 < table[:, 1:].sum() < passed
-    at = {stage: 1 + i for i, stage in enumerate(STAGES)}
-    done = table > 0
-    assert done[:, at["gradients"]].all() and done[:, at["update"]].all()
-    assert done[:, at["factors"]].tolist() == [False, True, True]
-    assert done[:, at["decompose"]].tolist() == [False, False, True]
-    path = tmp_path / "curvature.csv"
-    kinds = {row["quantity"].split("/")[1] for row in rows(path)
-             if row["quantity"].startswith("seconds/")}  # fmt: skip
-    assert kinds == set(KINDS)
-    assert not any(name.startswith("curvature/seconds/") for name in history)
-
-
-def test_a_stage_has_its_own_time() -> None:
-    watch = Stopwatch()
-    counters = [tf.Variable(0, dtype=tf.int64) for _ in KINDS[1:]]
-
-    def nap(x: tf.Tensor) -> tf.Tensor:
-        y = tf.numpy_function(lambda v: (time.sleep(0.05), v)[1], [x], x.dtype)
-        return tf.ensure_shape(y, x.shape)
-
-    @tf.function(autograph=False)
-    def step(x: tf.Tensor, long: tf.Tensor) -> None:
-        watch.lap("gradients", [x])
-        y = tf.cond(long, lambda: nap(x), lambda: x)
-        watch.lap("factors", [y])
-        watch.lap("reduce", [y + 1])
-        counters[0].assign_add(tf.cast(long, tf.int64))
-        watch.end(counters)
-
-    for long in (False, True, False):
-        step(tf.ones([2]), tf.constant(long))
-    table = watch.table()
-    assert table[:, 0].tolist() == [2, 1, 0]
-    assert 0.05 <= table[1, 2] < 0.2
-    assert table[0].sum() - 2 < 0.04 and table[1, 3] < 0.04
-
-
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="`every`"):
         CurvatureLogger(every=0)
-    with pytest.raises(ValueError, match="`stages`"):
-        CurvatureLogger(stages=True)
     with pytest.raises(ValueError, match="optimizer of tfkfac"):
         fit(keras.optimizers.SGD(), CurvatureLogger(), epochs=1)

@@ -5,12 +5,10 @@ import importlib.util
 import math
 import pathlib
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TextIO
 
 import keras
-import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
@@ -21,8 +19,6 @@ from tfkfac.gauss_newton.optimizer import GaussNewton
 from tfkfac.kfac.optimizer import KFAC
 from tfkfac.shell.carry import ours
 from tfkfac.shell.optimizer import SecondOrderOptimizer
-from tfkfac.shell.support import uses_xla
-from tfkfac.wrapper.stages import KINDS, STAGES, Stopwatch
 
 COLUMNS = ("step", "epoch", "seconds", "quantity", "layer", "value")
 
@@ -46,17 +42,9 @@ class CurvatureLogger(keras.callbacks.Callback):
     For Gauss-Newton: what the last step did (see `GaussNewton.last_step`).
     For all: the skipped steps and the seconds of a step.
 
-    With `stages`, the mean seconds of each kind of step (plain, with new
-    factors, with new decompositions) by stage since the last time: gradients,
-    factors, reduce, decompose, broadcast, precondition, update (KAISA, figure
-    7). "gradients" has all that is before, also the wait for the data. Time
-    stamps in the graph tell them; the host waits for nothing. What runs side by
-    side counts for the stage that ends first. On a GPU they are the times at
-    which work is handed over to it, and a step compiled by XLA has none.
-
     At the end of an epoch, numbers of the whole model are added to `logs`, for
     `History` and for the callbacks after this one, as "curvature/..."; with a
-    directory these, those of layers and stages, and the logs are in files.
+    directory these, those of layers, and the logs are in files.
 
     Args:
         directory: Where to write "curvature.csv" (of further workers
@@ -65,14 +53,12 @@ class CurvatureLogger(keras.callbacks.Callback):
         every: Training steps between rows, besides those of the epochs' ends.
         layers: Whether to log the layers. It takes the eigenvalues of all
             factors: seconds for those of thousands of rows.
-        stages: Whether to time the stages of K-FAC's steps. It needs a
-            directory.
         append: Whether to go on with the file that is there, as after a
             restart.
 
     Raises:
-        ValueError: If `every` is not a number of steps, or stages have no
-            directory; in `fit`, if the model has no optimizer of this package.
+        ValueError: If `every` is not a number of steps; in `fit`, if the model
+            has no optimizer of this package.
     """
 
     def __init__(
@@ -81,28 +67,20 @@ class CurvatureLogger(keras.callbacks.Callback):
         *,
         every: int | None = None,
         layers: bool = True,
-        stages: bool = False,
         append: bool = False,
     ) -> None:
         super().__init__()
         self.directory = None if directory is None else pathlib.Path(directory)
         if every is not None:
             every = check_count("every", every, 1)
-        if stages and directory is None:
-            raise ValueError(
-                "Argument `stages` must be False without a `directory` to "
-                f"write to. Received: stages={stages}"
-            )
         self.every = every
         self.layers = layers
-        self.stages = stages
         self.append = append
         self._epoch = 0
         self._steps = 0
         self._logged = 0
         self._began = 0.0
         self._at = 0.0
-        self._timed: np.ndarray | None = None
         self._file: TextIO | None = None
         self._events: Any = None
 
@@ -110,8 +88,6 @@ class CurvatureLogger(keras.callbacks.Callback):
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         optimizer = self._optimizer()
-        if self.stages and isinstance(optimizer, KFAC):
-            self._time_stages(optimizer)
         self._steps = self._logged = int(optimizer.method.job.clock)
         self._began = self._at = time.perf_counter()
         if self.directory is not None:
@@ -146,7 +122,7 @@ class CurvatureLogger(keras.callbacks.Callback):
         own = list(self._values())
         self._write([*(Value(k, float(v)) for k, v in logs.items()), *own])
         for one in own:
-            if not one.layer and "/" not in one.quantity:
+            if not one.layer:
                 logs[f"curvature/{one.quantity}"] = one.value
         self._logged, self._at = self._steps, time.perf_counter()
 
@@ -174,39 +150,11 @@ class CurvatureLogger(keras.callbacks.Callback):
             yield Value(name, value)
         yield Value("factor_updates", int(optimizer.factor_updates))
         yield Value("inverse_updates", int(optimizer.inverse_updates))
-        yield from self._of_stages(optimizer)
         if self.layers and "damping" in did:
             for path, factors in optimizer.factors().items():
                 found = layer_curvature(factors, did["damping"])
                 yield Value("trace", found.trace, path)
                 yield Value("condition", found.condition, path)
-
-    def _of_stages(self, optimizer: KFAC) -> Iterator[Value]:
-        """Seconds of a step of each kind since the last time."""
-        watch = optimizer.method.job.stopwatch
-        if not self.stages or watch is None:
-            return
-        now = watch.table()
-        before = np.zeros_like(now) if self._timed is None else self._timed
-        self._timed = now
-        for kind, (steps, *seconds) in zip(KINDS, now - before, strict=True):
-            if steps:
-                for stage, total in zip(STAGES, seconds, strict=True):
-                    yield Value(f"seconds/{kind}/{stage}", total / steps)
-
-    def _time_stages(self, optimizer: KFAC) -> None:
-        """From the next trace on, steps tell how long their stages take."""
-        if uses_xla(self.model):
-            warnings.warn(
-                "`CurvatureLogger` cannot time the stages of a step that XLA "
-                "compiles. Use `compile(..., jit_compile=False)`.",
-                stacklevel=2,
-            )
-            return
-        job = optimizer.method.job
-        if job.stopwatch is None:
-            job.stopwatch = Stopwatch()
-            self.model.make_train_function(force=True)
 
     # --------------------------------------------------------------- files
     def _open(self, directory: pathlib.Path) -> None:

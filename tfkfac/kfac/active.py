@@ -272,11 +272,9 @@ def renew_decompositions(
 
     def renew() -> None:
         made = decompose_owned(active, placement.solver, damping)
-        step.lap("decompose", made)
         parts = placement.exchange.share_decompositions(
             step.group, made, [one.position for one in active]
         )
-        step.lap("broadcast", parts)
         replace_decompositions(active, counters, parts, damping, wanted)
 
     turn = {one.position for one in active}

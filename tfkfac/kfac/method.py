@@ -183,11 +183,9 @@ class KFACMethod(Method):
             own.inverse_updates.assign_add(any_renewed)
             sound = {one.layer.position: one.sound for one in made}
             renew_unsound(own.counters, sound)
-            step.lap("precondition", [one.product for one in made])
             return Update(self.choose_length(made, step, sample, damping))
 
         step.apply(direction)
-        step.end_laps([own.factor_updates, own.inverse_updates])
 
     def observe(self, step: Step) -> list[ActiveBlock]:
         """The blocks of this step, with what their layers left behind."""
@@ -256,14 +254,12 @@ class KFACMethod(Method):
         state, placement = self.job.own(self.states), self.placement
 
         def move_averages() -> None:
-            local = statistics()
-            step.lap("factors", local)
-            reduced = placement.exchange.reduce_statistics(step.group, local)
-            step.lap("reduce", reduced)
+            reduced = placement.exchange.reduce_statistics(
+                step.group, statistics()
+            )
             taken = update_averages(
                 layers, state.counters, reduced, self.factor_decay, due
             )
-            step.lap("factors", taken)
             state.factor_updates.assign_add(taken)
 
         when((due | late) & step.finite, move_averages)

@@ -18,7 +18,6 @@ from tfkfac.loss.shares import LossScaling
 from tfkfac.loss.terms import LossTerms, mean_over
 from tfkfac.training.loss_log import LossLog
 from tfkfac.training.skips import Streak
-from tfkfac.wrapper.stages import Stopwatch
 
 T = TypeVar("T")
 
@@ -42,8 +41,6 @@ class Job:
         loss_terms: Number of terms of a loss that nobody sees being computed,
             or a function that returns it.
         losses: What the losses have been taken for.
-        stopwatch: Times the stages of the first replica's steps, if there is
-            one when they are traced.
     """
 
     def __init__(
@@ -58,7 +55,6 @@ class Job:
         self.scaling = LossScaling(name) if scaling is None else scaling
         self.loss_terms: int | Callable[[], tf.Tensor] | None = None
         self.losses = LossLog()
-        self.stopwatch: Stopwatch | None = None
         self.topology = find_topology(model.distribute_strategy)
         self.skipped: tuple[tf.Variable, ...] = ()
         self.streaks: tuple[Streak, ...] = ()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,7 +18,6 @@ from tfkfac.loss.shares import LossMeasure, measure_loss, weighted
 from tfkfac.training.guards import count_events
 from tfkfac.training.job import Job
 from tfkfac.training.skips import Streak
-from tfkfac.wrapper.stages import Stopwatch
 
 Gradients = list[tf.Tensor | None]
 
@@ -207,7 +206,6 @@ class Step:
         flags, streak = self._finite_ones(), self._streak
         self.finite = tf.reduce_all(flags)
         skipped = tf.logical_not(self.finite)
-        self.lap("gradients", skipped)
         count_events(
             [skipped],
             [self.job.own(self.job.skipped)],
@@ -228,22 +226,7 @@ class Step:
             self._apply_inner(direction())
             self._streak.end()
 
-        self.lap("update", when(self.finite, update))
-
-    def lap(self, stage: str, ended: Any) -> None:
-        """Ends a stage of the step with its results, any nest of tensors."""
-        if watch := self._stopwatch():
-            watch.lap(stage, tf.nest.flatten(ended))
-
-    def end_laps(self, counters: Sequence[tf.Variable]) -> None:
-        """Ends the step, see `Stopwatch.end`."""
-        if watch := self._stopwatch():
-            watch.end(counters)
-
-    def _stopwatch(self) -> Stopwatch | None:
-        """That of the process, on the first of its replicas."""
-        job = self.job
-        return job.stopwatch if job.rank == job.topology.local[0] else None
+        when(self.finite, update)
 
     def keep_finite(self) -> None:
         """Takes back what the model keeps of a batch if it is not finite.
