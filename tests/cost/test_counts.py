@@ -53,7 +53,7 @@ def test_as_much_as_the_optimizer_says(
     """The most that any of the workers has or receives."""
     kwargs: dict[str, Any] = {}
     if half:
-        kwargs = {"factor_dtype": "bfloat16", "inverse_dtype": "float16"}
+        kwargs = {"factor_dtype": "bfloat16", "inverse_dtype": "bfloat16"}
     placement = place(placed, WORKERS, solver, symmetric=half, **kwargs)
     found = estimates(WORKERS, symmetric_communication=half, **kwargs)
     one = found[f"{mode} {solver}"]

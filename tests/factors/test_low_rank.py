@@ -15,8 +15,7 @@ from tfkfac.factors import (
     LowRank,
     Part,
     Stack,
-    from_stored,
-    to_stored,
+    Tensors,
 )
 from tfkfac.linalg.nystroem import probes
 
@@ -277,6 +276,13 @@ def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
             assert not all(finite)
 
 
+def rounded(tensors: Tensors, dtype: tf.DType) -> dict[str, tf.Tensor]:
+    """Tensors in float32 that were kept in another dtype."""
+    return {
+        k: tf.cast(tf.cast(v, dtype), tf.float32) for k, v in tensors.items()
+    }
+
+
 @SIDES
 @BY_NAME
 def test_parts_of_the_identity_leave_a_gradient(name: str, side: Any) -> None:
@@ -287,9 +293,9 @@ def test_parts_of_the_identity_leave_a_gradient(name: str, side: Any) -> None:
 
     def kept(parts: dict[str, Part], dtype: tf.DType) -> dict[str, tf.Tensor]:
         identity = {k: p.identity(tf.float32) for k, p in parts.items()}
-        return from_stored(to_stored(identity, parts, dtype), tf.float32)
+        return rounded(identity, dtype)
 
-    for dtype in (tf.float32, tf.bfloat16, tf.float16):
+    for dtype in (tf.float32, tf.bfloat16):
         inverse = kept(kind.inverse_parts(), dtype)
         eigen = kept(kind.eigen_parts(), dtype)
         for got in (
@@ -301,8 +307,7 @@ def test_parts_of_the_identity_leave_a_gradient(name: str, side: Any) -> None:
             np.testing.assert_array_equal(got, gradient)
 
 
-@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16])
-def test_inverse_in_half_precision(dtype: tf.DType) -> None:
+def test_inverse_in_half_precision() -> None:
     """Off by its roundings, of whatever size the inverse is."""
     for scale in (1e-8, 1.0, 1e8):
         case = Case("one")
@@ -311,8 +316,7 @@ def test_inverse_in_half_precision(dtype: tf.DType) -> None:
         damping = np.float64(0.3 * scale)
         shift = tf.constant(damping, tf.float32)
         inverse = case.kind.inverse(case.value, shift)
-        parts = case.kind.inverse_parts()
-        kept = from_stored(to_stored(inverse, parts, dtype), tf.float32)
+        kept = rounded(inverse, tf.bfloat16)
         gradient = case.gradient("left")
         want = case.solution(damping, gradient, "left")
         got = case.kind.multiply(

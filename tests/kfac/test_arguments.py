@@ -81,6 +81,7 @@ WRONG: list[tuple[str, Any, str]] = [
         for name in ("factor", "inverse")
         for value in ("float64", "int8", "half", 16, True)
     ),
+    ("inverse_dtype", "float16", "'bfloat16' or None.*overflow"),
     *(
         ("inner_optimizer", value, "a Keras optimizer")
         for value in (1, 0, True, "foo", [], layers.Dense(1), object())
@@ -305,7 +306,7 @@ NUMBERS: dict[str, Any] = {
     "assignment": "memory",
     "symmetric_communication": True,
     "factor_dtype": "bfloat16",
-    "inverse_dtype": "float16",
+    "inverse_dtype": "bfloat16",
     "max_factor_dim": 100,
     "factor_rank": 8,
     "factor_batch_fraction": 0.25,

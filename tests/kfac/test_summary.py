@@ -216,7 +216,6 @@ def test_reports_before_a_first_step() -> None:
         ("eigen", "float64", None, None),
         ("eigen", "float32", "float16", None),
         ("inverse", "float32", None, "bfloat16"),
-        ("inverse", "float32", None, "float16"),
     ],
 )
 def test_state_bytes_are_those_of_the_variables(

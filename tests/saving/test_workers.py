@@ -87,7 +87,7 @@ def test_one_worker_is_asked_to_end(
             "kfac",
             {"model": "small", "gradient_accumulation_steps": 2},
         ),
-        ("two", "kfac", {"model": "small", "inverse_dtype": "float16"}),
+        ("two", "kfac", {"model": "small", "inverse_dtype": "bfloat16"}),
         ("two", "fosi", {"layout": "rows"}),
         ("two", "fosi", {"layout": "columns", "inner": "adam"}),
         ("two", "fosi", BESIDE),

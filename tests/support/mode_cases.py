@@ -280,6 +280,10 @@ add(
     inner="adam",
     symmetric_communication=True,
 )
+HALF: dict[str, dict[str, Any]] = {
+    dtype: {"factor_dtype": dtype, "inverse_dtype": "bfloat16"}
+    for dtype in ("bfloat16", "float16")
+}
 for solver_, dtype_ in [("inverse", "float16"), ("eigen", "bfloat16")]:
     add(
         "two",
@@ -288,13 +292,8 @@ for solver_, dtype_ in [("inverse", "float16"), ("eigen", "bfloat16")]:
         slow=dtype_ == "bfloat16",
         model="small",
         solver=solver_,
-        factor_dtype=dtype_,
-        inverse_dtype=dtype_,
+        **HALF[dtype_],
     )
-HALF: dict[str, dict[str, Any]] = {
-    dtype: {"factor_dtype": dtype, "inverse_dtype": dtype}
-    for dtype in ("bfloat16", "float16")
-}
 # The inputs of the hidden layer, 51 with the bias, as a sketch.
 for where_, mode_, solver_, slow_, kwargs_ in [
     ("two", "comm_opt", "inverse", False, {"symmetric_communication": True}),

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from tfkfac.blocks import Block
 from tfkfac.distributed.wire import Wire
-from tfkfac.factors import stored_parts
 from tfkfac.solvers import Solver
 
 
@@ -36,7 +35,7 @@ class BlockBytes:
         """Counts those of a block."""
         kinds, own = block.factors, block.dtype.size
         dtype = wire.inverse_dtype or block.dtype
-        kept = stored_parts(solver.kept(kinds), dtype).values()
+        kept = solver.kept(kinds).values()
         statistics = 0
         for kind in kinds.values():
             total = math.prod(wire.shape(kind.storage))
@@ -47,7 +46,7 @@ class BlockBytes:
             statistics += own * (1 + units * (wire.factor_dtype is not None))
         parts = {}
         for name in kinds:
-            sent = stored_parts(solver.parts(kinds, name), dtype).values()
+            sent = solver.parts(kinds, name).values()
             elements = sum(math.prod(wire.shape(part)) for part in sent)
             parts[name] = elements * dtype.size
         return cls(

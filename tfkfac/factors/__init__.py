@@ -6,7 +6,6 @@ A new kind is one class here, a `Factor`; a block declares which it has.
 from tfkfac.factors.base import VALUES, Factor, Side, Tensors
 from tfkfac.factors.calls import call_for
 from tfkfac.factors.diagonal import Diagonal
-from tfkfac.factors.half import from_stored, stored_parts, to_stored
 from tfkfac.factors.limit import Limit
 from tfkfac.factors.low_rank import LowRank
 from tfkfac.factors.matrices import Dense, Stack
@@ -25,7 +24,4 @@ __all__ = [
     "Stack",
     "Tensors",
     "call_for",
-    "from_stored",
-    "stored_parts",
-    "to_stored",
 ]

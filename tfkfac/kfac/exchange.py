@@ -23,7 +23,7 @@ from tfkfac.distributed.wire import (
     rounds,
     scope,
 )
-from tfkfac.factors import Part, Tensors, from_stored, stored_parts, to_stored
+from tfkfac.factors import Part, Tensors
 from tfkfac.solvers import Solver
 
 # Within the range of all dtypes on the wire: float16 ends at 65504.
@@ -176,26 +176,23 @@ class Exchange:
             The parts this worker needs, by layer.
         """
         items = [i for i in self._part_items() if i.layer in set(layers)]
-        part_of = {i: self._sent_parts(i) for i in layers}
-        sent = {
-            i: to_stored(made, part_of[i], self._part_dtype(i))
-            for i, made in parts.items()
+        part_of = {
+            i: self._solver.all_parts(self._blocks[i].factors) for i in layers
         }
 
         def value_of(item: Item) -> tf.Tensor:
-            part = part_of[item.layer][item.name]
-            return self.wire.pack(part, sent[item.layer][item.name])
+            made = parts[item.layer][item.name]
+            made = tf.cast(made, self._part_dtype(item.layer))
+            return self.wire.pack(part_of[item.layer][item.name], made)
 
         with tf.name_scope("decompositions"):
             values = broadcast_items(communicator, items, value_of)
         received: dict[int, Parts] = {}
         for (layer, name), value in values.items():
             value = self.wire.unpack(part_of[layer][name], value)
+            value = tf.cast(value, self._blocks[layer].dtype)
             received.setdefault(layer, {})[name] = value
-        return {
-            layer: from_stored(named, self._blocks[layer].dtype)
-            for layer, named in received.items()
-        }
+        return received
 
     def decomposition_traffic(self, rank: int) -> int:
         """Bytes that a worker receives when all blocks are decomposed."""
@@ -214,14 +211,10 @@ class Exchange:
                 members = self.plan.decomposition_group(i, factor)
                 dtype = self._part_dtype(i)
                 parts = self._solver.parts(block.factors, factor)
-                for name, part in stored_parts(parts, dtype).items():
+                for name, part in parts.items():
                     spec = tf.TensorSpec(self.wire.shape(part), dtype)
                     items.append(Item(i, name, spec, owner, members))
         return items
-
-    def _sent_parts(self, layer: int) -> dict[str, Part]:
-        parts = self._solver.all_parts(self._blocks[layer].factors)
-        return stored_parts(parts, self._part_dtype(layer))
 
     def _part_dtype(self, layer: int) -> tf.DType:
         return self.wire.inverse_dtype or self._blocks[layer].dtype

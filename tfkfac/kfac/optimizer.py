@@ -134,8 +134,9 @@ class KFAC(SecondOrderOptimizer):
             precision would round away what a new batch adds to them.
             TensorFlow adds no bfloat16 on GPUs: among several of them factors
             in it are sent as float32.
-        inverse_dtype: Dtype of decompositions in storage and on the wire, the
-            same choice. They are computed in float32 or better.
+        inverse_dtype: Dtype of decompositions in storage and on the wire:
+            "float32", "bfloat16" or None, that of the weights but at least
+            float32. They are computed in float32 or better.
         max_factor_dim: Most rows of a factor that is kept as a whole matrix:
             its memory grows with the square of the width, the work of its
             decomposition with the cube. Of a wider one the product with

@@ -147,17 +147,33 @@ def check_plain(inner: keras.optimizers.Optimizer) -> None:
     )
 
 
-def check_dtype(name: str, value: Any) -> tf.DType | None:
+def check_dtype(
+    name: str, value: Any, choices: tuple[str, ...]
+) -> tf.DType | None:
     """Returns a floating point dtype, or None for None.
 
     Raises:
-        ValueError: If it is not one of the three allowed.
+        ValueError: If it is not one of the choices.
     """
     if value is None:
         return None
-    choices = ("float32", "bfloat16", "float16")
     text = getattr(value, "name", value)
     return tf.as_dtype(check_choice(name, text, choices))
+
+
+def check_inverse_dtype(value: Any) -> tf.DType | None:
+    """Returns `inverse_dtype`, see `check_dtype`.
+
+    Raises:
+        ValueError: If it is not one of the choices.
+    """
+    if getattr(value, "name", value) == "float16":
+        raise ValueError(
+            "Argument `inverse_dtype` must be 'float32', 'bfloat16' or None. "
+            "In float16 inverses overflow and eigenvalues vanish; bfloat16 "
+            "takes as much memory. Received: inverse_dtype='float16'"
+        )
+    return check_dtype("inverse_dtype", value, ("float32", "bfloat16"))
 
 
 def make_settings(
@@ -196,8 +212,10 @@ def make_settings(
         fraction,
         assignment,
         symmetric,
-        check_dtype("factor_dtype", factor_dtype),
-        check_dtype("inverse_dtype", inverse_dtype),
+        check_dtype(
+            "factor_dtype", factor_dtype, ("float32", "bfloat16", "float16")
+        ),
+        check_inverse_dtype(inverse_dtype),
     )
 
 

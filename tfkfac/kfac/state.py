@@ -174,7 +174,7 @@ class State(Tracked):
             rank: The worker.
         """
         plan = placement.plan
-        solved = part_of(placement.solver, placement.settings.inverse_dtype)
+        solved = solver_name(placement.solver)
         entries = self._clocks(plan)
         for i, one in enumerate(self.preconditioners):
             if plan.observes(rank, i):
@@ -221,13 +221,9 @@ class State(Tracked):
         return events + self.counters.events()
 
 
-def part_of(solver: Solver, inverse_dtype: tf.DType | None) -> str:
-    """The part of the state that decompositions by a solver are.
-
-    Those of float16 have other entries, see `factors.half`.
-    """
-    name = next(n for n, kind in SOLVERS.items() if type(solver) is kind)
-    return f"{name} float16" if inverse_dtype == tf.float16 else name
+def solver_name(solver: Solver) -> str:
+    """The part of the state that decompositions by a solver are."""
+    return next(n for n, kind in SOLVERS.items() if type(solver) is kind)
 
 
 def kept_factors(states: Sequence[State]) -> dict[str, dict[str, np.ndarray]]:

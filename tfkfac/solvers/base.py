@@ -17,8 +17,6 @@ from tfkfac.factors import (
     Side,
     Tensors,
     call_for,
-    from_stored,
-    to_stored,
 )
 from tfkfac.linalg.tensors import all_finite, select
 
@@ -121,14 +119,13 @@ class Decomposition(Tracked):
         self.solver = solver
         self._block = block
         self._dtype = dtype or block.dtype
-        variables = {}
+        kept = solver.kept(block.factors)
         with tf.init_scope():
-            for name, part in solver.kept(block.factors).items():
-                identity = part.identity(block.dtype)
-                stored = to_stored({name: identity}, {name: part}, self._dtype)
-                for key, value in stored.items():
-                    variables[key] = state_variable(value, self._dtype, key)
-        self.names, self.tensors = tuple(variables), list(variables.values())
+            self.tensors = [
+                state_variable(part.identity(block.dtype), self._dtype, name)
+                for name, part in kept.items()
+            ]
+        self.names = tuple(kept)
 
     def updating(
         self, parts: Tensors, damping: tf.Tensor, wanted: tf.Tensor
@@ -150,7 +147,8 @@ class Decomposition(Tracked):
             wanted: tf.Tensor,
             tensors: Sequence[tf.Variable],
         ) -> tf.Tensor:
-            stored = self._stored(self.solver.combine(parts, damping))
+            made = self.solver.combine(parts, damping)
+            stored = {k: tf.cast(v, self._dtype) for k, v in made.items()}
             good = all_finite(list(stored.values()))
             take = tf.logical_and(good, wanted)
             for name, old in zip(self.names, tensors, strict=True):
@@ -205,12 +203,9 @@ class Decomposition(Tracked):
         tensors: Tensors = dict(zip(self.names, variables, strict=True))
         # In bfloat16 as they are: solvers know what can be done in it.
         if self._dtype != tf.bfloat16:
-            tensors = from_stored(tensors, self._block.dtype)
+            dtype = self._block.dtype
+            tensors = {k: tf.cast(v, dtype) for k, v in tensors.items()}
         return self.solver.apply(self._block.factors, tensors, gradient)
-
-    def _stored(self, tensors: Tensors) -> dict[str, tf.Tensor]:
-        kept = self.solver.kept(self._block.factors)
-        return to_stored(tensors, kept, self._dtype)
 
 
 def most_rows(factors: Factors, workers: int) -> int:
