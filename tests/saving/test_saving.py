@@ -12,7 +12,6 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support.marks import with_slow
 from tests.support.saved_models import CASES, assert_resumes, compiled, train
 from tests.support.small import (
     CLASSES,
@@ -192,7 +191,7 @@ def test_state_tree_of_tensors() -> None:
     "arguments",
     [
         {"solver": "eigen"},
-        {"factor_dtype": "bfloat16", "inverse_dtype": "float16"},
+        {"factor_dtype": "bfloat16", "inverse_dtype": "bfloat16"},
     ],
     ids=["eigen", "half"],
 )
@@ -338,9 +337,8 @@ def test_loaded_without_compiling(tmp_path: Path) -> None:
     assert int(kfac_of(copy).iterations) == 1
 
 
-@pytest.mark.parametrize("dtype", with_slow(["bfloat16", "float16"], "float16"))
-def test_decompositions_in_half_precision(dtype: str, tmp_path: Path) -> None:
-    model = compiled("functional", solver="eigen", inverse_dtype=dtype)
+def test_decompositions_in_half_precision(tmp_path: Path) -> None:
+    model = compiled("functional", solver="eigen", inverse_dtype="bfloat16")
     train(model, 0, 5)
     model.save(tmp_path / "model.keras")
     copy = keras.models.load_model(tmp_path / "model.keras")
