@@ -10,7 +10,7 @@ from tfkfac.compat.optimizers import find_by_name
 from tfkfac.fisher import register_distribution
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
-from tfkfac.kfac.damping import LevenbergMarquardt
+from tfkfac.kfac.length import LevenbergMarquardt
 from tfkfac.kfac.optimizer import KFAC
 from tfkfac.shell import binding, carry
 from tfkfac.shell.loss_scale import LossScaleOptimizer

@@ -16,7 +16,7 @@ import tfkfac
 from tests.support.harness import assert_close, find
 from tests.support.reference import Array
 from tests.training.test_xla import pretend_gpu
-from tfkfac.kfac.statistics import label_seeds
+from tfkfac.kfac.active import label_seeds
 
 RNG = np.random.default_rng(1)
 X = RNG.normal(size=(8, 6)).astype("float32")

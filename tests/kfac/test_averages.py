@@ -11,7 +11,7 @@ from tests.support.lockstep import run_together
 from tests.support.placements import place
 from tests.support.reference import Array
 from tfkfac.blocks import Statistic
-from tfkfac.kfac.state import State
+from tfkfac.kfac.bank import State
 
 WORKERS, ROWS, UPDATES = 2, 8, 500
 # Half a unit in the last place, of each worker's cast and of their sum.

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.support.small import compiled_mlp, data
-from tfkfac.kfac.counters import Counters, Number
+from tfkfac.kfac.bank import Counters, Number
 
 
 def test_which_blocks_are_decomposed() -> None:

@@ -14,7 +14,7 @@ from keras import layers
 import tfkfac
 from tests.support.small import FEATURES, Scale
 from tests.support.summaries import sequential
-from tfkfac.kfac.advice import Advice
+from tfkfac.kfac.report import Advice
 
 
 def said(action: Callable[[], Any]) -> list[str]:

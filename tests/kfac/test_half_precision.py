@@ -15,8 +15,8 @@ from tests.support.lockstep import run_together
 from tests.support.placements import SIZES, place
 from tests.support.reference import SOLVES, Array
 from tfkfac.blocks import MatrixGradient
+from tfkfac.kfac.bank import State
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.state import State
 
 # A few roundings of a dtype: of both factors, on the wire and in storage.
 ALWAYS = tf.constant(True)

@@ -16,7 +16,7 @@ from tests.support.harness import randomize
 from tests.support.marks import with_slow
 from tests.support.reference import Array, inverse_solve
 from tests.support.small import summary_text
-from tfkfac.kfac.damping import AdaptiveDamping
+from tfkfac.kfac.length import AdaptiveDamping
 
 ROWS, FEATURES, OUTPUTS, DAMPING = 6, 4, 3, 0.05
 RNG = np.random.default_rng(0)

@@ -21,7 +21,7 @@ from tests.support.reference import Array
 from tests.support.small import data, loss, mlp, summary_text
 from tfkfac.blocks.part import Part
 from tfkfac.capture.forward import ForwardCall
-from tfkfac.kfac.sample import Sample
+from tfkfac.kfac.quadratic import Sample
 
 RNG = np.random.default_rng(0)
 PLAIN = "without momentum, clipping or weight decay with step='quadratic'"

@@ -17,8 +17,8 @@ import tfkfac
 from tests.support.harness import assert_close
 from tests.support.reference import Array
 from tests.support.small import curvature, data, loss, same
-from tfkfac.kfac import schedule
-from tfkfac.kfac.schedule import take_turns, turns_due
+from tfkfac.kfac import placement
+from tfkfac.kfac.placement import take_turns, turns_due
 
 
 def cubes(*sizes: tuple[int, ...]) -> list[int]:
@@ -132,7 +132,7 @@ def test_no_turn_is_lost_when_the_interval_changes() -> None:
 @pytest.fixture
 def eager_turns() -> Iterator[None]:
     """Turns in however small a model."""
-    with mock.patch.multiple(schedule, _WORTH_A_TURN=1, _SLACK=1):
+    with mock.patch.multiple(placement, _WORTH_A_TURN=1, _SLACK=1):
         yield
 
 
@@ -212,7 +212,7 @@ def test_with_every_step_turns_make_no_difference(
 ) -> None:
     states = []
     for worth in (1, 10**9):
-        with mock.patch.object(schedule, "_WORTH_A_TURN", worth):
+        with mock.patch.object(placement, "_WORTH_A_TURN", worth):
             model = compiled(
                 factor_update_interval=intervals[0],
                 inverse_update_interval=intervals[1],

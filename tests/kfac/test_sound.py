@@ -23,7 +23,7 @@ from tests.support.small import (
     summary_text,
 )
 from tfkfac.blocks import MatrixGradient, RowGradient
-from tfkfac.kfac.sound import sound_ones
+from tfkfac.kfac.precondition import sound_ones
 
 X, Y = data()
 NAN = float("nan")

@@ -35,7 +35,7 @@ from tfkfac.blocks import table
 from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.registry import build_registry
 from tfkfac.factors import Dense, Diagonal, Factor, Limit, LowRank, Stack
-from tfkfac.kfac.state import Preconditioner
+from tfkfac.kfac.bank import Preconditioner
 from tfkfac.linalg.nystroem import probes
 from tfkfac.solvers import SOLVERS
 

@@ -37,7 +37,7 @@ from tests.support.worker_parts import (
     small,
 )
 from tfkfac.distributed import collectives as communication
-from tfkfac.kfac import schedule
+from tfkfac.kfac import placement
 
 
 class Noted(tfkfac.KFAC):
@@ -130,7 +130,7 @@ def train(
 
 def train_in_turns(kind: str | None, **kwargs: Any) -> dict[str, Any]:
     """`train`, with decompositions in turns however small they are."""
-    with mock.patch.multiple(schedule, _WORTH_A_TURN=1, _SLACK=1):
+    with mock.patch.multiple(placement, _WORTH_A_TURN=1, _SLACK=1):
         return train(kind, **kwargs)
 
 

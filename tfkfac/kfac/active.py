@@ -1,4 +1,4 @@
-"""The blocks that take part in one step, and what is done with each."""
+"""Blocks of one step: what their layers left behind, and what becomes of it."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -7,20 +7,24 @@ from typing import Any
 import tensorflow as tf
 
 from tfkfac.blocks import Block, RowGradient, Statistic
+from tfkfac.blocks.part import choose_part
 from tfkfac.blocks.passes import records_of
+from tfkfac.capture.products import is_product
 from tfkfac.capture.record import Record
 from tfkfac.capture.taps import Tap
 from tfkfac.compat.branches import when
+from tfkfac.compat.optimizers import variable_key
 from tfkfac.compat.together import together
+from tfkfac.distributed.plan import Plan
 from tfkfac.factors import Tensors
+from tfkfac.fisher import types
+from tfkfac.fisher.choice import Choice
 from tfkfac.kfac.averages import quality
-from tfkfac.kfac.counters import Counters
-from tfkfac.kfac.memory import memory_of
+from tfkfac.kfac.bank import Counters, Preconditioner, State, memory_of
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.state import Preconditioner
-from tfkfac.solvers import Solver
+from tfkfac.solvers import Solver, most_rows
 from tfkfac.training.guards import count_each
-from tfkfac.training.step import Step
+from tfkfac.training.step import Gradients, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,3 +350,208 @@ def replace_decompositions(
 def any_of(flags: Sequence[tf.Tensor]) -> tf.Tensor:
     """Whether any flag is set; of none, none is."""
     return tf.reduce_any(tf.stack([tf.constant(False), *flags]))
+
+
+def observe(step: Step, state: State, by_rows: bool) -> list[ActiveBlock]:
+    """The blocks of a step, with what their layers left behind.
+
+    Args:
+        step: The step.
+        state: What this replica keeps.
+        by_rows: Whether gradients may be kept as the rows they are made of.
+    """
+    inner = step.job.inner_optimizer
+    layers = active_blocks(
+        state.preconditioners,
+        step.gradients,
+        [variable_key(inner, v) for v in step.variables],
+        lambda variable: variable_key(inner, variable),
+    )
+    report_unexplained(layers, state.counters)
+    return with_rows(layers, step) if by_rows else layers
+
+
+# Largest sum of absolute gradients of a softmax at the logits, 2, and room for
+# rounding.
+_LARGEST_SOFTMAX = 2.02
+# A layer for which fewer rows than this would be too many is always taken by
+# its matrix: there is little to gain.
+_LEAST = 16
+
+
+def with_rows(layers: Sequence[ActiveBlock], step: Step) -> list[ActiveBlock]:
+    """Finds the blocks for which rows may be cheaper, and their rows.
+
+    A layer's gradient `W = a^T g` has as many rows as the batch has examples.
+    If they are few, `(a A^-1)^T (g G^-1)` takes fewer multiplications than
+    `A^-1 W G^-1`, and W itself is not needed: the tape's product of it is then
+    no part of the graph. That must be sound: the gradient that is applied has
+    to be that product and nothing more, see `is_product`; any other is taken
+    as it is.
+
+    These gradients are withheld from the step. The choice is the same on
+    workers whose batches differ in size.
+
+    Args:
+        layers: The blocks of the step.
+        step: The step, its gradients still as the tape returned them.
+    """
+    found = []
+    for one in layers:
+        rows = _rows_of(one, step.gradients, step.group.size)
+        if rows is not None:
+            step.withhold(one.indices, bound(rows))
+        found.append(dataclasses.replace(one, rows=rows))
+    return found
+
+
+def _rows_of(
+    one: ActiveBlock, gradients: Gradients, workers: int
+) -> RowGradient | None:
+    factors = one.block.factors
+    if "A" not in factors or factors["G"].stack_shape or len(one.records) != 1:
+        return None
+    most, (record,) = most_rows(factors, workers), one.records
+    own = [gradients[i] for i in one.indices]
+    if most < _LEAST or not is_product(own, record.inputs, record.gradient):
+        return None
+    elements = record.gradient.shape.num_elements()
+    if workers == 1 and elements and elements > most * factors["G"].size:
+        return None
+    rows = one.block.rows(record)
+    return RowGradient(
+        tf.reshape(rows.a, [-1, factors["A"].size]),
+        tf.reshape(rows.g, [-1, factors["G"].size]),
+    )
+
+
+def bound(rows: RowGradient) -> tf.Tensor:
+    """A number that is finite only if `a^T g` is.
+
+    No element of it is larger than the product of the sums. (Norms would need
+    squares, which overflow where a gradient does not.)
+    """
+    sums = [tf.reduce_sum(tf.abs(tensor)) for tensor in (rows.a, rows.g)]
+    return sums[0] * sums[1]
+
+
+Statistics = Mapping[int, Mapping[str, Statistic]]
+
+
+def observed(
+    layers: Sequence[ActiveBlock], step: Step, plan: Plan
+) -> list[ActiveBlock]:
+    """The blocks whose statistics this replica takes."""
+    rank = step.group.rank
+    return [one for one in layers if plan.observes(rank, one.position)]
+
+
+def batch_statistics(
+    layers: Sequence[ActiveBlock],
+    step: Step,
+    choice: Choice,
+    state: State,
+    plan: Plan,
+    sharing: str,
+    fraction: float | None,
+) -> Statistics:
+    """Statistics of this replica's batch, by position.
+
+    Args:
+        layers: The blocks of the step.
+        step: The step.
+        choice: The type of the Fisher matrix.
+        state: This replica's state.
+        plan: Who observes what.
+        sharing: "expand", "reduce" or "average".
+        fraction: Share of the examples to take, or None.
+    """
+    if step.loss.terms is None:
+        summed = looks_summed(layers, step.row_scale())
+        state.report.note_sum(summed, step.job.name)
+    loss_scale = step.job.scaling.factor()
+    view = types.View(
+        sharing,
+        step.loss.row_scale,
+        step.batch.weightless,
+        step.loss.terms,
+        choose_part(fraction, state.factor_updates, plan.observers),
+        step.loss.weights,
+        None if loss_scale is None else 1 / loss_scale,
+    )
+    # In the order in which they are sent, and drawn gradients come.
+    own = {
+        one.position: (one.used, one.records)
+        for one in reversed(observed(layers, step, plan))
+    }
+
+    def total(tensor: tf.Tensor) -> tf.Tensor:
+        # Factors of one worker's batch alone are of its labels alone.
+        if not plan.reduces_factors:
+            return tensor
+        (sum_,) = step.group.all_reduce([tensor])
+        return sum_
+
+    def empirical() -> Statistics:
+        return types.empirical(own, view)
+
+    def chosen() -> Statistics:
+        likelihood = choice.likelihood
+        if likelihood is None:
+            return empirical()
+        if choice.type == types.TYPE2:
+            return types.type2(own, view, likelihood)
+        seeds = label_seeds(step, state, len(likelihood.outputs))
+        return types.monte_carlo(own, view, likelihood, seeds, total)
+
+    if choice.applies is None:
+        made = chosen()
+    else:
+        made = tf.cond(choice.applies, chosen, empirical)
+    return {
+        position: {"A": named["G"], "G": named["A"]}
+        if own[position][0].swapped
+        else named
+        for position, named in made.items()
+    }
+
+
+def label_seeds(step: Step, state: State, outputs: int) -> list[tf.Tensor]:
+    """The seeds of the labels of each output.
+
+    They are others in each step, for each replica and micro-batch, and the
+    same when a job goes on from where it was saved.
+    """
+    clock = step.job.clock
+    batch = tf.constant(step.group.rank, tf.int64)
+    if state.pending is not None:
+        batch += step.group.size * state.pending.count
+    return [tf.stack([clock, batch * outputs + i]) for i in range(outputs)]
+
+
+def looks_summed(
+    layers: Sequence[ActiveBlock], scale: tf.Tensor
+) -> tf.Tensor | None:
+    """Whether a loss that nobody has seen is a sum, taken for a mean.
+
+    It can be told of a softmax cross-entropy: an example's gradient at the
+    logits adds up to 0, and its absolute values to 2 at most.
+
+    Args:
+        layers: The blocks of the step.
+        scale: What makes an example's own gradient of the recorded ones, and
+            the number of examples, if the loss is their mean.
+
+    Returns:
+        A scalar bool; None where it cannot be told.
+    """
+    if not layers:
+        return None
+    last = min(layers, key=lambda one: min(r.order for r in one.records))
+    g = last.used.rows(last.records[-1]).g
+    if g.shape.rank != 3 or g.shape[-1] == 1:
+        return None
+    g *= tf.cast(scale, g.dtype) * tf.cast(tf.shape(g)[0], g.dtype)
+    sizes = tf.reduce_sum(tf.abs(g), -1)
+    is_softmax = tf.reduce_all(tf.abs(tf.reduce_sum(g, -1)) <= 1e-3 * sizes)
+    return is_softmax & (tf.reduce_mean(sizes) > _LARGEST_SOFTMAX)

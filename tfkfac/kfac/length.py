@@ -1,143 +1,374 @@
-"""How long a step is: by the clip, or by the quadratic model."""
+"""Length of a step: the clip, damping that adapts, and what is said of them."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import keras
+import numpy as np
 import tensorflow as tf
 
-from tfkfac.blocks.part import choose_part
-from tfkfac.compat.gradients import exact_second_derivatives
-from tfkfac.kfac.clip import clip_step
-from tfkfac.kfac.damping import AdaptiveDamping
-from tfkfac.kfac.precondition import Preconditioned, put_back
-from tfkfac.kfac.quadratic import Proposal, propose, total_over
-from tfkfac.kfac.sample import Sample
-from tfkfac.kfac.state import State
-from tfkfac.linalg.tensors import select
-from tfkfac.loss.replay import replay_loss
+from tfkfac.checks import check_count, check_range
+from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.variables import Tracked
+from tfkfac.linalg.tensors import stack_scalars
+from tfkfac.saving.entries import Entry
 from tfkfac.training.guards import count_events
-from tfkfac.training.step import Gradients, Step
 
 
-def clipped_step(
-    step: Step,
-    made: Sequence[Preconditioned],
+class Clip(NamedTuple):
+    """What the clip does in one step.
+
+    Attributes:
+        factor: What the preconditioned gradients are multiplied by.
+        length: The squared length of the step before.
+    """
+
+    factor: tf.Tensor
+    length: tf.Tensor
+
+
+def clip_step(
+    products: Sequence[tf.Tensor],
     kl_clip: tf.Tensor | None,
-    state: State,
-    damping: tf.Tensor,
-) -> Gradients:
-    """Scales what is preconditioned to the longest step allowed.
+    learning_rate: Any,
+) -> Clip:
+    """`nu = min(1, sqrt(kl_clip / (lr^2 |sum <P, W>|)))`.
+
+    `lr^2 <P, W>` is the squared length of a step in the Fisher metric, about
+    twice the change of the model's predictions in nats (Distributed K-FAC,
+    eq. 16). All preconditioned gradients are scaled by the same factor.
 
     Args:
-        step: The step, its gradients reduced.
-        made: What is preconditioned of them.
+        products: `<P, W>` of each block, of its gradient `W` and the
+            preconditioned one.
         kl_clip: Largest squared length; None is none.
-        state: What this replica keeps.
-        damping: The damping.
+        learning_rate: Learning rate of the inner optimizer.
 
     Returns:
-        All gradients for the inner optimizer.
+        Factor and length, scalars of float64; 1 if there is nothing to clip.
     """
-    if not made:
-        return step.gradients
-    clip = clip_step(
-        [one.product for one in made],
-        kl_clip,
-        step.job.inner_optimizer.learning_rate,
+    total = tf.abs(tf.reduce_sum(stack_scalars(products)))
+    length = tf.square(tf.cast(learning_rate, tf.float64)) * total
+    if kl_clip is None:
+        return Clip(tf.ones_like(length), length)
+    clipped = tf.sqrt(
+        tf.math.divide_no_nan(tf.cast(kl_clip, tf.float64), length)
     )
-    state.report.note(clip, damping, step.job.name)
-    return put_back(made, clip.factor, step.gradients)
+    factor = tf.where(length > 0, tf.minimum(clipped, 1.0), 1.0)
+    return Clip(factor, length)
 
 
-def quadratic_step(
-    step: Step,
-    made: Sequence[Preconditioned],
-    sample: Sample,
-    fraction: float | None,
-    state: State,
-    damping: tf.Tensor,
-) -> Gradients:
-    """The step that minimises the quadratic model, if it holds what it says.
+# The reduction ratios between which the damping stays.
+_LOW, _HIGH = 1 / 4, 3 / 4
+# A step that is rejected quarters the radius of a trust region, which damping
+# is the inverse of.
+_REJECTED = 4.0
+# How much more than was seen to hold a step may promise unseen.
+_UNUSUAL = 4.0
+# Rounding errors of a loss, relative to it.
+_ROUNDING = 1e-6
+ADAPTIVE = "adaptive_damping"  # the part of the state that it is
+
+
+@keras.saving.register_keras_serializable(package="tfkfac")
+class LevenbergMarquardt:
+    """Damping that adapts itself to how far the quadratic model holds.
+
+    For `KFAC(step="quadratic", damping=...)` (Martens & Grosse, 2015, section
+    6.5). Every few steps the loss of the batch is computed at the new weights
+    and the old ones, two forward passes more. With the ratio `rho` of its
+    reduction to that which the model predicts, the damping is multiplied by
+    `decay ** every` if `rho > 3/4`, and divided by it if `rho < 1/4`. A step
+    that promises over four times the reduction of the last accepted one that
+    was looked at is looked at too: where the model is of a part of the batch,
+    a direction that hardly moves the outputs of these examples looks free, and
+    one such step can undo a training.
+
+    A step that raises the loss (`rho < 0`, or a loss that is not finite) is
+    rejected: the weights stay as they are, the damping is multiplied by 4, all
+    decompositions are renewed with it, and the next step is looked at as well
+    (the rule of trust regions: Nocedal & Wright, 2006, algorithm 4.1). It is
+    counted, and shown in `summary`. Changes of the loss within rounding count
+    as predicted (Conn, Gould & Toint, 2000, section 17.4.2).
+
+    It is refused with `gradient_accumulation_steps`, the inner optimizer's
+    too: the losses that it compares are of the whole batch, whose first parts
+    are gone when the step is made.
+
+    >>> tfkfac.KFAC(
+    ...     step="quadratic", damping=tfkfac.LevenbergMarquardt(initial=1.0))
 
     Args:
-        step: The step, its gradients reduced.
-        made: What is preconditioned of them.
-        sample: The batch.
-        fraction: Share of it that the Gauss-Newton matrix is of, or None.
-        state: What this replica keeps.
-        damping: The damping.
+        initial: Damping of the first steps, positive. Defaults to 0.1.
+        every: Steps between two looks at the loss, at least 1. Defaults to 5.
+        decay: Factor on the damping for each step, in (0, 1). Defaults to
+            19/20.
+        minimum: Smallest damping, positive. Defaults to 1e-6.
+        maximum: Largest damping. Defaults to 1e6.
 
-    Returns:
-        The gradients for an inner optimizer that is plain SGD.
+    Raises:
+        ValueError: If an argument is not allowed.
     """
-    job, previous = step.job, state.previous
-    assert previous is not None
-    part = choose_part(fraction, job.clock, step.group.size)
-    proposal = propose(
-        step, made, sample.part(part, job.model.name), previous, damping
-    )
-    count_events(
-        [~proposal.is_finite],
-        [state.report.lost],
-        [job.name],
-        "the quadratic model of a step is not finite, the weights stay.",
-    )
-    accepted, actual = tf.constant(True), tf.constant(float("nan"), tf.float64)
-    if state.damping is not None:
-        accepted, actual = look(step, sample, proposal, state.damping)
-    changes = [select(accepted, d, tf.zeros_like(d)) for d in proposal.changes]
-    for place, change in zip(proposal.places, changes, strict=True):
-        own = previous.changes[place]
-        own.assign(select(accepted & proposal.is_finite, change, own))
-    state.report.note_quadratic(
-        proposal.coefficients, proposal.predicted, actual, damping
-    )
-    rest = iter(changes)
-    return [None if g is None else -next(rest) for g in step.gradients]
 
-
-def look(
-    step: Step, sample: Sample, proposal: Proposal, damping: AdaptiveDamping
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Computes the loss at the new weights if that is due.
-
-    Returns:
-        Whether the step is accepted, and how much smaller it makes the loss,
-        NaN if nobody has looked.
-    """
-    job = step.job
-    weights = job.model.trainable_variables
-    variables = [weights[place] for place in proposal.places]
-    values = [tf.identity(v.value) for v in variables]
-    rate = job.inner_optimizer.learning_rate
-    moved = [
-        value + tf.cast(rate, value.dtype) * change
-        for value, change in zip(values, proposal.changes, strict=True)
-    ]
-
-    def compare() -> tuple[tf.Tensor, tf.Tensor]:
-        # Both anew, so that they see the same dropout masks. Keras does not
-        # reduce the loss of an empty batch.
-        with exact_second_derivatives(total_over(step.group)):
-            losses = [
-                replay_loss(
-                    job.model,
-                    sample.call,
-                    sample.arguments,
-                    variables,
-                    point,
-                    sample.shares,
+    def __init__(
+        self,
+        initial: float = 0.1,
+        every: int = 5,
+        decay: float = 19 / 20,
+        minimum: float = 1e-6,
+        maximum: float = 1e6,
+    ) -> None:
+        self.every = check_count("every", every, 1)
+        self.decay = check_range("decay", decay, 0, 1)
+        self.minimum = check_range("minimum", minimum, 0)
+        self.maximum = check_range("maximum", maximum, 0)
+        self.initial = check_range("initial", initial, 0)
+        for name in ("decay", "minimum"):
+            if getattr(self, name) == 0:
+                raise ValueError(
+                    f"Argument `{name}` must be positive. Received: {name}=0"
                 )
-                for point in (values, moved)
-            ]
-        before, after = step.group.all_reduce(
-            [tf.cast(tf.reduce_sum(x), tf.float64) for x in losses]
+        if not minimum <= initial <= maximum:
+            raise ValueError(
+                "Argument `initial` must be between `minimum` and `maximum`. "
+                f"Received: initial={initial}, minimum={minimum}, "
+                f"maximum={maximum}"
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments of the constructor."""
+        return {
+            "initial": self.initial,
+            "every": self.every,
+            "decay": self.decay,
+            "minimum": self.minimum,
+            "maximum": self.maximum,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "LevenbergMarquardt":
+        """Creates one from its config.
+
+        Args:
+            config: What `get_config` has returned.
+        """
+        return cls(**config)
+
+    def __repr__(self) -> str:
+        arguments = [f"{k}={v!r}" for k, v in self.get_config().items()]
+        return f"LevenbergMarquardt({', '.join(arguments)})"
+
+
+class AdaptiveDamping(Tracked):
+    """The damping of one replica, the same on all.
+
+    Attributes:
+        value: The damping, float64.
+        rejected: Number of steps rejected.
+        again: 1 after a step that was rejected, else 0.
+        trusted: The reduction predicted of the last accepted step that was
+            looked at, float64; infinite before the first.
+
+    Args:
+        rule: How it adapts.
+    """
+
+    def __init__(self, rule: LevenbergMarquardt) -> None:
+        super().__init__(name="damping")
+        self.rule = rule
+        initial = np.asarray(rule.initial, "float64")
+        self.value = state_variable(initial, "float64", "damping")
+        self.rejected = state_variable(0, "int64", "rejected_steps")
+        self.again = state_variable(0, "int64", "looks_again")
+        self.trusted = state_variable(np.inf, "float64", "trusted_reduction")
+
+    def is_due(self, clock: tf.Tensor, predicted: tf.Tensor) -> tf.Tensor:
+        """Whether the next update of the weights is to be looked at.
+
+        Args:
+            clock: Number of updates before it.
+            predicted: How much smaller it should make the loss, float64.
+        """
+        last = tf.equal((clock + 1) % self.rule.every, 0)
+        unusual = predicted > _UNUSUAL * self.trusted
+        return last | unusual | (self.again > 0)
+
+    def judge(
+        self,
+        before: tf.Tensor,
+        after: tf.Tensor,
+        predicted: tf.Tensor,
+        name: str,
+    ) -> tf.Tensor:
+        """Adapts the damping to a step.
+
+        Args:
+            before: The loss without it, float64.
+            after: The loss with it.
+            predicted: How much smaller it should be.
+            name: Name of the optimizer.
+
+        Returns:
+            Scalar bool, whether the step is accepted.
+        """
+        rounding = _ROUNDING * tf.abs(before)
+        # None is predicted of a learning rate of 2 or more.
+        expected = tf.maximum(predicted, 0)
+        ratio = (before - after + rounding) / (expected + rounding)
+        accepted = ratio >= 0  # not if it is NaN
+        step = tf.constant(self.rule.decay**self.rule.every, tf.float64)
+        one = tf.ones_like(step)
+        factor = tf.where(ratio > _HIGH, step, one)
+        factor = tf.where(ratio < _LOW, 1 / step, factor)
+        factor = tf.where(accepted, factor, _REJECTED)
+        self.value.assign(
+            tf.clip_by_value(
+                self.value * factor, self.rule.minimum, self.rule.maximum
+            )
         )
-        accepted = damping.judge(before, after, proposal.predicted, job.name)
-        return accepted, before - after
+        self.again.assign(tf.cast(~accepted, tf.int64))
+        self.trusted.assign(tf.where(accepted, expected, self.trusted))
+        count_events(
+            [~accepted],
+            [self.rejected],
+            [name],
+            "a step is rejected, it would raise the loss; the damping grows.",
+        )
+        return accepted
 
-    def pass_by() -> tuple[tf.Tensor, tf.Tensor]:
-        return tf.constant(True), tf.constant(float("nan"), tf.float64)
+    def text(self) -> str:
+        """A line of the summary."""
+        return f"Damping now {float(self.value.numpy()):.4g}, {self.rule!r}."
 
-    due = damping.is_due(job.clock, proposal.predicted)
-    due &= proposal.is_finite
-    return tf.cond(due, compare, pass_by)
+    def reset(self) -> None:
+        """Begins anew."""
+        self.value.assign(self.rule.initial)
+        self.rejected.assign(0)
+        self.again.assign(0)
+        self.trusted.assign(np.inf)
+
+    def entries(self) -> list[Entry]:
+        """All variables to save."""
+        variables = {
+            "damping": self.value,
+            "rejected_steps": self.rejected,
+            "looks_again": self.again,
+            "trusted_reduction": self.trusted,
+        }
+        return [
+            Entry("", name, variable, part=ADAPTIVE)
+            for name, variable in variables.items()
+        ]
+
+
+# What may be said of a step; what is not is NaN.
+_NAMES = (
+    "clip_factor",
+    "length",
+    "damping",
+    "alpha",
+    "alpha_plain",
+    "mu",
+    "predicted_reduction",
+    "actual_reduction",
+)
+# Steps that are looked at, how many of them are many, and what of a step is
+# little. In healthy runs half of the clip factors are above 0.6 (autoencoders;
+# of classifiers most are 1), on pixels times 4,080 below 0.07.
+_FIRST, _MANY, _LITTLE = 200, 100, 0.25
+
+
+class StepReport(Tracked):
+    """What the last step did, in variables of one replica.
+
+    Attributes:
+        steps: Number of steps so far.
+        clipped: Number of the first of them that the clip left little of.
+        hints: 1 once the hint has been given.
+        sums: Number of times that the loss has looked like a sum.
+        lost: Number of steps whose quadratic model was not finite.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="report")
+        self.steps = state_variable(0, "int64", "reported_steps")
+        self.clipped = state_variable(0, "int64", "clipped_steps")
+        self.hints = state_variable(0, "int64", "clip_hints")
+        self.sums = state_variable(0, "int64", "summed_losses")
+        self.lost = state_variable(0, "int64", "lost_models")
+        self._values = {
+            name: state_variable(math.nan, "float64", name) for name in _NAMES
+        }
+
+    def note(self, clip: Clip, damping: tf.Tensor, name: str) -> None:
+        """Notes a step.
+
+        Args:
+            clip: What the clip did.
+            damping: The damping.
+            name: Name of the optimizer.
+        """
+        length = tf.square(clip.factor) * clip.length
+        self._assign(clip_factor=clip.factor, length=length, damping=damping)
+        early = self.steps <= _FIRST
+        clipped = tf.logical_and(early, clip.factor < _LITTLE)
+        self.clipped.assign_add(tf.cast(clipped, tf.int64))
+        ruled = tf.equal(self.steps, _FIRST) & (self.clipped >= _MANY)
+        count_events(
+            [ruled],
+            [self.hints],
+            [name],
+            f"kl_clip has left less than {_LITTLE:.0%} of half of the first "
+            f"{_FIRST} steps. Are the model's inputs normalised? If they "
+            'cannot be, try KFAC(fisher="monte_carlo"). A smaller learning '
+            "rate or a larger damping may help too; see `optimizer.last_step`.",
+        )
+
+    def note_quadratic(
+        self,
+        coefficients: Mapping[str, tf.Tensor],
+        predicted: tf.Tensor,
+        actual: tf.Tensor,
+        damping: tf.Tensor,
+    ) -> None:
+        """Notes a step that minimises the quadratic model.
+
+        Args:
+            coefficients: Those of its directions, by name.
+            predicted: How much smaller it should make the loss.
+            actual: How much smaller it does, NaN if that is not known.
+            damping: The damping.
+        """
+        self._assign(
+            **coefficients,
+            predicted_reduction=predicted,
+            actual_reduction=actual,
+            damping=damping,
+        )
+
+    def _assign(self, **values: tf.Tensor) -> None:
+        """Notes the numbers of a step."""
+        for name, value in values.items():
+            self._values[name].assign(tf.cast(value, tf.float64))
+        self.steps.assign_add(1)
+
+    def note_sum(self, summed: tf.Tensor | None, name: str) -> None:
+        """Notes whether the loss looks like a sum that is taken for a mean."""
+        if summed is None:
+            return
+        count_events(
+            [summed],
+            [self.sums],
+            [name],
+            "the loss looks like the sum over the examples, but is taken for "
+            "their mean, which makes steps too short. Divide it by their "
+            "number, or say `optimizer.attach(model, loss_terms=1)`.",
+        )
+
+    def values(self) -> dict[str, float]:
+        """The last step's numbers, by name; none before the first step."""
+        if int(self.steps.numpy()) == 0:
+            return {}
+        every = {name: float(v.numpy()) for name, v in self._values.items()}
+        return {name: v for name, v in every.items() if not math.isnan(v)}

@@ -20,35 +20,41 @@ from tfkfac.fisher.types import EMPIRICAL
 from tfkfac.kfac.active import (
     ActiveBlock,
     Renewal,
+    Statistics,
+    batch_statistics,
     in_stages,
+    observe,
+    observed,
     renew_in_turns,
     update_averages,
 )
-from tfkfac.kfac.advice import (
-    Advice,
-    coverage_warning,
-    solver_warning,
-    unseen_loss_warning,
-)
-from tfkfac.kfac.auto import Placer
-from tfkfac.kfac.copies import ask_together, asking_bytes
-from tfkfac.kfac.damping import LevenbergMarquardt
-from tfkfac.kfac.length import clipped_step, quadratic_step
-from tfkfac.kfac.observing import observe
-from tfkfac.kfac.pending import Pending
-from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.precondition import Preconditioned, precondition
-from tfkfac.kfac.sample import Sample
-from tfkfac.kfac.schedule import (
+from tfkfac.kfac.averages import Pending
+from tfkfac.kfac.bank import FAULTS, State, kept_factors
+from tfkfac.kfac.length import LevenbergMarquardt, clip_step
+from tfkfac.kfac.placement import (
+    Placement,
+    Placer,
     check_interval,
     decompositions_due,
     factors_due,
 )
+from tfkfac.kfac.precondition import (
+    Preconditioned,
+    precondition,
+    put_back,
+    renew_unsound,
+)
+from tfkfac.kfac.quadratic import Sample, quadratic_step
+from tfkfac.kfac.report import (
+    Advice,
+    coverage_warning,
+    describe,
+    fisher_text,
+    solver_warning,
+    title,
+    unseen_loss_warning,
+)
 from tfkfac.kfac.settings import Settings
-from tfkfac.kfac.sound import renew_unsound
-from tfkfac.kfac.state import State, kept_factors
-from tfkfac.kfac.statistics import Statistics, batch_statistics, observed
-from tfkfac.kfac.summary import describe, fisher_text, title
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.hyperparameters import Tunable, Value
 from tfkfac.shell.method import Method
@@ -163,7 +169,7 @@ class KFACMethod(Method):
         own, clock = self.job.own(self.states), self.job.clock
         damping = own.current_damping(self.damping, clock)
         due, late = self.factors_due(layers, step)
-        asked = ask_together(own, step, self.placement.plan)
+        asked = self.reduce(step)
         # One after the other, and not one within the other: what each of them
         # uses would be passed from branch to branch.
         step.check_finite()
@@ -212,6 +218,26 @@ class KFACMethod(Method):
             self.weight_sharing,
             self.factor_batch_fraction,
         )
+
+    def reduce(self, step: Step) -> tf.Tensor:
+        """Reduces the gradients, and with them what has to be decomposed.
+
+        A worker that keeps decompositions of others' factors cannot make them
+        by itself: what one has asked for, all do. It costs no message, nor
+        does that all learn of the faults of the step before.
+
+        Returns:
+            Whether each of all blocks is to be decomposed at once.
+        """
+        counters = self.job.own(self.states).counters
+        asked = counters.asked()
+        news = [counters.news()] if step.group.size > 1 else []
+        first = next((g for g in step.gradients if g is not None), None)
+        dtype = tf.float32 if first is None else first.dtype
+        sums = step.reduce(*(tf.cast(one, dtype) for one in [asked, *news]))
+        for told in news:
+            counters.hear(told, anywhere=sums[1] > 0)
+        return sums[0] > 0 if self.placement.plan.shares_clocks else asked
 
     def accumulate(
         self,
@@ -297,8 +323,14 @@ class KFACMethod(Method):
         if sample is not None:
             fraction = self.quadratic_batch_fraction
             return quadratic_step(step, made, sample, fraction, state, damping)
-        clip = None if self.kl_clip.get() is None else self.kl_clip.at(clock)
-        return clipped_step(step, made, clip, state, damping)
+        if not made:
+            return step.gradients
+        limit = None if self.kl_clip.get() is None else self.kl_clip.at(clock)
+        products = [one.product for one in made]
+        rate = self.job.inner_optimizer.learning_rate
+        clip = clip_step(products, limit, rate)
+        state.report.note(clip, damping, self.job.name)
+        return put_back(made, clip.factor, step.gradients)
 
     # --------------------------------------------------- binding and state
     @override
@@ -389,5 +421,7 @@ class KFACMethod(Method):
         weights = self.job.model.trainable_variables
         topology = self.job.topology
         size = gradient_bytes(weights, topology.hint)
-        size += asking_bytes(self.placement.plan, weights)
+        # And a flag of each block, asked or faulty.
+        flags = len(self.placement.blocks) * (1 + len(FAULTS))
+        size += flags * int(tf.as_dtype(weights[0].dtype).size)
         return self.placement.communication_bytes(topology.local[0], size)

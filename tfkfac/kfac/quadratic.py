@@ -12,14 +12,18 @@ long it has to be beside Delta nobody knows. All is in units of the negative
 log-likelihood, as the damping of the factors is.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tfkfac.compat.gradients import Sum
+from tfkfac.blocks.part import Examples, Part, choose_part
+from tfkfac.capture.forward import ForwardCall, ForwardTap
+from tfkfac.compat.gradients import Sum, exact_second_derivatives
 from tfkfac.curvature.gauss_newton import (
     Direction,
     gauss_newton_form,
@@ -28,48 +32,94 @@ from tfkfac.curvature.gauss_newton import (
     symmetric_products,
 )
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
+from tfkfac.kfac.bank import Previous, State
+from tfkfac.kfac.length import AdaptiveDamping
 from tfkfac.kfac.precondition import Preconditioned, put_back
-from tfkfac.kfac.previous import Previous
-from tfkfac.kfac.sample import Sample
+from tfkfac.linalg.tensors import select
+from tfkfac.loss.replay import find_call, replay_loss
+from tfkfac.loss.terms import LossTerms
+from tfkfac.training.guards import count_events
 from tfkfac.training.step import Gradients, Step, places_of
 
 # Directions of less curvature than this, relative to the largest, are one.
 _ROUNDING = 1e-6
 
 
-class QuadraticModel(NamedTuple):
-    """M on the span of some directions, the same bits on every replica.
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """What the loss of a batch, or of some of its examples, is computed from.
 
     Attributes:
-        form: `d_i^T (F + damping I) d_j`, float64.
-        slopes: `W^T d_i`.
+        call: How the model is called.
+        arguments: Those of `compute_loss`, without the predictions.
+        shares: This replica's weights of the losses in the mean.
+        terms: The terms of the losses, of the whole batch.
+        unit: What the loss is of a negative log-likelihood.
     """
 
-    form: tf.Tensor
-    slopes: tf.Tensor
+    call: ForwardCall
+    arguments: dict[str, Any]
+    shares: Sequence[tf.Tensor]
+    terms: Sequence[LossTerms]
+    unit: tf.Tensor
 
-    def minimum(self) -> tf.Tensor:
-        """The coefficients for which M is least.
+    @classmethod
+    def of(cls, step: Step) -> "Sample":
+        """Takes the batch of a step, whose loss the replicas have compared.
 
-        A direction that is zero, or within rounding a multiple of another,
-        adds nothing.
+        Raises:
+            ValueError: If the loss was not computed by `compute_loss`.
         """
-        diagonal = tf.linalg.diag_part(self.form)
-        scale = tf.math.divide_no_nan(
-            tf.ones_like(diagonal), tf.sqrt(tf.maximum(diagonal, 0))
+        model = step.job.model
+        call = find_call(model, step.batch, ForwardTap.open(model).take())
+        arguments = dict(step.batch.arguments)
+        del arguments["y_pred"]
+        return cls(
+            dataclasses.replace(call, outputs=None),
+            arguments,
+            step.loss.shares,
+            step.batch.terms,
+            step.loss.unit,
         )
-        values, vectors = tf.linalg.eigh(
-            self.form * scale[:, None] * scale[None, :]
-        )
-        usable = values > _ROUNDING * tf.reduce_max(values)
-        inverse = tf.where(usable, 1 / tf.where(usable, values, 1), 0)
-        inside = tf.linalg.matvec(vectors, scale * self.slopes, True)
-        return -scale * tf.linalg.matvec(vectors, inverse * inside)
 
-    def reduction(self, coefficients: tf.Tensor) -> tf.Tensor:
-        """`-M` of a combination of the directions."""
-        curvature = tf.linalg.matvec(self.form, coefficients)
-        return -tf.reduce_sum(coefficients * (self.slopes + curvature / 2))
+    def part(self, part: Part | None, model: str) -> "Sample":
+        """Takes some of the examples.
+
+        Args:
+            part: Which ones; None is all.
+            model: Name of the model, for messages.
+
+        Raises:
+            ValueError: If the batch cannot be divided.
+        """
+        if part is None:
+            return self
+        batch = (self.call.args, self.call.kwargs, self.arguments)
+        leaves = [x for x in keras.tree.flatten(batch) if is_batch(x)]
+        for leaf in leaves:
+            if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+                raise ValueError(
+                    "Argument `quadratic_batch_fraction` must be 1.0 where "
+                    "inputs are sparse or ragged, as those of model "
+                    f"'{model}': {leaf}. "
+                    f"Received: quadratic_batch_fraction={part.fraction}"
+                )
+        examples = Examples(tf.shape(leaves[0])[0], part)
+
+        def take(leaf: Any) -> Any:
+            whole = not is_batch(leaf) or leaf.shape[0] != leaves[0].shape[0]
+            return leaf if whole else examples.of(leaf)
+
+        args, kwargs, arguments = keras.tree.map_structure(take, batch)
+        call = ForwardCall(args, kwargs, None)
+        return dataclasses.replace(self, call=call, arguments=arguments)
+
+
+def is_batch(leaf: Any) -> bool:
+    """Whether a part of a batch has examples."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.ndim > 0
+    return tf.is_tensor(leaf) and leaf.shape.rank != 0
 
 
 class Proposal(NamedTuple):
@@ -88,6 +138,101 @@ class Proposal(NamedTuple):
     coefficients: dict[str, tf.Tensor]
     predicted: tf.Tensor
     is_finite: tf.Tensor
+
+
+def quadratic_step(
+    step: Step,
+    made: Sequence[Preconditioned],
+    sample: Sample,
+    fraction: float | None,
+    state: State,
+    damping: tf.Tensor,
+) -> Gradients:
+    """The step that minimises the quadratic model, if it holds what it says.
+
+    Args:
+        step: The step, its gradients reduced.
+        made: What is preconditioned of them.
+        sample: The batch.
+        fraction: Share of it that the Gauss-Newton matrix is of, or None.
+        state: What this replica keeps.
+        damping: The damping.
+
+    Returns:
+        The gradients for an inner optimizer that is plain SGD.
+    """
+    job, previous = step.job, state.previous
+    assert previous is not None
+    part = choose_part(fraction, job.clock, step.group.size)
+    proposal = propose(
+        step, made, sample.part(part, job.model.name), previous, damping
+    )
+    count_events(
+        [~proposal.is_finite],
+        [state.report.lost],
+        [job.name],
+        "the quadratic model of a step is not finite, the weights stay.",
+    )
+    accepted, actual = tf.constant(True), tf.constant(float("nan"), tf.float64)
+    if state.damping is not None:
+        accepted, actual = look(step, sample, proposal, state.damping)
+    changes = [select(accepted, d, tf.zeros_like(d)) for d in proposal.changes]
+    for place, change in zip(proposal.places, changes, strict=True):
+        own = previous.changes[place]
+        own.assign(select(accepted & proposal.is_finite, change, own))
+    state.report.note_quadratic(
+        proposal.coefficients, proposal.predicted, actual, damping
+    )
+    rest = iter(changes)
+    return [None if g is None else -next(rest) for g in step.gradients]
+
+
+def look(
+    step: Step, sample: Sample, proposal: Proposal, damping: AdaptiveDamping
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Computes the loss at the new weights if that is due.
+
+    Returns:
+        Whether the step is accepted, and how much smaller it makes the loss,
+        NaN if nobody has looked.
+    """
+    job = step.job
+    weights = job.model.trainable_variables
+    variables = [weights[place] for place in proposal.places]
+    values = [tf.identity(v.value) for v in variables]
+    rate = job.inner_optimizer.learning_rate
+    moved = [
+        value + tf.cast(rate, value.dtype) * change
+        for value, change in zip(values, proposal.changes, strict=True)
+    ]
+
+    def compare() -> tuple[tf.Tensor, tf.Tensor]:
+        # Both anew, so that they see the same dropout masks. Keras does not
+        # reduce the loss of an empty batch.
+        with exact_second_derivatives(total_over(step.group)):
+            losses = [
+                replay_loss(
+                    job.model,
+                    sample.call,
+                    sample.arguments,
+                    variables,
+                    point,
+                    sample.shares,
+                )
+                for point in (values, moved)
+            ]
+        before, after = step.group.all_reduce(
+            [tf.cast(tf.reduce_sum(x), tf.float64) for x in losses]
+        )
+        accepted = damping.judge(before, after, proposal.predicted, job.name)
+        return accepted, before - after
+
+    def pass_by() -> tuple[tf.Tensor, tf.Tensor]:
+        return tf.constant(True), tf.constant(float("nan"), tf.float64)
+
+    due = damping.is_due(job.clock, proposal.predicted)
+    due &= proposal.is_finite
+    return tf.cond(due, compare, pass_by)
 
 
 def propose(
@@ -182,6 +327,41 @@ def scaled(parts: Direction, factor: tf.Tensor) -> list[tf.Tensor | None]:
         else tf.math.multiply_no_nan(part, tf.cast(factor, part.dtype))
         for part in parts
     ]
+
+
+class QuadraticModel(NamedTuple):
+    """M on the span of some directions, the same bits on every replica.
+
+    Attributes:
+        form: `d_i^T (F + damping I) d_j`, float64.
+        slopes: `W^T d_i`.
+    """
+
+    form: tf.Tensor
+    slopes: tf.Tensor
+
+    def minimum(self) -> tf.Tensor:
+        """The coefficients for which M is least.
+
+        A direction that is zero, or within rounding a multiple of another,
+        adds nothing.
+        """
+        diagonal = tf.linalg.diag_part(self.form)
+        scale = tf.math.divide_no_nan(
+            tf.ones_like(diagonal), tf.sqrt(tf.maximum(diagonal, 0))
+        )
+        values, vectors = tf.linalg.eigh(
+            self.form * scale[:, None] * scale[None, :]
+        )
+        usable = values > _ROUNDING * tf.reduce_max(values)
+        inverse = tf.where(usable, 1 / tf.where(usable, values, 1), 0)
+        inside = tf.linalg.matvec(vectors, scale * self.slopes, True)
+        return -scale * tf.linalg.matvec(vectors, inverse * inside)
+
+    def reduction(self, coefficients: tf.Tensor) -> tf.Tensor:
+        """`-M` of a combination of the directions."""
+        curvature = tf.linalg.matvec(self.form, coefficients)
+        return -tf.reduce_sum(coefficients * (self.slopes + curvature / 2))
 
 
 def quadratic_model(

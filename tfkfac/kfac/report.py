@@ -1,122 +1,277 @@
-"""What the last step did, and hints when steps are shorter than need be."""
+"""What users are told: warnings, and the summary."""
 
-import math
-from collections.abc import Mapping
+import sys
+import warnings
+from collections.abc import Sequence
 
-import tensorflow as tf
+import keras
 
-from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.variables import Tracked
-from tfkfac.kfac.clip import Clip
-from tfkfac.training.guards import count_events
+from tfkfac.blocks import Block
+from tfkfac.blocks.registry import Leftover, Registry, count_weights
+from tfkfac.capture.walk import SKIPPED
+from tfkfac.compat.models import last_layers
+from tfkfac.factors import LowRank
+from tfkfac.fisher.choice import Choice
+from tfkfac.kfac.bank import State
+from tfkfac.kfac.placement import Placement
+from tfkfac.loss.batch import LossBatch
+from tfkfac.shell.support import uses_xla
+from tfkfac.shell.tables import bytes_text, table
+from tfkfac.solvers import Solver
+from tfkfac.solvers.eigen import EigenSolver
+from tfkfac.training.job import Job
 
-# What may be said of a step; what is not is NaN.
-_NAMES = (
-    "clip_factor",
-    "length",
-    "damping",
-    "alpha",
-    "alpha_plain",
-    "mu",
-    "predicted_reduction",
-    "actual_reduction",
-)
-# Steps that are looked at, how many of them are many, and what of a step is
-# little. In healthy runs half of the clip factors are above 0.6 (autoencoders;
-# of classifiers most are 1), on pixels times 4,080 below 0.07.
-_FIRST, _MANY, _LITTLE = 200, 100, 0.25
+# Below this share of the weights most of a model is not trained by K-FAC.
+_LOW_COVERAGE = 0.5
+# A weight that is a larger share of the model is missed if it has no block.
+_LARGE = 0.05
+# Layers named by the warning of it, and besides all those of large weights.
+_MOST_NAMED = 3
+# Preconditioned layers of a model whose first step takes five seconds of a core
+# and more; 50 dense ones took 6.2, most of it tracing.
+_DEEP = 50
 
 
-class StepReport(Tracked):
-    """What the last step did, in variables of one replica.
-
-    Attributes:
-        steps: Number of steps so far.
-        clipped: Number of the first of them that the clip left little of.
-        hints: 1 once the hint has been given.
-        sums: Number of times that the loss has looked like a sum.
-        lost: Number of steps whose quadratic model was not finite.
-    """
+class Advice:
+    """Warns of something, once and on one worker."""
 
     def __init__(self) -> None:
-        super().__init__(name="report")
-        self.steps = state_variable(0, "int64", "reported_steps")
-        self.clipped = state_variable(0, "int64", "clipped_steps")
-        self.hints = state_variable(0, "int64", "clip_hints")
-        self.sums = state_variable(0, "int64", "summed_losses")
-        self.lost = state_variable(0, "int64", "lost_models")
-        self._values = {
-            name: state_variable(math.nan, "float64", name) for name in _NAMES
-        }
+        self._given: set[str] = set()
 
-    def note(self, clip: Clip, damping: tf.Tensor, name: str) -> None:
-        """Notes a step.
-
-        Args:
-            clip: What the clip did.
-            damping: The damping.
-            name: Name of the optimizer.
-        """
-        length = tf.square(clip.factor) * clip.length
-        self._assign(clip_factor=clip.factor, length=length, damping=damping)
-        early = self.steps <= _FIRST
-        clipped = tf.logical_and(early, clip.factor < _LITTLE)
-        self.clipped.assign_add(tf.cast(clipped, tf.int64))
-        ruled = tf.equal(self.steps, _FIRST) & (self.clipped >= _MANY)
-        count_events(
-            [ruled],
-            [self.hints],
-            [name],
-            f"kl_clip has left less than {_LITTLE:.0%} of half of the first "
-            f"{_FIRST} steps. Are the model's inputs normalised? If they "
-            'cannot be, try KFAC(fisher="monte_carlo"). A smaller learning '
-            "rate or a larger damping may help too; see `optimizer.last_step`.",
-        )
-
-    def note_quadratic(
-        self,
-        coefficients: Mapping[str, tf.Tensor],
-        predicted: tf.Tensor,
-        actual: tf.Tensor,
-        damping: tf.Tensor,
-    ) -> None:
-        """Notes a step that minimises the quadratic model.
-
-        Args:
-            coefficients: Those of its directions, by name.
-            predicted: How much smaller it should make the loss.
-            actual: How much smaller it does, NaN if that is not known.
-            damping: The damping.
-        """
-        self._assign(
-            **coefficients,
-            predicted_reduction=predicted,
-            actual_reduction=actual,
-            damping=damping,
-        )
-
-    def _assign(self, **values: tf.Tensor) -> None:
-        """Notes the numbers of a step."""
-        for name, value in values.items():
-            self._values[name].assign(tf.cast(value, tf.float64))
-        self.steps.assign_add(1)
-
-    def note_sum(self, summed: tf.Tensor | None, name: str) -> None:
-        """Notes whether the loss looks like a sum that is taken for a mean."""
-        if summed is None:
+    def give(self, job: Job, text: str | None) -> None:
+        """Warns, of nothing if there is no text."""
+        if text is None or text in self._given:
             return
-        count_events(
-            [summed],
-            [self.sums],
-            [name],
-            "the loss looks like the sum over the examples, but is taken for "
-            "their mean, which makes steps too short. Divide it by their "
-            "number, or say `optimizer.attach(model, loss_terms=1)`.",
+        self._given.add(text)
+        if 0 in job.topology.local:
+            warnings.warn(text, stacklevel=4)
+
+    def announce(self, job: Job, registry: Registry) -> None:
+        """Says of a deep model that its first step will take a while."""
+        blocks = len(registry.blocks)
+        text = (
+            f"tfkfac: {job.name} traces the training step of model "
+            f"'{job.model.name}', with {blocks} preconditioned layers: the "
+            "first step takes a while, once."
+        )
+        if blocks < _DEEP or text in self._given:
+            return
+        self._given.add(text)
+        if 0 in job.topology.local:
+            print(text, file=sys.stderr, flush=True)
+
+
+def coverage_warning(registry: Registry, job: Job) -> str | None:
+    """Returns what to say of weights that K-FAC leaves alone, or None.
+
+    That is if they are most of the model, or if one is a large part of it or
+    its last layer's, which is named then. Layers of `skip_layers` do not count:
+    that they are left alone is known.
+
+    Args:
+        registry: Blocks and leftovers of the model.
+        job: The job.
+    """
+    left = [one for one in registry.left if one.reason != SKIPPED]
+    covered = registry.covered
+    total = covered + sum(one.weights for one in left)
+    last = {id(w) for layer in last_layers(job.model) for w in layer.weights}
+
+    def is_missed(one: Leftover) -> bool:
+        return any(
+            count_weights([v]) > _LARGE * total or id(v) in last
+            for v in one.variables
         )
 
-    def values(self) -> dict[str, float]:
-        """The last step's numbers, by name; none before the first step."""
-        if int(self.steps.numpy()) == 0:
-            return {}
-        every = {name: float(v.numpy()) for name, v in self._values.items()}
-        return {name: v for name, v in every.items() if not math.isnan(v)}
+    if covered >= _LOW_COVERAGE * total and not any(map(is_missed, left)):
+        return None
+    what = (
+        f"K-FAC preconditions {covered / total:.1%} of the weights of model "
+        f"'{job.model.name}' ({covered:,} of {total:,})"
+    )
+    if not registry.blocks:
+        what = f"Model '{job.model.name}' has no layer that K-FAC supports"
+    left.sort(key=lambda one: one.weights, reverse=True)
+    named = [
+        f"{one.path or '(model)'} ({one.weights:,} weights: {one.reason})"
+        for place, one in enumerate(left)
+        if place < _MOST_NAMED or is_missed(one)
+    ]
+    named += ["..."] if len(left) > len(named) else []
+    inner = type(job.inner_optimizer).__name__
+    return (
+        f"{what}. Its inner optimizer, {inner}, trains the others alone: "
+        f"{', '.join(named)}. See `optimizer.summary()`; for layers of your "
+        "own there is `tfkfac.register_block`."
+    )
+
+
+def solver_warning(model: keras.Model, solver: type[Solver]) -> str | None:
+    """Returns what to say of a solver that XLA makes slow, or None."""
+    if not (issubclass(solver, EigenSolver) and uses_xla(model)):
+        return None
+    # Measured on a CPU: 45 to 72 times, 1e-6 accurate in float32.
+    return (
+        f"Model '{model.name}' is compiled by XLA, whose eigen-decompositions "
+        "are loops of Jacobi rotations: many times slower than TensorFlow's "
+        "and about 1e-6 accurate. Compile the model with jit_compile=False, or "
+        "use KFAC(solver='inverse')."
+    )
+
+
+def unseen_loss_warning(job: Job, batch: LossBatch) -> str | None:
+    """Returns what to say of a loss that is taken for a mean, or None."""
+    if job.terms_of(batch):
+        return None
+    return (
+        f"Optimizer '{job.name}' has not seen the loss of model "
+        f"'{job.model.name}' being computed and takes it for the mean over the "
+        "examples, the leading dimension of each layer's input. If it is a sum "
+        "or a mean over tokens or pixels, its steps are far too short or too "
+        "long: compute it with `model.compute_loss`, or say what it is the "
+        "mean over by `optimizer.attach(model, loss_terms=...)`, 1 for a sum."
+    )
+
+
+_LEFT = {
+    "inner": "Left to the inner optimizer as they are:",
+    "quadratic": "Moved along their gradients, by a step size of their own:",
+}
+
+
+def describe(
+    placement: Placement,
+    states: Sequence[State],
+    titles: Sequence[str],
+    step: str,
+) -> list[str]:
+    """Returns the lines of the summary of an optimizer.
+
+    Args:
+        placement: The blocks, and which worker does what of them.
+        states: What the replicas of this process keep; none before training.
+        titles: The first lines.
+        step: "inner" or "quadratic".
+    """
+    lines = [*titles, ""]
+    rows = [
+        block_row(placement, states, i)
+        for i, block in enumerate(placement.blocks)
+        if block.left_out is None
+    ]
+    if rows:
+        header = ["Layer", "Block", "A", "G", "Weights", "State"]
+        if placement.topology.replicas > 1:
+            header += ["Owner", "Gradient workers"]
+        lines += table(tuple(header), rows)
+    else:
+        lines.append("No layer is preconditioned.")
+    if placement.registry.left:
+        lines += ["", _LEFT[step]]
+        rows = [
+            row for left in placement.registry.left for row in left_rows(left)
+        ]
+        lines += table(("Layer", "Variable", "Weights", "Reason"), rows)
+    lines += ["", totals(placement)]
+    if states and states[0].damping is not None:
+        lines.append(states[0].damping.text())
+    return lines
+
+
+def title(job: Job, solver: str, step: str) -> str:
+    """The first line.
+
+    Args:
+        job: The job.
+        solver: Name of the solver.
+        step: "inner" or "quadratic".
+    """
+    inner = type(job.inner_optimizer).__name__
+    text = (
+        f"K-FAC '{job.name}' of model '{job.model.name}': solver {solver}, "
+        f"inner optimizer {inner}"
+    )
+    return text + ", steps by the quadratic model" * (step == "quadratic")
+
+
+def fisher_text(wanted: str | None, choice: Choice | None) -> str:
+    """What is said of the type of the Fisher matrix.
+
+    Args:
+        wanted: What the user wants.
+        choice: What was chosen in the last step that was traced, if any.
+    """
+    if choice is None:
+        return f"Fisher matrix: {wanted or 'chosen by the loss when training'}"
+    why = f" ({choice.reason})" if choice.reason else ""
+    return f"Fisher matrix: {choice.type}{why}"
+
+
+def block_row(
+    placement: Placement, states: Sequence[State], layer: int
+) -> tuple[str, ...]:
+    """One line of the table of blocks; the bytes are this worker's."""
+    block, rank = placement.blocks[layer], placement.topology.local[0]
+    state = placement.factor_bytes(rank, layer)
+    state += placement.decomposition_bytes(rank, layer)
+    row = (
+        block.path,
+        block.kind,
+        *(factor_text(block, name, states) for name in ("A", "G")),
+        f"{count_weights(block.variables):,}",
+        bytes_text(state),
+    )
+    if placement.topology.replicas == 1:
+        return row
+    plan = placement.plan.layers[layer]
+    owners = sorted(set(plan.owners.values()))
+    names = [
+        f"{name}: {owner}" if len(owners) > 1 else str(owner)
+        for name, owner in plan.owners.items()
+    ]
+    return (
+        *row,
+        ", ".join(dict.fromkeys(names)),
+        ", ".join(map(str, plan.gradient_workers)),
+    )
+
+
+def factor_text(block: Block, name: str, states: Sequence[State]) -> str:
+    """What one factor is, and how much of it a sketch explains so far."""
+    kind = block.factors.get(name)
+    if kind is None:
+        return "-"
+    if isinstance(kind, LowRank):
+        for one in (p for state in states for p in state.preconditioners):
+            kept = one.factors if one.block is block else None
+            if kept is not None and name in kept.names and kept.weight > 0:
+                share = float(kind.explained(kept.value(name)))
+                return f"{kind.text} ({share:.0%} of trace)"
+    return kind.text
+
+
+def left_rows(left: Leftover) -> list[tuple[str, ...]]:
+    """One line for each variable of a layer without a block."""
+    return [
+        (
+            left.path or "(model)",
+            variable.name,
+            f"{count_weights([variable]):,}",
+            left.reason,
+        )
+        for variable in left.variables
+    ]
+
+
+def totals(placement: Placement) -> str:
+    """The line under the tables."""
+    covered = placement.registry.covered
+    rest = sum(left.weights for left in placement.registry.left)
+    topology = placement.topology
+    state = placement.state_bytes(topology.local[0])
+    where = f" of worker {topology.local[0]}" if topology.replicas > 1 else ""
+    return (
+        f"Preconditioned weights: {covered:,} of {covered + rest:,}. "
+        f"State{where}: factors {bytes_text(state['factors'])}, "
+        f"decompositions {bytes_text(state['decompositions'])}."
+    )

@@ -11,7 +11,7 @@ from tfkfac.capture.expressions import check_expression
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_choice, is_number
 from tfkfac.distributed.plan import MODES, POLICIES, Mode
-from tfkfac.kfac.damping import LevenbergMarquardt
+from tfkfac.kfac.length import LevenbergMarquardt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from benchmarks.phases import Mix
 from benchmarks.variants import parse
 from tfkfac.cost import Machine, compare
 from tfkfac.cost.measure import measure_worker
-from tfkfac.kfac.schedule import turns_due
+from tfkfac.kfac.placement import turns_due
 
 BATCH = 128
 SOLVERS = ("inverse", "eigen")
