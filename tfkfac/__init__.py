@@ -10,8 +10,9 @@ from tfkfac.compat.optimizers import find_by_name
 from tfkfac.fisher import register_distribution
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
-from tfkfac.kfac.length import LevenbergMarquardt
+from tfkfac.kfac.length import LevenbergMarquardt, QuadraticStep
 from tfkfac.kfac.optimizer import KFAC
+from tfkfac.kfac.settings import Distribution
 from tfkfac.shell import binding, carry
 from tfkfac.shell.loss_scale import LossScaleOptimizer
 from tfkfac.supervision import aftermath, fit
@@ -20,10 +21,12 @@ __version__ = "0.1.0"
 __all__ = [
     "FOSI",
     "KFAC",
+    "Distribution",
     "GaussNewton",
     "LevenbergMarquardt",
     "LossScaleOptimizer",
     "MultiWorkerMirroredStrategy",
+    "QuadraticStep",
     "blocks",
     "callbacks",
     "cost",

@@ -162,18 +162,11 @@ def quadratic(**arguments: Any) -> Any:
 
 def spread(distribution: str, fraction: Any = None, **arguments: Any) -> Any:
     """K-FAC, spread over workers in some way."""
-    wire = {
-        "assignment",
-        "symmetric_communication",
-        "factor_dtype",
-        "inverse_dtype",
-    }
-    of_wire = {k: v for k, v in arguments.items() if k in wire}
-    rest = {k: v for k, v in arguments.items() if k not in wire}
+    names = {"assignment", "symmetric", "factor_dtype", "inverse_dtype"}
+    wire = {k: v for k, v in arguments.items() if k in names}
+    rest = {k: v for k, v in arguments.items() if k not in names}
     return KFAC(
-        distribution=distribution,
-        gradient_worker_fraction=fraction,
-        **of_wire,
+        distribution=tfkfac.Distribution(distribution, fraction, **wire),
         **rest,
     )
 
@@ -370,7 +363,7 @@ RUNS: dict[str, list[tuple[str, str, Callable[[], Any], dict[str, Any]]]] = {
         (
             "image",
             "KFAC triangles",
-            lambda: spread("comm_opt", symmetric_communication=True, **EVERY),
+            lambda: spread("comm_opt", symmetric=True, **EVERY),
             {},
         ),
         (

@@ -31,10 +31,7 @@ MODES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "mem_opt": ("KFAC", {"distribution": "mem_opt"}),
     "dp_kfac": ("KFAC", {"distribution": "dp_kfac"}),
     # With two workers it is mem_opt.
-    "hybrid_opt": (
-        "KFAC",
-        {"distribution": "hybrid_opt", "gradient_worker_fraction": 0.5},
-    ),
+    "hybrid_opt": ("KFAC", {"distribution": "hybrid_opt"}),
     "quadratic": ("KFAC", {"step": "quadratic"}),
     "DHO2 rows": ("FOSI", {"layout": "rows", "update_interval": 100}),
     "DHO2 columns": ("FOSI", {"layout": "columns", "update_interval": 100}),

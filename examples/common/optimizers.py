@@ -67,6 +67,11 @@ class Choice:
         settings = dict(self.settings)
         settings.pop("learning_rate", None)
         if self.name == "kfac":
+            names = {f.name for f in dataclasses.fields(tfkfac.Distribution)}
+            wire = {k: settings.pop(k) for k in names & set(settings)}
+            if wire:
+                mode = settings.get("distribution", "comm_opt")
+                settings["distribution"] = tfkfac.Distribution(mode, **wire)
             return tfkfac.KFAC(rate, **settings)
         if self.name in FOSI_BASES:
             inner = FIRST_ORDER[FOSI_BASES[self.name]](rate)

@@ -9,6 +9,7 @@ import pytest
 from keras import layers
 
 import tfkfac
+from tests.support.options import kfac as options_kfac
 from tests.support.placements import SIZES, model, place
 from tfkfac import cost
 from tfkfac.cost.batch import Batch
@@ -30,7 +31,7 @@ MACHINE = cost.Machine.of(1e9, 1e8, 1e-5)
 
 
 def attached(built: Any, **arguments: Any) -> tfkfac.KFAC:
-    return tfkfac.KFAC(**arguments).attach(built)
+    return options_kfac(**arguments).attach(built)
 
 
 @functools.cache
@@ -55,7 +56,7 @@ def test_as_much_as_the_optimizer_says(
     if half:
         kwargs = {"factor_dtype": "bfloat16", "inverse_dtype": "bfloat16"}
     placement = place(placed, WORKERS, solver, symmetric=half, **kwargs)
-    found = estimates(WORKERS, symmetric_communication=half, **kwargs)
+    found = estimates(WORKERS, symmetric=half, **kwargs)
     one = found[f"{mode} {solver}"]
     weights = sum(v.value.shape.num_elements() for v in model().weights)
     steps = [

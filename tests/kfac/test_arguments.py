@@ -1,6 +1,8 @@
 """Arguments: what is refused and how, and the way through a config."""
 
+import dataclasses
 import functools
+import inspect
 import json
 import re
 import warnings
@@ -59,10 +61,7 @@ WRONG: list[tuple[str, Any, str]] = [
         ("assignment", value, r"one of \(.*'round_robin'.*\)")
         for value in ("x", 0, True, ["compute"])
     ),
-    *(
-        ("symmetric_communication", value, "True or False")
-        for value in ("yes", 1, None)
-    ),
+    *(("symmetric", value, "True or False") for value in ("yes", 1, None)),
     *(
         ("gradient_worker_fraction", value, r"a number in \(0, 1\]")
         for value in (0.5, 0, -1, 2, NAN, "0.5")
@@ -104,13 +103,15 @@ WRONG: list[tuple[str, Any, str]] = [
         for value in ("(", "*", "[a", "(?P<x")
     ),
 ]
+OF_DISTRIBUTION = {f.name for f in dataclasses.fields(tfkfac.Distribution)}
 
 
 @pytest.mark.parametrize(("name", "value", "kind"), WRONG)
 def test_wrong_argument(name: str, value: Any, kind: str) -> None:
     """At construction, in Keras' words, with the value received."""
+    owner = tfkfac.Distribution if name in OF_DISTRIBUTION else tfkfac.KFAC
     with pytest.raises((ValueError, TypeError)) as caught:
-        tfkfac.KFAC(**{name: value})
+        owner(**{name: value})
     message = str(caught.value)
     assert re.search(rf"Argument `{name}`.* must .*{kind}", message)
     received = message.split("Received: ", 1)[1]
@@ -202,11 +203,7 @@ def test_defaults() -> None:
         "weight_sharing": "expand",
         "factor_batch_fraction": None,
         "distribution": "comm_opt",
-        "gradient_worker_fraction": None,
-        "assignment": None,
-        "symmetric_communication": False,
-        "factor_dtype": None,
-        "inverse_dtype": None,
+        "step": "inner",
         "max_factor_dim": 640,
         "factor_rank": 64,
         "skip_layers": [],
@@ -301,12 +298,7 @@ NUMBERS: dict[str, Any] = {
     "factor_decay": 0.5,
     "solver": "eigen",
     "weight_sharing": "reduce",
-    "distribution": "hybrid_opt",
-    "gradient_worker_fraction": 0.5,
-    "assignment": "memory",
-    "symmetric_communication": True,
-    "factor_dtype": "bfloat16",
-    "inverse_dtype": "bfloat16",
+    "distribution": "mem_opt",
     "max_factor_dim": 100,
     "factor_rank": 8,
     "factor_batch_fraction": 0.25,
@@ -319,6 +311,72 @@ def test_numbers_round_trip() -> None:
     for name, value in NUMBERS.items():
         assert config[name] == value
         assert type(config[name]) is type(value)
+
+
+DISTRIBUTION = tfkfac.Distribution(
+    "hybrid_opt", 0.25, "memory", True, "bfloat16", "bfloat16"
+)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["hybrid_opt", DISTRIBUTION, tfkfac.Distribution("dp_kfac")],
+    ids=["name", "all", "mode"],
+)
+def test_distribution_round_trips(value: Any) -> None:
+    copy = round_trip(tfkfac.KFAC(distribution=value))
+    assert copy.distribution == value
+
+
+def test_half_of_the_workers_are_gradient_workers_of_a_hybrid() -> None:
+    assert tfkfac.Distribution("hybrid_opt").gradient_worker_fraction == 0.5
+    assert tfkfac.Distribution("mem_opt").gradient_worker_fraction is None
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("gradient_worker_fraction", "Distribution"),
+        ("assignment", "Distribution"),
+        ("symmetric_communication", "Distribution(mode, symmetric=0.5)"),
+        ("factor_dtype", "Distribution"),
+        ("inverse_dtype", "Distribution"),
+        ("quadratic_batch_fraction", "QuadraticStep(batch_fraction=0.5)"),
+    ],
+)
+def test_what_has_moved_says_where(name: str, place: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}` has moved") as caught:
+        tfkfac.KFAC(**{name: 0.5})
+    assert f"tfkfac.{place}" in str(caught.value)
+
+
+def test_at_most_twenty_arguments() -> None:
+    names = inspect.signature(tfkfac.KFAC.__init__).parameters
+    assert len(set(names) - {"self", "unknown"}) <= 20
+
+
+# -------------------------------------------------------------- quadratic steps
+def test_damping_of_a_quadratic_step_is_that_of_the_optimizer() -> None:
+    step = tfkfac.QuadraticStep(0.5, tfkfac.LevenbergMarquardt(0.25))
+    for optimizer in (
+        tfkfac.KFAC(step=step),
+        round_trip(tfkfac.KFAC(step=step)),
+    ):
+        assert optimizer.damping.initial == 0.25
+        assert optimizer.step.batch_fraction == 0.5
+    assert tfkfac.KFAC(step=tfkfac.QuadraticStep(damping=0.5)).damping == 0.5
+
+
+def test_two_dampings_are_refused() -> None:
+    step = tfkfac.QuadraticStep(damping=0.5)
+    with pytest.raises(ValueError, match=r"`damping` must be left out.*0\.25"):
+        tfkfac.KFAC(damping=0.25, step=step)
+
+
+@pytest.mark.parametrize("value", [-1, NAN, "a", True])
+def test_wrong_damping_of_a_quadratic_step(value: Any) -> None:
+    with pytest.raises(ValueError, match="Argument `damping` must be"):
+        tfkfac.QuadraticStep(damping=value)
 
 
 def test_none_round_trips() -> None:
@@ -497,11 +555,7 @@ def test_copy_trains_like_the_original() -> None:
     x, y = data()
     runs = []
     schedule = PolynomialDecay(0.5, 3, 0.01)
-    arguments = {
-        **NUMBERS,
-        "damping": schedule,
-        "gradient_worker_fraction": 1.0,
-    }
+    arguments = {**NUMBERS, "damping": schedule}
     for build in (lambda o: o, round_trip):
         model = mlp()
         optimizer = build(tfkfac.KFAC("adam", **arguments))

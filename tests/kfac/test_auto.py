@@ -101,7 +101,7 @@ def test_stale_and_fresh_updates(
         factor_update_interval=intervals[0],
         inverse_update_interval=intervals[1],
     )
-    assert optimizer.method.placement.settings.distribution == mode
+    assert optimizer.method.placement.distribution.mode == mode
     said = f"Distribution: {mode}, chosen by what K-FAC adds to a step at "
     assert f"{said}intervals {intervals[0]} and {intervals[1]}:" in text
     assert "with 1e+03 GFLOP/s, assumed, and 1 GB/s and 1 us" in text
@@ -112,7 +112,7 @@ def test_stale_and_fresh_updates(
 
 def test_a_fraction_is_not_for_auto() -> None:
     with pytest.raises(ValueError, match="gradient_worker_fraction"):
-        tfkfac.KFAC(distribution="auto", gradient_worker_fraction=0.5)
+        tfkfac.Distribution("auto", gradient_worker_fraction=0.5)
 
 
 def test_saved_as_auto() -> None:

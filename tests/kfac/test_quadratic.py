@@ -14,6 +14,7 @@ import tfkfac
 from tests.support.dtypes import floats
 from tests.support.harness import randomize
 from tests.support.marks import with_slow
+from tests.support.options import kfac as options_kfac
 from tests.support.reference import Array, inverse_solve
 from tests.support.small import summary_text
 from tfkfac.kfac.length import AdaptiveDamping
@@ -158,7 +159,7 @@ def kfac(**kwargs: Any) -> tfkfac.KFAC:
         "factor_update_interval": 1,
         "inverse_update_interval": 1,
     }
-    return tfkfac.KFAC(**(options | kwargs))
+    return options_kfac(**(options | kwargs))
 
 
 def flat(parts: Any) -> Array:
@@ -376,7 +377,7 @@ def test_small_batches_are_taken_whole() -> None:
     for options in ({}, {"quadratic_batch_fraction": 1.0}):
         with floats("float64"):
             model = network()
-            optimizer = tfkfac.KFAC(step="quadratic", **options)
+            optimizer = options_kfac(step="quadratic", **options)
             loss = KINDS["scce"].loss
             model.compile(optimizer, loss, run_eagerly=True)
             model.train_on_batch(x, y)

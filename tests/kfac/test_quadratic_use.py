@@ -17,6 +17,7 @@ from keras import layers
 import tfkfac
 from tests.support.dtypes import floats
 from tests.support.harness import randomize
+from tests.support.options import kfac as options_kfac
 from tests.support.reference import Array
 from tests.support.small import data, loss, mlp, summary_text
 from tfkfac.blocks.part import Part
@@ -33,7 +34,7 @@ def flat(parts: Any) -> Array:
 
 def kfac(inner: Any = None, **kwargs: Any) -> tfkfac.KFAC:
     options = {"step": "quadratic", "quadratic_batch_fraction": 1.0}
-    return tfkfac.KFAC(inner, **(options | kwargs))
+    return options_kfac(inner, **(options | kwargs))
 
 
 # ------------------------------------------------------------- exact models
@@ -265,7 +266,7 @@ SGD = keras.optimizers.SGD
             "must not be a `LevenbergMarquardt` with",
         ),
         *(
-            ({"quadratic_batch_fraction": value}, "quadratic_batch_fraction")
+            ({"quadratic_batch_fraction": value}, "`batch_fraction`")
             for value in (0, 1.5, True, "all")
         ),
     ],
@@ -306,7 +307,7 @@ def test_defaults_and_config() -> None:
     optimizer = tfkfac.KFAC(step="quadratic")
     assert float(optimizer.learning_rate) == 1.0
     assert optimizer.inner_optimizer.momentum == 0.0
-    assert optimizer.quadratic_batch_fraction is None
+    assert optimizer.step == "quadratic"
     assert tfkfac.KFAC().step == "inner"
     rule = tfkfac.LevenbergMarquardt(2.0, 3, 0.9, 1e-3, 5.0)
     config = tfkfac.KFAC(0.5, step="quadratic", damping=rule).get_config()

@@ -307,7 +307,13 @@ def test_products_in_bfloat16() -> None:
     """Inverses in bfloat16 are multiplied in it, and decomposed as ever."""
     x, y = batch(8)
     model = network()
-    model.compile(optimizer(inverse_dtype="bfloat16", kl_clip=None), loss)
+    model.compile(
+        optimizer(
+            distribution=tfkfac.Distribution(inverse_dtype="bfloat16"),
+            kl_clip=None,
+        ),
+        loss,
+    )
     start = model.get_weights()
     nodes = optimized_nodes(lambda: model.train_on_batch(x, y))
     products = [n for n in nodes if n.op in ("MatMul", "_FusedMatMul")]

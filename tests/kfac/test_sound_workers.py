@@ -14,7 +14,7 @@ from tests.support.weights import assert_same_bits
 
 JOBS = Jobs(workers_unsound)
 CASES: dict[str, dict[str, Any]] = {}
-HYBRID = {"distribution": "hybrid_opt", "gradient_worker_fraction": 0.5}
+HYBRID = {"distribution": "hybrid_opt"}
 for name_, slow_, kwargs_ in [
     ("two: mem_opt", False, {"distribution": "mem_opt"}),
     ("two: comm_opt", True, {"distribution": "comm_opt"}),

@@ -20,8 +20,6 @@ NAMES = [
     for name in inspect.signature(cls.__init__).parameters
     if name not in ("self", "unknown")
 ]
-# Without it the others are refused for its sake.
-BESIDE = {"gradient_worker_fraction": {"distribution": "hybrid_opt"}}
 CHANGING = [
     (tfkfac.KFAC, "damping"),
     (tfkfac.KFAC, "kl_clip"),
@@ -92,7 +90,7 @@ def test_an_error_that_names_the_argument(
 ) -> None:
     cls, name = which
     try:
-        cls(**{name: value, **BESIDE.get(name, {})})
+        cls(**{name: value})
     except (TypeError, ValueError) as error:
         assert f"`{name}`" in str(error) or "`inner_optimizer`" in str(error)
 
@@ -103,7 +101,7 @@ def test_an_error_that_names_the_argument(
 def test_what_is_accepted_trains(which: tuple[type, str], value: Any) -> None:
     cls, name = which
     try:
-        optimizer = cls(**{name: value, **BESIDE.get(name, {})})
+        optimizer = cls(**{name: value})
     except (TypeError, ValueError):
         return
     try:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import tfkfac
+from tests.support.options import kfac as options_kfac
 from tests.support.reference import Array
 
 # Float32 sums of a few hundred products, and solves of matrices whose
@@ -61,7 +61,7 @@ def compiled(
     kwargs.setdefault("fisher", "empirical")
     kwargs.setdefault("factor_update_interval", 1)
     kwargs.setdefault("inverse_update_interval", 1)
-    optimizer = tfkfac.KFAC(inner, **kwargs)
+    optimizer = options_kfac(inner, **kwargs)
     model.compile(optimizer=optimizer, loss=loss, run_eagerly=eager)
     return optimizer
 

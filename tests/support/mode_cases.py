@@ -269,7 +269,7 @@ add(
     "triangles",
     "comm_opt",
     model="vision",
-    symmetric_communication=True,
+    symmetric=True,
 )
 add(
     "four",
@@ -278,7 +278,7 @@ add(
     slow=True,
     model="cnn",
     inner="adam",
-    symmetric_communication=True,
+    symmetric=True,
 )
 HALF: dict[str, dict[str, Any]] = {
     dtype: {"factor_dtype": dtype, "inverse_dtype": "bfloat16"}
@@ -296,7 +296,7 @@ for solver_, dtype_ in [("inverse", "float16"), ("eigen", "bfloat16")]:
     )
 # The inputs of the hidden layer, 51 with the bias, as a sketch.
 for where_, mode_, solver_, slow_, kwargs_ in [
-    ("two", "comm_opt", "inverse", False, {"symmetric_communication": True}),
+    ("two", "comm_opt", "inverse", False, {"symmetric": True}),
     ("two", "mem_opt", "eigen", False, {}),
     ("two", "dp_kfac", "inverse", False, {"feed": "same"}),
     ("two", "comm_opt", "eigen_outer", True, {}),
@@ -418,7 +418,7 @@ _SHARED = {
     "distribution",
     "gradient_worker_fraction",
     "assignment",
-    "symmetric_communication",
+    "symmetric",
     "factor_dtype",
     "inverse_dtype",
     "poison",

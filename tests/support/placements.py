@@ -8,7 +8,7 @@ from keras import layers
 from tfkfac.blocks.registry import build_registry
 from tfkfac.distributed.topology import Topology
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.settings import make_settings
+from tfkfac.kfac.settings import Distribution
 from tfkfac.solvers import SOLVERS
 
 MODES = ["comm_opt", "mem_opt", "hybrid_opt 1/2", "hybrid_opt 1", "dp_kfac"]
@@ -35,16 +35,13 @@ def place(mode: str, workers: int, solver: str, **kwargs: Any) -> Placement:
     """Places the model; a mode may bear the fraction of gradient workers."""
     distribution, _, fraction = mode.partition(" ")
     over, _, under = fraction.partition("/")
-    settings = make_settings(
+    chosen = Distribution(
         distribution,
         int(over) / int(under or 1) if fraction else None,
-        kwargs.get("assignment"),
-        kwargs.get("symmetric", False),
-        kwargs.get("factor_dtype"),
-        kwargs.get("inverse_dtype"),
+        **kwargs,
     )
     everyone = tuple(range(workers))
     topology = Topology(workers, everyone, (None,) * workers, "auto")
     registry = build_registry(model(), ())
     assert [b.path for b in registry.blocks] == list(SIZES)
-    return Placement(registry, topology, SOLVERS[solver](), settings)
+    return Placement(registry, topology, SOLVERS[solver](), chosen)

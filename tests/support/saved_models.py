@@ -6,7 +6,7 @@ from typing import Any
 import keras
 from keras import layers
 
-import tfkfac
+from tests.support.options import kfac as options_kfac
 from tests.support.small import (
     CLASSES,
     FEATURES,
@@ -86,7 +86,7 @@ def compiled(kind: str, inner: str = "sgd", **kwargs: Any) -> Any:
     kwargs.setdefault("inverse_update_interval", 3)
     keras.utils.set_random_seed(0)
     model = MODELS[kind]()
-    optimizer = tfkfac.KFAC(INNER[inner](), **kwargs)
+    optimizer = options_kfac(INNER[inner](), **kwargs)
     model.compile(optimizer, loss(), run_eagerly=True)
     return model
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
+from tests.support.options import kfac as options_kfac
 from tests.support.reference import Array
 
 FEATURES, CLASSES, ROWS = 6, 3, 16
@@ -72,7 +73,7 @@ def compiled_mlp(
 ) -> Any:
     """`mlp` compiled with K-FAC."""
     model = mlp(seed)
-    model.compile(tfkfac.KFAC(inner, **kwargs), loss(), run_eagerly=eager)
+    model.compile(options_kfac(inner, **kwargs), loss(), run_eagerly=eager)
     return model
 
 

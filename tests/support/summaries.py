@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 import tfkfac
+from tests.support.options import kfac as options_kfac
 from tests.support.small import FEATURES, kfac_of, summary_text
 
 _bound: list[Any] = []
@@ -45,7 +46,7 @@ def leftovers_of(optimizer: Any) -> dict[str, str]:
 
 def bind(model: Any, **kwargs: Any) -> tfkfac.KFAC:
     _bound.append(model)  # an optimizer does not keep its model
-    model.compile(tfkfac.KFAC(**kwargs), "mse", run_eagerly=True)
+    model.compile(options_kfac(**kwargs), "mse", run_eagerly=True)
     return kfac_of(model)
 
 

@@ -23,9 +23,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "comm_opt": lambda: tfkfac.KFAC(distribution="comm_opt"),
     "mem_opt": lambda: tfkfac.KFAC(distribution="mem_opt"),
     "dp_kfac": lambda: tfkfac.KFAC(distribution="dp_kfac"),
-    "hybrid_opt": lambda: tfkfac.KFAC(
-        distribution="hybrid_opt", gradient_worker_fraction=0.5
-    ),
+    "hybrid_opt": lambda: tfkfac.KFAC(distribution="hybrid_opt"),
     "rows": lambda: tfkfac.FOSI(layout="rows", **FOSI),
     "columns": lambda: tfkfac.FOSI(layout="columns", **FOSI),
     "accelerator": lambda: tfkfac.FOSI(
@@ -36,7 +34,10 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 # Rounded too much to be compared with others.
 HALF: dict[str, Callable[[], Any]] = {
     "half": lambda: tfkfac.KFAC(
-        solver="eigen", factor_dtype="bfloat16", inverse_dtype="bfloat16"
+        solver="eigen",
+        distribution=tfkfac.Distribution(
+            factor_dtype="bfloat16", inverse_dtype="bfloat16"
+        ),
     ),
 }
 

@@ -35,9 +35,9 @@ def choose(kind: str | None) -> dict[str, Any]:
     model = _trained(kind, "auto")
     optimizer, lines = model.optimizer, []
     optimizer.summary(lines.append)
-    settings = optimizer.method.placement.settings
+    placed = optimizer.method.placement.distribution
     return {
-        "chosen": (settings.distribution, settings.fraction),
+        "chosen": (placed.mode, placed.gradient_worker_fraction),
         "summary": "\n".join(lines),
         "config": optimizer.get_config()["distribution"],
         "weights": copies(kind, model.trainable_variables),

@@ -18,6 +18,7 @@ from keras import layers
 import tfkfac
 from tests.support.dtypes import floats
 from tests.support.graphs import collectives, count_ops
+from tests.support.options import kfac, nested
 from tests.support.ports import address, claim_ports
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
@@ -151,7 +152,7 @@ def compiled(
         keras.utils.set_random_seed(0)
         network = MODELS[model]()
         network.compile(
-            Noted(INNERS[inner](), **arguments),
+            Noted(INNERS[inner](), **nested(arguments)),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
     return network
@@ -258,7 +259,7 @@ def fit(kind: str, rows: int, policy: str | None, **options: Any) -> Any:
         for layer in cnn().layers:
             network.add(layer)
         network.compile(
-            tfkfac.KFAC(INNERS["sgd"](), **(DEFAULTS | options)),
+            kfac(INNERS["sgd"](), **(DEFAULTS | options)),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
         start = network.get_weights()

@@ -20,7 +20,9 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "inverse": lambda: tfkfac.KFAC(),
     "eigen": lambda: tfkfac.KFAC(solver="eigen"),
     "half": lambda: tfkfac.KFAC(
-        factor_dtype="bfloat16", inverse_dtype="bfloat16"
+        distribution=tfkfac.Distribution(
+            factor_dtype="bfloat16", inverse_dtype="bfloat16"
+        )
     ),
     "sketch": lambda: tfkfac.KFAC(max_factor_dim=10, factor_rank=3),
     "sketch, eigen": lambda: tfkfac.KFAC(

@@ -12,7 +12,6 @@ from keras import layers
 import tfkfac
 from tests.support.lockstep import run_together
 from tfkfac.kfac.method import KFACMethod
-from tfkfac.kfac.settings import Settings
 from tfkfac.loss.batch import LossBatch
 from tfkfac.loss.shares import measure_loss
 from tfkfac.loss.terms import LossTerms, mean_over
@@ -48,7 +47,7 @@ def kfac_method() -> KFACMethod:
         solver="inverse",
         factor_decay=0.95,
         weight_sharing="expand",
-        settings=Settings(),
+        distribution="comm_opt",
         max_factor_dim=None,
         skip_layers=(),
     )

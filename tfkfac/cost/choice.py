@@ -138,7 +138,7 @@ def compare(
         placement.turns,
         gradient_bytes(model.trainable_variables),
         placement.exchange.wire,
-        placement.settings.assignment,
+        placement.distribution.assignment,
         work,
         passes,
         first_order,

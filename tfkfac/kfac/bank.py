@@ -117,7 +117,7 @@ class State(Tracked):
                 placement.solver,
                 placement.plan.owns(rank, i),
                 placement.plan.preconditions(rank, i),
-                placement.settings.inverse_dtype,
+                placement.distribution.storage_dtype,
             )
             for i, block in enumerate(placement.blocks)
         )

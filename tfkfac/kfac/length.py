@@ -11,8 +11,11 @@ import tensorflow as tf
 from tfkfac.checks import check_count, check_range
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.variables import Tracked
+from tfkfac.kfac.settings import check_batch_fraction
 from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.saving.entries import Entry
+from tfkfac.shell.arguments import serialize_value
+from tfkfac.shell.hyperparameters import Hyperparameter, Schedule
 from tfkfac.training.guards import count_events
 
 
@@ -158,6 +161,153 @@ class LevenbergMarquardt:
     def __repr__(self) -> str:
         arguments = [f"{k}={v!r}" for k, v in self.get_config().items()]
         return f"LevenbergMarquardt({', '.join(arguments)})"
+
+
+@keras.saving.register_keras_serializable(package="tfkfac")
+class QuadraticStep:
+    """A step whose length and momentum a quadratic model of the loss chooses.
+
+    For `KFAC(step=...)` (Martens & Grosse, 2015, sections 6.4 and 7). The
+    update is `alpha Delta + mu d`, with `Delta` the negative preconditioned
+    gradient, d the update before, and the `(alpha, mu)` for which the quadratic
+    model of the loss, with its exact Gauss-Newton matrix and the damping, is
+    least. That takes a forward pass and two Jacobian-vector products, in
+    training mode on a part of the batch, which change no state. Weights without
+    a block are moved along their negative gradient, by a third such number. The
+    Gauss-Newton matrix is that of the loss of the model's outputs, for Keras'
+    cross-entropies of the logits behind a softmax or sigmoid; regularisers of
+    weights are part of the model, losses that layers add are so by their
+    gradient alone.
+
+    The inner optimizer must be SGD with a learning rate alone, a multiplier of
+    the step that is 1.0 by default. The loss must be computed by
+    `model.compute_loss`, as Keras does.
+
+    >>> tfkfac.KFAC(step=tfkfac.QuadraticStep(
+    ...     damping=tfkfac.LevenbergMarquardt()))
+
+    Args:
+        batch_fraction: Share of each worker's examples that the Gauss-Newton
+            matrix is of, in (0, 1]: at least one, evenly spaced, and other ones
+            in the next step; with `gradient_accumulation_steps`, of the last
+            micro-batch. None is a quarter, but at least 64 examples of all
+            workers together.
+        damping: Damping of the model and of the factors, in place of that of
+            `KFAC`: a number, a schedule, a callable of the iteration or a
+            `tfkfac.LevenbergMarquardt`. None is that of `KFAC`.
+
+    Raises:
+        ValueError: If an argument is not allowed.
+    """
+
+    def __init__(
+        self,
+        batch_fraction: float | None = None,
+        damping: Schedule | LevenbergMarquardt | None = None,
+    ) -> None:
+        self.batch_fraction = check_batch_fraction(
+            "batch_fraction", batch_fraction
+        )
+        if damping is not None:
+            Hyperparameter("damping", damping, also=LevenbergMarquardt)
+        self.damping = damping
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments of the constructor."""
+        return {
+            "batch_fraction": self.batch_fraction,
+            "damping": serialize_value("damping", self.damping),
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "QuadraticStep":
+        """Creates one from its config.
+
+        Args:
+            config: What `get_config` has returned.
+        """
+        damping = config.get("damping")
+        if isinstance(damping, dict):
+            damping = keras.saving.deserialize_keras_object(damping)
+        return cls(config.get("batch_fraction"), damping)
+
+    def __repr__(self) -> str:
+        return (
+            f"QuadraticStep(batch_fraction={self.batch_fraction!r}, "
+            f"damping={self.damping!r})"
+        )
+
+
+def quadratic_rule(step: Any) -> QuadraticStep | None:
+    """Returns the rule that the argument `step` stands for; None is "inner".
+
+    Raises:
+        ValueError: If it stands for none.
+    """
+    if isinstance(step, QuadraticStep):
+        return step
+    if step not in ("inner", "quadratic"):
+        raise ValueError(
+            "Argument `step` must be one of ('inner', 'quadratic') or a "
+            f"`tfkfac.QuadraticStep`. Received: step={step!r}"
+        )
+    return QuadraticStep() if step == "quadratic" else None
+
+
+def check_damping(
+    damping: Any, rule: QuadraticStep | None, accumulation: int | None
+) -> None:
+    """Refuses a damping that adapts itself where nothing tells it how.
+
+    Raises:
+        ValueError: If it is one without quadratic steps, or with micro-batches.
+    """
+    if not isinstance(damping, LevenbergMarquardt):
+        return
+    if rule is None:
+        raise ValueError(
+            "Argument `damping` must be a number, a schedule or a callable "
+            "with step='inner': it can adapt itself only where the quadratic "
+            "model has chosen the step and predicts what it does, with "
+            f"step='quadratic'. Received: damping={damping!r}"
+        )
+    if accumulation is not None:
+        raise ValueError(
+            "Argument `damping` must not be a `LevenbergMarquardt` with "
+            "`gradient_accumulation_steps`: it compares losses of the whole "
+            "batch, whose first parts are gone. Received: "
+            f"damping={damping!r} with "
+            f"gradient_accumulation_steps={accumulation}"
+        )
+
+
+def check_plain(inner: keras.optimizers.Optimizer) -> None:
+    """Refuses inner optimizers that would change a step of the model.
+
+    Raises:
+        ValueError: If it is anything but SGD with a learning rate alone.
+    """
+    changes = [
+        name
+        for name in (
+            "momentum",
+            "weight_decay",
+            "clipnorm",
+            "clipvalue",
+            "global_clipnorm",
+        )
+        if getattr(inner, name, None)
+    ]
+    if type(inner) is keras.optimizers.SGD and not changes:
+        return
+    what = f"{type(inner).__name__}({', '.join(changes)})"
+    raise ValueError(
+        "Argument `inner_optimizer` must be SGD without momentum, clipping "
+        "or weight decay with step='quadratic': the quadratic model chooses "
+        "length and momentum of a step, which another rule would spoil. For "
+        "decay use a layer's `kernel_regularizer`, which the model knows. "
+        f"Received: inner_optimizer={what}"
+    )
 
 
 class AdaptiveDamping(Tracked):

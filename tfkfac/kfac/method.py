@@ -30,7 +30,12 @@ from tfkfac.kfac.active import (
 )
 from tfkfac.kfac.averages import Pending
 from tfkfac.kfac.bank import FAULTS, State, kept_factors
-from tfkfac.kfac.length import LevenbergMarquardt, clip_step
+from tfkfac.kfac.length import (
+    LevenbergMarquardt,
+    QuadraticStep,
+    clip_step,
+    quadratic_rule,
+)
 from tfkfac.kfac.placement import (
     Placement,
     Placer,
@@ -54,7 +59,7 @@ from tfkfac.kfac.report import (
     title,
     unseen_loss_warning,
 )
-from tfkfac.kfac.settings import Settings
+from tfkfac.kfac.settings import Distribution, as_distribution
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.hyperparameters import Tunable, Value
 from tfkfac.shell.method import Method
@@ -66,8 +71,7 @@ from tfkfac.training.step import Gradients, Step, Update
 class KFACMethod(Method):
     """Preconditions the gradient of each layer by its Kronecker factors.
 
-    The arguments are those of `KFAC`, checked. `settings` has those that say
-    how the work is distributed.
+    The arguments are those of `KFAC`, checked.
     """
 
     damping = Tunable(also=LevenbergMarquardt)
@@ -83,7 +87,7 @@ class KFACMethod(Method):
         "max_factor_dim",
         "factor_rank",
         "step",
-        "quadratic_batch_fraction",
+        "distribution",
     )
 
     def __init__(
@@ -96,15 +100,14 @@ class KFACMethod(Method):
         solver: str,
         factor_decay: float,
         weight_sharing: str,
-        settings: Settings,
+        distribution: str | Distribution,
         max_factor_dim: int | None,
         skip_layers: tuple[SkipRule, ...],
         factor_rank: int = 64,
         factor_batch_fraction: float | None = None,
         fisher: str | None = None,
         gradient_accumulation_steps: int | None = None,
-        step: str = "inner",
-        quadratic_batch_fraction: float | None = None,
+        step: str | QuadraticStep = "inner",
     ) -> None:
         self.damping = damping
         self.kl_clip = kl_clip
@@ -115,15 +118,17 @@ class KFACMethod(Method):
         self.weight_sharing = weight_sharing
         self.factor_batch_fraction = factor_batch_fraction
         self.fisher = fisher
-        self.settings = settings
+        self.distribution = distribution
         limit = Limit(max_factor_dim, factor_rank)
-        self._placer = Placer(settings, solver, skip_layers, limit)
+        self._placer = Placer(
+            as_distribution(distribution), solver, skip_layers, limit
+        )
         self.max_factor_dim = max_factor_dim
         self.factor_rank = factor_rank
         self.skip_layers = skip_layers
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.step = step
-        self.quadratic_batch_fraction = quadratic_batch_fraction
+        self._quadratic = quadratic_rule(step)
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
         self._advice = Advice()
@@ -137,7 +142,7 @@ class KFACMethod(Method):
         step.note_losses("its unit is 1, its Fisher matrix the empirical one")
         self._advice.give(self.job, unseen_loss_warning(self.job, step.batch))
         statistics = self.statistics(layers, step)
-        sample = Sample.of(step) if self.step == "quadratic" else None
+        sample = Sample.of(step) if self._quadratic is not None else None
         pending = self.job.own(self.states).pending
         if pending is None:
             self.update(layers, step, statistics, sample)
@@ -197,7 +202,7 @@ class KFACMethod(Method):
         """The blocks of this step, with what their layers left behind."""
         own = self.job.own(self.states)
         # Rows alone would not do: the quadratic model needs all gradients.
-        whole = own.pending is not None or self.step == "quadratic"
+        whole = own.pending is not None or self._quadratic is not None
         return observe(step, own, not whole and self.placement.takes_rows)
 
     def statistics(
@@ -321,7 +326,8 @@ class KFACMethod(Method):
         """
         state, clock = self.job.own(self.states), self.job.clock
         if sample is not None:
-            fraction = self.quadratic_batch_fraction
+            assert self._quadratic is not None
+            fraction = self._quadratic.batch_fraction
             return quadratic_step(step, made, sample, fraction, state, damping)
         if not made:
             return step.gradients
@@ -340,7 +346,7 @@ class KFACMethod(Method):
         tap_layers(job.model, self.skip_layers, self)
         if self.fisher != EMPIRICAL:
             PullbackTap.open(job.model)
-        if self.step == "quadratic":
+        if self._quadratic is not None:
             ForwardTap.open(job.model)
         self._advice.give(job, solver_warning(job.model, SOLVERS[self.solver]))
 
@@ -368,7 +374,7 @@ class KFACMethod(Method):
         def make(rank: int) -> State:
             state = known.get(rank) or State()
             state.fill(placement, rank)
-            if self.step == "quadratic":
+            if self._quadratic is not None:
                 state.take_quadratic_steps(self.job.model, self.damping.get())
             if self.gradient_accumulation_steps is not None:
                 state.accumulate(
@@ -396,12 +402,14 @@ class KFACMethod(Method):
     def summary(self) -> list[str]:
         placement = self.placement  # which fills the placer's lines
         titles = [
-            title(self.job, self.solver, self.step),
+            title(self.job, self.solver, self._quadratic is not None),
             fisher_text(self.fisher, self._choice),
             *self.job.losses.lines(),
             *self._placer.lines,
         ]
-        return describe(placement, self.states, titles, self.step)
+        return describe(
+            placement, self.states, titles, self._quadratic is not None
+        )
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
         """Bias-corrected averages that this process keeps, by layer path."""
@@ -413,7 +421,7 @@ class KFACMethod(Method):
         return self.placement.state_bytes(
             self.job.topology.local[0],
             None if self.gradient_accumulation_steps is None else size,
-            size if self.step == "quadratic" else None,
+            size if self._quadratic is not None else None,
         )
 
     @override

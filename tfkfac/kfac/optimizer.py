@@ -1,23 +1,31 @@
 """K-FAC as a preconditioner in front of any Keras optimizer."""
 
-from collections.abc import Iterable
-from typing import Any, Never
+from collections.abc import Callable, Iterable
+from typing import Any, Never, Self, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.optimizers.schedules import LearningRateSchedule
 
+from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.fisher.types import TYPES
+from tfkfac.kfac.length import (
+    LevenbergMarquardt,
+    QuadraticStep,
+    check_damping,
+    check_plain,
+    quadratic_rule,
+)
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
+    Distribution,
+    as_distribution,
     check_batch_fraction,
     check_decay,
     check_skip_layers,
-    check_step,
-    make_settings,
     serialize_skip_rule,
-    settings_config,
 )
 from tfkfac.shell.arguments import (
     check_inner,
@@ -25,9 +33,27 @@ from tfkfac.shell.arguments import (
     refuse_unknown,
     take_over_accumulation,
 )
-from tfkfac.shell.hyperparameters import Value
+from tfkfac.shell.hyperparameters import Schedule
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.solvers import SOLVERS
+
+Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]
+LearningRate: TypeAlias = float | LearningRateSchedule | Callable[[], float]
+_DAMPING = 0.01
+# Arguments of files and habits before there was `Distribution`.
+_MOVED = {
+    name: "`distribution=tfkfac.Distribution(mode, " + new + "={!r})`"
+    for name, new in {
+        "gradient_worker_fraction": "gradient_worker_fraction",
+        "assignment": "assignment",
+        "symmetric_communication": "symmetric",
+        "factor_dtype": "factor_dtype",
+        "inverse_dtype": "inverse_dtype",
+    }.items()
+} | {
+    "quadratic_batch_fraction": "`step=tfkfac.QuadraticStep("
+    "batch_fraction={!r})`"
+}
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -57,45 +83,22 @@ class KFAC(SecondOrderOptimizer):
         inner_optimizer: A Keras optimizer, its identifier or config, or a
             float or schedule, the learning rate of `SGD(momentum=0.5)`.
             Defaults to 0.1. See `step` for what "quadratic" needs.
+        learning_rate: Learning rate of the inner SGD, if there is no other
+            `inner_optimizer`: a float, a schedule or a callable.
+        momentum: Momentum of the inner SGD, likewise.
         damping: Tikhonov damping of the Fisher matrix. A number, a schedule or
-            a callable of the iteration; with `step="quadratic"` also a
+            a callable of the iteration; with quadratic steps also a
             `tfkfac.LevenbergMarquardt`, but not with
             `gradient_accumulation_steps`. Defaults to 0.01.
-        solver: "inverse" (Cholesky inverses with factored damping) or "eigen"
-            (eigen-decompositions, exact damping). Two more reproduce papers as
-            printed: "plain_inverse" adds the whole damping to each factor
-            (Distributed K-FAC, eq. 9 and 10), and with "eigen_outer" a layer's
-            owner sends the damped outer product of the eigenvalues in place of
-            these (KAISA, section 4.4), the same steps for more traffic.
-            Defaults to "inverse".
-        factor_decay: Weight of the old factors in the running average, in
-            [0, 1). Defaults to 0.95.
-        factor_update_interval: Steps between updates of the factors: an
-            integer, a schedule or a callable of the iteration. None is every
-            step at first, every 5 from step 20, every 20 from step 100.
-        inverse_update_interval: The same for the decompositions. None is 5
-            at first, 20 from step 20, 100 from step 100. Each is renewed once
-            in an interval: where they are little work, all at its start; in
-            a large model in up to four turns over the interval, so that no
-            step takes much longer than the others. The first ones are made
-            as soon as there are factors.
         kl_clip: Largest squared length of a step in the Fisher metric, as a
             number, a schedule or a callable; None switches it off. Without
-            effect with `step="quadratic"`, whose model chooses the length.
+            effect with quadratic steps, whose model chooses the length.
             Defaults to 0.02.
-        weight_sharing: "expand" or "reduce": what weights used at several
-            positions are approximated by (Eschenhagen et al., 2023). "average"
-            is DP-KFAC as printed (eq. 13), the mean over the positions of the
-            gradients too, where "reduce" has their sum: with S positions G is
-            S^2 times smaller than the Fisher matrix', and `damping` weighs
-            that much more. Defaults to "expand".
-        factor_batch_fraction: Share of the examples of a batch that a factor
-            update looks at, in (0, 1]: at least one, evenly spaced over the
-            batch of each worker, and other ones in the next update. They
-            stand for all, so the factors' scale is the same; their noise
-            grows. None is a quarter, but at least 64 examples of all workers
-            together whose statistics are added up: smaller batches are taken
-            whole. A number is exactly that.
+        step: "inner" leaves the length of a step to `kl_clip` and the inner
+            optimizer. "quadratic" or a `tfkfac.QuadraticStep` chooses length
+            and momentum anew each time, by a quadratic model of the loss; the
+            inner optimizer must be SGD with a learning rate alone, by default
+            1.0. Defaults to "inner".
         fisher: Whose gradients the factors G are made of, where the loss is
             computed by `model.compute_loss`, as `fit` does. "monte_carlo": of
             labels drawn from the model's own predictions (Martens & Grosse,
@@ -109,34 +112,41 @@ class KFAC(SecondOrderOptimizer):
             `tfkfac.register_distribution`; weights of examples count once,
             not squared. None is "empirical" where all labels are classes or a
             distribution is not known, else "monte_carlo". Defaults to None.
-        distribution: What the workers of a `tf.distribute` job share:
-            "comm_opt" (factors are all-reduced, each is decomposed by one
-            worker and its decomposition sent to all: plain steps send nothing
-            extra), "mem_opt" (a layer's owner keeps its decompositions,
-            preconditions and sends the result), "hybrid_opt" (a group of
-            gradient workers does, KAISA, SC'21) or "dp_kfac" (the owner also
-            keeps the factors, of its own batch alone: no factor is ever
-            sent). Without effect on a single device. "auto" is the one of the
-            first three with which `tfkfac.cost` says that steps are shortest,
-            by products, decompositions and messages that all workers time for
-            a moment before the first step; `summary` says what was chosen.
-        gradient_worker_fraction: With "hybrid_opt", the share of the workers
-            that are gradient workers of a layer, in (0, 1]: times the number
-            of workers it must be whole and divide that number.
-        assignment: What the owners are balanced by: "compute" (n^3 for a
-            factor of size n), "memory" (n^2) or "round_robin". None is
-            "round_robin" for "dp_kfac" and "compute" for the others.
-        symmetric_communication: Whether symmetric matrices are sent as
-            triangles (KAISA, section 4.3).
-        factor_dtype: Dtype of factors on the wire: "float32", "bfloat16" or
-            "float16". None is that of the weights, at least float32. Their
-            running averages are kept in that dtype in any case: half
-            precision would round away what a new batch adds to them.
-            TensorFlow adds no bfloat16 on GPUs: among several of them factors
-            in it are sent as float32.
-        inverse_dtype: Dtype of decompositions in storage and on the wire:
-            "float32", "bfloat16" or None, that of the weights but at least
-            float32. They are computed in float32 or better.
+        solver: "inverse" (Cholesky inverses with factored damping) or "eigen"
+            (eigen-decompositions, exact damping). Two more reproduce papers as
+            printed: "plain_inverse" adds the whole damping to each factor
+            (Distributed K-FAC, eq. 9 and 10), and with "eigen_outer" a layer's
+            owner sends the damped outer product of the eigenvalues in place of
+            these (KAISA, section 4.4), the same steps for more traffic.
+            Defaults to "inverse".
+        distribution: Mode in which the workers of a `tf.distribute` job share
+            the work: "comm_opt", "mem_opt", "hybrid_opt", "dp_kfac" or "auto",
+            or a `tfkfac.Distribution`, which says more. Without effect on a
+            single device. Defaults to "comm_opt".
+        factor_update_interval: Steps between updates of the factors: an
+            integer, a schedule or a callable of the iteration. None is every
+            step at first, every 5 from step 20, every 20 from step 100.
+        inverse_update_interval: The same for the decompositions. None is 5
+            at first, 20 from step 20, 100 from step 100. Each is renewed once
+            in an interval: where they are little work, all at its start; in
+            a large model in up to four turns over the interval, so that no
+            step takes much longer than the others. The first ones are made
+            as soon as there are factors.
+        factor_decay: Weight of the old factors in the running average, in
+            [0, 1). Defaults to 0.95.
+        factor_batch_fraction: Share of the examples of a batch that a factor
+            update looks at, in (0, 1]: at least one, evenly spaced over the
+            batch of each worker, and other ones in the next update. They
+            stand for all, so the factors' scale is the same; their noise
+            grows. None is a quarter, but at least 64 examples of all workers
+            together whose statistics are added up: smaller batches are taken
+            whole. A number is exactly that.
+        weight_sharing: "expand" or "reduce": what weights used at several
+            positions are approximated by (Eschenhagen et al., 2023). "average"
+            is DP-KFAC as printed (eq. 13), the mean over the positions of the
+            gradients too, where "reduce" has their sum: with S positions G is
+            S^2 times smaller than the Fisher matrix', and `damping` weighs
+            that much more. Defaults to "expand".
         max_factor_dim: Most rows of a factor that is kept as a whole matrix:
             its memory grows with the square of the width, the work of its
             decomposition with the cube. Of a wider one the product with
@@ -154,34 +164,9 @@ class KFAC(SecondOrderOptimizer):
             statistics are added up, and all intervals count steps. None is 1.
             That of the inner optimizer is taken over. It is refused with a
             `damping` that is a `tfkfac.LevenbergMarquardt`.
-        step: "inner" leaves the length of a step to `kl_clip` and the inner
-            optimizer. "quadratic" chooses it anew each time (Martens & Grosse,
-            2015, sections 6.4 and 7): the update is `alpha Delta + mu d`, with
-            `Delta` the negative preconditioned gradient, d the update before,
-            and the `(alpha, mu)` for which the quadratic model of the loss,
-            with its exact Gauss-Newton matrix and the damping, is least. That
-            takes a forward pass and two Jacobian-vector products, in training
-            mode on a part of the batch, which change no state. Weights without
-            a block are moved along their negative gradient, by a third such
-            number. The Gauss-Newton matrix is that of the loss of the model's
-            outputs, for Keras' cross-entropies of the logits behind a softmax
-            or sigmoid; regularisers of weights are part of the model, losses
-            that layers add are so by their gradient alone. The inner optimizer
-            must be SGD with a learning rate alone, a multiplier of the step
-            that is 1.0 by default. The loss must be computed by
-            `model.compute_loss`, as Keras does.
-        quadratic_batch_fraction: Share of each worker's examples that the
-            Gauss-Newton matrix is of, in (0, 1]: at least one, evenly spaced,
-            and other ones in the next step; with
-            `gradient_accumulation_steps`, of the last micro-batch. None is a
-            quarter, but at least 64 examples of all workers together. Only
-            with `step="quadratic"`.
         max_skipped_steps: Steps in a row, at least 1, skipped because their
             gradients were not finite, that end the training with an error on
             all workers; see `check_skipped_steps`. None is any number.
-        learning_rate: Learning rate of the inner SGD, if there is no other
-            `inner_optimizer`: a float, a schedule or a callable.
-        momentum: Momentum of the inner SGD, likewise.
         name: Name of the optimizer.
 
     Raises:
@@ -191,67 +176,75 @@ class KFAC(SecondOrderOptimizer):
     method_type = KFACMethod
     _method: KFACMethod
     # The method's, shown as attributes.
-    damping: Value
-    kl_clip: Value
-    factor_update_interval: Value
-    inverse_update_interval: Value
-    solver: str
-    factor_decay: float
-    weight_sharing: str
-    factor_batch_fraction: float | None
+    damping: Schedule | LevenbergMarquardt
+    kl_clip: Schedule | None
+    step: str | QuadraticStep
     fisher: str | None
+    solver: str
+    distribution: str | Distribution
+    factor_update_interval: Schedule | None
+    inverse_update_interval: Schedule | None
+    factor_decay: float
+    factor_batch_fraction: float | None
+    weight_sharing: str
     max_factor_dim: int | None
     factor_rank: int
-    step: str
-    quadratic_batch_fraction: float | None
 
     def __init__(
         self,
-        inner_optimizer: Any = None,
+        inner_optimizer: Inner | LearningRate | None = None,
         *,
-        damping: Value = 0.01,
-        solver: str = "inverse",
-        factor_decay: float = 0.95,
-        factor_update_interval: Value = None,
-        inverse_update_interval: Value = None,
-        kl_clip: Value = 0.02,
-        weight_sharing: str = "expand",
-        factor_batch_fraction: float | None = None,
+        learning_rate: LearningRate | None = None,
+        momentum: float | None = None,
+        damping: Schedule | LevenbergMarquardt = _DAMPING,
+        kl_clip: Schedule | None = 0.02,
+        step: str | QuadraticStep = "inner",
         fisher: str | None = None,
-        distribution: str = "comm_opt",
-        gradient_worker_fraction: float | None = None,
-        assignment: str | None = None,
-        symmetric_communication: bool = False,
-        factor_dtype: str | None = None,
-        inverse_dtype: str | None = None,
+        solver: str = "inverse",
+        distribution: str | Distribution = "comm_opt",
+        factor_update_interval: Schedule | None = None,
+        inverse_update_interval: Schedule | None = None,
+        factor_decay: float = 0.95,
+        factor_batch_fraction: float | None = None,
+        weight_sharing: str = "expand",
         max_factor_dim: int | None = 640,
         factor_rank: int = 64,
-        skip_layers: Iterable[Any] = (),
+        skip_layers: Iterable[SkipRule] = (),
         gradient_accumulation_steps: int | None = None,
-        step: str = "inner",
-        quadratic_batch_fraction: float | None = None,
         max_skipped_steps: int | None = None,
-        learning_rate: Any = None,
-        momentum: float | None = None,
         name: str = "kfac",
         **unknown: Never,
     ) -> None:
-        refuse_unknown("KFAC", unknown, keras.optimizers.SGD)
+        refuse_unknown("KFAC", unknown, keras.optimizers.SGD, _MOVED)
         if momentum is not None:
             momentum = check_range("momentum", momentum, 0, 1)
+        rule = quadratic_rule(step)
         inner = check_inner(
             choose_inner(
                 inner_optimizer,
                 keras.optimizers.SGD,
                 {"learning_rate": 1.0, "momentum": 0.0}
-                if step == "quadratic"
+                if rule
                 else {"learning_rate": 0.1, "momentum": 0.5},
                 {"learning_rate": learning_rate, "momentum": momentum},
             )
         )
+        if rule:
+            check_plain(inner)
+            if rule.damping is not None:
+                if damping != _DAMPING:
+                    raise ValueError(
+                        "Argument `damping` must be left out where `step` has "
+                        f"a damping of its own. Received: damping={damping!r} "
+                        f"with step={step!r}"
+                    )
+                # Kept in one place, where it can be changed in training.
+                damping, step = rule.damping, QuadraticStep(rule.batch_fraction)
         accumulation = take_over_accumulation(
             inner, gradient_accumulation_steps
         )
+        check_damping(damping, rule, accumulation)
+        as_distribution(distribution)
         method = KFACMethod(
             damping=damping,
             kl_clip=kl_clip,
@@ -270,26 +263,36 @@ class KFAC(SecondOrderOptimizer):
             fisher=None
             if fisher is None
             else check_choice("fisher", fisher, TYPES),
-            settings=make_settings(
-                distribution,
-                gradient_worker_fraction,
-                assignment,
-                symmetric_communication,
-                factor_dtype,
-                inverse_dtype,
-            ),
+            distribution=distribution,
             max_factor_dim=None
             if max_factor_dim is None
             else check_count("max_factor_dim", max_factor_dim, 1),
             factor_rank=check_count("factor_rank", factor_rank, 1),
             skip_layers=check_skip_layers(skip_layers),
             gradient_accumulation_steps=accumulation,
-            step=check_step(step, inner, damping, accumulation),
-            quadratic_batch_fraction=check_batch_fraction(
-                "quadratic_batch_fraction", quadratic_batch_fraction
-            ),
+            step=step,
         )
         super().__init__(inner, method, name, max_skipped_steps)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: dict[str, Any],
+        custom_objects: dict[str, Any] | None = None,
+    ) -> Self:
+        """Creates an optimizer from its config, also that of an older file.
+
+        Args:
+            config: What `get_config` has returned.
+            custom_objects: Classes and functions by the names in the config.
+
+        Raises:
+            TypeError: If the config is no dict.
+            ValueError: If an entry is not allowed.
+        """
+        if isinstance(config, dict) and "symmetric_communication" in config:
+            config = _nested(config)
+        return super().from_config(config, custom_objects)
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
@@ -390,7 +393,23 @@ class KFAC(SecondOrderOptimizer):
         method = self._method
         return {
             **super()._arguments(),
-            **settings_config(method.settings),
             "skip_layers": [serialize_skip_rule(r) for r in method.skip_layers],
             "gradient_accumulation_steps": method.gradient_accumulation_steps,
         }
+
+
+def _nested(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a file from before `Distribution`, as it is now."""
+    config = dict(config)
+    distribution = Distribution(
+        config.pop("distribution"),
+        config.pop("gradient_worker_fraction"),
+        config.pop("assignment"),
+        config.pop("symmetric_communication"),
+        config.pop("factor_dtype"),
+        config.pop("inverse_dtype"),
+    )
+    fraction = config.pop("quadratic_batch_fraction")
+    if fraction is not None:
+        config["step"] = QuadraticStep(fraction)
+    return {**config, "distribution": distribution}

@@ -19,7 +19,7 @@ from tfkfac.distributed.topology import Topology
 from tfkfac.distributed.wire import Wire, all_reduce_bytes
 from tfkfac.factors import Limit
 from tfkfac.kfac.exchange import Exchange, Kinds, step_bytes
-from tfkfac.kfac.settings import AUTO, Settings
+from tfkfac.kfac.settings import AUTO, Distribution
 from tfkfac.shell.hyperparameters import Hyperparameter, Value
 from tfkfac.solvers import SOLVERS, Solver
 from tfkfac.training.job import Job
@@ -32,7 +32,7 @@ class Placement:
         registry: Blocks and leftovers of the model.
         topology: The workers.
         solver: The solver.
-        settings: How the work is distributed.
+        distribution: How the work is distributed.
 
     Attributes:
         turns: The turn in which each block is decomposed.
@@ -43,38 +43,38 @@ class Placement:
         registry: Registry,
         topology: Topology,
         solver: Solver,
-        settings: Settings,
+        distribution: Distribution,
     ) -> None:
         self.registry = registry
         self.topology = topology
         self.solver = solver
-        self.settings = settings
+        self.distribution = distribution
         factors = [block.factors for block in registry.blocks]
         self.turns = take_turns(
             [sum(f.operations for f in kinds.values()) for kinds in factors]
         )
         self.plan = Plan(
-            settings.mode,
+            MODES[distribution.mode],
             topology.replicas,
             plan_layers(
                 factors,
                 topology.replicas,
-                settings.distribution,
-                settings.fraction,
-                settings.assignment,
+                distribution.mode,
+                distribution.gradient_worker_fraction,
+                distribution.assignment,
                 solver.whole_layers,
                 self.turns,
             ),
         )
-        wire = settings.factor_dtype
+        wire = distribution.wire_dtype
         self.exchange = Exchange(
             self.plan,
             registry.blocks,
             solver,
             Wire(
-                settings.symmetric,
+                distribution.symmetric,
                 wire and sum_dtype(wire, topology.hint),
-                settings.inverse_dtype,
+                distribution.storage_dtype,
             ),
         )
 
@@ -328,7 +328,7 @@ class Placer:
     """Places blocks on workers, and keeps what it has chosen.
 
     Args:
-        settings: How the work is distributed, perhaps by "auto".
+        distribution: How the work is distributed, perhaps by "auto".
         solver: Name of the solver.
         skip_layers: Layers to leave to the inner optimizer.
         limit: Which factors are kept whole.
@@ -339,17 +339,17 @@ class Placer:
 
     def __init__(
         self,
-        settings: Settings,
+        distribution: Distribution,
         solver: str,
         skip_layers: Sequence[SkipRule],
         limit: Limit,
     ) -> None:
-        self._settings = settings
+        self._distribution = distribution
         self._solver = solver
         self._skip_layers = skip_layers
         self._limit = limit
         self._machine: Machine | None = None
-        self._chosen: Settings | None = None
+        self._chosen: Distribution | None = None
         self.lines: list[str] = []
 
     def measure(self, job: Job) -> None:
@@ -358,7 +358,7 @@ class Placer:
         What has been measured, and chosen, stays.
         """
         topology = job.topology
-        chooses = self._settings.distribution == AUTO and topology.replicas > 1
+        chooses = self._distribution.mode == AUTO and topology.replicas > 1
         if not chooses or self._machine is not None:
             return
         numbers: dict[str, Any] = measure_worker()
@@ -382,9 +382,9 @@ class Placer:
         """
         registry = build_registry(job.model, self._skip_layers, self._limit)
         solver = SOLVERS[self._solver]()
-        if self._settings.distribution != AUTO:
-            return Placement(registry, job.topology, solver, self._settings)
-        plain = dataclasses.replace(self._settings, distribution="comm_opt")
+        if self._distribution.mode != AUTO:
+            return Placement(registry, job.topology, solver, self._distribution)
+        plain = dataclasses.replace(self._distribution, mode="comm_opt")
         placement = Placement(registry, job.topology, solver, plain)
         if self._chosen is None:
             self._choose(placement, job, _steps(*intervals))
@@ -399,8 +399,8 @@ class Placer:
         job: Job,
         steps: tuple[int, int],
     ) -> None:
-        topology, settings = job.topology, placement.settings
-        self._chosen = settings
+        topology, plain = job.topology, placement.distribution
+        self._chosen = plain
         if topology.replicas == 1:
             self.lines = ["Distribution: comm_opt, as there is one worker."]
             return
@@ -411,16 +411,16 @@ class Placer:
             placement.turns,
             gradients=0,
             wire=placement.exchange.wire,
-            assignment=settings.assignment,
+            assignment=plain.assignment,
             first_order=0.0,
         )
         some = list(candidates(topology.replicas, [self._solver], same))
         found = compare_plans(load, some, machine, topology.replicas)
         best = recommend(found, *steps)
         self._chosen = dataclasses.replace(
-            settings,
-            distribution=best.candidate.distribution,
-            fraction=best.candidate.fraction,
+            plain,
+            mode=best.candidate.distribution,
+            gradient_worker_fraction=best.candidate.fraction,
         )
         self.lines = [
             f"Distribution: {best.candidate.text}, chosen by what K-FAC adds "

@@ -99,10 +99,11 @@ class Sample:
         for leaf in leaves:
             if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
                 raise ValueError(
-                    "Argument `quadratic_batch_fraction` must be 1.0 where "
+                    "Argument `batch_fraction` of `QuadraticStep` must be 1.0 "
+                    "where "
                     "inputs are sparse or ragged, as those of model "
                     f"'{model}': {leaf}. "
-                    f"Received: quadratic_batch_fraction={part.fraction}"
+                    f"Received: batch_fraction={part.fraction}"
                 )
         examples = Examples(tf.shape(leaves[0])[0], part)
 

@@ -133,17 +133,15 @@ def unseen_loss_warning(job: Job, batch: LossBatch) -> str | None:
     )
 
 
-_LEFT = {
-    "inner": "Left to the inner optimizer as they are:",
-    "quadratic": "Moved along their gradients, by a step size of their own:",
-}
+_LEFT = "Left to the inner optimizer as they are:"
+_LEFT_BY_MODEL = "Moved along their gradients, by a step size of their own:"
 
 
 def describe(
     placement: Placement,
     states: Sequence[State],
     titles: Sequence[str],
-    step: str,
+    is_quadratic: bool,
 ) -> list[str]:
     """Returns the lines of the summary of an optimizer.
 
@@ -151,7 +149,7 @@ def describe(
         placement: The blocks, and which worker does what of them.
         states: What the replicas of this process keep; none before training.
         titles: The first lines.
-        step: "inner" or "quadratic".
+        is_quadratic: True with quadratic steps.
     """
     lines = [*titles, ""]
     rows = [
@@ -167,7 +165,7 @@ def describe(
     else:
         lines.append("No layer is preconditioned.")
     if placement.registry.left:
-        lines += ["", _LEFT[step]]
+        lines += ["", _LEFT_BY_MODEL if is_quadratic else _LEFT]
         rows = [
             row for left in placement.registry.left for row in left_rows(left)
         ]
@@ -178,20 +176,20 @@ def describe(
     return lines
 
 
-def title(job: Job, solver: str, step: str) -> str:
+def title(job: Job, solver: str, is_quadratic: bool) -> str:
     """The first line.
 
     Args:
         job: The job.
         solver: Name of the solver.
-        step: "inner" or "quadratic".
+        is_quadratic: True with quadratic steps.
     """
     inner = type(job.inner_optimizer).__name__
     text = (
         f"K-FAC '{job.name}' of model '{job.model.name}': solver {solver}, "
         f"inner optimizer {inner}"
     )
-    return text + ", steps by the quadratic model" * (step == "quadratic")
+    return text + ", steps by the quadratic model" * is_quadratic
 
 
 def fisher_text(wanted: str | None, choice: Choice | None) -> str:

@@ -1,8 +1,8 @@
-"""The arguments of K-FAC that say who does what."""
+"""Arguments of K-FAC that are more than a number."""
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, Self
 
 import keras
 import tensorflow as tf
@@ -10,39 +10,13 @@ import tensorflow as tf
 from tfkfac.capture.expressions import check_expression
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_choice, is_number
-from tfkfac.distributed.plan import MODES, POLICIES, Mode
-from tfkfac.kfac.length import LevenbergMarquardt
+from tfkfac.distributed.plan import MODES, POLICIES
 
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How the work is distributed; see `KFAC`.
-
-    Attributes:
-        distribution: "comm_opt", "mem_opt", "hybrid_opt", "dp_kfac", or "auto"
-            where it is still to be chosen.
-        fraction: Share of the workers that are gradient workers of a layer.
-        assignment: What the assignment balances.
-        symmetric: Whether symmetric matrices travel as triangles.
-        factor_dtype: Dtype of statistics on the wire.
-        inverse_dtype: Dtype of decompositions in storage and on the wire.
-    """
-
-    distribution: str = "comm_opt"
-    fraction: float | None = None
-    assignment: str | None = None
-    symmetric: bool = False
-    factor_dtype: tf.DType | None = None
-    inverse_dtype: tf.DType | None = None
-
-    @property
-    def mode(self) -> Mode:
-        """The distribution mode, once it has been chosen."""
-        return MODES[self.distribution]
-
-
-# The distribution that the cost model chooses.
+# The mode that the cost model chooses.
 AUTO = "auto"
+# Share of gradient workers between MEM-OPT and COMM-OPT (KAISA, section 5).
+_HALF = 0.5
+_DTYPES = ("float32", "bfloat16", "float16")
 # A layer class in a config.
 _CLASS = "layer_class"
 _FLAGS = (
@@ -52,6 +26,136 @@ _FLAGS = (
     ("s", re.DOTALL),
     ("x", re.VERBOSE),
 )
+
+
+@keras.saving.register_keras_serializable(package="tfkfac")
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """Who does what of K-FAC's work, and how it travels.
+
+    >>> tfkfac.KFAC(distribution=tfkfac.Distribution(
+    ...     "hybrid_opt", gradient_worker_fraction=0.25, symmetric=True))
+
+    Args:
+        mode: "comm_opt" (factors are all-reduced, each is decomposed by one
+            worker and its decomposition sent to all: plain steps send nothing
+            extra), "mem_opt" (a layer's owner keeps its decompositions,
+            preconditions and sends the result), "hybrid_opt" (a group of
+            gradient workers does; KAISA, SC'21) or "dp_kfac" (the owner also
+            keeps the factors, of its own batch alone: no factor is ever
+            sent). "auto" is the one of the first three with which
+            `tfkfac.cost` says that steps are shortest, by products,
+            decompositions and messages that all workers time for a moment
+            before the first step; `summary` says what was chosen. Defaults to
+            "comm_opt".
+        gradient_worker_fraction: With "hybrid_opt", the share of the workers
+            that are gradient workers of a layer, in (0, 1]: times the number
+            of workers it must be whole and divide that number. Defaults to
+            0.5 there, and must be None with the other modes.
+        assignment: What the owners are balanced by: "compute" (n^3 for a
+            factor of size n), "memory" (n^2) or "round_robin". None is
+            "round_robin" for "dp_kfac" and "compute" for the others.
+        symmetric: Whether symmetric matrices are sent as triangles (KAISA,
+            section 4.3). Defaults to False.
+        factor_dtype: Dtype of factors on the wire: "float32", "bfloat16" or
+            "float16". None is that of the weights, at least float32. Their
+            running averages are kept in that dtype in any case: half
+            precision would round away what a new batch adds to them.
+            TensorFlow adds no bfloat16 on GPUs: among several of them factors
+            in it are sent as float32.
+        inverse_dtype: Dtype of decompositions in storage and on the wire:
+            "float32", "bfloat16" or None, that of the weights but at least
+            float32. They are computed in float32 or better.
+
+    Raises:
+        ValueError: If an argument is not allowed.
+    """
+
+    mode: str = "comm_opt"
+    gradient_worker_fraction: float | None = None
+    assignment: str | None = None
+    symmetric: bool = False
+    factor_dtype: str | None = None
+    inverse_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, (*MODES, AUTO))
+        if self.assignment is not None:
+            check_choice("assignment", self.assignment, POLICIES)
+        if not isinstance(self.symmetric, bool):
+            raise ValueError(
+                "Argument `symmetric` must be True or False. "
+                f"Received: symmetric={self.symmetric!r}"
+            )
+        fraction = self._checked_fraction()
+        object.__setattr__(self, "gradient_worker_fraction", fraction)
+        for name in ("factor_dtype", "inverse_dtype"):
+            value = getattr(self, name)
+            value = getattr(value, "name", value)  # a dtype of TensorFlow
+            if (name, value) == ("inverse_dtype", "float16"):
+                raise ValueError(
+                    "Argument `inverse_dtype` must be 'float32', 'bfloat16' or "
+                    "None. In float16 inverses overflow and eigenvalues "
+                    "vanish; bfloat16 takes as much memory. Received: "
+                    "inverse_dtype='float16'"
+                )
+            if value is not None:
+                check_choice(name, value, _DTYPES)
+            object.__setattr__(self, name, value)
+
+    def _checked_fraction(self) -> float | None:
+        """The share of gradient workers, in (0, 1] with "hybrid_opt" alone."""
+        fraction = self.gradient_worker_fraction
+        is_hybrid = self.mode == "hybrid_opt"
+        if fraction is None:
+            return _HALF if is_hybrid else None
+        if not is_hybrid or not is_number(fraction) or not 0 < fraction <= 1:
+            raise ValueError(
+                "Argument `gradient_worker_fraction` must be a number in (0, 1]"
+                " with mode='hybrid_opt', and None with any other. Received: "
+                f"gradient_worker_fraction={fraction!r} with "
+                f"mode={self.mode!r}"
+            )
+        return float(fraction)
+
+    @property
+    def wire_dtype(self) -> tf.DType | None:
+        """Dtype of factors on the wire; None is their own."""
+        return self.factor_dtype and tf.as_dtype(self.factor_dtype)
+
+    @property
+    def storage_dtype(self) -> tf.DType | None:
+        """Dtype of decompositions; None is their own."""
+        return self.inverse_dtype and tf.as_dtype(self.inverse_dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments of the constructor."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Creates one from its config.
+
+        Args:
+            config: What `get_config` has returned.
+        """
+        return cls(**config)
+
+
+def as_distribution(value: Any) -> Distribution:
+    """Returns the argument `distribution` as a `Distribution`.
+
+    Raises:
+        ValueError: If it is neither one nor the name of a mode.
+    """
+    if isinstance(value, Distribution):
+        return value
+    if isinstance(value, str) and value in (*MODES, AUTO):
+        return Distribution(value)
+    raise ValueError(
+        f"Argument `distribution` must be one of {(*MODES, AUTO)} or a "
+        f"`tfkfac.Distribution`. Received: distribution={value!r}"
+    )
 
 
 def check_decay(value: Any) -> float:
@@ -82,155 +186,6 @@ def check_batch_fraction(name: str, value: Any) -> float | None:
             f"Received: {name}={value!r}"
         )
     return float(value)
-
-
-def check_step(
-    step: Any,
-    inner: keras.optimizers.Optimizer,
-    damping: Any,
-    accumulation: int | None,
-) -> str:
-    """Returns `step` if all that it needs is there.
-
-    Raises:
-        ValueError: If it is not one of the two, or does not go with the
-            inner optimizer, the damping or an accumulation.
-    """
-    check_choice("step", step, ("inner", "quadratic"))
-    adaptive = isinstance(damping, LevenbergMarquardt)
-    if step == "quadratic":
-        check_plain(inner)
-    elif adaptive:
-        raise ValueError(
-            "Argument `damping` must be a number, a schedule or a callable "
-            "with step='inner': it can adapt itself only where the quadratic "
-            "model has chosen the step and predicts what it does, with "
-            f"step='quadratic'. Received: damping={damping!r}"
-        )
-    if adaptive and accumulation is not None:
-        raise ValueError(
-            "Argument `damping` must not be a `LevenbergMarquardt` with "
-            "`gradient_accumulation_steps`: it compares losses of the whole "
-            "batch, whose first parts are gone. Received: "
-            f"damping={damping!r} with "
-            f"gradient_accumulation_steps={accumulation}"
-        )
-    return str(step)
-
-
-def check_plain(inner: keras.optimizers.Optimizer) -> None:
-    """Refuses inner optimizers that would change a step of the model.
-
-    Raises:
-        ValueError: If it is anything but SGD with a learning rate alone.
-    """
-    changes = [
-        name
-        for name in (
-            "momentum",
-            "weight_decay",
-            "clipnorm",
-            "clipvalue",
-            "global_clipnorm",
-        )
-        if getattr(inner, name, None)
-    ]
-    if type(inner) is keras.optimizers.SGD and not changes:
-        return
-    what = f"{type(inner).__name__}({', '.join(changes)})"
-    raise ValueError(
-        "Argument `inner_optimizer` must be SGD without momentum, clipping "
-        "or weight decay with step='quadratic': the quadratic model chooses "
-        "length and momentum of a step, which another rule would spoil. For "
-        "decay use a layer's `kernel_regularizer`, which the model knows. "
-        f"Received: inner_optimizer={what}"
-    )
-
-
-def check_dtype(
-    name: str, value: Any, choices: tuple[str, ...]
-) -> tf.DType | None:
-    """Returns a floating point dtype, or None for None.
-
-    Raises:
-        ValueError: If it is not one of the choices.
-    """
-    if value is None:
-        return None
-    text = getattr(value, "name", value)
-    return tf.as_dtype(check_choice(name, text, choices))
-
-
-def check_inverse_dtype(value: Any) -> tf.DType | None:
-    """Returns `inverse_dtype`, see `check_dtype`.
-
-    Raises:
-        ValueError: If it is not one of the choices.
-    """
-    if getattr(value, "name", value) == "float16":
-        raise ValueError(
-            "Argument `inverse_dtype` must be 'float32', 'bfloat16' or None. "
-            "In float16 inverses overflow and eigenvalues vanish; bfloat16 "
-            "takes as much memory. Received: inverse_dtype='float16'"
-        )
-    return check_dtype("inverse_dtype", value, ("float32", "bfloat16"))
-
-
-def make_settings(
-    distribution: Any,
-    fraction: Any,
-    assignment: Any,
-    symmetric: Any,
-    factor_dtype: Any,
-    inverse_dtype: Any,
-) -> Settings:
-    """Returns the distribution arguments of `KFAC` as checked settings.
-
-    Raises:
-        ValueError: If one is not allowed.
-    """
-    check_choice("distribution", distribution, (*MODES, AUTO))
-    if assignment is not None:
-        check_choice("assignment", assignment, POLICIES)
-    if not isinstance(symmetric, bool):
-        raise ValueError(
-            "Argument `symmetric_communication` must be True or False. "
-            f"Received: symmetric_communication={symmetric!r}"
-        )
-    number = is_number(fraction) and 0 < fraction <= 1
-    mode = MODES.get(distribution)
-    wanted = mode is not None and mode.gradient_workers == "fraction"
-    if number != wanted or (fraction is not None and not number):
-        raise ValueError(
-            "Argument `gradient_worker_fraction` must be a number in (0, 1] "
-            "with distribution='hybrid_opt', and None with any other. "
-            f"Received: gradient_worker_fraction={fraction!r} with "
-            f"distribution={distribution!r}"
-        )
-    return Settings(
-        distribution,
-        fraction,
-        assignment,
-        symmetric,
-        check_dtype(
-            "factor_dtype", factor_dtype, ("float32", "bfloat16", "float16")
-        ),
-        check_inverse_dtype(inverse_dtype),
-    )
-
-
-def settings_config(settings: Settings) -> dict[str, Any]:
-    """Returns settings as the arguments of `KFAC`."""
-    dtypes = (settings.factor_dtype, settings.inverse_dtype)
-    factor, inverse = (d.name if d is not None else None for d in dtypes)
-    return {
-        "distribution": settings.distribution,
-        "gradient_worker_fraction": settings.fraction,
-        "assignment": settings.assignment,
-        "symmetric_communication": settings.symmetric,
-        "factor_dtype": factor,
-        "inverse_dtype": inverse,
-    }
 
 
 def check_skip_layers(value: Any) -> tuple[SkipRule, ...]:

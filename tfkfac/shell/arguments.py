@@ -3,13 +3,14 @@
 import inspect
 import numbers
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import keras
+from keras.optimizers.schedules import LearningRateSchedule
 
 from tfkfac.checks import check_count, is_finite, is_number
 from tfkfac.compat.optimizers import parts_of_multi_optimizer
-from tfkfac.shell.hyperparameters import Schedule
 
 InnerClass = type[keras.optimizers.Optimizer]
 
@@ -61,7 +62,7 @@ def choose_inner(
 
 def is_rate(value: Any) -> bool:
     """Whether a first argument is a learning rate, allowed or not."""
-    return is_float(value) or isinstance(value, Schedule)
+    return is_float(value) or isinstance(value, LearningRateSchedule)
 
 
 def is_float(value: Any) -> bool:
@@ -87,7 +88,10 @@ def check_rate(name: str, value: Any) -> Any:
 
 
 def refuse_unknown(
-    owner: str, unknown: Mapping[str, Any], default: InnerClass
+    owner: str,
+    unknown: Mapping[str, Any],
+    default: InnerClass,
+    moved: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Refuses the arguments that a constructor does not know.
 
@@ -95,12 +99,18 @@ def refuse_unknown(
         owner: Name of the class.
         unknown: The arguments, usually none.
         default: Class of the default inner optimizer.
+        moved: Where an argument that is gone has its place now.
 
     Raises:
         ValueError: If one is of inner optimizers.
         TypeError: If one is of nobody.
     """
     for name, value in unknown.items():
+        if name in moved:
+            raise ValueError(
+                f"Argument `{name}` has moved: use "
+                f"{moved[name].format(value)}. Received: {name}={value!r}"
+            )
         if name == "loss_scale_factor":
             raise ValueError(
                 f"Argument `{name}` is neither of {owner} nor of its inner "
@@ -227,7 +237,9 @@ def serialize_value(name: str, value: Any) -> Any:
     """
     if value is None or isinstance(value, (int, float)):
         return value
-    is_function = callable(value) and not isinstance(value, Schedule)
+    is_function = callable(value) and not isinstance(
+        value, LearningRateSchedule
+    )
     if is_function and not is_registered(value):
         raise ValueError(
             f"Argument `{name}` must not be a function of this kind in a model "

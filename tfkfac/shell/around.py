@@ -72,8 +72,8 @@ class OptimizerAround(KerasOptimizer):
         """
         inner = keras.saving.serialize_keras_object(self.inner_optimizer)
         config = self._arguments()
-        for name in self._method.hyperparameters():
-            config[name] = serialize_value(name, config[name])
+        for name, value in config.items():
+            config[name] = serialize_value(name, value)
         return {"name": self.name, "inner_optimizer": inner, **config}
 
     @classmethod

@@ -6,12 +6,14 @@ from typing import Any, Self, TypeAlias, overload
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.optimizers.schedules import LearningRateSchedule
 
 from tfkfac.checks import is_count, is_finite, is_number
 from tfkfac.compat.graphs import state_variable
 
-Schedule = keras.optimizers.schedules.LearningRateSchedule
-# float | int | Schedule | Callable[[Any], Any] | None
+# A number, or what gives one for each iteration.
+Schedule: TypeAlias = float | LearningRateSchedule | Callable[[Any], Any]
+# Of whatever kind an argument allows.
 Value: TypeAlias = Any
 
 
@@ -92,7 +94,7 @@ class Hyperparameter:
             dtype = "int64" if self._integer else "float64"
             value = np.asarray(self._value, dtype)
             self._variable = state_variable(value, dtype, self.name)
-        elif isinstance(self._value, Schedule):
+        elif isinstance(self._value, LearningRateSchedule):
             self._function = self._value
         elif callable(self._value):
             self._function = traced(self._value)

@@ -70,7 +70,6 @@ def build(mode: str, width: int, depth: int) -> Any:
         distribution=mode,
         factor_update_interval=only_at(KINDS["factor"]),
         inverse_update_interval=only_at(KINDS["inverse"]),
-        gradient_worker_fraction=0.5 if mode == "hybrid_opt" else None,
     )
     keras.utils.set_random_seed(0)
     model = keras.Sequential(

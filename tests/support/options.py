@@ -1,0 +1,33 @@
+"""Options of K-FAC in a flat dict, as the tables of tests have them."""
+
+from typing import Any
+
+import tfkfac
+
+_OF_DISTRIBUTION = (
+    "gradient_worker_fraction",
+    "assignment",
+    "symmetric",
+    "factor_dtype",
+    "inverse_dtype",
+)
+
+
+def kfac(*args: Any, **options: Any) -> tfkfac.KFAC:
+    """K-FAC with options that may be of its distribution or its step."""
+    return tfkfac.KFAC(*args, **nested(options))
+
+
+def nested(options: dict[str, Any]) -> dict[str, Any]:
+    """The options, those of distribution and step in objects."""
+    options = dict(options)
+    names = [name for name in _OF_DISTRIBUTION if name in options]
+    wire = {name: options.pop(name) for name in names}
+    if wire:
+        mode = options.get("distribution", "comm_opt")
+        options["distribution"] = tfkfac.Distribution(mode, **wire)
+    if "quadratic_batch_fraction" in options:
+        part = options.pop("quadratic_batch_fraction")
+        if options.get("step", "quadratic") == "quadratic":
+            options["step"] = tfkfac.QuadraticStep(part)
+    return options
