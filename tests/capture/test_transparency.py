@@ -167,3 +167,31 @@ def test_input_as_a_keyword(order: str) -> None:
     x = (X - X.mean(0)) / np.sqrt(X.var(0) + 1e-3)
     a = append_one(x)
     assert_close(blocks["logits"]["A"], a.T @ a / ROWS, 1e-4, "A")
+
+
+def test_several_inputs_and_outputs() -> None:
+    """Dictionaries, losses and sample weights per output, in a dataset."""
+    keras.utils.set_random_seed(0)
+    one = keras.Input((FEATURES,), name="one")
+    two = keras.Input((2,), name="two")
+    x = layers.Concatenate()([one, two])
+    x = layers.Dense(5, activation="tanh", name="trunk")(x)
+    outputs = {
+        "label": layers.Dense(CLASSES, name="label")(x),
+        "value": layers.Dense(1, name="value")(x),
+    }
+    model = keras.Model({"one": one, "two": two}, outputs)
+    model.compile(
+        tfkfac.KFAC(), {"label": loss(), "value": "mse"}, run_eagerly=True
+    )
+    inputs = {"one": X, "two": X[:, :2]}
+    targets = {"label": Y, "value": X[:, :1]}
+    weights = {"label": np.ones(ROWS), "value": np.zeros(ROWS)}
+    batches = tf.data.Dataset.from_tensors((inputs, targets, weights))
+    model.fit(batches, shuffle=False, verbose=0)
+    blocks = kfac_of(model).factors()
+    assert set(blocks) == {"trunk", "label", "value"}
+    assert blocks["label"]["G"].any()
+    assert not blocks["value"]["G"].any()
+    a = append_one(np.concatenate([X, X[:, :2]], axis=1))
+    assert_close(blocks["trunk"]["A"], a.T @ a / ROWS, 1e-5, "A")

@@ -1,7 +1,6 @@
 """FOSI's configs, files and reports."""
 
 import json
-import pathlib
 from typing import Any
 
 import keras
@@ -12,9 +11,9 @@ from keras.optimizers import SGD, Adam
 from keras.optimizers.schedules import ExponentialDecay
 
 import tfkfac
-from tests.support.fosi_reference import SIZE, data, fit, flat, loss, mlp, small
+from tests.support.fosi_reference import SIZE, data, fit, loss, mlp, small
 from tests.support.reference import Array
-from tests.support.small import assert_same, curvature, slots, summary_text
+from tests.support.small import curvature, summary_text
 
 X, Y = data()
 
@@ -80,41 +79,6 @@ def test_config_of_a_schedule() -> None:
 
 
 # --------------------------------------------------------------------- files
-def all_state(model: Any) -> dict[str, Array]:
-    inner = slots(model.optimizer).values()
-    numbered = {str(i): value for i, value in enumerate(inner)}
-    return {"weights": flat(model), **curvature(model.optimizer), **numbered}
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        SGD(0.1, 0.9),
-        Adam(0.03, use_ema=True, gradient_accumulation_steps=2),
-    ],
-    ids=["sgd", "accumulating"],
-)
-def test_a_saved_model_goes_on(inner: Any, tmp_path: pathlib.Path) -> None:
-    """To the last bit, from between two estimations."""
-    model = mlp()
-    model.compile(small(inner, num_smallest=1, update_interval=3), loss())
-    for _ in range(5):
-        model.train_on_batch(X, Y)
-    path = tmp_path / "model.keras"
-    model.save(path)
-    copy = keras.models.load_model(path)
-    assert_same(all_state(copy), all_state(model))
-    assert int(copy.optimizer.iterations) == int(model.optimizer.iterations)
-    for _ in range(4):
-        for one in (model, copy):
-            one.train_on_batch(X, Y)
-        assert_same(all_state(copy), all_state(model))
-    np.testing.assert_array_equal(
-        copy.optimizer.spectrum(), model.optimizer.spectrum()
-    )
-    state = curvature(model.optimizer)
-    (done,) = (v for k, v in state.items() if ":estimations:" in k)
-    assert done == (2 if inner.gradient_accumulation_steps else 3)
 
 
 def test_what_is_saved() -> None:

@@ -1,6 +1,5 @@
 """`fit` with everything around it: traces, saving, guards, SciPy."""
 
-import pathlib
 from typing import Any
 
 import keras
@@ -48,41 +47,12 @@ def everything(model: Any) -> list[Array]:
     ]
 
 
-def assert_same_bits(got: Any, want: Any) -> None:
-    for a, b in zip(everything(got), everything(want), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 class Traces(tfkfac.GaussNewton):
     traces = 0
 
     def apply(self, *args: Any, **kwargs: Any) -> None:
         type(self).traces += 1
         super().apply(*args, **kwargs)
-
-
-@pytest.mark.slow
-def test_saving_and_resuming(tmp_path: pathlib.Path) -> None:
-    """`.keras`, weights and checkpoints go on bit for bit, in one trace."""
-    with floats("float64"):
-        whole = compiled()
-        fit(whole, 4)
-        half = compiled()
-        fit(half, 2)
-        half.save(tmp_path / "a.keras")
-        half.save_weights(tmp_path / "b.weights.h5")
-        tf.train.Checkpoint(model=half).save(str(tmp_path / "c"))
-        loaded = keras.models.load_model(tmp_path / "a.keras")
-        assert loaded.optimizer.get_config() == whole.optimizer.get_config()
-        assert_same_bits(loaded, half)
-        restored = compiled()
-        path = tf.train.latest_checkpoint(tmp_path)
-        tf.train.Checkpoint(model=restored).restore(path).assert_consumed()
-        assert_same_bits(restored, half)
-        for model in (loaded, restored):
-            fit(model, 2, first=2)
-            assert_same_bits(model, whole)
-        assert whole.optimizer.last_step["accepted"] == 1
 
 
 @pytest.mark.slow
@@ -161,30 +131,6 @@ def test_where_scipy_gets() -> None:
         residuals, flat, method="lm", xtol=1e-14, ftol=1e-14, gtol=1e-14
     )
     assert got == pytest.approx(np.mean(found.fun**2), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_a_loop_of_ones_own() -> None:
-    """With `compute_loss`, by `attach`, the steps of `fit`."""
-    with floats("float64"):
-        want = compiled()
-        data = tf.data.Dataset.from_tensors((X, Y)).repeat(3)
-        want.fit(data, verbose=0)
-        model = compiled()
-        other = model.optimizer
-
-        @tf.function
-        def step(x: Any, y: Any) -> None:
-            with tf.GradientTape() as tape:
-                loss = model.compute_loss(x=x, y=y, y_pred=model(x))
-            weights = model.trainable_variables
-            values = [v.value for v in weights]
-            other.apply(tape.gradient(loss, values), weights)
-
-        for x, y in data:
-            step(x, y)
-        for a, b in zip(model.get_weights(), want.get_weights(), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow

@@ -151,22 +151,6 @@ def test_a_bad_micro_batch_costs_its_step() -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-13)
 
 
-def test_a_model_saved_within_a_step_goes_on(tmp_path: Any) -> None:
-    x, y = data()
-    model = model_of(kfac(gradient_accumulation_steps=3))
-    for size in (4, 4, 4, 4, 2):
-        model.train_on_batch(x[:size], y[:size])
-    model.save(tmp_path / "m.keras")
-    loaded = keras.models.load_model(tmp_path / "m.keras")
-    for one in (model, loaded):
-        one.train_on_batch(x[:6], y[:6])
-        one.train_on_batch(x[6:9], y[6:9])
-    for ours, theirs in zip(
-        loaded.get_weights(), model.get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
-
-
 @pytest.mark.parametrize("value", [1, 0, 2.0, True])
 def test_it_is_a_number_of_at_least_two(value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="accumulation_steps"):

@@ -517,18 +517,14 @@ def test_central_storage_is_refused():
 # -------------------------------------------------------------- loss terms
 TERMS = Jobs(workers_terms)
 TERM_NAMES = [
-    f"{where}: {case}"
-    for where in ("two", "mirrored")
-    for case in (
-        "mask",
-        "weights",
-        "sum",
-        "outputs",
-        "own",
-        "own mean",
-        "own sum",
-        "own capped",
-    )
+    *(f"mirrored: {case}" for case in ("mask", "own sum")),
+    *(
+        f"two: {case}"
+        for case in (
+            *("mask", "weights", "sum", "outputs"),
+            *("own", "own mean", "own sum", "own capped"),
+        )
+    ),
 ]
 for name_ in TERM_NAMES:
     where_, _, case_ = name_.partition(": ")

@@ -541,26 +541,3 @@ def test_a_step_that_raises_the_loss_is_rejected(
     model.train_on_batch(x, y)  # its turn
     model.train_on_batch(x, y)
     assert "actual_reduction" not in optimizer.last_step
-
-
-def test_resumes_to_the_bit(tmp_path: Any) -> None:
-    x = RNG.normal(size=(ROWS, FEATURES)).astype("float32")
-    y = classes(ROWS)
-    model = network("softmax")
-    rule = tfkfac.LevenbergMarquardt(0.1, 2, minimum=1e-3)
-    optimizer = kfac(damping=rule, quadratic_batch_fraction=0.5)
-    model.compile(
-        optimizer, "sparse_categorical_crossentropy", run_eagerly=True
-    )
-    for _ in range(3):
-        model.train_on_batch(x, y)
-    model.save(tmp_path / "model.keras")
-    other = keras.models.load_model(tmp_path / "model.keras")
-    other.run_eagerly = True
-    assert other.optimizer.damping.get_config() == rule.get_config()
-    for _ in range(3):
-        model.train_on_batch(x, y)
-        other.train_on_batch(x, y)
-        assert other.optimizer.last_step == optimizer.last_step
-    for new, old in zip(other.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(new, old)

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfkfac
-from tests.support.saved_models import assert_resumes, compiled, train
+from tests.support.saved_models import compiled, train
 from tests.support.small import (
     assert_same,
     curvature,
@@ -51,24 +51,6 @@ def test_backup_and_restore(tmp_path: Path) -> None:
     again = run(keras.callbacks.BackupAndRestore(tmp_path / "backup"))
     assert int(kfac_of(again).iterations) == 16
     assert_same(everything(again), everything(whole))
-
-
-@pytest.mark.parametrize(
-    ("kind", "solver"), [("functional", "inverse"), ("nested", "eigen")]
-)
-def test_checkpoint(kind: str, solver: str, tmp_path: Path) -> None:
-    """Everything has a place in `tf.train.Checkpoint`."""
-    model = compiled(kind, "adam", solver=solver)
-    train(model, 0, 5)
-    saved = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    path = saved.save(str(tmp_path / "checkpoint"))
-    copy = compiled(kind, "adam", solver=solver)
-    train(copy, 20, 22)
-    fresh = tf.train.Checkpoint(model=copy, optimizer=copy.optimizer)
-    status = fresh.restore(path)
-    status.assert_existing_objects_matched()
-    status.assert_consumed()
-    assert_resumes(model, copy)
 
 
 def test_checkpoint_restored_before_the_first_step(tmp_path: Path) -> None:

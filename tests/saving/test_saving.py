@@ -1,8 +1,10 @@
-"""Training resumes exactly from Keras' files and state trees."""
+"""Files and state trees of Keras: what is not only to go on from there.
+
+That training goes on is in `integration/test_same_runs.py`.
+"""
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import h5py
 import keras
@@ -12,7 +14,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support.saved_models import CASES, assert_resumes, compiled, train
+from tests.support.saved_models import compiled, train
 from tests.support.small import (
     CLASSES,
     FEATURES,
@@ -28,44 +30,6 @@ from tests.support.small import (
 )
 
 X, Y = data()
-
-
-# --------------------------------------------------------------- Keras' files
-@pytest.mark.parametrize(("kind", "solver", "inner"), CASES)
-def test_keras_file(kind: str, solver: str, inner: str, tmp_path: Path) -> None:
-    """Bitwise, in the middle of both intervals."""
-    model = compiled(kind, inner, solver=solver)
-    train(model, 0, 5)
-    model.save(tmp_path / "model.keras")
-    copy = keras.models.load_model(tmp_path / "model.keras")
-    assert kfac_of(copy) is not kfac_of(model)
-    assert int(kfac_of(copy).factor_updates) == 3
-    assert int(kfac_of(copy).inverse_updates) == 2
-    assert_resumes(model, copy)
-
-
-def test_keras_file_after_fit(tmp_path: Path) -> None:
-    """The traced step, with the default schedule."""
-    model = compiled_mlp("adam")
-    model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
-    model.save(tmp_path / "model.keras")
-    copy = keras.models.load_model(tmp_path / "model.keras")
-    for one in (model, copy):
-        one.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
-    assert_same(everything(copy), everything(model))
-    assert int(kfac_of(copy).iterations) == 16
-
-
-@pytest.mark.parametrize("kind", ["subclassed", "nested"])
-def test_weights_file(kind: str, tmp_path: Path) -> None:
-    """HDF5, into a model that was compiled and trained otherwise."""
-    model = compiled(kind, "adam")
-    train(model, 0, 5)
-    model.save_weights(tmp_path / "model.weights.h5")
-    copy = compiled(kind, "adam")
-    train(copy, 20, 22)
-    copy.load_weights(tmp_path / "model.weights.h5")
-    assert_resumes(model, copy)
 
 
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
@@ -154,19 +118,6 @@ def test_weights_for_a_model_with_another_optimizer(tmp_path: Path) -> None:
 
 
 # --------------------------------- what Keras does not ask optimizers for
-def test_state_tree() -> None:
-    """As `keras.callbacks.OrbaxCheckpoint` saves, with numbers for scalars."""
-    model = compiled("functional", "adam", solver="eigen")
-    train(model, 0, 5)
-    tree = keras.tree.map_structure(
-        lambda x: x.item() if x.ndim == 0 else x.copy(),
-        model.get_state_tree("numpy_array"),
-    )
-    # With the names of the inner optimizer, by which Keras finds its variables.
-    copy = keras.models.clone_model(model)
-    train(copy, 100, 101)
-    copy.set_state_tree(tree)
-    assert_resumes(model, copy)
 
 
 def test_state_tree_of_tensors() -> None:
@@ -187,26 +138,6 @@ def test_state_tree_of_tensors() -> None:
     assert not same(everything(model), before)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"solver": "eigen"},
-        {"factor_dtype": "bfloat16", "inverse_dtype": "bfloat16"},
-    ],
-    ids=["eigen", "half"],
-)
-def test_legacy_file(arguments: dict[str, Any], tmp_path: Path) -> None:
-    """Models in Keras' old format."""
-    file = tmp_path / "model.h5"
-    model = compiled("sequential", "adam", **arguments)
-    train(model, 0, 5)
-    model.save(file)
-    copy = keras.models.load_model(file)
-    copy.run_eagerly = True
-    assert_resumes(model, copy)
-    keras.models.load_model(file, compile=False)
-
-
 def test_legacy_file_in_a_loss_scale_optimizer(tmp_path: Path) -> None:
     model = mlp()
     scaler = keras.optimizers.LossScaleOptimizer(tfkfac.KFAC())
@@ -216,40 +147,6 @@ def test_legacy_file_in_a_loss_scale_optimizer(tmp_path: Path) -> None:
     copy = keras.models.load_model(tmp_path / "model.h5")
     assert_same(curvature(kfac_of(copy)), curvature(kfac_of(model)))
     assert any(v.any() for v in curvature(kfac_of(copy)).values())
-
-
-@pytest.mark.parametrize("is_ours", [False, True], ids=["Keras'", "ours"])
-@pytest.mark.parametrize("way", ["keras", "weights.h5"])
-def test_the_scale_of_the_loss(way: str, is_ours: bool, tmp_path: Path) -> None:
-    """It and its counter, also in weights for a compiled model."""
-    kind = tfkfac if is_ours else keras.optimizers
-
-    def make() -> Any:
-        model = mlp()
-        scaler = kind.LossScaleOptimizer(
-            tfkfac.KFAC(), initial_scale=8.0, dynamic_growth_steps=3
-        )
-        model.compile(scaler, loss(), run_eagerly=True)
-        return model
-
-    model = make()
-    train(model, 0, 5)
-    file = tmp_path / f"model.{way}"
-    if way == "weights.h5":
-        model.save_weights(file)
-        copy = make()
-        copy.load_weights(file)
-    else:
-        model.save(file)
-        copy = keras.models.load_model(file)
-        copy.run_eagerly = True
-    for one in (model, copy):
-        assert float(one.optimizer.dynamic_scale) == 16.0
-        assert int(one.optimizer.step_counter) == 2
-        assert len(one.optimizer.variables) == len(model.optimizer.variables)
-        train(one, 5, 7)
-    assert float(copy.optimizer.dynamic_scale) == 32.0
-    assert_same(everything(copy), everything(model))
 
 
 def test_saved_without_curvature(tmp_path: Path) -> None:
@@ -335,26 +232,3 @@ def test_loaded_without_compiling(tmp_path: Path) -> None:
     copy.compile(tfkfac.KFAC(solver="eigen"), loss(), run_eagerly=True)
     train(copy, 3, 4)
     assert int(kfac_of(copy).iterations) == 1
-
-
-def test_decompositions_in_half_precision(tmp_path: Path) -> None:
-    model = compiled("functional", solver="eigen", inverse_dtype="bfloat16")
-    train(model, 0, 5)
-    model.save(tmp_path / "model.keras")
-    copy = keras.models.load_model(tmp_path / "model.keras")
-    assert_resumes(model, copy)
-
-
-@pytest.mark.parametrize("name", ["mixed_float16", "float64"])
-def test_other_precisions(name: str, tmp_path: Path) -> None:
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(name)
-    try:
-        model = compiled("sequential")
-        train(model, 0, 5)
-        model.save(tmp_path / "model.keras")
-        copy = keras.models.load_model(tmp_path / "model.keras")
-        assert type(copy.optimizer) is type(model.optimizer)
-        assert_resumes(model, copy)
-    finally:
-        keras.config.set_dtype_policy(before)

@@ -54,7 +54,6 @@ def test_backup(run: Run, tmp_path: Path) -> None:
     ("optimizer", "worker", "options"),
     [
         ("kfac", 1, {"model": "small"}),
-        ("kfac", 0, {"distribution": "mem_opt", "inner": "adam"}),
         ("kfac", 1, {"distribution": "dp_kfac"}),
         ("fosi", 0, {}),
     ],
@@ -79,7 +78,6 @@ def test_one_worker_is_asked_to_end(
 @pytest.mark.parametrize(
     ("where", "optimizer", "options"),
     [
-        ("two", "kfac", {"distribution": "comm_opt", "solver": "inverse"}),
         ("two", "kfac", {"distribution": "mem_opt", "solver": "eigen"}),
         ("two", "kfac", {"distribution": "dp_kfac", "inner": "adam"}),
         (
@@ -89,18 +87,14 @@ def test_one_worker_is_asked_to_end(
         ),
         ("two", "kfac", {"model": "small", "inverse_dtype": "bfloat16"}),
         ("two", "fosi", {"layout": "rows"}),
-        ("two", "fosi", {"layout": "columns", "inner": "adam"}),
-        ("two", "fosi", BESIDE),
         (
             "two",
             "fosi",
             BESIDE | {"final_update": "paper", "layout": "columns"},
         ),
-        ("four", "kfac", {"distribution": "comm_opt"}),
         ("four", "kfac", HALF | {"solver": "eigen"}),
         ("four", "kfac", {"distribution": "dp_kfac", "solver": "eigen_outer"}),
         ("four", "fosi", {"layout": "rows", "inner": "adam"}),
-        ("four", "fosi", {"layout": "columns"}),
         ("four", "fosi", BESIDE | {"layout": "rows"}),
         ("mirrored", "kfac", {"distribution": "mem_opt"}),
     ],

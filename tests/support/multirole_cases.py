@@ -67,7 +67,6 @@ add(
     slow=True,
     evaluated=EVALUATED,
 )
-add("two", "rows", "paper", "plain_norm", "sgd", slow=True)
 add(
     "two",
     "rows",
@@ -91,16 +90,6 @@ add(
     slow=True,
     changes={3: {"update_interval": 2}, 5: {"update_interval": 4}},
 )
-add(
-    "two",
-    "rows",
-    "stale",
-    "mlp",
-    "sgd",
-    "every step",
-    slow=True,
-    update_interval=1,
-)
 # Step and replica of a batch of NaN. An estimation begins in step 5; if it is
 # skipped, then the accelerators still use its batch.
 add(
@@ -112,16 +101,6 @@ add(
     "NaN at begin",
     slow=True,
     poison=(5, 0),
-)
-add(
-    "two",
-    "columns",
-    "paper",
-    "mlp",
-    "sgd",
-    "NaN at end",
-    slow=True,
-    poison=(4, 0),
 )
 add("two", "rows", "stale", "mlp", "sgd", "blind", slow=True, poison=(5, 1))
 add("four", "rows", "stale", "mlp", "adam", evaluated=EVALUATED)
@@ -149,8 +128,7 @@ add(
 add("four", "columns", "paper", "mlp", "sgd", "NaN", slow=True, poison=(3, 1))
 for fraction_, layout_, final_ in [
     (0.25, "rows", "paper"),
-    (0.25, "columns", "stale"),
-    (0.75, "rows", "stale"),
+    (0.75, "columns", "stale"),
 ]:
     add(
         "four",
@@ -162,7 +140,6 @@ for fraction_, layout_, final_ in [
         slow=(fraction_, layout_) != (0.25, "rows"),
         accelerator_fraction=fraction_,
     )
-add("mirrored", "rows", "stale", "mlp", "sgd", slow=True, evaluated=EVALUATED)
 add("mirrored", "columns", "paper", "batch_norm", "adam", slow=True)
 
 REFUSED = {

@@ -1,4 +1,4 @@
-"""Models that are saved, and what it means to go on."""
+"""Models that are saved."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +10,9 @@ from tests.support.options import kfac as options_kfac
 from tests.support.small import (
     CLASSES,
     FEATURES,
-    assert_same,
     data,
-    everything,
     loss,
     mlp,
-    same,
 )
 
 X, Y = data()
@@ -67,12 +64,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "subclassed": Subclassed,
     "nested": nested,
 }
-CASES = [
-    ("sequential", "inverse", "sgd"),
-    ("functional", "eigen", "adam"),
-    ("subclassed", "inverse", "adam"),
-    ("nested", "eigen", "sgd"),
-]
 INNER: dict[str, Callable[[], Any]] = {
     "adam": lambda: keras.optimizers.Adam(1e-2),
     "plain": lambda: keras.optimizers.SGD(0.05),
@@ -94,13 +85,3 @@ def compiled(kind: str, inner: str = "sgd", **kwargs: Any) -> Any:
 def train(model: Any, start: int, stop: int) -> None:
     for step in range(start, stop):
         model.train_on_batch(*data(seed=step))
-
-
-def assert_resumes(model: Any, copy: Any) -> None:
-    """Equal now, and after steps of all kinds; and they do something."""
-    before = everything(model)
-    assert_same(everything(copy), before)
-    for one in (model, copy):
-        train(one, 5, 9)
-    assert_same(everything(copy), everything(model))
-    assert not same(everything(model), before)

@@ -182,9 +182,6 @@ INNERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
         1.0, gradient_accumulation_steps=2
     ),
     "adam": lambda: _ADAM(ADAM_RATE, *BETAS),
-    "clipnorm, decay": lambda: keras.optimizers.AdamW(
-        ADAM_RATE, weight_decay=0.5, clipnorm=0.1
-    ),
     "global clipnorm, average": lambda: _SGD(
         RATE,
         momentum=MOMENTUM,

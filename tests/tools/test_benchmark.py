@@ -83,7 +83,7 @@ def test_a_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["batch", "fit", "dynamic"])
+@pytest.mark.parametrize("mode", ["batch", "dynamic"])
 def test_modes(tmp_path: pathlib.Path, mode: str) -> None:
     _, kfac = run(
         tmp_path,
@@ -107,9 +107,7 @@ def test_workers(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["M1", "M2", "M3", "M4", "T", "D", "MobileNetV2", "mlp-8x3"]
-)
+@pytest.mark.parametrize("name", ["M2", "M3", "T", "D", "MobileNetV2"])
 def test_models(name: str) -> None:
     from benchmarks.keras_training import KerasTraining
     from benchmarks.task import Task
@@ -118,7 +116,7 @@ def test_models(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["adamw", "muon", "fosi-sgd", "fosi-adam"])
+@pytest.mark.parametrize("variant", ["muon", "fosi-adam"])
 def test_optimizers(tmp_path: pathlib.Path, variant: str) -> None:
     _, row = run(tmp_path, *SMALL, "--variants", "sgd", variant)
     assert row["mixes"]["(1,2)"]["ratio"] > 0

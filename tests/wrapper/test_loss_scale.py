@@ -107,24 +107,6 @@ def test_overflow_at_every_scale() -> None:
             model.fit(np.full_like(X, np.nan), Y, 8, verbose=0)
 
 
-@pytest.mark.slow
-def test_saving(tmp_path: Any) -> None:
-    """The scale goes on where it was."""
-    model = compiled(tfkfac.LossScaleOptimizer(tfkfac.KFAC(), 2.0**7, 3))
-    for _ in range(4):
-        model.train_on_batch(X, Y)
-    model.save(tmp_path / "model.keras")
-    again = keras.models.load_model(tmp_path / "model.keras")
-    assert type(again.optimizer) is tfkfac.LossScaleOptimizer
-    assert again.optimizer.dynamic_growth_steps == 3
-    for one in (model, again):
-        for _ in range(2):
-            one.train_on_batch(X, Y)
-        assert float(one.optimizer.dynamic_scale) == 2.0**9
-    for got, want in zip(again.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(got, want)
-
-
 def test_what_it_is_around() -> None:
     with pytest.raises(TypeError, match="`inner_optimizer` must be"):
         tfkfac.LossScaleOptimizer(keras.optimizers.SGD())
