@@ -17,7 +17,6 @@ APPLICATIONS = (
     "language",
     "masked_language",
 )
-LONGEST = 79  # lines of a script
 
 
 def run(*command: str, folder: pathlib.Path) -> str:
@@ -59,12 +58,6 @@ def test_quick_run(name: str, tmp_path: pathlib.Path) -> None:
 def test_quickstart(tmp_path: pathlib.Path) -> None:
     script = str(ROOT / "examples" / "quickstart.py")
     assert "Preconditioned weights" in run(script, folder=tmp_path)
-
-
-@pytest.mark.parametrize("name", APPLICATIONS)
-def test_a_script_is_short(name: str) -> None:
-    lines = (ROOT / "examples" / f"{name}.py").read_text().splitlines()
-    assert len(lines) <= LONGEST
 
 
 def test_quickstart_has_nothing_of_ours_but_the_optimizer() -> None:

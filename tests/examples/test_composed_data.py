@@ -32,14 +32,6 @@ def test_canvases_show_what_they_say(composed):
         np.testing.assert_array_equal(bright, composed.labels[canvas] > 0)
 
 
-def test_canvases_depend_on_the_seed_alone(composed):
-    source = images.load_digits().train
-    again = canvases.compose(source, 20, seed=5)
-    np.testing.assert_array_equal(composed.images, again.images)
-    other = canvases.compose(source, 20, seed=6)
-    assert (composed.images != other.images).any()
-
-
 def test_targets_of_proposals(composed):
     """Moving a proposal by its target gives the box."""
     split = regions.propose(composed, seed=1)
@@ -55,15 +47,6 @@ def test_targets_of_proposals(composed):
     assert np.abs(moves).max() > 0.1  # there is something to learn
     share = split.y["masks"].mean((2, 3, 4))
     assert ((share > 0.05) & (share < 0.8)).all()
-
-
-def test_mask_is_the_ink_of_the_proposal(composed):
-    """Pixel by pixel where a proposal is a frame of 28 pixels."""
-    frame = np.array([[[3, 10, 30, 37], [0, 0, 27, 27]]]) / (48 - 1)
-    ink = (composed.labels[:1, ..., np.newaxis] > 0).astype(np.float32)
-    cut = regions.crop(ink, frame.astype(np.float32), 28).numpy() > 0.5
-    np.testing.assert_array_equal(cut[0, 0], ink[0, 3:31, 10:38] > 0)
-    np.testing.assert_array_equal(cut[0, 1], ink[0, :28, :28] > 0)
 
 
 @pytest.fixture
@@ -135,12 +118,3 @@ def test_bytes_are_scaled_and_all_else_is_not():
     assert np.unique(inputs["pixels"].numpy()) == pytest.approx([0.2])
     assert np.unique(inputs["numbers"].numpy()).tolist() == [51]
     assert np.unique(targets.numpy()).tolist() == [51]
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("no_such_set", "cannot make a data set"), ("mnist", "no feature 'text'")],
-)
-def test_text_that_cannot_be_had(name, reason):
-    with pytest.raises(SystemExit, match=f"--dataset {name}: .*{reason}"):
-        text.load(name, 8, 10)

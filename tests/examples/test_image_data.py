@@ -3,7 +3,6 @@ import struct
 
 import numpy as np
 import pytest
-import tensorflow_datasets as tfds
 
 from common import images, tfds_sets
 
@@ -41,15 +40,6 @@ def test_idx_files(idx_dir, tmp_path):
         np.testing.assert_array_equal(data.train.y, np.arange(30) % 3)
         np.testing.assert_array_equal(data.test.y, np.arange(12) % 3)
         assert data.num_classes == 3
-
-
-def test_changed_idx_files_are_not_served_from_the_cache(idx_dir, tmp_path):
-    cache = tmp_path / "cache"
-    images.load("mnist", idx_dir, cache)
-    labels = np.full(12, 2)
-    write_idx(idx_dir / "t10k-labels-idx1-ubyte", labels)
-    data = images.load("mnist", idx_dir, cache)
-    np.testing.assert_array_equal(data.test.y, labels)
 
 
 @pytest.mark.parametrize(
@@ -114,41 +104,3 @@ def test_batch_order_depends_on_seed_and_epoch_alone():
     assert (epochs[0] != epochs[1]).any()
     assert (epochs[0] != labels(data.train_batches(100, 4))).any()
     assert len(epochs[0]) == 1400  # full batches only
-
-
-class UnevenImages(tfds.core.GeneratorBasedBuilder):
-    """Images of several sizes, without a test split."""
-
-    VERSION = tfds.core.Version("1.0.0")
-
-    def _info(self):
-        return tfds.core.DatasetInfo(
-            builder=self,
-            features=tfds.features.FeaturesDict(
-                {
-                    "picture": tfds.features.Image(),
-                    "kind": tfds.features.ClassLabel(num_classes=4),
-                }
-            ),
-            supervised_keys=("picture", "kind"),
-        )
-
-    def _split_generators(self, dl_manager):
-        return {"train": self._generate_examples()}
-
-    def _generate_examples(self):
-        for index in range(10):
-            image = np.full((20 + index, 30, 3), index, np.uint8)
-            yield index, {"picture": image, "kind": index % 4}
-
-
-def test_uneven_images_without_test_split(tmp_path, capsys):
-    data = images.read("uneven", UnevenImages(data_dir=tmp_path))
-    assert data.train.x.shape == (8, 64, 64, 3)
-    assert len(data.test) == 2
-    assert data.num_classes == 4
-    pixels = np.concatenate([data.train.x, data.test.x])
-    assert sorted(pixels[:, 0, 0, 0]) == list(range(10))
-    said = capsys.readouterr().out
-    assert "resized" in said
-    assert "held out" in said

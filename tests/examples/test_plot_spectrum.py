@@ -43,19 +43,6 @@ def test_plot_and_values(tmp_path, capsys):
     assert f"{values[-1, -1]:.3g}" in said
 
 
-@pytest.mark.slow
-def test_second_order_optimizers(tmp_path):
-    text = "--every 4 --largest 2 --smallest 0 --optimizer "
-    header, kfac = run(text + "kfac", tmp_path)
-    assert header == ["step", "max_2", "max_1"]
-    text += "fosi_sgd:warmup_steps=1:num_largest=2"
-    _, fosi = run(text, tmp_path)
-    # Nothing of theirs is in the values.
-    np.testing.assert_allclose(kfac[0], fosi[0], rtol=1e-5)
-    assert np.isfinite([kfac, fosi]).all()
-    assert (kfac[1] != fosi[1])[1:].all()
-
-
 def hessian(model, images, labels):
     variables = model.trainable_variables
     with tf.GradientTape(persistent=True) as outer:
@@ -109,16 +96,3 @@ def test_wrong_argument(text, message, capsys):
         plot_spectrum.parse(text.split())
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_too_few_images(tmp_path):
-    with pytest.raises(SystemExit) as exit_:
-        run("--examples 41", tmp_path)
-    assert "--examples 41 is more than the 40 training" in exit_.value.code
-
-
-def test_output_directory_that_is_a_file(tmp_path):
-    (tmp_path / "new").write_text("")
-    with pytest.raises(SystemExit) as exit_:
-        run("", tmp_path)
-    assert "cannot write to" in exit_.value.code

@@ -72,18 +72,6 @@ def test_result():
     assert missed.processor_seconds_to_target is None
 
 
-def test_cases():
-    cases = grid(a=(1, 2), b=("x", "y"))
-    assert [tuple(case.values()) for case in cases] == [
-        (1, "x"),
-        (1, "y"),
-        (2, "x"),
-        (2, "y"),
-    ]
-    text = optimizer("kfac", damping=0.1, kl_clip=None, solver="eigen")
-    assert text == "kfac:damping=0.1:kl_clip=null:solver=eigen"
-
-
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_trainings_can_be_started(name, quick):
@@ -163,52 +151,6 @@ def test_failed_training(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="failed:\nno data"):
         reproduce.main(["dho2-memory", "--output", str(tmp_path)])
     assert not list(tmp_path.iterdir())
-
-
-def test_what_is_counted():
-    assert COUNTED.received("factors") == 2.0  # millions of floats
-    assert COUNTED.memory == 3.0
-
-
-@pytest.mark.slow
-def test_counts_of_the_paper():
-    """DP-KFAC, table 2: ResNet-50 has N_f = 153.9 M and N_g = 25.6 M.
-
-    A ring's all-reduce brings each of P workers 2 (P - 1) / P of the data.
-    """
-    network = Count("ResNet50", "mem_opt").run()
-    assert round(network.factors / 1e6, 1) == 153.9
-    assert round(network.weights / 1e6, 1) == 25.6
-    whole = 2 * 63 / 64 * network.factors / 1e6
-    assert network.received("factors") == pytest.approx(whole, rel=1e-3)
-    assert Count("ResNet50", "dp_kfac").run().received("factors") == 0
-
-
-def test_names_one_a_line(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        reproduce.main(["--list"])
-    assert not exit_.value.code
-    assert capsys.readouterr().out.split("\n")[:-1] == list(EXPERIMENTS)
-
-
-def test_unknown_experiment(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        reproduce.main(["table-1"])
-    assert exit_.value.code == 2
-    assert "choose from" in capsys.readouterr().err
-
-
-def test_command_of_several_workers(tmp_path):
-    training = Training("language", "adam", ("--quick",), workers=3)
-    _, launch, count, _, *command = training.command(tmp_path / "run")
-    assert launch.endswith("launch.py")
-    assert count == "3"
-    assert (
-        command[1:]
-        == Training("language", "adam", ("--quick",)).command(tmp_path / "run")[
-            1:
-        ]
-    )
 
 
 @pytest.mark.slow

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 import classification
-import tfkfac
-from common import report
 from common.optimizers import NAMES, parse_optimizer
 from common.recording import Recorder
 from tests.support import tiny
@@ -72,42 +70,6 @@ def test_trains(name):
     assert [len(x) for x in seconds.values()] == [
         kinds.count(kind) for kind in seconds
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "inner", "momentum"),
-    [
-        ("fosi", keras.optimizers.Adam, None),
-        ("fosi_sgd", keras.optimizers.SGD, 0.9),
-        ("kfac", keras.optimizers.SGD, 0.5),
-    ],
-)
-def test_inner_optimizer(name, inner, momentum):
-    optimizer = build(f"{name}:learning_rate=0.3").optimizer
-    assert type(optimizer.inner_optimizer) is inner
-    assert getattr(optimizer.inner_optimizer, "momentum", None) == momentum
-    assert float(np.array(optimizer.learning_rate)) == pytest.approx(0.3)
-
-
-def test_only_given_settings_differ_from_the_defaults():
-    defaults = tfkfac.FOSI().get_config()
-    config = build("fosi_adam:layout=columns").optimizer.get_config()
-    unlike = {key for key in defaults if config[key] != defaults[key]}
-    assert unlike == {"inner_optimizer", "layout"}
-    momenta = [
-        build(text).optimizer.momentum for text in ("sgd", "sgd:momentum=0.5")
-    ]
-    assert momenta == [0.9, 0.5]
-
-
-@pytest.mark.parametrize("name", ["kfac", "fosi_adam"])
-def test_traffic_table(name):
-    optimizer = build(name).optimizer
-    lines = report.traffic_table(optimizer).split("\n")
-    kinds = [line.split(" step")[0] for line in lines[1:-1]]
-    assert kinds == list(optimizer.communication_bytes())
-    assert f"{optimizer.state_bytes()['total']:,} bytes" in lines[-1]
-    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 from tests.support.fosi_reference import (
-    assert_path,
     data,
     fit,
     loss,
@@ -62,17 +61,6 @@ def test_one_trace(plain: Array) -> None:
 
 def test_train_step_without_inputs(plain: Array) -> None:
     np.testing.assert_array_equal(trained(mlp(WithoutInputs)), plain)
-
-
-def test_loss_scaling(plain: Array) -> None:
-    """Directions and steps are those of the loss itself."""
-    x, y = data()
-    model = mlp()
-    optimizer = small()
-    scaler = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
-    model.compile(scaler, loss())
-    assert_path(fit(model, x, y, 5), plain, 1e-4)
-    assert int(optimizer.iterations) == 5
 
 
 def test_custom_loop_without_compute_loss() -> None:

@@ -141,18 +141,6 @@ def test_clock_is_the_inner_optimizers() -> None:
     assert loop.updates(15) == ([7, 10, 15, 20], [7, 10, 20])
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_intervals_in_fit(eager: bool) -> None:
-    model = compiled_mlp(
-        factor_update_interval=2, inverse_update_interval=4, eager=eager
-    )
-    model.fit(X, Y, batch_size=4, epochs=2, verbose=0)
-    optimizer = kfac_of(model)
-    assert int(optimizer.iterations) == 8
-    assert int(optimizer.factor_updates) == 4
-    assert int(optimizer.inverse_updates) == 2
-
-
 # ---------------------------------------------------------------- plain steps
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])
 def test_plain_step_changes_nothing_of_the_curvature(solver: str) -> None:
@@ -356,16 +344,6 @@ def test_learning_rate_callbacks() -> None:
     assert float(inner.learning_rate) == pytest.approx(0.0625)
 
 
-def test_reduce_on_plateau() -> None:
-    model = compiled_mlp(0.0, eager=True)
-    model.optimizer.learning_rate = 1e-6
-    plateau = keras.callbacks.ReduceLROnPlateau(
-        monitor="loss", patience=1, min_delta=1e9, factor=0.1
-    )
-    model.fit(X, Y, epochs=3, verbose=0, callbacks=[plateau])
-    assert float(model.optimizer.learning_rate) == pytest.approx(1e-8)
-
-
 def test_learning_rate_schedule_counts_steps() -> None:
     """One step, one iteration; the rate is that of the iteration."""
     rates = [0.5, 0.25, 0.125]
@@ -377,33 +355,21 @@ def test_learning_rate_schedule_counts_steps() -> None:
         loop.step()
 
 
-def test_schedule_cannot_be_overwritten_silently() -> None:
-    """Keras' own error, not a value that nobody reads."""
-    optimizer = tfkfac.KFAC(keras.optimizers.SGD(PolynomialDecay(0.1, 5)))
-    with pytest.raises(TypeError, match="not settable"):
-        optimizer.learning_rate = 0.5
-
-
 # ------------------------------------------------------------ the inner options
 INNER: dict[str, Callable[[], Any]] = {
     "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05),
     "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
-    "clipvalue": lambda: keras.optimizers.SGD(0.1, clipvalue=0.01),
     "weight decay": lambda: keras.optimizers.SGD(0.1, weight_decay=0.5),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-    "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
     "averaging": lambda: keras.optimizers.SGD(
         0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
     ),
     "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
-    "lion": lambda: keras.optimizers.Lion(0.01),
     "schedule": lambda: keras.optimizers.SGD(PolynomialDecay(0.2, 3, 0.05)),
 }
 
 
-@pytest.mark.parametrize(
-    "case", with_slow(INNER, "clipvalue", "nesterov", "averaging", "lion")
-)
+@pytest.mark.parametrize("case", with_slow(INNER, "averaging"))
 def test_inner_options_act_on_the_preconditioned_gradient(case: str) -> None:
     """The same as the inner optimizer alone, fed with K-FAC's gradients.
 
@@ -435,11 +401,10 @@ def test_inner_options_act_on_the_preconditioned_gradient(case: str) -> None:
         inner.apply(preconditioned, alone.trainable_variables)
         wrapped.apply(gradients_of(target, x, y), target.trainable_variables)
         # The gradients are differences of float32 weights.
-        tolerance = 2e-2 if case == "lion" else 1e-4
         for got, want in zip(
             target.get_weights(), alone.get_weights(), strict=True
         ):
-            np.testing.assert_allclose(got, want, rtol=1e-4, atol=tolerance)
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     for one in models[:2]:
         assert not np.array_equal(one.get_weights()[0], mlp().get_weights()[0])
 
@@ -462,18 +427,6 @@ def test_averages_replace_the_weights_after_fit() -> None:
     got = model.get_weights()[0]
     assert_close(got, average, 1e-5)
     assert not np.allclose(got, seen[-1], rtol=1e-3)
-
-
-def test_swapping_averages() -> None:
-    """Keras' callback finds the averages of the inner optimizer."""
-    model = compiled_mlp(
-        keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), eager=True
-    )
-    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-    model.fit(X, Y, epochs=2, verbose=0, callbacks=[swap])
-    averages = kfac_of(model).inner_optimizer._model_variables_moving_average
-    for got, want in zip(model.get_weights(), averages, strict=True):
-        np.testing.assert_allclose(got, np.asarray(want), atol=1e-6)
 
 
 def test_constraints_hold() -> None:

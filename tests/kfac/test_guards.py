@@ -509,23 +509,6 @@ def test_overflowed_step_is_skipped(
     assert_finite(model)
 
 
-def test_growing_loss_scale_does_not_show() -> None:
-    """The scale doubles at every step; the factors are those of none."""
-    scaled, plain = mlp(), compiled_mlp(eager=True)
-    scaler = keras.optimizers.LossScaleOptimizer(
-        tfkfac.KFAC(), initial_scale=4.0, dynamic_growth_steps=1
-    )
-    scaled.compile(scaler, loss(), run_eagerly=True)
-    for _ in range(3):
-        for model in (scaled, plain):
-            model.train_on_batch(X, Y)
-    assert float(scaler.dynamic_scale) == 32.0
-    for path, block in kfac_of(plain).factors().items():
-        for name, want in block.items():
-            got = kfac_of(scaled).factors()[path][name]
-            assert_close(got, want, 1e-4, f"{name} of {path}")
-
-
 def scaled_step(model: Any, scaler: Any) -> None:
     gradients = gradients_of(
         model, X, Y, lambda y, p: scaler.scale_loss(loss()(y, p))

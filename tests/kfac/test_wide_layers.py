@@ -268,12 +268,6 @@ def test_saving(tmp_path: Path) -> None:
         kfac_of(other).load_own_variables(curvature(kfac_of(model)))
 
 
-def test_config_from_before_the_rank() -> None:
-    config = tfkfac.KFAC(max_factor_dim=100).get_config()
-    del config["factor_rank"]
-    assert tfkfac.KFAC.from_config(config).factor_rank == 64
-
-
 # ------------------------------------------------------------------ memory
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("dtype", [None, tf.bfloat16])

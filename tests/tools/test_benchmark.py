@@ -31,14 +31,6 @@ def test_refused(
     assert message in capsys.readouterr().err
 
 
-def test_defaults() -> None:
-    options = benchmark.parse_arguments([])
-    assert options.mode == "function"
-    assert options.models == ["M1", "M2", "M3", "M4"]
-    assert options.variants[0] == "sgd"
-    assert benchmark.parse_arguments(["--workers", "2"]).mode == "fit"
-
-
 def test_recorded_ones() -> None:
     options = benchmark.parse_arguments(["--record", "--models", "M1"])
     assert options.models == ["M1"]

@@ -1,7 +1,5 @@
 """Turns and arithmetic of a measurement, without processes."""
 
-import io
-import json
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from benchmarks.jobs import DiedError, Setting
 from benchmarks.phases import Mix
 from benchmarks.task import UnavailableError
 from benchmarks.variants import Variant, parse
-from benchmarks.worker import Turns
 
 SECONDS = {"sgd": (2.0, 0.0, 0.0), "kfac-inverse": (3.0, 2.0, 8.0)}
 CALLS: list[tuple[str, int]] = []
@@ -123,37 +120,3 @@ def test_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     [row] = measurement.measure_first_steps("M1", [parse("sgd")], Setting(), 3)
     assert row["first_step"]["cpu_seconds"] == 4
     assert "mixes" not in row
-
-
-class MadeUpTraining:
-    """Notes what it is told."""
-
-    def __init__(self) -> None:
-        self.intervals: list[tuple[int, int]] = []
-
-    def run(self, end_of_step: Any) -> None:
-        self.steps = 1
-        while end_of_step():
-            self.steps += 1
-
-    def set_intervals(self, factor: int, inverse: int) -> None:
-        self.intervals.append((factor, inverse))
-
-    def facts(self) -> dict[str, Any]:
-        return {"state_bytes": 7}
-
-
-def test_questions_and_answers() -> None:
-    training = MadeUpTraining()
-    questions = [{"steps": 3}, {"intervals": [1, 10]}, {"facts": True}]
-    lines = "".join(json.dumps(question) + "\n" for question in questions)
-    answers = io.StringIO()
-    training.run(Turns(training, io.StringIO(lines), answers).end_of_step)
-    first, times, facts = map(json.loads, answers.getvalue().splitlines())
-    assert set(first["first_step"]) == {"seconds", "cpu_seconds"}
-    assert len(times) == 3
-    assert all(len(pair) == 2 for pair in times)
-    assert facts["state_bytes"] == 7
-    assert facts["peak_bytes"] > 1e6
-    assert training.steps == 1 + 3
-    assert training.intervals == [(1, 10)]

@@ -1,8 +1,6 @@
-import argparse
-
 import pytest
 
-from benchmarks.phases import Mix, Phases, parse_mix
+from benchmarks.phases import Mix, Phases
 
 
 def test_median_of_each_phase() -> None:
@@ -37,27 +35,3 @@ def test_spread_decompositions_cost_the_same() -> None:
     assert spread.mean == pytest.approx(at_once.mean)
     assert (at_once.longest, spread.longest) == (13.0, 4.0)
     assert at_once.kinds() == {"inverse": 13.0, "factor": 3.0, "plain": 1.0}
-
-
-def test_kinds_that_there_are() -> None:
-    assert Phases.of(Mix(1, 2), 0, [5.0, 3.0]).kinds() == {
-        "inverse": 5.0,
-        "factor": 3.0,
-    }
-    assert Phases.of(Mix(1, 1), 7, [5.0, 3.0, 4.0]).kinds() == {"inverse": 4.0}
-
-
-def test_intervals_that_do_not_divide() -> None:
-    assert Mix(4, 6).period == 12
-
-
-@pytest.mark.parametrize("text", ["", "10", "0,10", "1,2,3", "a,b", "-1,2"])
-def test_bad_mix(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="FACTOR,INVERSE"):
-        parse_mix(text)
-
-
-def test_mix() -> None:
-    mix = parse_mix("10,100")
-    assert mix == Mix(10, 100)
-    assert str(mix) == "(10,100)"

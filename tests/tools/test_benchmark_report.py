@@ -60,38 +60,3 @@ def test_text() -> None:
         *("1.0", "0.5", "-", "3.0", "-", "-"),
     ]
     assert set(lines[4].split()) == {"M1", "torch-sgd", "-"}
-
-
-def test_kinds() -> None:
-    """Of K-FAC only; a kind that no step has is left open."""
-    [_, *lines] = report.kinds_table(ROWS).splitlines()
-    assert [line.split()[1:] for line in lines] == [
-        ["kfac-inverse", "(10,100)", "2.00", "-", "-"],
-        ["kfac-inverse", "(1,10)", "2.00", "-", "-"],
-    ]
-
-
-def test_traffic() -> None:
-    parts = {"gradients": 1_500_000, "factors": 2_000_000}
-    own = ROWS[2] | {"communication_bytes": {"factor": parts}}
-    [_, line] = report.traffic_table([ROWS[0], own]).splitlines()
-    assert line.split() == ["M1", "kfac-inverse", "factor", "3.5"]
-
-
-def test_growth() -> None:
-    line = {
-        "axis": "width",
-        "sizes": [2, 4],
-        "exponent": 2.0,
-        "counted_exponent": 3.0,
-    }
-    table = report.growth_table(
-        [
-            line | {"quantity": "plain step", "values": [0.001, 0.004]},
-            line | {"quantity": "state", "values": [1e6, 4e6]},
-        ]
-    )
-    assert [text.split()[-5:] for text in table.splitlines()[1:]] == [
-        ["2:", "1,", "4:", "4", "ms"],
-        ["2:", "1,", "4:", "4", "MB"],
-    ]

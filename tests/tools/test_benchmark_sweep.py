@@ -13,18 +13,6 @@ def test_exponent_of_a_power() -> None:
     assert exponent(sizes, [3 * n**2.5 for n in sizes]) == pytest.approx(2.5)
 
 
-def test_small_sizes_do_not_count() -> None:
-    """Below the largest three everything is overhead."""
-    assert exponent(
-        (1, 2, 4, 8, 16), [7.0, 7.0, 16.0, 64.0, 256.0]
-    ) == pytest.approx(2.0)
-
-
-def test_nothing_to_fit() -> None:
-    assert exponent((1, 2, 4), [0.0, 0.0, 5.0]) is None
-    assert exponent((1, 2, 4), [0.0, 2.0, 4.0]) == pytest.approx(1.0)
-
-
 def test_counts_of_one_worker() -> None:
     """One layer of 3 inputs, the 1 included, and 2 outputs; 4 rows."""
     size = Size(width=2, depth=1, batch=4, workers=1)

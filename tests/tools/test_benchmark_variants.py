@@ -6,16 +6,6 @@ import pytest
 from benchmarks.variants import parse
 
 
-def test_name_alone() -> None:
-    variant = parse("sgd")
-    assert (variant.name, variant.folder, variant.arguments) == (
-        "sgd",
-        None,
-        {},
-    )
-    assert variant.base == "sgd"
-
-
 def test_all_parts(tmp_path: pathlib.Path) -> None:
     text = f"kfac-eigen@{tmp_path}:damping=0.1:max_factor_dim=null:name=x"
     variant = parse(text)
@@ -27,11 +17,6 @@ def test_all_parts(tmp_path: pathlib.Path) -> None:
         "max_factor_dim": None,
         "name": "x",
     }
-
-
-def test_base_is_of_the_same_framework() -> None:
-    assert parse("fosi-adam").base == parse("kfac-inverse").base == "sgd"
-    assert parse("torch-kfac-inverse").base == "torch-sgd"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Seconds to a target and claims, worked out by hand."""
 
-import pathlib
 from typing import Any
 
 import pytest
@@ -159,21 +158,6 @@ def test_a_rate_of_one_seed_alone_is_still_a_neighbour() -> None:
     assert "| adam | 0.1 |" in report.markdown([comparison])
 
 
-def test_threads_are_not_mixed() -> None:
-    records = cnn_records()
-    for one in cnn_records():
-        one["run"]["threads"] = 2
-        records.append(one)
-    first, second = results.compare(records)
-    assert first.title == "cnn (small, digits)"
-    assert second.title == "cnn (small, digits, 2 threads)"
-    assert first.rows == second.rows
-
-
-def test_no_baseline_no_comparison() -> None:
-    assert list(results.compare(cnn_records()[-2:])) == []
-
-
 def test_table() -> None:
     comparisons = list(results.compare(cnn_records()))
     text = report.markdown(comparisons)
@@ -198,15 +182,3 @@ def test_table() -> None:
         "| 5.5 ± 0.71 | 0.275 ± 0.035 | 1.5 ± 0 | faster |" in lines["| kfac"]
     )
     assert "kfac, full schedule: geometric mean 0.28 of 1 of 1" in text
-
-
-def test_csv(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "curves.csv"
-    report.write_csv(path, cnn_records()[-1:])
-    header, first, *others = path.read_text().splitlines()
-    assert header == (
-        "problem,size,data,method,rate,length,seed,step,samples,seconds,"
-        "cpu_seconds,metric"
-    )
-    assert first == "cnn,small,digits,kfac,,full,1,1,10,8.0,4.0,0.5"
-    assert len(others) == 2

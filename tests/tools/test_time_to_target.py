@@ -8,7 +8,7 @@ import pytest
 
 import time_to_target
 from targets import study
-from targets.problems import BASELINES, KFACS, PROBLEMS
+from targets.problems import BASELINES, KFACS
 from targets.run import Run, plan
 
 
@@ -44,34 +44,6 @@ def test_every_method_has_both_lengths_and_every_seed() -> None:
     assert {run.method for run in runs} == {*BASELINES, *KFACS}
     assert {run.size for run in runs} == {"full"}
     assert [run.rate for run in runs if run.is_kfac] == [None] * 12
-
-
-def test_quick_is_small() -> None:
-    runs = planned("--quick", "--problem", "mlp")
-    assert {(run.size, run.seed) for run in runs} == {("small", 0)}
-    assert len(runs) == 2 * (3 * 2 + 2)
-    assert "muon" not in {run.method for run in runs}
-    rates = {run.rate for run in runs if run.method == "adam"}
-    assert rates == set(PROBLEMS["mlp"].rates["adam"][1:3])
-
-
-def test_own_rates_are_not_kfacs() -> None:
-    runs = planned("--problem", "mlp", "--rates", "0.3", "--seeds", "5")
-    assert {run.rate for run in runs if not run.is_kfac} == {0.3}
-    assert {run.rate for run in runs if run.is_kfac} == {None}
-
-
-def test_digits_stand_in(tmp_path: pathlib.Path) -> None:
-    given = f"fashion_mnist={tmp_path}"
-    runs = planned("--data", given, "--problem", *PROBLEMS)
-    assert {(run.problem, run.data) for run in runs} == {
-        ("autoencoder", "digits"),
-        ("cnn", "fashion_mnist"),
-        ("resnet20", "fashion_mnist"),
-        ("mlp", "fashion_mnist"),
-        ("transformer", "text"),
-        ("regression", "arm"),
-    }
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,8 @@ import pytest
 import timeline
 from timelines.events import (
     Event,
-    length,
-    merged,
-    overlap,
     sent_together,
 )
-
-
-def test_times_are_merged() -> None:
-    assert merged([(4, 5), (0, 2), (1, 3), (3, 3.5)]) == [(0, 3.5), (4, 5)]
-    assert length([(4, 5), (0, 2), (1, 3)]) == 4
-    assert merged([]) == []
-
-
-def test_overlap() -> None:
-    """From 1 to 2, from 3 to 4, and at 6 only, which is no time."""
-    assert overlap([(0, 2), (3, 6)], [(1, 4), (3, 4), (6, 8)]) == 2
-    assert overlap([(0, 1)], []) == 0
 
 
 def test_a_message_begins_with_the_last_who_comes() -> None:
