@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import keras
 
-from tfkfac.capture.expressions import matches_whole
 from tfkfac.compat.models import all_layers, children
 
 # Layers that call what is inside of them in a loop of their own, where no tap
@@ -137,10 +136,7 @@ def matches(rule: SkipRule, layer: keras.layers.Layer, path: str) -> bool:
     """Whether a rule of `skip_layers` means this layer."""
     if isinstance(rule, type):
         return isinstance(layer, rule)
-    names = (layer.name, path)
-    if isinstance(rule, str):
-        return matches_whole(rule, names)
-    return any(rule.fullmatch(name) for name in names)
+    return any(re.fullmatch(rule, name) for name in (layer.name, path))
 
 
 def unbuilt(model: keras.Model) -> list[keras.layers.Layer]:

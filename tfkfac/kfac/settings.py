@@ -7,7 +7,6 @@ from typing import Any, Self
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.expressions import check_expression
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_choice, is_number
 from tfkfac.distributed.plan import MODES, POLICIES
@@ -216,8 +215,8 @@ def check_skip_rule(rule: Any) -> SkipRule:
         return rule
     if isinstance(rule, str):
         try:
-            check_expression(rule)
-        except ValueError as error:
+            re.compile(rule)
+        except re.error as error:
             raise ValueError(
                 "Argument `skip_layers` must hold valid regular expressions. "
                 f"Received: {rule!r} ({error})"
