@@ -22,7 +22,7 @@ APPLIED = {
     "first": ((1, 0), (1, 0)),
     "second": ((0, 1), (0, 1)),
     "sum, clipped": ((0.1, 0.1), (1, 1)),
-    "first, clipped": ((0.1, 0), (1, 0)),
+    "second, clipped": ((0, 0.1), (0, 1)),
 }
 
 

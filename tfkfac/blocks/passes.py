@@ -4,12 +4,13 @@ Somebody may take two gradients of one forward pass: of two losses, of which
 the sum is applied; of one loss for another model, as in a GAN; of a loss that
 itself has a gradient in it. Each leaves a record for the same call of a layer.
 The gradient that is applied decides: it is the product of the inputs with the
-recorded gradients of some of the passes.
+recorded gradients of the last pass of each call, of the first (as in the GAN
+of TensorFlow's tutorial), or of all.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
+from itertools import chain
 
 import tensorflow as tf
 
@@ -21,8 +22,6 @@ Calls = Sequence[Sequence[Record]]
 
 # Squared relative distance of a gradient from what it should be.
 _TOLERANCE = 1e-4
-# With more records than this only the likeliest choices are tried.
-_MOST_RECORDS = 6
 
 
 def records_of(
@@ -42,30 +41,19 @@ def records_of(
     """
     if all(len(records) == 1 for records in calls):
         return [records[0] for records in calls], None
-    flat = [record for records in calls for record in records]
-    parts = [block.gradient(block.rows(record)) for record in flat]
-    choices = tf.constant(_choices([len(r) for r in calls]), block.dtype)
+    lengths = [len(records) for records in calls]
+    last = [float(i == n - 1) for n in lengths for i in range(n)]
+    first = [float(i == 0) for n in lengths for i in range(n)]
+    every = [1.0] * len(last)
+    choices = tf.constant([last, every, first], block.dtype)
+    parts = [block.gradient(block.rows(r)) for r in chain(*calls)]
     best, explains = _compare(parts, block.to_matrix(gradients), choices)
-    chosen = tf.unstack(choices[best])
-    merged, begin = [], 0
-    for records in calls:
-        own = chosen[begin : begin + len(records)]
-        begin += len(records)
-        merged.append(_merge(records, own))
+    chosen = tf.split(choices[best], lengths)
+    merged = [
+        _merge(records, tf.unstack(own, len(records)))
+        for records, own in zip(calls, chosen, strict=True)
+    ]
     return merged, explains
-
-
-def _choices(lengths: Sequence[int]) -> list[list[int]]:
-    """Zeros and ones for the records, the likeliest choices first.
-
-    The last record of each call, then all of them, then any others.
-    """
-    last = [int(i == n - 1) for n in lengths for i in range(n)]
-    likely = [last, [1] * sum(lengths)]
-    if sum(lengths) > _MOST_RECORDS:
-        return likely
-    rest = [list(c) for c in itertools.product((0, 1), repeat=sum(lengths))]
-    return likely + [c for c in rest if any(c) and c not in likely]
 
 
 def _compare(
@@ -89,13 +77,13 @@ def _compare(
     same, parallel = errors <= _TOLERANCE * size, sines <= _TOLERANCE
     best = tf.where(
         tf.reduce_any(same),
-        first(same),
-        tf.where(tf.reduce_any(parallel), first(parallel), tf.argmin(sines)),
+        _first(same),
+        tf.where(tf.reduce_any(parallel), _first(parallel), tf.argmin(sines)),
     )
     return best, tf.reduce_any(tf.logical_or(same, parallel))
 
 
-def first(flags: tf.Tensor) -> tf.Tensor:
+def _first(flags: tf.Tensor) -> tf.Tensor:
     """Place of the first flag that is set."""
     return tf.argmax(tf.cast(flags, tf.int32))
 

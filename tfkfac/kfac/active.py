@@ -142,9 +142,9 @@ def report_unexplained(
             tf.logical_not(counters.by_position(explained, otherwise=True)),
             counters.unexplained,
             counters.paths,
-            "the gradient that was applied is not the sum of gradients that "
-            "were taken of the last forward pass; the factor G is that of the "
-            "nearest of them.",
+            "the gradient that was applied is neither the last one that was "
+            "taken of the forward pass, nor the first, nor the sum of all; the "
+            "factor G is that of the nearest of them.",
         )
 
 
