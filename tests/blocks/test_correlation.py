@@ -27,9 +27,9 @@ from tests.support.layer_models import (
 )
 from tests.support.layer_views import view_of
 from tests.support.reference import Array, append_one, patches
-from tfkfac.blocks.correlation import channel_grams, is_cheaper, patch_gram
+from tfkfac.blocks.patches import channel_grams, is_cheaper, patch_gram
 from tfkfac.blocks.registry import build_registry
-from tfkfac.capture.record import Record
+from tfkfac.capture.taps import Record
 
 BATCH, CHANNELS = 4, 2
 

@@ -23,7 +23,7 @@ from tests.support.layer_models import deep_model, one_layer, targets
 from tests.support.reference import Array, RunningAverage, append_one, factors
 from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.statistics import batch_statistics
-from tfkfac.capture.record import Record
+from tfkfac.capture.taps import Record
 
 SHARING = ["expand", "reduce"]
 BATCH = 4

@@ -27,7 +27,7 @@ from tests.support.layer_models import targets
 from tests.support.reference import Array
 from tests.support.summaries import blocks_of, leftovers_of
 from tests.test_rooms import imported, modules
-from tfkfac.blocks.table import NAMED_BLOCKS
+from tfkfac.blocks.registry import NAMED_BLOCKS
 
 BATCH, WIDTH = 6, 5
 SHAPE = (4, WIDTH)

@@ -40,7 +40,7 @@ from tests.support.layer_models import (
 from tests.support.layer_views import view_of
 from tests.support.reference import Array
 from tfkfac.blocks import Record
-from tfkfac.blocks.einsum_dense import EinsumDenseBlock
+from tfkfac.blocks.dense import EinsumDenseBlock
 from tfkfac.blocks.part import Examples, Part, choose_part
 from tfkfac.blocks.statistics import batch_statistics
 

@@ -9,7 +9,7 @@ from keras import layers
 
 from tests.support.graphs import called
 from tfkfac.blocks.normalization import NormalizationBlock
-from tfkfac.capture.record import Record
+from tfkfac.capture.taps import Record
 
 POSITIONS, FEATURES = 5, 3
 

@@ -21,8 +21,7 @@ from tests.support.layer_models import one_layer
 from tests.support.marks import with_slow
 from tfkfac.blocks.registry import build_registry
 from tfkfac.blocks.statistics import batch_statistics
-from tfkfac.capture.record import Record
-from tfkfac.capture.taps import Tap
+from tfkfac.capture.taps import Record, Tap
 from tfkfac.factors import Dense, Diagonal, Factor, Limit, LowRank, Stack
 from tfkfac.linalg.nystroem import probes
 

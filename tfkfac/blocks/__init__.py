@@ -10,17 +10,18 @@ a subclass of one of these:
 A new layer type of the library is one file here and one line in the table.
 """
 
-from tfkfac.blocks.base import Block
-from tfkfac.blocks.gradient import (
+from tfkfac.blocks.base import Block, MatrixBlock, PerExampleBlock
+from tfkfac.blocks.registry import BLOCKS, block_types, register_block
+from tfkfac.blocks.rows import (
     LayerGradient,
     MatrixGradient,
     RowGradient,
+    Rows,
+    Statistic,
+    fold_mask,
+    fold_positions,
 )
-from tfkfac.blocks.matrix import MatrixBlock
-from tfkfac.blocks.per_example import PerExampleBlock
-from tfkfac.blocks.rows import Rows, Statistic, fold_mask, fold_positions
-from tfkfac.blocks.table import BLOCKS, block_types, register_block
-from tfkfac.capture.record import Record
+from tfkfac.capture.taps import Record
 
 __all__ = [
     "BLOCKS",

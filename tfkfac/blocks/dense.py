@@ -1,14 +1,16 @@
-"""Block of `keras.layers.Dense`."""
+"""Blocks of `Dense` and `EinsumDense`, and so of attention projections."""
 
-from collections.abc import Hashable
+import dataclasses
+import math
+from collections.abc import Hashable, Sequence
 
+import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Alike
-from tfkfac.blocks.matrix import MatrixBlock
+from tfkfac.blocks.base import Alike, MatrixBlock
 from tfkfac.blocks.rows import Rows, fold_mask, fold_positions
-from tfkfac.capture.record import Record
+from tfkfac.capture.taps import Record
 
 
 class DenseBlock(MatrixBlock):
@@ -39,3 +41,187 @@ class DenseBlock(MatrixBlock):
             fold_positions(self.cast(record.gradient)),
             mask,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """Labels of an einsum `inputs,kernel->outputs` by their role.
+
+    Attributes:
+        inputs: Labels of the layer's input.
+        kernel: Labels of the kernel.
+        outputs: Labels of the layer's output.
+    """
+
+    inputs: str
+    kernel: str
+    outputs: str
+
+    @classmethod
+    def parse(cls, equation: str, rank: int) -> "Labels":
+        """Reads an equation for an input of `rank`, ellipsis written out."""
+        left, outputs = equation.replace(" ", "").split("->")
+        inputs, kernel = left.split(",")
+        used = set(equation)
+        free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in used]
+        missing = rank - len(inputs.replace("...", ""))
+        dots = "".join(free[:missing])
+        return cls(
+            inputs.replace("...", dots), kernel, outputs.replace("...", dots)
+        )
+
+    @property
+    def shared(self) -> str:
+        """Batch and positions: in input and output, not in the kernel."""
+        return self._pick(self.inputs, in_kernel=False, in_outputs=True)
+
+    @property
+    def groups(self) -> str:
+        """In input, kernel and output: independent parts."""
+        labels = self._pick(self.inputs, in_kernel=True, in_outputs=True)
+        return "".join(c for c in self.kernel if c in labels)
+
+    @property
+    def contracted(self) -> str:
+        """Input features, in the order of the kernel."""
+        return "".join(
+            c for c in self.kernel if c in self.inputs and c not in self.outputs
+        )
+
+    @property
+    def features(self) -> str:
+        """Output features, in the order of the kernel."""
+        return "".join(
+            c for c in self.kernel if c in self.outputs and c not in self.inputs
+        )
+
+    def _pick(self, labels: str, in_kernel: bool, in_outputs: bool) -> str:
+        return "".join(
+            c
+            for c in labels
+            if (c in self.kernel) == in_kernel
+            and (c in self.outputs) == in_outputs
+        )
+
+
+class EinsumDenseBlock(MatrixBlock):
+    """A contraction seen as a dense layer, or one for each group.
+
+    Labels in the input and the kernel only are the inputs, labels in the
+    kernel and the output only are the outputs, labels in the input and the
+    output only are batch and shared positions, labels in all three are
+    groups.
+    """
+
+    kind = "EinsumDense"
+
+    def __init__(self, layer: keras.layers.Layer, path: str) -> None:
+        super().__init__(layer, path)
+        self._labels = _labels(layer)
+        first = self._labels.inputs[0]
+        self.examples_first = self._labels.outputs.startswith(first)
+        self._size = dict(
+            zip(self._labels.kernel, self._kernel.shape, strict=True)
+        )
+        if self._labels.groups:
+            self.groups = self._count(self._labels.groups)
+
+    @staticmethod
+    @override
+    def unsupported(layer: keras.layers.Layer) -> str | None:
+        labels = _labels(layer)
+        known = labels.groups + labels.contracted + labels.features
+        if set(known) != set(labels.kernel) or labels.inputs[0] in known:
+            return f"einsum equation {layer.equation!r}"
+        if set(labels.inputs) - set(labels.shared + known):
+            return f"einsum equation {layer.equation!r}"
+        bias = {c for c in layer.bias_axes or "" if c != "."}
+        if bias and bias != set(labels.groups + labels.features):
+            return f"bias over the axes {layer.bias_axes!r}"
+        return MatrixBlock.unsupported(layer)
+
+    def _count(self, labels: str) -> int:
+        return math.prod(self._size[c] for c in labels)
+
+    def _output_size(self) -> int:
+        return self._count(self._labels.features)
+
+    def _split(self, kernel: tf.Tensor) -> tf.Tensor:
+        order = self._order()
+        return tf.reshape(tf.transpose(kernel, order), self.matrix_shape)
+
+    def _join(self, matrix: tf.Tensor) -> tf.Tensor:
+        order = self._order()
+        shape = [self._kernel.shape[i] for i in order]
+        return tf.transpose(tf.reshape(matrix, shape), invert(order))
+
+    @override
+    def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
+        kernel, *bias = gradients
+        if bias:
+            compact = tf.reshape(bias[0], self._bias_shape())
+            bias = [tf.transpose(compact, self._bias_order())]
+        return super().to_matrix([kernel, *bias])
+
+    def _join_bias(self, row: tf.Tensor) -> tf.Tensor:
+        order, shape = self._bias_order(), self._bias_shape()
+        bias = tf.reshape(row, [shape[i] for i in order])
+        return super()._join_bias(tf.transpose(bias, invert(order)))
+
+    def _bias_labels(self) -> str:
+        """Labels of the bias, in the order of the output."""
+        own = self._labels.groups + self._labels.features
+        return "".join(c for c in self._labels.outputs if c in own)
+
+    def _bias_shape(self) -> list[int]:
+        return [self._size[c] for c in self._bias_labels()]
+
+    def _bias_order(self) -> list[int]:
+        """Bias axes as groups, outputs, in the order of the kernel."""
+        own = self._labels.groups + self._labels.features
+        return [self._bias_labels().index(c) for c in own]
+
+    def _order(self) -> list[int]:
+        """Kernel axes as groups, inputs, outputs."""
+        labels = self._labels
+        order = labels.groups + labels.contracted + labels.features
+        return [labels.kernel.index(c) for c in order]
+
+    @override
+    def rows(self, record: Record) -> Rows:
+        labels = self._labels
+        a = self._fold(
+            self.cast(record.inputs), labels.inputs, labels.contracted
+        )
+        g = self._fold(
+            self.cast(record.gradient), labels.outputs, labels.features
+        )
+        mask = None
+        # A mask covers the leading axes; they must be positions.
+        rank = 0 if record.mask is None else record.mask.shape.rank
+        if rank and labels.inputs.startswith(labels.shared[:rank]):
+            shape = tf.shape(record.inputs)
+            axes = [labels.inputs.index(c) for c in labels.shared]
+            mask = fold_mask(record.mask, tf.gather(shape, axes))
+        return Rows(self.with_bias(a), g, mask)
+
+    def _fold(self, tensor: tf.Tensor, labels: str, features: str) -> tf.Tensor:
+        """Brings a tensor to `(batch, shared, [groups,] features)`."""
+        shared, groups = self._labels.shared, self._labels.groups
+        order = [labels.index(c) for c in shared + groups + features]
+        tensor = tf.transpose(tensor, order)
+        shape = tf.shape(tensor)
+        positions = tf.reduce_prod(shape[1 : len(shared)])
+        tail = [self._count(groups)] if groups else []
+        return tf.reshape(
+            tensor, [shape[0], positions, *tail, self._count(features)]
+        )
+
+
+def invert(order: Sequence[int]) -> list[int]:
+    """Inverse of a permutation."""
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+def _labels(layer: keras.layers.Layer) -> Labels:
+    return Labels.parse(layer.equation, layer.input_spec.ndim)

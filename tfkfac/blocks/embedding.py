@@ -6,11 +6,10 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Alike, Block
+from tfkfac.blocks.base import Alike, Block, MatrixBlock
 from tfkfac.blocks.dense import DenseBlock
-from tfkfac.blocks.matrix import MatrixBlock
 from tfkfac.blocks.rows import Rows, Statistic, fold_mask, fold_positions
-from tfkfac.capture.record import Record
+from tfkfac.capture.taps import Record
 from tfkfac.factors import Diagonal, Factor
 
 

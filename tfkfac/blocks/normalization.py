@@ -1,4 +1,4 @@
-"""Block of the scale and offset of normalisation layers."""
+"""Blocks of elementwise weights: normalisation layers and `PReLU`."""
 
 import functools
 import math
@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Alike, Block
+from tfkfac.blocks.base import Alike, Block, PerExampleBlock
 from tfkfac.blocks.rows import Rows, fold_axes, with_shape
-from tfkfac.capture.record import Record
+from tfkfac.capture.taps import Record
 from tfkfac.compat.calls import shared_call
 from tfkfac.compat.overrides import given_moments
 from tfkfac.factors import Factor, Stack
@@ -253,3 +253,27 @@ def weight_of(layer: keras.layers.Layer, name: str) -> keras.Variable | None:
     """Returns an attribute of a layer if it is a weight."""
     value = getattr(layer, name, None)
     return value if isinstance(value, keras.Variable) else None
+
+
+class PReLUBlock(PerExampleBlock):
+    """Diagonal of the exact Fisher matrix of the slopes of a PReLU.
+
+    `z = max(x, 0) + alpha min(x, 0)`, so an example's gradient is the sum of
+    `g min(x, 0)` over the axes that share a slope. There may be as many slopes
+    as inputs, hence the diagonal.
+    """
+
+    kind = "PReLU"
+    diagonal = True
+
+    @property
+    @override
+    def variables(self) -> list[keras.Variable]:
+        return [self.layer.alpha]
+
+    @override
+    def example_gradients(self, record: Record) -> list[tf.Tensor]:
+        negative = tf.minimum(self.cast(record.inputs), 0)
+        products = self.cast(record.gradient) * negative
+        shared = self.layer.shared_axes or []
+        return [tf.reduce_sum(products, shared, keepdims=True)]

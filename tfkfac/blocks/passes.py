@@ -15,7 +15,7 @@ from itertools import chain
 import tensorflow as tf
 
 from tfkfac.blocks.base import Block
-from tfkfac.capture.record import Record
+from tfkfac.capture.taps import Record
 
 # Records of one call after another, in the order in which they came.
 Calls = Sequence[Sequence[Record]]

@@ -1,11 +1,27 @@
-"""Convolution patches in the order of Keras' kernels."""
+"""Patches of convolutions, and the sums of their outer products.
 
+The sums do without patches. Were these taken at every position that overlaps
+the image, the product of two kernel offsets would depend on their distance
+alone: it would be the image's correlation with itself at that shift. One filter
+gradient computes it for all shifts. Too much in it are the positions just
+outside of the outputs, at which few offsets see the image; they are taken off,
+edge by edge.
+
+With the cells of a stride moved to the channels, a strided convolution is one
+of stride 1 with a smaller kernel.
+"""
+
+import abc
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
-from tfkfac.blocks.rows import size_of
+from tfkfac.blocks.rows import Statistic, size_of
+from tfkfac.compat.calls import call_of_any_size
 
 
 def extract_patches(
@@ -32,7 +48,7 @@ def extract_patches(
     image, counts = fit(inputs, kernel_size, strides, dilation, padding)
     starts = [
         [i * rate for i, rate in zip(offset, dilation, strict=True)]
-        for offset in _offsets(kernel_size)
+        for offset in np.ndindex(*kernel_size)
     ]
     if max(strides) == 1:
         return _slices(image, starts, counts)
@@ -134,9 +150,443 @@ def _larger(number: Any, least: int) -> Any:
     return tf.maximum(number, least)
 
 
-def _offsets(kernel_size: Sequence[int]) -> list[tuple[int, ...]]:
-    """All offsets within the kernel, the last dimension fastest."""
-    offsets: list[tuple[int, ...]] = [()]
-    for size in kernel_size:
-        offsets = [(*offset, i) for offset in offsets for i in range(size)]
-    return offsets
+_ONES = (1, 1)
+
+
+class Products(abc.ABC):
+    """Sums of the products of cells, over positions and examples."""
+
+    @abc.abstractmethod
+    def at_shifts(self, images: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
+        """Products of an image with itself, `sum x[u] x[u + d]`.
+
+        Args:
+            images: `(batch, height, width, channels)`, zero outside.
+            size: Above the absolute values of the shifts `d`, down and right.
+
+        Returns:
+            `(2 down - 1, 2 right - 1, ...)`, a negative shift first.
+        """
+
+    @abc.abstractmethod
+    def of_patches(
+        self, images: tf.Tensor, size: Sequence[int], stride: int = 1
+    ) -> tf.Tensor:
+        """Products of all pairs of offsets of a kernel.
+
+        Args:
+            images: `(batch, height, width, channels)`.
+            size: Height and width of the kernel.
+            stride: Stride in both dimensions.
+
+        Returns:
+            `(height, width, height, width, ...)`.
+        """
+
+    @abc.abstractmethod
+    def as_factor(self, products: tf.Tensor) -> tf.Tensor:
+        """What `of_patches` returns as a matrix, or a stack of them."""
+
+    @abc.abstractmethod
+    def as_row(self, sums: tf.Tensor) -> tf.Tensor:
+        """A sum of patches `(height, width, channels)` in the same order."""
+
+
+class AllChannels(Products):
+    """Products of all pairs of channels, in two more dimensions."""
+
+    @override
+    def at_shifts(self, images: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
+        (down, right), channels = size, images.shape[-1]
+        paddings = [[0, 0], [0, down - 1], [right - 1, right - 1], [0, 0]]
+        half = tf.raw_ops.Conv2DBackpropFilter(
+            input=tf.pad(images, paddings),
+            filter_sizes=[down, 2 * right - 1, channels, channels],
+            out_backprop=images,
+            strides=[1] * 4,
+            padding="VALID",  # oneDNN has none of explicit paddings
+        )  # The cell that is shifted comes first.
+        opposite = tf.reverse(half[1:], [0, 1])
+        return tf.concat([opposite, tf.transpose(half, [0, 1, 3, 2])], 0)
+
+    @override
+    def of_patches(
+        self, images: tf.Tensor, size: Sequence[int], stride: int = 1
+    ) -> tf.Tensor:
+        slices = extract_patches(images, size, (stride, stride), _ONES, "valid")
+        rows = tf.concat(slices, -1)
+        rows = tf.reshape(rows, [-1, rows.shape[-1]])
+        gram = tf.matmul(rows, rows, transpose_a=True)
+        gram = tf.reshape(gram, [*size, images.shape[-1]] * 2)
+        return tf.transpose(gram, [0, 1, 3, 4, 2, 5])
+
+    @override
+    def as_factor(self, products: tf.Tensor) -> tf.Tensor:
+        high, wide, *_, channels = products.shape
+        offsets, elements = high * wide, high * wide * channels
+        products = tf.reshape(products, [offsets, offsets, channels, channels])
+        products = tf.transpose(products, [0, 2, 1, 3])
+        return tf.reshape(products, [elements, elements])
+
+    @override
+    def as_row(self, sums: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(sums, [-1])
+
+
+class EachChannel(Products):
+    """Products of each channel with itself, in one more dimension."""
+
+    @override
+    def at_shifts(self, images: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
+        down, right = size
+        paddings = [[0, 0], [0, down - 1], [right - 1, right - 1], [0, 0]]
+        padded = tf.pad(images, paddings)
+        half = self._gradients(padded, (down, 2 * right - 1), [images], 1)[0]
+        return tf.concat([tf.reverse(half[1:], [0, 1]), half], 0)[..., 0]
+
+    @override
+    def of_patches(
+        self, images: tf.Tensor, size: Sequence[int], stride: int = 1
+    ) -> tf.Tensor:
+        slices = extract_patches(images, size, (stride, stride), _ONES, "valid")
+        rows = self._gradients(images, size, slices, stride)
+        return tf.reshape(tf.stack(rows), [*size, *size, -1])
+
+    def _gradients(
+        self,
+        images: tf.Tensor,
+        size: Sequence[int],
+        outputs: Sequence[tf.Tensor],
+        stride: int,
+    ) -> list[tf.Tensor]:
+        """Products of each output with what the kernel sees there.
+
+        They are `(height, width, channels, 1)`.
+        """
+        sizes = tf.convert_to_tensor([*size, size_of(images, -1), 1])
+        return [
+            tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
+                input=images,
+                filter_sizes=sizes,
+                out_backprop=one,
+                strides=[1, stride, stride, 1],
+                padding="VALID",
+            )
+            for one in outputs
+        ]
+
+    @override
+    def as_factor(self, products: tf.Tensor) -> tf.Tensor:
+        high, wide, *_ = products.shape
+        offsets = high * wide
+        products = tf.reshape(products, [offsets, offsets, -1])
+        return tf.transpose(products, [2, 0, 1])
+
+    @override
+    def as_row(self, sums: tf.Tensor) -> tf.Tensor:
+        return tf.transpose(tf.reshape(sums, [-1, size_of(sums, -1)]))
+
+
+class Window(NamedTuple):
+    """A convolution in two dimensions.
+
+    Attributes:
+        images: `(batch, height, width, channels)`, in each dimension no
+            smaller than what the kernel can overlap of it outside of the
+            outputs.
+        size: Height and width of the kernel.
+        padding: Zeros before and after the image in each dimension.
+        outputs: Height and width of the outputs.
+        stride: 1, but for the patches of each channel offset by offset.
+    """
+
+    images: tf.Tensor
+    size: Sequence[int]
+    padding: Sequence[tuple[int, int]]
+    outputs: Sequence[Any]
+    stride: int = 1
+
+
+def patch_gram(
+    images: tf.Tensor,
+    kernel_size: Sequence[int],
+    strides: Sequence[int],
+    padding: str,
+    bias: bool,
+) -> Statistic:
+    """Sum of `p p^T` over the patches `p` of a convolution.
+
+    Args:
+        images: `(batch, height, width, channels)`.
+        kernel_size: Height and width of the kernel.
+        strides: Strides of the convolution.
+        padding: "valid", "same" or "causal", as in `extract_patches`.
+        bias: Whether a patch has a 1 at its end.
+
+    Returns:
+        The sum, a matrix, and the number of patches. The elements of a patch
+        are in the order `(kernel size..., channels)`.
+    """
+    window = _window(images, kernel_size, strides, padding)
+    kind = AllChannels()
+    statistic = _statistic(kind, _products(kind, window), window, bias)
+    if max(strides) == 1:
+        return statistic
+    order = _unfolded(kernel_size, strides, images.shape[-1])
+    if bias:
+        order = np.append(order, statistic.total.shape[0] - 1)
+    total = tf.gather(tf.gather(statistic.total, order), order, axis=1)
+    return Statistic(total, statistic.count)
+
+
+def channel_grams(
+    images: tf.Tensor,
+    kernel_size: Sequence[int],
+    stride: int,
+    padding: str,
+    bias: bool,
+) -> Statistic:
+    """The same for each channel of a depthwise convolution.
+
+    Args:
+        images: `(batch, height, width, channels)`.
+        kernel_size: Height and width of the kernel.
+        stride: Stride in both dimensions.
+        padding: As in `patch_gram`.
+        bias: As in `patch_gram`.
+
+    Returns:
+        The sums, a matrix for each channel, and the number of patches.
+    """
+    strides, kind = (stride, stride), EachChannel()
+    by_shifts = stride == 1 and _is_large(images.shape[1:3], kernel_size)
+
+    def grams(images: tf.Tensor) -> Statistic:
+        if by_shifts:
+            window = _unpadded(images, kernel_size, padding)
+            return _statistic(kind, _products(kind, window), window, bias)
+        # Where cells would move to other channels: offset by offset.
+        image, outputs = fit(images, kernel_size, strides, (1, 1), padding)
+        window = Window(image, kernel_size, [(0, 0)] * 2, outputs, stride)
+        products = kind.of_patches(image, kernel_size, stride)
+        return _statistic(kind, products, window, bias)
+
+    geometry = tuple(kernel_size), stride, padding, bias, by_shifts
+    statistic = call_of_any_size(("channel grams", geometry), grams, images)
+    size = math.prod(kernel_size) + bias
+    statistic.total.set_shape([images.shape[-1], size, size])
+    return statistic
+
+
+def _statistic(
+    kind: Products, products: tf.Tensor, window: Window, bias: bool
+) -> Statistic:
+    """Brings products to their place, with those of the bias' 1."""
+    total, (high, wide) = kind.as_factor(products), window.outputs
+    count = tf.cast(tf.shape(window.images)[0] * high * wide, total.dtype)
+    if bias:
+        sums = kind.as_row(_patch_sum(window))
+        total = tf.concat([total, sums[..., None, :]], -2)
+        last = tf.zeros_like(sums[..., :1]) + count
+        column = tf.concat([sums, last], -1)
+        total = tf.concat([total, column[..., None]], -1)
+    return Statistic(total, count)
+
+
+def is_cheaper(
+    shape: Sequence[int | None],
+    kernel_size: Sequence[int],
+    strides: Sequence[int],
+    padding: str,
+) -> bool:
+    """Whether `patch_gram` takes less time than the patches do, see `costs`."""
+    if max(kernel_size) == 1:
+        return False  # the image has the patches
+    by_correlation, by_patches = costs(shape, kernel_size, strides, padding)
+    return by_correlation < by_patches
+
+
+def costs(
+    shape: Sequence[int | None],
+    kernel_size: Sequence[int],
+    strides: Sequence[int],
+    padding: str,
+) -> tuple[float, float]:
+    """What the sum costs by `patch_gram`, and by the patches.
+
+    It was fitted to 39 convolutions on a CPU (1 to 512 channels,
+    images of 2 to 64 cells, kernels of 1 to 7, strides of 1 to 3), in
+    multiplications of a large product. The smaller one was not the quicker
+    way only where the two were within a tenth of each other.
+
+    Args:
+        shape: Static shape of the images. An unknown size is taken for 32.
+        kernel_size: Height and width of the kernel.
+        strides: Strides of the convolution.
+        padding: As in `patch_gram`.
+    """
+    batch, *cells, channels = [32 if n is None else n for n in shape]
+    outputs = [
+        geometry(*sizes, padding)[1]
+        for sizes in zip(cells, kernel_size, strides, strict=True)
+    ]
+    elements = math.prod(kernel_size) * channels
+    by_patches = batch * math.prod(outputs) * elements * (elements + 200)
+
+    # As in `_window`.
+    size = [-(-k // s) for k, s in zip(kernel_size, strides, strict=True)]
+    if max(strides) > 1 or not _is_large(cells, kernel_size):
+        cells = [n + k - 1 for n, k in zip(outputs, size, strict=True)]
+    channels *= math.prod(strides)
+    (rows, columns), (high, wide) = cells, size
+    shifts = high * (2 * wide - 1)
+    correlation = rows * columns * shifts * (2.5 * channels**2 + 400)
+    edges = (
+        (columns + wide - 1) * _edges(rows, outputs[0], high) * wide**2
+        + outputs[0] * _edges(columns, outputs[1], wide) * high**2
+    ) * channels**2
+    matrix = 700 * (high * wide * channels) ** 2
+    return batch * (correlation + edges) + matrix, by_patches
+
+
+def _edges(cells: int, outputs: int, kernel: int) -> float:
+    """Squared cells of the two edges of an axis, about."""
+    outside = cells + kernel - 1 - outputs
+    return outside**2 / 2
+
+
+# ---------------------------------------------------- padding and strides
+def _window(
+    images: tf.Tensor,
+    kernel_size: Sequence[int],
+    strides: Sequence[int],
+    padding: str,
+) -> Window:
+    """The convolution of stride 1 that has the same patches in its patches.
+
+    Its zeros are written out, unless no cell has to move and the image is
+    known to be large enough.
+    """
+    if max(strides) == 1 and _is_large(images.shape[1:3], kernel_size):
+        return _unpadded(images, kernel_size, padding)
+    image, outputs = fit(images, kernel_size, strides, (1, 1), padding)
+    small = [-(-k // s) for k, s in zip(kernel_size, strides, strict=True)]
+    blocks = [n + k - 1 for n, k in zip(outputs, small, strict=True)]
+    return Window(_fold(image, blocks, strides), small, [(0, 0)] * 2, outputs)
+
+
+def _unpadded(
+    images: tf.Tensor, kernel_size: Sequence[int], padding: str
+) -> Window:
+    """A convolution of stride 1 of images that are large enough."""
+    paddings = [ends(kernel, padding) for kernel in kernel_size]
+    outputs = [
+        longer(size_of(images, axis), sum(paddings[axis - 1]) + 1 - kernel)
+        for axis, kernel in enumerate(kernel_size, start=1)
+    ]
+    return Window(images, kernel_size, paddings, outputs)
+
+
+def _is_large(cells: Sequence[int | None], kernel: Sequence[int]) -> bool:
+    """Whether an image is known to be no smaller than the kernel."""
+    return all(
+        n is not None and n >= k for n, k in zip(cells, kernel, strict=True)
+    )
+
+
+def _fold(
+    image: tf.Tensor, blocks: Sequence[Any], strides: Sequence[int]
+) -> tf.Tensor:
+    """Moves the cells of a stride to the channels."""
+    if max(strides) == 1:
+        return image
+    batch, channels = tf.shape(image)[0], image.shape[-1]
+    (rows, columns), (high, wide) = blocks, strides
+    shape = [batch, rows, high, columns, wide * channels]
+    image = tf.transpose(tf.reshape(image, shape), [0, 1, 3, 2, 4])
+    return tf.reshape(image, [batch, rows, columns, high * wide * channels])
+
+
+def _unfolded(
+    kernel_size: Sequence[int], strides: Sequence[int], channels: int
+) -> np.ndarray:
+    """Where the elements of a patch are in the patch of the folded image."""
+    small = [-(-k // s) for k, s in zip(kernel_size, strides, strict=True)]
+    shape = [*small, *strides, channels]
+    places = np.arange(np.prod(shape)).reshape(shape)
+    places = places.transpose(0, 2, 1, 3, 4)
+    (rows, high, columns, wide, _) = places.shape
+    places = places.reshape(rows * high, columns * wide, channels)
+    return places[: kernel_size[0], : kernel_size[1]].ravel()
+
+
+# --------------------------------------------------------------- stride 1
+def _products(kind: Products, window: Window) -> tf.Tensor:
+    """The products of all pairs of offsets, `(height, width)` twice."""
+    total = _spread(kind.at_shifts(window.images, window.size), window.size)
+    # Whole rows of positions, then the columns beside the outputs.
+    full = (window.size[1] - 1, window.size[1] - 1)
+    for axis, along in ((0, full), (1, window.padding[0])):
+        for at_end in (False, True):
+            total = _without_edge(kind, total, window, axis, along, at_end)
+    return total
+
+
+def _spread(shifts: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
+    """The products of two offsets are those at their distance."""
+    high, wide = size
+    down, right = (i.ravel() for i in np.indices((high, wide)))
+    down = down - down[:, None] + high - 1
+    right = right - right[:, None] + wide - 1
+    channels = [-1 if n is None else n for n in shifts.shape[2:]]
+    flat = tf.reshape(shifts, [(2 * high - 1) * (2 * wide - 1), *channels])
+    pairs = tf.gather(flat, down * (2 * wide - 1) + right)
+    return tf.reshape(pairs, [*size, *size, *channels])
+
+
+def _without_edge(
+    kind: Products,
+    total: tf.Tensor,
+    window: Window,
+    axis: int,
+    along: tuple[int, int],
+    at_end: bool,
+) -> tf.Tensor:
+    """Takes off the positions beyond one end of the outputs in one axis."""
+    size = window.size[axis]
+    cells = size - 1 - window.padding[axis][at_end]
+    if not cells:
+        return total
+    part = slice(-cells, None) if at_end else slice(cells)
+    images = window.images
+    strip = images[:, part] if axis == 0 else images[:, :, part]
+    paddings = [[0, 0]] * 4
+    paddings[2 - axis] = list(along)
+    strip = tf.pad(strip, paddings)
+    kernel = [cells, window.size[1]] if axis == 0 else [window.size[0], cells]
+    edge = kind.of_patches(strip, kernel)
+    for seen in range(1, cells + 1):
+        # A position at which that many cells are seen, by as many offsets.
+        unseen, hidden = size - seen, cells - seen
+        index = [slice(None)] * 4
+        paddings = [[0, 0]] * total.shape.rank
+        for i in (axis, axis + 2):
+            index[i] = slice(hidden, None) if at_end else slice(seen)
+            paddings[i] = [0, unseen] if at_end else [unseen, 0]
+        total -= tf.pad(edge[tuple(index)], paddings)
+    return total
+
+
+def _patch_sum(window: Window) -> tf.Tensor:
+    """Sum of the patches: the filter gradient of a sum of outputs."""
+    image = tf.reduce_sum(window.images, 0, keepdims=True)
+    (top, bottom), (left, right) = window.padding
+    sums = tf.raw_ops.Conv2DBackpropFilter(
+        input=image,
+        filter_sizes=[*window.size, size_of(image, -1), 1],
+        out_backprop=tf.ones([1, *window.outputs, 1], image.dtype),
+        strides=[1, window.stride, window.stride, 1],
+        padding="EXPLICIT",
+        explicit_paddings=[0, 0, top, bottom, left, right, 0, 0],
+    )
+    return sums[..., 0]

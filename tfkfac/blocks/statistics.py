@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.part import Examples, Part, part_of_rows
 from tfkfac.blocks.rows import Rows, Statistic, size_of
-from tfkfac.capture.record import Record
+from tfkfac.capture.taps import Record
 from tfkfac.compat.together import Call, together
 
 K = TypeVar("K")

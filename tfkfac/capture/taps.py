@@ -15,17 +15,17 @@ and on the tap when running eagerly.
 """
 
 import contextlib
+import dataclasses
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfkfac.capture.pullback import watch_for_pullbacks
-from tfkfac.capture.record import Record
 from tfkfac.capture.trace import (
     TraceStore,
     capturing,
@@ -45,6 +45,31 @@ from tfkfac.compat.overrides import (
     override,
     override_moments,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What one call of a layer left behind.
+
+    Attributes:
+        inputs: The layer's input.
+        gradient: Gradient of the (scaled) loss at the pre-activation.
+        mask: Keras mask of the input, or None.
+        kwargs: The other arguments of the call, by name.
+        moments: Mean and variance that a batch normalisation computed.
+        order: Grows in the order in which gradients came: a smaller one is of
+            a layer nearer to the loss.
+        output: The pre-activation, for gradients of something else.
+    """
+
+    inputs: Any
+    gradient: tf.Tensor
+    mask: tf.Tensor | None = None
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    moments: tuple[tf.Tensor, tf.Tensor] | None = None
+    order: int = 0
+    output: tf.Tensor | None = None
+
 
 _TAP = "_tfkfac_tap"
 _HOOK = "_tfkfac_first_call"

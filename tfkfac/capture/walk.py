@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import keras
 
+from tfkfac.capture.model_taps import ModelTap
+from tfkfac.capture.taps import Tap, forget_first_call
 from tfkfac.compat.models import all_layers, children
+from tfkfac.compat.overrides import release_moments
 
 # Layers that call what is inside of them in a loop of their own, where no tap
 # of ours can follow.
@@ -142,3 +145,17 @@ def matches(rule: SkipRule, layer: keras.layers.Layer, path: str) -> bool:
 def unbuilt(model: keras.Model) -> list[keras.layers.Layer]:
     """Layers whose weights or sublayers may not exist yet."""
     return [node.layer for node in walk(model) if not node.layer.built]
+
+
+def detach(model: keras.Model, owner: object | None) -> None:
+    """Removes everything that taps a model for somebody.
+
+    Args:
+        model: The model.
+        owner: Whose taps on layers to remove; None for those that are gone.
+    """
+    for node in walk(model):
+        forget_first_call(node.layer)
+        release_moments(node.layer)
+        Tap.close(node.layer, owner)
+    ModelTap.close_all(model)

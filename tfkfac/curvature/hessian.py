@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.forward import ForwardCall
+from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.capture.walk import walk
 from tfkfac.compat.gradients import Sum, exact_second_derivatives
 from tfkfac.compat.graphs import (

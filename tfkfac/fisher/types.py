@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfkfac.blocks import Block, Statistic
 from tfkfac.blocks.part import Part
 from tfkfac.blocks.statistics import batch_statistics, output_total
-from tfkfac.capture.record import Record
+from tfkfac.capture.taps import Record
 from tfkfac.compat.gradients import Sum
 from tfkfac.fisher.likelihood import Likelihood, Output
 

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.forward import ForwardCall
+from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.variables import Tracked, copied_rows
 from tfkfac.curvature.hessian import flat_space, hessian_operator

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.forward import ForwardCall
+from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.curvature.hessian import hessian_operator
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.distributed.wire import all_reduce_bytes

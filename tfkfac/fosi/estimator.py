@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.capture.forward import ForwardCall, ForwardTap
+from tfkfac.capture.model_taps import ForwardCall, ForwardTap
 from tfkfac.compat.graphs import in_graph
 from tfkfac.distributed.wire import gradient_bytes
 from tfkfac.fosi.directions import Search, adopt

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.capture.forward import ForwardCall
+from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.compat.graphs import state_variable
 from tfkfac.loss.batch import LossBatch
 from tfkfac.saving.entries import Entry, Spread

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.capture.forward import ForwardTap
+from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.compat.variables import Tracked
 from tfkfac.fosi.directions import Search
 from tfkfac.fosi.estimator import BetweenSteps, Estimator

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.capture.forward import ForwardCall, ForwardTap
+from tfkfac.capture.model_taps import ForwardCall, ForwardTap
 from tfkfac.capture.trace import TraceStore, current_store, replica_id
 from tfkfac.capture.walk import walk
 from tfkfac.checks import is_number

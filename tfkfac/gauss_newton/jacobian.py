@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.forward import ForwardCall
+from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.capture.trace import paused
 from tfkfac.capture.walk import walk
 from tfkfac.compat.losses import logits_of

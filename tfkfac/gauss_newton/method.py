@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.capture.forward import ForwardTap
+from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.variables import Tracked
 from tfkfac.curvature.hessian import flat_space

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.forward import ForwardCall
+from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.curvature.gauss_newton import Reading
 from tfkfac.fisher import Bernoulli, Categorical, Distribution, Independent
 from tfkfac.fisher.distributions import Chosen

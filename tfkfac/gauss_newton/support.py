@@ -12,7 +12,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.forward import ForwardCall
+from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.capture.trace import paused
 from tfkfac.capture.walk import walk
 from tfkfac.compat.losses import loss_function

@@ -8,7 +8,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.registry import tap_layers
-from tfkfac.capture.forward import ForwardTap
+from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.capture.pullback import PullbackTap
 from tfkfac.capture.walk import SkipRule
 from tfkfac.compat.branches import when

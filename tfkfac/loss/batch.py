@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.capture.model_tap import ModelTap
+from tfkfac.capture.model_taps import ModelTap
 from tfkfac.capture.trace import (
     capturing,
     current_store,

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.forward import ForwardCall
+from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.capture.trace import paused
 from tfkfac.compat.losses import observed_losses
 from tfkfac.compat.models import call_takes_training, kept_losses

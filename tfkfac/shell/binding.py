@@ -10,8 +10,7 @@ from typing import Any
 
 import keras
 
-from tfkfac.capture.detach import detach
-from tfkfac.capture.walk import unbuilt
+from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.compat.models import after_compile
 from tfkfac.compat.optimizers import build_once, parts_of_multi_optimizer
 from tfkfac.shell.loss_scale import undo_overflows

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.before import BeforeTap, MetricsTap, put_back
+from tfkfac.capture.model_taps import BeforeTap, MetricsTap, put_back
 from tfkfac.checks import check_count, check_positive
 from tfkfac.compat.models import own_value
 from tfkfac.compat.optimizers import on_overflow

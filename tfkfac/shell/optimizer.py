@@ -6,9 +6,8 @@ from typing import Any, ClassVar, Self
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.before import BeforeTap, MetricsTap
-from tfkfac.capture.detach import detach
-from tfkfac.capture.walk import unbuilt
+from tfkfac.capture.model_taps import BeforeTap, MetricsTap
+from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.checks import check_count
 from tfkfac.compat.optimizers import knows_variable
 from tfkfac.compat.optimizers import trainable_variables as known_variables

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.before import Values, put_back
+from tfkfac.capture.model_taps import Values, put_back
 from tfkfac.compat.branches import when
 from tfkfac.compat.graphs import of_this_graph
 from tfkfac.compat.optimizers import updates_in_replica, variable_key

@@ -1,16 +1,113 @@
-"""What a training step changes before its gradients are known."""
+"""Taps on methods of a model."""
 
+import abc
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import keras
 import tensorflow as tf
-from typing_extensions import override
 
-from tfkfac.capture.model_tap import ModelTap
-from tfkfac.capture.trace import capturing, current_store, visible_stores
+from tfkfac.capture.trace import (
+    TraceStore,
+    capturing,
+    current_store,
+    replica_id,
+    visible_stores,
+)
 from tfkfac.compat.models import changing_variables, own_value
+from tfkfac.compat.overrides import drop_from, keep_on, override
+
+
+class ModelTap(abc.ABC):
+    """Overrides a method of one model to note what it sees.
+
+    Notes are kept by trace and replica, see `TraceStore`.
+
+    Args:
+        model: The model.
+    """
+
+    method: ClassVar[str]
+
+    def __init__(self, model: keras.Model) -> None:
+        self._eager = TraceStore()
+        self._installed = override(model, self.method, self._call)
+
+    @abc.abstractmethod
+    def _call(
+        self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Takes the place of the method, which is `below`."""
+
+    @classmethod
+    def open(cls, model: keras.Model) -> Self:
+        """Returns the model's tap, made if need be."""
+        return keep_on(model, cls._attribute(), lambda: cls(model))
+
+    @staticmethod
+    def close_all(model: keras.Model) -> None:
+        """Removes every tap of the model."""
+        for kind in ModelTap.__subclasses__():
+            kind.close(model)
+
+    @classmethod
+    def close(cls, model: keras.Model) -> None:
+        """Removes the tap."""
+        tap = drop_from(model, cls._attribute())
+        if tap is not None:
+            tap._installed.remove()
+
+    @classmethod
+    def _attribute(cls) -> str:
+        return f"_tfkfac_{cls.__name__}"
+
+    def _key(self) -> tuple[int, int]:
+        """This replica's place in a store."""
+        return id(self), replica_id()
+
+
+# Calls of a step that are looked at; others, that no step takes, would pile up.
+_MOST_CALLS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardCall:
+    """How a model was called, and what came out of it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+
+
+class ForwardTap(ModelTap):
+    """Notes the calls of a model under a tape.
+
+    A `train_step` may call its model on something else than the `x` that it
+    passes to `compute_loss`, or pass no `x` at all.
+    """
+
+    method = "call"
+
+    def _call(
+        self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        outputs = below(*args, **kwargs)
+        if capturing():
+            calls = current_store(self._eager).setdefault(self._key(), [])
+            calls.append(ForwardCall(args, kwargs, outputs))
+            del calls[:-_MOST_CALLS]
+        return outputs
+
+    def take(self) -> list[ForwardCall]:
+        """Returns this replica's calls of the current trace."""
+        key = self._key()
+        calls: list[ForwardCall] = []
+        for store in visible_stores(self._eager):
+            calls += store.pop(key, [])
+        return calls
+
 
 # Variables of one replica, and their values.
 Values = list[tuple[tf.Variable, tf.Tensor]]
@@ -30,7 +127,6 @@ class BeforeTap(ModelTap):
         self._model = weakref.ref(model)
         super().__init__(model)
 
-    @override
     def _call(
         self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
@@ -79,7 +175,6 @@ class MetricsTap(ModelTap):
         """
         current_store(self._eager)[self._key()] = left_out
 
-    @override
     def _call(
         self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
