@@ -1,10 +1,20 @@
-"""Taps on methods of a model."""
+"""Taps on methods of a model: its calls, and the state before them.
+
+Pullbacks are a second way back through a call of the model, from outputs to
+layers. The training step's own tape has forgotten what it recorded when the
+optimizer runs. So each call of the model is recorded on a tape of ours too,
+which only watches the pre-activations of the tapped layers. What flows back
+along it has the same masks of dropout and moments of batch normalisations as
+the step, no gradient of a weight is computed, and no state changes. In a graph
+it costs nothing until somebody asks for it, which may be inside of a `tf.cond`.
+"""
 
 import abc
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import keras
 import tensorflow as tf
@@ -13,25 +23,41 @@ from tfkfac.capture.trace import (
     TraceStore,
     capturing,
     current_store,
+    paused,
     replica_id,
     visible_stores,
 )
+from tfkfac.compat.gradients import Sum
 from tfkfac.compat.models import changing_variables, own_value
 from tfkfac.compat.overrides import drop_from, keep_on, override
+from tfkfac.compat.strategies import summing_replicas
+
+N = TypeVar("N")
+# Variables of one replica, and their values.
+Values = list[tuple[tf.Variable, tf.Tensor]]
+
+_recording = threading.local()
 
 
-class ModelTap(abc.ABC):
+class ModelTap(abc.ABC, Generic[N]):
     """Overrides a method of one model to note what it sees.
 
     Notes are kept by trace and replica, see `TraceStore`.
 
     Args:
         model: The model.
+
+    Attributes:
+        method: Name of the method.
+        most: Number of notes that are kept of a step, the last ones. Others,
+            that no step takes, would pile up.
     """
 
     method: ClassVar[str]
+    most: ClassVar[int] = 1
 
     def __init__(self, model: keras.Model) -> None:
+        self._model = weakref.ref(model)
         self._eager = TraceStore()
         self._installed = override(model, self.method, self._call)
 
@@ -46,12 +72,6 @@ class ModelTap(abc.ABC):
         """Returns the model's tap, made if need be."""
         return keep_on(model, cls._attribute(), lambda: cls(model))
 
-    @staticmethod
-    def close_all(model: keras.Model) -> None:
-        """Removes every tap of the model."""
-        for kind in ModelTap.__subclasses__():
-            kind.close(model)
-
     @classmethod
     def close(cls, model: keras.Model) -> None:
         """Removes the tap."""
@@ -59,8 +79,40 @@ class ModelTap(abc.ABC):
         if tap is not None:
             tap._installed.remove()
 
+    @staticmethod
+    def close_all(model: keras.Model) -> None:
+        """Removes every tap of the model."""
+        for kind in ModelTap.__subclasses__():
+            kind.close(model)
+
+    def note(self, note: N) -> None:
+        """Notes something of this replica in the current trace."""
+        store = current_store(self._eager)
+        notes = store.setdefault(self._key(), [])
+        notes.append(note)
+        del notes[: -self.most]
+
+    def noted(self) -> list[N]:
+        """Returns this replica's notes of the current trace, the last last."""
+        stores = visible_stores(self._eager)[::-1]  # the innermost graph last
+        key = self._key()
+        return [note for store in stores for note in store.get(key, ())]
+
+    def take(self) -> list[N]:
+        """Returns the same, and forgets them."""
+        notes = self.noted()
+        for store in visible_stores(self._eager):
+            store.pop(self._key(), None)
+        return notes
+
+    def take_last(self, default: N) -> N:
+        """Takes the last note of this replica; the default if there is none."""
+        notes = self.take()
+        return notes[-1] if notes else default
+
     @classmethod
     def _attribute(cls) -> str:
+        """Where the model keeps the tap."""
         return f"_tfkfac_{cls.__name__}"
 
     def _key(self) -> tuple[int, int]:
@@ -68,20 +120,17 @@ class ModelTap(abc.ABC):
         return id(self), replica_id()
 
 
-# Calls of a step that are looked at; others, that no step takes, would pile up.
-_MOST_CALLS = 32
-
-
+# --------------------------------------------------- calls, and the way back
 @dataclasses.dataclass(frozen=True)
 class ForwardCall:
-    """How a model was called, and what came out of it."""
+    """Arguments of a call of a model, and its outputs."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: Any
 
 
-class ForwardTap(ModelTap):
+class ForwardTap(ModelTap[ForwardCall]):
     """Notes the calls of a model under a tape.
 
     A `train_step` may call its model on something else than the `x` that it
@@ -89,31 +138,94 @@ class ForwardTap(ModelTap):
     """
 
     method = "call"
+    most = 32
 
     def _call(
         self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         outputs = below(*args, **kwargs)
         if capturing():
-            calls = current_store(self._eager).setdefault(self._key(), [])
-            calls.append(ForwardCall(args, kwargs, outputs))
-            del calls[:-_MOST_CALLS]
+            self.note(ForwardCall(args, kwargs, outputs))
         return outputs
 
-    def take(self) -> list[ForwardCall]:
-        """Returns this replica's calls of the current trace."""
-        key = self._key()
-        calls: list[ForwardCall] = []
-        for store in visible_stores(self._eager):
-            calls += store.pop(key, [])
-        return calls
+
+class Pullback:
+    """One recorded call of a model.
+
+    Args:
+        outputs: What the model returned.
+        tape: The persistent tape that was on.
+    """
+
+    def __init__(self, outputs: Any, tape: tf.GradientTape) -> None:
+        self._outputs = {id(t): t for t in keras.tree.flatten(outputs)}
+        self._tape = tape
+
+    def returned(self, tensor: tf.Tensor) -> bool:
+        """Whether the model returned this tensor."""
+        return id(tensor) in self._outputs
+
+    def pull(
+        self,
+        outputs: Sequence[tf.Tensor],
+        gradients: Sequence[tf.Tensor],
+        sources: Sequence[tf.Tensor | None],
+        total: Sum = tf.identity,
+    ) -> list[tf.Tensor | None]:
+        """Takes gradients at outputs back to pre-activations.
+
+        Args:
+            outputs: Tensors that the model returned.
+            gradients: The gradient at each of them.
+            sources: `Record.output`s of its layers, or None.
+            total: Sum over the replicas, for synchronised layers.
+
+        Returns:
+            The gradient at each source, None where no output depends on it.
+        """
+        known = [source for source in sources if source is not None]
+        with paused(), summing_replicas(total):
+            found = iter(
+                self._tape.gradient(
+                    list(outputs), known, output_gradients=list(gradients)
+                )
+            )
+        pulled = [None if s is None else next(found) for s in sources]
+        return [None if g is None else tf.convert_to_tensor(g) for g in pulled]
 
 
-# Variables of one replica, and their values.
-Values = list[tuple[tf.Variable, tf.Tensor]]
+class PullbackTap(ModelTap[Pullback]):
+    """Records the calls of a model under a tape."""
+
+    method = "call"
+    most = 4
+
+    def _call(
+        self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not capturing():
+            return below(*args, **kwargs)
+        before = getattr(_recording, "tapes", ())
+        with tf.GradientTape(
+            persistent=True, watch_accessed_variables=False
+        ) as tape:
+            _recording.tapes = (*before, tape)
+            try:
+                outputs = below(*args, **kwargs)
+            finally:
+                _recording.tapes = before
+        self.note(Pullback(outputs, tape))
+        return outputs
 
 
-class BeforeTap(ModelTap):
+def watch_for_pullbacks(tensor: tf.Tensor) -> None:
+    """Lets the calls that are going on be pulled back to this tensor."""
+    for tape in getattr(_recording, "tapes", ()):
+        tape.watch(tensor)
+
+
+# ------------------------------------------------ what a skipped step undoes
+class BeforeTap(ModelTap[Values]):
     """Notes what a model keeps, before its first call in a training step.
 
     That is what the call and Keras' `train_step` change whatever comes of the
@@ -123,64 +235,34 @@ class BeforeTap(ModelTap):
 
     method = "call"
 
-    def __init__(self, model: keras.Model) -> None:
-        self._model = weakref.ref(model)
-        super().__init__(model)
-
     def _call(
         self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         store, key = current_store(self._eager), self._key()
         model = self._model()
         if model is not None and capturing() and key not in store:
-            store[key] = read(changing_variables(model))
+            self.note(read(changing_variables(model)))
         try:
             return below(*args, **kwargs)
         except BaseException:
             store.pop(key, None)
             raise
 
-    def look(self) -> Values:
-        """Returns what was noted for this replica in the current trace."""
-        stores = visible_stores(self._eager)
-        found = [store.get(self._key()) for store in stores]
-        return next((values for values in found if values), [])
 
-    def take(self) -> Values:
-        """Returns the same, and forgets it."""
-        values = self.look()
-        for store in visible_stores(self._eager):
-            store.pop(self._key(), None)
-        return values
-
-
-class MetricsTap(ModelTap):
+class MetricsTap(ModelTap[tf.Variable]):
     """Keeps the batch of a skipped step out of the metrics that follow it.
 
     Keras' `train_step` ends with `compute_metrics`, which updates those that
-    the model was compiled with and returns the results of all.
+    the model was compiled with and returns the results of all. What is noted
+    is a variable, positive if this replica's batch is left out.
     """
 
     method = "compute_metrics"
 
-    def __init__(self, model: keras.Model) -> None:
-        self._model = weakref.ref(model)
-        super().__init__(model)
-
-    def note(self, left_out: tf.Variable) -> None:
-        """Notes where it says whether this replica's batch is left out.
-
-        Args:
-            left_out: Positive if it is.
-        """
-        current_store(self._eager)[self._key()] = left_out
-
     def _call(
         self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        model, key = self._model(), self._key()
-        stores = visible_stores(self._eager)
-        noted = [s.pop(key) for s in stores if key in s]
+        model, noted = self._model(), self.take()
         # The mean of the loss alone is not updated here.
         if model is None or not noted or len(model.metrics) < 2:
             return below(*args, **kwargs)
@@ -191,7 +273,7 @@ class MetricsTap(ModelTap):
             put_back(before)
             return model.get_metrics_result()
 
-        return tf.cond(noted[0] > 0, without, lambda: results)
+        return tf.cond(noted[-1] > 0, without, lambda: results)
 
 
 def read(variables: Sequence[keras.Variable]) -> Values:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.pullback import watch_for_pullbacks
+from tfkfac.capture.model_taps import watch_for_pullbacks
 from tfkfac.capture.trace import (
     TraceStore,
     capturing,

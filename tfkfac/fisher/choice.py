@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfkfac.capture.pullback import Pullback
+from tfkfac.capture.model_taps import Pullback
 from tfkfac.fisher.likelihood import Likelihood, find_likelihood
 from tfkfac.fisher.types import EMPIRICAL, MONTE_CARLO
 from tfkfac.loss.terms import LossTerms
@@ -44,7 +44,7 @@ def choose(
             where the loss has a distribution and not of classes alone, else
             "empirical".
         losses: The terms of the losses of the step.
-        calls: The calls of the model, the last first.
+        calls: The calls of the model.
 
     Raises:
         ValueError: If it needs a distribution and there is none.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfkfac.capture.pullback import Pullback
+from tfkfac.capture.model_taps import Pullback
 from tfkfac.compat.losses import LossCall
 from tfkfac.fisher.distributions import Chosen, Distribution
 from tfkfac.fisher.registry import distribution_of
@@ -119,7 +119,7 @@ def find_likelihood(
 
     Args:
         losses: The terms of the losses.
-        calls: The calls of the model, the last first.
+        calls: The calls of the model.
 
     Returns:
         The outputs with their distributions, or the reason why there are none.
@@ -132,7 +132,7 @@ def find_likelihood(
         if isinstance(output, str):
             return output
         outputs.append(output)
-    for call in calls:
+    for call in reversed(calls):
         if all(call.returned(output.predictions) for output in outputs):
             return Likelihood(tuple(outputs), call)
     return "the loss is not of what a call of the model returned"

@@ -9,9 +9,9 @@
   Gauss-Newton matrix, without noise. A backward pass for each output.
 
 The inputs, and with them A, are the same for all. The passes go through what
-the training step has recorded (`capture/pullback.py`), and not through a second
-forward pass on a part of the batch: that would trace the model twice, would
-draw other masks of dropout, and has other batch statistics.
+the training step has recorded (`capture/model_taps.py`), and not through a
+second forward pass on a part of the batch: that would trace the model twice,
+would draw other masks of dropout, and has other batch statistics.
 """
 
 import dataclasses

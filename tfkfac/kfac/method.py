@@ -8,8 +8,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.registry import tap_layers
-from tfkfac.capture.model_taps import ForwardTap
-from tfkfac.capture.pullback import PullbackTap
+from tfkfac.capture.model_taps import ForwardTap, PullbackTap
 from tfkfac.capture.walk import SkipRule
 from tfkfac.compat.branches import when
 from tfkfac.compat.variables import Tracked

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +42,7 @@ class LossBatch:
     measure: LossMeasure | None = None
 
 
-class LossTap(ModelTap):
+class LossTap(ModelTap[LossBatch]):
     """Notes the batch that a model's `compute_loss` is called with.
 
     In a custom loop without `compute_loss` nothing is noted: the leading
@@ -53,7 +52,6 @@ class LossTap(ModelTap):
     method = "compute_loss"
 
     def __init__(self, model: keras.Model) -> None:
-        self._model = weakref.ref(model)
         self._signature = inspect.signature(model.compute_loss)
         self._written = object()  # the place of what is noted of variables
         super().__init__(model)
@@ -66,21 +64,13 @@ class LossTap(ModelTap):
             return below(*args, **kwargs)
         with observed_losses(is_open) as calls:
             loss = below(*args, **kwargs)
-        model, before = self._model(), self._taken()
+        model, before = self._model(), self.take()
         arguments = self._signature.bind(*args, **kwargs).arguments
         terms = read_terms(model, calls) if model is not None else ()
         self._note_written(calls)
-        ordinal = 0 if before is None else before.ordinal + 1
+        ordinal = before[-1].ordinal + 1 if before else 0
         self.note(loss_batch(arguments, terms, ordinal))
         return loss
-
-    def note(self, batch: LossBatch) -> None:
-        """Notes this replica's batch of the current trace."""
-        current_store(self._eager)[self._key()] = batch
-
-    def take(self) -> LossBatch:
-        """Returns this replica's batch of the current trace, and forgets it."""
-        return self._taken() or LossBatch()
 
     def written(self) -> list[tf.Tensor]:
         """Handles of the variables that the losses of this trace write."""
@@ -91,19 +81,11 @@ class LossTap(ModelTap):
         return [handle for store in stores for handle in store.get(key, ())]
 
     def _note_written(self, calls: Sequence[LossCall]) -> None:
+        """Notes the variables that losses have written, each once."""
         store, key = current_store(self._eager), id(self._written)
         known = store.setdefault((key, replica_id()), [])
         new = [handle for call in calls for handle in call.written]
-        known += [h for h in new if all(h is not one for one in known)]
-
-    def _taken(self) -> LossBatch | None:
-        key = self._key()
-        batches = [
-            store.pop(key)
-            for store in visible_stores(self._eager)
-            if key in store
-        ]
-        return batches[0] if batches else None
+        known += [h for h in new if all(h is not other for other in known)]
 
 
 def loss_batch(

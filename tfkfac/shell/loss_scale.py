@@ -139,11 +139,12 @@ def undo_overflows(scaler: Any, optimizer: SecondOrderOptimizer) -> None:
     def prepare() -> Callable[[], None]:
         job = optimizer.method.job
         streak = job.own(job.streaks)
-        before = BeforeTap.open(job.model).look()
+        before = BeforeTap.open(job.model).noted()
         MetricsTap.open(job.model).note(streak.left_out)
 
         def undo() -> None:
-            put_back(before)
+            for values in before:
+                put_back(values)
             streak.overflow()
 
         return undo

@@ -12,7 +12,7 @@ from tfkfac.checks import check_count
 from tfkfac.compat.optimizers import knows_variable
 from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.distributed.agreement import check_agreement
-from tfkfac.loss.batch import LossTap
+from tfkfac.loss.batch import LossBatch, LossTap
 from tfkfac.shell.around import OptimizerAround
 from tfkfac.shell.description import describe_model, plain
 from tfkfac.shell.method import Method, shown_argument, shown_tunable
@@ -223,8 +223,8 @@ class SecondOrderOptimizer(OptimizerAround):
             with keras.name_scope(self.name):
                 self.build(list(variables))
         job = self._bound_job()
-        batch = LossTap.open(job.model).take()
-        before = BeforeTap.open(job.model).take()
+        batch = LossTap.open(job.model).take_last(LossBatch())
+        before = BeforeTap.open(job.model).take_last([])
         step = Step(job, grads, variables, batch, job.group(), before)
         job.together(lambda: self._method.run(step))
         MetricsTap.open(job.model).note(job.own(job.streaks).left_out)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfkfac.compat.graphs import in_xla
-from tfkfac.loss.batch import LossTap
+from tfkfac.loss.batch import LossBatch, LossTap
 from tfkfac.loss.shares import measure_loss, weigh
 from tfkfac.loss.terms import LossTerms
 from tfkfac.training.job import Job
@@ -28,7 +28,7 @@ def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:
         peers: The replicas that share the mean with this one.
     """
     tap = LossTap.open(job.model)
-    batch = tap.take()
+    batch = tap.take_last(LossBatch())
     if not batch.terms or batch.measure is not None:
         return loss
     note_batch(batch.terms, job.own(job.empty), job.rank)
