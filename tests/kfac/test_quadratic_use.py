@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from tfkfac.capture.forward import ForwardCall
 
 import tfkfac
 from tests.support.dtypes import floats
@@ -22,6 +21,7 @@ from tests.support.options import kfac as options_kfac
 from tests.support.reference import Array
 from tests.support.small import data, loss, mlp, summary_text
 from tfkfac.blocks.part import Part
+from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.kfac.quadratic import Sample
 
 RNG = np.random.default_rng(0)

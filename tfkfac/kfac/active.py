@@ -10,8 +10,7 @@ from tfkfac.blocks import Block, RowGradient, Statistic
 from tfkfac.blocks.part import choose_part
 from tfkfac.blocks.passes import records_of
 from tfkfac.capture.products import is_product
-from tfkfac.capture.record import Record
-from tfkfac.capture.taps import Tap
+from tfkfac.capture.taps import Record, Tap
 from tfkfac.compat.branches import when
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.compat.together import together

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks.part import Examples, Part, choose_part
-from tfkfac.capture.forward import ForwardCall, ForwardTap
+from tfkfac.capture.model_taps import ForwardCall, ForwardTap
 from tfkfac.compat.gradients import Sum, exact_second_derivatives
 from tfkfac.curvature.gauss_newton import (
     Direction,
