@@ -24,8 +24,9 @@ from tests.support.layer_models import one_layer, targets
 from tests.support.reference import append_one, factors
 from tests.support.small import FEATURES, Scale
 from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
-from tfkfac.blocks import MatrixBlock, Rows, fold_positions, table
+from tfkfac.blocks import MatrixBlock, Rows, fold_positions
 from tfkfac.blocks.dense import DenseBlock
+from tfkfac.shell.tables import table
 
 BATCH = 5
 

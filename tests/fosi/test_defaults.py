@@ -29,7 +29,7 @@ from tests.support.fosi_reference import (
 )
 from tests.support.reference import Array
 from tests.support.small import summary_text
-from tfkfac.fosi.timing import Timing
+from tfkfac.fosi.schedule import Timing
 from tfkfac.shell.hyperparameters import Hyperparameter
 
 X, Y = data()

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tests.support.lockstep import run_together
 from tests.support.reference import Array
 from tfkfac.fosi.estimation import Estimation, estimation_bytes
-from tfkfac.fosi.final_update import FinalUpdate
+from tfkfac.fosi.handover import FinalUpdate
 from tfkfac.fosi.layouts import LAYOUTS, Geometry
 from tfkfac.fosi.subspace import Inner, Subspace
 

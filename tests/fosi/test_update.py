@@ -27,8 +27,7 @@ from tests.support.fosi_reference import (
 from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tfkfac.fosi.layouts import LAYOUTS, Geometry
-from tfkfac.fosi.plain_sgd import is_plain_sgd
-from tfkfac.fosi.update import projection_bytes
+from tfkfac.fosi.update import is_plain_sgd, projection_bytes
 from tfkfac.training.job import Job
 
 Maker = Callable[[], Any]

@@ -31,12 +31,12 @@ from tests.support.small import (
     kfac_of,
 )
 from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
-from tfkfac.blocks import table
 from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.registry import build_registry
 from tfkfac.factors import Dense, Diagonal, Factor, Limit, LowRank, Stack
 from tfkfac.kfac.bank import Preconditioner
 from tfkfac.linalg.nystroem import probes
+from tfkfac.shell.tables import table
 from tfkfac.solvers import SOLVERS
 
 

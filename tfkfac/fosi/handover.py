@@ -1,14 +1,22 @@
-"""What travels between accelerators and workers: directions, weights."""
+"""What travels between accelerators and workers, and what is done with it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfkfac.capture.trace import capturing
+from tfkfac.compat.gradients import exact_second_derivatives
+from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.overrides import replace_moments
+from tfkfac.compat.variables import Tracked
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import Roles
 from tfkfac.fosi.estimation import Spectrum
-from tfkfac.fosi.layouts import Layout
+from tfkfac.fosi.layouts import Geometry, Layout
+from tfkfac.fosi.subspace import Subspace
+from tfkfac.saving.entries import Entry, Spread
 
 
 def hand_over(
@@ -105,3 +113,101 @@ def wire_type(variable: keras.Variable) -> tf.DType:
     if dtype.is_floating:
         return dtype
     return tf.int64
+
+
+def synchronized_layers(
+    layers: list[keras.layers.Layer],
+) -> list[keras.layers.Layer]:
+    """Those of some layers that synchronise their moments."""
+    return [
+        layer
+        for layer in layers
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and layer.synchronized
+    ]
+
+
+def tap_moments(
+    layer: keras.layers.Layer, total: Callable[[tf.Tensor], tf.Tensor]
+) -> None:
+    """Lets a layer sum up its moments in another way in training steps.
+
+    Args:
+        layer: A synchronised `BatchNormalization`.
+        total: Differentiable sum over the replicas that train.
+    """
+
+    def moments(below: Callable[..., Any], /, *args: Any) -> Any:
+        if not capturing():
+            return below(*args)
+        with exact_second_derivatives(total):
+            return below(*args)
+
+    replace_moments(layer, moments)
+
+
+class FinalUpdate(Tracked):
+    """A Newton step with all gradients of an interval.
+
+    With weights c at the beginning of the interval, `o` the way that the inner
+    optimizer went in it, and `p` the sum of its gradients, the weights become
+    `c - alpha V (V^T p / |lambda|) + o - V V^T o`: what the inner optimizer
+    moved in the directions is taken back.
+
+    Args:
+        geometry: Sizes.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(name="final_update")
+        zeros, dtype = tf.zeros([geometry.size]), geometry.dtype
+        self.start = state_variable(zeros, dtype, "start")
+        self.gradient_sum = state_variable(zeros, dtype, "gradient_sum")
+
+    @staticmethod
+    def bytes(geometry: Geometry) -> int:
+        """Bytes of what a worker keeps."""
+        return 2 * geometry.size * geometry.dtype.size
+
+    def entries(self, part: str) -> list[Entry]:
+        """All variables to save, of a part of the state."""
+        named = [("start", self.start), ("gradient_sum", self.gradient_sum)]
+        return [
+            Entry("", name, variable, Spread.OWNED, part)
+            for name, variable in named
+        ]
+
+    @staticmethod
+    def moving_bytes(layout: Layout) -> int:
+        """Bytes that a worker receives in `move`."""
+        return 2 * layout.coefficients_bytes + layout.combine_bytes
+
+    def begin(self, weights: tf.Tensor) -> None:
+        """Begins an interval at some weights."""
+        self.start.assign(weights)
+        self.gradient_sum.assign(tf.zeros_like(weights))
+
+    def add(self, gradient: tf.Tensor) -> None:
+        """Adds the gradient of a step."""
+        self.gradient_sum.assign_add(gradient)
+
+    def move(
+        self,
+        weights: tf.Tensor,
+        subspace: Subspace,
+        alpha: tf.Tensor,
+        group: Communicator,
+    ) -> tf.Tensor:
+        """Returns what is added to the weights at the end of the interval.
+
+        Args:
+            weights: The weights after its last step.
+            subspace: The directions found in it.
+            alpha: Learning rate of the Newton step.
+            group: The workers that share the directions.
+        """
+        total = tf.convert_to_tensor(self.gradient_sum)
+        inside = subspace.coefficients(total, group)
+        moved = subspace.coefficients(weights - self.start, group)
+        newton = alpha * inside * subspace.inverse_curvature(group.rank)
+        return -subspace.combine([newton + moved], group)

@@ -9,20 +9,56 @@ from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.compat.variables import Tracked
-from tfkfac.fosi.directions import Search
-from tfkfac.fosi.estimator import BetweenSteps, Estimator
+from tfkfac.fosi.estimation import BetweenSteps, Estimator
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
 from tfkfac.fosi.multirole import BesideSteps
-from tfkfac.fosi.rate import NewtonRate
-from tfkfac.fosi.state import State
-from tfkfac.fosi.summary import describe
-from tfkfac.fosi.timing import Timing, Warmup
+from tfkfac.fosi.schedule import NewtonRate, Search, Timing, Warmup
+from tfkfac.fosi.subspace import State
 from tfkfac.fosi.update import SplitUpdate
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.hyperparameters import Tunable, Value
 from tfkfac.shell.method import Method
+from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
+
+
+def describe(
+    title: str,
+    geometry: Geometry,
+    estimations: str,
+    state: dict[str, int],
+    distribution: Sequence[tuple[str, str]],
+    spectrum: np.ndarray,
+) -> list[str]:
+    """Returns the lines of the summary of an optimizer.
+
+    Args:
+        title: First line.
+        geometry: Sizes.
+        estimations: How many there were, or when the first comes.
+        state: Bytes of the state by kind.
+        distribution: Rows of the table that say who does what.
+        spectrum: The Ritz values in use.
+    """
+    rows = [
+        ("Weights", f"{geometry.size:,}"),
+        (
+            "Directions",
+            f"{geometry.largest} of largest and {geometry.smallest} of "
+            "smallest curvature",
+        ),
+        ("Lanczos steps", str(geometry.steps)),
+        ("Estimations", estimations),
+        ("State: directions", bytes_text(state["directions"])),
+        ("State: Lanczos basis", bytes_text(state["basis"])),
+        ("State: copies", bytes_text(state["copies"])),
+        *distribution,
+    ]
+    if len(spectrum):
+        text = ", ".join(f"{value:.4g}" for value in spectrum)
+        rows.append(("Ritz values", text))
+    return [title, "", *table(("", "Value"), rows)]
 
 
 class FOSIMethod(Method):

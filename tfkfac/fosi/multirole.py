@@ -11,38 +11,112 @@ from tfkfac.capture.model_taps import ForwardCall, ForwardTap
 from tfkfac.capture.trace import TraceStore, current_store, replica_id
 from tfkfac.capture.walk import walk
 from tfkfac.checks import is_number
-from tfkfac.compat.graphs import in_graph, stamp_time
+from tfkfac.compat.graphs import in_graph, stamp_time, state_variable
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.compat.variables import own_copy
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.distributed.topology import Roles, assign_roles
 from tfkfac.distributed.wire import gradient_bytes
 from tfkfac.fosi.accelerator import Accelerator
-from tfkfac.fosi.directions import (
-    Search,
+from tfkfac.fosi.estimation import (
+    Estimation,
+    Estimator,
+    Train,
+    estimation_bytes,
+    with_total,
+)
+from tfkfac.fosi.handover import (
+    FinalUpdate,
+    all_variables,
+    hand_over,
+    piece_bytes,
+    synchronized_layers,
+    tap_moments,
+    wire_type,
+)
+from tfkfac.fosi.layouts import Layout
+from tfkfac.fosi.schedule import NewtonRate, Search
+from tfkfac.fosi.subspace import State, Subspace
+from tfkfac.fosi.update import (
     add_to_weights,
     adopt,
     flat_gradient,
     flat_weights,
+    projection_bytes,
 )
-from tfkfac.fosi.estimation import Estimation, estimation_bytes
-from tfkfac.fosi.estimator import Estimator, Train, with_total
-from tfkfac.fosi.final_update import FinalUpdate
-from tfkfac.fosi.handover import (
-    all_variables,
-    hand_over,
-    piece_bytes,
-    wire_type,
-)
-from tfkfac.fosi.layouts import Layout
-from tfkfac.fosi.moments import synchronized_layers, tap_moments
-from tfkfac.fosi.rate import NewtonRate
-from tfkfac.fosi.state import RoleState
-from tfkfac.fosi.subspace import Subspace
-from tfkfac.fosi.update import projection_bytes
 from tfkfac.loss.replay import find_call
+from tfkfac.saving.entries import Contents, Entry
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
+
+
+class RoleState(State):
+    """The state of one replica of a job with accelerators.
+
+    Attributes:
+        accelerator: The iteration under way; None on workers.
+        progress: Number of its iterations done; 0 when none is under way.
+        final_update: What workers remember of an interval for the published
+            final update; None without it.
+        part: The part of the state that an estimation under way is.
+        times: Idle and all seconds of each replica `(replicas, 2)`.
+        arrived: When this replica last came to the meeting that ends a step.
+        left: When it last left it.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        subspace: Subspace | None,
+        accelerator: Accelerator | None,
+        final_update: FinalUpdate | None,
+        replicas: int,
+        part: str,
+    ) -> None:
+        super().__init__(layout, subspace)
+        self.part = part
+        self.accelerator = accelerator
+        self.final_update = final_update
+        self.progress = state_variable(0, "int64", "progress")
+        times = tf.zeros([replicas, 2])
+        self.times = state_variable(times, "float64", "times")
+        self.arrived = state_variable(0, "float64", "arrived")
+        self.left = state_variable(0, "float64", "left")
+
+    @override
+    def forget(self) -> None:
+        """Drops the directions; those of the interval under way come next."""
+        # All replicas count together from the last beginning.
+        last = tf.identity(self.last)
+        super().forget()
+        self.last.assign(last)
+
+    @override
+    def contents(self, rank: int) -> Contents:
+        """What is to be saved: the estimation under way too.
+
+        Accelerators divide it, and hold their own parts of a batch, so another
+        number of them begins another one.
+
+        Args:
+            rank: The replica.
+        """
+        own = super().contents(rank)
+        progress = Entry("", "progress", self.progress, part=self.part)
+        own.entries.append(progress)
+        if self.accelerator is not None:
+            own.entries.extend(self.accelerator.entries(self.part))
+        if self.final_update is not None:
+            own.entries.extend(self.final_update.entries(self.part))
+        parts = {self.part: lambda: self.progress.assign(0)}
+        idle = [] if int(self.progress.numpy()) else [self.part]
+        return Contents(own.entries, parts=parts, idle=frozenset(idle))
+
+    @staticmethod
+    def role_bytes(replicas: int) -> int:
+        """Bytes of the counters and times."""
+        times = 2 * replicas + 2
+        return State.bytes() + tf.int64.size + times * tf.float64.size
 
 
 class BesideSteps(Estimator):

@@ -1,4 +1,4 @@
-"""The space of extreme curvature that one worker keeps."""
+"""The directions of extreme curvature, and what else a replica keeps."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,10 +9,9 @@ from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.variables import Tracked
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.wire import all_reduce_bytes
-from tfkfac.fosi.layouts import Layout
-from tfkfac.fosi.split import Moves, Split
+from tfkfac.fosi.layouts import Layout, Moves, Split
 from tfkfac.linalg.tensors import all_finite
-from tfkfac.saving.entries import Entry, Read, Spread
+from tfkfac.saving.entries import Contents, Entry, Read, Spread
 
 # Directions of curvature below this share of the largest are left to the inner
 # optimizer: the inverse of their curvature is mostly noise.
@@ -252,3 +251,69 @@ def _zero(read: Read) -> float:
     """What there is where nothing has been averaged yet."""
     del read
     return 0.0
+
+
+class State(Tracked):
+    """The curvature state of one replica.
+
+    Args:
+        layout: How the directions are shared.
+        subspace: The directions; None on an accelerator.
+
+    Attributes:
+        estimations: Number of estimations so far.
+        last: The update before which the last one was done or begun; -1 if
+            there was none.
+        failures: Number of estimations that were not finite.
+        forgotten: How often directions were none, so that they were dropped.
+        warmup: Updates before the first one, where `fit` has told the length
+            of the run; else -1.
+        largest_rate: The largest learning rate so far of the inner optimizer.
+    """
+
+    def __init__(self, layout: Layout, subspace: Subspace | None) -> None:
+        super().__init__(name="replica")
+        self.layout = layout
+        self.subspace = subspace
+        self.estimations = state_variable(0, "int64", "estimations")
+        self.last = state_variable(-1, "int64", "last_estimation")
+        self.failures = state_variable(0, "int64", "failures")
+        self.forgotten = state_variable(0, "int64", "forgotten")
+        self.warmup = state_variable(-1, "int64", "warmup")
+        self.largest_rate = state_variable(0, "float64", "largest_rate")
+
+    @property
+    def existing_subspace(self) -> Subspace:
+        """The directions, on a replica that trains."""
+        assert self.subspace is not None
+        return self.subspace
+
+    @staticmethod
+    def bytes() -> int:
+        """Bytes of the counters."""
+        return 5 * tf.int64.size + tf.float64.size
+
+    def forget(self) -> None:
+        """Drops the directions; the next step estimates them anew."""
+        self.existing_subspace.forget()
+        self.estimations.assign(0)
+        self.last.assign(-1)
+
+    def contents(self, rank: int) -> Contents:
+        """What is to be saved.
+
+        Args:
+            rank: The replica.
+        """
+        entries = [
+            Entry("", "last_estimation", self.last, least=-1),
+            Entry("", "warmup", self.warmup, least=-1),
+            Entry("", "largest_rate", self.largest_rate, least=0),
+        ]
+        if self.subspace is not None:
+            entries += [
+                Entry("", "estimations", self.estimations, Spread.OWNED),
+                Entry("", "failures", self.failures, Spread.OWNED),
+                *self.subspace.entries(rank),
+            ]
+        return Contents(entries)

@@ -1,23 +1,135 @@
 """One update of the weights: Newton in the directions, another on the rest."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import keras
 import tensorflow as tf
 
 from tfkfac.compat.branches import when
+from tfkfac.compat.optimizers import sgd_momenta
+from tfkfac.compat.variables import own_copy
 from tfkfac.curvature.hessian import flat_space
-from tfkfac.fosi.directions import add_to_weights, flat_gradient
-from tfkfac.fosi.layouts import Layout
-from tfkfac.fosi.plain_sgd import flat_momentum, is_plain_sgd
-from tfkfac.fosi.rate import NewtonRate
-from tfkfac.fosi.split import Split, finite_or_nothing
-from tfkfac.fosi.state import State
-from tfkfac.fosi.subspace import Subspace
+from tfkfac.distributed.collectives import Communicator
+from tfkfac.fosi.layouts import Layout, Split, finite_or_nothing
+from tfkfac.fosi.schedule import NewtonRate
+from tfkfac.fosi.subspace import State, Subspace
 from tfkfac.training.guards import count_events
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step, Update, places_of
+
+
+def is_plain_sgd(job: Job) -> bool:
+    """Whether the inner optimizer's change is a sum of the gradients it got.
+
+    That is SGD, with momentum or without, that neither clips nor accumulates
+    them nor decays weights, and does not round them to less precision than
+    that of the directions.
+    """
+    inner, weights = job.inner_optimizer, job.model.trainable_variables
+    others = (
+        inner.weight_decay,
+        inner.clipnorm,
+        inner.clipvalue,
+        inner.global_clipnorm,
+        inner.gradient_accumulation_steps,
+    )
+    return (
+        type(inner) is keras.optimizers.SGD
+        and not any(others)
+        and {tf.as_dtype(v.dtype) for v in weights}
+        == {flat_space(weights).dtype}
+    )
+
+
+def has_momentum(job: Job) -> bool:
+    """Whether it is plain SGD with momentum."""
+    return is_plain_sgd(job) and job.inner_optimizer.momentum > 0
+
+
+def flat_momentum(job: Job, length: int) -> tf.Tensor | None:
+    """SGD's momentum as a vector that ends in zeros; None if it has none.
+
+    Args:
+        job: The job.
+        length: Length of the vector.
+    """
+    if not has_momentum(job):
+        return None
+    weights = job.model.trainable_variables
+    momenta = sgd_momenta(job.inner_optimizer, weights)
+    return flat_space(weights).join([b.value for b in momenta], length)
+
+
+def adopt(
+    state: State,
+    values: tf.Tensor,
+    part: tf.Tensor,
+    group: Communicator,
+    job: Job,
+) -> None:
+    """Uses new directions from now on, if they are any good.
+
+    Args:
+        state: What this replica keeps.
+        values: Ritz values `(r,)`, ascending.
+        part: This replica's part of the directions, in its layout.
+        group: The replicas that share the directions.
+        job: The job.
+    """
+    subspace = state.subspace
+    assert subspace is not None
+    # The same bits on every replica, so all take the same branch.
+    finite = tf.reduce_all(tf.math.is_finite(values))
+    count_events(
+        [tf.logical_not(finite)],
+        [state.failures],
+        [job.name],
+        "an estimation of curvature is not finite and left out.",
+    )
+    # An empty batch has no curvature; what is known of others is kept.
+    usable = finite & tf.reduce_any(values != 0)
+
+    def replace() -> tf.Tensor:
+        momentum = flat_momentum(job, state.layout.length)
+        subspace.replace(values, part, group, momentum)
+        return state.estimations.assign_add(1)
+
+    count = state.estimations
+    tf.cond(usable, replace, lambda: tf.convert_to_tensor(count))
+
+
+def flat_gradient(step: Step, length: int | None = None) -> tf.Tensor:
+    """The gradients of a step as a vector, zero where there is none.
+
+    Args:
+        step: The step.
+        length: Length of the vector, where it is to end in zeros.
+    """
+    weights = step.job.model.trainable_variables
+    present = [g for g in step.gradients if g is not None]
+    ordered: list[tf.Tensor | None] = [None] * len(weights)
+    for place, gradient in zip(places_of(step, weights), present, strict=True):
+        ordered[place] = tf.convert_to_tensor(gradient)
+    return flat_space(weights).join(ordered, length)
+
+
+def flat_weights(model: keras.Model) -> tf.Tensor:
+    """A copy of this replica's weights, as a vector."""
+    weights = model.trainable_variables
+    values = [tf.identity(v.value) for v in weights]
+    return flat_space(weights).join(values)
+
+
+def add_to_weights(
+    model: keras.Model, change: tf.Tensor, places: Iterable[int] | None = None
+) -> None:
+    """Adds a vector to this replica's weights, or to those at some places."""
+    weights = model.trainable_variables
+    parts = flat_space(weights).split(change)
+    for i in range(len(weights)) if places is None else places:
+        own_copy(weights[i].value).assign_add(parts[i])
+
 
 # Splits a flat gradient.
 Divide = Callable[[tf.Tensor], Split]

@@ -12,8 +12,8 @@ each kind.
 | a decomposition | this one, the last good stays | `failures` | solvers/base |
 | a preconditioned gradient | the plain one | `plain` | kfac/precondition |
 | all tries of a step | the step | `rejected_steps` | gauss_newton/method |
-| an estimation | this one, the last stays | `failures` | fosi/directions |
-| a direction | all of them, the step is plain | `forgotten` | fosi/split |
+| an estimation | this one, the last stays | `failures` | fosi/update |
+| a direction | all of them, the step is plain | `forgotten` | fosi/layouts |
 """
 
 import contextlib

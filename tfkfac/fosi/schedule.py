@@ -1,12 +1,17 @@
-"""When directions are estimated."""
+"""Which directions are sought, when, and the rate of their Newton steps."""
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfkfac.fosi.state import State
+from tfkfac.checks import is_number
+from tfkfac.curvature.hessian import flat_space
+from tfkfac.fosi.layouts import Geometry
+from tfkfac.fosi.subspace import State
+from tfkfac.linalg.lanczos import default_steps
 from tfkfac.shell.hyperparameters import Hyperparameter
 from tfkfac.training.job import Job
 
@@ -122,3 +127,80 @@ def from_first(job: Job, value: int) -> int:
     with tf.device("CPU:0"):
         gathered = processes.all_gather(tf.constant([value], tf.int64))
     return int(gathered[0, 0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Which directions are sought, and when.
+
+    Attributes:
+        num_largest: Number of directions of largest curvature.
+        num_smallest: Number of directions of smallest curvature.
+        lanczos_steps: Products of an estimation; None is the default.
+        seed: Seed of the start vector.
+        timing: When they are estimated.
+    """
+
+    num_largest: int
+    num_smallest: int
+    lanczos_steps: int | None
+    seed: int
+    timing: Timing
+
+    def geometry(self, job: Job) -> Geometry:
+        """Sizes; never more directions or steps than weights."""
+        space = flat_space(job.model.trainable_variables)
+        largest = min(self.num_largest, space.size)
+        smallest = min(self.num_smallest, space.size - largest)
+        steps = self.lanczos_steps
+        if steps is None:
+            steps = default_steps(space.size, largest + smallest)
+        steps = min(steps, space.size)
+        return Geometry(space.size, largest, smallest, steps, space.dtype)
+
+    def warn_if_fewer(self, job: Job, geometry: Geometry) -> None:
+        """Says if the model has not as many directions as were asked for."""
+        asked = self.num_largest + self.num_smallest
+        if geometry.directions < asked:
+            warnings.warn(
+                f"Model '{job.model.name}' has {geometry.size} weights: "
+                f"optimizer '{job.name}' uses {geometry.directions} "
+                f"directions, not {asked}.",
+                stacklevel=2,
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class NewtonRate:
+    """A number alpha follows the inner optimizer's learning rate.
+
+    It is multiplied by that of the step over the largest so far: of a rate
+    that decays, the first. Over the first in any case it would leave all
+    bounds where a rate is warmed up from nearly nothing.
+
+    Attributes:
+        alpha: The number, or a schedule or callable, which is the rate itself.
+    """
+
+    alpha: Hyperparameter
+
+    def note(self, job: Job, state: State) -> None:
+        """Remembers the largest learning rate, once in every step."""
+        if is_number(self.alpha.get()):
+            largest = state.largest_rate
+            largest.assign(tf.maximum(largest, inner_rate(job)))
+
+    def at(self, job: Job, state: State) -> tf.Tensor:
+        """Returns the rate of this step, a scalar in float64."""
+        alpha = self.alpha.at(job.clock)
+        if not is_number(self.alpha.get()):
+            return alpha
+        largest = tf.convert_to_tensor(state.largest_rate)
+        share = tf.math.divide_no_nan(inner_rate(job), largest)
+        return alpha * tf.where(largest > 0, share, tf.ones_like(share))
+
+
+def inner_rate(job: Job) -> tf.Tensor:
+    """The inner optimizer's learning rate in this step, in float64."""
+    rate = tf.convert_to_tensor(job.inner_optimizer.learning_rate)
+    return tf.cast(rate, tf.float64)
