@@ -40,7 +40,7 @@ MAY = {
     "linalg": {"compat"},
     "distributed": {"compat"},
     "cluster": {"compat"},
-    "saving": set(),
+    "saving": {"compat"},
     "compat": set(),
 }  # fmt: skip
 EVERYBODY = "checks"  # a module of plain Python that every room may import

@@ -80,7 +80,7 @@ def test_coefficients(layout: str, workers: int) -> None:
     shared = LAYOUTS[layout](Geometry(23, 3, 0, 5, tf.float64), workers)
 
     def work(group: Any) -> tuple[list[Array], float]:
-        subspace = Subspace(shared, Inner())
+        subspace = Subspace(shared, Inner(), group.rank)
         subspace.ritz_values.assign(values)
         kept = []
         for step in steps:
@@ -104,7 +104,7 @@ def test_coefficients(layout: str, workers: int) -> None:
 def test_without_a_gradient() -> None:
     """Zeros are no measure of what comes, and overflow is no step."""
     shared = LAYOUTS["rows"](Geometry(5, 1, 0, 3, tf.float32), 1)
-    subspace = Subspace(shared, Inner())
+    subspace = Subspace(shared, Inner(), 0)
     subspace.ritz_values.assign([1.0])
 
     def work(group: Any) -> list[Array]:

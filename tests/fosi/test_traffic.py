@@ -51,7 +51,7 @@ def test_new_directions(name: str, workers: int, inner: Inner) -> None:
 
     def work(group: Any) -> list[Array]:
         rank = group.rank
-        subspace = Subspace(layout, inner)
+        subspace = Subspace(layout, inner, rank)
         subspace.directions.assign(part(old, rank))
         subspace.momentum.assign(layout.own(tf.constant(momentum), rank))
         values = tf.constant([1.0, 2.0, 3.0], tf.float64)
@@ -78,9 +78,9 @@ def test_final_update(name: str, workers: int) -> None:
 
     def work(group: Any) -> None:
         vector = tf.ones([SIZE], tf.float64)
-        final = FinalUpdate(GEOMETRY)
-        subspace, alpha = Subspace(layout, Inner()), tf.ones([], tf.float64)
-        final.move(vector, subspace, alpha, group)
+        final = FinalUpdate(GEOMETRY, "")
+        subspace = Subspace(layout, Inner(), group.rank)
+        final.move(vector, subspace, tf.ones([], tf.float64), group)
 
     for _, received in run_together(workers, work):
         assert close(received, FinalUpdate.moving_bytes(layout))

@@ -7,16 +7,18 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.variables import Tracked, copied_rows
+from tfkfac.compat.variables import copied_rows
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.fosi.estimation import Estimation, Spectrum
 from tfkfac.fosi.layouts import Geometry
 from tfkfac.linalg.lanczos import Candidate, Krylov, Tridiagonal
 from tfkfac.loss.batch import LossBatch
 from tfkfac.saving.entries import Entry, Region, Spread
+from tfkfac.saving.slots import Slots
 
 
 class HeldBatch:
@@ -186,88 +188,54 @@ def describe(leaf: Any) -> Any:
     return leaf.dtype.name, leaf.shape.as_list()[1:] if leaf.shape.rank else []
 
 
-# By the accelerators; the workers have none of it.
-_OWNED = Spread.OWNED
-
-
-class Accelerator(Tracked):
+class Accelerator(Slots):
     """A Lanczos iteration that is done a few steps at a time.
 
     Args:
         geometry: Sizes.
         count: Number of accelerators.
         index: The place of this one among them.
+        part: The part of the state that it is.
     """
 
-    def __init__(self, geometry: Geometry, count: int, index: int) -> None:
-        super().__init__(name="accelerator")
-        shards = geometry.slices(count)
-        dtype, steps, length = geometry.dtype, geometry.steps, shards.length
-
-        def vector(size: int, name: str, dtype: Any = dtype) -> tf.Variable:
-            return state_variable(tf.zeros([size]), dtype, name)
-
+    def __init__(
+        self, geometry: Geometry, count: int, index: int, part: str
+    ) -> None:
+        # By the accelerators; the workers have none of it.
+        super().__init__(
+            "accelerator", spread=Spread.OWNED, part=part, is_finite=False
+        )
         self.geometry = geometry
-        self._index, self._start = index, shards.range(index).start
-        self.weights = vector(geometry.size, "weights")
-        basis = tf.zeros([steps, length])
-        self.basis = state_variable(basis, dtype, "basis")
+        dtype, steps, size = geometry.dtype, geometry.steps, geometry.size
+        shards = geometry.slices(count)
+        length, start = shards.length, shards.range(index).start
+        own = Region((size,), (start,))
+        rows = Region((steps, size), (0, start))
+        self.weights = self.slot("weights", [size], dtype)
+        self.basis = self.slot("basis", [steps, length], dtype, region=rows)
         self.tridiagonal = Tridiagonal(
-            vector(steps, "diagonal"),
-            vector(steps, "coupling"),
-            vector(steps, "kept", "bool"),
+            self.slot("diagonal", [steps], dtype),
+            self.slot("coupling", [steps], dtype),
+            self.slot("kept", [steps], "bool", False),
         )
         self.candidate = Candidate(
-            vector(length, "candidate"),
-            state_variable(0, dtype, "length"),
-            state_variable(False, "bool", "fresh"),
-            state_variable(0, dtype, "scale"),
-            state_variable(0, "int32", "rows"),
+            self.slot("candidate", [length], dtype, region=own),
+            self.slot("candidate_length", (), dtype),
+            self.slot("candidate_fresh", (), "bool", False),
+            self.slot("candidate_scale", (), dtype),
+            self.slot("candidate_rows", (), "int32"),
         )
         self._held = HeldBatches()
-
-    @staticmethod
-    def basis_bytes(geometry: Geometry, length: int) -> int:
-        """Bytes of the basis, the tridiagonal matrix and the candidate."""
-        rows = geometry.steps * (length + 2) + length + 2
-        flags = geometry.steps + 1
-        return rows * geometry.dtype.size + flags + tf.int32.size
+        self._batch = self._held.entry(f"batch_{index}", part)
 
     @property
     def batch_bytes(self) -> int:
         """Bytes of the batches that it holds."""
         return self._held.bytes
 
-    def entries(self, part: str) -> list[Entry]:
-        """All variables to save, of a part of the state."""
-        size, start = self.geometry.size, self._start
-        basis = Region((self.geometry.steps, size), (0, start))
-        slices = [
-            ("basis", self.basis, basis),
-            ("candidate", self.candidate.vector, Region((size,), (start,))),
-        ]
-        tridiagonal, candidate = self.tridiagonal, self.candidate
-        shared = {
-            "weights": self.weights,
-            "diagonal": tridiagonal.diagonal,
-            "coupling": tridiagonal.coupling,
-            "kept": tridiagonal.kept,
-            "candidate_length": candidate.length,
-            "candidate_fresh": candidate.fresh,
-            "candidate_scale": candidate.scale,
-            "candidate_rows": candidate.rows,
-        }
-        return [
-            *(
-                Entry("", n, v, _OWNED, part, region=place, is_finite=False)
-                for n, v, place in slices
-            ),
-            *(
-                Entry("", n, v, _OWNED, part, is_finite=False)
-                for n, v in shared.items()
-            ),
-            self._held.entry(f"batch_{self._index}", part),
-        ]
+    @override
+    def entries(self) -> list[Entry]:
+        return [*super().entries(), self._batch]
 
     def begin(
         self,

@@ -28,6 +28,7 @@ from tfkfac.linalg.lanczos import (
 )
 from tfkfac.loss.batch import LossBatch
 from tfkfac.loss.replay import find_call
+from tfkfac.saving.slots import planned
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step
 
@@ -152,12 +153,6 @@ def local_hessian(
     )
 
 
-def basis_bytes(geometry: Geometry, replicas: int) -> int:
-    """Bytes of the basis that each of some replicas has in an estimation."""
-    length = geometry.slices(replicas).length
-    return geometry.steps * length * geometry.dtype.size
-
-
 def estimation_bytes(geometry: Geometry, replicas: int) -> int:
     """Bytes that each of some replicas receives for an estimation."""
     item, steps = geometry.dtype.size, geometry.steps
@@ -235,9 +230,9 @@ class Estimator(abc.ABC):
         """Share of the time that each replica has waited for the others."""
         return np.zeros(self.job.topology.replicas)
 
-    def new_subspace(self, layout: Layout) -> Subspace:
+    def new_subspace(self, layout: Layout, rank: int) -> Subspace:
         """The directions of a replica that trains."""
-        return Subspace(layout, self.inner())
+        return Subspace(layout, self.inner(), rank)
 
     def inner(self) -> Inner:
         """What the inner optimizer is like."""
@@ -259,7 +254,7 @@ class BetweenSteps(Estimator):
     @override
     def create(self, layout: Layout) -> None:
         self.states = self.job.for_each(
-            lambda rank: State(layout, self.new_subspace(layout))
+            lambda rank: State(layout, self.new_subspace(layout, rank))
         )
 
     @override
@@ -304,14 +299,11 @@ class BetweenSteps(Estimator):
 
     @override
     def state_bytes(self, layout: Layout) -> dict[str, int]:
-        return with_total(
-            {
-                "directions": Subspace.bytes(layout, self.inner()),
-                "basis": basis_bytes(layout.geometry, layout.workers),
-                "copies": 0,
-                "counters": State.bytes(),
-            }
-        )
+        with planned():
+            state = State(layout, self.new_subspace(layout, 0))
+        geometry, length = layout.geometry, layout.elements.length
+        basis = geometry.steps * length * geometry.dtype.size
+        return kinds_of_state(state, basis, copies=0)
 
     @override
     def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
@@ -331,6 +323,19 @@ class BetweenSteps(Estimator):
         }
 
 
-def with_total(kinds: dict[str, int]) -> dict[str, int]:
-    """Adds the sum of some kinds of bytes."""
+def kinds_of_state(state: State, basis: int, copies: int) -> dict[str, int]:
+    """Bytes of a replica's state by kind, with their total.
+
+    Args:
+        state: The state.
+        basis: Bytes of the Lanczos basis.
+        copies: Bytes of copies of weights and batches.
+    """
+    subspace = state.subspace
+    kinds = {
+        "directions": 0 if subspace is None else subspace.bytes,
+        "basis": basis,
+        "copies": copies,
+        "counters": state.bytes,
+    }
     return {**kinds, "total": sum(kinds.values())}

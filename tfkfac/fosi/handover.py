@@ -8,15 +8,14 @@ import tensorflow as tf
 
 from tfkfac.capture.trace import capturing
 from tfkfac.compat.gradients import exact_second_derivatives
-from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.overrides import replace_moments
-from tfkfac.compat.variables import Tracked
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import Roles
 from tfkfac.fosi.estimation import Spectrum
 from tfkfac.fosi.layouts import Geometry, Layout
 from tfkfac.fosi.subspace import Subspace
-from tfkfac.saving.entries import Entry, Spread
+from tfkfac.saving.entries import Spread
+from tfkfac.saving.slots import Slots
 
 
 def hand_over(
@@ -146,7 +145,7 @@ def tap_moments(
     replace_moments(layer, moments)
 
 
-class FinalUpdate(Tracked):
+class FinalUpdate(Slots):
     """A Newton step with all gradients of an interval.
 
     With weights c at the beginning of the interval, `o` the way that the inner
@@ -156,26 +155,14 @@ class FinalUpdate(Tracked):
 
     Args:
         geometry: Sizes.
+        part: The part of the state that it is.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
-        super().__init__(name="final_update")
-        zeros, dtype = tf.zeros([geometry.size]), geometry.dtype
-        self.start = state_variable(zeros, dtype, "start")
-        self.gradient_sum = state_variable(zeros, dtype, "gradient_sum")
-
-    @staticmethod
-    def bytes(geometry: Geometry) -> int:
-        """Bytes of what a worker keeps."""
-        return 2 * geometry.size * geometry.dtype.size
-
-    def entries(self, part: str) -> list[Entry]:
-        """All variables to save, of a part of the state."""
-        named = [("start", self.start), ("gradient_sum", self.gradient_sum)]
-        return [
-            Entry("", name, variable, Spread.OWNED, part)
-            for name, variable in named
-        ]
+    def __init__(self, geometry: Geometry, part: str) -> None:
+        super().__init__("final_update", spread=Spread.OWNED, part=part)
+        sizes = [geometry.size], geometry.dtype
+        self.start = self.slot("start", *sizes)
+        self.gradient_sum = self.slot("gradient_sum", *sizes)
 
     @staticmethod
     def moving_bytes(layout: Layout) -> int:

@@ -220,7 +220,7 @@ class FOSIMethod(Method):
 
     @override
     def contents(self, rank: int) -> Contents:
-        return self.job.at(self.states, rank).contents(rank)
+        return self.job.at(self.states, rank).contents()
 
     @override
     def events(self) -> list[tuple[str, tf.Variable]]:

@@ -11,7 +11,7 @@ from tfkfac.capture.model_taps import ForwardCall, ForwardTap
 from tfkfac.capture.trace import TraceStore, current_store, replica_id
 from tfkfac.capture.walk import walk
 from tfkfac.checks import is_number
-from tfkfac.compat.graphs import in_graph, stamp_time, state_variable
+from tfkfac.compat.graphs import in_graph, stamp_time
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.compat.variables import own_copy
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
@@ -23,7 +23,7 @@ from tfkfac.fosi.estimation import (
     Estimator,
     Train,
     estimation_bytes,
-    with_total,
+    kinds_of_state,
 )
 from tfkfac.fosi.handover import (
     FinalUpdate,
@@ -45,7 +45,8 @@ from tfkfac.fosi.update import (
     projection_bytes,
 )
 from tfkfac.loss.replay import find_call
-from tfkfac.saving.entries import Contents, Entry
+from tfkfac.saving.entries import Contents
+from tfkfac.saving.slots import planned
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 
@@ -77,11 +78,13 @@ class RoleState(State):
         self.part = part
         self.accelerator = accelerator
         self.final_update = final_update
-        self.progress = state_variable(0, "int64", "progress")
-        times = tf.zeros([replicas, 2])
-        self.times = state_variable(times, "float64", "times")
-        self.arrived = state_variable(0, "float64", "arrived")
-        self.left = state_variable(0, "float64", "left")
+        self.progress = self.slot("progress", part=part)
+
+        def seconds(name: str, *shape: int) -> tf.Variable:
+            return self.slot(name, shape, "float64", saved=False)
+
+        self.times = seconds("times", replicas, 2)
+        self.arrived, self.left = seconds("arrived"), seconds("left")
 
     @override
     def forget(self) -> None:
@@ -92,31 +95,18 @@ class RoleState(State):
         self.last.assign(last)
 
     @override
-    def contents(self, rank: int) -> Contents:
+    def contents(self) -> Contents:
         """What is to be saved: the estimation under way too.
 
         Accelerators divide it, and hold their own parts of a batch, so another
         number of them begins another one.
-
-        Args:
-            rank: The replica.
         """
-        own = super().contents(rank)
-        progress = Entry("", "progress", self.progress, part=self.part)
-        own.entries.append(progress)
-        if self.accelerator is not None:
-            own.entries.extend(self.accelerator.entries(self.part))
-        if self.final_update is not None:
-            own.entries.extend(self.final_update.entries(self.part))
+        entries = super().contents().entries
+        for one in (self.accelerator, self.final_update):
+            entries += [] if one is None else one.entries()
         parts = {self.part: lambda: self.progress.assign(0)}
         idle = [] if int(self.progress.numpy()) else [self.part]
-        return Contents(own.entries, parts=parts, idle=frozenset(idle))
-
-    @staticmethod
-    def role_bytes(replicas: int) -> int:
-        """Bytes of the counters and times."""
-        times = 2 * replicas + 2
-        return State.bytes() + tf.int64.size + times * tf.float64.size
+        return Contents(entries, parts=parts, idle=frozenset(idle))
 
 
 class BesideSteps(Estimator):
@@ -191,19 +181,17 @@ class BesideSteps(Estimator):
         self.states = self.job.for_each(lambda rank: self._new(rank, layout))
 
     def _new(self, rank: int, layout: Layout) -> RoleState:
-        replicas, count = (
-            self.job.topology.replicas,
-            len(self.roles.accelerators),
-        )
+        count = len(self.roles.accelerators)
         part = f"{self.final_update} estimation of {count}"
         subspace = accelerator = final = None
         if self.roles.trains(rank):
-            subspace = self.new_subspace(layout)
+            subspace = self.new_subspace(layout, rank)
             if self.final_update == "paper":
-                final = FinalUpdate(layout.geometry)
+                final = FinalUpdate(layout.geometry, part)
         else:
             index = self.roles.accelerators.index(rank)
-            accelerator = Accelerator(layout.geometry, count, index)
+            accelerator = Accelerator(layout.geometry, count, index, part)
+        replicas = self.job.topology.replicas
         return RoleState(layout, subspace, accelerator, final, replicas, part)
 
     # ------------------------------------------------------------ the step
@@ -413,27 +401,18 @@ class BesideSteps(Estimator):
 
     @override
     def state_bytes(self, layout: Layout) -> dict[str, int]:
-        geometry, replicas = layout.geometry, self.job.topology.replicas
-        directions = basis = copies = 0
-        if self.roles.trains(self.job.topology.local[0]):
-            directions = Subspace.bytes(layout, self.inner())
-            if self.final_update == "paper":
-                copies = FinalUpdate.bytes(geometry)
-        else:
-            shards = geometry.slices(len(self.roles.accelerators))
-            basis = Accelerator.basis_bytes(geometry, shards.length)
-            copies = geometry.size * geometry.dtype.size
-            accelerator = self.states[0].accelerator if self.states else None
-            if accelerator is not None:
-                copies += accelerator.batch_bytes
-        return with_total(
-            {
-                "directions": directions,
-                "basis": basis,
-                "copies": copies,
-                "counters": RoleState.role_bytes(replicas),
-            }
-        )
+        rank, basis, copies = self.job.topology.local[0], 0, 0
+        with planned():
+            state = self._new(rank, layout)
+        if state.final_update is not None:
+            copies = state.final_update.bytes
+        if state.accelerator is not None:
+            copies = layout.geometry.size * layout.geometry.dtype.size
+            basis = state.accelerator.bytes - copies
+            for one in self.states[:1]:  # of this replica
+                assert one.accelerator is not None
+                copies += one.accelerator.batch_bytes
+        return kinds_of_state(state, basis, copies)
 
     @override
     def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:

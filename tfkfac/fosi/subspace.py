@@ -1,17 +1,16 @@
 """The directions of extreme curvature, and what else a replica keeps."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.variables import Tracked
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.wire import all_reduce_bytes
 from tfkfac.fosi.layouts import Layout, Moves, Split
 from tfkfac.linalg.tensors import all_finite
-from tfkfac.saving.entries import Contents, Entry, Read, Spread
+from tfkfac.saving.entries import Contents, Spread
+from tfkfac.saving.slots import Slots
 
 # Directions of curvature below this share of the largest are left to the inner
 # optimizer: the inverse of their curvature is mostly noise.
@@ -20,8 +19,6 @@ _WEAK = 1e-3
 # before. With the default rate, 0.1, it then is a whole one of that length.
 _OUTLIER = 10.0
 _MEMORY = 0.99
-# Accelerators have none.
-_OWNED = Spread.OWNED
 
 
 class Inner(NamedTuple):
@@ -36,12 +33,13 @@ class Inner(NamedTuple):
     has_momentum: bool = False
 
 
-class Subspace(Tracked):
+class Subspace(Slots):
     """The directions of extreme curvature that one worker keeps.
 
     Args:
         layout: Which part of them.
         inner: What the inner optimizer is like.
+        rank: The worker, among those that share the directions.
 
     Attributes:
         directions: The own part of V^T.
@@ -52,67 +50,37 @@ class Subspace(Tracked):
         inner_momentum: Those `V^T b` of plain SGD's momentum b.
     """
 
-    def __init__(self, layout: Layout, inner: Inner) -> None:
-        super().__init__(name="subspace")
-        geometry = layout.geometry
+    def __init__(self, layout: Layout, inner: Inner, rank: int) -> None:
+        # Accelerators have none.
+        super().__init__("subspace", spread=Spread.OWNED)
         self.layout = layout
-        own = layout.own(tf.zeros([geometry.directions]), 0).shape
-        dtype = geometry.dtype
-        self.directions = state_variable(
-            tf.zeros(layout.shape, dtype), dtype, "directions"
+        geometry, (place, own) = layout.geometry, layout.regions(rank)
+        dtype, count = geometry.dtype, layout.shape[:1]
+        self.directions = self.slot(
+            "directions", layout.shape, dtype, region=place
         )
-        self.ritz_values = state_variable(
-            tf.zeros([geometry.directions]), dtype, "ritz_values"
+        self.ritz_values = self.slot(
+            "ritz_values", [geometry.directions], dtype
         )
-        self.momentum = state_variable(tf.zeros(own), dtype, "momentum")
-        self.square = state_variable(0, dtype, "square")
-        self.accumulated = (
-            state_variable(tf.zeros(own), dtype, "accumulated")
-            if inner.accumulates
-            else None
+        self.square = self.slot(
+            "square", dtype=dtype, least=0, derive=lambda read: 0.0
         )
-        self.inner_momentum = (
-            state_variable(tf.zeros(own), dtype, "inner_momentum")
-            if inner.has_momentum
-            else None
-        )
-
-    @staticmethod
-    def bytes(layout: Layout, inner: Inner) -> int:
-        """Bytes of what a worker keeps."""
-        directions, item = layout.geometry.directions, layout.geometry.dtype
-        rows, length = layout.shape
-        own = layout.own(tf.zeros([directions]), 0).shape[0]
-        count = rows * length + own * (1 + sum(inner)) + directions + 1
-        return int(count * item.size)
+        self.momentum = self.slot("momentum", count, dtype, region=own)
+        self.accumulated = self.inner_momentum = None
+        if inner.accumulates:
+            self.accumulated = self.slot(
+                "accumulated", count, dtype, region=own
+            )
+        if inner.has_momentum:
+            self.inner_momentum = self.slot(
+                "inner_momentum", count, dtype, region=own
+            )
 
     @staticmethod
     def carrying_bytes(layout: Layout, inner: Inner) -> int:
         """Bytes that a worker receives in `replace`."""
         carried = (1 + inner.accumulates) * layout.combine_bytes
         return carried + (1 + sum(inner)) * layout.coefficients_bytes
-
-    def entries(self, rank: int) -> list[Entry]:
-        """All variables to save.
-
-        Args:
-            rank: The worker, among those that share the directions.
-        """
-        place, own = self.layout.regions(rank)
-        numbers = {"momentum": self.momentum}
-        if self.accumulated is not None:
-            numbers["accumulated"] = self.accumulated
-        if self.inner_momentum is not None:
-            numbers["inner_momentum"] = self.inner_momentum
-        return [
-            Entry("", "directions", self.directions, _OWNED, region=place),
-            Entry("", "ritz_values", self.ritz_values, _OWNED),
-            Entry("", "square", self.square, _OWNED, least=0, derive=_zero),
-            *(
-                Entry("", name, variable, _OWNED, region=own)
-                for name, variable in numbers.items()
-            ),
-        ]
 
     def replace(
         self,
@@ -150,21 +118,8 @@ class Subspace(Tracked):
 
     def _carried(self) -> list[tf.Variable]:
         """Coefficients that new directions take over."""
-        if self.accumulated is None:
-            return [self.momentum]
-        return [self.momentum, self.accumulated]
-
-    def _coefficients(self) -> list[tf.Variable]:
-        """All coefficients."""
-        if self.inner_momentum is None:
-            return self._carried()
-        return [*self._carried(), self.inner_momentum]
-
-    def forget(self) -> None:
-        """Makes it that of the start, without directions."""
-        numbers = [self.directions, self.ritz_values, self.square]
-        for variable in [*numbers, *self._coefficients()]:
-            variable.assign(tf.zeros_like(variable))
+        both = self.momentum, self.accumulated
+        return [variable for variable in both if variable is not None]
 
     def coefficients(self, vector: tf.Tensor, group: Communicator) -> tf.Tensor:
         """`V^T x`."""
@@ -177,7 +132,9 @@ class Subspace(Tracked):
         moves: Moves | None = None,
     ) -> Split:
         """Splits the gradient, see `Layout.project_out`."""
-        numbers = [self.ritz_values, self.square, *self._coefficients()]
+        numbers = [self.ritz_values, self.square, *self._carried()]
+        if self.inner_momentum is not None:
+            numbers.append(self.inner_momentum)
         healthy = all_finite([tf.convert_to_tensor(x) for x in numbers])
         return self.layout.project_out(
             self.directions, gradient, group, moves, healthy
@@ -247,13 +204,7 @@ def is_strong(values: tf.Tensor) -> tf.Tensor:
     return sizes > _WEAK * tf.reduce_max(sizes)
 
 
-def _zero(read: Read) -> float:
-    """What there is where nothing has been averaged yet."""
-    del read
-    return 0.0
-
-
-class State(Tracked):
+class State(Slots):
     """The curvature state of one replica.
 
     Args:
@@ -272,15 +223,19 @@ class State(Tracked):
     """
 
     def __init__(self, layout: Layout, subspace: Subspace | None) -> None:
-        super().__init__(name="replica")
+        super().__init__("replica")
         self.layout = layout
         self.subspace = subspace
-        self.estimations = state_variable(0, "int64", "estimations")
-        self.last = state_variable(-1, "int64", "last_estimation")
-        self.failures = state_variable(0, "int64", "failures")
-        self.forgotten = state_variable(0, "int64", "forgotten")
-        self.warmup = state_variable(-1, "int64", "warmup")
-        self.largest_rate = state_variable(0, "float64", "largest_rate")
+        own: dict[str, Any] = {
+            "spread": Spread.OWNED,
+            "saved": subspace is not None,
+        }
+        self.estimations = self.slot("estimations", **own)
+        self.last = self.slot("last_estimation", value=-1, least=-1)
+        self.failures = self.slot("failures", **own)
+        self.forgotten = self.slot("forgotten", saved=False)
+        self.warmup = self.slot("warmup", value=-1, least=-1)
+        self.largest_rate = self.slot("largest_rate", (), "float64", least=0)
 
     @property
     def existing_subspace(self) -> Subspace:
@@ -288,32 +243,13 @@ class State(Tracked):
         assert self.subspace is not None
         return self.subspace
 
-    @staticmethod
-    def bytes() -> int:
-        """Bytes of the counters."""
-        return 5 * tf.int64.size + tf.float64.size
-
     def forget(self) -> None:
         """Drops the directions; the next step estimates them anew."""
-        self.existing_subspace.forget()
+        self.existing_subspace.reset()
         self.estimations.assign(0)
         self.last.assign(-1)
 
-    def contents(self, rank: int) -> Contents:
-        """What is to be saved.
-
-        Args:
-            rank: The replica.
-        """
-        entries = [
-            Entry("", "last_estimation", self.last, least=-1),
-            Entry("", "warmup", self.warmup, least=-1),
-            Entry("", "largest_rate", self.largest_rate, least=0),
-        ]
-        if self.subspace is not None:
-            entries += [
-                Entry("", "estimations", self.estimations, Spread.OWNED),
-                Entry("", "failures", self.failures, Spread.OWNED),
-                *self.subspace.entries(rank),
-            ]
-        return Contents(entries)
+    def contents(self) -> Contents:
+        """What is to be saved."""
+        own = [] if self.subspace is None else self.subspace.entries()
+        return Contents(self.entries() + own)

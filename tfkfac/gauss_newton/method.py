@@ -8,7 +8,6 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardTap
-from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.variables import Tracked
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.wire import all_reduce_bytes
@@ -36,6 +35,7 @@ from tfkfac.gauss_newton.support import (
 from tfkfac.linalg.symmetric import packed_size
 from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.saving.entries import Entry
+from tfkfac.saving.slots import Slots, planned
 from tfkfac.shell.method import Method
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.guards import count_events
@@ -53,8 +53,8 @@ _NAMES = (
 )
 
 
-class State(Tracked):
-    """The state of one replica.
+class State(Slots):
+    """The state of one replica, the same on all.
 
     Args:
         damping: The initial damping.
@@ -69,17 +69,15 @@ class State(Tracked):
     """
 
     def __init__(self, damping: float, space: FlatSpace) -> None:
-        super().__init__(name="replica")
-        self.damping = state_variable(
-            tf.constant(damping, tf.float64), "float64", "damping"
+        super().__init__("replica")
+        self.damping = self.slot("damping", (), "float64", damping, least=0)
+        self.previous = self.slot("previous_step", [space.size], space.dtype)
+        self.tries = self.slot("tries")
+        self.rejected = self.slot("rejected_steps")
+        self.settled = self.slot("settled_steps")
+        self.last = self.slot(
+            "last", [len(_NAMES)], "float64", math.nan, saved=False
         )
-        self.previous = zeros_variable(
-            [space.size], space.dtype, "previous_step"
-        )
-        self.tries = state_variable(0, "int64", "tries")
-        self.rejected = state_variable(0, "int64", "rejected_steps")
-        self.settled = state_variable(0, "int64", "settled_steps")
-        self.last = state_variable([math.nan] * len(_NAMES), "float64", "last")
 
     def note(self, found: Search, residuals: tf.Tensor, name: str) -> None:
         """Notes what the tries of a step have come to.
@@ -116,27 +114,6 @@ class State(Tracked):
         if math.isnan(numbers[-1]):
             return {}
         return dict(zip(_NAMES, numbers, strict=True))
-
-    def entries(self) -> list[Entry]:
-        """The variables to save."""
-        return [
-            Entry("", "damping", self.damping, least=0),
-            Entry("", "previous_step", self.previous),
-            Entry("", "tries", self.tries),
-            Entry("", "rejected_steps", self.rejected),
-            Entry("", "settled_steps", self.settled),
-        ]
-
-    @staticmethod
-    def bytes(space: FlatSpace) -> dict[str, int]:
-        """Bytes by kind."""
-        previous = space.size * space.dtype.size
-        counters = (1 + len(_NAMES)) * tf.float64.size + 3 * tf.int64.size
-        return {
-            "previous_step": previous,
-            "counters": counters,
-            "total": previous + counters,
-        }
 
 
 class GaussNewtonMethod(Method):
@@ -383,7 +360,15 @@ class GaussNewtonMethod(Method):
 
     @override
     def state_bytes(self) -> dict[str, int]:
-        return State.bytes(self.space)
+        space = self.space
+        previous = space.size * space.dtype.size
+        with planned():
+            total = State(self.damping, space).bytes
+        return {
+            "previous_step": previous,
+            "counters": total - previous,
+            "total": total,
+        }
 
     @override
     def communication_bytes(self) -> dict[str, dict[str, int]]:

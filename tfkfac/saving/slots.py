@@ -1,0 +1,96 @@
+"""State declared once: its variables, entries, reset and bytes."""
+
+import contextlib
+import contextvars
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.variables import Tracked
+from tfkfac.saving.entries import Entry
+
+_planned = contextvars.ContextVar("planned", default=False)
+
+
+class Slots(Tracked):
+    """A part of the state of a replica, of tensors that `slot` declares.
+
+    Args:
+        name: Its name.
+        **common: Fields of `Entry` that its slots have in common.
+    """
+
+    def __init__(self, name: str, **common: Any) -> None:
+        super().__init__(name=name)
+        self._declared = _Declared(common)
+
+    def slot(
+        self,
+        name: str,
+        shape: Sequence[int] = (),
+        dtype: Any = "int64",
+        value: Any = 0,
+        saved: bool = True,
+        **fields: Any,
+    ) -> tf.Variable:
+        """Declares a tensor of the state, and creates its variable.
+
+        Args:
+            name: Its name in files.
+            shape: Its shape.
+            dtype: Its dtype.
+            value: What each of its elements is at the start.
+            saved: Whether files have it.
+            **fields: Other fields of its `Entry`.
+        """
+        declared, dtype = self._declared, tf.as_dtype(dtype)
+        declared.bytes += math.prod(shape) * dtype.size
+        if _planned.get():
+            return None
+        with tf.init_scope():
+            start = tf.fill(list(shape), tf.constant(value, dtype))
+        variable = state_variable(start, dtype, name)
+        declared.starts.append((variable, value))
+        if saved:
+            given = {"layer": "", **declared.common, **fields}
+            entry = Entry(name=name, variable=variable, **given)
+            declared.entries.append(entry)
+        return variable
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors."""
+        return self._declared.bytes
+
+    def entries(self) -> list[Entry]:
+        """The variables to save."""
+        return list(self._declared.entries)
+
+    def reset(self) -> None:
+        """Makes all of them what they are at the start."""
+        for variable, value in self._declared.starts:
+            start = tf.constant(value, variable.dtype)
+            variable.assign(tf.fill(variable.shape, start))
+
+
+class _Declared:
+    """What has been declared; a checkpoint does not look into it."""
+
+    def __init__(self, common: dict[str, Any]) -> None:
+        self.common = common
+        self.bytes = 0
+        self.entries: list[Entry] = []
+        self.starts: list[tuple[tf.Variable, Any]] = []
+
+
+@contextlib.contextmanager
+def planned() -> Iterator[None]:
+    """States that are created in this context have no variables, only bytes."""
+    token = _planned.set(True)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
