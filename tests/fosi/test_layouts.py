@@ -169,7 +169,7 @@ def test_moves(
     moved = (2 * whole @ total - others.numpy()) @ whole
     # As many elements as are not padding, and the rounding of each sum.
     gradient = layout.reduces_gradients * all_reduce_bytes(size * ITEM, workers)
-    reported = gradient + layout.moving_bytes()
+    reported = gradient + layout.projection_bytes(True)
     for rank, (found, received) in enumerate(run_together(workers, work)):
         inside, rest, move = found
         assert rest.shape == move.shape == (length,)
@@ -224,7 +224,7 @@ def test_projection_bytes(
     gradients = layout.reduces_gradients * all_reduce_bytes(
         size * ITEM, workers
     )
-    reported = gradients + layout.projection_bytes()
+    reported = gradients + layout.projection_bytes(False)
     for _, received in run_together(workers, work):
         assert abs(received * ITEM - reported) <= 4 * ITEM * workers
 

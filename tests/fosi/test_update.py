@@ -27,7 +27,8 @@ from tests.support.fosi_reference import (
 from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tfkfac.fosi.layouts import LAYOUTS, Geometry
-from tfkfac.fosi.update import is_plain_sgd, projection_bytes
+from tfkfac.fosi.subspace import Subspace
+from tfkfac.fosi.update import is_plain_sgd
 from tfkfac.training.job import Job
 
 Maker = Callable[[], Any]
@@ -263,4 +264,5 @@ def test_reported_bytes(layout: str) -> None:
     }[layout]
     for case, numbers in want.items():
         job = Job("fosi", model, (SUMS | OTHERS)[case]())
-        assert projection_bytes(job, shared) == 4 * numbers
+        projections = shared.projection_bytes(is_plain_sgd(job))
+        assert Subspace.bound_bytes(shared) + projections == 4 * numbers

@@ -1,4 +1,4 @@
-"""What an accelerator keeps of an estimation that spans many steps."""
+"""The state of an accelerator, whose estimation spans many steps."""
 
 import math
 from collections.abc import Sequence
@@ -118,7 +118,7 @@ class HeldBatches:
         return held
 
     def entry(self, name: str, part: str) -> Entry:
-        """What is to be saved, of a part of the state."""
+        """The entry to save, of a part of the state."""
         return Entry("", name, self, Spread.OWNED, part, least=-math.inf)
 
     def numpy(self) -> np.ndarray:
@@ -176,7 +176,7 @@ def held_variable(tensor: tf.Tensor) -> tf.Variable:
 def point(
     batch: LossBatch, call: ForwardCall, shares: Sequence[tf.Tensor]
 ) -> tuple[Any, ...]:
-    """What the loss of a batch is computed from, and this replica's shares."""
+    """The arguments of the loss of a batch, and this replica's shares."""
     arguments = {k: v for k, v in batch.arguments.items() if k != "y_pred"}
     return call.args, call.kwargs, arguments, tuple(shares)
 

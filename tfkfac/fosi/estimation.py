@@ -1,13 +1,10 @@
 """The Lanczos estimation of the extreme curvature, and when it is done."""
 
-import abc
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import keras
 import numpy as np
 import tensorflow as tf
-from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardCall, ForwardTap
 from tfkfac.compat.graphs import in_graph
@@ -17,7 +14,7 @@ from tfkfac.distributed.wire import all_reduce_bytes, gradient_bytes
 from tfkfac.fosi.layouts import Geometry, Layout
 from tfkfac.fosi.schedule import Search
 from tfkfac.fosi.subspace import Inner, State, Subspace
-from tfkfac.fosi.update import adopt, has_momentum, projection_bytes
+from tfkfac.fosi.update import adopt, has_momentum, is_plain_sgd
 from tfkfac.linalg.lanczos import (
     Lanczos,
     Product,
@@ -26,7 +23,6 @@ from tfkfac.linalg.lanczos import (
     random_vector,
     ritz_pairs,
 )
-from tfkfac.loss.batch import LossBatch
 from tfkfac.loss.replay import find_call
 from tfkfac.saving.slots import planned
 from tfkfac.training.job import Job
@@ -129,30 +125,6 @@ class Estimation:
         return self.spectrum(*made)
 
 
-def local_hessian(
-    model: keras.Model,
-    batch: LossBatch,
-    call: ForwardCall,
-    estimation: Estimation,
-    shares: Sequence[tf.Tensor],
-) -> Product:
-    """The Hessian of the current batch's loss at the current weights.
-
-    The loss is weighted by this replica's shares before it is differentiated:
-    through synchronised layers the Hessian has parts of other losses.
-    """
-    variables = model.trainable_variables
-    return hessian_operator(
-        model,
-        call,
-        dict(batch.arguments),
-        variables,
-        [tf.identity(v.value) for v in variables],
-        estimation.differentiable_sum,
-        shares,
-    )
-
-
 def estimation_bytes(geometry: Geometry, replicas: int) -> int:
     """Bytes that each of some replicas receives for an estimation."""
     item, steps = geometry.dtype.size, geometry.steps
@@ -164,20 +136,20 @@ def estimation_bytes(geometry: Geometry, replicas: int) -> int:
     return 2 * steps * slices * item + sums
 
 
-# Does the step of a replica that trains: with its state, and what renews the
+# The step of a replica that trains: with its state, and what renews the
 # directions if that is due.
 Train = Callable[[Step, State, Callable[[], None]], None]
 
 
-class Estimator(abc.ABC):
-    """Who estimates the directions, and when.
+class Estimator:
+    """All replicas train, and estimate together before a step (DHO2).
 
     Args:
-        search: Which directions are sought, and when.
+        search: The directions that are sought, and when.
 
     Attributes:
         job: What it is attached to.
-        states: What each replica of this process keeps.
+        states: Those of the replicas of this process.
     """
 
     job: Job
@@ -186,79 +158,38 @@ class Estimator(abc.ABC):
     def __init__(self, search: Search) -> None:
         self.search = search
 
-    @abc.abstractmethod
     def attach(self, job: Job) -> None:
         """Binds it to a job, whose model may not be built yet."""
+        self.job = job
 
-    @abc.abstractmethod
     def count_trainers(self, replicas: int) -> int:
         """Number of replicas, of all, that train and share the directions."""
+        return replicas
 
     def peers(self, rank: int) -> tuple[int, ...]:
         """The replicas that a replica shares a mean loss with."""
         return tuple(range(self.job.topology.replicas))
 
-    @abc.abstractmethod
     def create(self, layout: Layout) -> None:
         """Creates the states."""
+        self.states = self.job.for_each(lambda rank: self.new(rank, layout))
 
-    @abc.abstractmethod
-    def run(self, step: Step, train: Train) -> None:
-        """Does a step, in which those that train call `train`."""
-
-    @abc.abstractmethod
-    def first(self, updates: int) -> str:
-        """When the first estimation comes; empty after that.
-
-        Args:
-            updates: Number of updates of the weights so far.
-        """
-
-    @abc.abstractmethod
-    def rows(self) -> list[tuple[str, str]]:
-        """Rows of the summary that say who does what."""
-
-    @abc.abstractmethod
-    def state_bytes(self, layout: Layout) -> dict[str, int]:
-        """Bytes that this replica keeps, by kind."""
-
-    @abc.abstractmethod
-    def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
-        """Bytes that this replica receives, by kind of step."""
-
-    def idle_share(self) -> np.ndarray:
-        """Share of the time that each replica has waited for the others."""
-        return np.zeros(self.job.topology.replicas)
+    def new(self, rank: int, layout: Layout) -> State:
+        """A new state of a replica."""
+        return State(layout, self.new_subspace(layout, rank))
 
     def new_subspace(self, layout: Layout, rank: int) -> Subspace:
         """The directions of a replica that trains."""
         return Subspace(layout, self.inner(), rank)
 
     def inner(self) -> Inner:
-        """What the inner optimizer is like."""
+        """The kind of the inner optimizer."""
         accumulation = self.job.inner_optimizer.gradient_accumulation_steps
         return Inner(bool(accumulation), has_momentum(self.job))
 
-
-class BetweenSteps(Estimator):
-    """All replicas train, and estimate together before a step (DHO2)."""
-
-    @override
-    def attach(self, job: Job) -> None:
-        self.job = job
-
-    @override
-    def count_trainers(self, replicas: int) -> int:
-        return replicas
-
-    @override
-    def create(self, layout: Layout) -> None:
-        self.states = self.job.for_each(
-            lambda rank: State(layout, self.new_subspace(layout, rank))
-        )
-
-    @override
+    # ------------------------------------------------------------ the step
     def run(self, step: Step, train: Train) -> None:
+        """Does a step, in which those that train call `train`."""
         model, state = self.job.model, self.job.own(self.states)
         call = find_call(model, step.batch, ForwardTap.open(model).take())
         train(step, state, lambda: self.estimate(step, state, call))
@@ -270,8 +201,18 @@ class BetweenSteps(Estimator):
         def update() -> tf.Tensor:
             geometry, group = state.layout.geometry, step.group
             estimation = Estimation(geometry, group, self.search.seed)
-            local = local_hessian(
-                self.job.model, step.batch, call, estimation, step.loss.shares
+            model = self.job.model
+            weights = model.trainable_variables
+            # The loss has its share before it is differentiated: through
+            # synchronised layers the Hessian has parts of other losses.
+            local = hessian_operator(
+                model,
+                call,
+                dict(step.batch.arguments),
+                weights,
+                [tf.identity(v.value) for v in weights],
+                estimation.differentiable_sum,
+                step.loss.shares,
             )
             found = estimation.run(local)
             part = state.layout.arrange(found.rows, group)
@@ -282,60 +223,67 @@ class BetweenSteps(Estimator):
         last = state.last
         tf.cond(due, in_graph(update), lambda: tf.convert_to_tensor(last))
 
-    @override
+    # ----------------------------------------------------------- reporting
     def first(self, updates: int) -> str:
+        """The time of the first estimation; empty after that.
+
+        Args:
+            updates: Number of updates of the weights so far.
+        """
         warmup = self.search.timing.first(self.states)
         if updates > warmup:
             return ""
         return f"the first before update {warmup + 1:,}"
 
-    @override
     def rows(self) -> list[tuple[str, str]]:
+        """Rows of the summary that say who does what."""
         replicas = self.job.topology.replicas
         if replicas == 1:
             return []
         workers = ", ".join(map(str, range(replicas)))
         return [("Workers", workers), ("Accelerators", "-")]
 
-    @override
-    def state_bytes(self, layout: Layout) -> dict[str, int]:
-        with planned():
-            state = State(layout, self.new_subspace(layout, 0))
-        geometry, length = layout.geometry, layout.elements.length
-        basis = geometry.steps * length * geometry.dtype.size
-        return kinds_of_state(state, basis, copies=0)
+    def idle_share(self) -> np.ndarray:
+        """Share of the time that each replica has waited for the others."""
+        return np.zeros(self.job.topology.replicas)
 
-    @override
+    def state_bytes(self, layout: Layout) -> dict[str, int]:
+        """Bytes that this replica keeps, by kind."""
+        rank, geometry = self.job.topology.local[0], layout.geometry
+        with planned():
+            state = self.new(rank, layout)
+        kinds = {
+            "directions": state.subspace.bytes if state.subspace else 0,
+            "basis": geometry.steps * layout.elements.length * layout.item,
+            "copies": 0,
+            "counters": state.bytes,
+        }
+        return kinds | {"total": sum(kinds.values())}
+
     def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
-        gradients = gradient_bytes(
-            self.job.model.trainable_variables, self.job.topology.hint
-        )
-        plain = layout.step_bytes(gradients, projection_bytes(self.job, layout))
+        """Bytes that this replica receives, by kind of step."""
+        plain = self.plain_bytes(layout)
         return {
-            "warmup": {**plain, "projections": 0},
+            "warmup": plain | {"projections": 0},
             "plain": plain,
-            "estimation": {
-                **plain,
+            "estimation": plain
+            | {
                 "lanczos": estimation_bytes(layout.geometry, layout.workers),
                 "directions": layout.arrangement_bytes()
                 + Subspace.carrying_bytes(layout, self.inner()),
             },
         }
 
-
-def kinds_of_state(state: State, basis: int, copies: int) -> dict[str, int]:
-    """Bytes of a replica's state by kind, with their total.
-
-    Args:
-        state: The state.
-        basis: Bytes of the Lanczos basis.
-        copies: Bytes of copies of weights and batches.
-    """
-    subspace = state.subspace
-    kinds = {
-        "directions": 0 if subspace is None else subspace.bytes,
-        "basis": basis,
-        "copies": copies,
-        "counters": state.bytes,
-    }
-    return {**kinds, "total": sum(kinds.values())}
+    def plain_bytes(self, layout: Layout) -> dict[str, int]:
+        """Bytes that a replica that trains receives without an estimation."""
+        job = self.job
+        weights = job.model.trainable_variables
+        gradients = gradient_bytes(weights, job.topology.hint)
+        projections = layout.projection_bytes(is_plain_sgd(job))
+        return {
+            "gradients": all_reduce_bytes(gradients, layout.workers),
+            "projections": Subspace.bound_bytes(layout) + projections,
+            "lanczos": 0,
+            "directions": 0,
+            "weights": 0,
+        }

@@ -1,4 +1,4 @@
-"""What travels between accelerators and workers, and what is done with it."""
+"""Messages between accelerators and workers, and the published final update."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,9 +27,9 @@ def hand_over(
     """Sends each worker its part of the Ritz vectors, and all Ritz values.
 
     Args:
-        spectrum: On an accelerator, what it found (slices).
-        layout: Which part each worker keeps.
-        roles: Who is what.
+        spectrum: On an accelerator, its Ritz pairs (slices).
+        layout: The parts that workers keep.
+        roles: The roles of the replicas.
         everyone: The collectives of the whole job.
 
     Returns:
@@ -71,7 +71,7 @@ def hand_over(
 def pieces(
     layout: Layout, roles: Roles
 ) -> Iterator[tuple[int, int, slice, slice, int]]:
-    """What each accelerator sends to each worker.
+    """The parts that each accelerator sends to each worker.
 
     Yields:
         Worker, accelerator, directions, elements, and where the accelerator's
@@ -114,22 +114,10 @@ def wire_type(variable: keras.Variable) -> tf.DType:
     return tf.int64
 
 
-def synchronized_layers(
-    layers: list[keras.layers.Layer],
-) -> list[keras.layers.Layer]:
-    """Those of some layers that synchronise their moments."""
-    return [
-        layer
-        for layer in layers
-        if isinstance(layer, keras.layers.BatchNormalization)
-        and layer.synchronized
-    ]
-
-
 def tap_moments(
     layer: keras.layers.Layer, total: Callable[[tf.Tensor], tf.Tensor]
 ) -> None:
-    """Lets a layer sum up its moments in another way in training steps.
+    """Gives a layer another sum of its moments in training steps.
 
     Args:
         layer: A synchronised `BatchNormalization`.

@@ -1,4 +1,4 @@
-"""How workers share the directions of a subspace."""
+"""Layouts: the part of the directions of a subspace that a worker keeps."""
 
 import abc
 import dataclasses
@@ -22,7 +22,7 @@ _TINY = 1e-30
 
 
 class Split(NamedTuple):
-    """What becomes of a gradient g.
+    """A gradient g, split.
 
     Attributes:
         inside: The own coefficients `c = V^T g`.
@@ -38,7 +38,7 @@ class Split(NamedTuple):
 
 
 def adds_up(whole: tf.Tensor, inside: tf.Tensor, rest: tf.Tensor) -> tf.Tensor:
-    """Whether `|g|^2 = |c|^2 + |g - V c|^2`, as for directions that are.
+    """True if `|g|^2 = |c|^2 + |g - V c|^2`, as for orthonormal directions.
 
     Others are not orthogonal, not of length 1 or not finite.
 
@@ -102,12 +102,12 @@ class Geometry:
         return self.largest + self.smallest
 
     def slices(self, count: int) -> Shards:
-        """How some replicas divide a vector, for sums in chunks."""
+        """The slices in which replicas divide a vector, for sums in chunks."""
         return Shards(self.size, count, padded_size)
 
 
 class Layout(abc.ABC):
-    """Which part of the directions V a worker keeps, as rows of V^T.
+    """The part of the directions V that a worker keeps, as rows of V^T.
 
     Args:
         geometry: Sizes.
@@ -131,7 +131,7 @@ class Layout(abc.ABC):
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether `project_out` takes a worker's own gradient."""
+        """True if `project_out` takes a worker's own gradient."""
         return False
 
     @abc.abstractmethod
@@ -179,28 +179,13 @@ class Layout(abc.ABC):
 
     @abc.abstractmethod
     def part(self, rank: int) -> tuple[slice, slice]:
-        """Which directions and which elements of them a worker keeps."""
+        """The directions, and the elements of them, that a worker keeps."""
 
     def regions(self, rank: int) -> tuple[Region, Region]:
         """Where a worker's part is in V^T, and its numbers among all r."""
         first, start = (part.start for part in self.part(rank))
         r, n = self.geometry.directions, self.geometry.size
         return Region((r, n), (first, start)), Region((r,), (first,))
-
-    def step_bytes(self, gradients: int, projections: int) -> dict[str, int]:
-        """Bytes that a worker receives in a plain step.
-
-        Args:
-            gradients: Bytes of all gradients.
-            projections: Bytes received for the projections.
-        """
-        return {
-            "gradients": all_reduce_bytes(gradients, self.workers),
-            "projections": projections,
-            "lanczos": 0,
-            "directions": 0,
-            "weights": 0,
-        }
 
     @property
     @abc.abstractmethod
@@ -213,27 +198,27 @@ class Layout(abc.ABC):
         """Bytes that a worker receives in `combine`, for each coefficients."""
 
     @abc.abstractmethod
-    def projection_bytes(self) -> int:
+    def projection_bytes(self, moves: bool) -> int:
         """Bytes that a worker receives for the projections of a step.
 
-        These are `project_out`, `coefficients` of the change, and `combine` of
-        two.
+        Args:
+            moves: True for `project_out` with moves; else they are those of
+                `project_out`, of `coefficients` of the change, and of
+                `combine` of two.
         """
-
-    @abc.abstractmethod
-    def moving_bytes(self) -> int:
-        """Bytes that a worker receives in `project_out` with moves."""
 
     @abc.abstractmethod
     def arrangement_bytes(self) -> int:
         """Bytes that a worker receives in `arrange`."""
 
-    def _reduce_bytes(self, count: int) -> int:
-        return all_reduce_bytes(count * self._item, self.workers)
-
     @property
-    def _item(self) -> int:
+    def item(self) -> int:
+        """Bytes of a number."""
         return int(self.geometry.dtype.size)
+
+    def _reduce_bytes(self, count: int) -> int:
+        """Bytes that a worker receives in a sum of some numbers."""
+        return all_reduce_bytes(count * self.item, self.workers)
 
 
 class RowsLayout(Layout):
@@ -317,17 +302,12 @@ class RowsLayout(Layout):
     @property
     def combine_bytes(self) -> int:
         """A gather of n numbers, whatever is combined."""
-        return self.elements.length * (self.workers - 1) * self._item
+        return self.elements.length * (self.workers - 1) * self.item
 
-    def projection_bytes(self) -> int:
-        """A gather of n and two sums of r numbers, with two more."""
-        sums = 2 * self.coefficients_bytes + self._reduce_bytes(_NUMBERS)
-        return self.combine_bytes + sums
-
-    def moving_bytes(self) -> int:
-        """A gather of n, and a sum of r numbers, with two more."""
-        sums = self.coefficients_bytes + self._reduce_bytes(_NUMBERS)
-        return self.combine_bytes + sums
+    def projection_bytes(self, moves: bool) -> int:
+        """A gather of n, and one or two sums of r numbers, with two more."""
+        sums = (2 - moves) * self.coefficients_bytes
+        return self.combine_bytes + sums + self._reduce_bytes(_NUMBERS)
 
     def arrangement_bytes(self) -> int:
         """See `Layout.arrangement_bytes`."""
@@ -421,22 +401,19 @@ class ColumnsLayout(Layout):
         """See `Layout.combine_bytes`: a sum of n numbers."""
         return self._reduce_bytes(self.geometry.size)
 
-    def projection_bytes(self) -> int:
-        """Three sums of n numbers, and two more."""
-        return 3 * self.combine_bytes + self._reduce_bytes(_NUMBERS)
-
-    def moving_bytes(self) -> int:
-        """Two sums of n numbers, of what is removed and the moves; two more."""
-        return 2 * self.combine_bytes + self._reduce_bytes(_NUMBERS)
+    def projection_bytes(self, moves: bool) -> int:
+        """Two or three sums of n numbers, with two more."""
+        sums = (3 - moves) * self.combine_bytes
+        return sums + self._reduce_bytes(_NUMBERS)
 
     def arrangement_bytes(self) -> int:
         """See `Layout.arrangement_bytes`."""
         part = self.columns.length * self.elements.length
-        return part * (self.workers - 1) * self._item
+        return part * (self.workers - 1) * self.item
 
 
 def numbers_of(part: tf.Tensor, healthy: tf.Tensor | bool) -> tf.Tensor:
-    """What is added up over the workers: a square, and who is not healthy."""
+    """Numbers that workers add up: a square, and how many are not healthy."""
     ill = tf.cast(tf.logical_not(healthy), part.dtype)
     return tf.stack([square(part), ill])
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.compat.variables import Tracked
-from tfkfac.fosi.estimation import BetweenSteps, Estimator
+from tfkfac.fosi.estimation import Estimator
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
 from tfkfac.fosi.multirole import BesideSteps
 from tfkfac.fosi.schedule import NewtonRate, Search, Timing, Warmup
@@ -135,7 +135,7 @@ class FOSIMethod(Method):
         )
         self.rate = NewtonRate(self.alpha)
         self._warmup = Warmup()
-        self.estimator: Estimator = BetweenSteps(self.search)
+        self.estimator = Estimator(self.search)
         if accelerator_fraction > 0:
             self.estimator = BesideSteps(
                 self.search, accelerator_fraction, final_update, self.rate
@@ -144,7 +144,7 @@ class FOSIMethod(Method):
 
     @property
     def states(self) -> Sequence[State]:
-        """What each replica of this process keeps."""
+        """The states of the replicas of this process."""
         return self.estimator.states
 
     # ------------------------------------------------------------ the step
@@ -196,7 +196,7 @@ class FOSIMethod(Method):
         return self._geometry or self.search.geometry(self.job)
 
     def make_layout(self) -> Layout:
-        """Which part of the directions a replica keeps."""
+        """The layout of the directions."""
         trainers = self.estimator.count_trainers(self.job.topology.replicas)
         return LAYOUTS[self.layout](self.geometry, trainers)
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
+from keras.layers import BatchNormalization
 from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardCall, ForwardTap
@@ -16,21 +17,18 @@ from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.compat.variables import own_copy
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.distributed.topology import Roles, assign_roles
-from tfkfac.distributed.wire import gradient_bytes
 from tfkfac.fosi.accelerator import Accelerator
 from tfkfac.fosi.estimation import (
     Estimation,
     Estimator,
     Train,
     estimation_bytes,
-    kinds_of_state,
 )
 from tfkfac.fosi.handover import (
     FinalUpdate,
     all_variables,
     hand_over,
     piece_bytes,
-    synchronized_layers,
     tap_moments,
     wire_type,
 )
@@ -42,7 +40,6 @@ from tfkfac.fosi.update import (
     adopt,
     flat_gradient,
     flat_weights,
-    projection_bytes,
 )
 from tfkfac.loss.replay import find_call
 from tfkfac.saving.entries import Contents
@@ -96,7 +93,7 @@ class RoleState(State):
 
     @override
     def contents(self) -> Contents:
-        """What is to be saved: the estimation under way too.
+        """The state to save: the estimation under way too.
 
         Accelerators divide it, and hold their own parts of a batch, so another
         number of them begins another one.
@@ -146,13 +143,14 @@ class BesideSteps(Estimator):
     # --------------------------------------------------- binding and state
     @override
     def attach(self, job: Job) -> None:
-        self.job = job
+        super().attach(job)
         # A fraction that leaves nobody is refused here, not in the first step.
         self.roles = assign_roles(job.topology.replicas, self.fraction)
-        layers = [node.layer for node in walk(job.model)]
         store = TraceStore()
-        for layer in synchronized_layers(layers):
-            tap_moments(layer, lambda x: self._sum_moments(store, x))
+        for node in walk(job.model):
+            normalizes = isinstance(node.layer, BatchNormalization)
+            if normalizes and node.layer.synchronized:
+                tap_moments(node.layer, lambda x: self._sum_moments(store, x))
 
     def _sum_moments(self, store: TraceStore, value: tf.Tensor) -> tf.Tensor:
         """Sum of moments over the replicas of the same role."""
@@ -177,10 +175,7 @@ class BesideSteps(Estimator):
         return self.roles.peers(rank)
 
     @override
-    def create(self, layout: Layout) -> None:
-        self.states = self.job.for_each(lambda rank: self._new(rank, layout))
-
-    def _new(self, rank: int, layout: Layout) -> RoleState:
+    def new(self, rank: int, layout: Layout) -> RoleState:
         count = len(self.roles.accelerators)
         part = f"{self.final_update} estimation of {count}"
         subspace = accelerator = final = None
@@ -215,7 +210,7 @@ class BesideSteps(Estimator):
         self._send_weights(state, everyone)
 
     def _schedule(self, state: RoleState) -> tuple[tf.Tensor, tf.Tensor]:
-        """What is to be done of the estimation beside this step.
+        """The part of the estimation that is done beside this step.
 
         The iterations are spread evenly over the interval. Every replica
         keeps the same count of them.
@@ -344,7 +339,7 @@ class BesideSteps(Estimator):
         tf.cond(ends, take_over, lambda: tf.convert_to_tensor(state.progress))
 
     def _final_update(self, state: RoleState, group: Communicator) -> None:
-        """What workers do at the end of an interval, as published."""
+        """The end of an interval for workers, as published."""
         if state.final_update is None:
             return
         weights = flat_weights(self.job.model)
@@ -401,49 +396,44 @@ class BesideSteps(Estimator):
 
     @override
     def state_bytes(self, layout: Layout) -> dict[str, int]:
-        rank, basis, copies = self.job.topology.local[0], 0, 0
+        kinds = super().state_bytes(layout)
         with planned():
-            state = self._new(rank, layout)
+            state = self.new(self.job.topology.local[0], layout)
+        basis = copies = 0
         if state.final_update is not None:
             copies = state.final_update.bytes
         if state.accelerator is not None:
-            copies = layout.geometry.size * layout.geometry.dtype.size
+            copies = layout.geometry.size * layout.item
             basis = state.accelerator.bytes - copies
             for one in self.states[:1]:  # of this replica
                 assert one.accelerator is not None
                 copies += one.accelerator.batch_bytes
-        return kinds_of_state(state, basis, copies)
+        kinds |= {"basis": basis, "copies": copies, "total": 0}
+        return kinds | {"total": sum(kinds.values())}
 
     @override
     def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
-        model, rank = self.job.model, self.job.topology.local[0]
-        trains, paper = self.roles.trains(rank), self.final_update == "paper"
-        hint = self.job.topology.hint
-        plain = layout.step_bytes(
-            gradient_bytes(model.trainable_variables, hint),
-            projection_bytes(self.job, layout),
-        )
-        if not trains:
-            plain = dict.fromkeys(plain, 0)
-            plain["weights"] = sum(
-                math.prod(v.shape) * wire_type(v).size
-                for v in all_variables(model)
-            )
-        if paper:
-            plain["projections"] = 0
-        estimation = dict(plain)
-        if trains:
+        rank = self.job.topology.local[0]
+        plain = self.plain_bytes(layout)
+        estimation = {}
+        if self.roles.trains(rank):
             carrying = Subspace.carrying_bytes(layout, self.inner())
             pieces = piece_bytes(layout, self.roles, rank)
             estimation["directions"] = pieces + carrying
+            if self.final_update == "paper":
+                plain["projections"] = 0
+                estimation["projections"] = FinalUpdate.moving_bytes(layout)
         else:
+            plain = dict.fromkeys(plain, 0)
+            plain["weights"] = sum(
+                math.prod(v.shape) * wire_type(v).size
+                for v in all_variables(self.job.model)
+            )
             estimating = len(self.roles.accelerators)
             lanczos = estimation_bytes(layout.geometry, estimating)
             estimation["lanczos"] = lanczos
-        if trains and paper:
-            estimation["projections"] = FinalUpdate.moving_bytes(layout)
         return {
-            "warmup": {**plain, "projections": 0},
+            "warmup": plain | {"projections": 0},
             "plain": plain,
-            "estimation": estimation,
+            "estimation": plain | estimation,
         }

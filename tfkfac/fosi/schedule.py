@@ -1,4 +1,4 @@
-"""Which directions are sought, when, and the rate of their Newton steps."""
+"""The directions that are sought, when, and the rate of their Newton steps."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ RETRY = 100
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """When directions are estimated, in updates of the weights.
+    """The times of estimations, in updates of the weights.
 
     Attributes:
         warmup_steps: Updates before the first estimation; None is a share of
@@ -36,26 +36,19 @@ class Timing:
     warmup_steps: int | None
     interval: Hyperparameter
 
-    def warmup(self, told: int) -> int:
-        """Updates before the first estimation.
-
-        Args:
-            told: What a replica was told, -1 for nothing.
-        """
-        if self.warmup_steps is not None:
-            return self.warmup_steps
-        return told if told >= 0 else WARMUP_STEPS
-
     def first(self, states: Sequence[State]) -> int:
         """The warm-up as far as it is known."""
-        return self.warmup(int(states[0].warmup.numpy()) if states else -1)
+        if self.warmup_steps is not None:
+            return self.warmup_steps
+        told = int(states[0].warmup.numpy()) if states else -1
+        return told if told >= 0 else WARMUP_STEPS
 
     def begins(self, clock: tf.Tensor, state: State) -> tf.Tensor:
-        """Whether an interval begins here, or nothing was done yet.
+        """True if an interval begins here, or nothing was done yet.
 
         Args:
             clock: Number of updates of the weights so far.
-            state: What this replica keeps.
+            state: The state of this replica.
         """
         since, last = self._since(clock, state), state.last
         if self.interval.get() is None:
@@ -66,7 +59,7 @@ class Timing:
         return (since >= 0) & begins & tf.not_equal(last, clock)
 
     def ends(self, clock: tf.Tensor, state: State) -> tf.Tensor:
-        """Whether the interval ends after this step; see `begins`."""
+        """True if the interval ends after this step; see `begins`."""
         since = self._since(clock, state)
         ends = tf.equal(since % self.interval.at(clock), 0)
         return ends & tf.not_equal(clock, state.last)
@@ -81,7 +74,7 @@ class Timing:
 
 
 class Warmup:
-    """Tells the states how long a run is, once."""
+    """Derives the warm-up from the length of the run, once."""
 
     def __init__(self) -> None:
         self._told = -1
@@ -93,11 +86,12 @@ class Warmup:
 
         Args:
             job: The job.
-            states: What each replica of this process keeps, if it is there.
+            states: Those of the replicas of this process, if there are any.
             steps: Training steps of the run, if they are known.
         """
-        if states and not is_open(states[0]):
-            return
+        for state in states[:1]:
+            if max(int(state.warmup.numpy()), int(state.last.numpy())) >= 0:
+                return
         told = -1
         if steps is not None:
             inner = job.inner_optimizer
@@ -105,24 +99,19 @@ class Warmup:
             told = math.ceil(WARMUP_SHARE * updates)
         if job.topology.replicas > len(job.topology.local):
             # Workers that disagree would wait for each other for ever.
-            told = from_first(job, told) if states else -1
+            told = _of_first_process(job, told) if states else -1
         self._told = told
         self.begin(states)
 
     def begin(self, states: Sequence[State]) -> None:
-        """Gives states what was told before they were there."""
+        """Gives new states what was told before they were there."""
         with tf.init_scope():
             for state in states:
                 state.warmup.assign(self._told)
 
 
-def is_open(state: State) -> bool:
-    """Whether nothing was told yet, nor estimated."""
-    return int(state.warmup.numpy()) < 0 and int(state.last.numpy()) < 0
-
-
-def from_first(job: Job, value: int) -> int:
-    """What the first of several processes has; all of them ask."""
+def _of_first_process(job: Job, value: int) -> int:
+    """A number of the first of several processes; all of them ask."""
     processes = job.among_processes("run length")
     with tf.device("CPU:0"):
         gathered = processes.all_gather(tf.constant([value], tf.int64))
@@ -131,7 +120,7 @@ def from_first(job: Job, value: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Which directions are sought, and when.
+    """The directions that are sought, and when.
 
     Attributes:
         num_largest: Number of directions of largest curvature.
@@ -159,7 +148,7 @@ class Search:
         return Geometry(space.size, largest, smallest, steps, space.dtype)
 
     def warn_if_fewer(self, job: Job, geometry: Geometry) -> None:
-        """Says if the model has not as many directions as were asked for."""
+        """Warns if the model has fewer directions than were asked for."""
         asked = self.num_largest + self.num_smallest
         if geometry.directions < asked:
             warnings.warn(
@@ -172,7 +161,7 @@ class Search:
 
 @dataclasses.dataclass(frozen=True)
 class NewtonRate:
-    """A number alpha follows the inner optimizer's learning rate.
+    """A number alpha that follows the inner optimizer's learning rate.
 
     It is multiplied by that of the step over the largest so far: of a rate
     that decays, the first. Over the first in any case it would leave all
@@ -188,19 +177,19 @@ class NewtonRate:
         """Remembers the largest learning rate, once in every step."""
         if is_number(self.alpha.get()):
             largest = state.largest_rate
-            largest.assign(tf.maximum(largest, inner_rate(job)))
+            largest.assign(tf.maximum(largest, _inner_rate(job)))
 
     def at(self, job: Job, state: State) -> tf.Tensor:
-        """Returns the rate of this step, a scalar in float64."""
+        """The rate of this step, a scalar in float64."""
         alpha = self.alpha.at(job.clock)
         if not is_number(self.alpha.get()):
             return alpha
         largest = tf.convert_to_tensor(state.largest_rate)
-        share = tf.math.divide_no_nan(inner_rate(job), largest)
+        share = tf.math.divide_no_nan(_inner_rate(job), largest)
         return alpha * tf.where(largest > 0, share, tf.ones_like(share))
 
 
-def inner_rate(job: Job) -> tf.Tensor:
+def _inner_rate(job: Job) -> tf.Tensor:
     """The inner optimizer's learning rate in this step, in float64."""
     rate = tf.convert_to_tensor(job.inner_optimizer.learning_rate)
     return tf.cast(rate, tf.float64)

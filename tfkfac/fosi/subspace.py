@@ -22,7 +22,7 @@ _MEMORY = 0.99
 
 
 class Inner(NamedTuple):
-    """What the inner optimizer is like.
+    """The kind of the inner optimizer.
 
     Attributes:
         accumulates: Whether it accumulates gradients.
@@ -199,7 +199,7 @@ class Subspace(Slots):
 
 
 def is_strong(values: tf.Tensor) -> tf.Tensor:
-    """Which directions have curvature enough to be inverted."""
+    """True for directions with curvature enough to be inverted."""
     sizes = tf.abs(values)
     return sizes > _WEAK * tf.reduce_max(sizes)
 
@@ -250,6 +250,6 @@ class State(Slots):
         self.last.assign(-1)
 
     def contents(self) -> Contents:
-        """What is to be saved."""
+        """The state to save."""
         own = [] if self.subspace is None else self.subspace.entries()
         return Contents(self.entries() + own)

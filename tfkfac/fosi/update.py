@@ -11,16 +11,16 @@ from tfkfac.compat.optimizers import sgd_momenta
 from tfkfac.compat.variables import own_copy
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.fosi.layouts import Layout, Split, finite_or_nothing
+from tfkfac.fosi.layouts import Split, finite_or_nothing
 from tfkfac.fosi.schedule import NewtonRate
-from tfkfac.fosi.subspace import State, Subspace
+from tfkfac.fosi.subspace import State
 from tfkfac.training.guards import count_events
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step, Update, places_of
 
 
 def is_plain_sgd(job: Job) -> bool:
-    """Whether the inner optimizer's change is a sum of the gradients it got.
+    """True if the inner optimizer's change is a sum of the gradients it got.
 
     That is SGD, with momentum or without, that neither clips nor accumulates
     them nor decays weights, and does not round them to less precision than
@@ -43,7 +43,7 @@ def is_plain_sgd(job: Job) -> bool:
 
 
 def has_momentum(job: Job) -> bool:
-    """Whether it is plain SGD with momentum."""
+    """True for plain SGD with momentum."""
     return is_plain_sgd(job) and job.inner_optimizer.momentum > 0
 
 
@@ -174,7 +174,7 @@ class SplitUpdate:
         return Update(rest, self._after(lambda d: self._correct(d, inside)))
 
     def _knows_change(self) -> bool:
-        """Whether the change in the directions is known before it is done."""
+        """True if the change in the directions is known before it is done."""
         weights = self.step.job.model.trainable_variables
         everywhere = len(places_of(self.step, weights)) == len(weights)
         return everywhere and is_plain_sgd(self.step.job)
@@ -262,7 +262,7 @@ class SplitUpdate:
         return found
 
     def _stretch(self, change: tf.Tensor) -> tf.Tensor:
-        """What is added to a change d that has its part in V already."""
+        """The correction of a change d that has its part in V already."""
         return (self._rate_scale() - 1) * change
 
     # --------------------------------------------------- any inner optimizer
@@ -303,7 +303,7 @@ class SplitUpdate:
         return after
 
     def _correct(self, change: tf.Tensor, inside: tf.Tensor) -> tf.Tensor:
-        """What is added to the inner optimizer's change d of the weights.
+        """The correction of the inner optimizer's change d of the weights.
 
         `(s - 1) d - s V V^T d - alpha V (m / |lambda|)`
         """
@@ -334,7 +334,7 @@ class SplitUpdate:
         return alpha * momentum * subspace.inverse_curvature(step.group.rank)
 
     def _scales_rate(self) -> bool:
-        """Whether s can be other than 1: SGD's steps scale with gradients."""
+        """True if s can be other than 1: SGD's steps scale with gradients."""
         inner = self.step.job.inner_optimizer
         return isinstance(inner, keras.optimizers.SGD) and self.rate_clip > 1
 
@@ -342,16 +342,3 @@ class SplitUpdate:
         """`s = clip(lambda_max / lambda_k, 1, rate_clip)`."""
         ratio = self.state.existing_subspace.rate_ratio()
         return tf.clip_by_value(ratio, 1.0, self.rate_clip)
-
-
-def projection_bytes(job: Job, layout: Layout) -> int:
-    """Bytes that a replica receives for the projections of a step.
-
-    Args:
-        job: The job; all of its model's weights have gradients.
-        layout: How the directions are shared.
-    """
-    bound = Subspace.bound_bytes(layout)
-    if not is_plain_sgd(job):
-        return bound + layout.projection_bytes()
-    return bound + layout.moving_bytes()
