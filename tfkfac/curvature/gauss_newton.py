@@ -123,7 +123,7 @@ def tape(persistent: bool = False) -> tf.GradientTape:
 
 
 class Reading:
-    """What a loss reads of a model: its outputs, and their logits if any.
+    """The outputs that a loss reads of a model, and their logits if any.
 
     Attributes:
         outputs: Tensors of the model.
@@ -170,11 +170,6 @@ def jacobian_product(
     The backward pass `J^T u` is linear in u, and its derivative is J: what is
     left of it in a graph is the forward pass of a tangent. It takes first
     derivatives of the model alone, with whatever is their gradient.
-
-    Args:
-        network: The tape that has recorded the outputs.
-        outputs: The outputs.
-        values: The weights.
     """
     dual = [tf.zeros_like(output) for output in outputs]
     with tape(persistent=True) as backward:
@@ -230,13 +225,7 @@ def penalty_form(
     values: Sequence[tf.Tensor],
     directions: Sequence[Direction],
 ) -> tf.Tensor:
-    """Returns `d_i^T R d_j` with the Hessian R of the weights' regularisers.
-
-    Args:
-        variables: The weights.
-        values: The point, a tensor for each of them.
-        directions: The directions, each a tensor for each of them.
-    """
+    """Returns `d_i^T R d_j` with the Hessian R of the weights' regularisers."""
     places = [i for i, v in enumerate(variables) if v.regularizer is not None]
     own = [[direction[i] for i in places] for direction in directions]
     points = [values[i] for i in places]

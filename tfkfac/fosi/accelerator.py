@@ -53,11 +53,7 @@ class HeldBatch:
         ]
 
     def restore(self, serialized: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Takes its tensors from the first of some, if there are any.
-
-        Returns:
-            The others.
-        """
+        """Takes its tensors from the first of some; returns the others."""
         rest = list(serialized)
         with tf.init_scope():
             for variable in self._variables:
@@ -262,18 +258,7 @@ class Accelerator(Slots):
         progress: tf.Tensor,
         target: tf.Tensor,
     ) -> None:
-        """Does the iterations from `progress` up to `target`.
-
-        Args:
-            model: The model.
-            batch: The current batch, whose form the held one has.
-            call: The current call of the model.
-            shares: The current weights of the losses.
-            estimation: The accelerators' part in the estimation.
-            progress: Number of iterations done.
-            target: Number of iterations to have done, the same on all
-                accelerators.
-        """
+        """Does the iterations from `progress` up to `target`."""
         weights = model.trainable_variables
         current = point(batch, call, shares)
         held = self._held.of(current)

@@ -64,11 +64,7 @@ class Estimation:
         self._seed = seed
 
     def iteration(self, local: Product) -> Lanczos:
-        """Returns the iteration for the sum of local operators.
-
-        Args:
-            local: Product of a flat vector with the local Hessian, weighted.
-        """
+        """Returns the iteration for the sum of local operators."""
         group = self.group
 
         def product(row: tf.Tensor) -> tf.Tensor:
@@ -104,12 +100,7 @@ class Estimation:
     def spectrum(
         self, tridiagonal: Tridiagonal, matrices: Sequence[tf.Tensor]
     ) -> Spectrum:
-        """Returns the Ritz pairs.
-
-        Args:
-            tridiagonal: What the iterations made.
-            matrices: The rows of the basis (slices).
-        """
+        """Returns the Ritz pairs."""
         geometry = self.geometry
         pairs = ritz_pairs(tridiagonal, geometry.largest, geometry.smallest)
         weights = tf.cast(pairs.weights, geometry.dtype)
@@ -225,11 +216,7 @@ class Estimator:
 
     # ----------------------------------------------------------- reporting
     def first(self, updates: int) -> str:
-        """The time of the first estimation; empty after that.
-
-        Args:
-            updates: Number of updates of the weights so far.
-        """
+        """The time of the first estimation; empty after that."""
         warmup = self.search.timing.first(self.states)
         if updates > warmup:
             return ""

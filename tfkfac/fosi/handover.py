@@ -73,9 +73,7 @@ def pieces(
 ) -> Iterator[tuple[int, int, slice, slice, int]]:
     """The parts that each accelerator sends to each worker.
 
-    Yields:
-        Worker, accelerator, directions, elements, and where the accelerator's
-        slice begins.
+    Worker, accelerator, directions, elements, start of the accelerator's slice.
     """
     shards = layout.geometry.slices(len(roles.accelerators))
     for position, worker in enumerate(roles.workers):
@@ -117,12 +115,7 @@ def wire_type(variable: keras.Variable) -> tf.DType:
 def tap_moments(
     layer: keras.layers.Layer, total: Callable[[tf.Tensor], tf.Tensor]
 ) -> None:
-    """Gives a layer another sum of its moments in training steps.
-
-    Args:
-        layer: A synchronised `BatchNormalization`.
-        total: Differentiable sum over the replicas that train.
-    """
+    """Gives a layer another sum of its moments in training steps."""
 
     def moments(below: Callable[..., Any], /, *args: Any) -> Any:
         if not capturing():
@@ -173,14 +166,7 @@ class FinalUpdate(Slots):
         alpha: tf.Tensor,
         group: Communicator,
     ) -> tf.Tensor:
-        """Returns what is added to the weights at the end of the interval.
-
-        Args:
-            weights: The weights after its last step.
-            subspace: The directions found in it.
-            alpha: Learning rate of the Newton step.
-            group: The workers that share the directions.
-        """
+        """Returns what is added to the weights at the end of the interval."""
         total = tf.convert_to_tensor(self.gradient_sum)
         inside = subspace.coefficients(total, group)
         moved = subspace.coefficients(weights - self.start, group)

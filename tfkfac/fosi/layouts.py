@@ -41,11 +41,6 @@ def adds_up(whole: tf.Tensor, inside: tf.Tensor, rest: tf.Tensor) -> tf.Tensor:
     """True if `|g|^2 = |c|^2 + |g - V c|^2`, as for orthonormal directions.
 
     Others are not orthogonal, not of length 1 or not finite.
-
-    Args:
-        whole: `|g|^2`.
-        inside: `|c|^2`.
-        rest: `g - V c`.
     """
     return tf.abs(whole - inside - square(rest)) <= _ROUNDING * whole + _TINY
 
@@ -64,13 +59,7 @@ def finite_or_nothing(change: tf.Tensor) -> tf.Tensor:
 def combinations(
     directions: tf.Tensor, inside: tf.Tensor, moves: Moves | None
 ) -> list[tf.Tensor]:
-    """`V c` of coefficients c, then `V p` for moves p.
-
-    Args:
-        directions: The own part of V^T.
-        inside: The own coefficients.
-        moves: See `Layout.project_out`.
-    """
+    """`V c` of coefficients c, then `V p` for moves p."""
     weights = [inside] if moves is None else [inside, moves(inside)]
     return tf.unstack(tf.matmul(tf.stack(weights), directions))
 

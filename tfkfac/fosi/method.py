@@ -31,16 +31,7 @@ def describe(
     distribution: Sequence[tuple[str, str]],
     spectrum: np.ndarray,
 ) -> list[str]:
-    """Returns the lines of the summary of an optimizer.
-
-    Args:
-        title: First line.
-        geometry: Sizes.
-        estimations: How many there were, or when the first comes.
-        state: Bytes of the state by kind.
-        distribution: Rows of the table that say who does what.
-        spectrum: The Ritz values in use.
-    """
+    """Returns the lines of the summary of an optimizer."""
     rows = [
         ("Weights", f"{geometry.size:,}"),
         (
@@ -157,13 +148,7 @@ class FOSIMethod(Method):
     def train(
         self, step: Step, state: State, estimate: Callable[[], None]
     ) -> None:
-        """The step of a replica that trains.
-
-        Args:
-            step: The step, among those that train.
-            state: What this replica keeps.
-            estimate: Renews the directions if that is due.
-        """
+        """The step of a replica that trains."""
         if state.layout.reduces_gradients:
             step.weigh()
         else:

@@ -44,12 +44,7 @@ class Timing:
         return told if told >= 0 else WARMUP_STEPS
 
     def begins(self, clock: tf.Tensor, state: State) -> tf.Tensor:
-        """True if an interval begins here, or nothing was done yet.
-
-        Args:
-            clock: Number of updates of the weights so far.
-            state: The state of this replica.
-        """
+        """True if an interval begins here, or nothing was done yet."""
         since, last = self._since(clock, state), state.last
         if self.interval.get() is None:
             begins = tf.equal(state.estimations, 0) & (clock - last >= RETRY)
@@ -82,13 +77,7 @@ class Warmup:
     def expect(
         self, job: Job, states: Sequence[State], steps: int | None
     ) -> None:
-        """Derives the warm-up, unless it is known or over.
-
-        Args:
-            job: The job.
-            states: Those of the replicas of this process, if there are any.
-            steps: Training steps of the run, if they are known.
-        """
+        """Derives the warm-up, unless it is known or over."""
         for state in states[:1]:
             if max(int(state.warmup.numpy()), int(state.last.numpy())) >= 0:
                 return

@@ -89,14 +89,7 @@ class Subspace(Slots):
         group: Communicator,
         inner_momentum: tf.Tensor | None = None,
     ) -> None:
-        """Replaces the directions; the momentum is carried over.
-
-        Args:
-            values: Ritz values `(r,)`, ascending.
-            part: This worker's part of V^T, in its layout.
-            group: The workers that share the directions.
-            inner_momentum: Plain SGD's momentum b, if it has any.
-        """
+        """Replaces the directions; the momentum is carried over."""
         strong = tf.cast(is_strong(values), part.dtype)
         new = part * self.layout.own(strong, group.rank)[:, None]
         for variable in self._carried():
@@ -154,10 +147,6 @@ class Subspace(Slots):
         at a multiple of the running root mean square of its length (as SPAM
         does with spikes of the gradient, Huang et al., 2025). The first one is
         taken as it is.
-
-        Args:
-            inside: The own coefficients.
-            group: The workers that share the directions.
         """
         step = inside * self.inverse_curvature(group.rank)
         square = tf.reduce_sum(tf.square(step))

@@ -48,12 +48,7 @@ def has_momentum(job: Job) -> bool:
 
 
 def flat_momentum(job: Job, length: int) -> tf.Tensor | None:
-    """SGD's momentum as a vector that ends in zeros; None if it has none.
-
-    Args:
-        job: The job.
-        length: Length of the vector.
-    """
+    """SGD's momentum as a vector that ends in zeros; None if it has none."""
     if not has_momentum(job):
         return None
     weights = job.model.trainable_variables
@@ -68,15 +63,7 @@ def adopt(
     group: Communicator,
     job: Job,
 ) -> None:
-    """Uses new directions from now on, if they are any good.
-
-    Args:
-        state: What this replica keeps.
-        values: Ritz values `(r,)`, ascending.
-        part: This replica's part of the directions, in its layout.
-        group: The replicas that share the directions.
-        job: The job.
-    """
+    """Uses new directions from now on, if they are any good."""
     subspace = state.subspace
     assert subspace is not None
     # The same bits on every replica, so all take the same branch.
@@ -102,9 +89,7 @@ def adopt(
 def flat_gradient(step: Step, length: int | None = None) -> tf.Tensor:
     """The gradients of a step as a vector, zero where there is none.
 
-    Args:
-        step: The step.
-        length: Length of the vector, where it is to end in zeros.
+    It ends in zeros if a length is given.
     """
     weights = step.job.model.trainable_variables
     present = [g for g in step.gradients if g is not None]
@@ -276,13 +261,10 @@ class SplitUpdate:
     def _after(
         self, added: Callable[[tf.Tensor], tf.Tensor]
     ) -> Callable[[], None]:
-        """Returns what is done where the inner optimizer has moved weights.
+        """The addition to the weights after the inner optimizer has moved them.
 
         Its change d of the weights is read off them: the difference to what
         they were before.
-
-        Args:
-            added: Returns what is added to the weights, for the change.
         """
         model, estimations = self.step.job.model, self.state.estimations
         weights = model.trainable_variables

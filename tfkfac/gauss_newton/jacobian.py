@@ -153,7 +153,7 @@ class Jacobian:
     def _outputs(
         self, own: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
     ) -> tf.Tensor:
-        """What the losses read, as one vector."""
+        """The outputs that the losses read, as one vector."""
         args, kwargs = arguments_of(self.call, own)
         mapping = list(zip(self.weights, values, strict=True))
         with (
@@ -231,18 +231,13 @@ def block_examples(weights: int, outputs: int, activations: int) -> int:
     Few rows stay in the processor's cache. With less than there are weights,
     adding up the squares of blocks would take as long as making them; with
     many activations it is these that take the memory, and the time.
-
-    Args:
-        weights: Number of weights.
-        outputs: Number of outputs of an example.
-        activations: Numbers that are made of an example for each output.
     """
     part = 2 * weights / (2 * weights + activations)
     return max(int(max(weights, _LEAST) * part) // outputs, 1)
 
 
 def needs_loop(model: keras.Model) -> bool:
-    """Whether examples are taken one after the other, which is slow.
+    """True if examples are taken one after the other, which is slow.
 
     TensorFlow vectorises neither the gradient of grouped convolutions nor
     recurrent layers with a mask.
@@ -266,5 +261,5 @@ def flat(rows: tf.Tensor) -> tf.Tensor:
 
 
 def has_examples(leaf: Any) -> bool:
-    """Whether an argument of a model may have examples."""
+    """True if an argument of a model may have examples."""
     return hasattr(leaf, "shape") and len(leaf.shape) > 0

@@ -80,13 +80,7 @@ class State(Slots):
         )
 
     def note(self, found: Search, residuals: tf.Tensor, name: str) -> None:
-        """Notes what the tries of a step have come to.
-
-        Args:
-            found: That.
-            residuals: Number of residuals of the step.
-            name: Name of the optimizer.
-        """
+        """Notes the tries of a step."""
         self.damping.assign(found.damping)
         self.previous.assign(found.change)
         self.tries.assign_add(tf.cast(found.tries, tf.int64))
@@ -109,7 +103,7 @@ class State(Slots):
         self.last.assign(tf.stack([tf.cast(v, tf.float64) for v in values]))
 
     def last_step(self) -> dict[str, float]:
-        """What the last step did; empty before the first."""
+        """The numbers of the last step; empty before the first."""
         numbers = [float(v) for v in self.last.numpy()]
         if math.isnan(numbers[-1]):
             return {}
@@ -177,12 +171,7 @@ class GaussNewtonMethod(Method):
     ) -> Callable[[tf.Tensor], Gradients]:
         """Keeps Keras' gradients from being computed: the rows have them too.
 
-        Args:
-            step: The step.
-            loss: What must be finite in their place.
-
-        Returns:
-            Makes the gradients, of which an SGD step makes a change.
+        Returns a function of a step that gives those of which SGD makes it.
         """
         places = iter(places_of(step, self.job.model.trainable_variables))
         own = [None if g is None else next(places) for g in step.gradients]
@@ -270,7 +259,7 @@ class GaussNewtonMethod(Method):
     def checks(
         self, spaces: Sequence[str], residuals: int | tf.Tensor
     ) -> list[tf.Operation]:
-        """What the rows have to wait for, lest they are too many.
+        """Checks that the rows wait for, lest they are too many.
 
         In the space of the parameters, the only one of several replicas, their
         number does not matter.
@@ -333,7 +322,7 @@ class GaussNewtonMethod(Method):
 
     # ----------------------------------------------------------- reporting
     def last_step(self) -> dict[str, float]:
-        """What the last step did; empty before the first."""
+        """The numbers of the last step; empty before the first."""
         return self.states[0].last_step() if self.states else {}
 
     @override
@@ -395,15 +384,7 @@ EXAMPLES = (100, 1_000, 10_000, 100_000)
 def describe(
     titles: Sequence[str], limits: Limits, solve: str, residuals: int | None
 ) -> list[str]:
-    """Returns the lines of the summary of an optimizer.
-
-    Args:
-        titles: The first lines.
-        limits: Sizes.
-        solve: The space that is allowed, or "auto".
-        residuals: Number of residuals of the last step; None before the
-            first.
-    """
+    """Returns the lines of the summary of an optimizer."""
     rows = []
     for m in EXAMPLES if residuals is None else (residuals,):
         space = limits.space(solve, m)

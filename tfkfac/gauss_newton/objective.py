@@ -82,9 +82,6 @@ class Objective:
         """The loss at the weights as they are, and the Jacobian there.
 
         Of the outputs that the training step has computed already.
-
-        Args:
-            block: Number of examples whose rows are made at once.
         """
         model, dtype = self.step.job.model, self.space.dtype
         values = [tf.identity(v.value) for v in self.weights]

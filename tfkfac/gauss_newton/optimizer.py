@@ -171,7 +171,7 @@ class GaussNewton(SecondOrderOptimizer):
 
     @property
     def last_step(self) -> dict[str, float]:
-        """What the last step did; empty before the first.
+        """The numbers of the last step; empty before the first.
 
         "damping" and "tries" are those of the step; "predicted_reduction" and
         "actual_reduction", how much smaller its model and the loss itself

@@ -10,7 +10,7 @@ themselves, `B r = dL/dz`, are those of least length.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -24,21 +24,8 @@ from tfkfac.loss.terms import LossTerms
 from tfkfac.training.step import Step
 
 
-class Root(Protocol):
-    """The square root B of the Hessians of some examples."""
-
-    def part(self, first: tf.Tensor, end: tf.Tensor) -> "Root":
-        """That of some of them."""
-
-    def times(self, rows: tf.Tensor) -> tf.Tensor:
-        """`B^T` times rows `(examples, outputs, n)`."""
-
-    def residuals(self, slopes: tf.Tensor) -> tf.Tensor:
-        """Solves `B r = slopes`, both `(examples, outputs)`."""
-
-
 class DiagonalRoot(NamedTuple):
-    """The root for outputs that are independent, `(examples, outputs)`."""
+    """The root B for outputs that are independent, `(examples, outputs)`."""
 
     diagonal: tf.Tensor
 
@@ -47,11 +34,11 @@ class DiagonalRoot(NamedTuple):
         return DiagonalRoot(self.diagonal[first:end])
 
     def times(self, rows: tf.Tensor) -> tf.Tensor:
-        """`B^T` times rows."""
+        """`B^T` times rows `(examples, outputs, n)`."""
         return self.diagonal[:, :, None] * rows
 
     def residuals(self, slopes: tf.Tensor) -> tf.Tensor:
-        """Solves `B r = slopes`."""
+        """Solves `B r = slopes`, both `(examples, outputs)`."""
         return tf.math.divide_no_nan(slopes, self.diagonal)
 
 
@@ -80,8 +67,11 @@ class TermRoot(NamedTuple):
         return tf.reshape(found, [-1, terms * size])
 
 
+Root = DiagonalRoot | TermRoot
+
+
 class Read(NamedTuple):
-    """What one loss reads of the model.
+    """The output of the model that one loss reads.
 
     Attributes:
         position: Which of the model's outputs it is.
@@ -136,15 +126,7 @@ def read_outputs(
     slopes: Sequence[Sequence[tf.Tensor | None]],
     dtype: tf.DType,
 ) -> list[Read]:
-    """Finds what each loss of a step reads.
-
-    Args:
-        step: The step.
-        call: The call of the model that its loss is of.
-        leaves: The outputs.
-        slopes: Gradients of the loss there.
-        dtype: The dtype to work in.
-    """
+    """Finds what each loss of a step reads."""
     flat = keras.tree.flatten(call.outputs)
     position = {id(output): i for i, output in enumerate(flat)}
     terms, replicas = step.loss.losses, step.job.topology.replicas
@@ -177,7 +159,7 @@ def read_outputs(
 
 
 def scale_of(terms: LossTerms, share: tf.Tensor, replicas: int) -> tf.Tensor:
-    """What a replica's loss is of the sum of its terms, see `weigh_loss`."""
+    """The factor of its terms' sum in a replica's loss, see `weigh_loss`."""
     if terms.summed:
         return terms.unit
     return tf.math.divide_no_nan(terms.unit * share, replicas * terms.count)
@@ -186,14 +168,7 @@ def scale_of(terms: LossTerms, share: tf.Tensor, replicas: int) -> tf.Tensor:
 def root_of(
     output: Output, values: tf.Tensor, is_logits: bool, scale: tf.Tensor
 ) -> Root:
-    """The root of the Hessian of one loss.
-
-    Args:
-        output: The output.
-        values: What the loss reads of it.
-        is_logits: Whether these are the logits behind it.
-        scale: What the loss is of the sum of its terms.
-    """
+    """The root of the Hessian of one loss."""
     distribution = output.distribution
     if is_logits:
         distribution = of_logits(distribution)

@@ -133,7 +133,7 @@ _ROUNDINGS = 8
 
 
 class Search(NamedTuple):
-    """What the tries of a step have come to.
+    """The outcome of the tries of a step.
 
     Attributes:
         damping: That of the next try, or of the next step, float64.

@@ -190,13 +190,7 @@ def outputs_of(terms: Sequence[LossTerms]) -> int:
 def why_only_parameters(
     model: keras.Model, replicas: int, terms: Sequence[LossTerms] = ()
 ) -> str | None:
-    """Why a step cannot be solved in the space of residuals, or None.
-
-    Args:
-        model: The model.
-        replicas: Number of replicas.
-        terms: The terms of the losses, once they are known.
-    """
+    """Why a step cannot be solved in the space of residuals, or None."""
     if replicas > 1:
         return (
             "with several replicas, each of which has residuals of its own. "
@@ -249,12 +243,7 @@ class Limits(NamedTuple):
     activations: int = 0
 
     def bytes(self, space: str, residuals: int) -> int:
-        """Bytes of a step at work, the model's passes for its rows included.
-
-        Args:
-            space: "parameters" or "residuals".
-            residuals: Number of residuals, m.
-        """
+        """Bytes of a step at work, the model's passes for its rows included."""
         n, m = self.weights, residuals
         size, rows = (n, min(m, self.block)) if space == PARAMETERS else (m, m)
         numbers = _MATRICES * size * size + rows * self._row(space)
@@ -277,7 +266,7 @@ class Limits(NamedTuple):
         return first
 
     def allows(self, space: str, residuals: int) -> bool:
-        """Whether a step has the bytes that it needs."""
+        """True if a step has the bytes that it needs."""
         return self.bytes(space, residuals) <= self.most
 
     def most_residuals(self) -> int:
@@ -302,14 +291,7 @@ class Limits(NamedTuple):
             raise ValueError(self._refusal(space, need))
 
     def check_residuals(self, residuals: tf.Tensor) -> tf.Operation:
-        """Refuses a number of residuals in their own space when it is known.
-
-        Args:
-            residuals: The number, an int64 scalar.
-
-        Returns:
-            What to wait for before anything is made of them.
-        """
+        """Refuses a number of residuals in their own space when it is known."""
         m = tf.cast(residuals, tf.int64)
         numbers = _MATRICES * m * m + m * self._row(RESIDUALS)
         size, unit = unit_of(self.most)
@@ -343,12 +325,6 @@ def choose_spaces(
     limits: Limits, solve: str, residuals: int | None, only: str | None
 ) -> tuple[str, ...]:
     """The space of a step, or both if its batch decides when it runs.
-
-    Args:
-        limits: Sizes.
-        solve: What the user wants.
-        residuals: Number of residuals, None if it is not known before.
-        only: Why only that of the parameters will do; None if both do.
 
     Raises:
         ValueError: If none will do.
