@@ -23,7 +23,6 @@ from tests.support.curvature_models import (
     weight_count,
 )
 from tests.support.harness import randomize
-from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tests.support.small import loss
 from tfkfac.curvature import hessian_vector_product, lanczos
@@ -119,18 +118,6 @@ def test_dtypes_of_vectors() -> None:
         got = hessian_vector_product(model, x, y, other)
         assert got.dtype == tf.float32
         np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize(
-    "case", with_slow(["layer", "lstm", "dropout", "max_pooling"], "lstm")
-)
-def test_symmetric(case: str) -> None:
-    model, x, y = ready(case)
-    vectors = noise(weight_count(model), 4)
-    images = hessian_vector_product(model, x, y, vectors).numpy()
-    gram = vectors.T @ images
-    scale = np.abs(gram).max()
-    np.testing.assert_allclose(gram / scale, gram.T / scale, atol=1e-5)
 
 
 def test_one_mask_for_all_columns() -> None:

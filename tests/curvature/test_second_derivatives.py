@@ -67,19 +67,6 @@ def test_layers(case: str) -> None:
     assert_agrees(model, inputs(shape), noise(ROWS, 2))
 
 
-@pytest.mark.slow
-def test_whole_hessian() -> None:
-    """Every element, and symmetric."""
-    model = network(*ZOO["layer"])
-    model.compile("sgd", "mse")
-    x, y = inputs(ZOO["layer"][1]), noise(ROWS, 2)
-    unit = np.eye(weight_count(model))
-    want = difference_products(model, unit, x, y)
-    got = hessian_vector_product(model, x, y, unit).numpy()
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * want.max())
-    np.testing.assert_allclose(got, got.T, rtol=0, atol=1e-13 * want.max())
-
-
 def perceptron(units: int, activation: Any = None) -> Any:
     model = keras.Sequential(
         [
@@ -134,17 +121,6 @@ def test_losses(case: str, weighted: bool) -> None:
     model = perceptron(units, activation)
     model.compile("sgd", loss())
     assert_agrees(model, inputs((3,)), y, weights)
-
-
-def test_weight_zero() -> None:
-    """Such examples do not count."""
-    model = perceptron(2)
-    model.compile("sgd", "mse")
-    x, y, vector = inputs((3,)), noise(ROWS, 2), noise(weight_count(model))
-    weights = (np.arange(ROWS) < 4) * 1.0
-    got = hessian_vector_product(model, x, y, vector, weights)
-    part = hessian_vector_product(model, x[:4], y[:4], vector)
-    np.testing.assert_allclose(got, part * 4 / ROWS, rtol=1e-12)
 
 
 def two_outputs() -> Any:

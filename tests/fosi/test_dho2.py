@@ -143,7 +143,7 @@ def alone(name: str) -> Result:
 # ----------------------------------------------------------------- results
 @pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_same_bits_everywhere(results: Results, name: str) -> None:
-    """Weights, the inner optimizer's slots, and Ritz values."""
+    """Weights, the inner optimizer's slots, Ritz values and metrics."""
     workers = results(name)
     if options_of(name)["model"] == "plain_norm":
         # Each worker has the moving statistics of its own rows.
@@ -156,6 +156,9 @@ def test_same_bits_everywhere(results: Results, name: str) -> None:
     values = [v for w in workers for v in w["ritz_values"]]
     for worker, own in zip(workers, values[:: len(values)], strict=False):
         np.testing.assert_array_equal(worker["spectrum"], own)
+    if "poison" not in options_of(name):  # a NaN is not equal to itself
+        for worker in workers:
+            assert worker["history"] == workers[0]["history"]
     for value in values:
         assert value.shape == (directions_of(name),)
         assert value.any()
@@ -204,16 +207,6 @@ def test_equals_one_process(results: Results, name: str) -> None:
         for values in worker["ritz_values"]:
             off = np.abs(values - single["spectrum"]).max()
             assert off <= 10 * tolerance * scale
-
-
-@pytest.mark.parametrize(
-    "name", JOBS.params(n for n in CASES if "poison" not in options_of(n))
-)
-def test_metrics(results: Results, name: str) -> None:
-    """The same on all workers."""
-    first, *others = results(name)
-    for other in others:
-        assert other["history"] == first["history"]
 
 
 # ------------------------------------------------------------------- state
@@ -270,26 +263,16 @@ def test_traffic_of_a_large_model(results: Results, name: str) -> None:
                 ours[kind]["projections"]
                 <= 0.34 * published[kind]["projections"]
             )
-        # Only the momentum moves: a gather of n and a sum of r numbers.
-        gather = 4 * LARGE // workers * (workers - 1)
-        momentum = gather + all_reduce_bytes(4 * 10, workers)
-        assert ours["estimation"]["directions"] == momentum
-        assert published["estimation"]["directions"] > momentum
+        assert (
+            ours["estimation"]["directions"]
+            < published["estimation"]["directions"]
+        )
         for kinds in (ours, published):
             assert kinds["warmup"]["projections"] == 0
             assert kinds["plain"]["lanczos"] == 0
             assert kinds["plain"]["gradients"] == all_reduce_bytes(
                 4 * LARGE, workers
             )
-        # And the length of the Newton step, and whether the directions can be
-        # right.
-        numbers = all_reduce_bytes(4, workers) + all_reduce_bytes(8, workers)
-        assert published["plain"]["projections"] == numbers + (
-            3 * all_reduce_bytes(4 * LARGE, workers)
-        )
-        assert (
-            ours["estimation"]["lanczos"] == published["estimation"]["lanczos"]
-        )
 
 
 # ---------------------------------------------------------------- refusals

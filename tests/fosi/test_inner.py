@@ -1,6 +1,6 @@
 """What FOSI leaves to the inner optimizer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -9,7 +9,6 @@ import pytest
 from keras import constraints, layers
 from keras.optimizers import SGD, Adam
 
-from tests.support.dtypes import floats
 from tests.support.fosi_reference import (
     BETAS,
     CLASSES,
@@ -35,12 +34,6 @@ from tests.support.small import assert_same, curvature, slots
 
 Maker = Callable[[], Any]
 NEVER = 100
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    with floats("float64"):
-        yield
 
 
 # ------------------------------------------------------- before the first time

@@ -17,7 +17,7 @@ from tfkfac.distributed.shards import Shards
 from tfkfac.distributed.topology import Roles
 from tfkfac.distributed.wire import all_reduce_bytes
 from tfkfac.fosi.estimation import Spectrum
-from tfkfac.fosi.handover import hand_over, piece_bytes, pieces
+from tfkfac.fosi.handover import hand_over, piece_bytes
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
 
 few = settings(max_examples=25, deadline=None)
@@ -233,31 +233,6 @@ def test_projection_bytes(
 def roles_of(workers: int, accelerators: int) -> Roles:
     everyone = tuple(range(workers + accelerators))
     return Roles(everyone[:workers], everyone[workers:])
-
-
-@names
-@given(SIZES, DIRECTIONS, GROUPS, GROUPS)
-def test_pieces_cover_every_part_once(
-    name: str, size: int, directions: int, workers: int, accelerators: int
-) -> None:
-    """Each from the accelerator that has it, in the order of the elements."""
-    layout = layout_of(name, size, directions, workers)
-    roles = roles_of(workers, accelerators)
-    shards = Shards(size, accelerators)
-    sent = np.zeros([workers, directions, size], int)
-    last = dict.fromkeys(roles.workers, 0)
-    for worker, accelerator, rows, elements, start in pieces(layout, roles):
-        sent[worker, rows, elements] += 1
-        held = shards.range(accelerator - workers)
-        assert start == held.start <= elements.start
-        assert elements.start < elements.stop <= held.stop
-        assert rows.start < rows.stop
-        assert last[worker] <= elements.start
-        last[worker] = elements.stop
-    wanted = np.zeros_like(sent)
-    for worker in roles.workers:
-        wanted[worker][layout.part(worker)] = 1
-    np.testing.assert_array_equal(sent, wanted)
 
 
 @names

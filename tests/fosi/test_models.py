@@ -1,6 +1,6 @@
 """FOSI on models, layers and losses of several kinds."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,7 +11,6 @@ from keras import layers
 from keras.optimizers import SGD
 
 from tests.support.curvature_models import difference_products, weight_count
-from tests.support.dtypes import floats
 from tests.support.fosi_reference import (
     FEATURES,
     ROWS,
@@ -29,12 +28,6 @@ from tests.support.fosi_reference import (
 )
 from tests.support.harness import randomize
 from tests.support.small import curvature
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    with floats("float64"):
-        yield
 
 
 # ----------------------------------------------------------- Hessians of models
@@ -123,21 +116,6 @@ def test_sample_weights(double: None) -> None:
     network, program = Network(x, y, weight=weight), Fosi(sgd(0.1), warmup=1)
     want = program.run(network.gradient, network.hessian, flat(model), 6)
     assert_path(fit(model, x, y, 6, sample_weight=weight), want, 1e-6)
-
-
-def test_class_weights() -> None:
-    """Are sample weights by class."""
-    x, y = data()
-    share = {0: 0.5, 1: 2.0}
-    paths = []
-    for by_class in (True, False):
-        model = mlp()
-        model.compile(small(), loss())
-        rows = np.array([share[label] for label in y], "float32")
-        name = "class_weight" if by_class else "sample_weight"
-        value = share if by_class else rows
-        paths.append(fit(model, x, y, 4, **{name: value}))
-    np.testing.assert_array_equal(paths[0], paths[1])
 
 
 def test_mixed_precision() -> None:

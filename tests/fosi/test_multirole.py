@@ -166,12 +166,14 @@ def test_evaluate(results: Results, name: str) -> None:
 
 # ----------------------------------------------------------------- reports
 @pytest.mark.parametrize("name", JOBS.params(CASES))
-def test_idle_share(results: Results, name: str) -> None:
+def test_reports(results: Results, name: str) -> None:
+    """Shares of waiting; when the first estimation has come, it is not said."""
     for process in results(name):
         idle = process["idle_share"]
         assert idle.shape == (replicas_of(name),)
         assert np.all((idle >= 0) & (idle <= 1))
         assert np.any(idle > 0)
+        assert "the first" not in process["summary"]
 
 
 @pytest.mark.parametrize("name", JOBS.params(CASES))
@@ -224,13 +226,6 @@ def test_traffic(results: Results, name: str) -> None:
             assert moved["gradients"] == moved["projections"] == 0
             assert moved["weights"] == sum(v.nbytes for v in variables)
             assert moved["directions"] == 0
-
-
-@pytest.mark.parametrize("name", JOBS.params(CASES))
-def test_summary(results: Results, name: str) -> None:
-    """When the first estimation has come, it says so no more."""
-    for process in results(name):
-        assert "the first" not in process["summary"]
 
 
 def test_when_the_first_estimation_comes() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras.optimizers import SGD, Adam
 from keras.optimizers.schedules import ExponentialDecay
 
@@ -115,13 +114,6 @@ def test_state_of_other_sizes_is_refused() -> None:
         models[1].optimizer.load_own_variables(store)
 
 
-def test_state_of_another_optimizer_is_left_out() -> None:
-    model = mlp()
-    model.compile(small(), loss())
-    with pytest.warns(UserWarning, match="another optimizer"):
-        model.optimizer.load_own_variables({"0": np.zeros(3)})
-
-
 # ------------------------------------------------------------------- reports
 @pytest.fixture(scope="module")
 def trained() -> Any:
@@ -145,16 +137,6 @@ def test_state_bytes(trained: Any) -> None:
     model = mlp()
     model.compile(small(num_smallest=1), loss())
     assert model.optimizer.state_bytes() == want
-
-
-def test_state_bytes_with_accumulation() -> None:
-    """What is carried from batch to batch counts."""
-    model = mlp()
-    model.compile(small(SGD(0.1, gradient_accumulation_steps=2)), loss())
-    model.optimizer.build(model.trainable_variables)
-    kept = curvature(model.optimizer).items()
-    own = sum(value.nbytes for _, value in kept if value.dtype == np.float32)
-    assert model.optimizer.state_bytes()["directions"] == own
 
 
 def test_communication_bytes(trained: Any) -> None:
@@ -228,16 +210,3 @@ def test_summary_says_when_the_first_estimation_comes(warmup: int) -> None:
 
 
 # -------------------------------------------------------------------- graphs
-def nodes(steps: int) -> int:
-    """Number of operations in the graph of a step, functions included."""
-    model = mlp()
-    model.compile(small(lanczos_steps=steps), loss())
-    model.optimizer.build(model.trainable_variables)
-    step = tf.function(lambda: model.train_step((X, Y)))
-    graph = step.get_concrete_function().graph.as_graph_def()
-    functions = graph.library.function
-    return len(graph.node) + sum(len(f.node_def) for f in functions)
-
-
-def test_the_graph_does_not_grow_with_the_steps() -> None:
-    assert nodes(10) == nodes(4)

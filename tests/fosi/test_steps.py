@@ -2,7 +2,6 @@
 
 import functools
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -11,8 +10,6 @@ import pytest
 from keras import layers
 from keras.optimizers import SGD, Adam, AdamW, RMSprop
 
-import tfkfac
-from tests.support.dtypes import floats
 from tests.support.fosi_reference import (
     BETAS,
     SIZE,
@@ -43,12 +40,6 @@ INNERS: dict[str, tuple[Any, Rule]] = {
     "rmsprop": (lambda: RMSprop(0.01), rmsprop(0.01)),
     "adamw": (lambda: AdamW(0.03, 0.3, **BETAS), adam(0.03, 0.3)),
 }
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    with floats("float64"):
-        yield
 
 
 @functools.cache
@@ -299,26 +290,3 @@ def test_more_directions_than_rank(inner: str) -> None:
     assert np.isfinite(history).all()
     assert np.diff(history).max() < 1e-6
     assert history[-1] < 0.7 * history[0]
-
-
-def test_spectrum_of_the_oracle() -> None:
-    """Ascending, and NumPy's eigenvalues; none before the first estimation."""
-    m = oracle()
-    model = keras.Sequential(
-        [
-            keras.Input((10,)),
-            layers.Dense(16, activation="tanh", name="dense_1"),
-            layers.Dense(3, name="dense_2"),
-        ]
-    )
-    for v in model.trainable_variables:
-        v.assign(m["weights0/" + "/".join(v.path.split("/")[-2:])])
-    optimizer = tfkfac.FOSI(
-        num_largest=4, num_smallest=2, warmup_steps=0, lanczos_steps=40
-    )
-    model.compile(optimizer, loss(), run_eagerly=True)
-    assert optimizer.spectrum().shape == (0,)
-    model.train_on_batch(m["x"], m["y"])
-    got, want = optimizer.spectrum(), m["exact/eigenvalues"]
-    assert (np.diff(got) > 0).all()
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * want[-1])

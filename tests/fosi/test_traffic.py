@@ -98,23 +98,3 @@ def test_estimation(workers: int) -> None:
     for _, received in run_together(workers, work):
         off = abs(received * ITEM - estimation_bytes(GEOMETRY, workers))
         assert off <= 11
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 3])
-def test_exhausted_estimation(workers: int) -> None:
-    """Random vectors are made orthogonal twice, on all workers or on none."""
-    geometry = Geometry(SIZE, 3, 0, 2 * SIZE, tf.float64)
-
-    def work(group: Any) -> tuple[Array, Array]:
-        found = Estimation(geometry, group, 0).run(tf.identity)
-        return found.values.numpy(), found.rows.numpy()
-
-    results = run_together(workers, work)
-    rows = np.concatenate([rows for (_, rows), _ in results], 1)
-    np.testing.assert_allclose(rows @ rows.T, np.eye(3), atol=1e-13)
-    for (values, _), received in results:
-        # Each worker adds up its own identity.
-        np.testing.assert_allclose(values, workers, rtol=1e-13)
-        np.testing.assert_array_equal(values, results[0][0][0])
-        assert received * ITEM > estimation_bytes(geometry, workers) + 100

@@ -1,6 +1,6 @@
 """How often a step reads the directions, and that it still is FOSI's."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,7 @@ from tests.support.fosi_reference import (
 )
 from tests.support.marks import with_slow
 from tests.support.reference import Array
-from tfkfac.fosi.layouts import LAYOUTS, Geometry
-from tfkfac.fosi.subspace import Subspace
+from tfkfac.fosi.layouts import LAYOUTS
 from tfkfac.fosi.update import is_plain_sgd
 from tfkfac.training.job import Job
 
@@ -35,50 +34,7 @@ Maker = Callable[[], Any]
 DIRECTIONS = 3
 
 
-@pytest.fixture
-def double() -> Iterator[None]:
-    with floats("float64"):
-        yield
-
-
 # ------------------------------------------------------------------ readings
-@pytest.fixture
-def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows by one with every product with all directions that is traced."""
-    found: list[str] = []
-    product = tf.matmul
-
-    def counted(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
-        elements = [tf.TensorShape(x.shape).num_elements() for x in (a, b)]
-        # The chunks of a product are of an unknown number of rows.
-        shapes = [tuple(x.shape) for x in (a, b)]
-        if DIRECTIONS * SIZE in elements or (None, 1, 1, SIZE) in shapes:
-            found.append("V")
-        return product(a, b, *args, **kwargs)
-
-    monkeypatch.setattr(tf, "matmul", counted)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("inner", "want"), [(SGD(0.1, 0.9), 2), (Adam(0.1), 4)]
-)
-def test_readings(inner: Any, want: int, readings: list[str]) -> None:
-    """Two where the inner optimizer's change is a sum of gradients."""
-    step(inner, learning_rate_clip=2.5)
-    assert len(readings) == want
-
-
-def test_readings_without_some_gradients(readings: list[str]) -> None:
-    """A part of a gradient has something in the directions again."""
-    step(SGD(0.1), trained=slice(2, None))
-    assert len(readings) == 4
-    readings.clear()
-    # And so has the momentum that is made of it.
-    step(SGD(0.1, 0.9), trained=slice(2, None))
-    assert len(readings) == 5
-
-
 SUMS: dict[str, Maker] = {
     "sgd": lambda: SGD(0.1),
     "momentum": lambda: SGD(0.1, 0.9),
@@ -109,25 +65,6 @@ def test_rounded_changes_are_not(dtype: str) -> None:
     with floats(dtype):
         model = mlp()
         assert not is_plain_sgd(Job("fosi", model, SGD(0.1)))
-
-
-def step(inner: Any, trained: slice = slice(None), **options: Any) -> None:
-    """Traces a step, without estimations."""
-    model = mlp()
-    model.compile(fosi(inner, lanczos_steps=4, **options), loss())
-    optimizer = model.optimizer
-    weights = model.trainable_variables[trained]
-    optimizer.build(model.trainable_variables)
-    # Nothing of the estimation is to be counted.
-    optimizer._method.estimator.estimate = lambda *_: None
-
-    @tf.function
-    def train(x: Any, y: Any) -> None:
-        with tf.GradientTape() as tape:
-            value = model.compute_loss(x, y, model(x, training=True))
-        optimizer.apply(tape.gradient(value, weights), weights)
-
-    train.get_concrete_function(*map(tf.constant, data()))
 
 
 # ------------------------------------------------------------- what it does
@@ -242,27 +179,3 @@ def test_decay_and_clipping(double: None) -> None:
 
 
 # -------------------------------------------------------------- what is said
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_reported_bytes(layout: str) -> None:
-    """Of n and r numbers: what a step does, by hand, on two workers."""
-    model = mlp()
-    geometry = Geometry(SIZE, DIRECTIONS, 0, 4, tf.float32)
-    shared = LAYOUTS[layout](geometry, 2)
-    # An all-reduce of a number gives each of two workers one of them. Two of
-    # them say whether the directions can be right.
-    want = {
-        "rows": {
-            "sgd": 6 + 3 + 2,
-            "momentum": 6 + 3 + 2,
-            "adam": 6 + 2 * 3 + 2,
-        },
-        "columns": {
-            "sgd": 2 * 12 + 1 + 2,
-            "momentum": 2 * 12 + 1 + 2,
-            "adam": 3 * 12 + 1 + 2,
-        },
-    }[layout]
-    for case, numbers in want.items():
-        job = Job("fosi", model, (SUMS | OTHERS)[case]())
-        projections = shared.projection_bytes(is_plain_sgd(job))
-        assert Subspace.bound_bytes(shared) + projections == 4 * numbers

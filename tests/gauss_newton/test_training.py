@@ -1,5 +1,6 @@
 """`fit` with everything around it: traces, saving, guards, SciPy."""
 
+import pathlib
 from typing import Any
 
 import keras
@@ -47,12 +48,41 @@ def everything(model: Any) -> list[Array]:
     ]
 
 
+def assert_same_bits(got: Any, want: Any) -> None:
+    for a, b in zip(everything(got), everything(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 class Traces(tfkfac.GaussNewton):
     traces = 0
 
     def apply(self, *args: Any, **kwargs: Any) -> None:
         type(self).traces += 1
         super().apply(*args, **kwargs)
+
+
+@pytest.mark.slow
+def test_saving_and_resuming(tmp_path: pathlib.Path) -> None:
+    """`.keras`, weights and checkpoints go on bit for bit, in one trace."""
+    with floats("float64"):
+        whole = compiled()
+        fit(whole, 4)
+        half = compiled()
+        fit(half, 2)
+        half.save(tmp_path / "a.keras")
+        half.save_weights(tmp_path / "b.weights.h5")
+        tf.train.Checkpoint(model=half).save(str(tmp_path / "c"))
+        loaded = keras.models.load_model(tmp_path / "a.keras")
+        assert loaded.optimizer.get_config() == whole.optimizer.get_config()
+        assert_same_bits(loaded, half)
+        restored = compiled()
+        path = tf.train.latest_checkpoint(tmp_path)
+        tf.train.Checkpoint(model=restored).restore(path).assert_consumed()
+        assert_same_bits(restored, half)
+        for model in (loaded, restored):
+            fit(model, 2, first=2)
+            assert_same_bits(model, whole)
+        assert whole.optimizer.last_step["accepted"] == 1
 
 
 @pytest.mark.slow
@@ -97,57 +127,25 @@ def test_a_batch_without_weight_is_no_failure() -> None:
         assert int(state.rejected.numpy()) == 0
 
 
-def predict(weights: Any, x: Array) -> Array:
-    a, b, c, d = weights
-    return np.asarray(np.tanh(x @ a + b) @ c + d)
-
-
 @pytest.mark.slow
-def test_where_scipy_gets() -> None:
-    """The minimum that `least_squares` finds from the same weights."""
-    optimize = pytest.importorskip("scipy.optimize")
-    draw = np.random.default_rng(1)
-    x = draw.uniform(-2, 2, size=(300, 2))
+def test_a_loop_of_ones_own() -> None:
+    """With `compute_loss`, by `attach`, the steps of `fit`."""
     with floats("float64"):
-        model = network(units=2)
-        model.compile(tfkfac.GaussNewton(), "mse")
-        start = model.get_weights()
-        y = np.tanh(x[:, :1]) - np.tanh(2 * x[:, 1:] - x[:, :1] + 0.5)
-        y += 0.1 * draw.normal(size=y.shape)
-        data = tf.data.Dataset.from_tensors((x, y)).repeat(100)
-        model.fit(data, verbose=0)
-        got = float(np.mean((predict(model.get_weights(), x) - y) ** 2))
-    sizes = np.cumsum([w.size for w in start])[:-1]
+        want = compiled()
+        data = tf.data.Dataset.from_tensors((X, Y)).repeat(3)
+        want.fit(data, verbose=0)
+        model = compiled()
+        other = model.optimizer
 
-    def residuals(flat: Array) -> Array:
-        parts = np.split(flat, sizes)
-        weights = [
-            p.reshape(w.shape) for p, w in zip(parts, start, strict=True)
-        ]
-        return np.ravel(predict(weights, x) - y)
+        @tf.function
+        def step(x: Any, y: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = model.compute_loss(x=x, y=y, y_pred=model(x))
+            weights = model.trainable_variables
+            values = [v.value for v in weights]
+            other.apply(tape.gradient(loss, values), weights)
 
-    flat = np.concatenate([np.ravel(w) for w in start])
-    found = optimize.least_squares(
-        residuals, flat, method="lm", xtol=1e-14, ftol=1e-14, gtol=1e-14
-    )
-    assert got == pytest.approx(np.mean(found.fun**2), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_both_spaces_and_eager_steps_are_the_same() -> None:
-    with floats("float64"):
-        found = []
-        for solve, eager in (
-            ("parameters", False), ("residuals", False), ("auto", True),
-        ):  # fmt: skip
-            model = network()
-            model.compile(
-                tfkfac.GaussNewton(solve=solve), "mse", run_eagerly=eager
-            )
-            for _ in range(3):
-                model.train_on_batch(X[:20], Y[:20])
-            found.append(
-                np.concatenate([np.ravel(w) for w in model.get_weights()])
-            )
-        for other in found[1:]:
-            np.testing.assert_allclose(other, found[0], rtol=1e-8, atol=1e-10)
+        for x, y in data:
+            step(x, y)
+        for a, b in zip(model.get_weights(), want.get_weights(), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
