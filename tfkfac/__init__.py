@@ -3,19 +3,19 @@
 >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 """
 
+import keras
+
 from tfkfac import blocks, callbacks, cost, curvature, factors, fisher
 from tfkfac.blocks import register_block
 from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
-from tfkfac.compat.optimizers import find_by_name
 from tfkfac.fisher import register_distribution
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
 from tfkfac.kfac.length import LevenbergMarquardt, QuadraticStep
 from tfkfac.kfac.optimizer import KFAC
 from tfkfac.kfac.settings import Distribution
-from tfkfac.shell import binding, carry
 from tfkfac.shell.loss_scale import LossScaleOptimizer
-from tfkfac.supervision import aftermath, fit
+from tfkfac.supervision.model import hook_compile
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,10 +37,8 @@ __all__ = [
     "register_distribution",
 ]
 
-binding.install()
-carry.install()
-fit.install()
-aftermath.install()
-find_by_name(KFAC)
-find_by_name(FOSI)
-find_by_name(GaussNewton)
+hook_compile()
+# What `compile("kfac")` finds, as it finds Keras' own.
+keras.saving.get_custom_objects().update(
+    kfac=KFAC, fosi=FOSI, gaussnewton=GaussNewton
+)

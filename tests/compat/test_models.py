@@ -15,7 +15,6 @@ from tests.compat.contracts import contract
 from tfkfac.compat import models
 from tfkfac.compat.models import (
     after_compile,
-    around_evaluate,
     around_fit,
     call_takes_training,
     compiled_loss,
@@ -145,15 +144,13 @@ def test_loss_takes_training() -> None:
 
 # ------------------------------------------------------------------ compile
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def compiled() -> Iterator[list[Any]]:
     """Models in the order compiled; the class is as before afterwards."""
-    owner = next(c for c in keras.Model.__mro__ if "compile" in vars(c))
-    for name in ("compile", "compile_from_config"):
-        monkeypatch.setattr(owner, name, vars(owner)[name])
-    monkeypatch.setattr(models, "_ACTIONS", "_tfkfac_after_compile_test")
     seen: list[Any] = []
-    after_compile(seen.append)
-    return seen
+    overrides = after_compile(seen.append)
+    yield seen
+    for one in overrides:
+        one.remove()
 
 
 @contract(AFTER_COMPILE, "`compile` is a method of a base of `keras.Model`.")
@@ -177,22 +174,6 @@ def test_after_compile(compiled: list[Any]) -> None:
     assert len(compiled) == 3
 
 
-def test_actions_are_known_once(compiled: list[Any]) -> None:
-    order: list[str] = []
-
-    def first(model: Any) -> None:
-        order.append("first")
-
-    def second(model: Any) -> None:
-        order.append("second")
-
-    for action in (first, second, first):
-        after_compile(action)
-    network().compile("sgd", "mse")
-    assert order == ["first", "second"]
-    assert len(compiled) == 1
-
-
 @contract(
     AFTER_COMPILE,
     "`load_model` compiles by `compile`, if that is the one of its class.",
@@ -213,14 +194,16 @@ def test_loading_compiles(compiled: list[Any], tmp_path: Path) -> None:
 def test_compiles_from_config(compiled: list[Any], tmp_path: Path) -> None:
     """True in a load or a clone, false in a user's own `compile` after it."""
     seen: list[bool] = []
-    after_compile(lambda model: seen.append(compiles_from_config()))
+    (hook, _) = after_compile(lambda _: seen.append(compiles_from_config()))
     model = network()
     model.compile("sgd", "mse")
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     loaded.compile("sgd", "mse")
     keras.models.clone_model(loaded)
-    assert len(compiled) == 4
+    hook.remove()
+    network().compile("sgd", "mse")
+    assert len(compiled) == 5
     assert seen == [False, True, False, True]
     assert not compiles_from_config()
 
@@ -255,60 +238,6 @@ def test_why_not_on_the_model_class(
 
 
 # ---------------------------------------------------------------------- fit
-ARRANGE = "compat.models.around_fit"
-
-
-class Told(keras.callbacks.Callback):
-    """Notes what `fit` tells."""
-
-    def __init__(self, notes: list[Any]) -> None:
-        super().__init__()
-        self._notes = notes
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._notes.append((self.params["epochs"], self.params["steps"]))
-
-
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Epochs and steps of each `fit`; the class is as before afterwards."""
-    owner = next(c for c in keras.Model.__mro__ if "fit" in vars(c))
-    monkeypatch.setattr(owner, "fit", vars(owner)["fit"])
-    notes: list[Any] = []
-
-    def arrange(model: Any, callbacks: list[Any], epoch: int) -> list[Any]:
-        return [*callbacks, *([Told(notes)] * (model.name != "left_out"))]
-
-    around_fit(arrange, lambda *_: contextlib.nullcontext())
-    return notes
-
-
-@contract(
-    ARRANGE,
-    "`fit` is a method of a base of `keras.Model` and tells callbacks the "
-    "numbers of epochs and steps.",
-)
-def test_every_fit_has_the_callback(told: list[Any]) -> None:
-    """Whatever its user's callbacks are, which come first."""
-    theirs: list[Any] = []
-    model = network()
-    model.compile("sgd", "mse")
-    fit = {"verbose": 0, "batch_size": 2}
-    model.fit(X, X, epochs=3, **fit)
-    assert told == [(3, 2)]
-    model.fit(X, X, callbacks=Told(theirs), **fit)
-    model.fit(X, X, 2, 4, 0, [Told(theirs), [Told(theirs)]])
-    assert told[1:] == [(1, 2), (4, 2)]
-    assert theirs == [(1, 2), (4, 2), (4, 2)]
-    made = keras.callbacks.CallbackList([], model=model)
-    model.fit(X, X, callbacks=made, **fit)
-    assert told[3:] == [(1, 2)]
-    left_out = keras.Sequential([layers.Dense(2)], name="left_out")
-    left_out.compile("sgd", "mse")
-    assert left_out.fit(X, X, **fit).history["loss"]
-    assert len(told) == 4
-
-
 class Begin(keras.callbacks.Callback):
     """Notes the epochs, and may set the first."""
 
@@ -377,67 +306,81 @@ def test_batches_are_skipped(ends_early: bool) -> None:
         np.testing.assert_array_equal(got, want)
 
 
-@contract(
+class Fit:
+    """Callbacks and first epochs that `within` has been given."""
+
+    def __init__(self, model: Any, *ours: Any) -> None:
+        self.given: list[Any] = []
+        self.ended = 0
+        self._ours = ours
+        self.override = around_fit(model, self._within)
+
+    @contextlib.contextmanager
+    def _within(self, callbacks: list[Any], epoch: int) -> Iterator[list[Any]]:
+        self.given.append((callbacks, epoch))
+        yield [*callbacks, *self._ours]
+        self.ended += 1
+
+
+AROUND_FIT = contract(
     "compat.models.around_fit",
-    "`fit` has `callbacks` and `initial_epoch` and is defined once.",
+    "`fit` has `callbacks` and `initial_epoch`, and flattens callbacks.",
 )
-def test_callbacks_are_arranged(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = next(c for c in keras.Model.__mro__ if "fit" in vars(c))
-    monkeypatch.setattr(owner, "fit", owner.fit)
-    first, last = Begin(), Begin()
-    given: list[Any] = []
 
-    def arrange(model: Any, callbacks: list[Any], initial: int) -> list[Any]:
-        given.append((callbacks, initial))
-        return [first, *callbacks, last]
 
-    within: list[Any] = []
-
-    @contextlib.contextmanager
-    def surround(model: Any, callbacks: list[Any]) -> Iterator[None]:
-        assert callbacks == given_now
-        within.append(model)
-        yield
-        within.append("end")
-
-    around_fit(arrange, surround)
-    model = network()
+@AROUND_FIT
+def test_fit_has_our_callbacks() -> None:
+    """Whatever the user's are, until the override goes."""
+    model, own, ours = network(), Begin(), Begin()
     model.compile("sgd", "mse")
-    own = Begin()
-    for callbacks in ([own], own, keras.callbacks.CallbackList([own]), None):
-        given_now = [] if callbacks is None else [own]
+    fit = Fit(model, ours)
+    given = [own], own, [[own]], keras.callbacks.CallbackList([own]), None
+    for callbacks in given:
         model.fit(X, X, 3, 2, 0, callbacks, initial_epoch=1)
-        found, initial = given.pop()
-        assert found[:1] == ([own] if callbacks is not None else [])
-        assert initial == 1
-        assert within == [model, "end"]
-        within.clear()
-    assert first.seen == last.seen == [-1, 1] * 4
-    assert own.seen == [-1, 1] * 3
+        want = [own] if callbacks is not None else []
+        assert fit.given.pop() == (want, 1)
+    model.fit(X, X, verbose=0, callbacks=[own])
+    assert fit.given == [([own], 0)]
+    assert fit.ended == len(given) + 1
+    assert ours.seen == [-1, 1] * len(given) + [-1, 0]
+    fit.override.remove()
+    model.fit(X, X, verbose=0)
+    assert len(fit.given) == 1
 
 
-@contract(
-    "compat.models.around_evaluate",
-    "`evaluate` is defined once, and `fit` calls it to validate.",
-)
-def test_evaluation_is_surrounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = next(c for c in keras.Model.__mro__ if "evaluate" in vars(c))
-    monkeypatch.setattr(owner, "evaluate", owner.evaluate)
-    within: list[Any] = []
+@AROUND_FIT
+@pytest.mark.parametrize("kind", ["named", "more", "any", "none"])
+def test_a_fit_of_the_users_own(kind: str) -> None:
+    """It gets callbacks where it has a place for them."""
 
-    @contextlib.contextmanager
-    def surround(model: Any) -> Iterator[None]:
-        within.append(model)
-        yield
-        within.append("end")
+    class Named(keras.Sequential):
+        def fit(self, data: Any, callbacks: Any = ()) -> Any:
+            return super().fit(*data, callbacks=callbacks, verbose=0)
 
-    around_evaluate(surround)
-    model = network()
+    class More(keras.Sequential):
+        def fit(self, data: Any, **options: Any) -> Any:
+            return super().fit(*data, verbose=0, **options)
+
+    class Anything(keras.Sequential):
+        def fit(self, *args: Any, **kwargs: Any) -> Any:
+            if len(args) == 1:
+                args = args[0]
+            return super().fit(*args, **kwargs)
+
+    class Nothing(keras.Sequential):
+        def fit(self, data: Any) -> Any:
+            return super().fit(*data, verbose=0)
+
+    kinds = {"named": Named, "more": More, "any": Anything, "none": Nothing}
+    model, own, ours = kinds[kind]([layers.Dense(2)]), Begin(), Begin()
     model.compile("sgd", "mse")
-    assert model.evaluate(X, X, verbose=0, return_dict=True)["loss"] >= 0
-    assert within == [model, "end"]
-    model.fit(X, X, verbose=0, validation_data=(X, X))
-    assert within == [model, "end"] * 2
+    fit = Fit(model, ours)
+    model.fit((X, X), **({} if kind == "none" else {"callbacks": own}))
+    assert fit.given == [([] if kind == "none" else [own], 0)]
+    assert ours.seen == ([] if kind == "none" else [-1, 0])
+    if kind == "any":
+        model.fit(X, X, 2, 1, 0, [own])  # a place that only Keras knows
+        assert ours.seen == [-1, 0]
 
 
 def test_what_a_training_step_may_change() -> None:

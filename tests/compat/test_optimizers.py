@@ -9,9 +9,7 @@ import tensorflow as tf
 
 from tests.compat.contracts import contract
 from tfkfac.compat.optimizers import (
-    ALL_OBJECTS_DICT,
     build_once,
-    find_by_name,
     knows_variable,
     on_overflow,
     raw_iterations,
@@ -113,35 +111,6 @@ def test_loss_scale_optimizer_announces_itself() -> None:
     seen.clear()
     keras.optimizers.LossScaleOptimizer(optimizer)
     assert seen == [None]
-
-
-@contract(
-    "compat.optimizers.find_by_name",
-    "`get` finds a registered class by a name in `ALL_OBJECTS_DICT`.",
-)
-def test_find_by_name() -> None:
-    """By any spelling of it, and that of another package by its own."""
-
-    @keras.saving.register_keras_serializable(package="tests")
-    class FoundByName(keras.optimizers.SGD):
-        pass
-
-    register = keras.saving.register_keras_serializable
-    other = register(package="others", name="FoundByName")(
-        type("FoundByName", (keras.optimizers.Adam,), {})
-    )
-    with pytest.raises(ValueError, match="foundbyname"):
-        keras.optimizers.get("foundbyname")
-    find_by_name(FoundByName)
-    try:
-        for name in ("foundbyname", "FoundByName"):
-            assert type(keras.optimizers.get(name)) is FoundByName
-        config = keras.optimizers.serialize(FoundByName(0.5))
-        assert float(keras.optimizers.get(config).learning_rate) == 0.5
-        config = keras.optimizers.serialize(other())
-        assert type(keras.optimizers.get(config)) is other
-    finally:
-        del ALL_OBJECTS_DICT["foundbyname"]
 
 
 @contract(

@@ -1,16 +1,20 @@
 """The ways of saving that leave out what an optimizer keeps by itself."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
 import keras
 import numpy as np
 import pytest
-from keras.src.legacy.saving import legacy_h5_format
 
 from tests.compat.contracts import contract
-from tfkfac.compat.saving import carry_in_legacy_files, carry_in_state_trees
+from tfkfac.compat.saving import (
+    carry_in_state_trees,
+    is_saving_legacy_file,
+    legacy_state,
+    legacy_variables,
+)
 
 STATE = {
     "a:b|c": np.arange(6.0).reshape(2, 3),
@@ -19,31 +23,25 @@ STATE = {
 }
 
 
-@pytest.fixture
-def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What optimizers are given; Keras is as before afterwards."""
-    for name in ("get_state_tree", "set_state_tree"):
-        monkeypatch.setattr(keras.Model, name, getattr(keras.Model, name))
-    for name in (
-        "save_optimizer_weights_to_hdf5_group",
-        "load_model_from_hdf5",
-    ):
-        function = getattr(legacy_h5_format, name)
-        monkeypatch.setattr(legacy_h5_format, name, function)
-    loaded: list[Any] = []
+@keras.saving.register_keras_serializable(package="tests")
+class Keeping(keras.optimizers.SGD):
+    """Keeps a state beside its variables, and notes what it is given."""
 
-    def load(optimizer: Any, state: Any) -> None:
-        assert optimizer is None or optimizer.built
-        loaded.append(state)
+    seen: Any = "nothing"
 
-    carry_in_state_trees(lambda optimizer: STATE, load)
-    carry_in_legacy_files(lambda optimizer: STATE, load)
-    yield loaded
+    @property
+    def variables(self) -> list[Any]:
+        own = legacy_variables(STATE) if is_saving_legacy_file() else []
+        return [*self._variables, *own]
+
+    def set_weights(self, weights: Any) -> None:
+        self.seen = legacy_state(weights)
+        super().set_weights(weights)
 
 
-def trained() -> Any:
+def trained(optimizer: Any = "sgd") -> Any:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", keras.losses.MeanSquaredError())
+    model.compile(optimizer, keras.losses.MeanSquaredError())
     model.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
     return model
 
@@ -58,27 +56,54 @@ def assert_is_state(found: Any) -> None:
     "compat.saving.carry_in_state_trees",
     "`set_state_tree` passes over names of optimizer variables it knows not.",
 )
-def test_state_trees(hooked: list[Any]) -> None:
-    model = trained()
+def test_state_trees() -> None:
+    model, loaded = trained(), list[Any]()
+    overrides = carry_in_state_trees(model, lambda: STATE, loaded.append)
     for value_format in ("numpy_array", "backend_tensor"):
-        model.set_state_tree(model.get_state_tree(value_format))
-        assert_is_state(hooked.pop())
+        tree = model.get_state_tree(value_format)
+        model.set_state_tree(tree)
+        assert_is_state(loaded.pop())
     model.set_state_tree({"metrics_variables": {}})
-    assert not hooked
+    assert not loaded
     model.set_state_tree({"optimizer_variables": {}})
-    assert hooked == [None]
+    assert loaded == [{}]
+    for one in overrides:
+        one.remove()
+    assert "curvature" not in model.get_state_tree()["optimizer_variables"]
 
 
 @contract(
-    "compat.saving.carry_in_legacy_files",
-    "`.h5` files are written and read by two functions of `legacy_h5_format`.",
+    "compat.saving.legacy_state",
+    "`.h5` files are written from `optimizer.variables` and read, dataset by "
+    "dataset, into `optimizer.set_weights`.",
 )
-def test_legacy_files(hooked: list[Any], tmp_path: Path) -> None:
+def test_legacy_files(tmp_path: Path) -> None:
     file = tmp_path / "model.h5"
-    model = trained()
+    model = trained(Keeping())
+    assert not is_saving_legacy_file()
     model.save(file)
-    keras.models.load_model(file)
-    assert_is_state(hooked.pop())
+    loaded = keras.models.load_model(file).optimizer
+    assert_is_state(loaded.seen)
+    assert int(loaded.iterations) == 1
+    loaded.set_weights([np.array(v) for v in loaded.variables])
+    assert loaded.seen is None
     model.save(file, include_optimizer=False)
     keras.models.load_model(file)
-    assert hooked == [None]
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_older_legacy_files(has_state: bool, tmp_path: Path) -> None:
+    """The state is beside the weights."""
+    file = tmp_path / "model.h5"
+    trained().save(file)
+    with h5py.File(file, "a") as opened:
+        for name, value in STATE.items() if has_state else ():
+            opened[f"curvature/{name}"] = value
+    with h5py.File(file) as opened:
+        weights = opened["optimizer_weights"]
+        names = weights.attrs["weight_names"]
+        found = legacy_state([weights[name] for name in names])
+    if has_state:
+        assert_is_state(found)
+    else:
+        assert found == {}

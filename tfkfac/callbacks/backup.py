@@ -16,8 +16,7 @@ from tfkfac.cluster.stopping import Stopping
 from tfkfac.compat.models import set_first_epoch, skip_batches
 from tfkfac.distributed.agreement import exchange
 from tfkfac.saving.files import WRITING, replace_file
-from tfkfac.shell.carry import ours
-from tfkfac.shell.optimizer import SecondOrderOptimizer
+from tfkfac.shell.optimizer import SecondOrderOptimizer, ours
 from tfkfac.supervision.termination import EXIT_CODE, Termination
 
 _ENDING = ".weights.h5"

@@ -17,8 +17,7 @@ from tfkfac.checks import check_count
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
 from tfkfac.kfac.optimizer import KFAC
-from tfkfac.shell.carry import ours
-from tfkfac.shell.optimizer import SecondOrderOptimizer
+from tfkfac.shell.optimizer import SecondOrderOptimizer, ours
 
 COLUMNS = ("step", "epoch", "seconds", "quantity", "layer", "value")
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfkfac.compat.overrides import Override, override
 from tfkfac.compat.variables import own_copy
 
 _MASK = "_keras_mask"
@@ -77,14 +77,11 @@ def pass_mask(source: Any, target: tf.Tensor) -> None:
         setattr(target, _MASK, mask)
 
 
-Action = Callable[[keras.Model], None]
 Callbacks = list[keras.callbacks.Callback]
-Arrange = Callable[[keras.Model, Callbacks, int], Callbacks]
 Within = Callable[
-    [keras.Model, Callbacks], contextlib.AbstractContextManager[Any]
+    [Callbacks, int], contextlib.AbstractContextManager[Callbacks]
 ]
 
-_ACTIONS = "_tfkfac_after_compile"
 _from_config = contextvars.ContextVar("compiles_from_config", default=False)
 
 
@@ -164,47 +161,52 @@ def own_value(variable: keras.Variable) -> tf.Variable:
     return own_copy(variable._value)
 
 
-def after_train_on_batch(action: Action) -> None:
-    """Calls a function after each `Model.train_on_batch`, with the model.
-
-    This relies on what `arrange_callbacks` does.
-    """
-    owner = _owner("train_on_batch")
-    original = owner.train_on_batch
-
-    @functools.wraps(original)
-    def train_on_batch(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        action(self)
-        return result
-
-    owner.train_on_batch = train_on_batch
-
-
-def after_compile(action: Action) -> None:
+def after_compile(action: Callable[[keras.Model], None]) -> list[Override]:
     """Calls a function after each `Model.compile`, with the model.
 
-    This relies on `compile` being a method of one of the base classes of
-    `keras.Model`, and on `load_model` calling it to compile. The hook is on
-    the class that defines it and not on `keras.Model`: `load_model` compares
+    This relies on `compile` and `compile_from_config` being methods of base
+    classes of `keras.Model`, and on `load_model` calling them. The hook is on
+    the class that defines them and not on `keras.Model`: `load_model` compares
     the `compile` of a model with that class' and compiles nothing when they
     differ.
 
     Args:
-        action: The function. An action that is known already is not called
-            twice.
+        action: The function.
+
+    Returns:
+        What can be removed again.
     """
-    owner = _owner("compile")
-    actions = getattr(owner.compile, _ACTIONS, None)
-    if actions is None:
-        actions = _hook_compile(owner)
-        _hook_compile_from_config(_owner("compile_from_config"))
-    if action not in actions:
-        actions.append(action)
+
+    def compile(
+        below: Callable[..., None],
+        model: keras.Model,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        below(model, *args, **kwargs)
+        action(model)
+
+    def compile_from_config(
+        below: Callable[..., None], model: keras.Model, config: Any
+    ) -> None:
+        token = _from_config.set(True)
+        try:
+            below(model, config)
+        finally:
+            _from_config.reset(token)
+
+    return [
+        override(_owner("compile"), "compile", compile),
+        override(
+            _owner("compile_from_config"),
+            "compile_from_config",
+            compile_from_config,
+        ),
+    ]
 
 
 def compiles_from_config() -> bool:
-    """Whether a model is compiled with what another was, not by its user.
+    """True if a model is compiled with what another was, not by its user.
 
     It relies on `load_model` and `clone_model` calling `compile_from_config`,
     which calls `compile`, and is known once `after_compile` has been called.
@@ -212,60 +214,44 @@ def compiles_from_config() -> bool:
     return _from_config.get()
 
 
-def around_fit(arrange: Arrange, within: Within) -> None:
-    """Lets functions choose the callbacks and surroundings of `Model.fit`.
+def around_fit(model: keras.Model, within: Within) -> Override:
+    """Runs each `fit` of a model in a context, which chooses its callbacks.
 
-    This relies on `fit` being a method of one of the base classes of
-    `keras.Model`, on the names of its arguments, and on it making a new
-    `CallbackList` of a flat list of callbacks.
+    This relies on the names of the arguments `callbacks` and `initial_epoch`,
+    and on `fit` making a new `CallbackList` of a flat list of callbacks. A
+    `fit` of the user's own that has no place for callbacks by name gets none.
 
     Args:
-        arrange: Gets the model, the flat list of callbacks and the argument
-            `initial_epoch`, and returns the callbacks.
-        within: Gets the model and the flat list of callbacks, and returns a
-            context that `fit` runs in.
-    """
-    owner = _owner("fit")
-    original = owner.fit
-    signature = inspect.signature(original)
+        model: The model.
+        within: Gets the flat list of callbacks and `initial_epoch`, and
+            returns a context that `fit` runs in, whose value is the callbacks.
 
-    @functools.wraps(original)
-    def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs)
+    Returns:
+        What can be removed again.
+    """
+    signature = inspect.signature(model.fit)
+    kinds = {p.kind: name for name, p in signature.parameters.items()}
+    others = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
+
+    def fit(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        known = given.arguments["callbacks"]
+        arguments = given.arguments
+        if "callbacks" not in arguments:
+            # Among others without a name there may be callbacks, the sixth.
+            unnamed = inspect.Parameter.VAR_POSITIONAL in kinds
+            has_place = len(args) < 6 or not unnamed
+            arguments = arguments.get(others, {}) if has_place else {}
+        known = arguments.get("callbacks")
         if isinstance(known, keras.callbacks.CallbackList):
             known = known.callbacks
         flat = keras.tree.flatten(known) if known else []
-        with within(self, flat):
-            chosen = arrange(self, flat, given.arguments["initial_epoch"])
-            if chosen != flat:
-                given.arguments["callbacks"] = chosen
-            return original(*given.args, **given.kwargs)
+        with within(flat, arguments.get("initial_epoch", 0)) as chosen:
+            if chosen is not flat:
+                arguments["callbacks"] = chosen
+            return below(*given.args, **given.kwargs)
 
-    owner.fit = fit
-
-
-def around_evaluate(
-    within: Callable[[keras.Model], contextlib.AbstractContextManager[Any]],
-) -> None:
-    """Lets a function choose the surroundings of `Model.evaluate`.
-
-    This relies on `evaluate` being a method of one of the base classes of
-    `keras.Model`; `fit` may call it, too.
-
-    Args:
-        within: Gets the model and returns a context that `evaluate` runs in.
-    """
-    owner = _owner("evaluate")
-    original = owner.evaluate
-
-    @functools.wraps(original)
-    def evaluate(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        with within(self):
-            return original(self, *args, **kwargs)
-
-    owner.evaluate = evaluate
+    return override(model, "fit", fit)
 
 
 def first_epoch(model: keras.Model, initial_epoch: int) -> int:
@@ -321,34 +307,3 @@ def skip_batches(model: keras.Model, count: int) -> Callable[[], None]:
 def _owner(method: str) -> Any:
     """The base class of `keras.Model` that defines a method."""
     return next(c for c in keras.Model.__mro__ if method in vars(c))
-
-
-def _hook_compile(owner: Any) -> list[Action]:
-    """Puts the hook on a class and returns what is called after `compile`."""
-    actions: list[Action] = []
-    original = owner.compile
-
-    @functools.wraps(original)
-    def compile(self: keras.Model, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        for action in actions:
-            action(self)
-
-    setattr(compile, _ACTIONS, actions)
-    owner.compile = compile
-    return actions
-
-
-def _hook_compile_from_config(owner: Any) -> None:
-    """Makes a class note that it compiles from a config."""
-    original = owner.compile_from_config
-
-    @functools.wraps(original)
-    def compile_from_config(self: keras.Model, config: Any) -> None:
-        token = _from_config.set(True)
-        try:
-            original(self, config)
-        finally:
-            _from_config.reset(token)
-
-    owner.compile_from_config = compile_from_config

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
-from keras.src.optimizers import ALL_OBJECTS_DICT
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfkfac.compat.overrides import Wrapper, keep_on, overridden, override
@@ -28,21 +27,14 @@ if TYPE_CHECKING:
         def build(self, variables: list[keras.Variable]) -> None:
             """See `keras.Optimizer.build`."""
 
+        def save_own_variables(self, store: Any) -> None:
+            """See `keras.Optimizer.save_own_variables`."""
+
         def apply_gradients(self, grads_and_vars: Any) -> Any:
             """See `keras.Optimizer.apply_gradients`."""
 
 else:
     KerasOptimizer = keras.optimizers.Optimizer
-
-
-def find_by_name(optimizer: type[KerasOptimizer]) -> None:
-    """Lets `compile("name")` and `keras.optimizers.get` find a class.
-
-    It relies on `keras.optimizers.deserialize` looking a name up, in lower
-    case, in the table `ALL_OBJECTS_DICT`, and on its taking a class from there
-    that is registered as serialisable and not of Keras.
-    """
-    ALL_OBJECTS_DICT[optimizer.__name__.lower()] = optimizer
 
 
 def parts_of_multi_optimizer(optimizer: Any) -> Sequence[Any] | None:

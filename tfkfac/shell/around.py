@@ -7,6 +7,7 @@ import keras
 
 from tfkfac.checks import check_count
 from tfkfac.compat.optimizers import KerasOptimizer
+from tfkfac.compat.saving import is_saving_legacy_file, legacy_variables
 from tfkfac.loss.shares import LossScaling
 from tfkfac.shell.arguments import check_inner, serialize_value
 from tfkfac.shell.method import Method
@@ -115,9 +116,16 @@ class OptimizerAround(KerasOptimizer):
         return self.inner_optimizer.iterations
 
     @property
-    def variables(self) -> list[keras.Variable]:
-        """The inner optimizer's variables."""
-        variables: list[keras.Variable] = self.inner_optimizer.variables
+    def variables(self) -> list[Any]:
+        """The inner optimizer's variables.
+
+        In an `.h5` file, that has nothing else of an optimizer, also its state.
+        """
+        variables: list[Any] = self.inner_optimizer.variables
+        if is_saving_legacy_file():
+            state: dict[str, Any] = {}
+            self.save_own_variables(state)
+            variables = [*variables, *legacy_variables(state)]
         return variables
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import keras
 
 from tfkfac.capture.walk import detach, unbuilt
-from tfkfac.compat.models import after_compile
 from tfkfac.compat.optimizers import build_once, parts_of_multi_optimizer
 from tfkfac.shell.loss_scale import undo_overflows
 from tfkfac.shell.optimizer import SecondOrderOptimizer
@@ -68,8 +67,3 @@ def check_alone(optimizer: Any) -> None:
                 "Compile the model with it alone; what it leaves out goes to "
                 f"its inner optimizer. Received: optimizer={optimizer}"
             )
-
-
-def install() -> None:
-    """From now on, every `Model.compile` binds."""
-    after_compile(bind)

@@ -382,3 +382,10 @@ class SecondOrderOptimizer(OptimizerAround):
                 "layers are not known. Call `model.build(input_shape)` or "
                 "train a step first."
             )
+
+
+def ours(optimizer: Any) -> SecondOrderOptimizer | None:
+    """The optimizer of ours that a model's optimizer is or has inside."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer if isinstance(optimizer, SecondOrderOptimizer) else None

@@ -1,20 +1,28 @@
-"""What all workers must have the same bits of, compared from time to time.
+"""What all workers must have the same bits of, compared around the steps.
 
-They add up their gradients and then go on alone. After a fault of memory or of
+They begin only if all are at the same point: a worker that has gone back to
+another backup than the others would train on in silence, or hang all of them.
+Then they add up their gradients and go on alone. After a fault of memory or of
 a processor one of them would train on with other weights, and nobody would
 know.
 """
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from typing_extensions import override
 
-from tfkfac.distributed.agreement import find_differences, first_of
+from tfkfac.compat.optimizers import raw_iterations
+from tfkfac.distributed.agreement import (
+    check_agreement,
+    exchange,
+    find_differences,
+    first_of,
+)
+from tfkfac.saving.entries import Spread
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 # Batches between two comparisons: each takes a message, and to read all that is
@@ -22,40 +30,38 @@ from tfkfac.shell.optimizer import SecondOrderOptimizer
 EVERY = 100
 
 
-class Comparison(keras.callbacks.Callback):
-    """Compares the workers now and then, and where an epoch ends.
-
-    It is on all workers, before the callbacks that save.
+def compare_beginnings(
+    optimizer: SecondOrderOptimizer, run: dict[str, Any]
+) -> None:
+    """Compares the workers before the first epoch; all of them call it.
 
     Args:
         optimizer: The optimizer.
+        run: The epochs and steps that `fit` is to do.
+
+    Raises:
+        ValueError: On all of them, if they differ.
     """
-
-    def __init__(self, optimizer: SecondOrderOptimizer) -> None:
-        super().__init__()
-        self._optimizer = optimizer
-        self._batches = 0
-
-    @override
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._batches += 1
-        if self._batches % EVERY == 0:
-            compare(self._optimizer)
-
-    @override
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        compare(self._optimizer)
+    group = optimizer.method.job.among_processes("begin")
+    # Again: much of it may have changed since the optimizer was built.
+    check_agreement(optimizer.description(), group)
+    refuse_differences(
+        "All workers must begin training at the same point. If they have "
+        "been restarted, let them go back to one backup: "
+        "`tfkfac.callbacks.ChiefBackup`. These differ",
+        exchange({**run, **_position(optimizer)}, group),
+    )
 
 
-def compare(optimizer: SecondOrderOptimizer) -> None:
-    """Compares this worker with the others; all of them have to call it.
+def compare_bits(optimizer: SecondOrderOptimizer) -> None:
+    """Compares the workers after a step; all of them call it.
 
     Raises:
         RuntimeError: On all of them, if they differ. The message says in
             what.
     """
-    job, variables = optimizer.method.job, in_common(optimizer)
-    own = [checksum([variable]) for variable in variables]
+    job, variables = optimizer.method.job, _common_variables(optimizer)
+    own = [_checksum([variable]) for variable in variables]
     with tf.device("CPU:0"):
         group = job.among_processes("comparison")
         rows = group.all_gather(tf.constant(own, tf.int64)).numpy()
@@ -75,8 +81,40 @@ def compare(optimizer: SecondOrderOptimizer) -> None:
         )
 
 
-def in_common(optimizer: SecondOrderOptimizer) -> list[keras.Variable]:
-    """What all workers have the same bits of after each step."""
+def refuse_differences(
+    message: str, descriptions: Sequence[dict[str, Any]]
+) -> None:
+    """Raises, on every worker, if their descriptions are not the same.
+
+    Raises:
+        ValueError: With the message and the first difference.
+    """
+    differences = find_differences(descriptions)
+    if differences:
+        raise ValueError(f"{message}: {first_of(differences)}")
+
+
+def _position(optimizer: SecondOrderOptimizer) -> dict[str, Any]:
+    """What all workers have in common before a step, in few numbers."""
+    method, job = optimizer.method, optimizer.method.job
+    rank = job.topology.local[0]
+    counts = [
+        entry.variable
+        for entry in method.contents(rank).entries
+        if entry.spread is Spread.REPLICATED and entry.variable.dtype.is_integer
+    ]
+    weights = job.model.trainable_variables
+    own = _common_variables(optimizer)[len(weights) :]
+    return {
+        "updates": int(raw_iterations(job.inner_optimizer).numpy()),
+        "digest of the weights": f"{_checksum(weights):08x}",
+        "digest of the counters": f"{_checksum(counts):08x}",
+        "digest of the inner optimizer": f"{_checksum(own):08x}",
+    }
+
+
+def _common_variables(optimizer: SecondOrderOptimizer) -> list[keras.Variable]:
+    """Variables of which all workers have the same bits after each step."""
     method, job = optimizer.method, optimizer.method.job
     weights = list(job.model.trainable_variables)
     # Accelerators get the weights only.
@@ -85,7 +123,7 @@ def in_common(optimizer: SecondOrderOptimizer) -> list[keras.Variable]:
     return weights
 
 
-def checksum(variables: Iterable[Any]) -> int:
+def _checksum(variables: Iterable[Any]) -> int:
     """A number of 32 bits that variables with other bits hardly share."""
     value = 0
     for variable in variables:

@@ -1,0 +1,129 @@
+"""The one model that trains with an optimizer of ours.
+
+Keras' classes stay as they are, but for `compile`. What else has to change
+for us changes on the model: an attribute of it goes before the method of its
+class, until it is compiled with another optimizer.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from tfkfac.cluster.watch import find_standstill
+from tfkfac.compat.models import Callbacks, after_compile, around_fit
+from tfkfac.compat.overrides import Override, drop_from, keep_on, override
+from tfkfac.compat.saving import (
+    State,
+    carry_in_state_trees,
+    legacy_state,
+)
+from tfkfac.shell.binding import bind
+from tfkfac.shell.optimizer import SecondOrderOptimizer, ours
+from tfkfac.supervision.callback import Supervision
+from tfkfac.training.guards import as_errors
+
+_OVERRIDES = "_tfkfac_supervision"
+
+
+def hook_compile() -> None:
+    """Binds and supervises a model from each `Model.compile` on."""
+    after_compile(_after_compile)
+
+
+def _after_compile(model: keras.Model) -> None:
+    for one in drop_from(model, _OVERRIDES) or ():
+        one.remove()
+    bind(model)
+    optimizer = ours(getattr(model, "optimizer", None))
+    overrides = _watch(model, optimizer)
+    if optimizer is not None:
+        overrides += _check_batches(model, optimizer)
+        overrides += _carry_state(model, optimizer)
+    if overrides:
+        keep_on(model, _OVERRIDES, lambda: overrides)
+
+
+def _watch(
+    model: keras.Model, optimizer: SecondOrderOptimizer | None
+) -> list[Override]:
+    """Surroundings of `fit` and `evaluate`.
+
+    Under a strategy of ours other workers learn if one of them fails, and the
+    reverse, whatever the optimizer.
+    """
+    watch = getattr(model.distribute_strategy, "watch", None)
+
+    def watched() -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if watch is None else watch.fit()
+
+    @contextlib.contextmanager
+    def within(callbacks: Callbacks, initial_epoch: int) -> Iterator[Callbacks]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(watched())
+            if optimizer is None:
+                yield callbacks
+                return
+            stack.enter_context(as_errors())
+            standstill = find_standstill(model.distribute_strategy)
+            if standstill is not None:
+                stack.enter_context(standstill.training())
+            for one in callbacks:
+                if isinstance(one, contextlib.AbstractContextManager):
+                    stack.enter_context(one)
+            supervision = Supervision(optimizer, callbacks, initial_epoch)
+            yield [supervision, *callbacks, supervision.last]
+
+    def evaluate(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with watched():
+            return below(*args, **kwargs)
+
+    found = []
+    if watch is not None:
+        found.append(override(model, "evaluate", evaluate))
+    if watch is not None or optimizer is not None:
+        found.append(around_fit(model, within))
+    return found
+
+
+def _check_batches(
+    model: keras.Model, optimizer: SecondOrderOptimizer
+) -> list[Override]:
+    """The end of too many skipped steps, in `train_on_batch`."""
+
+    def train_on_batch(
+        below: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        result = below(*args, **kwargs)
+        optimizer.check_skipped_steps()
+        return result
+
+    return [override(model, "train_on_batch", train_on_batch)]
+
+
+def _carry_state(
+    model: keras.Model, optimizer: SecondOrderOptimizer
+) -> list[Override]:
+    """Curvature in state trees and `.h5` files, where Keras leaves it out."""
+
+    def save() -> State:
+        store: dict[str, Any] = {}
+        optimizer.save_own_variables(store)
+        return store
+
+    def set_weights(below: Callable[..., None], weights: Any) -> None:
+        state = legacy_state(weights)
+        try:
+            if state is not None:
+                optimizer.load_own_variables(state)
+        except ValueError as error:  # Keras goes on, and does not say why
+            warnings.warn(str(error), stacklevel=2)
+            raise
+        below(weights)
+
+    return [
+        *carry_in_state_trees(model, save, optimizer.load_own_variables),
+        override(model.optimizer, "set_weights", set_weights),
+    ]
