@@ -13,7 +13,7 @@ import tfkfac
 from tests.support.reference import Array
 from tests.support.small import data, loss, mlp
 from tfkfac.callbacks import CurvatureLogger
-from tfkfac.callbacks.layers import layer_curvature
+from tfkfac.callbacks.curvature_logger import layer_curvature
 
 X, Y = data(32)
 

@@ -1,18 +1,18 @@
 """What a second-order optimizer does, as numbers in files."""
 
 import csv
+import functools
 import importlib.util
 import math
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TextIO
 
 import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.callbacks.layers import layer_curvature
 from tfkfac.checks import check_count
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
@@ -196,3 +196,53 @@ class CurvatureLogger(keras.callbacks.Callback):
                 f"Received: optimizer={self.model.optimizer}"
             )
         return optimizer
+
+
+# ---------------------------------------------------------------- of a layer
+class LayerCurvature(NamedTuple):
+    """Of the Kronecker product of a layer's factors.
+
+    Attributes:
+        trace: Its trace.
+        condition: Its largest eigenvalue over its smallest, both with the
+            damping added.
+    """
+
+    trace: float
+    condition: float
+
+
+def layer_curvature(
+    factors: Mapping[str, np.ndarray], damping: float
+) -> LayerCurvature:
+    """The trace and the condition of a layer's block.
+
+    The eigenvalues of a Kronecker product are the products of those of its
+    factors.
+
+    Args:
+        factors: Some of "A" and "G": a matrix, the vector of a diagonal, or a
+            stack of the matrices of groups.
+        damping: What is added to the eigenvalues of the block.
+    """
+    if not all(np.all(np.isfinite(factor)) for factor in factors.values()):
+        return LayerCurvature(math.nan, math.nan)
+    spectra = [_spectrum(factor) for factor in factors.values()]
+
+    def product(of: Callable[..., np.ndarray]) -> np.ndarray:
+        return functools.reduce(np.multiply, [of(s, axis=-1) for s in spectra])
+
+    with np.errstate(divide="ignore"):
+        condition = np.divide(
+            np.max(product(np.max)) + damping,
+            np.min(product(np.min)) + damping,
+        )
+    return LayerCurvature(float(np.sum(product(np.sum))), float(condition))
+
+
+def _spectrum(factor: np.ndarray) -> np.ndarray:
+    """Eigenvalues along the last axis; rounding makes none negative."""
+    values = np.asarray(factor, np.float64)
+    if values.ndim == 1:
+        return values
+    return np.maximum(np.linalg.eigvalsh(values), 0.0)

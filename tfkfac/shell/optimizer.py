@@ -19,8 +19,7 @@ from tfkfac.shell.method import Method, shown_argument, shown_tunable
 from tfkfac.shell.saving import SavedState
 from tfkfac.shell.support import check_settings, repair_keras
 from tfkfac.training.job import Job
-from tfkfac.training.step import Step
-from tfkfac.training.weighing import weigh_loss
+from tfkfac.training.step import Step, weigh_loss
 
 
 class SecondOrderOptimizer(OptimizerAround):

@@ -16,8 +16,8 @@ from tfkfac.distributed.topology import find_topology
 from tfkfac.loss.batch import LossBatch
 from tfkfac.loss.shares import LossScaling
 from tfkfac.loss.terms import LossTerms, mean_over
+from tfkfac.training.guards import Streak
 from tfkfac.training.loss_log import LossLog
-from tfkfac.training.skips import Streak
 
 T = TypeVar("T")
 

@@ -1,5 +1,6 @@
 """One training step of one replica."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -13,11 +14,10 @@ from tfkfac.compat.graphs import of_this_graph
 from tfkfac.compat.optimizers import updates_in_replica, variable_key
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.linalg.tensors import all_finite, are_finite
-from tfkfac.loss.batch import LossBatch
-from tfkfac.loss.shares import LossMeasure, measure_loss, weighted
-from tfkfac.training.guards import count_events
+from tfkfac.loss.batch import LossBatch, LossTap
+from tfkfac.loss.shares import LossMeasure, measure_loss, weigh, weighted
+from tfkfac.training.guards import Streak, count_events, note_batch
 from tfkfac.training.job import Job
-from tfkfac.training.skips import Streak
 
 Gradients = list[tf.Tensor | None]
 
@@ -270,6 +270,30 @@ class Step:
         inner = self.job.inner_optimizer
         with updates_in_replica(inner, update.after):
             inner.apply(gradients, self.variables)
+
+
+def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:
+    """Weighs a replica's loss by its share of the terms, see `LossMeasure`.
+
+    Under the tape, so that what flows back through synchronised layers to
+    other replicas has the right weight too. The step knows of it by the batch.
+
+    Args:
+        loss: The loss that the model's `compute_loss` has returned.
+        job: The job.
+        peers: The replicas that share the mean with this one.
+    """
+    tap = LossTap.open(job.model)
+    batch = tap.take()
+    if not batch.terms or batch.measure is not None:
+        return loss
+    note_batch(batch.terms, job.own(job.empty), job.rank)
+    group = job.group(f"loss {batch.ordinal}").among(peers)
+    measure = job.together(
+        lambda: measure_loss(batch.terms, group, job.topology.replicas, True)
+    )
+    tap.note(dataclasses.replace(batch, measure=measure))
+    return weigh(loss, batch.terms, measure.shares)
 
 
 def places_of(step: Step, weights: Sequence[keras.Variable]) -> list[int]:

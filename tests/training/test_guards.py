@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfkfac.loss.terms import LossTerms
-from tfkfac.training.weighing import note_batch
+from tfkfac.training.guards import note_batch
 
 
 def test_many_empty_batches_in_a_row(capfd: Any) -> None:
