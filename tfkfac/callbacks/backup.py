@@ -81,7 +81,7 @@ class ChiefBackup(
         """A `fit` begins."""
 
     def __exit__(self, *error: Any) -> None:
-        """It ends, as it should or not."""
+        """A `fit` ends, as it should or not."""
         self._termination = None
         self._around.close()
 
@@ -256,7 +256,7 @@ class ChiefBackup(
                 path.unlink()
 
     def _random_state(self) -> list[keras.Variable]:
-        """What random layers count, which files of weights do not have."""
+        """Counters of random layers, which files of weights do not have."""
         weights = {id(v) for v in self.model.weights}
         return [v for v in self.model.variables if id(v) not in weights]
 

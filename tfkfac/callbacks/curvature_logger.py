@@ -1,4 +1,4 @@
-"""What a second-order optimizer does, as numbers in files."""
+"""Numbers of a second-order optimizer, logged into files."""
 
 import csv
 import functools

@@ -1,4 +1,4 @@
-"""What Keras keeps to itself of layers and of models."""
+"""Private parts of Keras' layers and models."""
 
 import contextlib
 import contextvars
@@ -114,7 +114,7 @@ def losing_layers(model: keras.Model, scope: keras.StatelessScope) -> list[str]:
 
 
 def compiled_loss(model: keras.Model) -> Any:
-    """What computes the compiled losses; another object after each `compile`.
+    """The object that computes the compiled losses, new after each `compile`.
 
     It relies on `_compile_loss`.
     """
@@ -122,7 +122,7 @@ def compiled_loss(model: keras.Model) -> Any:
 
 
 def call_takes_training(layer: keras.layers.Layer) -> bool:
-    """Whether the `call` of a layer or model has an argument `training`.
+    """True if the `call` of a layer or model has an argument `training`.
 
     It relies on `_call_has_training_arg`, which Keras' `train_step` asks.
     """
@@ -130,7 +130,7 @@ def call_takes_training(layer: keras.layers.Layer) -> bool:
 
 
 def loss_takes_training(model: keras.Model) -> bool:
-    """Whether the `compute_loss` of a model has an argument `training`.
+    """True if the `compute_loss` of a model has an argument `training`.
 
     It relies on `_compute_loss_has_training_arg`, which is of the class'
     method, asked before anybody can have put another one in its place.
@@ -139,7 +139,7 @@ def loss_takes_training(model: keras.Model) -> bool:
 
 
 def changing_variables(model: keras.Model) -> list[keras.Variable]:
-    """What a training step may change of a model before there are gradients.
+    """Variables that a training step may change before there are gradients.
 
     Moving statistics, random seeds and metrics, but no frozen weights.
     """

@@ -64,7 +64,7 @@ def variable_key(
 def knows_variable(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> bool:
-    """Whether an optimizer was built for a variable.
+    """True if an optimizer was built for a variable.
 
     It relies on the keys of `_trainable_variables_indices` being those of
     `_var_key`.

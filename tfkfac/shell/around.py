@@ -1,4 +1,4 @@
-"""What Keras sees of an optimizer around another: a config, and the other."""
+"""An optimizer around another as Keras sees it: a config, and the other."""
 
 from collections.abc import Sequence
 from typing import Any, Self
@@ -52,7 +52,7 @@ class OptimizerAround(KerasOptimizer):
 
     @property
     def method(self) -> Method:
-        """What is done to the gradients."""
+        """The method, which changes the gradients."""
         return self._method
 
     def _arguments(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
 
 
 def _settings(layer: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
-    """What a layer does, as far as it says."""
+    """Settings of a layer, as far as it tells them."""
     config = plain(layer)
     yield "class", type(layer).__name__
     if isinstance(config, dict):

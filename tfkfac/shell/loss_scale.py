@@ -104,7 +104,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return tf.convert_to_tensor(job.own(job.skipped))
 
     def _overflowed(self, before: tf.Tensor) -> tf.Tensor:
-        """Whether this step was skipped; the same on every replica."""
+        """True if this step was skipped; the same on every replica."""
         job = self.inner_optimizer.method.job
         overflowed = self._skipped() > before
         replicas = job.topology.replicas

@@ -1,4 +1,4 @@
-"""What a paper's method is to the Keras optimizer around it."""
+"""Interface between a paper's method and the Keras optimizer around it."""
 
 import abc
 from collections.abc import Sequence
@@ -81,19 +81,19 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def agreement(self) -> dict[str, Any]:
-        """What all workers must have in common, by name; JSON can hold it."""
+        """Facts that all workers must have in common, by name, for JSON."""
 
     def entries(self) -> list[Entry]:
         """The state to save where every replica has the same."""
         return []
 
     def contents(self, rank: int) -> Contents:
-        """What a replica of this process has of the state to save."""
+        """The state to save of a replica of this process."""
         return Contents(self.entries())
 
     @abc.abstractmethod
     def events(self) -> list[tuple[str, tf.Variable]]:
-        """What can go wrong, and how often it has."""
+        """Counts of the events that should not happen, with their names."""
 
     @abc.abstractmethod
     def summary(self) -> list[str]:

@@ -184,7 +184,7 @@ class SecondOrderOptimizer(OptimizerAround):
         self._saved_state.create(job)
 
     def description(self) -> dict[str, Any]:
-        """What all workers must agree on, by name; JSON can hold it."""
+        """Facts that all workers must agree on, by name, for JSON."""
         model, inner = self.bound_model(), self.inner_optimizer
         weights = model.trainable_variables
         arguments = {k: plain(v) for k, v in self._arguments().items()}

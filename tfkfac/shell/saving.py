@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside its variables, in files and checkpoints."""
+"""State of an optimizer beside its variables, in files and checkpoints."""
 
 import io
 import warnings
@@ -92,14 +92,14 @@ class SavedState(tf.train.experimental.PythonState):
                 store[key] = value
 
     def _entries(self) -> dict[int, list[Entry]]:
-        """What is to be saved now, by rank."""
+        """Entries to be saved now, by rank."""
         return {
             rank: [e for e in one.entries if e.part not in one.idle]
             for rank, one in self._contents().items()
         }
 
     def _contents(self) -> dict[int, Contents]:
-        """What each replica of this process has, by rank."""
+        """Contents of each replica of this process, by rank."""
         job = self._job
         assert job is not None
         found = {}
@@ -166,7 +166,7 @@ class SavedState(tf.train.experimental.PythonState):
         self._say_what_is_left_out(saved.parts - own, own - used)
 
     def _why_not(self, store: Mapping[str, Any]) -> str | None:
-        """Why saved state is of no use here, or None."""
+        """Reason why saved state is of no use here, or None."""
         why = why_unreadable(store)
         if why is not None:
             return why
@@ -264,7 +264,7 @@ def gather_state(
 def exchange_pieces(
     entries: Mapping[int, Sequence[Entry]], group: Communicator
 ) -> dict[int, dict[str, Piece]]:
-    """What every replica of the job has, by rank and name in a file."""
+    """Pieces of every replica of the job, by rank and name in a file."""
     own = {
         str(rank): [Piece.of(entry).to_json() for entry in of_rank]
         for rank, of_rank in entries.items()
@@ -282,7 +282,7 @@ def _batches(
     pieces: Mapping[int, Mapping[str, Piece]],
     topology: Topology,
 ) -> Iterator[tuple[int, list[Key]]]:
-    """What each process sends at a time, the same on every process.
+    """Batches of pieces that each process sends, the same on every process.
 
     Those of one dtype follow each other: they travel together.
     """

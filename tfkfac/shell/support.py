@@ -1,4 +1,4 @@
-"""Where an optimizer can be used."""
+"""Settings of a model that an optimizer cannot work with."""
 
 import warnings
 from typing import Any
@@ -71,7 +71,7 @@ def check_xla(model: keras.Model) -> None:
 
 
 def uses_xla(model: keras.Model) -> bool:
-    """Whether Keras compiles the training step of a model by XLA."""
+    """True if Keras compiles the training step of a model by XLA."""
     return model.compiled and bool(model.jit_compile)
 
 

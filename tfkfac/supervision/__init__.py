@@ -1,1 +1,1 @@
-"""What the workers of a job do together around `fit`."""
+"""Duties of an optimizer around `fit`, alone and among workers."""

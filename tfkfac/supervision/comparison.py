@@ -1,4 +1,4 @@
-"""What all workers must have the same bits of, compared around the steps.
+"""Comparisons of all workers, which must have the same bits.
 
 They begin only if all are at the same point: a worker that has gone back to
 another backup than the others would train on in silence, or hang all of them.
@@ -95,7 +95,7 @@ def refuse_differences(
 
 
 def _position(optimizer: SecondOrderOptimizer) -> dict[str, Any]:
-    """What all workers have in common before a step, in few numbers."""
+    """The point at which training is, in few numbers."""
     method, job = optimizer.method, optimizer.method.job
     rank = job.topology.local[0]
     counts = [

@@ -56,7 +56,7 @@ class Accumulation(Tracked):
         self.count.assign_add(1)
 
     def is_complete(self) -> tf.Tensor:
-        """Whether this was the last micro-batch of a step."""
+        """True after the last micro-batch of a step."""
         return tf.equal(self.count, self._steps)
 
     def merged(self, step: Step) -> Step:

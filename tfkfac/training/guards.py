@@ -1,4 +1,4 @@
-"""What happens at a NaN: event counters, and who guards what.
+"""Guards against numbers that are not finite, and counters of events.
 
 A number that is not finite costs one thing and is counted; it never reaches
 what is kept. `summary()` shows the counts, and standard error the first of
@@ -68,7 +68,7 @@ def count_each(
 
 
 def _report(new: tf.Tensor, names: Sequence[str], message: str) -> None:
-    """Says what has happened for the first time."""
+    """Prints the names of what has happened for the first time."""
     if in_xla():
         return
 
@@ -80,7 +80,7 @@ def _report(new: tf.Tensor, names: Sequence[str], message: str) -> None:
 
 
 def _print(new: tf.Tensor, names: tf.Tensor, message: tf.Tensor) -> tf.Tensor:
-    """Says of some names what has happened."""
+    """Prints a message on some names."""
     which = tf.boolean_mask(names, new)
     which = tf.strings.reduce_join(which, separator=", ")
     text = tf.strings.join(["tfkfac: ", which, ": ", message])
@@ -133,7 +133,7 @@ class Streak:
         self._bad.assign(tf.zeros_like(self._bad))
 
     def told(self) -> tf.Tensor:
-        """What others have to know of it, float64 numbers."""
+        """The streak as float64 numbers, for other replicas."""
         known = [self.length, self.left_out, self._bad, self._first]
         return tf.stack([tf.cast(number, tf.float64) for number in known])
 
@@ -170,7 +170,7 @@ class Streak:
         )
 
     def _reason(self) -> str:
-        """What was not finite in the last of them."""
+        """The gradients that were not finite in the last of them."""
         bad = int(self._bad.numpy())
         if bad == 0:
             return "gradients overflow at every loss scale."
@@ -188,7 +188,7 @@ _MANY = 20
 def note_batch(
     terms: Sequence[LossTerms], empty: tf.Variable, replica: int
 ) -> None:
-    """Says where all batches of a replica have long been without examples.
+    """Warns when a replica has had no examples for 20 batches.
 
     Keras and TensorFlow go on with empty batches, where the data of one worker
     ends before that of the others.

@@ -25,7 +25,7 @@ _ordinals = itertools.count()
 
 
 class Job:
-    """What all steps have in common: model, replicas, inner optimizer, clock.
+    """Common to all steps: model, replicas, inner optimizer, clock.
 
     Args:
         name: Name of the optimizer.

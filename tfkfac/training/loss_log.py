@@ -76,7 +76,7 @@ class LossLog:
         ]
 
     def _of_first(self) -> list[_Log]:
-        """Those of the first replica of this process."""
+        """Logs of the first replica of this process."""
         first = min((rank for rank, *_ in self._logs), default=0)
         return [log for (rank, *_), log in self._logs.items() if rank == first]
 

@@ -23,7 +23,7 @@ Gradients = list[tf.Tensor | None]
 
 
 class Update(NamedTuple):
-    """What a method lets the inner optimizer do in a step.
+    """Task of the inner optimizer in a step.
 
     Attributes:
         gradients: The gradients for it.
@@ -86,7 +86,7 @@ class Step:
 
     @property
     def loss(self) -> LossMeasure:
-        """What the replicas of the group know of the loss.
+        """Measure of the loss among the replicas of the group.
 
         It is worked out where it is first asked for. That is in `reduce` or
         `weigh`, which every replica that trains calls outside of any branch.
@@ -103,7 +103,7 @@ class Step:
         return self._measure
 
     def row_scale(self) -> tf.Tensor:
-        """What recorded gradients are multiplied by, see `LossMeasure`."""
+        """Factor for recorded gradients, see `LossMeasure`."""
         scale = self.job.scaling.factor()
         if scale is None:
             return self.loss.row_scale
@@ -135,7 +135,7 @@ class Step:
 
     @property
     def share(self) -> tf.Tensor | None:
-        """What this replica's gradients have to be multiplied by, if at all.
+        """Factor for this replica's gradients; None is 1.
 
         With batches of different sizes, the last of an epoch, the mean of the
         replicas' gradients is not that of the global mean. Where the loss has
@@ -251,7 +251,7 @@ class Step:
         return [self.variables[i].path for i in [*present, *self._withheld]]
 
     def _finite_ones(self) -> tf.Tensor:
-        """Whether each gradient is finite; the same on every replica."""
+        """True for each gradient that is finite; the same on every replica."""
         values = [values_of(g) for g in self.gradients if g is not None]
         self._streak.names = tuple(self.gradient_paths())
         finite = are_finite([*values, *self._bounds])
