@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TextIO
 
 import keras
+import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 

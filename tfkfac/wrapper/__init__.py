@@ -1,1 +1,0 @@
-"""Losses among replicas, and their scale."""
