@@ -12,12 +12,11 @@ import keras
 
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.compat.optimizers import build_once, parts_of_multi_optimizer
+from tfkfac.compat.overrides import drop_from, keep_on
 from tfkfac.shell.loss_scale import undo_overflows
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 
-_bound: weakref.WeakKeyDictionary[
-    keras.Model, weakref.ref[SecondOrderOptimizer]
-] = weakref.WeakKeyDictionary()
+_BOUND = "_tfkfac_optimizer"
 
 
 def bind(model: keras.Model) -> None:
@@ -32,7 +31,7 @@ def bind(model: keras.Model) -> None:
     if isinstance(outer, keras.optimizers.LossScaleOptimizer):
         outer, scaler = outer.inner_optimizer, outer
     check_alone(outer)
-    previous = _bound.pop(model, None)
+    previous = drop_from(model, _BOUND)
     if previous is not None and previous() is not outer:
         # It may be gone already, but its taps are not.
         owner = previous()
@@ -41,7 +40,7 @@ def bind(model: keras.Model) -> None:
         outer.attach(model, loss_scaler=scaler)
         if type(scaler) is keras.optimizers.LossScaleOptimizer:
             undo_overflows(scaler, outer)
-        _bound[model] = weakref.ref(outer)
+        keep_on(model, _BOUND, lambda: weakref.ref(outer))
         if model.built and not unbuilt(model):
             # Variables created in the first step would cost a second trace.
             with keras.name_scope(outer.name):

@@ -34,8 +34,9 @@ def hook_compile() -> None:
 
 
 def _after_compile(model: keras.Model) -> None:
-    for one in drop_from(model, _OVERRIDES) or ():
-        one.remove()
+    before = drop_from(model, _OVERRIDES)
+    if before is not None:
+        before.close()
     bind(model)
     optimizer = ours(getattr(model, "optimizer", None))
     overrides = _watch(model, optimizer)
@@ -43,7 +44,10 @@ def _after_compile(model: keras.Model) -> None:
         overrides += _check_batches(model, optimizer)
         overrides += _carry_state(model, optimizer)
     if overrides:
-        keep_on(model, _OVERRIDES, lambda: overrides)
+        # Not a list, in which Keras would look for layers to save.
+        stack = keep_on(model, _OVERRIDES, contextlib.ExitStack)
+        for one in overrides:
+            stack.callback(one.remove)
 
 
 def _watch(

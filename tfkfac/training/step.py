@@ -284,7 +284,7 @@ def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:
         peers: The replicas that share the mean with this one.
     """
     tap = LossTap.open(job.model)
-    batch = tap.take()
+    batch = tap.take_last(LossBatch())
     if not batch.terms or batch.measure is not None:
         return loss
     note_batch(batch.terms, job.own(job.empty), job.rank)
