@@ -1,4 +1,4 @@
-"""The README's first snippet runs as it is pasted."""
+"""The README's first snippet runs as it is pasted, and the guide's after it."""
 
 import os
 import pathlib
@@ -6,20 +6,50 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "pages" / "guide"
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_first_snippet(tmp_path: pathlib.Path) -> None:
-    found = SNIPPET.search((ROOT / "README.md").read_text())
-    assert found
+def snippets(path: pathlib.Path) -> list[str]:
+    """The Python of a file in Markdown."""
+    return SNIPPET.findall(path.read_text())
+
+
+def run(folder: pathlib.Path, text: str) -> str:
+    """Runs a script in a folder; returns what it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", found[1]],
-        cwd=tmp_path,
+        [sys.executable, "-c", text],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=300,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    assert "Preconditioned weights" in done.stdout
+    return done.stdout
+
+
+def test_first_snippet(tmp_path: pathlib.Path) -> None:
+    [first, *_] = snippets(ROOT / "README.md")
+    assert "Preconditioned weights" in run(tmp_path, first)
+
+
+@pytest.mark.slow
+def test_snippets_of_the_guide(tmp_path: pathlib.Path) -> None:
+    [first, *_] = snippets(ROOT / "README.md")
+    [tuned] = snippets(GUIDE / "tuning.md")
+    [quadratic] = snippets(GUIDE / "quadratic.md")
+    [*_, loop] = snippets(GUIDE / "training.md")
+    script = [
+        first,
+        tuned.replace("epochs, batch_size = 6", "epochs, batch_size = 1"),
+        quadratic,
+        "model.compile(optimizer, loss)\nmodel.fit(x, y, batch_size=250)",
+        "import tensorflow as tf",
+        loop,
+        "print('loss', float(train_step(x[:250], y[:250])))",
+    ]
+    assert "loss 0." in run(tmp_path, "\n".join(script))

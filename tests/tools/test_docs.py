@@ -1,16 +1,21 @@
-"""The documentation: it builds, and its figures are those of the records."""
+"""The documentation builds, its figures are records, its calls are possible."""
 
+import ast
 import importlib.util
+import inspect
 import json
+import operator
 import os
 import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 import results
+import tfkfac
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -81,3 +86,27 @@ def test_build(tmp_path: pathlib.Path) -> None:
     assert "tfkfac.KFAC.summary" in page  # by inheritance
     # Nothing is loaded from elsewhere.
     assert not re.findall(r'(?:src|link[^>]* href)="(?:https?:)?//', page)
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Calls of public names in the README and on the pages, with their file."""
+    code = re.compile(r"^```python\n(.*?)^```$|`([^`\n]+)`", re.M | re.S)
+    for path in (results.README, *results.PAGE.parent.rglob("*.md")):
+        for block, inline in code.findall(path.read_text()):
+            if not block and not re.match(r"(tfkfac\.|KFAC\()", inline):
+                continue
+            text = block or f"tfkfac.{inline.removeprefix('tfkfac.')}"
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Call):
+                    name = ast.unparse(node.func)
+                    if name.startswith("tfkfac."):
+                        yield f"{path.name}: {ast.unparse(node)}", node
+
+
+def test_calls_have_arguments_that_exist() -> None:
+    found = dict(calls())
+    assert len(found) > 15
+    for text, node in found.items():
+        value = operator.attrgetter(ast.unparse(node.func)[7:])(tfkfac)
+        parameters = inspect.signature(value).parameters
+        assert {k.arg for k in node.keywords} <= parameters.keys(), text
