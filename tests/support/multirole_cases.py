@@ -148,7 +148,8 @@ REFUSED = {
     "mirrored: refused": (0.2, 0.8),
 }
 for name_, fractions_ in REFUSED.items():
-    JOBS.add(name_, "fractions_refused", fractions_)
+    is_slow_ = name_ != "two: refused"
+    JOBS.add(name_, "fractions_refused", fractions_, slow=is_slow_)
 
 
 def options_of(name: str) -> dict[str, Any]:
