@@ -132,29 +132,6 @@ def test_residuals_are_refused() -> None:
 
 
 # --------------------------------------------------------------- arguments
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("damping", 0),
-        ("damping", -1.0),
-        ("damping", float("nan")),
-        ("damping", "big"),
-        ("momentum", 1.0),
-        ("momentum", None),
-        ("solve", "weights"),
-        ("max_tries", 0),
-        ("max_bytes", 0),
-        ("learning_rate", 1),
-        ("inner_optimizer", "adam"),
-        ("weight_decay", 0.1),
-        ("gradient_accumulation_steps", 2),
-        ("loss_scale_factor", 2.0),
-        ("clipnorm", 1.0),
-    ],
-)
-def test_hostile_arguments(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"Argument `{name}`"):
-        tfkfac.GaussNewton(**{name: value})
 
 
 def test_unknown_arguments() -> None:

@@ -149,15 +149,3 @@ def test_a_bad_micro_batch_costs_its_step() -> None:
         model.get_weights(), fresh.get_weights(), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-13)
-
-
-@pytest.mark.parametrize("value", [1, 0, 2.0, True])
-def test_it_is_a_number_of_at_least_two(value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="accumulation_steps"):
-        kfac(gradient_accumulation_steps=value)
-
-
-def test_only_one_optimizer_accumulates() -> None:
-    inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match=r"accumulation_steps.*of one"):
-        kfac(inner, gradient_accumulation_steps=2)

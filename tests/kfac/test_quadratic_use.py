@@ -25,7 +25,6 @@ from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.kfac.quadratic import Sample
 
 RNG = np.random.default_rng(0)
-PLAIN = "without momentum, clipping or weight decay with step='quadratic'"
 
 
 def flat(parts: Any) -> Array:
@@ -165,30 +164,6 @@ def test_mixed_precision(policy: str) -> None:
     assert last[1]["alpha"] != last[0]["alpha"]
 
 
-@pytest.mark.slow
-def test_a_loop_of_ones_own() -> None:
-    """With `compute_loss` it is as in `fit`; without, it is refused."""
-    x, y = data(8)
-    models = [mlp() for _ in range(2)]
-    optimizers = [kfac() for _ in models]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        model.compile(optimizer, loss())
-    models[0].train_on_batch(x, y)
-    model, optimizer = models[1], optimizers[1]
-    variables = model.trainable_variables
-
-    def step(objective: Any) -> None:
-        with tf.GradientTape() as tape:
-            value = objective(model(x, training=True))
-        optimizer.apply(tape.gradient(value, variables), variables)
-
-    with pytest.raises(ValueError, match="curvature of model 'mlp' needs"):
-        step(lambda z: loss()(y, z))
-    step(lambda z: model.compute_loss(x=x, y=y, y_pred=z))
-    for got, want in zip(*(m.get_weights() for m in models), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
 class Kink(keras.losses.Loss):
     """Its second derivative is not finite where the error is zero."""
 
@@ -240,57 +215,6 @@ def test_no_state_changes() -> None:
 
 # ------------------------------------------------------------------ refusals
 SGD = keras.optimizers.SGD
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"step": "newton"},
-            r"`step` must be one of .*Received: step='newton'",
-        ),
-        ({"inner": SGD(1.0, momentum=0.9)}, rf"{PLAIN}.*SGD\(momentum\)"),
-        ({"inner": SGD(1.0, weight_decay=0.1)}, r"SGD\(weight_decay\)"),
-        ({"inner": SGD(1.0, global_clipnorm=1.0)}, r"SGD\(global_clipnorm\)"),
-        ({"inner": "adam"}, r"inner_optimizer=Adam\(\)"),
-        ({"momentum": 0.5}, r"SGD\(momentum\)"),
-        (
-            {"step": "inner", "damping": tfkfac.LevenbergMarquardt()},
-            "`damping` must be a number.*with step='inner'",
-        ),
-        (
-            {
-                "damping": tfkfac.LevenbergMarquardt(),
-                "gradient_accumulation_steps": 2,
-            },
-            "must not be a `LevenbergMarquardt` with",
-        ),
-        *(
-            ({"quadratic_batch_fraction": value}, "`batch_fraction`")
-            for value in (0, 1.5, True, "all")
-        ),
-    ],
-)
-def test_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        kfac(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"initial": 0}, "`initial` must be between"),
-        ({"initial": float("nan")}, "`initial` must be a number"),
-        ({"initial": 1.0, "maximum": 0.5}, "between `minimum` and `maximum`"),
-        ({"decay": 0.0}, "`decay` must be positive"),
-        ({"decay": 1.0}, "`decay` must be a number"),
-        ({"minimum": 0.0}, "`minimum` must be positive"),
-        ({"every": 0}, "`every` must be an integer of at least 1"),
-    ],
-)
-def test_wrong_rules(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tfkfac.LevenbergMarquardt(**options)
 
 
 def test_sparse_batches_are_not_divided() -> None:

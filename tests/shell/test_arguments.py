@@ -91,23 +91,6 @@ def test_not_beside_what_has_its_own(name: str, given: Any) -> None:
         tfkfac.KFAC(given, **{name: 0.25})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"learning_rate": 1}, "must be a float.*=1 "),
-        ({"learning_rate": -0.1}, "float of at least 0"),
-        ({"learning_rate": True}, "must be a float.*=True"),
-        ({"learning_rate": "fast"}, "must be a float.*='fast'"),
-        ({"momentum": 1.0}, r"`momentum` must be a number in \[0, 1\)"),
-        ({"momentum": "high"}, r"`momentum` must be a number in \[0, 1\)"),
-        ({"inner_optimizer": 1}, r"a float \(1.0, not 1\).*=1 "),
-    ],
-)
-def test_wrong_values(arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tfkfac.KFAC(**arguments)
-
-
 # --------------------------------------------- arguments of inner optimizers
 OF_THE_INNER = {
     "clipnorm": 1.0,
@@ -134,18 +117,6 @@ def test_arguments_of_the_inner_optimizer(make: Any, name: str) -> None:
     code = written[1].replace("(...,", "(").replace(")).", "))")
     names = {"KFAC": tfkfac.KFAC, "FOSI": tfkfac.FOSI, "keras": keras}
     assert getattr(eval(code, names).inner_optimizer, name) == value
-
-
-@pytest.mark.parametrize("make", CLASSES)
-def test_loss_scale_factor(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"`keras\.optimizers\.LossScaleOpt"):
-        make(loss_scale_factor=8.0)
-
-
-@pytest.mark.parametrize("make", CLASSES)
-def test_arguments_of_nobody(make: Any) -> None:
-    with pytest.raises(TypeError, match=r"unexpected.*'dampening'.*=0.1"):
-        make(dampening=0.1)
 
 
 # -------------------------------------------------------- one inside another

@@ -132,23 +132,6 @@ def test_configs(cls: Any, config: Any) -> None:
         assert str(error)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [{}, {"class_name": 1}, {"class_name": "SGD", "config": 5}, [], 10**400],
-)
-def test_no_inner_optimizer(value: Any) -> None:
-    with pytest.raises(ValueError, match="Argument `inner_optimizer` must be"):
-        tfkfac.KFAC(value)
-
-
-@pytest.mark.parametrize("rate", [float("inf"), float("nan"), 1e39])
-def test_learning_rates_that_are_not_finite(rate: float) -> None:
-    with pytest.raises(ValueError, match="learning_rate"):
-        tfkfac.KFAC(learning_rate=rate)
-    with pytest.raises(ValueError, match="learning rate"):
-        tfkfac.KFAC(keras.optimizers.Adam(rate))
-
-
 @pytest.mark.parametrize("config", [5, None, "x", [], [("name", "x")]])
 def test_a_config_is_a_dict(config: Any) -> None:
     with pytest.raises(TypeError, match="Argument `config` must be a dict"):

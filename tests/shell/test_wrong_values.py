@@ -1,0 +1,307 @@
+"""Wrong values of arguments: refused in Keras' words, with what was received.
+
+Each argument has a row: what it must be, and which of `VALUES` it takes. A
+new one without a row is a failure.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfkfac
+from tests.support.small import compiled_mlp
+
+NAN, INF = float("nan"), float("inf")
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+KFAC: Any = tfkfac.KFAC
+FOSI: Any = tfkfac.FOSI
+GN: Any = tfkfac.GaussNewton
+RULE: Any = tfkfac.LevenbergMarquardt
+PART: Any = tfkfac.Distribution
+STEP: Any = tfkfac.QuadraticStep
+VALUES = [None, True, -1, 0, 1, 2, 0.5, 1.5, NAN, INF, "x", [1], 1j, object]
+
+# What it must be, and what of `VALUES` is that.
+NUMBER = "a number of at least 0", (0, 1, 2, 0.5, 1.5)
+POSITIVE = "a positive number", (1, 2, 0.5, 1.5)
+FINITE = r"(a number in \[0, inf\)|be positive)", (1, 2, 0.5, 1.5)
+BELOW_ONE = r"a number in \[0, 1\)", (0, 0.5)
+PART_OF_ONE = r"a number in \(0, 1\]", (1, 0.5)
+COUNT = "an integer of at least 1", (1, 2)
+COUNT_OR_0 = "an integer of at least 0", (0, 1, 2)
+RATE = "a float of at least 0", (0.5, 1.5)
+
+
+def or_none(row: tuple[str, tuple[Any, ...]]) -> tuple[str, tuple[Any, ...]]:
+    return row[0], (None, *row[1])
+
+
+def one_of(*names: str, none: bool = False) -> tuple[str, tuple[Any, ...]]:
+    words = r"one of \(.*" + ".*".join(map(repr, names))
+    return words, (None,) if none else ()
+
+
+INNER = r"(a Keras optimizer|a float of at least 0)", (0.5, 1.5)
+TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
+    KFAC: {
+        "inner_optimizer": or_none(INNER),
+        "learning_rate": or_none(RATE),
+        "momentum": or_none(BELOW_ONE),
+        "damping": NUMBER,
+        "kl_clip": or_none(POSITIVE),
+        "step": one_of("inner", "quadratic"),
+        "fisher": one_of("empirical", "monte_carlo", "type2", none=True),
+        "solver": one_of("eigen", "inverse"),
+        "distribution": one_of("comm_opt", "dp_kfac"),
+        "factor_update_interval": or_none(COUNT),
+        "inverse_update_interval": or_none(COUNT),
+        "factor_decay": BELOW_ONE,
+        "factor_batch_fraction": or_none(PART_OF_ONE),
+        "weight_sharing": one_of("expand", "reduce", "average"),
+        "max_factor_dim": or_none(COUNT),
+        "factor_rank": COUNT,
+        "skip_layers": ("layer names, regular expressions or", ()),
+        "gradient_accumulation_steps": (
+            "an integer of at least 2",
+            (None, 2),
+        ),
+        "max_skipped_steps": or_none(COUNT),
+    },
+    PART: {
+        "mode": one_of("comm_opt", "dp_kfac"),
+        # Of a hybrid alone.
+        "gradient_worker_fraction": or_none((PART_OF_ONE[0], ())),
+        "assignment": one_of("compute", "round_robin", none=True),
+        "symmetric": ("True or False", (True,)),
+        "factor_dtype": one_of("bfloat16", none=True),
+        "inverse_dtype": one_of("bfloat16", none=True),
+    },
+    STEP: {
+        "batch_fraction": or_none(PART_OF_ONE),
+        "damping": or_none(NUMBER),
+    },
+    RULE: {
+        "initial": (rf"({FINITE[0]}|between `minimum`)", FINITE[1]),
+        "every": COUNT,
+        "decay": (rf"({BELOW_ONE[0]}|be positive)", (0.5,)),
+        "minimum": (rf"({FINITE[0]}|between `minimum`)", ()),
+        "maximum": (rf"({FINITE[0]}|between `minimum`)", FINITE[1]),
+    },
+    FOSI: {
+        "inner_optimizer": INNER,
+        "num_largest": COUNT_OR_0,
+        "num_smallest": COUNT_OR_0,
+        "alpha": NUMBER,
+        "update_interval": or_none(COUNT),
+        "warmup_steps": or_none(COUNT_OR_0),
+        "lanczos_steps": ("an integer of at least 5", (None,)),
+        "momentum": BELOW_ONE,
+        "learning_rate_clip": (r"a number in \[1, inf\)", (1, 2, 1.5)),
+        "layout": one_of("rows", "columns"),
+        "accelerator_fraction": BELOW_ONE,
+        "final_update": one_of("stale", "paper"),
+        "seed": COUNT_OR_0,
+        "max_skipped_steps": or_none(COUNT),
+    },
+    GN: {
+        "damping": FINITE,
+        "momentum": BELOW_ONE,
+        "solve": one_of("auto", "parameters", "residuals"),
+        "max_tries": COUNT,
+        "max_bytes": or_none(COUNT),
+        "learning_rate": RATE,
+        "max_skipped_steps": or_none(COUNT),
+    },
+}
+
+
+def takes(accepted: tuple[Any, ...], value: Any) -> bool:
+    """1 is no bool, and no float."""
+    return any(type(a) is type(value) and a == value for a in accepted)
+
+
+# Not both of these may be 0.
+BESIDE = {"num_largest": {"num_smallest": 1}}
+
+
+@pytest.mark.parametrize("owner", TAKES)
+def test_values(owner: Any) -> None:
+    """At construction, in Keras' words, with the value received."""
+    names = set(inspect.signature(owner.__init__).parameters)
+    assert names - {"self", "name", "unknown"} == set(TAKES[owner])
+    for name, (words, accepted) in TAKES[owner].items():
+        for value in VALUES:
+            arguments = {name: value, **BESIDE.get(name, {})}
+            if takes(accepted, value):
+                owner(**arguments)
+                continue
+            with pytest.raises((TypeError, ValueError)) as caught:
+                owner(**arguments)
+            message = str(caught.value)
+            assert f"`{name}`" in message
+            assert re.search(rf"must .*{words}", message), message
+            is_rule = name == "skip_layers" and value == [1]
+            assert repr(1 if is_rule else value) in received(message)
+
+
+def received(message: str) -> str:
+    return message.split("Received: ", 1)[1]
+
+
+# ------------------------------------------------- values of one argument only
+DENSE = keras.layers.Dense
+WRONG: list[tuple[Any, str, list[Any], str]] = [
+    (KFAC, "damping", [-1e-9, {}, SGD(), np.array([0.1])], NUMBER[0]),
+    (KFAC, "factor_update_interval", [2.0, "10", np.float32(3)], COUNT[0]),
+    (KFAC, "factor_update_interval", ["adaptive"], "THOR"),
+    (KFAC, "solver", ["Eigen", "", ["eigen"], b"eigen"], "one of"),
+    (
+        KFAC,
+        "inner_optimizer",
+        [
+            *("foo", [], DENSE(1), {}, 10**400, {"class_name": "Foo"}),
+            {"class_name": "sgd", "config": 5},
+        ],
+        "a Keras optimizer",
+    ),
+    (KFAC, "inner_optimizer", [-0.1, NAN, INF], "a float of at least 0"),
+    (KFAC, "learning_rate", [-0.1, 1e39, "fast"], "float of at least 0"),
+    (KFAC, "skip_layers", ["dense", 3, DENSE], "a list or tuple"),
+    (
+        KFAC,
+        "skip_layers",
+        [[3], [None], [DENSE(1)], [int], [keras.Variable]],
+        "layer names, regular expressions or",
+    ),
+    (
+        KFAC,
+        "skip_layers",
+        [["fine", x] for x in ("(", "*", "[a", "(?P<x")],
+        "valid regular expressions",
+    ),
+    (PART, "gradient_worker_fraction", [0.5, 0, "0.5"], r"in \(0, 1\]"),
+    (PART, "factor_dtype", ["float64", "int8", 16], "one of"),
+    (PART, "inverse_dtype", ["float16"], "'bfloat16' or None.*overflow"),
+    (FOSI, "lanczos_steps", [4, 20.0], "an integer of at least 5"),
+    (GN, "damping", ["big", -1], r"a number in \[0, inf\)"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "values", "words"), WRONG)
+def test_wrong_values(
+    owner: Any, name: str, values: list[Any], words: str
+) -> None:
+    for value in values:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            owner(**{name: value})
+        message = str(caught.value)
+        assert re.search(rf"Argument `{name}`.*{words}", message), message
+        shown = value
+        if name == "skip_layers" and isinstance(value, list):
+            shown = value[-1]
+        assert repr(shown) in received(message)
+
+
+# ------------------------------------------------------ what does not go along
+TOGETHER: list[tuple[Callable[[], Any], str]] = [
+    (lambda: FOSI(num_largest=0), "`num_largest` and `num_smallest`"),
+    (
+        lambda: KFAC(
+            SGD(0.1, gradient_accumulation_steps=2),
+            gradient_accumulation_steps=2,
+        ),
+        r"accumulation_steps.*of one",
+    ),
+    (
+        lambda: KFAC(damping=RULE()),
+        "`damping` must be a number.*with step='inner'",
+    ),
+    (
+        lambda: KFAC(
+            step="quadratic", damping=RULE(), gradient_accumulation_steps=2
+        ),
+        "must not be a `LevenbergMarquardt` with",
+    ),
+    (
+        lambda: KFAC(SGD(1.0, momentum=0.9), step="quadratic"),
+        r"must be SGD without momentum.*SGD\(momentum\)",
+    ),
+    (
+        lambda: KFAC(SGD(1.0, weight_decay=0.1), step="quadratic"),
+        r"SGD\(weight_decay\)",
+    ),
+    (
+        lambda: KFAC(SGD(1.0, global_clipnorm=1.0), step="quadratic"),
+        r"SGD\(global_clipnorm\)",
+    ),
+    (lambda: KFAC("adam", step="quadratic"), r"inner_optimizer=Adam\(\)"),
+    (lambda: KFAC(momentum=0.5, step="quadratic"), r"SGD\(momentum\)"),
+    (lambda: RULE(1.0, maximum=0.5), "between `minimum` and `maximum`"),
+    *(
+        (lambda make=make: make(SGD(0.1, loss_scale_factor=2.0)), words)
+        for make in (KFAC, FOSI)
+        for words in ["`inner_optimizer`.*`LossScaleOptimizer` around"]
+    ),
+    *(
+        (
+            lambda make=make: make(keras.optimizers.LossScaleOptimizer(SGD())),
+            words,
+        )
+        for make in (KFAC, FOSI)
+        for words in ["`inner_optimizer`.*`LossScaleOptimizer` around"]
+    ),
+    *(
+        (lambda name=name: GN(**{name: 2}), f"Argument `{name}`")
+        for name in (
+            *("inner_optimizer", "weight_decay", "clipnorm"),
+            *("gradient_accumulation_steps", "loss_scale_factor"),
+        )
+    ),
+    (lambda: KFAC(Adam(INF)), "learning rate"),
+    (lambda: KFAC(Adam(NAN)), "learning rate"),
+    (lambda: KFAC(dampening=0.1), "unexpected.*'dampening'"),
+    (lambda: FOSI(dampening=0.1), "unexpected.*'dampening'"),
+    (lambda: GN(mu=0.5), "unexpected keyword argument 'mu'"),
+    (lambda: KFAC(0.1, 0.01), "positional"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), TOGETHER)
+def test_what_does_not_go_together(make: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        make()
+
+
+# ---------------------------------------------------------------------- later
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize(
+    ("cls", "name", "value"),
+    [
+        (KFAC, "damping", -1),
+        (KFAC, "damping", None),
+        (KFAC, "kl_clip", 0),
+        (KFAC, "factor_update_interval", 0),
+        (KFAC, "inverse_update_interval", 2.5),
+        (FOSI, "alpha", -1),
+        (FOSI, "update_interval", -1),
+    ],
+)
+def test_later(built: bool, cls: Any, name: str, value: Any) -> None:
+    """Setting is checked as the constructor is, and then changes nothing."""
+    optimizer = cls()
+    if built and cls is KFAC:
+        optimizer = compiled_mlp().optimizer
+    before = getattr(optimizer, name)
+    with pytest.raises(ValueError, match=rf"Argument `{name}`.*Received"):
+        setattr(optimizer, name, value)
+    assert getattr(optimizer, name) == before
+
+
+def test_loss_scale_factor_of_its_own() -> None:
+    with pytest.raises(ValueError, match=r"`loss_scale_factor`.*=8.0"):
+        tfkfac.KFAC().loss_scale_factor = 8.0
