@@ -57,6 +57,7 @@ def assert_agrees(
         "gru",
         "bidirectional",
         "masked_rnn",
+        "projected_rnn",
         "grouped_attention",
     ),
 )

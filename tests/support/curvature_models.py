@@ -105,6 +105,7 @@ SEQUENCES: Zoo = {
         tokens(lambda: layers.SimpleRNN(2), mask_zero=True),
         TEXT,
     ),
+    "projected_rnn": (projected(lambda: layers.SimpleRNN(2)), SERIES),
     "embedding": (tokens(layers.GlobalAveragePooling1D), TEXT),
 }
 OTHERS: Zoo = {

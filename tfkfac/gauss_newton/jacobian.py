@@ -240,19 +240,23 @@ def needs_loop(model: keras.Model) -> bool:
     """True if examples are taken one after the other, which is slow.
 
     TensorFlow vectorises neither the gradient of grouped convolutions nor
-    recurrent layers with a mask.
+    recurrent layers with a mask, or with weights before them.
     """
     layers = [node.layer for node in walk(model)]
+    recurrent = [x for x in layers if isinstance(x, keras.layers.RNN)]
+    grouped = [x for x in layers if isinstance(x, _CONVOLUTIONS)]
+    if not recurrent:
+        return any(layer.groups > 1 for layer in grouped)
     masks = any(
         getattr(layer, "mask_zero", False)
         or isinstance(layer, keras.layers.Masking)
         for layer in layers
     )
-    return any(
-        (isinstance(layer, _CONVOLUTIONS) and layer.groups > 1)
-        or (masks and isinstance(layer, keras.layers.RNN))
-        for layer in layers
-    )
+    own = {id(v) for v in recurrent[0].trainable_variables}
+    before = layers[: layers.index(recurrent[-1])]
+    others = [v for x in before for v in x.trainable_variables]
+    depends = any(id(v) not in own for v in others)
+    return masks or depends or any(layer.groups > 1 for layer in grouped)
 
 
 def flat(rows: tf.Tensor) -> tf.Tensor:

@@ -71,8 +71,9 @@ class GaussNewton(SecondOrderOptimizer):
     Refused, with the layer or loss by name, is what has no residuals of single
     examples: batch normalisation in training, dropout, losses added by layers,
     absolute and Huber errors, constraints, regularisers other than L2, half
-    precision. Grouped convolutions and recurrent layers with a mask are exact
-    but slow, as TensorFlow does not vectorise them over examples.
+    precision. Grouped convolutions and recurrent layers with a mask, or with
+    weights before them, are exact but slow, as TensorFlow does not vectorise
+    them over examples.
 
     Under several replicas each makes the rows of its own examples, and their
     J^T J and J^T r, n (n + 3) / 2 numbers, are added up.
