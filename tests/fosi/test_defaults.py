@@ -30,7 +30,7 @@ from tests.support.fosi_reference import (
 from tests.support.reference import Array
 from tests.support.small import summary_text
 from tfkfac.fosi.schedule import Timing
-from tfkfac.shell.hyperparameters import Hyperparameter
+from tfkfac.shell.arguments import Hyperparameter
 
 X, Y = data()
 STEPS = 9

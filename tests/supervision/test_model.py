@@ -5,7 +5,6 @@ import subprocess
 import sys
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 
@@ -117,26 +116,6 @@ def test_a_copy_is_a_model_of_its_own(way: Any) -> None:
     for one in (other, model):
         with pytest.raises(FloatingPointError, match="1 steps in a row"):
             one.train_on_batch(X * np.nan, Y)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("kfac", tfkfac.KFAC),
-        ("fosi", tfkfac.FOSI),
-        ("gaussnewton", tfkfac.GaussNewton),
-    ],
-)
-def test_names(name: str, kind: type) -> None:
-    """As those of Keras, and not in the place of somebody else's class."""
-    assert type(keras.optimizers.get(name)) is kind
-    model = mlp()
-    model.compile(name, loss())
-    assert type(model.optimizer) is kind
-    other = type(kind.__name__, (keras.optimizers.SGD,), {})
-    config = keras.optimizers.serialize(other())
-    found = keras.optimizers.deserialize(config, {kind.__name__: other})
-    assert type(found) is other
 
 
 def test_a_loop_without_fit_keeps_its_methods() -> None:

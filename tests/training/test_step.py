@@ -16,7 +16,7 @@ from tfkfac.loss.batch import LossBatch
 from tfkfac.loss.shares import measure_loss
 from tfkfac.loss.terms import LossTerms, mean_over
 from tfkfac.saving.entries import Contents
-from tfkfac.shell.hyperparameters import Tunable
+from tfkfac.shell.arguments import Tunable
 from tfkfac.shell.method import Method
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.training.job import Job
@@ -85,12 +85,10 @@ class Counting:
     def __init__(self, group: Any) -> None:
         self.rank, self.size = group.rank, group.size
         self.calls = 0
-        self.last: list[tuple[int, ...]] = []
         self._group = group
 
     def all_reduce(self, tensors: Any, dtype: Any = None) -> Any:
         self.calls += 1
-        self.last = [tuple(tensor.shape) for tensor in tensors]
         return self._group.all_reduce(tensors, dtype)
 
 
@@ -120,32 +118,6 @@ def test_the_share_is_worked_out_once() -> None:
         assert share == [0.75, 0.25][rank]
         np.testing.assert_allclose(gradient, 1 * 0.75 + 2 * 0.25)
         assert calls == 2
-
-
-def test_the_last_layers_are_sent_first() -> None:
-    """They are what the backward pass has first; each comes back in place."""
-
-    def work(group: Any) -> Any:
-        counting = Counting(group)
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-        model.add(keras.layers.Dense(4))
-        job = Job("test", model, keras.optimizers.SGD(1.0))
-        job.create()
-        values = [
-            tf.fill(v.shape, float(i)) for i, v in enumerate(model.weights)
-        ]
-        gradients = [*values[:1], None, *values[2:]]
-        batch = LossBatch((mean_over(4),))
-        step = Step(job, gradients, model.weights, batch, counting)
-        step.reduce()
-        return counting.last, step.gradients
-
-    for (sent, gradients), _ in run_together(2, work):
-        assert sent == [(4,), (2, 4), (3, 2)]
-        assert gradients[1] is None
-        for i, shape in ((0, (3, 2)), (2, (2, 4)), (3, (4,))):
-            # Both replicas have the same, and so their mean.
-            np.testing.assert_allclose(gradients[i], np.full(shape, i))
 
 
 def test_replicas_have_one_unit_whatever_their_shapes() -> None:

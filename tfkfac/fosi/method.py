@@ -16,7 +16,7 @@ from tfkfac.fosi.schedule import NewtonRate, Search, Timing, Warmup
 from tfkfac.fosi.subspace import State
 from tfkfac.fosi.update import SplitUpdate
 from tfkfac.saving.entries import Contents
-from tfkfac.shell.hyperparameters import Tunable, Value
+from tfkfac.shell.arguments import Tunable, Value
 from tfkfac.shell.method import Method
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.job import Job

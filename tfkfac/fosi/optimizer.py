@@ -9,8 +9,7 @@ import tensorflow as tf
 from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.fosi.layouts import LAYOUTS
 from tfkfac.fosi.method import FOSIMethod
-from tfkfac.shell.arguments import check_rate, is_rate, refuse_unknown
-from tfkfac.shell.hyperparameters import Value
+from tfkfac.shell.arguments import Value, check_rate, is_rate, refuse_unknown
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 # Steps between estimations where accelerators make them.

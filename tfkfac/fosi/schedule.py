@@ -12,7 +12,7 @@ from tfkfac.curvature.hessian import flat_space
 from tfkfac.fosi.layouts import Geometry
 from tfkfac.fosi.subspace import State
 from tfkfac.linalg.lanczos import default_steps
-from tfkfac.shell.hyperparameters import Hyperparameter
+from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.training.job import Job
 
 # The warm-up's share of a run whose length `fit` tells, and its updates where

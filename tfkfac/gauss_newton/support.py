@@ -20,7 +20,7 @@ from tfkfac.compat.models import kept_losses, losing_layers
 from tfkfac.fisher.likelihood import output_of
 from tfkfac.gauss_newton.jacobian import block_examples
 from tfkfac.loss.terms import LossTerms
-from tfkfac.shell.support import uses_xla
+from tfkfac.shell.model import uses_xla
 from tfkfac.shell.tables import bytes_text, unit_of
 from tfkfac.training.guards import refuse
 

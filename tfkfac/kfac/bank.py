@@ -22,7 +22,7 @@ from tfkfac.kfac.length import (
 )
 from tfkfac.kfac.placement import Placement
 from tfkfac.saving.entries import Contents, Entry, Spread
-from tfkfac.shell.hyperparameters import Hyperparameter
+from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.solvers import SOLVERS, Decomposition, Solver
 from tfkfac.training.accumulation import PENDING, Accumulation, names_of
 from tfkfac.training.job import Job

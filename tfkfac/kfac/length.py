@@ -14,8 +14,7 @@ from tfkfac.compat.variables import Tracked
 from tfkfac.kfac.settings import check_batch_fraction
 from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.saving.entries import Entry
-from tfkfac.shell.arguments import serialize_value
-from tfkfac.shell.hyperparameters import Hyperparameter, Schedule
+from tfkfac.shell.arguments import Hyperparameter, Schedule, serialize_value
 from tfkfac.training.guards import count_events
 
 

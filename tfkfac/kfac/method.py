@@ -60,7 +60,7 @@ from tfkfac.kfac.report import (
 )
 from tfkfac.kfac.settings import Distribution, as_distribution
 from tfkfac.saving.entries import Contents
-from tfkfac.shell.hyperparameters import Tunable, Value
+from tfkfac.shell.arguments import Tunable, Value
 from tfkfac.shell.method import Method
 from tfkfac.solvers import SOLVERS
 from tfkfac.training.job import Job

@@ -28,12 +28,12 @@ from tfkfac.kfac.settings import (
     serialize_skip_rule,
 )
 from tfkfac.shell.arguments import (
+    Schedule,
     check_inner,
     choose_inner,
     refuse_unknown,
     take_over_accumulation,
 )
-from tfkfac.shell.hyperparameters import Schedule
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.solvers import SOLVERS
 

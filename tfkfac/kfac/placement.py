@@ -20,7 +20,7 @@ from tfkfac.distributed.wire import Wire, all_reduce_bytes
 from tfkfac.factors import Limit
 from tfkfac.kfac.exchange import Exchange, Kinds, step_bytes
 from tfkfac.kfac.settings import AUTO, Distribution
-from tfkfac.shell.hyperparameters import Hyperparameter, Value
+from tfkfac.shell.arguments import Hyperparameter, Value
 from tfkfac.solvers import SOLVERS, Solver
 from tfkfac.training.job import Job
 

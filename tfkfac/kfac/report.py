@@ -15,7 +15,7 @@ from tfkfac.fisher.choice import Choice
 from tfkfac.kfac.bank import State
 from tfkfac.kfac.placement import Placement
 from tfkfac.loss.batch import LossBatch
-from tfkfac.shell.support import uses_xla
+from tfkfac.shell.model import uses_xla
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.solvers import Solver
 from tfkfac.solvers.eigen import EigenSolver

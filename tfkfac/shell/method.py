@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfkfac.compat.variables import Tracked
 from tfkfac.saving.entries import Contents, Entry
-from tfkfac.shell.hyperparameters import Hyperparameter, Tunable
+from tfkfac.shell.arguments import Hyperparameter, Tunable
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step
 

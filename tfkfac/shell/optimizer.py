@@ -15,11 +15,15 @@ from tfkfac.compat.saving import is_saving_legacy_file, legacy_variables
 from tfkfac.distributed.agreement import check_agreement
 from tfkfac.loss.batch import LossBatch, LossTap
 from tfkfac.loss.shares import LossScaling
-from tfkfac.shell.arguments import check_inner, serialize_value
-from tfkfac.shell.description import describe_model, plain
+from tfkfac.shell.arguments import check_inner, restore_value, serialize_value
 from tfkfac.shell.method import Method, shown_argument, shown_tunable
+from tfkfac.shell.model import (
+    check_settings,
+    describe_model,
+    plain,
+    repair_keras,
+)
 from tfkfac.shell.saving import SavedState
-from tfkfac.shell.support import check_settings, repair_keras
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, weigh_loss
 
@@ -125,7 +129,7 @@ class SecondOrderOptimizer(KerasOptimizer):
                 f"Received: config={config!r} (of type {type(config)})"
             )
         arguments = {
-            name: restored(name, value, custom_objects)
+            name: restore_value(name, value, custom_objects)
             for name, value in config.items()
         }
         return cls(**arguments)
@@ -508,24 +512,3 @@ def ours(optimizer: Any) -> SecondOrderOptimizer | None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer if isinstance(optimizer, SecondOrderOptimizer) else None
-
-
-def restored(
-    name: str, value: Any, custom_objects: dict[str, Any] | None
-) -> Any:
-    """The argument that an entry of a config stands for.
-
-    Raises:
-        ValueError: If it is the config of nothing.
-    """
-    if not isinstance(value, dict):
-        return value
-    try:
-        return keras.saving.deserialize_keras_object(value, custom_objects)
-    except (TypeError, ValueError):
-        raise
-    except Exception as error:  # a config may be anything
-        raise ValueError(
-            f"Argument `{name}` must be restored from the config of an object "
-            f"that Keras knows. Received: {name}={value!r}"
-        ) from error

@@ -11,7 +11,7 @@ from keras import layers
 
 import tfkfac
 from tfkfac.distributed.agreement import find_differences, first_of
-from tfkfac.shell.description import describe_model, plain
+from tfkfac.shell.model import describe_model, plain
 
 
 def network(

@@ -1,0 +1,156 @@
+"""A model as its optimizer sees it: settings that fit, and a description."""
+
+import math
+import re
+import types
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfkfac.checks import is_number
+from tfkfac.compat.models import all_layers, compiles_from_config
+from tfkfac.compat.strategies import repair
+from tfkfac.distributed.topology import check_strategy
+
+# What workers may differ in: labels, and where each draws its own numbers.
+_OWN = frozenset({"name", "seed", "rng"})
+_COUNT = re.compile(r"_\d+$")
+_FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType)
+
+
+def check_settings(model: keras.Model, loss_scaler: Any) -> None:
+    """Refuses what a model is compiled with and cannot work.
+
+    Args:
+        model: The model.
+        loss_scaler: The `LossScaleOptimizer` around the optimizer, if any.
+
+    Raises:
+        ValueError: If a setting or the strategy is not supported.
+    """
+    check_xla(model)
+    strategy = model.distribute_strategy
+    check_strategy(strategy)
+    repair_keras(strategy)
+    if strategy.num_replicas_in_sync == 1:
+        return
+    if getattr(model, "steps_per_execution", 1) > 1:
+        raise ValueError(
+            "Argument `steps_per_execution` must be 1 with several "
+            "replicas: TensorFlow cannot run more. Received: "
+            f"steps_per_execution={model.steps_per_execution}"
+        )
+    if type(loss_scaler) is keras.optimizers.LossScaleOptimizer:
+        raise ValueError(
+            "Keras' `LossScaleOptimizer` hangs with several replicas as soon "
+            "as one of them has a gradient that is not finite. Compile the "
+            "model with `tfkfac.LossScaleOptimizer(optimizer)`, or use the "
+            "policy 'mixed_bfloat16', which needs none."
+        )
+
+
+def check_xla(model: keras.Model) -> None:
+    """Refuses XLA without a GPU; a loaded model does without, and says so.
+
+    On a machine with a GPU Keras puts `jit_compile=True` into the config of
+    every model, its users' choice or not.
+
+    Raises:
+        ValueError: If the user asks for it.
+    """
+    if not uses_xla(model) or tf.config.list_physical_devices("GPU"):
+        return
+    why = (
+        "without a GPU: XLA's decompositions are many times slower on a CPU. "
+        "Received: jit_compile=True."
+    )
+    if not compiles_from_config():
+        raise ValueError(
+            f"Argument `jit_compile` must not be True {why} Compile the model "
+            "with jit_compile=False."
+        )
+    warnings.warn(
+        f"Model '{model.name}' was saved with a `jit_compile` that is of no "
+        f"use {why} It trains with jit_compile=False.",
+        stacklevel=2,
+    )
+    model.jit_compile = False
+
+
+def uses_xla(model: keras.Model) -> bool:
+    """True if Keras compiles the training step of a model by XLA."""
+    return model.compiled and bool(model.jit_compile)
+
+
+def repair_keras(strategy: tf.distribute.Strategy) -> None:
+    """Makes Keras' `fit` work under a user's own strategy, if it is one."""
+    kinds = (
+        tf.distribute.MirroredStrategy,
+        tf.distribute.MultiWorkerMirroredStrategy,
+    )
+    if isinstance(strategy, kinds):
+        repair(strategy)
+
+
+# --------------------------------------- a description, which workers compare
+def describe_model(model: keras.Model) -> dict[str, Any]:
+    """The layers and the compiled loss of a model, by name."""
+    found: dict[str, Any] = {"loss": plain(model.loss)}
+    found["metrics"] = sorted(metric.name for metric in model.metrics)
+    layers = [layer for layer in all_layers(model) if layer is not model]
+    for number, layer in enumerate(layers):
+        # Keras counts the layers of a process, which may have made others.
+        label = f"layer {number} '{_COUNT.sub('', layer.name)}'"
+        for key, value in _settings(layer):
+            found[f"{label}, {key}"] = value
+    return found
+
+
+def _settings(layer: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
+    """Settings of a layer, as far as it tells them."""
+    config = plain(layer)
+    yield "class", type(layer).__name__
+    if isinstance(config, dict):
+        # A model says here what its layers say themselves.
+        skipped = {"class", "layers", "dtype"}
+        yield from ((k, v) for k, v in config.items() if k not in skipped)
+    yield "dtype policy", layer.dtype_policy.name
+    yield "trainable", layer.trainable
+
+
+def plain(value: Any) -> Any:
+    """A value in what JSON can hold, the same in all processes that have it.
+
+    Of a function or of an object without a config that is the name.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if is_number(value):
+        number = value.item() if isinstance(value, np.generic) else value
+        return number if math.isfinite(number) else str(number)
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items() if k not in _OWN}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    if isinstance(value, np.ndarray):
+        return [list(value.shape), zlib.crc32(value.tobytes())]
+    if isinstance(value, _FUNCTIONS):
+        return value.__qualname__
+    return _of_object(value)
+
+
+def _of_object(value: Any) -> Any:
+    name = type(value).__name__
+    try:
+        with warnings.catch_warnings():
+            # Not for a file: what it cannot hold is of no interest.
+            warnings.simplefilter("ignore")
+            config = value.get_config()
+    except Exception:  # it has none, or a user's own that does anything
+        return name
+    return {"class": name, **plain(config)} if config else name
