@@ -1,4 +1,4 @@
-"""What a curvature block is: a layer's factors and its gradient as a matrix.
+"""Curvature blocks: a layer's factors and its gradient as a matrix.
 
 One tensor convention serves all layer types. Layer inputs `a` and gradients
 at the pre-activation `g` are rows of shape `(batch, shared, features)`, or
@@ -34,11 +34,11 @@ from tfkfac.factors import Dense, Diagonal, Factor, Limit
 
 
 class Alike(NamedTuple):
-    """What calls have in common whose statistics are the same function.
+    """Kind of a call: those of one kind share the function of statistics.
 
     Attributes:
-        key: What distinguishes it from that of others.
-        any_size: Whether it is one for all sizes, or one for each.
+        key: The kind.
+        any_size: True if one function does for all sizes.
     """
 
     key: Hashable
@@ -53,14 +53,14 @@ class Block(abc.ABC):
     gradients of the variables into a matrix and back.
 
     Attributes:
-        kind: What tables call it.
+        kind: Name in tables.
         layer: The layer.
         path: Its path.
         dtype: Dtype of the statistics.
-        examples_first: Whether input, gradient and mask of a record have the
+        examples_first: True if input, gradient and mask of a record have the
             examples as their first axis, and the rows of an example are of
             its own alone. Then statistics of a part of a batch are cheaper.
-        swapped: Whether its A is the G, and its G the A, of the block that it
+        swapped: True if its A is the G, and its G the A, of the block that it
             takes the statistics for, see `used_as`.
         left_out: Why the block took no part in the last step that was traced,
             or None.
@@ -109,13 +109,13 @@ class Block(abc.ABC):
         """Turns a record of the layer into rows."""
 
     def alike(self, record: Record) -> Alike | None:
-        """What calls have in common whose statistics are the same function.
+        """Kind of a call: those of one kind share the function of statistics.
 
         It is one of input, gradient and moments, where no mask was seen. None,
         the default, if the statistics of this call are its own.
 
         Args:
-            record: What the call left behind.
+            record: The record of the call.
         """
         return None
 
@@ -139,10 +139,9 @@ class Block(abc.ABC):
 
     @property
     def form(self) -> Hashable | None:
-        """What blocks have in common that make matrices of gradients alike.
+        """Kind of a block: one kind makes matrices of equal shapes alike.
 
-        Those of equal shapes, that is. None, the default, if this one has a
-        way of its own.
+        None, the default, if this one has a way of its own.
         """
         return None
 
@@ -364,7 +363,7 @@ class PerExampleBlock(Block, abc.ABC):
     `example_gradients`.
 
     Attributes:
-        diagonal: Whether to keep the diagonal only. Defaults to False.
+        diagonal: True to keep the diagonal only. Defaults to False.
     """
 
     diagonal: bool = False
@@ -374,7 +373,7 @@ class PerExampleBlock(Block, abc.ABC):
         """The gradient of each example, summed over its positions.
 
         Args:
-            record: What one call of the layer left behind.
+            record: The record of one call of the layer.
 
         Returns:
             For each of `variables` a tensor of shape `(batch, *shape)`.

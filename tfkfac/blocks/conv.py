@@ -43,7 +43,7 @@ class ConvBlock(MatrixBlock):
 
     @property
     def _is_pointwise(self) -> bool:
-        """Whether patches are the cells of the image, each once."""
+        """True if patches are the cells of the image, each once."""
         layer = self.layer
         last = layer.data_format == "channels_last"
         return last and max(*layer.kernel_size, *layer.strides) == 1
@@ -93,7 +93,7 @@ class ConvBlock(MatrixBlock):
         return costs(image, *geometry, layer.padding)[0]
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
-        """What makes A of correlations, where that is cheaper."""
+        """Function that makes A of correlations, where that is cheaper."""
         layer = self.layer
         if not _is_image(layer) or not isinstance(self.factors["A"], Dense):
             return None
@@ -145,7 +145,7 @@ class DepthwiseConvBlock(MatrixBlock):
         return fold_positions(self.cast(gradient))
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
-        """What makes A of correlations, if the layer is such."""
+        """Function that makes A of correlations, if the layer is such."""
         layer = self.layer
         (stride, *others) = layer.strides
         if (
@@ -216,7 +216,7 @@ class SeparablePointwiseBlock(MatrixBlock):
 
 
 def _geometry(block: MatrixBlock) -> Hashable:
-    """What distinguishes the statistics of convolutions of equal shapes."""
+    """Key of the statistics of convolutions of equal shapes."""
     layer = block.layer
     return (
         type(block),
@@ -232,7 +232,7 @@ def _geometry(block: MatrixBlock) -> Hashable:
 
 
 def _is_image(layer: keras.layers.Layer) -> bool:
-    """Whether the inputs are images or sequences, under a kernel in one."""
+    """True if inputs are images or sequences, under a kernel in one."""
     return len(layer.kernel_size) < 3 and max(layer.dilation_rate) == 1
 
 
@@ -266,7 +266,7 @@ def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
 
 
 def conv_slices(layer: keras.layers.Layer, image: tf.Tensor) -> list[tf.Tensor]:
-    """What is under each offset of the layer's kernel in an image."""
+    """Slices of an image under each offset of the layer's kernel."""
     geometry = (
         layer.kernel_size,
         layer.strides,

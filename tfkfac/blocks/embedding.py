@@ -200,5 +200,5 @@ class PositionEmbeddingBlock(EmbeddingBlock):
 
 
 def is_reverse(call: Sequence[Record]) -> bool:
-    """Whether a call projects back to the tokens."""
+    """True if a call projects back to the tokens."""
     return bool(call[0].kwargs.get("reverse"))

@@ -126,7 +126,7 @@ class NormalizationBlock(Block):
 
     @property
     def _signature(self) -> Hashable:
-        """What distinguishes the layer's computation from that of others.
+        """Key of the layer's computation.
 
         That is what Keras' own layers save of themselves. Of other classes it
         need not be all.

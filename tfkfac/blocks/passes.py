@@ -1,4 +1,4 @@
-"""Which of several backward passes a gradient is of.
+"""Records of the backward pass that is applied, where there were several.
 
 Somebody may take two gradients of one forward pass: of two losses, of which
 the sum is applied; of one loss for another model, as in a GAN; of a loss that
@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfkfac.blocks.base import Block
 from tfkfac.capture.taps import Record
 
-# Records of one call after another, in the order in which they came.
+# The records of each call of a layer, in the order in which they came.
 Calls = Sequence[Sequence[Record]]
 
 # Squared relative distance of a gradient from what it should be.
@@ -27,11 +27,11 @@ _TOLERANCE = 1e-4
 def records_of(
     block: Block, calls: Calls, gradients: Sequence[tf.Tensor]
 ) -> tuple[list[Record], tf.Tensor | None]:
-    """Makes one record of each call.
+    """Returns one record of each call, of the pass that is applied.
 
     Args:
         block: The block.
-        calls: What the calls of its layer left behind.
+        calls: Records of the calls of its layer.
         gradients: The gradients of its weights on this replica. They may be
             off by a factor, as clipping makes them.
 

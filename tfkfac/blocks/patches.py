@@ -185,7 +185,7 @@ class Products(abc.ABC):
 
     @abc.abstractmethod
     def as_factor(self, products: tf.Tensor) -> tf.Tensor:
-        """What `of_patches` returns as a matrix, or a stack of them."""
+        """The result of `of_patches` as a matrix, or a stack of them."""
 
     @abc.abstractmethod
     def as_row(self, sums: tf.Tensor) -> tf.Tensor:
@@ -321,7 +321,7 @@ def patch_gram(
         kernel_size: Height and width of the kernel.
         strides: Strides of the convolution.
         padding: "valid", "same" or "causal", as in `extract_patches`.
-        bias: Whether a patch has a 1 at its end.
+        bias: True if a patch has a 1 at its end.
 
     Returns:
         The sum, a matrix, and the number of patches. The elements of a patch
@@ -399,7 +399,7 @@ def is_cheaper(
     strides: Sequence[int],
     padding: str,
 ) -> bool:
-    """Whether `patch_gram` takes less time than the patches do, see `costs`."""
+    """True if `patch_gram` takes less time than the patches, see `costs`."""
     if max(kernel_size) == 1:
         return False  # the image has the patches
     by_correlation, by_patches = costs(shape, kernel_size, strides, padding)
@@ -412,7 +412,7 @@ def costs(
     strides: Sequence[int],
     padding: str,
 ) -> tuple[float, float]:
-    """What the sum costs by `patch_gram`, and by the patches.
+    """Costs of the sum by `patch_gram`, and by the patches.
 
     It was fitted to 39 convolutions on a CPU (1 to 512 channels,
     images of 2 to 64 cells, kernels of 1 to 7, strides of 1 to 3), in
@@ -488,7 +488,7 @@ def _unpadded(
 
 
 def _is_large(cells: Sequence[int | None], kernel: Sequence[int]) -> bool:
-    """Whether an image is known to be no smaller than the kernel."""
+    """True if an image is known to be no smaller than the kernel."""
     return all(
         n is not None and n >= k for n, k in zip(cells, kernel, strict=True)
     )

@@ -57,7 +57,7 @@ class Leftover:
 
 @dataclasses.dataclass(frozen=True)
 class Registry:
-    """What of a model is preconditioned and what is not."""
+    """Blocks of a model, and its variables without one."""
 
     blocks: tuple[Block, ...]
     leftovers: tuple[Leftover, ...]
@@ -79,7 +79,7 @@ class Registry:
         return sum(count_weights(block.variables) for block in active)
 
     def agreement(self) -> dict[str, Any]:
-        """What of it all workers must have in common; JSON can hold it."""
+        """The part that all workers must have in common, as for JSON."""
         layers = [
             [block.path, block.kind, [f.text for f in block.factors.values()]]
             for block in self.blocks
@@ -118,7 +118,7 @@ def build_registry(
     Args:
         model: A built model.
         skip_layers: Layers to leave to the inner optimizer.
-        limit: Which factors are kept whole.
+        limit: Limit up to which factors are kept whole.
 
     Returns:
         The blocks in the order of the layers, and what is left over.

@@ -17,7 +17,7 @@ class Statistic(NamedTuple):
 
     Attributes:
         total: The sum over the rows that are here.
-        count: What it has to be divided by.
+        count: The divisor of the sum.
     """
 
     total: tf.Tensor
@@ -139,7 +139,7 @@ def fold_axes(tensor: tf.Tensor, shared: int, features: Any) -> tf.Tensor:
 
     Args:
         tensor: Tensor of shape `(batch, shared..., features...)`.
-        shared: How many axes of positions there are.
+        shared: Number of axes of positions.
         features: Number of all features.
     """
     positions = tensor.shape[1 : 1 + shared].num_elements()

@@ -153,7 +153,7 @@ class Pullback:
     """One recorded call of a model.
 
     Args:
-        outputs: What the model returned.
+        outputs: The outputs of the model.
         tape: The persistent tape that was on.
     """
 
@@ -162,7 +162,7 @@ class Pullback:
         self._tape = tape
 
     def returned(self, tensor: tf.Tensor) -> bool:
-        """Whether the model returned this tensor."""
+        """True if the model returned this tensor."""
         return id(tensor) in self._outputs
 
     def pull(

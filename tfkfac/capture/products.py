@@ -1,4 +1,4 @@
-"""Whether the gradient of a kernel is a product of what was recorded.
+"""Gradients of kernels that are the product of what was recorded.
 
 The gradient that is applied may not be the one that flowed back: it may have
 the term of a regulariser, have been clipped, unscaled or added up by the user.
@@ -17,7 +17,7 @@ _COPIES = ("Identity", "IdentityN")
 def is_product(
     gradients: Sequence[Any], inputs: Any, gradient: tf.Tensor
 ) -> bool:
-    """Whether the gradients of a kernel and a bias are `a^T g` and `1^T g`.
+    """True if the gradients of a kernel and a bias are `a^T g` and `1^T g`.
 
     Args:
         gradients: The gradient of the kernel, whose first axes are those that
@@ -42,7 +42,7 @@ def is_product(
 
 
 def _is_symbolic(tensor: Any) -> bool:
-    """Whether it is a dense tensor of a graph."""
+    """True if it is a dense tensor of a graph."""
     return isinstance(tensor, tf.Tensor) and tf.is_symbolic_tensor(tensor)
 
 
@@ -64,19 +64,19 @@ def _factors(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
 
 
 def _is_of_broadcast(total: tf.Operation) -> bool:
-    """Whether a sum is that over the batches that shared the kernel."""
+    """True if a sum is over the batches that shared the kernel."""
     return bool(total.inputs[1].op.type == "BroadcastGradientArgs")
 
 
 def _summed(tensor: tf.Tensor) -> tf.Tensor | None:
-    """What a tensor is the sum of, over all but the features."""
+    """The tensor whose sum over all but the features this is, or None."""
     if tensor.op.type in ("BiasAddGrad", "Sum"):
         return _source(tensor.op.inputs[0])
     return None
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:
-    """What a tensor has its numbers of, all of them in the same order."""
+    """The origin of a tensor's numbers, with all in the same order."""
     while True:
         operation = tensor.op
         if operation.type in _COPIES:

@@ -49,7 +49,7 @@ from tfkfac.compat.overrides import (
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What one call of a layer left behind.
+    """Input of one call of a layer, and a gradient that came back.
 
     Attributes:
         inputs: The layer's input.

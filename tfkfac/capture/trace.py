@@ -1,4 +1,4 @@
-"""What is noted in one trace of one replica, and when anything is.
+"""Stores of what taps note in one trace of one replica, and pauses.
 
 Notes are Python objects that hold the tensors of one trace. They live on the
 graph that they belong to, so that no trace ever sees another's tensors.
@@ -18,16 +18,16 @@ _state = threading.local()
 
 
 class TraceStore(dict[tuple[int, int], Any]):
-    """What taps noted in one graph, by (tap, replica)."""
+    """Notes of taps in one graph, by (tap, replica)."""
 
 
 def capturing() -> bool:
-    """Whether a tape is on and nobody has paused the taps."""
+    """True if a tape is on and nobody has paused the taps."""
     return not is_paused() and under_tape()
 
 
 def is_paused() -> bool:
-    """Whether somebody keeps the taps of this thread from noting."""
+    """True if somebody keeps the taps of this thread from noting."""
     return getattr(_state, "paused", False)
 
 

@@ -136,7 +136,7 @@ def distributed_and_elsewhere(root: keras.layers.Layer) -> set[int]:
 
 
 def matches(rule: SkipRule, layer: keras.layers.Layer, path: str) -> bool:
-    """Whether a rule of `skip_layers` means this layer."""
+    """True if a rule of `skip_layers` means this layer."""
     if isinstance(rule, type):
         return isinstance(layer, rule)
     return any(re.fullmatch(rule, name) for name in (layer.name, path))

@@ -30,9 +30,9 @@ class LossBatch:
         terms: The terms of each of its losses; none if they were not seen.
         weightless: For each output with sample weights, bool
             `(examples, positions)`, True where the weight is zero.
-        arguments: What `compute_loss` was called with.
+        arguments: Arguments of `compute_loss`.
         ordinal: Number of batches that were seen before in the same step.
-        measure: What the replicas know of the loss, if it has been weighed.
+        measure: Measure of the loss by all replicas, if it has been weighed.
     """
 
     terms: tuple[LossTerms, ...] = ()

@@ -38,9 +38,9 @@ class Verdict(NamedTuple):
 
     Attributes:
         names: The likelihoods that it could be of.
-        index: Which of them it is, an int32 scalar; their number if none.
-        unit: What it is of that; 1 if it is none.
-        is_counted: Scalar bool, whether users want to know; False for a loss
+        index: Index of its likelihood, an int32 scalar; their number if none.
+        unit: Its unit; 1 if it is none.
+        is_counted: Scalar bool, True if users want to know; False for a loss
             that is not finite.
     """
 
@@ -51,7 +51,7 @@ class Verdict(NamedTuple):
 
     @property
     def is_known(self) -> tf.Tensor:
-        """Whether it is any of them, a scalar bool."""
+        """True if it is any of them, a scalar bool."""
         return self.index < len(self.names)
 
 
@@ -61,7 +61,7 @@ class Recognition(NamedTuple):
     Attributes:
         names: The likelihoods that it could be of.
         sums: Of each of them what replicas add up, float64 `(names, 7)`.
-        is_reported: Whether users want to know that it is none of them.
+        is_reported: True if users want to know that it is none of them.
     """
 
     names: tuple[str, ...]
@@ -113,8 +113,8 @@ class _Form(NamedTuple):
         residuals: Of the same mean less label, its gradient at its natural
             parameters.
         slopes: Of outputs and the gradient of the loss there, the latter.
-        of_classes: Whether labels are classes.
-        by_logits: Whether it is of the logits behind the outputs.
+        of_classes: True if labels are classes.
+        by_logits: True if it is of the logits behind the outputs.
     """
 
     name: str
@@ -191,7 +191,7 @@ class _Labels(NamedTuple):
 
     Attributes:
         values: The labels, of the shape of the outputs or of their terms.
-        are_classes: Whether they are numbers of classes.
+        are_classes: True if they are numbers of classes.
         fit: Scalar bool, whether their shape is what it must be; they are 0
             where it is not.
     """
@@ -208,8 +208,8 @@ def recognise(
 
     Args:
         call: A call of the loss.
-        leaves: What it has read.
-        reduction: How its values became a number.
+        leaves: Its predictions.
+        reduction: The reduction of its values.
 
     Returns:
         What this batch says; None if no likelihood can be meant.
@@ -242,12 +242,12 @@ class _Trial:
 
     Args:
         forms: The likelihoods.
-        leaves: What the loss has read.
-        reduction: How its values became a number.
+        leaves: The predictions of the loss.
+        reduction: The reduction of its values.
         labels: The labels.
 
     Attributes:
-        fit: Whether labels, values and outputs are of the same terms.
+        fit: True if labels, values and outputs are of the same terms.
         terms: Number of terms.
     """
 
@@ -282,7 +282,7 @@ class _Trial:
         self._wide = tf.float64 if output.dtype == tf.float64 else tf.float32
 
     def compare(self) -> tf.Tensor:
-        """What replicas add up of each likelihood, see `Recognition`."""
+        """Sums of each likelihood for the replicas, see `Recognition`."""
         there, few = self.terms > 0, self.terms < _FEW
         by_values = there & tf.logical_not(few | self._is_single)
         how = tf.cast(there, tf.int32) + tf.cast(by_values, tf.int32)
@@ -338,7 +338,7 @@ class _Trial:
         return tf.one_hot(rows, self._size, dtype=self._wide)
 
     def _read(self, form: _Form) -> tf.Tensor:
-        """What the loss has read, if it is of a form."""
+        """The predictions that a loss of a form reads."""
         logits = self._leaves.logits
         return logits if form.by_logits else self._leaves.output
 
@@ -472,7 +472,7 @@ class _Trial:
 
 
 def _are_equal(shape: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    """Whether shapes of as many axes are the same, a scalar bool."""
+    """True if shapes of as many axes are the same, a scalar bool."""
     return tf.reduce_all(tf.equal(shape, other))
 
 

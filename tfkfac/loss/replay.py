@@ -62,10 +62,10 @@ def replay_loss(
 
     Args:
         model: A compiled model.
-        call: How to call it.
+        call: The call to repeat.
         arguments: Those of `compute_loss`; `y_pred` is computed anew.
         variables: Weights.
-        values: What to put in their place.
+        values: Values in their place.
         shares: Weights of the losses, see `weigh`.
         whole: The terms of the whole batch, if this is of some examples.
         read: Returns what the loss is to read in the place of the outputs.

@@ -12,22 +12,22 @@ from tfkfac.loss.terms import LossTerms
 
 
 class LossMeasure(NamedTuple):
-    """What the replicas know of the loss of a step when they have compared.
+    """Terms, unit and shares of the loss of a step, by all replicas.
 
     Attributes:
         terms: Number of terms of this replica; None is the leading dimension
             of each layer's input.
-        row_scale: What a recorded gradient is multiplied by, and by the number
+        row_scale: Factor of a recorded gradient, together with the number
             of terms where that is None, to be that of a term's own negative
             log-likelihood.
-        unit: What the gradient of the whole loss is divided by, to be that of
+        unit: Divisor of the gradient of the whole loss, to be that of
             the mean negative log-likelihood.
         summed: Scalar bool, whether the loss is the sum over its terms.
         total: Number of terms of all replicas; None like `terms`.
         share: Weight of this replica's gradient in that of the mean over all
             terms, times the number of replicas; None is 1.
         shares: The same for each of the losses; empty if all are 1.
-        weights: What the Fisher matrix of a term of each loss is multiplied
+        weights: Factors of the Fisher matrix of a term of each loss
             by, so that all add up to `total` times that of the whole loss in
             its unit; empty if there is one loss.
         losses: The terms of each loss, with verdicts.
@@ -58,7 +58,7 @@ class _Whole(NamedTuple):
         total: Number of terms of all.
         unit: Unit of the whole. One that depends on a replica's shapes
             becomes their mean.
-        spread: What makes squares of weights of the weights; None is 1.
+        spread: Ratio of the weights to their squares, summed; None is 1.
     """
 
     own: LossTerms
@@ -84,7 +84,7 @@ def measure_loss(
         terms: The terms of this replica's losses; none if they are not known.
         group: The replicas that the mean is over.
         replicas: Number of all replicas.
-        is_weighed: Whether the loss is weighed before its gradient is taken.
+        is_weighed: True if the loss is weighed before its gradient is taken.
     """
     one = tf.constant(1, tf.float64)
     if not terms:
@@ -247,7 +247,7 @@ def weighted(tensor: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
 
 
 class LossScaling:
-    """What is known of a `LossScaleOptimizer` around an optimizer.
+    """The `LossScaleOptimizer` around an optimizer, if there is one.
 
     Args:
         name: The optimizer's name, for messages.
@@ -263,7 +263,7 @@ class LossScaling:
         self._scaler = None if scaler is None else weakref.ref(scaler)
 
     def factor(self) -> tf.Tensor | None:
-        """What the loss was multiplied by before the gradients were taken.
+        """Factor of the loss when the gradients were taken, or None.
 
         Raises:
             ValueError: If the optimizer is inside a scaler it does not know.

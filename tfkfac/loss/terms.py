@@ -1,4 +1,4 @@
-"""What a loss is a mean or a sum of: its terms, their number, its unit.
+"""Terms of a loss, their number and its unit.
 
 A compiled loss is `L = u (1/T) sum_t nll_t`, with `T` what its reduction
 divides by (examples, tokens, pixels; the valid ones where there is a mask) and
@@ -26,15 +26,15 @@ class LossTerms:
         count: `T`, a scalar float64: what the mean is over.
         unit: `u`, a scalar float64, the size of the loss' weight included;
             without what a `recognition` will add to it.
-        summed: Whether the loss is the sum over the terms, not the mean.
-        is_fixed: Whether the unit is the same on all replicas, a number that
+        summed: True if the loss is the sum over the terms, not the mean.
+        is_fixed: True if the unit is the same on all replicas, a number that
             no shape of theirs has a say in.
-        part: What of the whole loss it is; None if there is nothing else.
+        part: Its part of the whole loss; None if there is nothing else.
         call: The call of the loss; None if nobody has seen it.
         likelihood: Name of its likelihood, if that is known before.
-        recognition: What the batch says of unit and likelihood, if that
+        recognition: The batch's word on unit and likelihood, if that
             decides.
-        verdict: What the batches of all replicas have said, once they have.
+        verdict: That of the batches of all replicas, once they have met.
         predictions: `T` where the loss is a likelihood; None is `count`.
         squares: The sum of the squares of the weights of the terms, where
             `count` is the sum of the weights; None if all weigh the same.
@@ -133,7 +133,7 @@ def _single(terms: LossTerms, call: LossCall) -> LossTerms:
 
 
 def _count(reduction: Reduction) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """What Keras divides by, or would if it took a mean.
+    """Divisor of Keras, if it took a mean.
 
     And the sum of squares of weights, if it is the sum of these.
     """

@@ -42,12 +42,12 @@ T = TypeVar("T")
 
 
 class Known(NamedTuple):
-    """What is known of a loss.
+    """Likelihood of a loss, as far as it is known.
 
     Attributes:
-        likelihood: Name of its likelihood, None if nobody but the user knows.
+        likelihood: Its name; None if nobody but the user knows.
         factor: Its unit if it is the sum over the outputs of a term.
-        is_mean: Whether it is the mean over the outputs instead.
+        is_mean: True if it is the mean over the outputs instead.
     """
 
     likelihood: str | None
@@ -70,12 +70,12 @@ _TOLERANCE = 1e-3
 
 
 class Unit(NamedTuple):
-    """What a loss is of a negative log-likelihood.
+    """Unit of a loss: its value over a negative log-likelihood.
 
     Attributes:
         value: Its value of a term over that of the likelihood.
         likelihood: The name of the likelihood, if it is known before.
-        recognition: What the batch says of both, if that decides.
+        recognition: The comparison of the batch, if that decides.
     """
 
     value: float | tf.Tensor = 1.0
@@ -90,7 +90,7 @@ def declare(loss: Any, factor: float | None, is_mean: bool) -> None:
         loss: A class of losses, or a function.
         factor: Its unit if it is the sum over the outputs of a term; None is
             that of what it looks like, and 1 else.
-        is_mean: Whether it is the mean over the outputs instead.
+        is_mean: True if it is the mean over the outputs instead.
     """
     _declared.add(loss)
     if factor is not None:
@@ -103,7 +103,7 @@ def declared(table: Mapping[Any, T], loss: keras.losses.Loss) -> T | None:
 
 
 def is_open(loss: keras.losses.Loss) -> bool:
-    """Whether only a batch can tell the unit of a loss."""
+    """True if only a batch can tell the unit of a loss."""
     return declared(_known, loss) is None and not is_of_keras(loss)
 
 
@@ -171,7 +171,7 @@ _SUMS = "_tfkfac_sums"  # by shapes, kept on the loss
 
 
 def is_sum(call: LossCall) -> bool:
-    """Whether a loss that returns one number is a sum over the examples.
+    """True if a loss that returns one number is a sum over the examples.
 
     A batch alone does not tell a sum from a mean. If the loss has no effects,
     its graph is evaluated on numbers of the right shapes, once and then twice
@@ -195,7 +195,7 @@ def is_sum(call: LossCall) -> bool:
 def _doubles(
     loss: keras.losses.Loss, shapes: Sequence[Sequence[int | None]]
 ) -> bool:
-    """Whether a loss of every example twice is twice as large."""
+    """True if a loss of every example twice is twice as large."""
     specs = [tf.TensorSpec([None, *shape], loss.dtype) for shape in shapes]
     with paused(), tf.init_scope():
         examples = _examples(specs)
