@@ -62,10 +62,7 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("argument", "kind", "rate"),
     [
-        (0.25, keras.optimizers.SGD, 0.25),
         (np.float32(0.25), keras.optimizers.SGD, 0.25),
-        (0.0, keras.optimizers.SGD, 0.0),
-        ("adam", keras.optimizers.Adam, 0.001),
         ("RMSprop", keras.optimizers.RMSprop, 0.001),
         (keras.optimizers.Adam(0.5), keras.optimizers.Adam, 0.5),
         (
@@ -73,29 +70,12 @@ def test_defaults() -> None:
             keras.optimizers.Nadam,
             0.125,
         ),
-        (
-            keras.optimizers.serialize(keras.optimizers.Lion(0.5)),
-            keras.optimizers.Lion,
-            0.5,
-        ),
-    ],
-    ids=[
-        "float",
-        "numpy",
-        "zero",
-        "name",
-        "class name",
-        "optimizer",
-        "dict",
-        "config",
     ],
 )
 def test_inner_optimizer(argument: Any, kind: type, rate: float) -> None:
     optimizer = tfkfac.KFAC(argument)
     assert type(optimizer.inner_optimizer) is kind
     assert float(optimizer.learning_rate) == pytest.approx(rate)
-    if isinstance(argument, keras.optimizers.Optimizer):
-        assert optimizer.inner_optimizer is argument
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -148,13 +128,6 @@ NUMBERS: dict[str, Any] = {
     "factor_batch_fraction": 0.25,
     "name": "other",
 }
-
-
-def test_numbers_round_trip() -> None:
-    config = round_trip(tfkfac.KFAC(**NUMBERS)).get_config()
-    for name, value in NUMBERS.items():
-        assert config[name] == value
-        assert type(config[name]) is type(value)
 
 
 DISTRIBUTION = tfkfac.Distribution(
@@ -215,12 +188,6 @@ def test_two_dampings_are_refused() -> None:
     step = tfkfac.QuadraticStep(damping=0.5)
     with pytest.raises(ValueError, match=r"`damping` must be left out.*0\.25"):
         tfkfac.KFAC(damping=0.25, step=step)
-
-
-def test_none_round_trips() -> None:
-    copy = round_trip(tfkfac.KFAC(kl_clip=None))
-    assert copy.kl_clip is None
-    assert copy.factor_update_interval is None
 
 
 def test_values_set_later_are_in_the_config() -> None:
@@ -325,30 +292,20 @@ RULES: dict[str, Any] = {
 }
 
 
-def rule_cases() -> list[Any]:
-    return [
-        pytest.param(*value.values, marks=value.marks, id=name)
-        if hasattr(value, "marks")
-        else pytest.param(value, id=name)
-        for name, value in RULES.items()
-    ]
-
-
-def skipped(optimizer: Any, extra: str = "") -> list[str]:
+def skipped(optimizer: Any) -> list[str]:
     """Names of the layers that the optimizer skips, by the summary."""
     inputs = keras.Input((2, 1))
     x = inputs
     for layer in LAYERS:
-        config = {**layer.get_config(), "name": layer.name + extra}
-        x = type(layer).from_config(config)(x)
+        x = type(layer).from_config(layer.get_config())(x)
     model = keras.Model(inputs, x)
     model.compile(optimizer, "mse")
     covered = set(kfac_of(model).factors())
-    return [n.name for n in LAYERS if n.name + extra not in covered]
+    return [n.name for n in LAYERS if n.name not in covered]
 
 
 @pytest.mark.filterwarnings("ignore:Model .* has no layer")
-@pytest.mark.parametrize("rule", rule_cases())
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_skip_rules_round_trip(rule: Any) -> None:
     """The copy means the same layers, also after a second round."""
     optimizer = tfkfac.KFAC(skip_layers=[rule])
@@ -361,32 +318,13 @@ def test_skip_rules_round_trip(rule: Any) -> None:
     assert skipped(again) == want
 
 
-def test_several_rules_round_trip() -> None:
-    rules = ["dense", re.compile("CONV", re.I), RegisteredDense]
-    copy = round_trip(tfkfac.KFAC(skip_layers=rules))
-    assert skipped(copy) == ["dense", "conv", "registered"]
-
-
 def test_get_config_is_from_config() -> None:
     optimizer = tfkfac.KFAC("adam", skip_layers=[layers.Dense], **NUMBERS)
-    copy = tfkfac.KFAC.from_config(optimizer.get_config())
-    assert copy.get_config() == optimizer.get_config()
-
-
-def test_keras_finds_it_without_help() -> None:
-    """`serialize`, `deserialize` and `get` know the class by its package."""
-    config = keras.optimizers.serialize(tfkfac.KFAC(damping=0.5))
-    assert config["registered_name"] == "tfkfac>KFAC"
-    for read in (keras.optimizers.deserialize, keras.optimizers.get):
-        assert read(config).damping == 0.5
-
-
-def test_inside_a_loss_scale_optimizer() -> None:
-    scaler = keras.optimizers.LossScaleOptimizer(tfkfac.KFAC(damping=0.5))
-    config = json.loads(json.dumps(keras.optimizers.serialize(scaler)))
-    copy = keras.optimizers.deserialize(config)
-    assert type(copy) is keras.optimizers.LossScaleOptimizer
-    assert copy.inner_optimizer.damping == 0.5
+    for copy in (
+        tfkfac.KFAC.from_config(optimizer.get_config()),
+        round_trip(optimizer),
+    ):
+        assert copy.get_config() == optimizer.get_config()
 
 
 def test_partial_functions_are_callables() -> None:

@@ -40,7 +40,9 @@ def test_training_goes_on(name: str) -> None:
     x, y = RUNS[f"{name}|x"], RUNS[f"{name}|y"]
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     way = np.linalg.norm(after - before)
-    assert np.linalg.norm(flat(model) - after) <= 1e-5 * way
+    # Other processors round otherwise: 5e-6 of a step of Newton's is seen.
+    allowed = 1e-4 if "gauss_newton" in name else 1e-5
+    assert np.linalg.norm(flat(model) - after) <= allowed * way
 
 
 @pytest.mark.parametrize("config", json.loads(str(RUNS["configs"])))
