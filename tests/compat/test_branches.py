@@ -8,10 +8,10 @@ import pytest
 import tensorflow as tf
 
 from tests.compat.contracts import contract
-from tfkfac.compat.branches import when
+from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import open_graphs, state_variable
 
-CONTRACT = "compat.branches.when"
+CONTRACT = "compat.functions.when"
 
 
 @contract(CONTRACT, "A branch runs if the predicate says so, and only then.")

@@ -12,9 +12,13 @@ import tensorflow as tf
 
 from tests.compat.contracts import contract
 from tests.support.graphs import operations
-from tfkfac.compat import calls
-from tfkfac.compat.branches import when
-from tfkfac.compat.calls import call_of_any_size, placed_call, shared_call
+from tfkfac.compat import functions
+from tfkfac.compat.functions import (
+    call_of_any_size,
+    placed_call,
+    shared_call,
+    when,
+)
 from tfkfac.compat.graphs import state_variable
 
 
@@ -54,7 +58,7 @@ def test_shared_calls_are_traced_once_for_each_kind() -> None:
 
 
 @contract(
-    "compat.calls.call_of_any_size",
+    "compat.functions.call_of_any_size",
     "A function with an `input_signature` is traced once for all sizes.",
 )
 def test_calls_of_any_size_are_traced_once_for_each_rank() -> None:
@@ -77,7 +81,7 @@ def test_calls_of_any_size_are_traced_once_for_each_rank() -> None:
 
 
 @contract(
-    "compat.calls.call_of_any_size",
+    "compat.functions.call_of_any_size",
     "A `ResourceVariable` of a handle reads and writes values of any size.",
 )
 def test_calls_of_any_size_change_variables() -> None:
@@ -112,14 +116,14 @@ def test_calls_of_any_size_change_variables() -> None:
 
 
 @contract(
-    "compat.calls.shared_call",
+    "compat.functions.shared_call",
     "A call gets the `config_proto` of its context's `function_call_options`.",
 )
 def test_shared_functions_are_not_optimised_by_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where there are several devices, and they are placed on one of them."""
-    monkeypatch.setattr(calls, "on_one_device", lambda: False)
+    monkeypatch.setattr(functions, "on_one_device", lambda: False)
 
     @tf.function(autograph=False)
     def step(x: Any) -> Any:
@@ -151,14 +155,14 @@ def test_shared_calls_run_eagerly() -> None:
 
 
 @contract(
-    "compat.calls.shared_call",
+    "compat.functions.shared_call",
     "With the attribute `_noinline` a function is called, not inlined.",
 )
 @pytest.mark.parametrize("alone", [True, False])
 def test_shared_calls_are_not_inlined(
     alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "on_one_device", lambda: alone)
+    monkeypatch.setattr(functions, "on_one_device", lambda: alone)
 
     def square(x: Any) -> Any:
         return shared_call("square", lambda x: tf.raw_ops.Square(x=x), x)
@@ -169,7 +173,7 @@ def test_shared_calls_are_not_inlined(
 
 
 @contract(
-    "compat.calls.placed_call",
+    "compat.functions.placed_call",
     "What is called by a `PartitionedCall` gets oneDNN's kernels.",
 )
 def test_placed_calls_have_the_kernels_of_others(
@@ -224,7 +228,7 @@ def kernels_of(run: Callable[[], Any], folder: pathlib.Path) -> set[str]:
 
 
 @contract(
-    "compat.calls.shared_call",
+    "compat.functions.shared_call",
     "A function that is an operation changes variables in its turn.",
 )
 @pytest.mark.parametrize("jit_compile", [False, True])
@@ -257,7 +261,7 @@ def test_functions_are_operations(jit_compile: bool) -> None:
 
 
 @contract(
-    "compat.calls.shared_call",
+    "compat.functions.shared_call",
     "An error in a function that is called says the operation that calls it.",
 )
 def test_errors_in_shared_calls_say_who_called() -> None:
@@ -278,7 +282,7 @@ def test_errors_in_shared_calls_say_who_called() -> None:
 
 
 @contract(
-    "compat.calls.shared_call",
+    "compat.functions.shared_call",
     "A function that a graph has called does not keep that graph alive.",
 )
 def test_shared_calls_end_with_their_graph() -> None:

@@ -64,8 +64,8 @@ def test_averages_do_not_get_stuck(dtype: str, decay: float) -> None:
     @tf.function
     def run() -> None:
         for _ in tf.range(UPDATES // 2):
-            averages.updating(first, decay, tf.constant(True)).now()
-            averages.updating(second, decay, tf.constant(True)).now()
+            averages.update(first, decay, tf.constant(True))
+            averages.update(second, decay, tf.constant(True))
 
     run()
     kept = averages.values()

@@ -26,7 +26,7 @@ def test_flags_of_some_blocks() -> None:
     counters = Counters(["a", "b", "c"])
     flags = {2: tf.constant(True), 0: tf.constant(False)}
     for otherwise in (False, True):
-        found = counters.by_position(flags, otherwise)
+        found = counters.flags(flags, otherwise)
         np.testing.assert_array_equal(found, [False, otherwise, True])
 
 

@@ -110,7 +110,7 @@ def preconditioned(
     for i, kept in enumerate(state.preconditioners):
         if kept.decomposition is None:
             continue
-        assert bool(kept.decomposition.updating(parts[i], number, ALWAYS).now())
+        assert bool(kept.decomposition.replace(parts[i], number, ALWAYS))
         W = tf.constant(layers.gradients[i], tf.float32)
         results[i] = kept.decomposition.apply(MatrixGradient(W)).matrix.numpy()
     return results
@@ -166,7 +166,7 @@ def test_what_is_not_finite_is_rejected(solver: str) -> None:
         parts = placement.solver.decompose(
             block.factors, values, dict.fromkeys(values, number), number
         )
-        assert not bool(decomposition.updating(parts, number, ALWAYS).now())
+        assert not bool(decomposition.replace(parts, number, ALWAYS))
         for tensor, old in zip(decomposition.tensors, before, strict=True):
             np.testing.assert_array_equal(tensor.numpy(), old)
         W = tf.random.stateless_normal(block.gradient_shape, [0, 1])

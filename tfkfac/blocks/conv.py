@@ -17,7 +17,7 @@ from tfkfac.blocks.patches import (
 )
 from tfkfac.blocks.rows import Rows, Statistic, fold_positions, size_of
 from tfkfac.capture.taps import Record
-from tfkfac.compat.calls import placed_call, shared_call
+from tfkfac.compat.functions import placed_call, shared_call
 from tfkfac.factors import Dense, Stack
 
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from tfkfac.blocks.base import Alike, Block, PerExampleBlock
 from tfkfac.blocks.rows import Rows, fold_axes, with_shape
 from tfkfac.capture.taps import Record
-from tfkfac.compat.calls import shared_call
+from tfkfac.compat.functions import shared_call
 from tfkfac.compat.overrides import given_moments
 from tfkfac.factors import Factor, Stack
 

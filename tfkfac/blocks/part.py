@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.rows import Rows, size_of
 from tfkfac.capture.taps import Record
-from tfkfac.compat.calls import call_of_any_size
+from tfkfac.compat.functions import call_of_any_size
 
 # The measured part: a quarter, but so many of all workers together. Factors of
 # a few examples cost accuracy, and a small batch's are cheap.

@@ -21,7 +21,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.rows import Statistic, size_of
-from tfkfac.compat.calls import call_of_any_size
+from tfkfac.compat.functions import call_of_any_size
 
 
 def extract_patches(

@@ -2,8 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -11,7 +11,7 @@ from tfkfac.blocks.base import Block
 from tfkfac.blocks.part import Examples, Part, part_of_rows
 from tfkfac.blocks.rows import Rows, Statistic, size_of
 from tfkfac.capture.taps import Record
-from tfkfac.compat.together import Call, together
+from tfkfac.compat.functions import Kind, each
 
 K = TypeVar("K")
 
@@ -55,12 +55,18 @@ def batch_statistics(
     context = _Context(
         sharing, tf.convert_to_tensor(scale), terms, part, unscale
     )
-    calls = [
+    rows = [
         _of_call(block, record, context, weightless)
         for block, records in layers.values()
         for record in records
     ]
-    made = iter(together(calls))
+    functions = [function for function, _, _ in rows]
+    likes = [kind for _, kind, _ in rows]
+    given = [tensors for _, _, tensors in rows]
+    # What is not known is left out.
+    known = tuple(() if t is None else (t,) for t in (terms, unscale))
+    turn = () if part is None else (part.turn,)
+    made = iter(each(functions, given, context.scale, *known, turn, like=likes))
     return {
         key: _pooled(block, list(itertools.islice(made, len(records))))
         for key, (block, records) in layers.items()
@@ -111,57 +117,48 @@ def _added(every: Sequence[dict[str, Statistic]], name: str) -> tf.Tensor:
     return sum(others, first)
 
 
+# Inputs, gradient and moments of a call.
+_Given = tuple[Any, ...]
+
+
 def _of_call(
     block: Block,
     record: Record,
     context: _Context,
     weightless: Sequence[tf.Tensor],
-) -> Call[dict[str, Statistic]]:
-    """Sum and count of each factor over one call of a layer."""
+) -> tuple[Callable[..., dict[str, Statistic]], Kind | None, _Given]:
+    """Function of one call's sums and counts, its kind and first argument."""
     plain = record.mask is None and not weightless
     alike, part = block.alike(record) if plain else None, context.part
     if alike is None:
-        alone = object()  # a kind of its own
-        return Call(alone, lambda: _sums(block, record, context, weightless))
-    # What is known of the terms and of the part, None left out.
-    known = [] if context.terms is None else [context.terms]
-    turn = [] if part is None else [part.turn]
-    before = [] if context.unscale is None else [context.unscale]
+        return lambda *_: _sums(block, record, context, weightless), None, ()
 
     def sums(
-        inputs: tf.Tensor,
-        gradient: tf.Tensor,
-        moments: Sequence[tf.Tensor],
+        given: _Given,
         scale: tf.Tensor,
         terms: Sequence[tf.Tensor],
+        unscale: Sequence[tf.Tensor],
         turn: Sequence[tf.Tensor],
-        before: Sequence[tf.Tensor],
     ) -> dict[str, Statistic]:
+        inputs, gradient, moments = given
         own = dataclasses.replace(
-            record,
-            inputs=inputs,
-            gradient=gradient,
-            moments=tuple(moments) or None,
+            record, inputs=inputs, gradient=gradient, moments=moments or None
         )
-        given = _Context(
+        known = _Context(
             context.sharing,
             scale,
             terms[0] if terms else None,
             None if part is None else part._replace(turn=turn[0]),
-            before[0] if before else None,
+            unscale[0] if unscale else None,
         )
-        return _sums(block, own, given, ())
+        return _sums(block, own, known, ())
 
     taken = None if part is None else (part.fraction, part.least)
-    moments = list(record.moments or ())
-    given = record.inputs, record.gradient, moments, context.scale
-    return Call(
-        ("statistics", alike.key, context.sharing, taken),
-        sums,
-        (*given, known, turn, before),
-        alike.any_size,
-        placed=not alike.any_size,  # convolutions
-    )
+    key = "statistics", alike.key, context.sharing, taken
+    # Convolutions are placed.
+    kind = Kind(key, alike.any_size, placed=not alike.any_size)
+    moments = tuple(record.moments or ())
+    return sums, kind, (record.inputs, record.gradient, moments)
 
 
 def _sums(

@@ -3,8 +3,7 @@
 A new kind is one class here, a `Factor`; a block declares which it has.
 """
 
-from tfkfac.factors.base import VALUES, Factor, Side, Tensors
-from tfkfac.factors.calls import call_for
+from tfkfac.factors.base import VALUES, Factor, Side, Tensors, kind_of
 from tfkfac.factors.diagonal import Diagonal
 from tfkfac.factors.limit import Limit
 from tfkfac.factors.low_rank import LowRank
@@ -23,5 +22,5 @@ __all__ = [
     "Side",
     "Stack",
     "Tensors",
-    "call_for",
+    "kind_of",
 ]

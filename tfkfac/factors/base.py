@@ -1,11 +1,12 @@
 """What a kind of factor has to know."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import ClassVar, Literal
 
 import tensorflow as tf
 
+from tfkfac.compat.functions import Kind
 from tfkfac.factors.parts import Part
 
 Tensors = Mapping[str, tf.Tensor]
@@ -187,3 +188,16 @@ class Factor(abc.ABC):
             side: The side on which the factor stands.
         """
         return values
+
+
+def kind_of(factors: Mapping[str, Factor], key: Hashable) -> Kind:
+    """Kind of blocks in `each`: their factors may differ in size only.
+
+    Args:
+        factors: The kinds of the block's factors by name.
+        key: Distinguishes blocks with equal factors.
+    """
+    if all(kind.any_size for kind in factors.values()):
+        kinds = tuple((name, type(kind)) for name, kind in factors.items())
+        return Kind((key, kinds), any_size=True)
+    return Kind((key, tuple(factors.items())))

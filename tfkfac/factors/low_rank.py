@@ -7,7 +7,7 @@ from typing import ClassVar
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.compat.calls import shared_call
+from tfkfac.compat.functions import shared_call
 from tfkfac.factors.base import VALUES, Factor, Side, Tensors
 from tfkfac.factors.parts import MatrixPart, Part
 from tfkfac.linalg.nystroem import nystroem_half, probes

@@ -7,7 +7,7 @@ import functools
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.compat.calls import call_of_any_size
+from tfkfac.compat.functions import call_of_any_size
 from tfkfac.factors.base import VALUES, Factor, Side, Tensors
 from tfkfac.factors.parts import MatrixPart, Part
 from tfkfac.linalg.symmetric import LARGE, damped_inverse, eigh, mean_eigenvalue

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import keras
 import tensorflow as tf
 
-from tfkfac.compat.branches import when
+from tfkfac.compat.functions import when
 from tfkfac.compat.optimizers import sgd_momenta
 from tfkfac.compat.variables import own_copy
 from tfkfac.curvature.hessian import flat_space

@@ -11,17 +11,13 @@ from tfkfac.blocks.part import choose_part
 from tfkfac.blocks.passes import records_of
 from tfkfac.capture.products import is_product
 from tfkfac.capture.taps import Record, Tap
-from tfkfac.compat.branches import when
 from tfkfac.compat.optimizers import variable_key
-from tfkfac.compat.together import together
 from tfkfac.distributed.plan import Plan
-from tfkfac.factors import Tensors
 from tfkfac.fisher import types
 from tfkfac.fisher.choice import Choice
-from tfkfac.kfac.averages import quality
-from tfkfac.kfac.bank import Counters, Preconditioner, State, memory_of
+from tfkfac.kfac.bank import Counters, Preconditioner, State
 from tfkfac.kfac.placement import Placement
-from tfkfac.solvers import Solver, most_rows
+from tfkfac.solvers import most_rows
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 
@@ -37,7 +33,7 @@ class ActiveBlock:
         indices: Where its gradients are among those of the step.
         used: The block that takes the statistics of the step.
         records: What its layer's calls left behind.
-        explained: Whether its gradients are of what was recorded; None if
+        explained: True if its gradients are of what was recorded; None if
             nothing speaks against it.
         rows: The rows that its gradient is the product of, if it is taken
             from them.
@@ -51,10 +47,6 @@ class ActiveBlock:
     records: Sequence[Record]
     explained: tf.Tensor | None = None
     rows: RowGradient | None = None
-
-
-# Decomposes some blocks, if it is time, and says whether it was.
-Renewal = Callable[[Sequence[ActiveBlock]], tf.Tensor]
 
 
 def active_blocks(
@@ -131,75 +123,16 @@ def report_unexplained(
     active: Sequence[ActiveBlock], counters: Counters
 ) -> None:
     """Counts gradients that are not of the recorded backward passes."""
-    explained = {
-        one.position: one.explained
-        for one in active
-        if one.explained is not None
-    }
-    if explained:
+    explained = {one.position: one.explained for one in active}
+    if any(flag is not None for flag in explained.values()):
         count_each(
-            tf.logical_not(counters.by_position(explained, otherwise=True)),
+            tf.logical_not(counters.flags(explained, otherwise=True)),
             counters.unexplained,
             counters.paths,
             "the gradient that was applied is neither the last one that was "
             "taken of the forward pass, nor the first, nor the sum of all; the "
             "factor G is that of the nearest of them.",
         )
-
-
-def update_averages(
-    active: Sequence[ActiveBlock],
-    counters: Counters,
-    statistics: Mapping[int, Mapping[str, Statistic]],
-    decay: float,
-    due: tf.Tensor,
-) -> tf.Tensor:
-    """Moves the averages that this worker keeps.
-
-    Args:
-        active: The blocks of the step.
-        counters: What has happened to all blocks.
-        statistics: Their statistics by position.
-        decay: Weight of the old averages.
-        due: Whether an interval ends here. A block that has no statistics yet
-            takes its first ones in any case.
-
-    Returns:
-        Scalar int64, 0 if no block has taken any, else 1.
-    """
-    every = tf.logical_or(due, counters.without_statistics())
-    wanted = tf.unstack(every)
-    taken, finite, healthy = {}, {}, {}
-    moved = {}
-    for one in active:
-        if one.position not in statistics:
-            continue
-        named, factors = statistics[one.position], one.state.factors
-        if factors is None:
-            full, good = quality(one.block.factors, named)
-            taken[one.position] = wanted[one.position] & full & good
-        else:
-            i = one.position
-            moved[i] = factors.updating(named, decay, wanted[i])
-    for i, flags in zip(moved, together(list(moved.values())), strict=True):
-        taken[i], finite[i], healthy[i] = flags
-    count_each(
-        every & ~counters.by_position(finite, otherwise=True),
-        counters.rejected,
-        counters.paths,
-        "statistics are not finite, the factors keep their values.",
-    )
-    dropped = tf.logical_not(counters.by_position(healthy, otherwise=True))
-    count_each(
-        dropped,
-        counters.dropped,
-        counters.paths,
-        "the factors are not finite, they are gathered anew.",
-    )
-    counters.ask(dropped)
-    new = tf.cast(counters.by_position(taken, otherwise=False), tf.int64)
-    counters.observed.assign_add(new)
-    return tf.minimum(tf.reduce_sum(new), 1)
 
 
 def in_stages(
@@ -213,151 +146,13 @@ def in_stages(
     ]
 
 
-def renew_in_turns(
-    active: Sequence[ActiveBlock],
-    counters: Counters,
-    placement: Placement,
-    step: Step,
-    damping: tf.Tensor,
-    due: Sequence[tf.Tensor],
-    asked: tf.Tensor,
-) -> tf.Tensor:
-    """Decomposes the blocks whose turn has come, see `renew_decompositions`.
-
-    Args:
-        active: The blocks of the step.
-        counters: What has happened to all blocks.
-        placement: Who does what of them, and the turn of each.
-        step: The step.
-        damping: The damping.
-        due: Which turns have come.
-        asked: Which blocks do not wait for theirs, on all workers the same.
-
-    Returns:
-        Scalar bool, whether any block was decomposed.
-    """
-    turns: dict[int, list[ActiveBlock]] = {}
-    for one in active:
-        turns.setdefault(placement.turns[one.position], []).append(one)
-    return any_of(
-        [
-            renew_decompositions(
-                blocks, counters, placement, step, damping, due[turn], asked
-            )
-            for turn, blocks in sorted(turns.items())
-        ]
-    )
-
-
-def renew_decompositions(
-    active: Sequence[ActiveBlock],
-    counters: Counters,
-    placement: Placement,
-    step: Step,
-    damping: tf.Tensor,
-    due: tf.Tensor,
-    asked: tf.Tensor,
-) -> tf.Tensor:
-    """Owners decompose -> gradient workers receive, if that is due.
-
-    Args:
-        active: The blocks of one turn.
-        counters: What has happened to all blocks.
-        placement: Who does what of them.
-        step: The step.
-        damping: The damping.
-        due: Whether their turn has come.
-        asked: Which blocks do not wait for it.
-
-    Returns:
-        Scalar bool, whether any block was decomposed.
-    """
-
-    def renew() -> None:
-        made = decompose_owned(active, placement.solver, damping)
-        parts = placement.exchange.share_decompositions(
-            step.group, made, [one.position for one in active]
-        )
-        replace_decompositions(active, counters, parts, damping, wanted)
-
-    turn = {one.position for one in active}
-    mine = tf.constant([i in turn for i in range(len(counters.paths))])
-    wanted = counters.to_decompose(due, asked) & mine & step.finite
-    any_wanted = tf.reduce_any(wanted)
-    when(any_wanted, renew)
-    return any_wanted
-
-
-def decompose_owned(
-    active: Sequence[ActiveBlock], solver: Solver, damping: tf.Tensor
-) -> dict[int, Tensors]:
-    """Decomposes the factors that this worker keeps.
-
-    Args:
-        active: The blocks.
-        solver: The solver.
-        damping: The damping.
-
-    Returns:
-        The parts of each block, by position.
-    """
-    parts: dict[int, Tensors] = {}
-    for one in active:
-        factors = one.state.factors
-        if factors is None:
-            continue
-        with memory_of(one.block.path):
-            parts[one.position] = factors.decompose(solver, damping)
-    return parts
-
-
-def replace_decompositions(
-    active: Sequence[ActiveBlock],
-    counters: Counters,
-    parts: Mapping[int, Mapping[str, tf.Tensor]],
-    damping: tf.Tensor,
-    wanted: tf.Tensor,
-) -> None:
-    """Replaces the decompositions of this worker by new ones that are good.
-
-    Args:
-        active: The blocks of the step.
-        counters: What has happened to all blocks.
-        parts: What was made of their factors, by position.
-        damping: The damping.
-        wanted: Whether each of all blocks is to have a new one.
-    """
-    flags = tf.unstack(wanted)
-    renewed = {
-        one.position: one.state.decomposition.updating(
-            parts[one.position], damping, flags[one.position]
-        )
-        for one in active
-        if one.state.decomposition is not None
-    }
-    good = dict(zip(renewed, together(list(renewed.values())), strict=True))
-    count_each(
-        wanted & ~counters.by_position(good, otherwise=True),
-        counters.failures,
-        counters.paths,
-        "the decomposition failed, the last good one stays in use; a larger "
-        "damping may help.",
-    )
-    counters.decomposed.assign_add(tf.cast(wanted, tf.int64))
-
-
-def any_of(flags: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Whether any flag is set; of none, none is."""
-    return tf.reduce_any(tf.stack([tf.constant(False), *flags]))
-
-
 def observe(step: Step, state: State, by_rows: bool) -> list[ActiveBlock]:
     """The blocks of a step, with what their layers left behind.
 
     Args:
         step: The step.
         state: What this replica keeps.
-        by_rows: Whether gradients may be kept as the rows they are made of.
+        by_rows: True if gradients may be kept as the rows they are made of.
     """
     inner = step.job.inner_optimizer
     layers = active_blocks(
@@ -531,7 +326,7 @@ def label_seeds(step: Step, state: State, outputs: int) -> list[tf.Tensor]:
 def looks_summed(
     layers: Sequence[ActiveBlock], scale: tf.Tensor
 ) -> tf.Tensor | None:
-    """Whether a loss that nobody has seen is a sum, taken for a mean.
+    """True if a loss that nobody has seen is a sum, taken for a mean.
 
     It can be told of a softmax cross-entropy: an example's gradient at the
     logits adds up to 0, and its absolute values to 2 at most.

@@ -1,15 +1,17 @@
 """Running averages of the factors, and sums over micro-batches before them."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import tensorflow as tf
+from typing_extensions import override
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.compat.branches import when
+from tfkfac.compat.functions import Kind, Member, when
 from tfkfac.compat.graphs import state_variable, zeros_variable
-from tfkfac.compat.together import Call
 from tfkfac.compat.variables import Tracked
-from tfkfac.factors import Factor, Tensors, call_for
+from tfkfac.factors import Factor, Tensors, kind_of
 from tfkfac.linalg.tensors import all_finite
 from tfkfac.saving.entries import Entry, Read, Spread
 from tfkfac.solvers import Solver
@@ -17,7 +19,7 @@ from tfkfac.training.accumulation import PENDING, Accumulation
 from tfkfac.training.step import Step
 
 
-class FactorAverages(Tracked):
+class FactorAverages(Member):
     """Bias-corrected exponential averages of A and G.
 
     `M_t = decay M_{t-1} + (1 - decay) batch`, `M_0 = 0`, and the factor is
@@ -34,6 +36,8 @@ class FactorAverages(Tracked):
         names: The factors to keep; None is all of them. Of the others only
             the mean eigenvalue is kept.
     """
+
+    held = ("averages", "other_means", "weight")
 
     def __init__(
         self, block: Block, names: Sequence[str] | None = None
@@ -82,7 +86,7 @@ class FactorAverages(Tracked):
         return [*factors, *means, weight]
 
     def _mean_of(self, name: str) -> Callable[[Read], tf.Tensor]:
-        """What gives the mean eigenvalue of a factor in a file."""
+        """Function that gives the mean eigenvalue of a factor in a file."""
         kind = self._kinds[name]
 
         def mean(read: Read) -> tf.Tensor:
@@ -91,13 +95,18 @@ class FactorAverages(Tracked):
 
         return mean
 
-    def updating(
+    @property
+    @override
+    def like(self) -> Kind:
+        return kind_of(self._kinds, self.names)
+
+    def update(
         self,
         statistics: Mapping[str, Statistic],
         decay: float,
         wanted: tf.Tensor,
-    ) -> Call[tuple[tf.Tensor, tf.Tensor, tf.Tensor]]:
-        """The call that takes in the statistics of one batch if they are good.
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Takes in the statistics of one batch if they are good.
 
         Averages that are not finite are dropped: they begin anew with these
         statistics.
@@ -105,49 +114,32 @@ class FactorAverages(Tracked):
         Args:
             statistics: The statistics of all factors by name.
             decay: Weight of the old average.
-            wanted: Whether to; if not, the averages stay as they are.
+            wanted: Scalar bool. If it is false the averages stay.
 
         Returns:
-            A call. It returns whether they were taken, whether they are
-            finite, and False if averages were dropped for them.
+            Three bools: the statistics were taken, they are finite, and false
+            if averages were dropped for them.
         """
+        full, finite = quality(self._kinds, statistics)
+        take = wanted & full & finite
+        variables = [*self.averages, *self.other_means, self.weight]
+        healthy = ~take | all_finite(variables)
+        kept = decay * tf.cast(healthy, self.weight.dtype)
+        share = tf.constant(1 - decay, self.weight.dtype)
 
-        def update(
-            statistics: Mapping[str, Statistic],
-            wanted: tf.Tensor,
-            averages: Sequence[tf.Variable],
-            other_means: Sequence[tf.Variable],
-            weight: tf.Variable,
-        ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-            full, finite = quality(self._kinds, statistics)
-            take = wanted & full & finite
-            healthy = ~take | all_finite([*averages, *other_means, weight])
-            kept = decay * tf.cast(healthy, weight.dtype)
-            share = tf.constant(1 - decay, weight.dtype)
+        def mix() -> None:
+            for name, average in zip(self.names, self.averages, strict=True):
+                _mix(average, *statistics[name], kept, share)
+            others = zip(self.other_names, self.other_means, strict=True)
+            for name, mean in others:
+                total, count = statistics[name]
+                new = self._kinds[name].mean_eigenvalue(total)
+                _mix(mean, new, count, kept, share)
+            old = tf.math.multiply_no_nan(self.weight, kept)
+            self.weight.assign(old + share)
 
-            def mix() -> None:
-                for name, average in zip(self.names, averages, strict=True):
-                    _mix(average, *statistics[name], kept, share)
-                others = zip(self.other_names, other_means, strict=True)
-                for name, mean in others:
-                    total, count = statistics[name]
-                    new = self._kinds[name].mean_eigenvalue(total)
-                    _mix(mean, new, count, kept, share)
-                weight.assign(tf.math.multiply_no_nan(weight, kept) + share)
-
-            when(take, mix)
-            return take, finite, healthy
-
-        return call_for(
-            self._kinds,
-            ("average", decay, self.names),
-            update,
-            dict(statistics),
-            wanted,
-            self.averages,
-            self.other_means,
-            self.weight,
-        )
+        when(take, mix)
+        return take, finite, healthy
 
     def values(self) -> dict[str, tf.Tensor]:
         """The factors kept, by name; zeros before the first update."""
@@ -165,38 +157,17 @@ class FactorAverages(Tracked):
             solver: The solver.
             damping: The damping.
         """
-
-        def decompose(
-            averages: Sequence[tf.Variable],
-            other_means: Sequence[tf.Variable],
-            weight: tf.Variable,
-            damping: tf.Tensor,
-        ) -> Tensors:
-            values = _corrected(self.names, averages, weight)
-            means = _corrected(self.other_names, other_means, weight)
-            for name, value in values.items():
-                means[name] = self._kinds[name].mean_eigenvalue(value)
-            return solver.decompose(self._kinds, values, means, damping)
-
-        parts = call_for(
-            self._kinds,
-            ("decompose", solver, self.names),
-            decompose,
-            self.averages,
-            self.other_means,
-            self.weight,
-            damping,
-        ).now()
-        known = solver.all_parts(self._kinds)
-        for name, tensor in parts.items():
-            tensor.set_shape(known[name].shape)
-        return parts
+        values = self.values()
+        means = _corrected(self.other_names, self.other_means, self.weight)
+        for name, value in values.items():
+            means[name] = self._kinds[name].mean_eigenvalue(value)
+        return solver.decompose(self._kinds, values, means, damping)
 
 
 def quality(
     kinds: Mapping[str, Factor], statistics: Mapping[str, Statistic]
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Whether there are statistics of every factor, and all are finite.
+    """Two bools: there are statistics of every factor, and all are finite.
 
     They are sums of outer products: no element is larger than the trace, and
     what is not finite in a row is so in the trace.
@@ -240,7 +211,7 @@ def _mix(
 
 
 class Pending(Tracked):
-    """What the micro-batches of one step come to so far, of one replica.
+    """Sums over the micro-batches of one step so far, of one replica.
 
     Gradients and statistics are sums, so that the memory does not depend on
     the number of micro-batches, and many of them are as one batch.
@@ -260,7 +231,7 @@ class Pending(Tracked):
         self._sums = [StatisticSums(block) for block in blocks.values()]
 
     def is_for(self, blocks: Mapping[int, Block]) -> bool:
-        """Whether these are the blocks, as far as sums of theirs go."""
+        """True if these are the blocks, as far as sums of theirs go."""
         return [(i, b.path, b.factors) for i, b in blocks.items()] == [
             (i, b.path, b.factors) for i, b in self._blocks.items()
         ]
@@ -284,7 +255,7 @@ class Pending(Tracked):
         return tf.convert_to_tensor(self._gradients.count)
 
     def is_complete(self) -> tf.Tensor:
-        """Whether the last micro-batch of a step has been added."""
+        """True if the last micro-batch of a step has been added."""
         return self._gradients.is_complete()
 
     def merged(self, step: Step) -> Step:
@@ -336,7 +307,7 @@ class StatisticSums(Tracked):
         )
 
     def values(self) -> dict[str, Statistic]:
-        """What has been added, by name."""
+        """Sums by name."""
         counts = tf.unstack(tf.convert_to_tensor(self._counts))
         return {
             name: Statistic(tf.convert_to_tensor(total), count)
@@ -365,3 +336,32 @@ class StatisticSums(Tracked):
             )
             for name, variable in zip(names, sums, strict=True)
         ]
+
+
+@contextlib.contextmanager
+def memory_of(path: str) -> Iterator[None]:
+    """Names a layer in the error when there is no memory for it.
+
+    In a graph it is the operations that bear the name, which TensorFlow's
+    error says. Eagerly it would be the variables, each of which then has a
+    kernel of its own: half a millisecond.
+
+    Args:
+        path: Path of the layer.
+
+    Raises:
+        MemoryError: If memory was exhausted.
+    """
+    # A scope's name allows less than a layer's.
+    scope = re.sub(r"[^A-Za-z0-9_./-]", "_", f"kfac/{path}")
+    eager = tf.executing_eagerly()
+    try:
+        with contextlib.nullcontext() if eager else tf.name_scope(scope):
+            yield
+    except (MemoryError, tf.errors.ResourceExhaustedError) as error:
+        raise MemoryError(
+            f"No memory for the factors of layer '{path}' and their "
+            "decomposition. Have them approximated, with a smaller "
+            "`max_factor_dim`, or leave the layer to the inner optimizer, with "
+            f"skip_layers=['{path}']. {error}"
+        ) from error

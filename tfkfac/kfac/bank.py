@@ -1,35 +1,49 @@
 """State of one worker: factors, decompositions and counters of its blocks."""
 
-import contextlib
-import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.blocks import Block
-from tfkfac.compat.graphs import state_variable, zeros_variable
+from tfkfac.blocks import Block, Statistic
+from tfkfac.compat.functions import each, fields, flags
+from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.variables import Tracked
 from tfkfac.distributed.plan import Plan
-from tfkfac.kfac.averages import FactorAverages, Pending
+from tfkfac.factors import Tensors
+from tfkfac.kfac.averages import FactorAverages, Pending, memory_of, quality
 from tfkfac.kfac.length import (
     ADAPTIVE,
+    PREVIOUS,
     AdaptiveDamping,
     LevenbergMarquardt,
+    Previous,
     StepReport,
 )
 from tfkfac.kfac.placement import Placement
 from tfkfac.saving.entries import Contents, Entry, Spread
 from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.solvers import SOLVERS, Decomposition, Solver
-from tfkfac.training.accumulation import PENDING, Accumulation, names_of
+from tfkfac.training.accumulation import PENDING, Accumulation
+from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
+
+T = TypeVar("T")
+
+# What goes wrong where a factor or a decomposition is kept, and what all
+# replicas tell each other of it.
+FAULTS = {
+    "rejected": "statistics not finite in",
+    "dropped": "factors dropped of",
+    "failures": "failed decompositions of",
+    "plain": "plain gradients in",
+}
 
 
 class Preconditioner(Tracked):
-    """What one worker keeps of one block.
+    """Factors and decomposition of one block, as far as a worker has them.
 
     Attributes:
         block: The block.
@@ -40,7 +54,7 @@ class Preconditioner(Tracked):
         block: The block.
         solver: The solver.
         names: The factors that the worker keeps.
-        preconditions: Whether it is a gradient worker of the block.
+        preconditions: True if it is a gradient worker of the block.
         inverse_dtype: Dtype of the decomposition; None is the block's.
     """
 
@@ -90,7 +104,7 @@ class State(Tracked):
         factor_updates: Number of factor updates so far.
         inverse_updates: Number of steps that have renewed decompositions.
         pending: The micro-batches of the next step, if there are any.
-        report: What the last step did.
+        report: Numbers of the last step.
         previous: The update before, if the next one is made of it.
         damping: The damping, if it adapts.
     """
@@ -160,6 +174,122 @@ class State(Tracked):
         if self.damping is None and isinstance(damping, LevenbergMarquardt):
             self.damping = AdaptiveDamping(damping)
 
+    @property
+    def averages(self) -> list[FactorAverages | None]:
+        """The factors of each block, None where others keep them."""
+        return [one.factors for one in self.preconditioners]
+
+    @property
+    def decompositions(self) -> list[Decomposition | None]:
+        """The decomposition of each block, None where others keep it."""
+        return [one.decomposition for one in self.preconditioners]
+
+    def update_averages(
+        self,
+        statistics: Mapping[int, Mapping[str, Statistic]],
+        decay: float,
+        due: tf.Tensor,
+    ) -> tf.Tensor:
+        """Moves the averages that this worker keeps.
+
+        Args:
+            statistics: The statistics of the blocks of a step, by position.
+            decay: Weight of the old averages.
+            due: Scalar bool, true if an interval ends here. A block that has
+                no statistics yet takes its first ones in any case.
+
+        Returns:
+            Scalar int64, 0 if no block has taken any, else 1.
+        """
+        counters = self.counters
+        every = tf.logical_or(due, counters.without_statistics())
+        wanted = tf.unstack(every)
+        new = [statistics.get(i) for i in range(len(wanted))]
+        taken, finite, healthy = fields(
+            each(FactorAverages.update, self.averages, new, decay, wanted), 3
+        )
+        for i, named in statistics.items():
+            one = self.preconditioners[i]
+            if one.factors is None:  # others keep them
+                full, good = quality(one.block.factors, named)
+                taken[i] = wanted[i] & full & good
+        count_each(
+            every & ~flags(finite, otherwise=True),
+            counters.rejected,
+            counters.paths,
+            "statistics are not finite, the factors keep their values.",
+        )
+        dropped = ~flags(healthy, otherwise=True)
+        count_each(
+            dropped,
+            counters.dropped,
+            counters.paths,
+            "the factors are not finite, they are gathered anew.",
+        )
+        counters.ask(dropped)
+        updates = tf.cast(flags(taken, otherwise=False), tf.int64)
+        counters.observed.assign_add(updates)
+        return tf.minimum(tf.reduce_sum(updates), 1)
+
+    def decompose(
+        self, mine: Sequence[bool], solver: Solver, damping: tf.Tensor
+    ) -> dict[int, Tensors]:
+        """Decomposes the factors that this worker keeps of some blocks.
+
+        Args:
+            mine: True for these blocks.
+            solver: The solver.
+            damping: The damping.
+
+        Returns:
+            The parts of each block, by position.
+        """
+        averages = _where(mine, self.averages)
+        found = each(
+            FactorAverages.decompose,
+            averages,
+            solver,
+            damping,
+            around=lambda i: memory_of(self.counters.paths[i]),
+        )
+        parts = {i: made for i, made in enumerate(found) if made is not None}
+        for i, made in parts.items():
+            known = solver.all_parts(self.preconditioners[i].block.factors)
+            for name, tensor in made.items():
+                tensor.set_shape(known[name].shape)
+        return parts
+
+    def replace_decompositions(
+        self,
+        parts: Mapping[int, Tensors],
+        damping: tf.Tensor,
+        wanted: tf.Tensor,
+    ) -> None:
+        """Replaces the decompositions of this worker by new ones that are good.
+
+        Args:
+            parts: What was made of the blocks' factors, by position.
+            damping: The damping.
+            wanted: A bool for each block, true if it is to have a new one.
+        """
+        counters = self.counters
+        column = [parts.get(i) for i in range(len(counters.paths))]
+        good = each(
+            Decomposition.replace,
+            self.decompositions,
+            column,
+            damping,
+            tf.unstack(wanted),
+        )
+        count_each(
+            wanted & ~flags(good, otherwise=True),
+            counters.failures,
+            counters.paths,
+            "the decomposition failed, the last good one stays in use; a "
+            "larger damping may help.",
+        )
+        counters.decomposed.assign_add(tf.cast(wanted, tf.int64))
+
     def current_damping(
         self, damping: Hyperparameter, clock: tf.Tensor
     ) -> tf.Tensor:
@@ -169,7 +299,7 @@ class State(Tracked):
         return damping.at(clock)
 
     def contents(self, placement: Placement, rank: int) -> Contents:
-        """What is to be saved.
+        """Entries to be saved, and the sections of a file.
 
         Args:
             placement: Who does what of the blocks.
@@ -209,7 +339,7 @@ class State(Tracked):
         ]
 
     def events(self) -> list[tuple[str, tf.Variable]]:
-        """What can go wrong, and how often it did."""
+        """Things that can go wrong, with the number of times that they did."""
         events = [
             ("times that kl_clip ruled the first steps", self.report.hints),
             ("times that the loss looked like a sum", self.report.sums),
@@ -221,6 +351,13 @@ class State(Tracked):
             unexplained = Number(self.counters.unexplained, i)
             events.append((f"gradients of other passes in {path}", unexplained))
         return events + self.counters.events()
+
+
+def _where(mine: Sequence[bool], column: Sequence[T | None]) -> list[T | None]:
+    """A column with None where there is no flag."""
+    return [
+        one if flag else None for flag, one in zip(mine, column, strict=True)
+    ]
 
 
 def solver_name(solver: Solver) -> str:
@@ -248,16 +385,6 @@ def same_shape_key(block: Block) -> Hashable:
     """Key under which a block's state can be kept over a new `attach`."""
     factors = tuple(sorted(block.factors.items()))
     return (id(block.layer), block.kind, factors)
-
-
-# What goes wrong where a factor or a decomposition is kept, and what all
-# replicas tell each other of it.
-FAULTS = {
-    "rejected": "statistics not finite in",
-    "dropped": "factors dropped of",
-    "failures": "failed decompositions of",
-    "plain": "plain gradients in",
-}
 
 
 class Counters(Tracked):
@@ -325,7 +452,7 @@ class Counters(Tracked):
             self.elsewhere[:, i].assign(other.elsewhere[:, place])
 
     def news(self) -> tf.Tensor:
-        """Whether others have to be told of each fault of each block."""
+        """Bools by fault and block, true for faults that others do not know."""
         return self._faults() > self.told
 
     def hear(self, own: tf.Tensor, anywhere: tf.Tensor) -> None:
@@ -333,7 +460,7 @@ class Counters(Tracked):
 
         Args:
             own: The `news` of this replica.
-            anywhere: Whether any replica has had these.
+            anywhere: Bools by fault and block, true if any replica has had it.
         """
         elsewhere = tf.logical_and(anywhere, tf.logical_not(own))
         self.elsewhere.assign_add(tf.cast(elsewhere, tf.int64))
@@ -343,7 +470,7 @@ class Counters(Tracked):
         return tf.stack([getattr(self, name) for name in FAULTS])
 
     def events(self) -> list[tuple[str, "Everywhere"]]:
-        """How often each fault has happened to each block, on any replica."""
+        """Number of each fault of each block, on any replica."""
         return [
             (
                 f"{text} {path}",
@@ -354,7 +481,7 @@ class Counters(Tracked):
         ]
 
     def clocks(self, place: int, spread: Spread) -> list[Entry]:
-        """What has been done with a block, to be saved."""
+        """Entries of what has been done with a block."""
         named = [("observed", self.observed), ("decomposed", self.decomposed)]
         path = self.paths[place]
         return [
@@ -365,7 +492,7 @@ class Counters(Tracked):
     def faults(
         self, place: int, has_factors: bool, has_decomposition: bool
     ) -> list[Entry]:
-        """What has gone wrong with a block where it is, to be saved."""
+        """Entries of the faults of a block where it is."""
         named = [("rejected", self.rejected)] * has_factors
         named += [("failures", self.failures)] * has_decomposition
         path = self.paths[place]
@@ -382,40 +509,39 @@ class Counters(Tracked):
         """Has some blocks decomposed anew in the next step.
 
         Args:
-            flags: Whether each of all blocks is to be.
+            flags: A bool for each block.
         """
         old = self.decomposed
         old.assign(tf.where(flags, tf.zeros_like(old), old))
 
     def asked(self) -> tf.Tensor:
-        """Whether each block has to be decomposed as soon as it can be."""
+        """A bool for each block, true if it has no decomposition yet."""
         return tf.equal(self.decomposed, 0)
 
     def without_statistics(self) -> tf.Tensor:
-        """Whether each block has none yet."""
+        """A bool for each block, true if it has none yet."""
         return tf.equal(self.observed, 0)
 
     def to_decompose(self, due: tf.Tensor, asked: tf.Tensor) -> tf.Tensor:
-        """Whether each block is to be: never before it has statistics.
+        """A bool for each block: true if due or asked for, and with statistics.
 
         Args:
-            due: Whether an interval ends here.
-            asked: Whether any worker has asked for each, see `asked`.
+            due: Scalar bool, true if an interval ends here.
+            asked: A bool for each block, true if a worker asks for it.
         """
         return tf.logical_and(self.observed > 0, tf.logical_or(due, asked))
 
-    def by_position(
-        self, flags: Mapping[int, tf.Tensor], otherwise: bool
+    def flags(
+        self, known: Mapping[int, tf.Tensor | None], otherwise: bool
     ) -> tf.Tensor:
-        """Flags of some blocks as one tensor of all.
+        """Scalar bools of some blocks as one vector of all.
 
         Args:
-            flags: Scalar bools by position.
-            otherwise: What stands for the others.
+            known: The bools by position, None where there is none.
+            otherwise: What stands for these and all others.
         """
-        rest = tf.constant(otherwise)
-        every = [flags.get(i, rest) for i in range(len(self.paths))]
-        return tf.stack(every) if every else tf.zeros([0], tf.bool)
+        column = [known.get(i) for i in range(len(self.paths))]
+        return flags(column, otherwise)
 
 
 class Number:
@@ -449,68 +575,3 @@ class Everywhere(NamedTuple):
         """Returns their sum."""
         others = self.elsewhere.numpy()[self.kind, self.place]
         return int(self.own.numpy()[self.place] + others)
-
-
-PREVIOUS = "previous"  # the part of the state that it is
-
-
-class Previous(Tracked):
-    """The update before, of one replica.
-
-    Attributes:
-        changes: What was added to each trainable weight.
-
-    Args:
-        model: The model.
-    """
-
-    def __init__(self, model: keras.Model) -> None:
-        super().__init__(name="previous")
-        self._names = names_of(model)
-        self.changes = [
-            zeros_variable(v.shape, v.dtype, "previous_update")
-            for v in model.trainable_variables
-        ]
-
-    def reset(self) -> None:
-        """Forgets it."""
-        for change in self.changes:
-            change.assign(tf.zeros_like(change))
-
-    def entries(self) -> list[Entry]:
-        """All variables to save."""
-        return [
-            Entry(path, f"previous_update_{name}", change, part=PREVIOUS)
-            for (path, name), change in zip(
-                self._names, self.changes, strict=True
-            )
-        ]
-
-
-@contextlib.contextmanager
-def memory_of(path: str) -> Iterator[None]:
-    """Names a layer in the error when there is no memory for it.
-
-    In a graph it is the operations that bear the name, which TensorFlow's
-    error says. Eagerly it would be the variables, each of which then has a
-    kernel of its own: half a millisecond.
-
-    Args:
-        path: Path of the layer.
-
-    Raises:
-        MemoryError: If memory was exhausted.
-    """
-    # A scope's name allows less than a layer's.
-    scope = re.sub(r"[^A-Za-z0-9_./-]", "_", f"kfac/{path}")
-    eager = tf.executing_eagerly()
-    try:
-        with contextlib.nullcontext() if eager else tf.name_scope(scope):
-            yield
-    except (MemoryError, tf.errors.ResourceExhaustedError) as error:
-        raise MemoryError(
-            f"No memory for the factors of layer '{path}' and their "
-            "decomposition. Have them approximated, with a smaller "
-            "`max_factor_dim`, or leave the layer to the inner optimizer, with "
-            f"skip_layers=['{path}']. {error}"
-        ) from error

@@ -1,4 +1,4 @@
-"""What K-FAC sends between workers in each kind of step."""
+"""Messages of K-FAC between workers, by kind of step."""
 
 import itertools
 import math

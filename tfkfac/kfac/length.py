@@ -9,20 +9,21 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.checks import check_count, check_range
-from tfkfac.compat.graphs import state_variable
+from tfkfac.compat.graphs import state_variable, zeros_variable
 from tfkfac.compat.variables import Tracked
 from tfkfac.kfac.settings import check_batch_fraction
 from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.saving.entries import Entry
 from tfkfac.shell.arguments import Hyperparameter, Schedule, serialize_value
+from tfkfac.training.accumulation import names_of
 from tfkfac.training.guards import count_events
 
 
 class Clip(NamedTuple):
-    """What the clip does in one step.
+    """Clip of one step.
 
     Attributes:
-        factor: What the preconditioned gradients are multiplied by.
+        factor: Factor on the preconditioned gradients.
         length: The squared length of the step before.
     """
 
@@ -66,11 +67,13 @@ _LOW, _HIGH = 1 / 4, 3 / 4
 # A step that is rejected quarters the radius of a trust region, which damping
 # is the inverse of.
 _REJECTED = 4.0
-# How much more than was seen to hold a step may promise unseen.
+# A step that predicts over 4x the last verified reduction is verified too.
 _UNUSUAL = 4.0
 # Rounding errors of a loss, relative to it.
 _ROUNDING = 1e-6
-ADAPTIVE = "adaptive_damping"  # the part of the state that it is
+# Names of these sections in a saved file.
+ADAPTIVE = "adaptive_damping"
+PREVIOUS = "previous"
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -333,7 +336,7 @@ class AdaptiveDamping(Tracked):
         self.trusted = state_variable(np.inf, "float64", "trusted_reduction")
 
     def is_due(self, clock: tf.Tensor, predicted: tf.Tensor) -> tf.Tensor:
-        """Whether the next update of the weights is to be looked at.
+        """True if the next update of the weights is to be verified.
 
         Args:
             clock: Number of updates before it.
@@ -429,7 +432,7 @@ _FIRST, _MANY, _LITTLE = 200, 100, 0.25
 
 
 class StepReport(Tracked):
-    """What the last step did, in variables of one replica.
+    """Numbers of the last step, in variables of one replica.
 
     Attributes:
         steps: Number of steps so far.
@@ -521,3 +524,36 @@ class StepReport(Tracked):
             return {}
         every = {name: float(v.numpy()) for name, v in self._values.items()}
         return {name: v for name, v in every.items() if not math.isnan(v)}
+
+
+class Previous(Tracked):
+    """The update before, of one replica.
+
+    Attributes:
+        changes: What was added to each trainable weight.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        super().__init__(name="previous")
+        self._names = names_of(model)
+        self.changes = [
+            zeros_variable(v.shape, v.dtype, "previous_update")
+            for v in model.trainable_variables
+        ]
+
+    def reset(self) -> None:
+        """Forgets it."""
+        for change in self.changes:
+            change.assign(tf.zeros_like(change))
+
+    def entries(self) -> list[Entry]:
+        """All variables to save."""
+        return [
+            Entry(path, f"previous_update_{name}", change, part=PREVIOUS)
+            for (path, name), change in zip(
+                self._names, self.changes, strict=True
+            )
+        ]

@@ -10,7 +10,7 @@ from typing_extensions import override
 from tfkfac.blocks.registry import tap_layers
 from tfkfac.capture.model_taps import ForwardTap, PullbackTap
 from tfkfac.capture.walk import SkipRule
-from tfkfac.compat.branches import when
+from tfkfac.compat.functions import when
 from tfkfac.compat.variables import Tracked
 from tfkfac.distributed.wire import gradient_bytes
 from tfkfac.factors import Limit
@@ -18,14 +18,11 @@ from tfkfac.fisher.choice import Choice, choose
 from tfkfac.fisher.types import EMPIRICAL
 from tfkfac.kfac.active import (
     ActiveBlock,
-    Renewal,
     Statistics,
     batch_statistics,
     in_stages,
     observe,
     observed,
-    renew_in_turns,
-    update_averages,
 )
 from tfkfac.kfac.averages import Pending
 from tfkfac.kfac.bank import FAULTS, State, kept_factors
@@ -168,7 +165,7 @@ class KFACMethod(Method):
             layers: The blocks of the step.
             step: The step, its gradients still this replica's own.
             statistics: Returns this replica's statistics of the batch.
-            sample: What a quadratic model is made of, if there is one.
+            sample: Examples of the quadratic model, if there is one.
         """
         own, clock = self.job.own(self.states), self.job.clock
         damping = own.current_damping(self.damping, clock)
@@ -178,16 +175,16 @@ class KFACMethod(Method):
         # uses would be passed from branch to branch.
         step.check_finite()
         self.update_factors(layers, step, statistics, due, late)
-        renew = self.renewal(step, asked, damping)
+        turns = self.turns_due()
         first, *others = in_stages(layers, self.placement)
-        renewed = [renew(first)]
+        renewed = [self.renew(first, step, turns, asked, damping)]
 
         def direction() -> Update:
             # Gradient workers apply -> receivers receive, stage by stage.
             exchange = self.placement.exchange
             made = precondition(first, step, exchange, damping)
             for stage in others:  # while what those before made is sent
-                renewed.append(renew(stage))
+                renewed.append(self.renew(stage, step, turns, asked, damping))
                 made += precondition(stage, step, exchange, damping)
             any_renewed = tf.cast(tf.reduce_any(renewed), tf.int64)
             own.inverse_updates.assign_add(any_renewed)
@@ -207,7 +204,7 @@ class KFACMethod(Method):
     def statistics(
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> Callable[[], Statistics]:
-        """How to take this replica's statistics of the batch, by position."""
+        """Function that takes this replica's statistics of the batch."""
         choice = Choice(EMPIRICAL)
         if self.fisher != EMPIRICAL:
             calls = PullbackTap.open(self.job.model).take()
@@ -231,7 +228,7 @@ class KFACMethod(Method):
         does that all learn of the faults of the step before.
 
         Returns:
-            Whether each of all blocks is to be decomposed at once.
+            A bool for each block, true if it is to be decomposed at once.
         """
         counters = self.job.own(self.states).counters
         asked = counters.asked()
@@ -264,7 +261,7 @@ class KFACMethod(Method):
     def factors_due(
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Whether an interval ends here, and whether a block has nothing."""
+        """Two bools: due by schedule, due for a block without statistics."""
         state, clock = self.job.own(self.states), self.job.clock
         due = factors_due(self.factor_update_interval, clock)
         seen = observed(layers, step, self.placement.plan)
@@ -287,29 +284,78 @@ class KFACMethod(Method):
             reduced = placement.exchange.reduce_statistics(
                 step.group, statistics()
             )
-            taken = update_averages(
-                layers, state.counters, reduced, self.factor_decay, due
-            )
+            taken = state.update_averages(reduced, self.factor_decay, due)
             state.factor_updates.assign_add(taken)
 
         when((due | late) & step.finite, move_averages)
 
-    def renewal(
-        self, step: Step, asked: tf.Tensor, damping: tf.Tensor
-    ) -> Renewal:
-        """What decomposes blocks whose turn has come, or that have asked."""
-        state, clock = self.job.own(self.states), self.job.clock
+    def turns_due(self) -> list[tf.Tensor]:
+        """A bool for each turn of decompositions, true if it has come."""
+        state = self.job.own(self.states)
         due = decompositions_due(
             max(self.placement.turns, default=0) + 1,
             self.inverse_update_interval,
             self.factor_update_interval,
-            clock,
+            self.job.clock,
         )
         if state.damping is not None:  # which has just grown
             due = [now | (state.damping.again > 0) for now in due]
-        return lambda layers: renew_in_turns(
-            layers, state.counters, self.placement, step, damping, due, asked
-        )
+        return due
+
+    def renew(
+        self,
+        layers: Sequence[ActiveBlock],
+        step: Step,
+        due: Sequence[tf.Tensor],
+        asked: tf.Tensor,
+        damping: tf.Tensor,
+    ) -> tf.Tensor:
+        """Owners decompose -> gradient workers receive, turn by turn.
+
+        Args:
+            layers: The blocks of one stage.
+            step: The step.
+            due: A bool for each turn, true if it has come.
+            asked: A bool for each block, true if it does not wait for its turn.
+            damping: The damping.
+
+        Returns:
+            Scalar bool, true if any block was decomposed.
+        """
+        turns: dict[int, list[int]] = {}
+        for one in layers:
+            turn = self.placement.turns[one.position]
+            turns.setdefault(turn, []).append(one.position)
+        renewed = [
+            self.renew_turn(places, step, due[turn], asked, damping)
+            for turn, places in sorted(turns.items())
+        ]
+        return tf.reduce_any(tf.stack([tf.constant(False), *renewed]))
+
+    def renew_turn(
+        self,
+        places: Sequence[int],
+        step: Step,
+        due: tf.Tensor,
+        asked: tf.Tensor,
+        damping: tf.Tensor,
+    ) -> tf.Tensor:
+        """The same of the blocks of one turn, by their positions."""
+        state, placement = self.job.own(self.states), self.placement
+        mine = [i in set(places) for i in range(len(state.preconditioners))]
+        wanted = state.counters.to_decompose(due, asked) & tf.constant(mine)
+        wanted &= step.finite
+
+        def renew() -> None:
+            made = state.decompose(mine, placement.solver, damping)
+            parts = placement.exchange.share_decompositions(
+                step.group, made, places
+            )
+            state.replace_decompositions(parts, damping, wanted)
+
+        any_wanted = tf.reduce_any(wanted)
+        when(any_wanted, renew)
+        return any_wanted
 
     def choose_length(
         self,

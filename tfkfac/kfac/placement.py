@@ -1,4 +1,4 @@
-"""Who does what of the blocks, and when."""
+"""Placement of the blocks on workers, and the schedule of their renewal."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ class Placement:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether gradients may be preconditioned by their rows.
+        """True if gradients may be preconditioned by their rows.
 
         Every worker has to do it with its own ones.
         """
@@ -188,7 +188,7 @@ def check_interval(value: Value) -> Value:
 
 
 def factors_due(interval: Hyperparameter, clock: tf.Tensor) -> tf.Tensor:
-    """Whether an interval between updates of the factors ends here.
+    """True if an interval between updates of the factors ends here.
 
     Args:
         interval: The user's interval; None is the measured schedule.
@@ -222,7 +222,7 @@ def decompositions_due(
     factor_interval: Hyperparameter,
     clock: tf.Tensor,
 ) -> list[tf.Tensor]:
-    """Which turns of decompositions are due, see `turns_due`.
+    """A bool for each turn of decompositions, see `turns_due`.
 
     Args:
         turns: Number of turns.
@@ -269,7 +269,7 @@ def turns_due(
     factor_interval: tf.Tensor,
     clock: tf.Tensor,
 ) -> list[tf.Tensor]:
-    """Which turns of decompositions are due.
+    """A bool for each turn of decompositions, true if it is due.
 
     They are spread evenly over the interval, so that each comes once in it. A
     turn that would come with a factor update comes one step later, when the
@@ -334,7 +334,7 @@ class Placer:
         limit: Which factors are kept whole.
 
     Attributes:
-        lines: What a summary says of the choice; nothing if there is none.
+        lines: Lines of a summary on the choice, if there is one.
     """
 
     def __init__(
@@ -430,7 +430,7 @@ class Placer:
         ]
 
     def _numbers(self, machine: Machine, topology: Topology) -> str:
-        """What the choice is based on."""
+        """Numbers that the choice is based on."""
         work = "assumed" if self._machine is None else "measured"
         sent = work if _shows_network(topology) else "assumed"
         return (
@@ -441,7 +441,7 @@ class Placer:
 
 
 def _shows_network(topology: Topology) -> bool:
-    """Whether messages of processes go where those of the step do."""
+    """True if messages of processes go where those of the step do."""
     return topology.processes > 1 and topology.hint != "nccl"
 
 

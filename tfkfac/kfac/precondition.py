@@ -1,12 +1,12 @@
 """Gradients of the blocks, preconditioned: as matrices or by their rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
-from tfkfac.compat.together import Call, together
+from tfkfac.compat.functions import Kind, each
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.bank import Counters
 from tfkfac.kfac.exchange import Exchange
@@ -23,7 +23,7 @@ class Preconditioned(NamedTuple):
         layer: The block.
         gradient: P.
         product: `<P, W>` with its gradient.
-        sound: Whether P could be used; if not, W is in its place.
+        sound: False if W is in the place of a P that cannot be right.
     """
 
     layer: ActiveBlock
@@ -60,23 +60,19 @@ def precondition_matrices(
     exchange: Exchange,
     damping: tf.Tensor,
 ) -> list[Preconditioned]:
-    """What blocks without rows take: the same bits on all workers."""
+    """The P of blocks without rows: the same bits on all workers."""
     plain, own = _apply_own(layers, step)
     places = [one.position for one in layers]
-    shared = exchange.share_gradients(step.group, own, places)
-    finished = together(
-        [
-            Call(
-                "finish",
-                _finish_matrix,
-                (plain[i], shared[i], damping),
-                any_size=True,
-            )
-            for i in places
-        ]
+    made = {i: P for i, P in zip(places, own, strict=True) if P is not None}
+    shared = exchange.share_gradients(step.group, made, places)
+    finished = each(
+        _finish_matrix,
+        plain,
+        [shared[i] for i in places],
+        damping,
+        like=Kind(any_size=True),
     )
-    for one, (matrix, _, _) in zip(layers, finished, strict=True):
-        matrix.set_shape(one.block.gradient_shape)
+    _set_shapes(layers, [matrix for matrix, _, _ in finished])
     return [
         Preconditioned(one, MatrixGradient(new), product, flag)
         for one, (new, product, flag) in zip(layers, finished, strict=True)
@@ -85,25 +81,40 @@ def precondition_matrices(
 
 def _apply_own(
     layers: Sequence[ActiveBlock], step: Step
-) -> tuple[dict[int, tf.Tensor], dict[int, tf.Tensor]]:
+) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
     """The W of all blocks, and P of those whose decompositions are here."""
-    scale = _casts(_inverse(step.loss.unit), layers)
-    matrices = together([_matrix(one, step.gradients) for one in layers])
-    plain, applied = {}, {}
-    for one, matrix in zip(layers, matrices, strict=True):
-        i, kept = one.position, one.state.decomposition
-        if kept is None:
-            plain[i] = matrix * scale[one.block.dtype]
-        else:
-            applied[i] = kept.applying(matrix, scale[one.block.dtype])
-    own = {}
-    for i, made in zip(applied, together(list(applied.values())), strict=True):
-        plain[i], own[i] = made
-    for one in layers:
-        for named in (plain, own):
-            if one.position in named:
-                named[one.position].set_shape(one.block.gradient_shape)
+    casts = _casts(_inverse(step.loss.unit), layers)
+    scales = [casts[one.block.dtype] for one in layers]
+    matrices = each(
+        [one.block.to_matrix for one in layers],
+        [[step.gradients[k] for k in one.indices] for one in layers],
+        like=[_form("matrix", one) for one in layers],
+    )
+    kept = [one.state.decomposition for one in layers]
+    applied = each(Decomposition.precondition, kept, matrices, scales)
+    plain = [
+        matrix * scale if both is None else both[0]
+        for matrix, scale, both in zip(matrices, scales, applied, strict=True)
+    ]
+    own = [both and both[1] for both in applied]
+    _set_shapes(layers, plain)
+    _set_shapes(layers, own)
     return plain, own
+
+
+def _set_shapes(
+    layers: Sequence[ActiveBlock], matrices: Sequence[tf.Tensor | None]
+) -> None:
+    """Says the shapes of gradient matrices that calls have returned."""
+    for one, matrix in zip(layers, matrices, strict=True):
+        if matrix is not None:
+            matrix.set_shape(one.block.gradient_shape)
+
+
+def _form(what: str, one: ActiveBlock) -> Kind | None:
+    """Kind of blocks between matrices and gradients of weights."""
+    form = one.block.form
+    return None if form is None else Kind((what, form))
 
 
 def precondition_rows(
@@ -197,7 +208,7 @@ def _apply(
 
 
 def _finish(pairs: Sequence[_Pair], damping: tf.Tensor) -> list[_Made]:
-    """The sound ones of some P, and their `<P, W>`."""
+    """Replaces unusable P by W; returns them with `<P, W>`."""
     plain = [old for old, _ in pairs]
     made, sound = sound_ones([new for _, new in pairs], plain, damping)
     return [
@@ -273,37 +284,30 @@ def put_back(
         gradients: All gradients of the step.
     """
     replaced = list(gradients)
-    factors = _casts(factor, [one.layer for one in made])
-    parts = together([_weights(one, factors) for one in made])
+    layers = [one.layer for one in made]
+    casts = _casts(factor, layers)
+    parts = each(
+        [_weights(one) for one in layers],
+        [one.gradient for one in made],
+        [casts[one.block.dtype] for one in layers],
+        like=[
+            _form("weights", one.layer)
+            if isinstance(one.gradient, MatrixGradient)
+            else None
+            for one in made
+        ],
+    )
     for one, new in zip(made, parts, strict=True):
         for i, part in zip(one.layer.indices, new, strict=True):
             replaced[i] = part
     return replaced
 
 
-def _matrix(one: ActiveBlock, gradients: Gradients) -> Call[tf.Tensor]:
-    """The call that makes a matrix of the gradients of a block's weights."""
-    block, own = one.block, [gradients[k] for k in one.indices]
-    if block.form is None:
-        return Call(one.position, lambda: block.to_matrix(own))
-    return Call(("matrix", block.form), block.to_matrix, (own,))
-
-
 def _weights(
-    made: Preconditioned, factors: Mapping[tf.DType, tf.Tensor]
-) -> Call[list[tf.Tensor]]:
-    """The call that makes them of what is preconditioned, times a factor."""
-    block, gradient = made.layer.block, made.gradient
-    factor = factors[block.dtype]
-
-    def of_matrix(matrix: tf.Tensor, factor: tf.Tensor) -> list[tf.Tensor]:
-        return block.from_matrix(matrix * factor)
-
-    if block.form is None or not isinstance(gradient, MatrixGradient):
-        whole = gradient.scaled(factor)
-        return Call(made.layer.position, lambda: block.from_gradient(whole))
-    given = gradient.matrix, factor
-    return Call(("weights", block.form), of_matrix, given)
+    one: ActiveBlock,
+) -> Callable[[LayerGradient, tf.Tensor], list[tf.Tensor]]:
+    """Function from P, times a factor, to the parts of the weights."""
+    return lambda P, factor: one.block.from_gradient(P.scaled(factor))
 
 
 # How much longer than the longest possible one a gradient may be: the damping
@@ -357,9 +361,9 @@ def renew_unsound(counters: Counters, sound: dict[int, tf.Tensor]) -> None:
 
     Args:
         counters: What has happened to all blocks.
-        sound: Whether what was made of a block's gradient is, by position.
+        sound: Bools by position, false if a block's P could not be used.
     """
-    unsound = tf.logical_not(counters.by_position(sound, otherwise=True))
+    unsound = tf.logical_not(counters.flags(sound, otherwise=True))
     count_each(
         unsound,
         counters.plain,

@@ -32,8 +32,8 @@ from tfkfac.curvature.gauss_newton import (
     symmetric_products,
 )
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
-from tfkfac.kfac.bank import Previous, State
-from tfkfac.kfac.length import AdaptiveDamping
+from tfkfac.kfac.bank import State
+from tfkfac.kfac.length import AdaptiveDamping, Previous
 from tfkfac.kfac.precondition import Preconditioned, put_back
 from tfkfac.linalg.tensors import select
 from tfkfac.loss.replay import find_call, replay_loss
@@ -47,7 +47,7 @@ _ROUNDING = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What the loss of a batch, or of some of its examples, is computed from.
+    """Inputs of the loss of a batch, or of some of its examples.
 
     Attributes:
         call: How the model is called.
@@ -117,7 +117,7 @@ class Sample:
 
 
 def is_batch(leaf: Any) -> bool:
-    """Whether a part of a batch has examples."""
+    """True if a part of a batch has examples."""
     if isinstance(leaf, np.ndarray):
         return leaf.ndim > 0
     return tf.is_tensor(leaf) and leaf.shape.rank != 0
@@ -131,7 +131,7 @@ class Proposal(NamedTuple):
         changes: What is to be added to them, for a learning rate of 1.
         coefficients: Those of the directions, by name.
         predicted: How much less the loss will be, float64.
-        is_finite: Whether the model was. If not, nothing is to be added.
+        is_finite: False if the model was not. Nothing is to be added then.
     """
 
     places: list[int]

@@ -1,4 +1,4 @@
-"""What users are told: warnings, and the summary."""
+"""Warnings, and the summary."""
 
 import sys
 import warnings
@@ -193,7 +193,7 @@ def title(job: Job, solver: str, is_quadratic: bool) -> str:
 
 
 def fisher_text(wanted: str | None, choice: Choice | None) -> str:
-    """What is said of the type of the Fisher matrix.
+    """Line of the summary on the type of the Fisher matrix.
 
     Args:
         wanted: What the user wants.
@@ -235,7 +235,7 @@ def block_row(
 
 
 def factor_text(block: Block, name: str, states: Sequence[State]) -> str:
-    """What one factor is, and how much of it a sketch explains so far."""
+    """Kind of one factor, and the share of it that a sketch explains."""
     kind = block.factors.get(name)
     if kind is None:
         return "-"

@@ -2,21 +2,21 @@
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TypeVar
 
 import tensorflow as tf
+from typing_extensions import override
 
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient
+from tfkfac.compat.functions import Kind, Member
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.together import Call
-from tfkfac.compat.variables import Tracked
 from tfkfac.factors import (
     Factor,
     Part,
     Side,
     Tensors,
-    call_for,
+    kind_of,
 )
 from tfkfac.linalg.tensors import all_finite, select
 
@@ -103,7 +103,7 @@ class Solver(abc.ABC):
         """
 
 
-class Decomposition(Tracked):
+class Decomposition(Member):
     """The last good decomposition of one block; the identity at first.
 
     Args:
@@ -111,6 +111,8 @@ class Decomposition(Tracked):
         block: The block.
         dtype: Dtype of storage; None is that of the statistics.
     """
+
+    held = ("tensors",)
 
     def __init__(
         self, solver: Solver, block: Block, dtype: tf.DType | None = None
@@ -127,85 +129,61 @@ class Decomposition(Tracked):
             ]
         self.names = tuple(kept)
 
-    def updating(
+    @property
+    @override
+    def like(self) -> Kind:
+        return kind_of(self._block.factors, (self.solver, self._dtype))
+
+    def replace(
         self, parts: Tensors, damping: tf.Tensor, wanted: tf.Tensor
-    ) -> Call[tf.Tensor]:
-        """The call that takes a new decomposition unless it is not finite.
+    ) -> tf.Tensor:
+        """Takes a new decomposition unless it is not finite.
 
         Args:
             parts: What the solver made of the block's factors.
             damping: The damping.
-            wanted: Whether to; if not, the old one stays.
+            wanted: Scalar bool. If it is false the old one stays.
 
         Returns:
-            A call. It returns a scalar bool, False if the decomposition failed.
+            Scalar bool, false if the new one is not finite.
         """
-
-        def update(
-            parts: Tensors,
-            damping: tf.Tensor,
-            wanted: tf.Tensor,
-            tensors: Sequence[tf.Variable],
-        ) -> tf.Tensor:
-            made = self.solver.combine(parts, damping)
-            stored = {k: tf.cast(v, self._dtype) for k, v in made.items()}
-            good = all_finite(list(stored.values()))
-            take = tf.logical_and(good, wanted)
-            for name, old in zip(self.names, tensors, strict=True):
-                old.assign(select(take, stored[name], old))
-            return good
-
-        return call_for(
-            self._block.factors,
-            ("replace", self.solver, self._dtype),
-            update,
-            dict(parts),
-            damping,
-            wanted,
-            self.tensors,
-        )
+        made = self.solver.combine(parts, damping)
+        stored = {k: tf.cast(v, self._dtype) for k, v in made.items()}
+        good = all_finite(list(stored.values()))
+        take = tf.logical_and(good, wanted)
+        for name, old in zip(self.names, self.tensors, strict=True):
+            old.assign(select(take, stored[name], old))
+        return good
 
     def apply(self, gradient: LayerGradient) -> LayerGradient:
         """Preconditions the gradient of the layer."""
-        return self._apply(gradient, self.tensors)
-
-    def applying(
-        self, matrix: tf.Tensor, scale: tf.Tensor
-    ) -> Call[tuple[tf.Tensor, tf.Tensor]]:
-        """The call that preconditions a gradient that is a matrix.
-
-        Args:
-            matrix: The gradient.
-            scale: What it is multiplied by first.
-
-        Returns:
-            A call. It returns the gradient scaled, and preconditioned.
-        """
-
-        def apply(
-            matrix: tf.Tensor, scale: tf.Tensor, tensors: Sequence[tf.Variable]
-        ) -> tuple[tf.Tensor, tf.Tensor]:
-            plain = MatrixGradient(matrix).scaled(scale)
-            return plain.value, self._apply(plain, tensors).matrix
-
-        return call_for(
-            self._block.factors,
-            ("apply", self.solver, self._dtype),
-            apply,
-            matrix,
-            scale,
-            self.tensors,
-        )
-
-    def _apply(
-        self, gradient: LayerGradient, variables: Sequence[tf.Variable]
-    ) -> LayerGradient:
-        tensors: Tensors = dict(zip(self.names, variables, strict=True))
+        tensors: Tensors = dict(zip(self.names, self.tensors, strict=True))
         # In bfloat16 as they are: solvers know what can be done in it.
         if self._dtype != tf.bfloat16:
             dtype = self._block.dtype
             tensors = {k: tf.cast(v, dtype) for k, v in tensors.items()}
         return self.solver.apply(self._block.factors, tensors, gradient)
+
+    def precondition(
+        self, matrix: tf.Tensor, scale: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns a gradient matrix times a number, and that preconditioned."""
+        plain = MatrixGradient(matrix).scaled(scale)
+        return plain.value, self.apply(plain).matrix
+
+
+def with_prefix(name: str, parts: Mapping[str, T]) -> dict[str, T]:
+    """Names the parts of one factor as those of a block."""
+    return {name + suffix: part for suffix, part in parts.items()}
+
+
+def of_factor(name: str, tensors: Tensors) -> dict[str, tf.Tensor]:
+    """The parts of one factor among the tensors of a block, by suffix."""
+    return {
+        key.removeprefix(name): tensor
+        for key, tensor in tensors.items()
+        if key == name or key.startswith(f"{name}_")
+    }
 
 
 def most_rows(factors: Factors, workers: int) -> int:
@@ -228,17 +206,3 @@ def most_rows(factors: Factors, workers: int) -> int:
         return matrix // (p + q + n * m)
     root = math.sqrt((p + q) ** 2 + 4 * (n + m) * matrix)
     return int((root - (p + q)) / (2 * (n + m)))
-
-
-def with_prefix(name: str, parts: Mapping[str, T]) -> dict[str, T]:
-    """Names the parts of one factor as those of a block."""
-    return {name + suffix: part for suffix, part in parts.items()}
-
-
-def of_factor(name: str, tensors: Tensors) -> dict[str, tf.Tensor]:
-    """The parts of one factor among the tensors of a block, by suffix."""
-    return {
-        key.removeprefix(name): tensor
-        for key, tensor in tensors.items()
-        if key == name or key.startswith(f"{name}_")
-    }

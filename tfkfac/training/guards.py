@@ -23,8 +23,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from tfkfac.compat.branches import when
-from tfkfac.compat.calls import call_of_any_size
+from tfkfac.compat.functions import call_of_any_size, when
 from tfkfac.compat.graphs import in_xla, state_variable
 from tfkfac.loss.terms import LossTerms
 

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.model_taps import Values, put_back
-from tfkfac.compat.branches import when
+from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import of_this_graph
 from tfkfac.compat.optimizers import updates_in_replica, variable_key
 from tfkfac.distributed.collectives import Communicator
