@@ -1,11 +1,8 @@
 """What factors do not depend on, and their running averages."""
 
-from typing import Any
-
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers
 
 from tests.support.harness import (
@@ -21,9 +18,6 @@ from tests.support.harness import (
 from tests.support.layer_cases import make_input
 from tests.support.layer_models import deep_model, one_layer, targets
 from tests.support.reference import Array, RunningAverage, append_one, factors
-from tfkfac.blocks.dense import DenseBlock
-from tfkfac.blocks.statistics import batch_statistics
-from tfkfac.capture.taps import Record
 
 SHARING = ["expand", "reduce"]
 BATCH = 4
@@ -55,39 +49,6 @@ def test_loss_scale_is_undone(eager: bool, scale: float) -> None:
         runs.append([block["A"], block["G"], *weights_of(model)])
     for got, want in zip(runs[1], runs[0], strict=True):
         assert_close(got, want, 1e-5)
-
-
-@pytest.mark.parametrize("loss_scale", [None, 2.0**100])
-def test_sums_are_scaled_and_not_rows(loss_scale: float | None) -> None:
-    """There are more rows than features; a loss scale is undone before."""
-    layer = layers.Dense(2)
-    layer.build((None, 3))
-    block = DenseBlock(layer, "block")
-    rng = np.random.default_rng(0)
-    x, g = rng.normal(size=(50, 3)), rng.normal(size=(50, 2))
-
-    @tf.function
-    def statistics(x: Any, g: Any, scale: Any, unscale: Any) -> Any:
-        return batch_statistics(
-            {0: (block, [Record(x, g)])},
-            "expand",
-            scale,
-            terms=tf.constant(50.0),
-            unscale=None if loss_scale is None else unscale,
-        )[0]["G"]
-
-    factor = loss_scale or 1.0
-    args = [tf.constant(a, "float32") for a in (x, factor * g, 3, 1 / factor)]
-    graph = statistics.get_concrete_function(*args).graph
-    products = [
-        operation
-        for operation in graph.get_operations()
-        if operation.type == "Mul" and 50 in operation.outputs[0].shape
-    ]
-    assert len(products) == (loss_scale is not None)
-    total, count = statistics(*args)
-    assert_close(total, 9 * g.T @ g, 1e-5)
-    assert float(count) == 50
 
 
 @pytest.mark.parametrize("copies", [2, 5])

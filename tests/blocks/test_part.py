@@ -15,23 +15,14 @@ from tests.support.harness import (
     check_factors,
     compiled,
     find,
-    train_once,
     weights_of,
 )
 from tests.support.layer_cases import (
-    CONV,
-    DENSE,
-    EINSUM,
-    EMBEDDING,
-    GROUPED,
-    LINEAR,
     NORMS,
     PRELU,
-    TRANSPOSED,
     make_input,
 )
 from tests.support.layer_models import (
-    activation_name,
     expected_factors,
     expected_rows,
     one_layer,
@@ -134,32 +125,6 @@ def test_workers_take_what_one_process_takes(
 
 # ---------------------------------------------------------- every layer type
 BATCH, FRACTION = 6, 1 / 3
-SOME = ["dense_rank3", "conv2d_same_even_strided", "conv1d_groups"]
-SOME += ["einsum_heads", "embedding_sequence"]
-
-
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(c, marks=[] if c in SOME else [pytest.mark.slow])
-        for c in LINEAR
-    ],
-)
-def test_factors_are_those_of_the_examples(case: str, sharing: str) -> None:
-    """The first and the fourth, as if there were no other."""
-    factory, shape = LINEAR[case]
-    layer = factory(name="block")
-    model = one_layer(layer, shape)
-    x = make_input(case, shape, BATCH)
-    y = targets(model, x)
-    view = view_of(layer)
-    a, g = expected_rows(view, weights_of(model), x, y, activation_name(layer))
-    step = train_once(
-        model, x, y, weight_sharing=sharing, factor_batch_fraction=FRACTION
-    )
-    want = expected_factors(view, a[:, [0, 3]], g[:, [0, 3]], sharing)
-    check_factors(step.of("block"), *want)
 
 
 def averaged(
@@ -186,12 +151,6 @@ def timed(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 CASES = {
-    **DENSE,
-    **CONV,
-    **GROUPED,
-    **TRANSPOSED,
-    **EINSUM,
-    **EMBEDDING,
     **NORMS,
     **PRELU,
     "timed": (timed(lambda name: layers.Dense(3, "tanh", name=name)), (2, 4)),
@@ -204,7 +163,6 @@ CHEAP = ["batch_image", "layer_sequence", "prelu_image", "timed"]
     [
         pytest.param(c, marks=[] if c in CHEAP else [pytest.mark.slow])
         for c in CASES
-        if c not in TRANSPOSED
     ],
 )
 def test_no_bias(case: str) -> None:

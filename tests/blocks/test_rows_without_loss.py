@@ -1,7 +1,5 @@
 """Weights, masks and losses that leave rows without a gradient."""
 
-from typing import Any
-
 import keras
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from tests.support.harness import (
     train_once,
     weights_of,
 )
-from tests.support.layer_cases import LINEAR, make_input
+from tests.support.layer_cases import make_input
 from tests.support.layer_models import (
     expected_factors,
     expected_rows,
@@ -53,22 +51,6 @@ def test_zero_sample_weights(sharing: str, eager: bool) -> None:
         eager=eager,
     )
     want = expected_factors(view, a, g, sharing, keep)
-    check_factors(step.of("block"), *want)
-
-
-def test_zero_sample_weights_convolution() -> None:
-    factory, shape = LINEAR["conv2d_same_even_strided"]
-    layer = factory(name="block")
-    model = one_layer(layer, shape)
-    x = make_input("", shape, BATCH)
-    y = targets(model, x)
-    weight = np.array([0, 1, 1, 0], "float32")
-    view = view_of(layer)
-    a, g = expected_rows(view, weights_of(model), x, y, None)
-    g = g * weight[:, None, None]
-    keep = np.repeat(weight[:, None] > 0, a.shape[2], axis=1)
-    step = train_once(model, x, y, sample_weight=weight)
-    want = expected_factors(view, a, g, "expand", keep)
     check_factors(step.of("block"), *want)
 
 
@@ -316,26 +298,3 @@ def test_only_applied_gradients_count(eager: bool) -> None:
 
     (step if eager else tf.function(step))()
     check_factors(find(optimizer.factors(), "block"), *factors(a[0], g[0]))
-
-
-class HalfSquaredError(keras.losses.Loss):
-    """The same loss as an object, which can have a dtype."""
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        return half_squared_error(y_true, y_pred)
-
-
-def test_float64_model_is_exact() -> None:
-    """Factors of a float64 model have float64 precision."""
-    layer = layers.Conv2D(3, 2, padding="same", dtype="float64", name="block")
-    inputs = keras.Input((4, 3, 2), dtype="float64")
-    model = keras.Model(inputs, layer(inputs))
-    randomize(model)
-    x = make_input("", (4, 3, 2), BATCH).astype(np.float64)
-    y = targets(model, x).astype(np.float64)
-    view = view_of(layer)
-    a, g = expected_rows(view, weights_of(model), x, y, None)
-    loss = HalfSquaredError(dtype="float64")
-    step = train_once(model, x, y, loss=loss)
-    want = expected_factors(view, a, g, "expand")
-    check_factors(step.of("block"), *want, rtol=1e-12)
