@@ -1,12 +1,13 @@
 """Backups of a job, for all of its workers."""
 
 import contextlib
+import os
 import pathlib
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -18,12 +19,13 @@ from typing_extensions import override
 from tfkfac.cluster.stopping import Stopping
 from tfkfac.compat.models import set_first_epoch, skip_batches
 from tfkfac.distributed.agreement import exchange
-from tfkfac.saving.files import WRITING, replace_file
 from tfkfac.shell.optimizer import SecondOrderOptimizer, ours
 
 # What a shell calls the end of a process by it.
 EXIT_CODE = 128 + signal.SIGTERM
 _ENDING = ".weights.h5"
+# The beginning of the name of a file that is not whole yet.
+_WRITING = ".writing-"
 _OWN = "chief_backup"  # group of a file with what Keras leaves out
 _KEPT = 2
 
@@ -251,7 +253,7 @@ class ChiefBackup(
 
     def _tidy(self) -> None:
         """Removes what a killed job has not finished writing."""
-        for path in self.directory.glob(f"{WRITING}*{_ENDING}"):
+        for path in self.directory.glob(f"{_WRITING}*{_ENDING}"):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -322,3 +324,39 @@ class Termination:
             return False
         self._is_asked = False
         return True
+
+
+def replace_file(
+    path: pathlib.Path, write: Callable[[pathlib.Path], None]
+) -> None:
+    """Writes a file beside its place, and moves it there when it is on disk.
+
+    At any moment the place has the old file or the new one, both whole.
+
+    Args:
+        path: The place.
+        write: Writes the file to the path it is given, which ends as `path`.
+
+    Raises:
+        OSError: If that fails. The place is as before, and nothing is beside
+            it.
+    """
+    beside = path.with_name(f"{_WRITING}{path.name}")
+    try:
+        write(beside)
+        _sync(beside)
+        os.replace(beside, path)
+        _sync(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
+
+
+def _sync(path: pathlib.Path) -> None:
+    """Waits until a file, or a directory's list of files, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What is saved of an optimizer, named by layer, and how it is spread."""
+"""Entries of saved state, named by layer, and their spread over replicas."""
 
 import dataclasses
 import enum
@@ -12,15 +12,15 @@ import tensorflow as tf
 _SLASH, _FIELD = "|", ":"
 # The part that every file has; a file may be without each of the others.
 STATE = "state"
-# The part of which a file has one entry if it has what one worker has and not
-# all: its name tells which.
+# The part of the one entry that marks a file with the state of one worker
+# alone: its name tells which.
 SHARE = "share"
 # Reads another entry of the same layer, by name.
 Read = Callable[[str], np.ndarray]
 
 
 class Spread(enum.Enum):
-    """How a piece of state is spread over the replicas of a job."""
+    """Ways in which state is spread over the replicas of a job."""
 
     REPLICATED = "replicated"
     """Every replica has the same."""
@@ -33,15 +33,15 @@ class Spread(enum.Enum):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether a file has it of each replica."""
+        """True if a file has it of each replica."""
         return self in (Spread.PARTIAL, Spread.EACH)
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Where in a whole array a replica's part of it begins.
+    """Place of a replica's part in a whole array.
 
-    What a replica has beyond the end of the whole is zero.
+    Elements of a part beyond the end of the whole are zero.
 
     Attributes:
         whole: Shape of the whole.
@@ -78,19 +78,18 @@ class Entry:
     """A variable to save.
 
     Attributes:
-        layer: Path of the layer, empty for what is of the whole model.
-        name: What it is of the layer.
+        layer: Path of the layer, empty for state of the whole model.
+        name: Name within the layer.
         variable: The variable.
-        spread: How it is spread over replicas.
-        part: The part of the state that it is of. A file has a part as a
-            whole or not at all.
-        region: Where in the whole the variable is; None is the whole.
-        least: The least number that it can hold; None is 0 for integers, and
-            any for others.
-        is_finite: Whether it has no NaN. With False it may: there are guards
-            where it is used.
-        derive: Gives its value where a file does not have it; None is an error
-            there.
+        spread: Its spread over replicas.
+        part: The section of the file; a file has a section as a whole or not
+            at all.
+        region: Place of the variable in the whole; None is the whole.
+        least: The least valid number; None is 0 for integers, and any for
+            others.
+        is_finite: True if it must have no NaN. With False it may: there are
+            guards where it is used.
+        derive: Gives its value for a file without it; None is an error there.
     """
 
     layer: str
@@ -117,7 +116,7 @@ class Entry:
         return tuple(self.variable.shape)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether it can be made of an array of a shape, see `own`."""
+        """True if an array of a shape is valid for `own`."""
         stacked = self.spread.is_stacked or self.shape == ()
         if stacked and shape[1:] == self.shape:
             return True
@@ -127,7 +126,7 @@ class Entry:
         )
 
     def own(self, value: np.ndarray, rank: int, replicas: int) -> np.ndarray:
-        """What one replica keeps of what a file has.
+        """The value of one replica, from the array of a file.
 
         Sums of another number of replicas are added up anew; of numbers that
         each replica had for itself, all get the largest.
@@ -155,7 +154,7 @@ class Entry:
         return np.asarray(values.max(0))
 
     def fault(self, value: np.ndarray) -> str | None:
-        """What is wrong with what a file has, or None."""
+        """The fault of an array from a file, in words; None if it is valid."""
         wanted = np.dtype(self.variable.dtype.as_numpy_dtype)
         kind, own = kind_of(value.dtype), kind_of(wanted)
         if kind != own:
@@ -172,14 +171,13 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a replica has of the state to save, and what a file must have.
+    """State of a replica to save, and the sections that a file must have.
 
     Attributes:
-        entries: The variables that the replica has.
+        entries: The variables of the replica.
         layers: Paths of the layers of which any replica has some.
-        parts: The parts that a file may be without, and what makes good for
-            the lack of each.
-        idle: Those that there is no need to save now.
+        parts: Optional sections, and how to reset each if a file lacks it.
+        idle: Sections that need not be saved now.
     """
 
     entries: list[Entry]
@@ -192,14 +190,14 @@ class Contents:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What one replica has of an entry.
+    """The variable of an entry on one replica, without its value.
 
     Attributes:
         key: Name of the entry in a file.
         shape: Shape of the variable.
         dtype: Name of its dtype.
-        is_stacked: Whether a file has it of each replica.
-        region: Where in the whole it is; None is the whole.
+        is_stacked: True if a file has it of each replica.
+        region: Its place in the whole; None is the whole.
     """
 
     key: str
@@ -210,7 +208,7 @@ class Piece:
 
     @classmethod
     def of(cls, entry: Entry) -> "Piece":
-        """What a replica has of an entry."""
+        """The piece of an entry on this replica."""
         shape = tuple(entry.variable.shape)
         if None in shape:
             shape = entry.variable.numpy().shape
@@ -229,6 +227,56 @@ class Piece:
         key, shape, dtype, stacked, region = fields
         place = region and Region(tuple(region[0]), tuple(region[1]))
         return cls(key, tuple(shape), dtype, stacked, place)
+
+
+# The pieces of each replica, by rank and by the entry's name in a file.
+Pieces = Mapping[int, Mapping[str, Piece]]
+
+
+def ranks_to_join(pieces: Pieces) -> dict[str, list[int]]:
+    """The replicas whose pieces make the whole of each entry."""
+    needed: dict[str, list[int]] = {}
+    for rank, own in sorted(pieces.items()):
+        for key, piece in own.items():
+            ranks = needed.setdefault(key, [])
+            if not ranks or piece.is_stacked or piece.region is not None:
+                ranks.append(rank)
+    return needed
+
+
+def join(
+    key: str,
+    pieces: Pieces,
+    values: Mapping[int, np.ndarray],
+    replicas: int,
+) -> np.ndarray:
+    """Puts an entry together.
+
+    Args:
+        key: Its name in a file.
+        pieces: The pieces of each replica.
+        values: The values on the replicas that `ranks_to_join` names.
+        replicas: Number of replicas of the job.
+
+    Returns:
+        The whole. Stacked entries are stacked by rank, unless there is one
+        replica only.
+    """
+    first, value = next(iter(values.items()))
+    piece = pieces[first][key]
+    if piece.region is not None:
+        whole = np.zeros(piece.region.whole, value.dtype)
+        for rank, part in values.items():
+            region = pieces[rank][key].region
+            assert region is not None
+            region.put(whole, part)
+        return whole
+    if piece.is_stacked and replicas > 1:
+        stacked = np.zeros((replicas, *value.shape), value.dtype)
+        for rank, part in values.items():
+            stacked[rank] = part
+        return stacked
+    return value
 
 
 def split_key(key: str) -> tuple[str, str, str]:

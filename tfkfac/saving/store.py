@@ -1,9 +1,9 @@
 """Optimizer state in Keras files, named by layer.
 
 Keras stores an optimizer's variables by position and silently skips all of
-them when their number differs. Here each entry is named by its layer and by
-what it is of the layer, whatever the number of workers and their tasks; a file
-that does not fit is an error.
+them when their number differs. Here each entry is named by its layer and its
+place in it, whatever the number of workers and their tasks; a file that does
+not fit is an error.
 """
 
 import re
@@ -18,9 +18,11 @@ from tfkfac.saving.entries import (
     STATE,
     Entry,
     Piece,
+    Pieces,
+    join,
+    ranks_to_join,
     split_key,
 )
-from tfkfac.saving.join import Pieces, join, plan
 
 # Before the format had names for everything, entries were numbered; then they
 # were named by how they were spread over workers.
@@ -53,7 +55,7 @@ def save_state(
         for rank, own in entries.items()
         for entry in own
     }
-    for key, ranks in plan(pieces).items():
+    for key, ranks in ranks_to_join(pieces).items():
         values = {
             rank: np.asarray(variables[rank, key].numpy()) for rank in ranks
         }
@@ -61,7 +63,7 @@ def save_state(
 
 
 def why_unreadable(store: Mapping[str, Any]) -> str | None:
-    """Why a store cannot be what `save_state` wrote, or None."""
+    """The reason why `save_state` cannot have written a store, or None."""
     keys = list(store.keys())
     if keys and all(_EARLIER.fullmatch(key) for key in keys):
         return (
@@ -74,18 +76,18 @@ def why_unreadable(store: Mapping[str, Any]) -> str | None:
 
 
 def share_key(process: int, processes: int) -> str:
-    """Marks a store that has what one process has, and not all."""
+    """Mark of a store with the state of one process alone."""
     return f"{SHARE}:{process} of {processes}:"
 
 
 def find_share(store: Mapping[str, Any]) -> str | None:
-    """The mark of a store that has not all, or None."""
+    """The mark of a store with the state of one process; None if whole."""
     marks = [key for key in store.keys() if split_key(key)[1] == SHARE]  # noqa: SIM118
     return marks[0] if marks else None
 
 
 class Saved:
-    """What a file has of an optimizer's state, by part and layer.
+    """State of an optimizer in a file, by part and layer.
 
     Layers of a subclassed model get new automatic names (`dense_1` for
     `dense`) each time it is created; paths that differ in such numbers only
@@ -133,10 +135,10 @@ class Saved:
         self._paths = paths
 
     def read(self, entry: Entry) -> np.ndarray:
-        """What the file has for an entry.
+        """The array of the file for an entry.
 
         Raises:
-            Misfit: If it has nothing or something that cannot be right.
+            Misfit: If it has none or an invalid one.
         """
         named = self._keys.get((self._paths[entry.layer], entry.part), {})
 
@@ -163,7 +165,7 @@ class Saved:
 
 
 class Misfit(ValueError):
-    """What a file has for an entry is of no use, with the reason."""
+    """The array of a file for an entry is missing or invalid, and why."""
 
 
 def load_state(
@@ -172,10 +174,10 @@ def load_state(
     replicas: int,
     optimizer: str,
 ) -> None:
-    """Gives variables what a file has for them; all of them or none.
+    """Assigns the arrays of a file to variables; to all of them or none.
 
     Args:
-        saved: What the file has.
+        saved: The state in the file.
         entries: The variables of each replica of this process, by rank.
         replicas: Number of replicas of the job.
         optimizer: The optimizer's name, for messages.
@@ -210,7 +212,7 @@ def _describe(layer: str, faults: Mapping[str, str]) -> str:
 def match_paths(
     saved: Sequence[str], expected: Sequence[str]
 ) -> dict[str, str] | None:
-    """For each path of the model that in the file; None if they differ."""
+    """The path in the file of each path of the model; None if they differ."""
     if saved == expected:
         return dict(zip(expected, expected, strict=True))
     theirs, ours = (

@@ -12,8 +12,15 @@ from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.distributed.agreement import exchange
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import Topology
-from tfkfac.saving.entries import STATE, Contents, Entry, Piece, storable
-from tfkfac.saving.join import join, plan
+from tfkfac.saving.entries import (
+    STATE,
+    Contents,
+    Entry,
+    Piece,
+    join,
+    ranks_to_join,
+    storable,
+)
 from tfkfac.saving.store import (
     Saved,
     find_share,
@@ -239,7 +246,7 @@ def gather_state(
         (r, e.key): e.variable for r, es in entries.items() for e in es
     }
     pieces = exchange_pieces(entries, group)
-    needed = plan(pieces)
+    needed = ranks_to_join(pieces)
     values: dict[Key, np.ndarray] = {}
     with tf.init_scope(), tf.device("CPU:0"):
         for sender, keys in _batches(needed, pieces, job.topology):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tfkfac.saving.files import replace_file
+from tfkfac.callbacks.backup import replace_file
 
 
 def test_a_file_is_replaced(tmp_path: Path) -> None:
