@@ -12,10 +12,8 @@ import tfkfac
 from tests.support.options import kfac as options_kfac
 from tests.support.placements import SIZES, model, place
 from tfkfac import cost
-from tfkfac.cost.batch import Batch
-from tfkfac.cost.loads import Loads
-from tfkfac.cost.network import Network
-from tfkfac.cost.work import BlockWork
+from tfkfac.cost.batch import Batch, Network
+from tfkfac.cost.loads import BlockWork, Loads
 from tfkfac.kfac.placement import Placement
 from tfkfac.solvers import SOLVERS
 
@@ -110,7 +108,7 @@ def test_the_ends_of_hybrid_opt() -> None:
         for placed in (text, other):
             placement = place(placed, WORKERS, "inverse")
             loads = Loads(placement.plan)
-            sizes = placement.exchange.sizes
+            sizes = placement.sizes
             found.append((loads.state(sizes), loads.received(sizes, 8)))
         assert found[0] == found[1]
 

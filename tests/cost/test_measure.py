@@ -5,7 +5,7 @@ import time
 import numpy as np
 
 from tfkfac.cost import Machine
-from tfkfac.cost.measure import measure_worker
+from tfkfac.cost.auto import measure_worker
 
 
 def test_numbers_of_a_worker() -> None:

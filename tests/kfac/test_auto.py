@@ -13,9 +13,8 @@ import tfkfac
 from tests.support import small, workers_cost
 from tests.support.cluster import Pool
 from tests.support.jobs import Jobs, replicas_of
-from tfkfac.cost import Machine
+from tfkfac.cost import Machine, auto
 from tfkfac.distributed.topology import Topology
-from tfkfac.kfac import placement
 
 JOBS = Jobs(workers_cost)
 CHOICES = ["two: auto", "mirrored: auto"]
@@ -85,7 +84,7 @@ def chosen(replicas: int, **arguments: Any) -> tuple[tfkfac.KFAC, str]:
 def assume(monkeypatch: pytest.MonkeyPatch, **changes: float) -> None:
     machine = Machine.of(1e12, 1e9, 1e-6)
     changed = dataclasses.replace(machine, **changes)
-    monkeypatch.setitem(placement._ASSUMED, "auto", changed)
+    monkeypatch.setitem(auto._ASSUMED, "auto", changed)
 
 
 @pytest.mark.parametrize(

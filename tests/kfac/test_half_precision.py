@@ -101,9 +101,8 @@ def preconditioned(
             made[i] = solver.decompose(block.factors, owned, means, number)
     everything = list(range(len(placement.blocks)))
     parts = placement.exchange.share_decompositions(group, made, everything)
-    assert group.received_bytes == placement.exchange.decomposition_traffic(
-        group.rank
-    )
+    bytes_ = placement.communication_bytes(group.rank, 0)["inverse"]
+    assert group.received_bytes == bytes_["decompositions"]
     state = State()
     state.fill(placement, group.rank)
     results = {}

@@ -1,23 +1,25 @@
-"""Seconds, bytes and memory of K-FAC under one distribution."""
+"""Seconds, bytes and memory of K-FAC under each distribution, compared."""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 from tfkfac.blocks import Block
-from tfkfac.cost.batch import Batch
-from tfkfac.cost.loads import Loads, Numbers
+from tfkfac.blocks.registry import build_registry
+from tfkfac.checks import check_choice, check_count
+from tfkfac.cost.batch import Batch, Network
+from tfkfac.cost.loads import BlockBytes, BlockWork, Loads, Numbers
 from tfkfac.cost.machine import Machine
-from tfkfac.cost.sizes import BlockBytes
-from tfkfac.cost.work import BlockWork
 from tfkfac.distributed.collectives import BUCKET_BYTES
-from tfkfac.distributed.plan import Plan
-from tfkfac.distributed.wire import Wire
-from tfkfac.solvers import Solver
+from tfkfac.distributed.plan import MODES, Plan, plan_layers
+from tfkfac.distributed.wire import Wire, gradient_bytes
+from tfkfac.solvers import SOLVERS, Solver
 
-# How often the output of a layer passes the memory in a step, and what is
-# renewed when it is: a weight, a factor, a decomposition.
+# Up to this, in units of the quickest, less memory decides.
+_LEVEL = 1.02
+# How often the memory is passed: by the output of a layer in a step; by a
+# weight, a factor or a decomposition when it is renewed.
 _OUTPUT_MOVES, _RENEWAL_MOVES = 6, 4
 _FLOAT = 4  # bytes
 
@@ -46,7 +48,7 @@ class Candidate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a distribution costs.
+    """The cost of a distribution.
 
     Attributes:
         candidate: The distribution.
@@ -98,19 +100,19 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is to be distributed.
+    """A model and its settings, to be distributed.
 
     Attributes:
         blocks: The blocks.
         turns: The turn in which each block is decomposed.
         gradients: Bytes of all gradients of the model.
-        wire: In which form tensors travel.
-        assignment: What the owners are balanced by, see `KFAC`.
-        batch: A worker's batch; None leaves out all that it takes.
+        wire: The form in which tensors travel.
+        assignment: Policy of the owners' balance, see `KFAC`.
+        batch: A worker's batch; None leaves out its work.
         passes: Further backward passes where factors are updated, for labels
             that are drawn.
-        first_order: Seconds of a step without K-FAC and collectives; None is
-            what the batch and the machine say.
+        first_order: Seconds of a step without K-FAC and collectives; None
+            estimates them by the batch and the machine.
     """
 
     blocks: Sequence[Block]
@@ -123,50 +125,212 @@ class Workload:
     first_order: float | None = None
 
 
-class Estimator:
-    """Estimates what plans cost.
+def compare(
+    optimizer: Any,
+    machine: Machine,
+    workers: int,
+    batch: int,
+    *,
+    solvers: Sequence[str] = ("inverse", "eigen"),
+    size: int | None = None,
+    passes: int = 0,
+    first_order: float | None = None,
+) -> list[Estimate]:
+    """Estimates what K-FAC costs on a cluster, for every distribution.
+
+    >>> optimizer = tfkfac.KFAC().attach(model)
+    >>> machine = tfkfac.cost.Machine.of(14e12, 12.5e9, 5e-6)
+    >>> tfkfac.cost.compare(optimizer, machine, workers=64, batch=32)
+
+    Nothing is run. The arguments of the optimizer count, but for its
+    distribution and solver.
+
+    Args:
+        optimizer: A `KFAC`, attached to a built model.
+        machine: The machine.
+        workers: Number of workers.
+        batch: Examples of a worker's batch.
+        solvers: Names of solvers to compare.
+        size: The value of unknown sizes of the model's input, as an image's.
+        passes: Further backward passes where factors are updated: 1 for the
+            Fisher matrix "monte_carlo", 0 for "empirical".
+        first_order: Seconds of a worker's step without K-FAC, if they are
+            known. Defaults to None: they come of the machine's numbers.
+
+    Returns:
+        An estimate of each distribution.
+
+    Raises:
+        TypeError: If a number is no integer.
+        ValueError: If an argument is not allowed, or the model's inputs are
+            not known.
+    """
+    check_count("workers", workers, 1)
+    check_count("batch", batch, 1)
+    check_count("passes", passes)
+    for solver in solvers:
+        check_choice("solvers", solver, tuple(SOLVERS))
+    model = optimizer.bound_model()
+    placement, method = optimizer.method.placement, optimizer.method
+    work = Batch.of(
+        Network(model, batch, size),
+        placement.blocks,
+        batch,
+        method.factor_batch_fraction,
+        build_registry(model, ()).blocks,
+    )
+    load = Workload(
+        placement.blocks,
+        placement.turns,
+        gradient_bytes(model.trainable_variables),
+        placement.wire,
+        placement.distribution.assignment,
+        work,
+        passes,
+        first_order,
+    )
+    some = list(candidates(workers, solvers, tuple(MODES)))
+    return compare_plans(load, some, machine, workers)
+
+
+def recommend(
+    estimates: Sequence[Estimate], factor_interval: int, inverse_interval: int
+) -> Estimate:
+    """The quickest one; among those within 2 % of it that of least memory.
+
+    Args:
+        estimates: What to choose from.
+        factor_interval: Steps between updates of the factors.
+        inverse_interval: Steps between decompositions of a block.
+    """
+    intervals = factor_interval, inverse_interval
+    least = min(one.amortised(*intervals) for one in estimates)
+    level = [
+        one for one in estimates if one.amortised(*intervals) <= _LEVEL * least
+    ]
+    return min(
+        level, key=lambda one: (one.state["total"], one.amortised(*intervals))
+    )
+
+
+def candidates(
+    workers: int, solvers: Sequence[str], distributions: Sequence[str]
+) -> Iterator[Candidate]:
+    """All distributions, with each fraction that is not another mode's.
+
+    Args:
+        workers: Number of workers.
+        solvers: Names of solvers.
+        distributions: Names of modes.
+    """
+    for solver in solvers:
+        for mode in distributions:
+            if MODES[mode].gradient_workers != "fraction":
+                yield Candidate(mode, None, solver)
+                continue
+            # Of one worker and of all it is "mem_opt" and "comm_opt".
+            for count in range(2, workers):
+                if workers % count == 0:
+                    yield Candidate(mode, count / workers, solver)
+
+
+def compare_plans(
+    load: Workload,
+    some: Sequence[Candidate],
+    machine: Machine,
+    workers: int,
+) -> list[Estimate]:
+    """Estimates the cost of distributions.
 
     Args:
         load: What is distributed.
-        solver: The solver.
+        some: The distributions.
         machine: The machine.
         workers: Number of workers.
     """
+    factors = [block.factors for block in load.blocks]
+    solvers = {name: SOLVERS[name]() for _, _, name in some}
+    found = []
+    costs = {
+        name: BlockCosts.of(load, solver, workers)
+        for name, solver in solvers.items()
+    }
+    for one in some:
+        layers = plan_layers(
+            factors,
+            workers,
+            one.distribution,
+            one.fraction,
+            load.assignment,
+            solvers[one.solver].whole_layers,
+            load.turns,
+        )
+        plan = Plan(MODES[one.distribution], workers, layers)
+        estimator = Estimator(plan, load, costs[one.solver], machine)
+        found.append(estimator.estimate(one))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCosts:
+    """Bytes and multiplications of all blocks with one solver."""
+
+    sizes: Sequence[BlockBytes]
+    work: Sequence[BlockWork]
+    is_explicit: bool
+
+    @classmethod
+    def of(cls, load: Workload, solver: Solver, workers: int) -> Self:
+        """Counts those of a load."""
+        return cls(
+            [BlockBytes.of(b, solver, load.wire) for b in load.blocks],
+            [BlockWork.of(b, solver, workers) for b in load.blocks],
+            solver.is_explicit,
+        )
+
+
+class Estimator(Loads):
+    """Seconds of each stage of a plan.
+
+    Args:
+        plan: The plan.
+        load: The model and its settings.
+        costs: Bytes and multiplications of its blocks.
+        machine: The machine.
+    """
 
     def __init__(
-        self, load: Workload, solver: Solver, machine: Machine, workers: int
+        self, plan: Plan, load: Workload, costs: BlockCosts, machine: Machine
     ) -> None:
-        self.sizes = [BlockBytes.of(b, solver, load.wire) for b in load.blocks]
-        self._work = [BlockWork.of(b, solver, workers) for b in load.blocks]
+        super().__init__(plan)
         self._load = load
+        self._costs = costs
         self._machine = machine
-        self._rate = machine.inverse if solver.is_explicit else machine.eigen
+        self._rate = machine.inverse if costs.is_explicit else machine.eigen
         none = [0] * len(load.blocks)
         self._batch = load.batch or Batch(1, 1.0, 0, 0, none, none, none)
 
-    def estimate(self, candidate: Candidate, plan: Plan) -> Estimate:
-        """Estimates one of them."""
-        loads = Loads(plan)
-        received = loads.received(self.sizes, self._load.gradients)
-        state = loads.state(self.sizes)
-        turns = [
-            self._turn(loads, turn) for turn in sorted({*self._load.turns})
-        ]
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """The cost of the plan, which is that of a candidate."""
+        sizes, gradients = self._costs.sizes, self._load.gradients
+        received = self.received(sizes, gradients)
+        state = self.state(sizes)
+        turns = [self._turn(turn) for turn in sorted({*self._load.turns})]
         total = {
-            w: sum(kind[w] for kind in state.values()) for w in loads.workers
+            w: sum(kind[w] for kind in state.values()) for w in self.workers
         }
-        statistics = sum(s.statistics for s in self.sizes)
+        statistics = sum(one.statistics for one in sizes)
         stages = {
             "first_order": self._first_order(),
-            "gradients": self._all_reduce(self._load.gradients, plan),
-            "statistics": self._statistics(loads),
+            "gradients": self._all_reduce(gradients),
+            "statistics": self._statistics(),
             "reduce_factors": self._all_reduce(
-                statistics * plan.reduces_factors, plan
+                statistics * self.plan.reduces_factors
             ),
             "decompose": sum(made for made, _ in turns),
             "share_decompositions": sum(sent for _, sent in turns),
-            "precondition": self._precondition(loads),
-            "share_gradients": self._share_gradients(loads, received),
+            "precondition": self._precondition(),
+            "share_gradients": self._share_gradients(received),
         }
         return Estimate(
             candidate,
@@ -190,9 +354,9 @@ class Estimator:
             + machine.overhead
         )
 
-    def _statistics(self, loads: Loads) -> float:
+    def _statistics(self) -> float:
         """Statistics of the batch, and the averages that they move."""
-        batch, machine, plan = self._batch, self._machine, loads.plan
+        batch, machine, plan = self._batch, self._machine, self.plan
         share = batch.share(plan.observers)
         seconds = [
             share * (machine.products(m) + 2 * _FLOAT * read / machine.memory)
@@ -200,54 +364,54 @@ class Estimator:
         ]
         # To the pre-activations; the rest of a step is forward and to weights.
         draw = self._load.passes * self._first_order() / 3
-        kept = loads.owned([one.factors for one in self.sizes])
-        taken = {w: sum(seconds) for w in loads.workers}
+        kept = self.owned([one.factors for one in self._costs.sizes])
+        taken = {w: sum(seconds) for w in self.workers}
         if not plan.mode.reduces_factors:
-            taken = loads.preconditioned(seconds)  # by the layers' owners
+            taken = self.preconditioned(seconds)  # by the layers' owners
         return draw + _most(
             {
                 w: taken[w] + _RENEWAL_MOVES * kept[w] / machine.memory
-                for w in loads.workers
+                for w in self.workers
             }
         )
 
-    def _turn(self, loads: Loads, turn: int) -> tuple[float, float]:
+    def _turn(self, turn: int) -> tuple[float, float]:
         """Seconds of the decompositions of one turn, and of sending them."""
         mine = [one == turn for one in self._load.turns]
-        return self._decompose(loads, mine), self._share_parts(loads, mine)
+        return self._decompose(mine), self._share_parts(mine)
 
-    def _decompose(self, loads: Loads, mine: Sequence[bool]) -> float:
+    def _decompose(self, mine: Sequence[bool]) -> float:
         machine = self._machine
         seconds = [
             {
                 name: here * (count / self._rate + elements * machine.element)
                 for name, (count, elements) in work.decompositions.items()
             }
-            for here, work in zip(mine, self._work, strict=True)
+            for here, work in zip(mine, self._costs.work, strict=True)
         ]
-        made = loads.owned(seconds)
-        renewed = loads.preconditioned(
+        made = self.owned(seconds)
+        renewed = self.preconditioned(
             [
                 here * one.decomposition
-                for here, one in zip(mine, self.sizes, strict=True)
+                for here, one in zip(mine, self._costs.sizes, strict=True)
             ]
         )
         return _most(
             {
                 w: made[w] + _RENEWAL_MOVES * renewed[w] / machine.memory
-                for w in loads.workers
+                for w in self.workers
             }
         )
 
-    def _share_parts(self, loads: Loads, mine: Sequence[bool]) -> float:
-        plan = loads.plan
+    def _share_parts(self, mine: Sequence[bool]) -> float:
+        plan = self.plan
         parts = [
             one.parts if here else {}
-            for here, one in zip(mine, self.sizes, strict=True)
+            for here, one in zip(mine, self._costs.sizes, strict=True)
         ]
-        needed = loads.preconditioned([sum(named.values()) for named in parts])
-        own = loads.owned(parts)
-        received = _most({w: needed[w] - own[w] for w in loads.workers})
+        needed = self.preconditioned([sum(named.values()) for named in parts])
+        own = self.owned(parts)
+        received = _most({w: needed[w] - own[w] for w in self.workers})
         owners = {
             layer.owners[name]
             for named, layer in zip(parts, plan.layers, strict=True)
@@ -259,30 +423,28 @@ class Estimator:
         members = plan.workers // plan.columns
         return self._machine.broadcast(received, members, messages)
 
-    def _precondition(self, loads: Loads) -> float:
+    def _precondition(self) -> float:
         """The products, and the clip of all that comes of them."""
         machine, batch = self._machine, self._batch
-        everywhere = loads.plan.columns == 1
+        everywhere = self.plan.columns == 1
         work = [
             one.apply(rows) if everywhere else one.precondition
-            for one, rows in zip(self._work, batch.rows, strict=True)
+            for one, rows in zip(self._costs.work, batch.rows, strict=True)
         ]
-        clipped = sum(one.gradient for one in self.sizes)
-        seconds = loads.preconditioned([machine.products(w) for w in work])
+        clipped = sum(one.gradient for one in self._costs.sizes)
+        seconds = self.preconditioned([machine.products(w) for w in work])
         return _most(seconds) + _RENEWAL_MOVES * clipped / machine.memory
 
-    def _share_gradients(
-        self, loads: Loads, received: Mapping[str, Numbers]
-    ) -> float:
-        plan = loads.plan
+    def _share_gradients(self, received: Mapping[str, Numbers]) -> float:
+        plan = self.plan
         size = _most(received["preconditioned_gradients"])
         senders = {layer.gradient_workers[0] for layer in plan.layers}
         messages = len(senders) + math.ceil(size / BUCKET_BYTES)
         return self._machine.broadcast(size, plan.columns, messages)
 
-    def _all_reduce(self, size: int, plan: Plan) -> float:
+    def _all_reduce(self, size: int) -> float:
         messages = math.ceil(size / BUCKET_BYTES)
-        return self._machine.all_reduce(size, plan.workers, messages)
+        return self._machine.all_reduce(size, self.plan.workers, messages)
 
 
 def _most(numbers: Numbers) -> float:

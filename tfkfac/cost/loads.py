@@ -1,65 +1,166 @@
-"""What falls to each worker of a plan, also where there are thousands.
+"""Per-worker load of a plan. Workers with equal roles are counted once."""
 
-A worker is told by the column of gradient workers that it is in and by the
-factors that it owns. Most of thousands own none, so that a few of them stand
-for all.
-"""
-
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
-from tfkfac.cost.sizes import BlockBytes
+from tfkfac.blocks import Block
 from tfkfac.distributed.plan import Plan
-from tfkfac.distributed.wire import all_reduce_bytes
+from tfkfac.distributed.wire import Wire, all_reduce_bytes
+from tfkfac.solvers import Solver, most_rows
 
-# By worker, those that stand for all.
+# Sums by worker.
 Numbers = dict[int, float]
 
 
+@dataclasses.dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of one block, whichever workers keep or receive them.
+
+    Attributes:
+        factors: Those of each average that an owner keeps, by name.
+        decomposition: Those that each gradient worker keeps.
+        statistics: Those that all workers add up of a batch.
+        parts: Those that the owner of each factor sends when it is decomposed.
+        gradient: Those of the preconditioned gradient.
+    """
+
+    factors: Mapping[str, int]
+    decomposition: int
+    statistics: int
+    parts: Mapping[str, int]
+    gradient: int
+
+    @classmethod
+    def of(cls, block: Block, solver: Solver, wire: Wire) -> "BlockBytes":
+        """Counts those of a block."""
+        kinds, own = block.factors, block.dtype.size
+        dtype = wire.inverse_dtype or block.dtype
+        kept = solver.kept(kinds).values()
+        statistics = 0
+        for kind in kinds.values():
+            total = math.prod(wire.shape(kind.storage))
+            statistics += total * (wire.factor_dtype or block.dtype).size
+            # And the number of rows, of the block's dtype, and the units of
+            # half precision.
+            units = math.prod(kind.storage.scale_shape)
+            statistics += own * (1 + units * (wire.factor_dtype is not None))
+        parts = {}
+        for name in kinds:
+            sent = solver.parts(kinds, name).values()
+            elements = sum(math.prod(wire.shape(part)) for part in sent)
+            parts[name] = elements * dtype.size
+        return cls(
+            {name: kind.elements * own for name, kind in kinds.items()},
+            sum(part.elements for part in kept) * dtype.size,
+            statistics,
+            parts,
+            math.prod(block.gradient_shape) * own,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockWork:
+    """Multiplications of one block.
+
+    Attributes:
+        decompositions: About n^3 for each factor, and its elements, by name.
+        precondition: Those of the gradient with the decomposition.
+        largest_rows: Up to how many rows they are preconditioned in its place;
+            0 if never.
+        row: Those of one such row, beside the products with other rows.
+        width: Those of two rows that meet in `<P, W>`.
+    """
+
+    decompositions: Mapping[str, tuple[int, int]]
+    precondition: int
+    largest_rows: int
+    row: int
+    width: int
+
+    @classmethod
+    def of(cls, block: Block, solver: Solver, workers: int) -> "BlockWork":
+        """Counts those of a block whose gradients `workers` add up."""
+        factors = block.factors
+        *stack, inputs, outputs = block.gradient_shape
+        times = {"A": outputs, "G": inputs}
+        one = {n: f.multiplications for n, f in factors.items()}
+        matrix = sum(one[name] * times[name] for name in factors)
+        rows = 0
+        if solver.takes_rows and not stack and "A" in factors:
+            rows = most_rows(factors, workers)
+        return cls(
+            {n: (f.operations, f.elements) for n, f in factors.items()},
+            # To the eigenbasis and back.
+            matrix if solver.is_explicit else 2 * matrix,
+            rows,
+            sum(one.values()) + (inputs * outputs if workers > 1 else 0),
+            inputs + outputs if workers == 1 else 0,
+        )
+
+    def apply(self, rows: float) -> float:
+        """Multiplications that precondition a gradient of so many rows."""
+        if 0 < rows <= self.largest_rows:
+            return rows * self.row + rows**2 * self.width
+        return self.precondition
+
+
 class Loads:
-    """Sums over the layers that a worker has to do with.
+    """Sums over the layers of a worker.
+
+    A worker's role is its column of gradient workers and the factors that it
+    owns. Of thousands most own none, so that a few of them stand for all.
 
     Args:
         plan: The plan.
-
-    Attributes:
-        workers: Workers that stand for all: those that own a factor, and one
-            without any of each column that has one.
+        workers: The workers to count; None is those that stand for all: the
+            owners of factors, and one without any of each column that has one.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(
+        self, plan: Plan, workers: Sequence[int] | None = None
+    ) -> None:
         self.plan = plan
-        owners = {w for layer in plan.layers for w in layer.owners.values()}
         self._columns = [layer.gradient_workers[0] for layer in plan.layers]
+        self.workers = self._roles() if workers is None else workers
+
+    def _roles(self) -> Sequence[int]:
+        plan = self.plan
+        owners = {w for layer in plan.layers for w in layer.owners.values()}
         # Of the columns without layers one is enough.
         used = dict.fromkeys(self._columns)
         unused = (c for c in range(plan.columns) if c not in used)
-        some = [*used, *list(unused)[:1]]
         idle = (
-            next((w for w in self._members(c) if w not in owners), None)
-            for c in some
+            next(
+                (
+                    w
+                    for w in range(column, plan.workers, plan.columns)
+                    if w not in owners
+                ),
+                None,
+            )
+            for column in [*used, *list(unused)[:1]]
         )
-        self.workers = sorted(owners | {w for w in idle if w is not None})
-
-    def _members(self, column: int) -> range:
-        return range(column, self.plan.workers, self.plan.columns)
+        return sorted(owners | {w for w in idle if w is not None})
 
     def owned(self, values: Sequence[Mapping[str, float]]) -> Numbers:
-        """Sums of numbers of factors, by the workers that stand for all."""
+        """Sums of numbers of factors over those that each worker owns."""
         sums: Numbers = dict.fromkeys(self.workers, 0)
         for layer, named in zip(self.plan.layers, values, strict=True):
             for name, value in named.items():
-                sums[layer.owners[name]] += value
+                if layer.owners[name] in sums:
+                    sums[layer.owners[name]] += value
         return sums
 
     def preconditioned(self, values: Sequence[float]) -> Numbers:
-        """Sums of numbers of layers, by those workers."""
+        """Sums of numbers of layers over those that each preconditions."""
         sums: Numbers = {}
         for column, value in zip(self._columns, values, strict=True):
             sums[column] = sums.get(column, 0) + value
         return {w: sums.get(w % self.plan.columns, 0) for w in self.workers}
 
     def state(self, sizes: Sequence[BlockBytes]) -> dict[str, Numbers]:
-        """Bytes of factors and decompositions that those workers keep."""
+        """Bytes of factors and decompositions that each worker keeps."""
         return {
             "factors": self.owned([one.factors for one in sizes]),
             "decompositions": self.preconditioned(
@@ -70,7 +171,7 @@ class Loads:
     def received(
         self, sizes: Sequence[BlockBytes], gradients: int
     ) -> dict[str, Numbers]:
-        """Bytes that those workers receive of each kind of message.
+        """Bytes of each kind of message that each worker receives.
 
         Args:
             sizes: Bytes of each block.

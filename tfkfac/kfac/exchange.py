@@ -1,4 +1,4 @@
-"""Messages of K-FAC between workers, by kind of step."""
+"""Messages of K-FAC between workers in each kind of step."""
 
 import itertools
 import math
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.cost.sizes import BlockBytes
 from tfkfac.distributed.collectives import (
     Communicator,
     flatten,
@@ -18,7 +17,6 @@ from tfkfac.distributed.plan import Plan
 from tfkfac.distributed.wire import (
     Item,
     Wire,
-    all_reduce_bytes,
     broadcast_items,
     rounds,
     scope,
@@ -29,23 +27,21 @@ from tfkfac.solvers import Solver
 # Within the range of all dtypes on the wire: float16 ends at 65504.
 _REACH = 2.0**15
 
-Kinds = dict[str, dict[str, int]]
 Statistics = Mapping[str, Statistic]
 Parts = dict[str, tf.Tensor]
 
 
 class Exchange:
-    """Packs, sends and unpacks what the plan says.
+    """Packs, sends and unpacks tensors by a plan.
 
     Args:
         plan: Placement of the blocks on the workers.
         blocks: The blocks, in the plan's order.
         solver: The solver.
-        wire: In which form they travel.
+        wire: The form in which tensors travel.
 
     Attributes:
-        wire: In which form tensors travel.
-        sizes: Bytes of each block.
+        wire: The form in which tensors travel.
     """
 
     def __init__(
@@ -59,7 +55,6 @@ class Exchange:
         self._blocks = blocks
         self._solver = solver
         self.wire = wire
-        self.sizes = [BlockBytes.of(block, solver, wire) for block in blocks]
 
     # ------------------------------------------------------------- factors
     def reduce_statistics(
@@ -151,13 +146,6 @@ class Exchange:
             )
         ]
 
-    def factor_traffic(self) -> int:
-        """Bytes that each worker receives in a factor step."""
-        if not self.plan.reduces_factors:
-            return 0
-        size = sum(one.statistics for one in self.sizes)
-        return all_reduce_bytes(size, self.plan.workers)
-
     # ------------------------------------------------------ decompositions
     def share_decompositions(
         self,
@@ -193,16 +181,6 @@ class Exchange:
             value = tf.cast(value, self._blocks[layer].dtype)
             received.setdefault(layer, {})[name] = value
         return received
-
-    def decomposition_traffic(self, rank: int) -> int:
-        """Bytes that a worker receives when all blocks are decomposed."""
-        return sum(
-            size
-            for i, one in enumerate(self.sizes)
-            if self.plan.preconditions(rank, i)
-            for name, size in one.parts.items()
-            if self.plan.layers[i].owners[name] != rank
-        )
 
     def _part_items(self) -> list[Item]:
         items = []
@@ -262,14 +240,6 @@ class Exchange:
             shared[layer] = value
         return shared
 
-    def gradient_traffic(self, rank: int) -> int:
-        """Bytes of preconditioned gradients that a worker receives a step."""
-        return sum(
-            one.gradient
-            for i, one in enumerate(self.sizes)
-            if not self.plan.preconditions(rank, i)
-        )
-
     def _gradient_items(self) -> list[Item]:
         return [
             Item(
@@ -291,23 +261,3 @@ class Exchange:
         """A total on the wire, in the dtype of the statistics."""
         shape = self.wire.shape(self._storage(layer, name))
         return tf.TensorSpec(shape, self._blocks[layer].dtype)
-
-
-def step_bytes(
-    gradients: int, factors: int, decompositions: int, preconditioned: int
-) -> Kinds:
-    """Traffic of each kind of step, by what is sent."""
-
-    def kind(with_factors: bool, with_decompositions: bool) -> dict[str, int]:
-        return {
-            "gradients": gradients,
-            "factors": factors * with_factors,
-            "decompositions": decompositions * with_decompositions,
-            "preconditioned_gradients": preconditioned,
-        }
-
-    return {
-        "plain": kind(False, False),
-        "factor": kind(True, False),
-        "inverse": kind(False, True),
-    }

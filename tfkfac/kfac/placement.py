@@ -2,23 +2,22 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from tfkfac.blocks import Block
 from tfkfac.blocks.registry import Registry, build_registry
 from tfkfac.capture.walk import SkipRule
-from tfkfac.cost import Estimate, Machine, recommend
-from tfkfac.cost.choice import candidates, compare_plans
+from tfkfac.cost.auto import choose, measure_machine
 from tfkfac.cost.estimate import Workload
-from tfkfac.cost.measure import agree, measure_network, measure_worker
+from tfkfac.cost.loads import BlockBytes, Loads
+from tfkfac.cost.machine import Machine
 from tfkfac.distributed.collectives import sum_dtype
-from tfkfac.distributed.plan import MODES, Plan, assign, plan_layers
+from tfkfac.distributed.plan import Plan, assign, plan_layers
 from tfkfac.distributed.topology import Topology
-from tfkfac.distributed.wire import Wire, all_reduce_bytes
+from tfkfac.distributed.wire import Wire
 from tfkfac.factors import Limit
-from tfkfac.kfac.exchange import Exchange, Kinds, step_bytes
+from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.settings import AUTO, Distribution
 from tfkfac.shell.arguments import Hyperparameter, Value
 from tfkfac.solvers import SOLVERS, Solver
@@ -36,6 +35,7 @@ class Placement:
 
     Attributes:
         turns: The turn in which each block is decomposed.
+        sizes: Bytes of each block.
     """
 
     def __init__(
@@ -66,17 +66,16 @@ class Placement:
                 self.turns,
             ),
         )
-        wire = distribution.wire_dtype
-        self.exchange = Exchange(
-            self.plan,
-            registry.blocks,
-            solver,
-            Wire(
-                distribution.symmetric,
-                wire and sum_dtype(wire, topology.hint),
-                distribution.storage_dtype,
-            ),
+        dtype = distribution.wire_dtype
+        self.wire = Wire(
+            distribution.symmetric,
+            dtype and sum_dtype(dtype, topology.hint),
+            distribution.storage_dtype,
         )
+        self.exchange = Exchange(self.plan, registry.blocks, solver, self.wire)
+        self.sizes = [
+            BlockBytes.of(block, solver, self.wire) for block in registry.blocks
+        ]
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -97,14 +96,14 @@ class Placement:
 
     def factor_bytes(self, rank: int, layer: int) -> int:
         """Bytes of the factors of a block that a worker keeps."""
-        sizes = self.exchange.sizes[layer].factors
+        sizes = self.sizes[layer].factors
         return sum(sizes[name] for name in self.plan.owns(rank, layer))
 
     def decomposition_bytes(self, rank: int, layer: int) -> int:
         """Bytes of the decomposition of a block that a worker keeps."""
         if not self.plan.preconditions(rank, layer):
             return 0
-        return self.exchange.sizes[layer].decomposition
+        return self.sizes[layer].decomposition
 
     def statistic_bytes(self, rank: int, layer: int) -> int:
         """Bytes of the sums of a block's statistics over micro-batches."""
@@ -142,15 +141,26 @@ class Placement:
             sizes["previous_update"] = previous
         return {**sizes, "total": sum(sizes.values())}
 
-    def communication_bytes(self, rank: int, gradient_bytes: int) -> Kinds:
-        """Bytes that a worker receives in each kind of step."""
-        workers = self.topology.replicas
-        return step_bytes(
-            all_reduce_bytes(gradient_bytes, workers),
-            self.exchange.factor_traffic(),
-            self.exchange.decomposition_traffic(rank),
-            self.exchange.gradient_traffic(rank),
-        )
+    def communication_bytes(
+        self, rank: int, gradient_bytes: int
+    ) -> dict[str, dict[str, int]]:
+        """Bytes that a worker receives in each kind of step, by message.
+
+        Args:
+            rank: The worker.
+            gradient_bytes: Those of all gradients of the model.
+        """
+        received = Loads(self.plan, [rank]).received(self.sizes, gradient_bytes)
+        bytes_ = {kind: int(sums[rank]) for kind, sums in received.items()}
+        left_out = {
+            "plain": ("factors", "decompositions"),
+            "factor": ("decompositions",),
+            "inverse": ("factors",),
+        }
+        return {
+            step: bytes_ | dict.fromkeys(kinds, 0)
+            for step, kinds in left_out.items()
+        }
 
 
 # The measured schedule: where the second and third interval begin, and the
@@ -316,16 +326,8 @@ def dense_start(
     return tf.where(clock < first, short, late)
 
 
-# What is assumed where nothing has been measured: a core, a GPU; a network of
-# 1 and of 100 Gbit/s.
-_ASSUMED = {
-    "auto": Machine.of(1e11, 1.25e8, 1e-4, tree_broadcast=True),
-    "nccl": Machine.of(1e13, 1.25e10, 1e-5),
-}
-
-
 class Placer:
-    """Places blocks on workers, and keeps what it has chosen.
+    """Places blocks on workers, once in the mode that "auto" has chosen.
 
     Args:
         distribution: How the work is distributed, perhaps by "auto".
@@ -334,7 +336,7 @@ class Placer:
         limit: Which factors are kept whole.
 
     Attributes:
-        lines: Lines of a summary on the choice, if there is one.
+        lines: Lines of a summary about the choice; none without a choice.
     """
 
     def __init__(
@@ -353,25 +355,12 @@ class Placer:
         self.lines: list[str] = []
 
     def measure(self, job: Job) -> None:
-        """Measures the machine, if it matters; all workers have to call it.
-
-        What has been measured, and chosen, stays.
-        """
-        topology = job.topology
-        chooses = self._distribution.mode == AUTO and topology.replicas > 1
-        if not chooses or self._machine is not None:
-            return
-        numbers: dict[str, Any] = measure_worker()
-        if len(topology.local) > 1:  # the replicas share a memory
-            numbers["bandwidth"] = numbers["memory"]
-        if topology.processes > 1:
+        """Measures the machine for "auto"; all workers have to call it."""
+        chooses = self._distribution.mode == AUTO
+        if chooses and job.topology.replicas > 1 and self._machine is None:
             group = job.among_processes("machine")
-            if _shows_network(topology):
-                numbers |= measure_network(group)
-            numbers = agree(numbers, group)
-        assumed = _ASSUMED[topology.hint]
-        self._machine = dataclasses.replace(assumed, **numbers)
-        self._chosen = None
+            self._machine = measure_machine(job.topology, group)
+            self._chosen = None
 
     def place(self, job: Job, *intervals: Hyperparameter) -> Placement:
         """Places the blocks of a model.
@@ -382,83 +371,38 @@ class Placer:
         """
         registry = build_registry(job.model, self._skip_layers, self._limit)
         solver = SOLVERS[self._solver]()
-        if self._distribution.mode != AUTO:
-            return Placement(registry, job.topology, solver, self._distribution)
-        plain = dataclasses.replace(self._distribution, mode="comm_opt")
-        placement = Placement(registry, job.topology, solver, plain)
-        if self._chosen is None:
-            self._choose(placement, job, _steps(*intervals))
-        assert self._chosen is not None
-        if self._chosen == plain:
-            return placement
-        return Placement(registry, job.topology, solver, self._chosen)
-
-    def _choose(
-        self,
-        placement: Placement,
-        job: Job,
-        steps: tuple[int, int],
-    ) -> None:
-        topology, plain = job.topology, placement.distribution
-        self._chosen = plain
-        if topology.replicas == 1:
-            self.lines = ["Distribution: comm_opt, as there is one worker."]
-            return
-        machine = self._machine or _ASSUMED[topology.hint]
-        same = [name for name, mode in MODES.items() if mode.reduces_factors]
-        load = Workload(
-            placement.blocks,
-            placement.turns,
-            gradients=0,
-            wire=placement.exchange.wire,
-            assignment=plain.assignment,
-            first_order=0.0,
-        )
-        some = list(candidates(topology.replicas, [self._solver], same))
-        found = compare_plans(load, some, machine, topology.replicas)
-        best = recommend(found, *steps)
-        self._chosen = dataclasses.replace(
-            plain,
-            mode=best.candidate.distribution,
-            gradient_worker_fraction=best.candidate.fraction,
-        )
-        self.lines = [
-            f"Distribution: {best.candidate.text}, chosen by what K-FAC adds "
-            f"to a step at intervals {steps[0]} and {steps[1]}:",
-            *(_line(one, steps) for one in found),
-            self._numbers(machine, topology),
-        ]
-
-    def _numbers(self, machine: Machine, topology: Topology) -> str:
-        """Numbers that the choice is based on."""
-        work = "assumed" if self._machine is None else "measured"
-        sent = work if _shows_network(topology) else "assumed"
-        return (
-            f"with {machine.flops / 1e9:.3g} GFLOP/s, {work}, and "
-            f"{machine.bandwidth / 1e9:.3g} GB/s and "
-            f"{1e6 * machine.latency:.3g} us between workers, {sent}."
-        )
-
-
-def _shows_network(topology: Topology) -> bool:
-    """True if messages of processes go where those of the step do."""
-    return topology.processes > 1 and topology.hint != "nccl"
+        chosen = self._chosen or self._distribution
+        if chosen.mode == AUTO:
+            plain = dataclasses.replace(chosen, mode="comm_opt")
+            placement = Placement(registry, job.topology, solver, plain)
+            load = Workload(
+                placement.blocks,
+                placement.turns,
+                gradients=0,
+                wire=placement.wire,
+                assignment=plain.assignment,
+                first_order=0.0,
+            )
+            best, self.lines = choose(
+                load,
+                self._solver,
+                job.topology,
+                self._machine,
+                _steps(*intervals),
+            )
+            chosen = self._chosen = dataclasses.replace(
+                plain,
+                mode=best.distribution,
+                gradient_worker_fraction=best.fraction,
+            )
+        return Placement(registry, job.topology, solver, chosen)
 
 
 def _steps(factor: Hyperparameter, inverse: Hyperparameter) -> tuple[int, int]:
-    """The intervals; where they change, those of the measured schedule."""
+    """The intervals; those of the measured schedule where they change."""
     given = (factor.get(), inverse.get())
     late = [
         value if isinstance(value, int) else schedule
         for value, schedule in zip(given, LATE, strict=True)
     ]
     return late[0], late[1]
-
-
-def _line(one: Estimate, steps: tuple[int, int]) -> str:
-    milliseconds = 1e3 * one.amortised(*steps)
-    megabytes = one.state["total"] / 2**20
-    return (
-        f"  {one.candidate.text}: {milliseconds:.3g} ms, "
-        f"{megabytes:.3g} MB of state"
-    )

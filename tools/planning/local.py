@@ -15,7 +15,7 @@ from benchmarks.measurement import measure
 from benchmarks.phases import Mix
 from benchmarks.variants import parse
 from tfkfac.cost import Machine, compare
-from tfkfac.cost.measure import measure_worker
+from tfkfac.cost.auto import measure_worker
 from tfkfac.kfac.placement import turns_due
 
 BATCH = 128

@@ -10,7 +10,7 @@ import tfkfac
 from common.inception import inception_v4
 from tfkfac.cost import Estimate, Machine
 from tfkfac.cost import compare as compare_distributions
-from tfkfac.cost.measure import measure_worker
+from tfkfac.cost.auto import measure_worker
 
 _STEPS = 3
 

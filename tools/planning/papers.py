@@ -16,10 +16,8 @@ from common.inception import inception_v4
 from common.networks import without_biases
 from tfkfac.blocks import Block
 from tfkfac.cost import Candidate, Estimate, Machine
-from tfkfac.cost.batch import Batch
-from tfkfac.cost.choice import compare_plans
-from tfkfac.cost.estimate import Workload
-from tfkfac.cost.network import Network
+from tfkfac.cost.batch import Batch, Network
+from tfkfac.cost.estimate import Workload, compare_plans
 from tfkfac.distributed.wire import gradient_bytes
 
 WORKERS = 64

@@ -1,0 +1,177 @@
+"""`distribution="auto"`: a measured machine, and the quickest mode on it.
+
+The mode changes how long a step takes, never its result: "dp_kfac" has factors
+of another batch, and is the user's to choose.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfkfac.cost.estimate import (
+    Candidate,
+    Estimate,
+    Workload,
+    candidates,
+    compare_plans,
+    recommend,
+)
+from tfkfac.cost.machine import Machine
+from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.plan import MODES
+from tfkfac.distributed.topology import Topology
+from tfkfac.linalg.symmetric import damped_inverse, eigh
+
+# Machines of which nothing has been measured: of a core with a network of 1
+# Gbit/s, of a GPU with one of 100 Gbit/s.
+_ASSUMED = {
+    "auto": Machine.of(1e11, 1.25e8, 1e-4, tree_broadcast=True),
+    "nccl": Machine.of(1e13, 1.25e10, 1e-5),
+}
+# Sizes of the products and decompositions, and elements that are moved.
+_PRODUCT, _EIGEN, _SMALL = 768, 512, 256
+_MOVED = 2**22
+# Bytes of the message that gives the bandwidth, and number of tries.
+_SENT = 2**22
+_TRIES = 3
+
+
+def choose(
+    load: Workload,
+    solver: str,
+    topology: Topology,
+    machine: Machine | None,
+    intervals: tuple[int, int],
+) -> tuple[Candidate, list[str]]:
+    """The quickest distribution of the same method, and lines that say why.
+
+    Args:
+        load: What is distributed.
+        solver: Name of the solver.
+        topology: The workers.
+        machine: The measured machine; None is an assumed one.
+        intervals: Steps between updates of factors, and decompositions.
+    """
+    workers = topology.replicas
+    if workers == 1:
+        one = Candidate("comm_opt", None, solver)
+        return one, ["Distribution: comm_opt, as there is one worker."]
+    is_measured = machine is not None
+    machine = machine or _ASSUMED[topology.hint]
+    same = [name for name, mode in MODES.items() if mode.reduces_factors]
+    some = list(candidates(workers, [solver], same))
+    found = compare_plans(load, some, machine, workers)
+    best = recommend(found, *intervals).candidate
+    work = "measured" if is_measured else "assumed"
+    sent = work if _shows_network(topology) else "assumed"
+    return best, [
+        f"Distribution: {best.text}, chosen by what K-FAC adds to a step at "
+        f"intervals {intervals[0]} and {intervals[1]}:",
+        *(_line(one, intervals) for one in found),
+        f"with {machine.flops / 1e9:.3g} GFLOP/s, {work}, and "
+        f"{machine.bandwidth / 1e9:.3g} GB/s and "
+        f"{1e6 * machine.latency:.3g} us between workers, {sent}.",
+    ]
+
+
+def _line(one: Estimate, intervals: tuple[int, int]) -> str:
+    return (
+        f"  {one.candidate.text}: {1e3 * one.amortised(*intervals):.3g} ms, "
+        f"{one.state['total'] / 2**20:.3g} MB of state"
+    )
+
+
+def _shows_network(topology: Topology) -> bool:
+    """True if messages of processes take the way of those of a step."""
+    return topology.processes > 1 and topology.hint != "nccl"
+
+
+# ------------------------------------------------------------ the measurement
+def measure_machine(topology: Topology, group: Communicator) -> Machine:
+    """The machine of a job; all of its processes have to call this.
+
+    Args:
+        topology: The workers.
+        group: The collectives of this process with the others.
+    """
+    numbers: dict[str, Any] = measure_worker()
+    if len(topology.local) > 1:  # the replicas share a memory
+        numbers["bandwidth"] = numbers["memory"]
+    if topology.processes > 1:
+        with tf.init_scope(), tf.device("CPU:0"):
+            if _shows_network(topology):
+                numbers |= _measure_network(group)
+            # All processes take the mean.
+            own = tf.constant(list(numbers.values()), tf.float32)
+            mean = np.asarray(group.all_gather(own), np.float64).mean(0)
+        numbers = dict(zip(numbers, map(float, mean), strict=True))
+    return dataclasses.replace(_ASSUMED[topology.hint], **numbers)
+
+
+def measure_worker(
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """The numbers of a `Machine` that belong to one worker.
+
+    An inverse of size n takes `a n^3 + b n^2`, and two sizes give a and b. An
+    eigen-decomposition has an a of its own, and takes long: it is timed of one
+    size.
+
+    Args:
+        clock: Returns the time in seconds.
+    """
+
+    def seconds(work: Callable[..., tf.Tensor], *args: tf.Tensor) -> float:
+        return _seconds(functools.partial(tf.function(work), *args), clock)
+
+    large, small = _PRODUCT, _SMALL
+    with tf.init_scope():
+        rows = tf.random.stateless_normal([large, large], [0, 0])
+        gram = tf.matmul(rows, rows, transpose_a=True) / large
+        part, damping = gram[:small, :small], tf.constant(0.01)
+        inverse = seconds(damped_inverse, gram, damping) / large**2
+        little = seconds(damped_inverse, part, damping) / small**2
+        # Noise in one of the two must leave something for n^3.
+        slope = (inverse - little) / (large - small)
+        cubic = min(max(slope, inverse / large / 4), inverse / large)
+        element = inverse - cubic * large
+        eigen = seconds(eigh, gram[:_EIGEN, :_EIGEN]) / _EIGEN**2
+        return {
+            "flops": 2 * large**3 / seconds(tf.matmul, rows, gram),
+            "inverse": 1 / cubic,
+            "eigen": _EIGEN / max(eigen - element, eigen / 2),
+            "memory": 8 * _MOVED / seconds(lambda x: 2 * x, tf.ones([_MOVED])),
+            "element": element,
+        }
+
+
+def _measure_network(group: Communicator) -> dict[str, float]:
+    """Bandwidth and latency between the processes of a group."""
+    large, one = tf.zeros([_SENT // 4]), tf.zeros([1])
+    latency = _seconds(lambda: group.all_reduce([one])[0])
+    seconds = _seconds(lambda: group.all_reduce([large])[0])
+    # How often the latency and a byte count, by a machine of ones.
+    bare = Machine.of(1.0, 1.0, 0.0).all_reduce(_SENT, group.size)
+    hops = Machine.of(1.0, 1.0, 1.0).all_reduce(_SENT, group.size) - bare
+    return {
+        "latency": latency / hops,
+        "bandwidth": bare / max(seconds - latency, 1e-9),
+    }
+
+
+def _seconds(
+    work: Callable[[], tf.Tensor],
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """The least time of some work, after a first time that does not count."""
+    times = []
+    for _ in range(_TRIES + 1):
+        start = clock()
+        tf.nest.map_structure(lambda tensor: tensor.numpy(), work())
+        times.append(clock() - start)
+    return min(times[1:])
