@@ -148,7 +148,9 @@ def test_uncaught_exceptions_are_told(bench: Bench, capsys: Any) -> None:
 )
 def test_two_processes(method: str) -> None:
     """One fails in a callback; the other, in a collective, says why."""
-    said, others = run("tests.support.workers_watch:fail", 1, method, workers=2)
+    said, others = run(
+        "tests.support.workers_strategy:fail", 1, method, workers=2
+    )
     assert others == ["OSError", "[Errno 28] No space left on device"]
     kind, text = said
     assert kind == "WorkerFailedError"

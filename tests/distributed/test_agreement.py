@@ -26,7 +26,7 @@ QUICK = ["comm_opt", "dp_kfac", "rows"]
 def test_two_processes_of_two_devices(names: list[str]) -> None:
     """All four replicas have the weights of one process, the same bits."""
     first, second = run(
-        "tests.support.workers_grid:train",
+        "tests.support.workers_collectives:train_on_grid",
         names,
         workers=2,
         devices=2,

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import tfkfac
-from tests.support import small, workers_cost
+from tests.support import small, workers_modes
 from tests.support.cluster import Pool
 from tests.support.jobs import Jobs, replicas_of
 from tfkfac.cost import Machine, auto
 from tfkfac.distributed.topology import Topology
 
-JOBS = Jobs(workers_cost)
+JOBS = Jobs(workers_modes)
 CHOICES = ["two: auto", "mirrored: auto"]
 for name_ in CHOICES:
     JOBS.add(name_, "choose", slow=name_.startswith("mirrored"))
@@ -42,7 +42,7 @@ def test_all_workers_choose_the_same(results: Results, name: str) -> None:
     network = "measured" if name.startswith("two") else "assumed"
     assert f"us between workers, {network}." in heads[0]
     assert {w["config"] for w in workers} == {"auto"}
-    single = workers_cost.choose(None)
+    single = workers_modes.choose(None)
     for worker in workers:
         for replica in worker["weights"]:
             for got, want in zip(replica, single["weights"][0], strict=True):

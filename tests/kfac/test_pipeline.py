@@ -6,7 +6,7 @@ seen in the graph.
 
 import pytest
 
-from tests.support import workers_pipeline
+from tests.support import workers_collectives
 from tests.support.cluster import Pool
 from tests.support.jobs import Jobs
 
@@ -14,7 +14,7 @@ HIDDEN = [5, 6, 7, 8, 9]
 LAYERS = len(HIDDEN) + 1
 OWNED = LAYERS // 2  # by each of two replicas, in turn
 
-JOBS = Jobs(workers_pipeline)
+JOBS = Jobs(workers_collectives)
 STATISTICS = "mirrored: statistics of comm_opt"
 STAGES = {
     f"mirrored: stages of {mode}": mode for mode in ("dp_kfac", "mem_opt")

@@ -4,18 +4,20 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute import collective_all_reduce_strategy
 
 import tfkfac.training.job
 from tests.support.gpu_kernels import nodes_of, without_gpu_kernel
 from tests.support.graphs import functions_of
 from tests.support.reference import Array
 from tests.support.strategies import strategy
+from tfkfac.distributed import collectives
 from tfkfac.distributed.topology import Topology, find_topology
 
 FOSI = {"num_largest": 2, "warmup_steps": 1, "lanczos_steps": 3}
@@ -180,3 +182,106 @@ def ancestors(name: str, parents: Mapping[str, Sequence[str]]) -> set[str]:
                 done.add(parent)
                 open_.append(parent)
     return done
+
+
+# ----------------------------------------------------- what a message waits for
+class Branch(NamedTuple):
+    """A branch of a step with messages, on one replica.
+
+    Attributes:
+        work: The pieces of work in it.
+        before: For each message, those that it waits for.
+    """
+
+    work: set[str]
+    before: list[set[str]]
+
+
+def waits(
+    kind: str, optimizer: str, hidden: Sequence[int], kernel: str
+) -> dict[str, Any]:
+    """Traces a step in which each tensor has a message of its own.
+
+    The order that NCCL needs is in it: all that may have to wait does.
+
+    Args:
+        kind: Of the strategy.
+        optimizer: Name of the optimizer.
+        hidden: Units of the hidden layers.
+        kernel: The operation that a piece of work is known by.
+
+    Returns:
+        The branches with both; and collectives that no path orders.
+    """
+    with mock.patch.object(collectives, "BUCKET_BYTES", 1):
+        graph = graph_over_nccl(kind, optimizer, hidden)[0].as_graph_def()
+    functions = {f.signature.name: f for f in graph.library.function}
+    order: dict[str, Any] = {"collectives": 0, "pairs": 0, "unordered": []}
+    branches = []
+    audit(graph.node, functions, order)
+    for function in functions.values():
+        audit(function.node_def, functions, order)
+        branches += branches_of(function.node_def, functions, kernel)
+    return {"branches": branches, "unordered": order["unordered"]}
+
+
+def branches_of(
+    nodes: Any, functions: Mapping[str, Any], kernel: str
+) -> list[Branch]:
+    """A function, once for each replica that has messages and work in it."""
+    messages, work = collections.defaultdict(list), collections.defaultdict(set)
+    for node in nodes:
+        if is_collective(node):
+            messages[node.device].append(node.name)
+        elif holds(node, functions, kernel):
+            work[node.device].add(node.name)
+    parents = parents_of(nodes)
+    return [
+        Branch(
+            work[device],
+            [ancestors(name, parents) & work[device] for name in sent],
+        )
+        for device, sent in messages.items()
+        if device in work
+    ]
+
+
+def holds(node: Any, functions: Mapping[str, Any], kernel: str) -> bool:
+    """Whether a node is of a kind, or calls a function with it alone."""
+    if holds_collective(node, functions):
+        return False
+    return node.op == kernel or any(
+        holds(inner, functions, kernel)
+        for name in functions.keys() & functions_of(node)
+        for inner in functions[name].node_def
+    )
+
+
+# ------------------------------------------------- several devices a process
+EXTENDED = collective_all_reduce_strategy.CollectiveAllReduceExtended
+
+
+def two_devices(_: Any, resolver: Any, worker: str) -> Any:
+    return tuple(f"{worker}/device:CPU:{i}" for i in range(2)), "CPU"
+
+
+def train_on_grid(names: list[str]) -> dict[str, Any]:
+    """Trains a model with each of some optimizers, on two devices a process.
+
+    TensorFlow's strategy for several workers takes one CPU of each process
+    only. Here it is told of two, which is as near as CPUs come to hosts with
+    several GPUs.
+    """
+    with mock.patch.object(EXTENDED, "_initialize_local_devices", two_devices):
+        grid = tfkfac.MultiWorkerMirroredStrategy()
+    assert grid.num_replicas_in_sync == 4
+    results = {}
+    for name in names:
+        model = build(grid, name, [5])
+        model.fit(batches(6), verbose=0)
+        copies = [
+            [np.asarray(v) for v in grid.experimental_local_results(w.value)]
+            for w in model.trainable_variables
+        ]
+        results[name] = copies
+    return results

@@ -13,7 +13,7 @@ from tfkfac.cost.estimate import Workload
 from tfkfac.cost.loads import BlockBytes, Loads
 from tfkfac.cost.machine import Machine
 from tfkfac.distributed.collectives import sum_dtype
-from tfkfac.distributed.plan import Plan, assign, plan_layers
+from tfkfac.distributed.plan import MODES, Plan, assign, plan_layers
 from tfkfac.distributed.topology import Topology
 from tfkfac.distributed.wire import Wire
 from tfkfac.factors import Limit
