@@ -1,1 +1,1 @@
-"""How the processes of a job meet, watch each other and stop together."""
+"""Processes of a job: their meeting, faults and common stop."""

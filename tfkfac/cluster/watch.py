@@ -52,7 +52,7 @@ class _News:
     """The end of another worker, or of its `fit`.
 
     Attributes:
-        text: What has happened, in words.
+        text: The event, in words.
         fit: The number of the `fit` that it has left, if it goes on itself.
         when: The time at which this worker heard of it.
         is_fault: True if it is printed even where nobody waits for it.

@@ -51,7 +51,7 @@ def choose(
     """The quickest distribution of the same method, and lines that say why.
 
     Args:
-        load: What is distributed.
+        load: The model and its settings.
         solver: Name of the solver.
         topology: The workers.
         machine: The measured machine; None is an assumed one.

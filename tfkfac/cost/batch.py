@@ -87,7 +87,7 @@ class Network:
         return sum(math.prod(c.outputs) // width for c in self.calls(block))
 
     def multiplications(self, blocks: Sequence[Block]) -> int:
-        """Those of a forward pass through the layers of blocks.
+        """Multiplications of a forward pass through the layers of blocks.
 
         An embedding and what only scales multiply next to nothing.
         """

@@ -199,7 +199,7 @@ def recommend(
     """The quickest one; among those within 2 % of it that of least memory.
 
     Args:
-        estimates: What to choose from.
+        estimates: The estimates to choose from.
         factor_interval: Steps between updates of the factors.
         inverse_interval: Steps between decompositions of a block.
     """
@@ -243,7 +243,7 @@ def compare_plans(
     """Estimates the cost of distributions.
 
     Args:
-        load: What is distributed.
+        load: The model and its settings.
         some: The distributions.
         machine: The machine.
         workers: Number of workers.

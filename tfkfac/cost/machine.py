@@ -13,7 +13,7 @@ _INVERSE, _EIGEN, _MEMORY = 5.0, 150.0, 20.0
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What has to be known of the workers, which are all alike.
+    """Speeds of the workers, which are all alike, and of their network.
 
     Attributes:
         flops: Floating point operations a second of products of matrices.
@@ -25,7 +25,7 @@ class Machine:
         overhead: Seconds of a step that are none of these.
         element: Seconds for each of the n^2 elements that is decomposed,
             besides: of small matrices most.
-        tree_broadcast: Whether a broadcast goes down a tree, as TensorFlow's
+        tree_broadcast: True if a broadcast goes down a tree, as TensorFlow's
             own between CPUs. NCCL's, between GPUs, goes round a ring.
     """
 

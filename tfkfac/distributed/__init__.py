@@ -1,1 +1,1 @@
-"""Who computes what on several workers, and how the results travel."""
+"""Distribution over workers: plans, messages and collectives."""

@@ -44,7 +44,7 @@ def check_agreement(
 def exchange(
     description: Mapping[str, Any], communicator: Communicator
 ) -> list[dict[str, Any]]:
-    """Shows a description to all other workers.
+    """Descriptions of all workers.
 
     Every worker has to call it.
 
@@ -80,7 +80,7 @@ def decode(array: np.ndarray) -> dict[str, Any]:
 
 
 def find_differences(descriptions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names what is not the same in all descriptions, with the values."""
+    """Names and values of the entries in which descriptions differ."""
     names = dict.fromkeys(name for d in descriptions for name in d)
     differences = []
     for name in names:
@@ -98,7 +98,7 @@ def first_of(differences: Sequence[str]) -> str:
 
 
 def _describe(values: Sequence[Any]) -> str:
-    """The values by worker; of lists, the entries that others do not have."""
+    """The values by worker; of lists, only entries that others lack."""
     if not all(isinstance(value, list) for value in values):
         return _by_worker(values)
     lists: Sequence[list[Any]] = values

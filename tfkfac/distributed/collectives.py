@@ -42,7 +42,7 @@ class Communicator:
         scope: Text that tells this user of collectives from all others in
             the same job. The same on every member.
         hint: Communication hint.
-        one_process: Whether members share a process, where TensorFlow's newer
+        one_process: True if members share a process, where TensorFlow's newer
             collectives do not work.
         token: The replica's ordering token, a float32 variable. Needed in
             graphs; None outside of them, where nothing is pruned.
@@ -66,7 +66,7 @@ class Communicator:
         self._calls = 0
 
     def among(self, members: tuple[int, ...]) -> "Communicator":
-        """Returns the collectives of a part of the group, with this replica.
+        """The collectives of a part of the group, with this replica.
 
         In it, the members are numbered from 0 in the order of `members`.
         """
@@ -80,7 +80,7 @@ class Communicator:
         )
 
     def _launch(self, collective: Callable[[], tf.Tensor]) -> tf.Tensor:
-        """Makes a collective that stays, on NCCL after those before it."""
+        """Makes a collective that is kept, on NCCL after those before it."""
         if self._token is None:
             return collective()
         # In a scope of its own: TensorFlow fuses reductions of one scope, also
@@ -100,8 +100,8 @@ class Communicator:
 
         Args:
             tensors: Tensors of static shape, the same on every member.
-            dtype: Dtype on the wire; None is each tensor's own. What is added
-                up in it is `sum_dtype`.
+            dtype: Dtype on the wire; None is each tensor's own. Sums are made
+                in its `sum_dtype`.
 
         Returns:
             The sums, in the tensors' own dtype, the same bits everywhere.
@@ -267,8 +267,8 @@ class Communicator:
     ) -> tuple[int, int]:
         """Group and instance key of the next call.
 
-        They depend on what is sent, not on how many traces there were, so
-        workers whose traces differ in number still agree.
+        They depend on the message, not on the number of traces, so workers
+        whose traces differ in number still agree.
         """
         self._calls += 1
         group = stable_key(self._scope, members)
@@ -303,7 +303,7 @@ def sum_dtype(dtype: tf.DType, hint: str) -> tf.DType:
 
 
 def own_dtype(dtype: tf.DType) -> tf.DType:
-    """The dtype on the wire of what travels as it is."""
+    """The dtype itself: the wire of tensors that travel as they are."""
     return dtype
 
 
@@ -337,7 +337,7 @@ def flatten(
 def unflatten(
     flat: tf.Tensor, like: Sequence[tf.Tensor | tf.TensorSpec]
 ) -> list[tf.Tensor]:
-    """Takes a vector apart again."""
+    """Inverse of `flatten`."""
     sizes = [math.prod(t.shape) for t in like]
     parts = tf.split(flat, sizes)
     return [

@@ -84,7 +84,7 @@ MODES: dict[str, Mode] = {
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """Who does what for one layer."""
+    """Owners, gradient workers and receivers of one layer."""
 
     owners: Mapping[str, int]
     """The worker that decomposes each factor, by the factor's name."""
@@ -194,9 +194,9 @@ def plan_layers(
         mode: One of `MODES`.
         fraction: Share of the workers that are gradient workers of a layer;
             with `hybrid_opt` only, and required there.
-        policy: What is balanced, one of `POLICIES`; None is `round_robin` for
+        policy: One of `POLICIES`; None is `round_robin` for
             `dp_kfac` and `compute` for the others.
-        whole_layers: Whether all factors of a layer have one owner, with
+        whole_layers: True if all factors of a layer have one owner, with
             `comm_opt` too.
         turns: The turn in which each layer is decomposed; None is one turn.
 

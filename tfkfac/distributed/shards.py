@@ -34,7 +34,7 @@ class Shards:
         return self.count * self.length
 
     def own(self, vector: tf.Tensor, rank: int) -> tf.Tensor:
-        """Returns the slices, of one rank, of vectors `(..., size)`.
+        """The slices, of one rank, of vectors `(..., size)`.
 
         Those of `(..., whole)`, which end in zeros, need no copy.
         """
@@ -47,14 +47,14 @@ class Shards:
         return tf.pad(part, padding) if missing else part
 
     def gather(self, shard: tf.Tensor, communicator: Communicator) -> tf.Tensor:
-        """Returns the vector of which this rank has a slice."""
+        """The vector of which this rank has a slice."""
         (vector,) = self.gather_all([shard], communicator)
         return vector[: self.size]
 
     def gather_all(
         self, shards: Sequence[tf.Tensor], communicator: Communicator
     ) -> list[tf.Tensor]:
-        """Returns the vectors `(whole,)` of which this rank has slices."""
+        """The vectors `(whole,)` of which this rank has slices."""
         if self.count == 1:
             return list(shards)
         gathered = communicator.all_gather(tf.stack(shards))
@@ -63,7 +63,7 @@ class Shards:
     def reduce(
         self, vector: tf.Tensor, communicator: Communicator
     ) -> tf.Tensor:
-        """Returns this rank's slice of the sum of all vectors."""
+        """This rank's slice of the sum of all vectors."""
         if self.count == 1:
             return self.own(vector, 0)
         padding = self.whole - vector.shape[0]

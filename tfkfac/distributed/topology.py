@@ -53,7 +53,7 @@ class Topology:
 
 
 def find_topology(strategy: tf.distribute.Strategy) -> Topology:
-    """Reads the topology off a strategy.
+    """The topology of a strategy.
 
     Args:
         strategy: The default strategy, a `MirroredStrategy` or a
@@ -104,7 +104,7 @@ def check_strategy(strategy: tf.distribute.Strategy) -> None:
 # ------------------------------------------------------------------ roles
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """The replicas of a job by what they do.
+    """The replicas of a job by their role.
 
     Attributes:
         workers: Ranks of those that train.
@@ -120,7 +120,7 @@ class Roles:
         return rank in self.workers
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """Ranks of the replicas with the role of one, itself among them."""
+        """Ranks of the replicas with the role of `rank`, itself among them."""
         return self.workers if self.trains(rank) else self.accelerators
 
 

@@ -1,4 +1,4 @@
-"""The form in which tensors travel between workers, and by which messages.
+"""The form of tensors between workers, and their messages.
 
 A `Plan` is the same on every worker. Nothing here knows of layers: items have
 a name, a shape and a place where they are made.
@@ -128,7 +128,7 @@ def broadcast_items(
     items: Sequence[Item],
     value_of: Callable[[Item], tf.Tensor],
 ) -> dict[tuple[int, str], tf.Tensor]:
-    """Sends every item from its root to its members, bundled.
+    """The items that this worker needs, after all roots have sent theirs.
 
     Args:
         communicator: This worker's collectives.
@@ -157,7 +157,7 @@ def broadcast_items(
 
 
 def scope(layers: Sequence[int]) -> str:
-    """The name of what is sent of some layers; profiles of a step show it."""
+    """The name scope of a message of some layers, for profiles of a step."""
     return f"layers_{min(layers)}_{max(layers)}"
 
 
