@@ -4,6 +4,7 @@ Workers are threads here; `test_modes` has processes.
 """
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,35 @@ def test_statistics_are_added_up(
         assert received == pytest.approx(
             received_by(placement, 0, "factors"), abs=1
         )
+
+
+def test_the_way_of_statistics_is_short() -> None:
+    """A reader of one all-reduce opens these files, and no other."""
+    placement = place("comm_opt", 2, "inverse")
+
+    def work(group: Any) -> set[str]:
+        own = statistics_of(placement, group.rank)
+        files: set[str] = set()
+
+        def note(frame: Any, *_: Any) -> None:
+            before, _, file = frame.f_code.co_filename.rpartition("/tfkfac/")
+            if before:
+                files.add(file)
+
+        sys.setprofile(note)
+        try:
+            placement.exchange.reduce_statistics(group, own)
+        finally:
+            sys.setprofile(None)
+        return files
+
+    for files, _ in run_together(2, work):
+        assert files <= {
+            "kfac/exchange.py",
+            "distributed/plan.py",
+            "distributed/wire.py",
+            "distributed/collectives.py",
+        }
 
 
 @workers_

@@ -21,7 +21,7 @@ from tfkfac.distributed.wire import (
     rounds,
     scope,
 )
-from tfkfac.factors import Part, Tensors
+from tfkfac.factors import Tensors
 from tfkfac.solvers import Solver
 
 # Within the range of all dtypes on the wire: float16 ends at 65504.
@@ -55,6 +55,10 @@ class Exchange:
         self._blocks = blocks
         self._solver = solver
         self.wire = wire
+        self._storage = [
+            {name: kind.storage for name, kind in block.factors.items()}
+            for block in blocks
+        ]
 
     # ------------------------------------------------------------- factors
     def reduce_statistics(
@@ -101,7 +105,7 @@ class Exchange:
         own: Sequence[Statistic],
     ) -> list[Statistic]:
         """Adds up a bucket: each total with its count behind it."""
-        parts = [self._storage(i, name) for i, name in keys]
+        parts = [self._storage[i][name] for i, name in keys]
         sent = [
             flatten([self.wire.pack(part, one.total), one.count])
             for part, one in zip(parts, own, strict=True)
@@ -125,7 +129,7 @@ class Exchange:
         Totals may overflow or vanish, so they travel in units of the sum of
         all workers' largest entries.
         """
-        parts = [self._storage(i, name) for i, name in keys]
+        parts = [self._storage[i][name] for i, name in keys]
         counts_and_units = communicator.all_reduce(
             [s.count for s in own]
             + [p.largest(s.total) for p, s in zip(parts, own, strict=True)]
@@ -254,10 +258,7 @@ class Exchange:
         ]
 
     # ------------------------------------------------------------- packing
-    def _storage(self, layer: int, name: str) -> Part:
-        return self._blocks[layer].factors[name].storage
-
     def _total(self, layer: int, name: str) -> tf.TensorSpec:
         """A total on the wire, in the dtype of the statistics."""
-        shape = self.wire.shape(self._storage(layer, name))
+        shape = self.wire.shape(self._storage[layer][name])
         return tf.TensorSpec(shape, self._blocks[layer].dtype)
