@@ -1,6 +1,8 @@
 """The public docstrings are an API reference: they name every argument."""
 
+import ast
 import inspect
+import pathlib
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ import pytest
 
 import tfkfac
 
+PACKAGE = pathlib.Path(tfkfac.__file__).parent
 # How messages name what a user has misspelt.
 NOT_FOR_USERS = {"self", "cls", "unknown"}
 MODULES = [
@@ -95,3 +98,28 @@ def test_every_argument_of_a_method_is_described(name: str) -> None:
         text = inspect.getdoc(value) or ""
         if callable(value):
             assert arguments(value) <= described(text), member
+
+
+# Rooms whose docstrings name things. The others follow.
+NAMED = ("factors", "fisher", "linalg", "solvers")
+
+
+def test_first_lines_name_the_thing() -> None:
+    """A relative clause (`What ...`) names nothing that one could search."""
+    faults = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).parts[0] not in NAMED:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(
+                node, ast.Module | ast.FunctionDef | ast.ClassDef
+            ):
+                continue
+            name = getattr(node, "name", "module")
+            words = (ast.get_docstring(node) or "").split()
+            if words and words[0] in ("What", "Whether", "How"):
+                faults.append(f"{path.name}: {name}: {words[0]}")
+            private = name.startswith("_") and not name.startswith("__")
+            if isinstance(node, ast.FunctionDef) and private:
+                assert "Args:" not in words, f"{path.name}: {name}"
+    assert not faults, "\n".join(faults)

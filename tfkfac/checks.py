@@ -10,17 +10,17 @@ _LARGEST_INTEGER = 2**63 - 1
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number; a bool is not."""
+    """True if a value is a real number; a bool is not."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value is a number that is finite in float32."""
+    """True if a value is a number that is finite in float32."""
     return is_number(value) and bool(abs(value) <= _LARGEST)
 
 
 def is_count(value: Any, least: int = 0) -> bool:
-    """Whether a value is an integer of at least `least` that int64 holds."""
+    """True if a value is an integer of at least `least` that int64 holds."""
     if not is_number(value) or not isinstance(value, numbers.Integral):
         return False
     return least <= int(value) <= _LARGEST_INTEGER

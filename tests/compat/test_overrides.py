@@ -1,21 +1,33 @@
-"""Overriding an attribute of an object, for good or in a with block."""
+"""Overriding an attribute of an object, and how Keras' layers look it up."""
 
 import contextlib
 import functools
+import inspect
 import itertools
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
+from keras import layers
 
+from tests.compat.contracts import contract
 from tests.compat.turns import in_turns
 from tfkfac.compat.overrides import (
     drop_from,
+    given_moments,
     keep_on,
     kept_on,
     overridden,
     override,
+    override_moments,
+    release_moments,
+    replace_moments,
 )
 
 
@@ -192,3 +204,184 @@ def test_many_threads_leave_nothing_behind() -> None:
         thread.join()
     assert not wrong
     assert not vars(speaker)
+
+
+OVERRIDE = "compat.overrides.override"
+MOMENTS = "compat.overrides.override_moments"
+
+
+def network() -> Any:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.Input((3,)),
+            layers.Dense(4, activation="tanh", name="hidden"),
+            layers.BatchNormalization(name="norm"),
+        ]
+    )
+
+
+X = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
+
+
+@contract(OVERRIDE, "`Layer.__call__` calls what `layer.call` is by then.")
+@pytest.mark.parametrize("eager", [True, False])
+def test_layers_call_their_call(eager: bool) -> None:
+    model = network()
+    model.compile("sgd", "mse", run_eagerly=eager)
+    calls: list[str] = []
+
+    def call(below: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        calls.append("call")
+        return below(*args, **kwargs)
+
+    for layer in (model, *model.layers):
+        override(layer, "call", call)
+    model.train_on_batch(X, np.zeros((5, 4)))
+    assert len(calls) == 3
+
+
+@contract(OVERRIDE, "`fit` calls what `model.compute_loss` is by then.")
+def test_training_calls_compute_loss() -> None:
+    model = network()
+    model.compile("sgd", "mse")
+    signature = inspect.signature(model.compute_loss)
+    seen: list[dict[str, Any]] = []
+
+    def compute_loss(
+        below: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        seen.append(signature.bind(*args, **kwargs).arguments)
+        return below(*args, **kwargs)
+
+    override(model, "compute_loss", compute_loss)
+    model.fit(X, np.zeros((5, 4)), verbose=0)
+    assert len(seen) == 1
+    assert {"x", "y", "y_pred", "sample_weight"} <= set(seen[0])
+
+
+ACTIVATED: dict[str, Callable[..., Any]] = {
+    "Dense": functools.partial(layers.Dense, 2),
+    "EinsumDense": functools.partial(layers.EinsumDense, "ab,bc->ac", 2),
+    "Conv1D": functools.partial(layers.Conv1D, 2, 1),
+    "DepthwiseConv1D": functools.partial(layers.DepthwiseConv1D, 1),
+    "SeparableConv1D": functools.partial(layers.SeparableConv1D, 2, 1),
+}
+
+
+@contract(OVERRIDE, "A layer calls what `layer.activation` is by then.")
+@pytest.mark.parametrize("kind", ACTIVATED)
+def test_layers_call_their_activation(kind: str) -> None:
+    layer = ACTIVATED[kind](activation="tanh")
+    x = X if "Dense" in kind else X[:, :, None]
+    want = layer(x)
+    original = layer.activation
+    calls: list[Any] = []
+
+    def activation(below: Callable[..., Any], z: Any, /) -> Any:
+        calls.append(z)
+        return below(z)
+
+    with overridden(layer, "activation", activation):
+        np.testing.assert_array_equal(layer(x), want)
+    assert len(calls) == 1
+    np.testing.assert_array_equal(original(calls[0]), want)
+    assert layer.activation is original
+
+
+@contract(OVERRIDE, "What is in a layer's dictionary is not saved or cloned.")
+def test_overrides_are_not_saved(tmp_path: Path) -> None:
+    model = network()
+    config, weights = model.get_config(), model.get_weights()
+    norm = model.get_layer("norm")
+    for layer in (model, *model.layers):
+        override(layer, "call", lambda below, *args, **kwargs: 1 / 0)
+        keep_on(layer, "_tfkfac_test", lambda: layers.Dense(1))
+    override_moments(norm, lambda *_: 1 / 0)
+    assert model.get_config() == config
+    model.save(tmp_path / "model.keras")
+    copies = [
+        keras.models.clone_model(model),
+        keras.models.load_model(tmp_path / "model.keras"),
+    ]
+    for copy in copies:
+        assert not any("tfkfac" in name for name in vars(copy.layers[0]))
+        assert copy(X).shape == (5, 4)
+    for value, want in zip(copies[1].get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(value, want)
+
+
+@contract(OVERRIDE, "Keras' `__setattr__` tracks the layers that it is given.")
+def test_why_not_setattr() -> None:
+    layer, inner = layers.Dense(2), layers.Dense(3)
+    keep_on(layer, "_tfkfac_test", lambda: inner)
+    assert inner not in layer._flatten_layers()
+    layer.test = inner
+    assert inner in layer._flatten_layers()
+
+
+# ------------------------------------------------------------------ moments
+@contract(MOMENTS, "Training calls `_moments(inputs, mask)` once.")
+@pytest.mark.parametrize("mask", [None, np.arange(5) > 1])
+def test_normalisation_calls_its_moments(mask: Any) -> None:
+    layer = layers.BatchNormalization()
+    layer.build(X.shape)
+    calls: list[tuple[Any, ...]] = []
+
+    def moments(below: Callable[..., Any], /, *args: Any) -> Any:
+        calls.append(args)
+        return below(*args)
+
+    override_moments(layer, moments)
+    layer(X, training=False, mask=mask)
+    assert not calls
+    layer(X, training=True, mask=mask)
+    ((inputs, got),) = calls
+    np.testing.assert_array_equal(inputs, X)
+    assert (got is None) == (mask is None)
+    layer.trainable = False
+    layer(X, training=True)
+    assert len(calls) == 1
+
+
+@contract(MOMENTS, "`_moments` returns the mean and the variance.")
+def test_moments_that_are_given() -> None:
+    layer = layers.BatchNormalization(epsilon=0.0, momentum=0.0)
+    layer.build(X.shape)
+    before = dict(vars(layer))
+    moments = tf.constant([1.0, 2.0, 3.0]), tf.constant([4.0, 1.0, 0.25])
+    with given_moments(layer, moments):
+        got = layer(X, training=True)
+    want = (X - [1.0, 2.0, 3.0]) / [2.0, 1.0, 0.5]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_array_equal(layer.moving_variance, moments[1])
+    assert vars(layer).keys() == before.keys()
+    with given_moments(layer, None):
+        got = layer(X, training=True)
+    want = (X - X.mean(0)) / X.std(0)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_moments_that_are_replaced() -> None:
+    """The second takes the place of the first; both go."""
+    layer = layers.BatchNormalization()
+    layer.build(X.shape)
+    before = set(vars(layer))
+    calls: list[int] = []
+
+    def counting(number: int) -> Callable[..., Any]:
+        def moments(below: Callable[..., Any], /, *args: Any) -> Any:
+            calls.append(number)
+            return below(*args)
+
+        return moments
+
+    for number in range(2):
+        replace_moments(layer, counting(number))
+    layer(X, training=True)
+    assert calls == [1]
+    release_moments(layer)
+    release_moments(layer)
+    layer(X, training=True)
+    assert calls == [1]
+    assert set(vars(layer)) == before

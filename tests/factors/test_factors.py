@@ -96,17 +96,6 @@ def test_packing_takes_nothing_away(name: str) -> None:
         np.testing.assert_array_equal(part.unpack(packed), case.value)
 
 
-@BY_NAME
-def test_eigenvectors_travel_whole(name: str) -> None:
-    """They are not symmetric."""
-    for part in Case(name).kind.eigen_parts().values():
-        value = np.random.default_rng(0).normal(size=part.shape)
-        assert part.packed_shape == part.shape
-        packed = part.pack(tf.constant(value))
-        np.testing.assert_array_equal(packed, value)
-        np.testing.assert_array_equal(part.unpack(packed), value)
-
-
 def test_parts_that_are_identities() -> None:
     got = Part((2, 3)).identity(tf.float32)
     np.testing.assert_array_equal(got, np.ones((2, 3)))
@@ -238,22 +227,3 @@ def test_parts_of_the_identity_leave_a_gradient(name: str, side: str) -> None:
         kind.rotate(eigen, gradient, side, back=True),
     ):
         np.testing.assert_array_equal(got, gradient)
-
-
-@pytest.mark.parametrize(("size", "solves"), [(383, 0), (384, 4)])
-def test_wide_factors_are_inverted_by_products(
-    size: int, solves: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also in a function that is for factors of any size."""
-    solved = []
-    solve = tf.linalg.triangular_solve
-
-    def noted(*args: tf.Tensor) -> tf.Tensor:
-        solved.append(args)
-        return solve(*args)
-
-    monkeypatch.setattr(tf.linalg, "triangular_solve", noted)
-    invert = tf.function(Dense(size).inverse, autograph=False)
-    value = tf.TensorSpec([size, size])
-    invert.get_concrete_function(value, tf.TensorSpec([]))
-    assert len(solved) == solves

@@ -323,23 +323,3 @@ def test_inverse_in_half_precision() -> None:
             kept, tf.constant(gradient, tf.float32), "left"
         )
         assert_close(got, want, 0.02)
-
-
-def test_sketches_of_a_size_share_their_functions() -> None:
-    """Of two layers of other sizes beside it: one sketch and one inverse."""
-    kind = LowRank(20, 6)
-
-    @tf.function(autograph=False)
-    def decompose(rows: Any) -> Any:
-        return [
-            kind.inverse(kind.gram(part), tf.constant(0.1))
-            for part in (rows, 2 * rows)
-        ]
-
-    rows = tf.random.stateless_normal([7, 1, 20], [1, 2])
-    functions = decompose.get_concrete_function(rows).graph.as_graph_def()
-    assert len(functions.library.function) == 2
-    for one, scale in zip(decompose(rows), (1, 2), strict=True):
-        alone = kind.inverse(kind.gram(scale * rows), tf.constant(0.1))
-        for name, part in alone.items():
-            assert_close(one[name], part, 1e-4)

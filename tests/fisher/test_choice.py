@@ -21,7 +21,7 @@ from tests.fisher.test_types import (
     network,
 )
 from tests.support.harness import assert_close, find
-from tfkfac.fisher import registry
+from tfkfac.fisher import distributions
 
 LOSSES = keras.losses
 
@@ -162,8 +162,8 @@ def test_too_many_outputs_for_all_columns() -> None:
 def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes back what a test registers."""
     for module, name in [
-        (registry, "_registered"),
-        (registry.units, "_known"),
+        (distributions, "_registered"),
+        (distributions.units, "_known"),
     ]:
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
 

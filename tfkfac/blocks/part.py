@@ -17,7 +17,7 @@ _QUARTER, _LEAST = 0.25, 64
 
 
 class Part(NamedTuple):
-    """Which part of each batch statistics are of.
+    """The part of each batch that statistics are taken of.
 
     Attributes:
         fraction: Share of the examples, in (0, 1].
@@ -137,7 +137,7 @@ def part_of_rows(
 
 
 def _is_plain(record: Record) -> bool:
-    """Whether only input, gradient and mask can be of single examples."""
+    """True if only input, gradient and mask can be of single examples."""
     others = tf.nest.flatten(dict(record.kwargs))
     return isinstance(record.inputs, tf.Tensor) and all(
         isinstance(value, (bool, int, float, str, type(None)))

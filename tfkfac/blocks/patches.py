@@ -510,7 +510,7 @@ def _fold(
 def _unfolded(
     kernel_size: Sequence[int], strides: Sequence[int], channels: int
 ) -> np.ndarray:
-    """Where the elements of a patch are in the patch of the folded image."""
+    """Positions of a patch's elements in the patch of the folded image."""
     small = [-(-k // s) for k, s in zip(kernel_size, strides, strict=True)]
     shape = [*small, *strides, channels]
     places = np.arange(np.prod(shape)).reshape(shape)

@@ -103,7 +103,7 @@ def output_total(
 
 
 class _Context(NamedTuple):
-    """What all calls of a layer have in common, as in `batch_statistics`."""
+    """Arguments of `batch_statistics` that all calls of a layer share."""
 
     sharing: str
     scale: tf.Tensor
@@ -206,7 +206,7 @@ def _rows(
 
 
 def _weight(examples: Examples | None, dtype: tf.DType) -> tf.Tensor | None:
-    """What makes a sum over some of the examples one over all."""
+    """Factor from a sum over some of the examples to one over all."""
     return None if examples is None else tf.cast(examples.weight, dtype)
 
 

@@ -76,7 +76,7 @@ def with_gradient(
 
 @contextlib.contextmanager
 def exact_second_derivatives(total: Sum) -> Iterator[None]:
-    """What is traced inside, by this thread, has right second derivatives.
+    """Gives the code that this thread traces inside right second derivatives.
 
     `tf.nn.moments` stops the gradient of the mean within the variance. That
     leaves the first derivative as it is and makes the second one wrong by

@@ -134,7 +134,7 @@ def stamp_time(variable: tf.Variable) -> tf.Tensor:
 
 
 def on_one_device() -> bool:
-    """Whether there is one device alone, on which nothing is compiled."""
+    """True if there is one device alone, on which nothing is compiled."""
     return len(tf.config.list_logical_devices()) == 1 and not in_xla()
 
 
@@ -150,7 +150,7 @@ def of_this_graph(
 
 
 def in_xla() -> bool:
-    """Whether the current trace is one that XLA compiles.
+    """True if the current trace is one that XLA compiles.
 
     It relies on `GraphOrParentsInXlaContext`, which TensorFlow's own control
     flow asks.
@@ -160,7 +160,7 @@ def in_xla() -> bool:
 
 
 def under_tape() -> bool:
-    """Whether this thread is inside of a gradient tape or an accumulator.
+    """True if this thread is inside of a gradient tape or an accumulator.
 
     It relies on `tensorflow.python.eager.record`, which TensorFlow asks before
     it records an operation.
@@ -183,7 +183,7 @@ def open_graphs() -> Iterator[tf.Graph]:
 
 
 def is_constant_to_tapes(kind: str) -> bool:
-    """Whether TensorFlow takes the derivative of an operation for zero.
+    """True if TensorFlow takes the derivative of an operation for zero.
 
     It relies on `gradient_registry`, where an operation that is registered as
     not differentiable has None in the place of a function.

@@ -48,7 +48,7 @@ def in_place_of(
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """How the values of a loss became a number.
+    """Values of a loss, and their reduction to a number.
 
     Attributes:
         values: The loss values, one for each term, before any weight.
@@ -65,7 +65,7 @@ class Reduction:
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """What a loss has read of its predictions, on a tape of its own.
+    """Predictions and logits that a loss has read, on a tape of its own.
 
     Attributes:
         output: The predictions, in the dtype of the loss.
@@ -214,7 +214,7 @@ def loss_weights(model: keras.Model) -> list[tuple[Any, float]]:
 
 
 def loss_arguments(loss: keras.losses.Loss) -> dict[str, Any]:
-    """What a loss of Keras' own passes to its function.
+    """Arguments that a loss of Keras' own passes to its function.
 
     It relies on the attribute `_fn_kwargs` of `LossFunctionWrapper`.
     """
@@ -230,7 +230,7 @@ def loss_function(loss: keras.losses.Loss) -> Callable[..., Any] | None:
 
 
 def is_of_keras(loss: keras.losses.Loss) -> bool:
-    """Whether a loss is one of Keras' own, and not a user's function or class.
+    """True if a loss is one of Keras' own, and not a user's function or class.
 
     It relies on the modules of Keras' functions and classes being in `keras`.
     """

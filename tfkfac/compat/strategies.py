@@ -154,7 +154,7 @@ def _have_one_shape(
     original: Callable[..., Any],
     local: Sequence[Any],
 ) -> bool:
-    """Whether all replicas, also those of other workers, agree on a shape.
+    """True if all replicas, also those of other workers, agree on a shape.
 
     Two sums tell; a gathering of the shapes takes several times as long.
     """
@@ -328,5 +328,5 @@ def _order(operation: tf.Operation, reads: Any, writes: Any) -> bool:
 
 
 def _is_variable(resource: tf.Tensor) -> bool:
-    """Whether a handle is a variable's: only of these it has the shape."""
+    """True if a handle is a variable's: only of these it has the shape."""
     return bool(handle_data_util.get_resource_handle_data(resource).is_set)

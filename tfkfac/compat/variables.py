@@ -113,7 +113,7 @@ def written_variables() -> Iterator[list[tf.Tensor]]:
 
 
 def _outermost(handle: tf.Tensor) -> tf.Tensor:
-    """What a handle in the graph of a function stands for outside of all.
+    """The handle outside of all functions that a captured one stands for.
 
     Two placeholders of one variable in one graph would be two variables to
     what orders operations. This relies on `captures` of a function's graph.
@@ -185,7 +185,7 @@ def kept_variables(handles: Sequence[tf.Tensor]) -> Iterator[None]:
 
 
 def has_effects(graph: tf.Graph) -> bool:
-    """Whether a graph does anything but compute, and read variables.
+    """True if a graph does anything but compute, and read variables.
 
     It relies on what TensorFlow says of the types of operations.
     """

@@ -3,12 +3,17 @@
 A new kind is one class here, a `Factor`; a block declares which it has.
 """
 
-from tfkfac.factors.base import VALUES, Factor, Side, Tensors, kind_of
-from tfkfac.factors.diagonal import Diagonal
-from tfkfac.factors.limit import Limit
-from tfkfac.factors.low_rank import LowRank
-from tfkfac.factors.matrices import Dense, Stack
-from tfkfac.factors.parts import MatrixPart, Part
+from tfkfac.factors.base import (
+    VALUES,
+    Factor,
+    MatrixPart,
+    Part,
+    Side,
+    Tensors,
+    kind_of,
+)
+from tfkfac.factors.low_rank import Limit, LowRank
+from tfkfac.factors.matrices import Dense, Diagonal, Stack
 
 __all__ = [
     "VALUES",

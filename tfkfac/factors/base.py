@@ -1,13 +1,99 @@
-"""What a kind of factor has to know."""
+"""A kind of factor (`Factor`), and the tensors that it is made of (`Part`)."""
 
 import abc
+import dataclasses
+import math
 from collections.abc import Hashable, Mapping
 from typing import ClassVar, Literal
 
 import tensorflow as tf
+from typing_extensions import override
 
 from tfkfac.compat.functions import Kind
-from tfkfac.factors.parts import Part
+from tfkfac.linalg.symmetric import pack, packed_size, unpack
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A tensor of a factor or decomposition that acts element by element.
+
+    Attributes:
+        shape: Its shape.
+    """
+
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements that are kept."""
+        return math.prod(self.shape)
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        """Shape of the result of `pack`."""
+        return self.shape
+
+    def pack(self, value: tf.Tensor) -> tf.Tensor:
+        """Leaves out the entries that a receiver can tell from the rest."""
+        return value
+
+    def unpack(self, packed: tf.Tensor) -> tf.Tensor:
+        """Inverse of `pack`."""
+        return packed
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Shape of what `largest` returns."""
+        return (1,) * len(self.shape)
+
+    def largest(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the largest absolute entry, in a shape to divide by."""
+        return tf.reduce_max(tf.abs(value), keepdims=True)
+
+    def identity(self, dtype: tf.DType) -> tf.Tensor:
+        """The value that leaves a gradient as it is."""
+        return tf.ones(self.shape, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixPart(Part):
+    """Matrices `(..., n, m)` that a gradient is multiplied with.
+
+    Attributes:
+        shape: Its shape.
+        symmetric: True if a triangle tells the rest, and only that travels.
+    """
+
+    symmetric: bool = False
+
+    @property
+    @override
+    def packed_shape(self) -> tuple[int, ...]:
+        return (packed_size(self.shape),) if self.symmetric else self.shape
+
+    @override
+    def pack(self, value: tf.Tensor) -> tf.Tensor:
+        return pack(value) if self.symmetric else value
+
+    @override
+    def unpack(self, packed: tf.Tensor) -> tf.Tensor:
+        return unpack(packed, self.shape) if self.symmetric else packed
+
+    @property
+    @override
+    def scale_shape(self) -> tuple[int, ...]:
+        return (*self.shape[:-2], 1, 1)
+
+    @override
+    def largest(self, value: tf.Tensor) -> tf.Tensor:
+        """One for each matrix: those of a stack may be of any size."""
+        return tf.reduce_max(tf.abs(value), [-2, -1], keepdims=True)
+
+    @override
+    def identity(self, dtype: tf.DType) -> tf.Tensor:
+        *stack, rows, columns = self.shape
+        return tf.eye(rows, columns, batch_shape=stack, dtype=dtype)
+
 
 Tensors = Mapping[str, tf.Tensor]
 Side = Literal["left", "right"]
@@ -19,9 +105,9 @@ VALUES = "_values"
 class Factor(abc.ABC):
     """A kind of factor: a symmetric positive semi-definite matrix.
 
-    Whatever stands for the matrix is one tensor, linear in the matrix: it is
-    added up over rows, calls and workers, and averaged over time. An object
-    of this class holds no tensor; it knows what to do with one.
+    It is kept as one tensor, linear in the matrix, which is added up over
+    rows, calls and workers, and averaged over time. An object of this class
+    holds no tensor; it knows what to do with one.
 
     A decomposition is made of parts, tensors named by a suffix: they are what
     a worker sends and keeps. The main one has the empty suffix. The explicit
@@ -30,8 +116,8 @@ class Factor(abc.ABC):
 
     Attributes:
         size: Number of rows of the matrix.
-        any_size: Whether what is done with a factor is the same for all of
-            its kind, whatever their sizes.
+        any_size: True if one function serves all factors of the kind, whatever
+            their sizes.
     """
 
     size: int
@@ -66,11 +152,11 @@ class Factor(abc.ABC):
     @property
     @abc.abstractmethod
     def operations(self) -> int:
-        """About how many operations a decomposition takes."""
+        """Rough number of operations of a decomposition."""
 
     @property
     def multiplications(self) -> int:
-        """How many the product of an inverse with one vector takes.
+        """Multiplications of an inverse with one vector.
 
         Of a stack, the products of all with a vector each.
         """
@@ -108,7 +194,7 @@ class Factor(abc.ABC):
     # ---------------------------------------------------- the explicit solver
     @abc.abstractmethod
     def inverse_parts(self) -> dict[str, Part]:
-        """Returns what `inverse` makes."""
+        """The tensors that `inverse` returns, by suffix."""
 
     @abc.abstractmethod
     def inverse(
@@ -140,7 +226,7 @@ class Factor(abc.ABC):
         """Multiplies a gradient matrix with an inverse.
 
         Args:
-            inverse: What `for_products` returned.
+            inverse: The result of `for_products`.
             matrix: `(*stack_shape, inputs, outputs)`. On the right side also
                 rows, any number of them.
             side: The side on which the inverse stands.
@@ -149,7 +235,7 @@ class Factor(abc.ABC):
     # ---------------------------------------------------- the implicit solver
     @abc.abstractmethod
     def eigen_parts(self) -> dict[str, Part]:
-        """Returns what `eigen` makes, the eigenvalues by the name `VALUES`."""
+        """The tensors that `eigen` returns, the eigenvalues as `VALUES`."""
 
     @abc.abstractmethod
     def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -176,7 +262,7 @@ class Factor(abc.ABC):
             eigen: The parts; the eigenvalues may be missing.
             matrix: `(*stack_shape, inputs, outputs)`.
             side: The side on which the factor stands.
-            back: Whether from the eigenbasis.
+            back: True for the way back from the eigenbasis.
         """
 
     def widen(self, values: tf.Tensor, side: Side) -> tf.Tensor:

@@ -1,4 +1,7 @@
-"""A wide factor, kept as its product with a few fixed columns."""
+"""A wide factor, kept as its product with a few fixed columns.
+
+`Limit` says from which size on a factor is wide.
+"""
 
 import dataclasses
 import math
@@ -8,8 +11,8 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.compat.functions import shared_call
-from tfkfac.factors.base import VALUES, Factor, Side, Tensors
-from tfkfac.factors.parts import MatrixPart, Part
+from tfkfac.factors.base import VALUES, Factor, MatrixPart, Part, Side, Tensors
+from tfkfac.factors.matrices import Dense, Stack
 from tfkfac.linalg.nystroem import nystroem_half, probes
 from tfkfac.linalg.symmetric import eigh
 from tfkfac.linalg.tensors import all_finite, rounding
@@ -24,7 +27,7 @@ _NEGLIGIBLE = 2.0**-23
 class LowRank(Factor):
     """A wide matrix `M`, as a low rank matrix and a multiple of the identity.
 
-    `M` is never made. What stands for it is the sketch `Y = M Omega` with
+    `M` is never made. It is kept as the sketch `Y = M Omega` with
     fixed orthonormal columns `Omega`, and under it a row that holds the mean
     eigenvalue. Both are linear in `M`. When it is decomposed, Nystroem's
     approximation gives `F`, and what that lacks of the trace is spread evenly
@@ -82,7 +85,7 @@ class LowRank(Factor):
         return shared_call(("sketch", self), self._sketch, rows)
 
     def _sketch(self, rows: tf.Tensor) -> tf.Tensor:
-        """What stands for the sum, of rows in one axis."""
+        """Sketch and mean eigenvalue of the sum, of rows in one axis."""
         if self.stack_shape:
             rows = tf.transpose(rows, [1, 0, 2])
         inside = tf.matmul(rows, probes(self.size, self.rank, rows.dtype))
@@ -105,7 +108,7 @@ class LowRank(Factor):
         return tf.cast(low_rank + rest * identity, value.dtype)
 
     def explained(self, value: tf.Tensor) -> tf.Tensor:
-        """The share of the trace that is in `F F^T`."""
+        """Share of the trace that is in `F F^T`."""
         half, rest = self._split(value)
         low_rank = tf.reduce_sum(tf.square(half))
         whole = low_rank + self.size * tf.reduce_sum(rest)
@@ -226,7 +229,7 @@ class LowRank(Factor):
 
 
 class _Correction(MatrixPart):
-    """What an inverse takes away from a gradient: nothing at first."""
+    """The `V` of an inverse `c (I - V V^T)`: zero at first."""
 
     @override
     def identity(self, dtype: tf.DType) -> tf.Tensor:
@@ -245,3 +248,34 @@ def _combined(basis: tf.Tensor, inside: tf.Tensor, side: Side) -> tf.Tensor:
     if side == "left":
         return tf.matmul(basis, inside)
     return tf.matmul(inside, basis, transpose_b=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """Largest size of a symmetric matrix that is kept whole.
+
+    Attributes:
+        size: Most rows of a matrix that is kept whole, or None for any.
+        rank: Rank to which a wider one is approximated, if it has as many
+            rows.
+    """
+
+    size: int | None = None
+    rank: int = 64
+
+    def matrix(self, size: int) -> Factor:
+        """The kind of one matrix."""
+        return self._low_rank(size) if self.exceeded(size) else Dense(size)
+
+    def stack(self, count: int, size: int) -> Factor:
+        """The kind of one matrix for each of `count` independent parts."""
+        if self.exceeded(size):
+            return self._low_rank(size, count)
+        return Stack(count, size)
+
+    def exceeded(self, size: int) -> bool:
+        """True if a matrix of this size is not kept whole."""
+        return self.size is not None and size > self.size
+
+    def _low_rank(self, size: int, *stack_shape: int) -> LowRank:
+        return LowRank(size, min(self.rank, size - 1), stack_shape)

@@ -1,4 +1,4 @@
-"""Factors that are kept as whole matrices: one, or one for each group."""
+"""Factors that are kept whole: one matrix, one for each group, a diagonal."""
 
 import abc
 import dataclasses
@@ -8,13 +8,13 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.compat.functions import call_of_any_size
-from tfkfac.factors.base import VALUES, Factor, Side, Tensors
-from tfkfac.factors.parts import MatrixPart, Part
+from tfkfac.factors.base import VALUES, Factor, MatrixPart, Part, Side, Tensors
 from tfkfac.linalg.symmetric import LARGE, damped_inverse, eigh, mean_eigenvalue
+from tfkfac.linalg.tensors import rounding
 
 
 class _Matrices(Factor, abc.ABC):
-    """What one matrix and a stack of matrices share."""
+    """Common base of one matrix and a stack of matrices."""
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -151,3 +151,90 @@ class Stack(_Matrices):
         rows = tf.reshape(rows, [-1, count, self.size])
         rows = tf.transpose(rows, [1, 0, 2])
         return tf.matmul(rows, rows, transpose_a=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagonal(Factor):
+    """A diagonal matrix, kept as a vector. Its eigenbasis is the identity.
+
+    Attributes:
+        size: Number of its elements.
+    """
+
+    size: int
+
+    @property
+    @override
+    def storage(self) -> Part:
+        return Part((self.size,))
+
+    @property
+    @override
+    def whole_size(self) -> int:
+        return 0
+
+    @property
+    @override
+    def operations(self) -> int:
+        return self.size
+
+    @property
+    @override
+    def multiplications(self) -> int:
+        return self.size
+
+    @property
+    @override
+    def text(self) -> str:
+        return f"diagonal {self.size}"
+
+    @override
+    def gram(self, rows: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(tf.square(rows), [0, 1])
+
+    @override
+    def mean_eigenvalue(self, value: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_mean(value)
+
+    @override
+    def as_matrix(self, value: tf.Tensor) -> tf.Tensor:
+        return tf.linalg.diag(value)
+
+    @override
+    def inverse_parts(self) -> dict[str, Part]:
+        return {"": Part((self.size,))}
+
+    @override
+    def inverse(
+        self, value: tf.Tensor, damping: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        floor = rounding(value.dtype) * tf.reduce_max(value)
+        shift = tf.maximum(damping, floor)
+        # A diagonal of zeros without damping is inverted as the identity.
+        shift = tf.where(shift > 0, shift, tf.ones_like(shift))
+        return {"": 1 / (value + shift)}
+
+    @override
+    def multiply(
+        self, inverse: Tensors, matrix: tf.Tensor, side: Side
+    ) -> tf.Tensor:
+        diagonal = inverse[""]
+        return matrix * (diagonal[:, None] if side == "left" else diagonal)
+
+    @override
+    def eigen_parts(self) -> dict[str, Part]:
+        return {VALUES: Part((self.size,))}
+
+    @override
+    def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
+        return {VALUES: tf.maximum(value, 0)}
+
+    @override
+    def rotate(
+        self,
+        eigen: Tensors,
+        matrix: tf.Tensor,
+        side: Side,
+        back: bool = False,
+    ) -> tf.Tensor:
+        return matrix

@@ -1,4 +1,4 @@
-"""Where the gradients come from that the factors G are made of.
+"""Types of the Fisher matrix, and distributions of labels.
 
 `KFAC(fisher=...)` chooses the type of the Fisher matrix (`types.py`). That of
 labels drawn from the model's own predictions needs the distribution that a
@@ -16,8 +16,8 @@ from tfkfac.fisher.distributions import (
     Independent,
     Normal,
     Poisson,
+    register_distribution,
 )
-from tfkfac.fisher.registry import register_distribution
 
 __all__ = [
     "Bernoulli",

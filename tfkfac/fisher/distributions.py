@@ -1,4 +1,4 @@
-"""What a model's outputs say of the labels: the distributions behind losses.
+"""Predictive distributions of labels, and the losses that belong to them.
 
 A loss is the negative log-likelihood of the labels under a distribution whose
 parameters are the outputs. The Fisher matrix of a term at its outputs, which
@@ -9,11 +9,16 @@ from the distribution itself (Martens & Grosse, 2015, section 5).
 
 import abc
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from typing_extensions import override
+
+from tfkfac.loss import recognition, units
+from tfkfac.loss.terms import LossTerms
 
 # Keras adds it to rates; and a probability or rate of 0 is never divided by.
 _EPSILON = 1e-7
@@ -26,7 +31,7 @@ class Distribution(abc.ABC):
     last.
 
     Attributes:
-        categorical: Whether a label is one of several classes. For these the
+        categorical: True if a label is one of several classes. For these the
             empirical Fisher matrix is the default.
     """
 
@@ -64,7 +69,7 @@ class Independent(Distribution):
 
     @abc.abstractmethod
     def fisher(self, outputs: tf.Tensor) -> tf.Tensor:
-        """The Fisher matrices' diagonals, of the shape of the outputs."""
+        """Diagonals of the Fisher matrices, of the shape of the outputs."""
 
     @override
     def column(self, outputs: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
@@ -90,7 +95,7 @@ class Bernoulli(Independent):
     """Zeros and ones.
 
     Args:
-        from_logits: Whether the outputs are logits, not probabilities of 1.
+        from_logits: True if the outputs are logits, not probabilities of 1.
     """
 
     def __init__(self, from_logits: bool = False) -> None:
@@ -121,7 +126,7 @@ class Categorical(Distribution):
     """One of several classes.
 
     Args:
-        from_logits: Whether the outputs are logits, not probabilities. These
+        from_logits: True if the outputs are logits, not probabilities. These
             need not add up to 1.
     """
 
@@ -165,8 +170,8 @@ class Categorical(Distribution):
 class Poisson(Independent):
     """Counts, with the outputs as their mean numbers.
 
-    What is drawn is not the counts, but the signs of the gradients that they
-    make: with the same mean, 0, and variance. XLA draws no counts, and where
+    Not the counts are drawn, but the signs of the gradients that they make:
+    with the same mean, 0, and variance. XLA draws no counts, and where
     they are mostly 0 their gradients vary wildly.
     """
 
@@ -182,8 +187,8 @@ class Poisson(Independent):
         return 1 / (tf.maximum(outputs, 0) + _EPSILON)
 
 
-class Chosen(Distribution):
-    """One of several distributions, as a tensor says.
+class OneOf(Distribution):
+    """One of several distributions, by an index known in the step only.
 
     Args:
         among: The distributions.
@@ -194,50 +199,161 @@ class Chosen(Distribution):
     def __init__(self, among: Sequence[Distribution], index: tf.Tensor) -> None:
         self.among = tuple(among)
         self.index = index
-        self.categorical = all(one.categorical for one in among)
+        self.categorical = all(each.categorical for each in among)
 
     @property
     def is_known(self) -> tf.Tensor:
-        """Whether it is any of them, a scalar bool."""
+        """True if it is any of them, a scalar bool."""
         return self.index < len(self.among)
 
     @property
     def is_categorical(self) -> tf.Tensor:
-        """Whether it is one of classes, a scalar bool."""
-        flags = [one.categorical for one in self.among]
+        """True if it is one of classes, a scalar bool."""
+        flags = [each.categorical for each in self.among]
         return tf.gather(tf.constant([*flags, False]), self.index)
 
     def map(
         self, function: Callable[[Distribution], Distribution]
     ) -> "Distribution":
-        """The same with other distributions in the place of each."""
-        return chosen([function(one) for one in self.among], self.index)
+        """Maps each of the distributions to another."""
+        return one_of([function(each) for each in self.among], self.index)
 
     @override
     def sample(self, outputs: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        return self._made(lambda one: one.sample(outputs, seed))
+        return self._switch(lambda it: it.sample(outputs, seed))
 
     @override
     def column(self, outputs: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-        return self._made(lambda one: one.column(outputs, index))
+        return self._switch(lambda it: it.column(outputs, index))
 
-    def _made(self, make: Callable[[Any], tf.Tensor]) -> tf.Tensor:
-        """What the one that it is makes."""
+    def _switch(self, make: Callable[[Any], tf.Tensor]) -> tf.Tensor:
+        """Calls a function with the distribution of the index."""
         every = [*self.among, Normal()]
         return tf.switch_case(
-            self.index, [functools.partial(make, one) for one in every]
+            self.index, [functools.partial(make, each) for each in every]
         )
 
 
-class ChosenIndependent(Chosen, Independent):
-    """The same of labels that are independent whichever it is."""
+class OneOfIndependent(OneOf, Independent):
+    """One of several distributions of independent labels."""
 
     @override
     def fisher(self, outputs: tf.Tensor) -> tf.Tensor:
-        return self._made(lambda one: one.fisher(outputs))
+        return self._switch(lambda it: it.fisher(outputs))
 
 
-def chosen(among: Sequence[Distribution], index: tf.Tensor) -> Chosen:
-    """Returns the distribution that is one of several, see `Chosen`."""
-    independent = all(isinstance(one, Independent) for one in among)
-    return (ChosenIndependent if independent else Chosen)(among, index)
+def one_of(among: Sequence[Distribution], index: tf.Tensor) -> OneOf:
+    """`OneOf` some distributions, independent if all of them are."""
+    independent = all(isinstance(each, Independent) for each in among)
+    return (OneOfIndependent if independent else OneOf)(among, index)
+
+
+Maker = Callable[[keras.losses.Loss], Distribution | None]
+
+_NAMED: dict[str | None, Distribution] = {
+    recognition.NORMAL: Normal(),
+    recognition.POISSON: Poisson(),
+    recognition.BERNOULLI: Bernoulli(),
+    recognition.BERNOULLI_LOGITS: Bernoulli(from_logits=True),
+    recognition.CATEGORICAL: Categorical(),
+    recognition.CATEGORICAL_LOGITS: Categorical(from_logits=True),
+}
+
+
+# Distributions that users have registered, by class or function.
+_registered: dict[Any, Maker] = {}
+
+
+def distribution_of(terms: LossTerms) -> Distribution | None:
+    """Distribution of a loss, None if it is not known to have one."""
+    if terms.call is None:
+        return None
+    make = units.declared(_registered, terms.call.loss)
+    if make is not None:
+        return make(terms.call.loss)
+    if terms.verdict is not None:
+        among = [_NAMED[name] for name in terms.verdict.names]
+        return one_of(among, terms.verdict.index)
+    return _NAMED.get(terms.likelihood)
+
+
+def register_distribution(
+    loss: type[keras.losses.Loss] | Callable[..., Any],
+    distribution: Distribution | Maker,
+    *,
+    unit: float | None = None,
+    features: str = "sum",
+) -> None:
+    """Declares the distribution that a loss is the likelihood of.
+
+    With it, the Fisher matrix can be that of labels drawn from the model's own
+    predictions (`KFAC(fisher="monte_carlo")`) or the exact one ("type2").
+    Keras' mean squared error, binary, categorical and sparse categorical
+    cross-entropy, Kullback-Leibler divergence and Poisson loss are known, and
+    so is a loss that is a multiple of one of the first four: a function of
+    yours that sums squares, say.
+
+    `tfkfac.fisher` has the distributions `Normal`, `Bernoulli`, `Categorical`
+    and `Poisson`, and `Distribution` and `Independent` to write others. For
+    example, labels whose logarithm has a standard deviation of 0.1 around the
+    outputs:
+
+    ```python
+    class LogNormal(tfkfac.fisher.Independent):
+        def sample(self, outputs, seed):
+            return 10 * tf.random.stateless_normal(tf.shape(outputs), seed)
+
+        def fisher(self, outputs):
+            return tf.fill(tf.shape(outputs), 100.0)
+
+    def log_squares(y_true, y_pred):
+        return 50 * tf.reduce_sum((tf.math.log(y_true) - y_pred) ** 2, -1)
+
+    tfkfac.register_distribution(log_squares, LogNormal())
+    ```
+
+    Args:
+        loss: A class of losses, without its subclasses, or the function that
+            is passed to `compile`. Its outputs are the last axis of one
+            tensor of predictions.
+        distribution: The distribution; or a function that takes the loss, a
+            `keras.losses.Loss`, and returns its distribution, or None if it
+            has none.
+        unit: Ratio of the loss of a term to the negative log-likelihood of its
+            labels. None is 1 for a loss that is not a known one or a multiple
+            of it.
+        features: With a `unit`, "sum" if the loss of a term is the sum over
+            its outputs, or "mean", as Keras' `mse` with the unit 2.
+
+    Raises:
+        TypeError: If `loss` or `distribution` is of the wrong type.
+        ValueError: If `unit` or `features` is not allowed.
+    """
+    is_class = inspect.isclass(loss) and issubclass(loss, keras.losses.Loss)
+    if not is_class and not inspect.isroutine(loss):
+        raise TypeError(
+            "Argument `loss` must be a subclass of `keras.losses.Loss` or a "
+            f"function. Received: loss={loss!r}"
+        )
+    made = isinstance(distribution, Distribution)
+    if not made and not inspect.isroutine(distribution):
+        raise TypeError(
+            "Argument `distribution` must be a `tfkfac.fisher.Distribution` "
+            "or a function of the loss that returns one. Received: "
+            f"distribution={distribution!r}"
+        )
+    if features not in ("sum", "mean"):
+        raise ValueError(
+            'Argument `features` must be "sum" or "mean". '
+            f"Received: features={features!r}"
+        )
+    if unit is not None and not unit > 0:
+        raise ValueError(
+            f"Argument `unit` must be positive. Received: unit={unit!r}"
+        )
+    units.declare(loss, unit, features == "mean")
+    if isinstance(distribution, Distribution):
+        known = distribution
+        _registered[loss] = lambda _: known
+    else:
+        _registered[loss] = distribution

@@ -8,17 +8,16 @@ import tensorflow as tf
 
 from tfkfac.capture.model_taps import Pullback
 from tfkfac.compat.losses import LossCall
-from tfkfac.fisher.distributions import Chosen, Distribution
-from tfkfac.fisher.registry import distribution_of
+from tfkfac.fisher.distributions import Distribution, OneOf, distribution_of
 from tfkfac.loss.terms import LossTerms
 
-# What a distribution makes of the outputs of terms, of their shape.
+# Makes a tensor of the shape of some outputs, of these and their distribution.
 Maker = Callable[[Distribution, tf.Tensor], tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What one loss was computed from.
+    """The predictions that one loss was computed from.
 
     Attributes:
         predictions: `(examples, positions..., outputs of a term)`.
@@ -34,8 +33,8 @@ class Output:
     def gradient(self, make: Maker, weight: tf.Tensor | None) -> tf.Tensor:
         """A gradient at the predictions, or a column of the root there.
 
-        The Fisher matrix of a term counts by its weight, so what it is the
-        square of is multiplied by the root of that.
+        The Fisher matrix of a term counts by its weight, so its root is
+        multiplied by the root of that.
 
         Args:
             make: Makes it of the distribution and its outputs.
@@ -46,19 +45,19 @@ class Output:
         # A single number for each example is a term of one output.
         single = outputs.shape.rank == 1
         parameters = tf.cast(outputs[:, None] if single else outputs, wide)
-        made = make(self.distribution, parameters)
-        made = made[:, 0] if single else made
-        for one in (self.weights, weight):
-            if one is not None:
-                made *= tf.sqrt(tf.abs(tf.cast(one, wide)))
-        return tf.cast(made, outputs.dtype)
+        result = make(self.distribution, parameters)
+        result = result[:, 0] if single else result
+        for factor in (self.weights, weight):
+            if factor is not None:
+                result *= tf.sqrt(tf.abs(tf.cast(factor, wide)))
+        return tf.cast(result, outputs.dtype)
 
     def sample(self, seed: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
-        """The gradient that drawn labels make."""
+        """Gradient of labels that are drawn from the distribution."""
         return self.gradient(lambda d, z: d.sample(z, seed), weight)
 
     def column(self, index: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
-        """The column of a root of the Fisher matrix of whole examples.
+        """Column of a root of the Fisher matrix of whole examples.
 
         Args:
             index: Its number, below `size`.
@@ -90,25 +89,25 @@ class Likelihood:
 
     @property
     def is_categorical(self) -> bool:
-        """Whether the labels of all outputs are classes."""
-        return all(one.distribution.categorical for one in self.outputs)
+        """True if the labels of all outputs are classes."""
+        return all(x.distribution.categorical for x in self.outputs)
 
     def applies(self, to_classes: bool) -> tf.Tensor | None:
-        """Whether the losses of the step are of it; None if that is known.
+        """True in a step whose losses are likelihoods; None if they always are.
 
         Args:
-            to_classes: Whether it may be of classes alone.
+            to_classes: True if they may be of classes alone.
         """
-        own = [one.distribution for one in self.outputs]
-        open_ = [one for one in own if isinstance(one, Chosen)]
-        if not open_:
+        own = [output.distribution for output in self.outputs]
+        unknown = [d for d in own if isinstance(d, OneOf)]
+        if not unknown:
             return None
-        known = tf.reduce_all([one.is_known for one in open_])
+        known = tf.reduce_all([d.is_known for d in unknown])
         if to_classes or not all(
-            one.categorical or isinstance(one, Chosen) for one in own
+            d.categorical or isinstance(d, OneOf) for d in own
         ):
             return known
-        classes = [one.is_categorical for one in open_]
+        classes = [d.is_categorical for d in unknown]
         return known & tf.logical_not(tf.reduce_all(classes))
 
 
@@ -139,7 +138,7 @@ def find_likelihood(
 
 
 def output_of(terms: LossTerms) -> Output | str:
-    """What one loss was computed from, or why its distribution is unknown."""
+    """The output of one loss, or why its distribution is unknown."""
     distribution = distribution_of(terms)
     if terms.call is None or distribution is None:
         name = "" if terms.call is None else terms.call.loss.name
@@ -149,10 +148,7 @@ def output_of(terms: LossTerms) -> Output | str:
 
 
 def _weights(call: LossCall) -> tf.Tensor | None:
-    """Weights of the terms, with the dimensions of the predictions.
-
-    Those of a loss that is one number for all are the loss' own.
-    """
+    """Weights of the terms, to multiply predictions with; None if all are 1."""
     reduction, predictions = call.reduction, call.y_pred
     assert reduction is not None
     rank = reduction.values.shape.rank

@@ -1,4 +1,4 @@
-"""The types of the Fisher matrix: whose gradients the factors G are made of.
+"""Types of the Fisher matrix: whose gradients the factors G are made of.
 
 - "empirical": those of the loss at the labels of the batch.
 - "monte_carlo": those at labels drawn from the model's own predictions
@@ -17,15 +17,18 @@ would draw other masks of dropout, and has other batch statistics.
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
 from tfkfac.blocks.part import Part
 from tfkfac.blocks.statistics import batch_statistics, output_total
+from tfkfac.capture.model_taps import Pullback
 from tfkfac.capture.taps import Record
 from tfkfac.compat.gradients import Sum
-from tfkfac.fisher.likelihood import Likelihood, Output
+from tfkfac.fisher.likelihood import Likelihood, Output, find_likelihood
+from tfkfac.loss.terms import LossTerms
 
 EMPIRICAL, MONTE_CARLO, TYPE2 = "empirical", "monte_carlo", "type2"
 TYPES = (EMPIRICAL, MONTE_CARLO, TYPE2)
@@ -38,16 +41,16 @@ _MOST_COLUMNS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """How statistics are taken of a batch, see `batch_statistics`.
+    """The part and the weights of a batch, see `batch_statistics`.
 
     Attributes:
         sharing: "expand", "reduce" or "average".
-        scale: What makes a term's own gradient of a recorded one.
+        scale: Factor from a recorded gradient to the term's own.
         weightless: Where sample weights are zero.
         terms: Number of terms of the loss, or None.
         part: The part of the examples, or None.
-        weights: What the Fisher matrix of a term of each loss is multiplied
-            by; empty if there is one loss.
+        weights: Weight of the Fisher matrix of a term of each loss; empty if
+            there is one loss.
         unscale: The inverse of the loss scale, if there is one.
     """
 
@@ -62,7 +65,7 @@ class View:
     def statistics(
         self, layers: Layers, scale: tf.Tensor | float | None = None
     ) -> dict[int, dict[str, Statistic]]:
-        """Statistics of blocks; the scale is that of the loss if not given."""
+        """Statistics of blocks, by default with the scale of the loss."""
         recorded = scale is None
         return batch_statistics(
             layers,
@@ -145,7 +148,7 @@ def _squares(
     output: Output,
     weight: tf.Tensor | None,
 ) -> dict[int, tf.Tensor]:
-    """The sum over the columns of one output of G, for each block."""
+    """Sums of G over the columns of one output, for each block."""
     size = output.size
     if size is None or size > _MOST_COLUMNS:
         raise ValueError(
@@ -194,10 +197,7 @@ def _pull(
     gradients: Sequence[tf.Tensor],
     total: Sum,
 ) -> dict[int, list[Record]]:
-    """The records with gradients that come from some outputs.
-
-    Without the blocks that none of these outputs depends on.
-    """
+    """Records with the gradients of some outputs, of blocks they depend on."""
     flat = [record for _, records in layers.values() for record in records]
     found = likelihood.pullback.pull(
         [output.predictions for output in outputs],
@@ -220,3 +220,66 @@ def _pull(
                 for record, gradient in own
             ]
     return pulled
+
+
+class Choice(NamedTuple):
+    """A type of the Fisher matrix, with its likelihood.
+
+    Attributes:
+        type: Its name.
+        likelihood: The outputs of the step; None if it needs none.
+        reason: Why it was chosen; empty if the user did.
+        applies: True in a step of this type, where the losses are of the
+            likelihood, a scalar bool; else it is empirical. None is always.
+    """
+
+    type: str
+    likelihood: Likelihood | None = None
+    reason: str = ""
+    applies: tf.Tensor | None = None
+
+    def without_tensors(self) -> "Choice":
+        """The choice without its tensors, to keep after the trace."""
+        return Choice(self.type, reason=self.reason)
+
+
+def choose_type(
+    wanted: str | None,
+    losses: Sequence[LossTerms],
+    calls: Sequence[Pullback],
+) -> Choice:
+    """Chooses the type for a step.
+
+    Args:
+        wanted: What the user wants, and not "empirical". None is "monte_carlo"
+            where the loss has a distribution and not of classes alone, else
+            "empirical".
+        losses: The terms of the losses of the step.
+        calls: The calls of the model.
+
+    Raises:
+        ValueError: If it needs a distribution and there is none.
+    """
+    likelihood = find_likelihood(losses, calls)
+    if wanted is not None:
+        if isinstance(likelihood, str):
+            raise ValueError(
+                f'Argument `fisher="{wanted}"` needs the predictive '
+                f"distribution of the model, but {likelihood}. Compute the "
+                "loss with `model.compute_loss(x=x, y=y, y_pred=model(x, "
+                "training=True))`, as Keras' `train_step` does, declare its "
+                "distribution by `tfkfac.register_distribution`, or use "
+                'fisher="empirical".'
+            )
+        return Choice(
+            wanted, likelihood, applies=likelihood.applies(to_classes=True)
+        )
+    if isinstance(likelihood, str):
+        return Choice(EMPIRICAL, reason=likelihood)
+    if likelihood.is_categorical:
+        return Choice(EMPIRICAL, reason="the labels are classes")
+    reason = "the labels are not classes alone"
+    applies = likelihood.applies(to_classes=False)
+    if applies is not None:
+        reason = "where the loss is a likelihood, and not of classes alone"
+    return Choice(MONTE_CARLO, likelihood, reason, applies)

@@ -171,7 +171,7 @@ class Layout(abc.ABC):
         """The directions, and the elements of them, that a worker keeps."""
 
     def regions(self, rank: int) -> tuple[Region, Region]:
-        """Where a worker's part is in V^T, and its numbers among all r."""
+        """Regions of a worker's part in V^T, and of its numbers among all r."""
         first, start = (part.start for part in self.part(rank))
         r, n = self.geometry.directions, self.geometry.size
         return Region((r, n), (first, start)), Region((r,), (first,))

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.curvature.gauss_newton import Reading
 from tfkfac.fisher import Bernoulli, Categorical, Distribution, Independent
-from tfkfac.fisher.distributions import Chosen
+from tfkfac.fisher.distributions import OneOf
 from tfkfac.fisher.likelihood import Output, output_of
 from tfkfac.loss.terms import LossTerms
 from tfkfac.training.step import Step
@@ -192,7 +192,7 @@ def root_of(
 
 def of_logits(distribution: Distribution) -> Distribution:
     """The distribution of probabilities in terms of their logits."""
-    if isinstance(distribution, Chosen):
+    if isinstance(distribution, OneOf):
         return distribution.map(of_logits)
     if isinstance(distribution, Bernoulli):
         return Bernoulli(from_logits=True)

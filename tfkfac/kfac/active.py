@@ -14,7 +14,7 @@ from tfkfac.capture.taps import Record, Tap
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.distributed.plan import Plan
 from tfkfac.fisher import types
-from tfkfac.fisher.choice import Choice
+from tfkfac.fisher.types import Choice
 from tfkfac.kfac.bank import Counters, Preconditioner, State
 from tfkfac.kfac.placement import Placement
 from tfkfac.solvers import most_rows

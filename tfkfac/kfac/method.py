@@ -14,8 +14,7 @@ from tfkfac.compat.functions import when
 from tfkfac.compat.variables import Tracked
 from tfkfac.distributed.wire import gradient_bytes
 from tfkfac.factors import Limit
-from tfkfac.fisher.choice import Choice, choose
-from tfkfac.fisher.types import EMPIRICAL
+from tfkfac.fisher.types import EMPIRICAL, Choice, choose_type
 from tfkfac.kfac.active import (
     ActiveBlock,
     Statistics,
@@ -208,7 +207,7 @@ class KFACMethod(Method):
         choice = Choice(EMPIRICAL)
         if self.fisher != EMPIRICAL:
             calls = PullbackTap.open(self.job.model).take()
-            choice = choose(self.fisher, step.loss.losses, calls)
+            choice = choose_type(self.fisher, step.loss.losses, calls)
         self._choice = choice.without_tensors()
         return lambda: batch_statistics(
             layers,

@@ -313,7 +313,7 @@ class KFAC(SecondOrderOptimizer):
 
     @property
     def last_step(self) -> dict[str, float]:
-        """What the last step did; empty before the first.
+        """Numbers of the last step by name; empty before the first.
 
         "clip_factor" is what `kl_clip` has multiplied the step by, at most 1;
         "length" is the squared length of the step in the Fisher metric, after

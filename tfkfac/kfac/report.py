@@ -11,7 +11,7 @@ from tfkfac.blocks.registry import Leftover, Registry, count_weights
 from tfkfac.capture.walk import SKIPPED
 from tfkfac.compat.models import last_layers
 from tfkfac.factors import LowRank
-from tfkfac.fisher.choice import Choice
+from tfkfac.fisher.types import Choice
 from tfkfac.kfac.bank import State
 from tfkfac.kfac.placement import Placement
 from tfkfac.loss.batch import LossBatch

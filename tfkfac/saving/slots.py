@@ -77,7 +77,7 @@ class Slots(Tracked):
 
 
 class _Declared:
-    """What has been declared; a checkpoint does not look into it."""
+    """The declared slots; a checkpoint does not look into it."""
 
     def __init__(self, common: dict[str, Any]) -> None:
         self.common = common

@@ -1,8 +1,9 @@
 """Solvers: how factors become a preconditioner."""
 
 from tfkfac.solvers.base import Decomposition, Solver, most_rows
-from tfkfac.solvers.eigen import EigenSolver, OuterEigenSolver
-from tfkfac.solvers.inverse import InverseSolver, PlainInverseSolver
+from tfkfac.solvers.eigen import EigenSolver
+from tfkfac.solvers.inverse import InverseSolver
+from tfkfac.solvers.printed import OuterEigenSolver, PlainInverseSolver
 
 SOLVERS: dict[str, type[Solver]] = {
     "eigen": EigenSolver,

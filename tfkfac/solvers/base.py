@@ -1,4 +1,4 @@
-"""What a solver does: decompose factors now and then, apply them each step."""
+"""A solver: it decomposes factors now and then, and applies them."""
 
 import abc
 import math

@@ -79,51 +79,13 @@ class EigenSolver(Solver):
         return MatrixGradient(matrix)
 
 
-class OuterEigenSolver(EigenSolver):
-    """The same, with `D` made where G is decomposed, and sent.
-
-    As printed in KAISA (section 4.4): the gradient workers get the matrix
-    `D` in place of the two vectors of eigenvalues, and have nothing left to
-    compute of it. It is much more to send.
-    """
-
-    whole_layers = True
-
-    @override
-    def parts(self, factors: Factors, name: str) -> dict[str, Part]:
-        parts = super().parts(factors, name)
-        if name == "A":
-            return without_values(parts)
-        every = parts | super().parts(factors, "A") if "A" in factors else parts
-        return without_values(parts) | outer_part(every)
-
-    @override
-    def kept(self, factors: Factors) -> dict[str, Part]:
-        return self.all_parts(factors)
-
-    @override
-    def decompose(
-        self,
-        factors: Factors,
-        values: Tensors,
-        means: Tensors,
-        damping: tf.Tensor,
-    ) -> Tensors:
-        parts = super().decompose(factors, values, means, damping)
-        return super().combine(parts, damping)
-
-    @override
-    def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
-        return parts
-
-
 def outer_part(parts: Mapping[str, Part]) -> dict[str, Part]:
-    """What `D` is, from the eigenvalues among the parts of a block."""
+    """The part `D` of a block, by the shapes of its eigenvalues."""
     *stack, outputs = parts["G" + VALUES].shape
     inputs = parts["A" + VALUES].shape[-1] if "A" + VALUES in parts else 1
     return {"D": Part((*stack, inputs, outputs))}
 
 
 def without_values(parts: Mapping[str, T]) -> dict[str, T]:
-    """Leaves out the eigenvalues: they are not kept, only what `D` is."""
+    """Leaves out the eigenvalues, which are kept as `D` only."""
     return {k: part for k, part in parts.items() if not k.endswith(VALUES)}

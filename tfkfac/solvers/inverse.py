@@ -39,14 +39,12 @@ class InverseSolver(Solver):
     ) -> Tensors:
         parts: dict[str, tf.Tensor] = {}
         for name, value in values.items():
-            share = self._share(name, means, tf.cast(damping, value.dtype))
+            share = self.share(name, means, tf.cast(damping, value.dtype))
             parts |= with_prefix(name, factors[name].inverse(value, share))
         return parts
 
-    def _share(
-        self, name: str, means: Tensors, damping: tf.Tensor
-    ) -> tf.Tensor:
-        """What is added to the eigenvalues of one factor."""
+    def share(self, name: str, means: Tensors, damping: tf.Tensor) -> tf.Tensor:
+        """Damping of one factor, added to its eigenvalues."""
         if "A" not in means:
             return damping
         pi, root = balance(means["A"], means["G"]), tf.sqrt(damping)
@@ -79,22 +77,6 @@ class InverseSolver(Solver):
             if name in factors:
                 matrix = times(name, matrix, side)
         return MatrixGradient(matrix)
-
-
-class PlainInverseSolver(InverseSolver):
-    """Preconditions with `(A + damping I)^-1 W (G + damping I)^-1`.
-
-    The explicit inverses of Distributed K-FAC (eq. 9 and 10) as printed: both
-    factors get the whole damping, whatever their sizes. It is not the damping
-    of `A (x) G`, and where one factor is much smaller than the other, as G is
-    late in training, it is lost beside it.
-    """
-
-    @override
-    def _share(
-        self, name: str, means: Tensors, damping: tf.Tensor
-    ) -> tf.Tensor:
-        return damping
 
 
 def balance(mean_a: tf.Tensor, mean_g: tf.Tensor) -> tf.Tensor:

@@ -1,4 +1,8 @@
+"""What compat relies on in strategies, of one process and of several."""
+
 import functools
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -7,11 +11,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.compat.contracts import contract
 from tests.support import workers_strategy
 from tests.support.cluster import Case, Pool, run
 from tests.support.jobs import SHAPES, Jobs
 from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
-from tfkfac.compat.strategies import is_repaired, repair
+from tfkfac.compat.strategies import (
+    abort_collectives,
+    is_repaired,
+    local_devices,
+    repair,
+    summing_replicas,
+)
 
 Results = Callable[[str], list[Any]]
 
@@ -155,3 +166,71 @@ def test_without_config(monkeypatch: pytest.MonkeyPatch) -> None:
         model.compile("sgd", "mse")
     history = model.fit(*workers_strategy.regression(5), verbose=0)
     assert np.isfinite(history.history["loss"][0])
+
+
+@contract(
+    "compat.strategies.local_devices",
+    "`strategy.extended.worker_devices` has a device for each local replica.",
+)
+def test_local_devices() -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    (device,) = local_devices(strategy)
+    assert "CPU:0" in device.upper()
+
+
+@contract(
+    "compat.strategies.summing_replicas",
+    "the gradient of `all_reduce` of a replica context is `all_reduce`.",
+)
+def test_gradients_of_sums_over_replicas() -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+
+    def gradient(kind: str) -> tf.Tensor:
+        x = tf.constant([1.0, 2.0])
+        context = tf.distribute.get_replica_context()
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = context.all_reduce(kind, x)
+        with summing_replicas(lambda t: 5 * t):
+            return tape.gradient(total, x)
+
+    for kind in ("SUM", "MEAN"):  # of one replica
+        found = strategy.run(tf.function(gradient), args=(kind,))
+        assert found.numpy().tolist() == [5, 5]
+
+
+@pytest.mark.slow
+@contract(
+    "compat.strategies.abort_collectives",
+    "`abort_collective_ops` of TensorFlow's context ends a collective that "
+    "waits, from another thread and with a message.",
+)
+def test_a_collective_that_waits_is_ended() -> None:
+    (text, seconds), other = run(f"{__name__}:wait", workers=2)
+    assert "UnavailableError" in text
+    assert "worker 1 is late" in text
+    assert seconds < 5
+    assert other is None
+
+
+def wait() -> Any:
+    """Worker 0 waits for the other in a collective, and stops waiting."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    if strategy.cluster_resolver.task_id == 1:
+        time.sleep(4)
+        return None
+
+    @tf.function
+    def add() -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("SUM", tf.constant(1.0))
+
+    threading.Timer(1, abort_collectives, ["worker 1 is late"]).start()
+    start = time.monotonic()
+    try:
+        strategy.run(add)
+    except tf.errors.UnavailableError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return None

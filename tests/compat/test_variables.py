@@ -1,0 +1,227 @@
+"""What compat relies on in checkpoints, copies of variables and rows."""
+
+import ast
+import inspect
+import pathlib
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.compat.contracts import contract
+from tfkfac.compat import optimizers
+from tfkfac.compat.graphs import repeat
+from tfkfac.compat.optimizers import KerasOptimizer
+from tfkfac.compat.variables import (
+    Tracked,
+    copied_rows,
+    has_effects,
+    kept_variables,
+    new_rows,
+    own_copy,
+    set_row,
+    written_variables,
+)
+
+COUNT, LENGTH = 5, 3
+
+
+def fill(start: Any) -> Any:
+    """Makes the rows 1, 2, ... one after the other, and adds them up."""
+
+    def body(index: Any, state: Any) -> Any:
+        matrix, total = state
+        row = tf.fill([LENGTH], tf.cast(index + 1, tf.float32))
+        matrix = set_row(matrix, index, row)
+        return matrix, total + tf.reduce_sum(matrix[: index + 1])
+
+    return repeat(body, (start(), tf.constant(0.0)), 0, COUNT)
+
+
+@pytest.mark.parametrize("xla", [False, True])
+@contract(
+    "compat.variables.set_row",
+    "`InplaceUpdate` changes one row, in each run anew.",
+)
+def test_rows(xla: bool) -> None:
+    def start() -> Any:
+        return new_rows(COUNT, LENGTH, tf.float32)
+
+    run = tf.function(lambda: fill(start), jit_compile=xla)
+    want = np.repeat(np.arange(1.0, COUNT + 1)[:, None], LENGTH, 1)
+    for _ in range(2):
+        matrix, total = run()
+        np.testing.assert_array_equal(matrix, want)
+        assert float(total) == want.cumsum(0).sum()
+
+
+@contract("compat.variables.new_rows", "`Empty` makes zeros, in each run anew.")
+def test_new_rows() -> None:
+    @tf.function
+    def run() -> Any:
+        matrix = new_rows(COUNT, LENGTH, tf.float64)
+        before = tf.reduce_sum(matrix)
+        with tf.control_dependencies([before]):
+            return before, set_row(matrix, 2, tf.ones([LENGTH], tf.float64))
+
+    for _ in range(2):
+        before, matrix = run()
+        assert float(before) == 0
+        np.testing.assert_array_equal(matrix.numpy().sum(1), [0, 0, 3, 0, 0])
+
+
+@contract("compat.variables.copied_rows", "`DeepCopy` leaves a variable alone.")
+def test_copied_rows() -> None:
+    kept = tf.Variable(tf.ones([COUNT, LENGTH]))
+    run = tf.function(lambda: fill(lambda: copied_rows(kept.read_value())))
+    matrix, _ = run()
+    assert float(matrix[4, 0]) == COUNT
+    np.testing.assert_array_equal(kept, np.ones([COUNT, LENGTH]))
+
+
+class Part(Tracked):
+    def __init__(self, value: float) -> None:
+        super().__init__(name="part")
+        self.alone = tf.Variable(value)
+        self.listed = [tf.Variable(value), tf.Variable(value)]
+
+
+class Holder(keras.optimizers.SGD):
+    """As our optimizers hold their states: a tuple, set after `__init__`."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.parts: tuple[Any, ...] = ()
+        self.parts = (Part(value), Part(value))
+
+
+@contract(
+    "compat.variables.Tracked",
+    "A checkpoint of an optimizer follows tuples of modules to variables.",
+)
+def test_checkpoints_follow_modules(tmp_path: pathlib.Path) -> None:
+    path = tf.train.Checkpoint(optimizer=Holder(3.0)).save(tmp_path / "saved")
+    other = Holder(0.0)
+    tf.train.Checkpoint(optimizer=other).restore(path)
+    for part in other.parts:
+        assert [float(v) for v in (part.alone, *part.listed)] == [3.0] * 3
+
+
+def declared() -> list[str]:
+    """Methods of the stand-in that a type checker sees."""
+    tree = ast.parse(inspect.getsource(optimizers))
+    (stub,) = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name == "KerasOptimizer"
+    ]
+    return [f.name for f in stub.body if isinstance(f, ast.FunctionDef)]
+
+
+def test_the_class_is_keras_own() -> None:
+    assert KerasOptimizer is keras.optimizers.Optimizer
+    assert {"__init__", "build"} <= set(declared())
+
+
+@pytest.mark.parametrize("name", declared())
+def test_what_is_declared_exists(name: str) -> None:
+    method = getattr(keras.optimizers.Optimizer, name)
+    with contract(
+        "compat.optimizers.KerasOptimizer", f"An optimizer has `{name}`."
+    ):
+        assert callable(method)
+
+
+@contract(
+    "compat.variables.own_copy",
+    "A mirrored variable has `_get_on_device_or_primary`, others do not.",
+)
+def test_own_copy() -> None:
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        mirrored = tf.Variable(1.0)
+    (copy,) = strategy.experimental_local_results(mirrored)
+    assert copy is not mirrored
+    assert strategy.run(lambda: own_copy(mirrored) is copy)
+    plain = tf.Variable(1.0)
+    assert own_copy(plain) is plain
+
+
+WRITTEN = "compat.variables.written_variables"
+
+
+@contract(
+    WRITTEN,
+    "`assign` and `scatter` are written as methods, in a graph by operations "
+    "of which `get_read_write_resource_inputs` knows, in functions too.",
+)
+@pytest.mark.parametrize("graph", [False, True])
+def test_variables_that_are_written(graph: bool) -> None:
+    """Each once; those that are read are not, nor another resource."""
+    assigned, scattered, read, inner = (tf.Variable([1.0]) for _ in range(4))
+    numbers = tf.random.Generator.from_seed(1)
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, 0)
+
+    @tf.function
+    def function() -> None:
+        inner.assign_add(read)
+
+    def write() -> Any:
+        with written_variables() as handles:
+            assigned.assign(read + 1.0)
+            assigned.assign_sub(read)
+            scattered.scatter_add(
+                tf.IndexedSlices(tf.constant([1.0]), tf.constant([0]))
+            )
+            numbers.uniform([2])
+            keys = tf.constant([1], tf.int64)
+            table.insert(keys, keys)
+            if graph:
+                function()
+        found.extend(handles)
+
+    found: list[tf.Tensor] = []
+    (tf.function(write, autograph=False) if graph else write)()
+    want = [assigned, scattered, numbers.state, *([inner] if graph else [])]
+    assert len(found) == len(want)
+    for variable in want:
+        assert any(handle is variable.handle for handle in found)
+
+
+@contract(WRITTEN, "The handle of a variable tells its dtype.")
+@pytest.mark.parametrize("graph", [False, True])
+def test_variables_that_are_kept(graph: bool) -> None:
+    variable, state = tf.Variable([1.0, 2.0]), tf.Variable(5, dtype=tf.int64)
+
+    def change() -> None:
+        with kept_variables([variable.handle, state.handle]):
+            variable.assign([7.0, 8.0])
+            state.assign_add(1)
+
+    (tf.function(change, autograph=False) if graph else change)()
+    assert variable.numpy().tolist() == [1.0, 2.0]
+    assert int(state) == 5
+
+
+@contract(
+    "compat.variables.has_effects",
+    "Operations with a side effect say that they are stateful.",
+)
+@pytest.mark.parametrize("effect", [None, "assign", "print", "draw"])
+def test_graphs_with_effects(effect: str | None) -> None:
+    variable = tf.Variable(1.0)
+
+    @tf.function
+    def function(x: tf.Tensor) -> tf.Tensor:
+        if effect == "assign":
+            variable.assign(x)
+        elif effect == "print":
+            tf.print(x)
+        elif effect == "draw":
+            x += tf.random.uniform([])
+        return x * variable
+
+    graph = function.get_concrete_function(tf.TensorSpec([])).graph
+    assert has_effects(graph) == (effect is not None)
