@@ -1,4 +1,4 @@
-"""Which worker decomposes and preconditions what.
+"""Assignment of decompositions and preconditioning to workers.
 
 Pure Python and deterministic: every worker computes the same plan from the
 same shapes, so that a plan never has to be sent.
