@@ -30,12 +30,12 @@ from tests.support.small import (
     kfac_of,
 )
 from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
+from tfkfac.blocks import registry
 from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.registry import build_registry
 from tfkfac.factors import Dense, Diagonal, Factor, Limit, LowRank, Stack
 from tfkfac.kfac.bank import Preconditioner
 from tfkfac.linalg.nystroem import probes
-from tfkfac.shell.tables import table
 from tfkfac.solvers import SOLVERS
 
 
@@ -133,7 +133,7 @@ def test_a_matrix_that_a_block_insists_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is left to the inner optimizer rather than made."""
-    monkeypatch.setattr(table, "_registered", {layers.Dense: {"": Own}})
+    monkeypatch.setattr(registry, "_registered", {layers.Dense: {"": Own}})
     model = sequential(layers.Dense(4, name="own"), shape=(10,))
     reasons = leftovers_of(bind(model, max_factor_dim=10))
     text = "factor A of 11 x 11 exceeds max_factor_dim=10"
