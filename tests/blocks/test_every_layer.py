@@ -17,9 +17,9 @@ from tests.support.layer_models import expected_factors
 from tests.support.layer_views import View, view_of
 from tests.support.reference import Array
 from tfkfac.blocks import Block, Record
-from tfkfac.blocks.part import Part
 from tfkfac.blocks.registry import build_registry
 from tfkfac.blocks.statistics import batch_statistics
+from tfkfac.blocks.subsample import Subsample
 
 BATCH = 6
 SHARING = ["expand", "reduce", "average"]  # "average": DP-KFAC, eq. 13
@@ -95,7 +95,11 @@ def test_statistics(case: str, dtype: str) -> None:
         if keep is not None:  # spread over the positions that are left
             times = a.shape[2] // (keep.shape[1] if keep.ndim > 1 else 1)
             keep = np.repeat(keep.reshape(BATCH, -1), times, axis=1)
-        part = Part(1 / 3, tf.constant(1, tf.int64)) if name == "part" else None
+        part = (
+            Subsample(1 / 3, tf.constant(1, tf.int64))
+            if name == "part"
+            else None
+        )
         for sharing in SHARING:
             found = batch_statistics(
                 {0: (block, [record])},

@@ -20,7 +20,7 @@ from tests.support.harness import randomize
 from tests.support.options import kfac as options_kfac
 from tests.support.reference import Array
 from tests.support.small import data, loss, mlp, summary_text
-from tfkfac.blocks.part import Part
+from tfkfac.blocks.subsample import Subsample
 from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.kfac.quadratic import Sample
 
@@ -223,7 +223,7 @@ def test_sparse_batches_are_not_divided() -> None:
     )
     assert sample.part(None, "m") is sample
     with pytest.raises(ValueError, match=r"must be 1.0.*sparse.*'m'"):
-        sample.part(Part(0.25, tf.constant(0)), "m")
+        sample.part(Subsample(0.25, tf.constant(0)), "m")
 
 
 @pytest.mark.filterwarnings("error")

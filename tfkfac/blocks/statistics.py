@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 
 from tfkfac.blocks.base import Block
-from tfkfac.blocks.part import Examples, Part, part_of_rows
 from tfkfac.blocks.rows import Rows, Statistic, size_of
+from tfkfac.blocks.subsample import Examples, Subsample, subsample_rows
 from tfkfac.capture.taps import Record
 from tfkfac.compat.functions import Kind, each
 
@@ -22,7 +22,7 @@ def batch_statistics(
     scale: tf.Tensor | float = 1.0,
     weightless: Sequence[tf.Tensor] = (),
     terms: tf.Tensor | None = None,
-    part: Part | None = None,
+    part: Subsample | None = None,
     unscale: tf.Tensor | None = None,
 ) -> dict[K, dict[str, Statistic]]:
     """Sums the factors of one batch over all recorded calls of each layer.
@@ -37,13 +37,13 @@ def batch_statistics(
     Args:
         layers: Blocks, with the records of their calls in this step.
         sharing: "expand", "reduce" or "average".
-        scale: What the gradients must be multiplied by.
+        scale: Factor of the gradients.
         weightless: Bools of shape `(B, positions)`, True where a sample
             weight is zero. What carries no loss does not count in A.
         terms: `T`. None is the leading dimension of the layer, and the
             gradients must be multiplied by it besides `scale`.
         part: The part of the examples that stands for all; None is all.
-        unscale: What the gradients are multiplied by before their products
+        unscale: Factor of the gradients before their products
             are taken, which overflow under a large loss scale. `scale`
             multiplies the sums of products.
 
@@ -91,7 +91,10 @@ def _pooled(
 
 
 def output_total(
-    block: Block, records: Sequence[Record], sharing: str, part: Part | None
+    block: Block,
+    records: Sequence[Record],
+    sharing: str,
+    part: Subsample | None,
 ) -> tf.Tensor:
     """Sums `g g^T` over the calls of a layer, as `batch_statistics` does."""
     totals = []
@@ -108,7 +111,7 @@ class _Context(NamedTuple):
     sharing: str
     scale: tf.Tensor
     terms: tf.Tensor | None
-    part: Part | None
+    part: Subsample | None
     unscale: tf.Tensor | None
 
 
@@ -196,11 +199,11 @@ def _input_statistic(
 
 
 def _rows(
-    block: Block, record: Record, part: Part | None
+    block: Block, record: Record, part: Subsample | None
 ) -> tuple[Rows, int | tf.Tensor, Examples | None]:
     """Rows, the examples of the batch, and those taken if not all are."""
     if part is not None:
-        return part_of_rows(block, record, part)
+        return subsample_rows(block, record, part)
     rows = block.rows(record)
     return rows, size_of(rows.g, 0), None
 

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.blocks import Block
-from tfkfac.blocks.part import choose_part
+from tfkfac.blocks.subsample import choose_subsample
 from tfkfac.compat.models import all_layers, children
 from tfkfac.compat.overrides import overridden
 from tfkfac.factors import Diagonal
@@ -180,7 +180,9 @@ class Batch:
         Args:
             observers: Number of workers whose statistics are added up.
         """
-        part = choose_part(self.fraction, tf.constant(0, tf.int64), observers)
+        part = choose_subsample(
+            self.fraction, tf.constant(0, tf.int64), observers
+        )
         if part is None:
             return 1.0
         least = min(self.size, part.least)

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.blocks.part import Part
 from tfkfac.blocks.statistics import batch_statistics, output_total
+from tfkfac.blocks.subsample import Subsample
 from tfkfac.capture.model_taps import Pullback
 from tfkfac.capture.taps import Record
 from tfkfac.compat.gradients import Sum
@@ -58,7 +58,7 @@ class View:
     scale: tf.Tensor
     weightless: Sequence[tf.Tensor]
     terms: tf.Tensor | None
-    part: Part | None
+    part: Subsample | None
     weights: Sequence[tf.Tensor]
     unscale: tf.Tensor | None = None
 

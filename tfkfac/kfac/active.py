@@ -7,8 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfkfac.blocks import Block, RowGradient, Statistic
-from tfkfac.blocks.part import choose_part
 from tfkfac.blocks.passes import records_of
+from tfkfac.blocks.subsample import choose_subsample
 from tfkfac.capture.products import is_product
 from tfkfac.capture.taps import Record, Tap
 from tfkfac.compat.optimizers import variable_key
@@ -269,7 +269,7 @@ def batch_statistics(
         step.loss.row_scale,
         step.batch.weightless,
         step.loss.terms,
-        choose_part(fraction, state.factor_updates, plan.observers),
+        choose_subsample(fraction, state.factor_updates, plan.observers),
         step.loss.weights,
         None if loss_scale is None else 1 / loss_scale,
     )

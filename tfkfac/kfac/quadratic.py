@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.blocks.part import Examples, Part, choose_part
+from tfkfac.blocks.subsample import Examples, Subsample, choose_subsample
 from tfkfac.capture.model_taps import ForwardCall, ForwardTap
 from tfkfac.compat.gradients import Sum, exact_second_derivatives
 from tfkfac.curvature.gauss_newton import (
@@ -82,7 +82,7 @@ class Sample:
             step.loss.unit,
         )
 
-    def part(self, part: Part | None, model: str) -> "Sample":
+    def part(self, part: Subsample | None, model: str) -> "Sample":
         """Takes some of the examples.
 
         Args:
@@ -164,7 +164,7 @@ def quadratic_step(
     """
     job, previous = step.job, state.previous
     assert previous is not None
-    part = choose_part(fraction, job.clock, step.group.size)
+    part = choose_subsample(fraction, job.clock, step.group.size)
     proposal = propose(
         step, made, sample.part(part, job.model.name), previous, damping
     )

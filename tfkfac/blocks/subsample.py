@@ -1,4 +1,4 @@
-"""Statistics of a part of the examples of a batch."""
+"""Statistics of a subsample of the examples of a batch."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from tfkfac.compat.functions import call_of_any_size
 _QUARTER, _LEAST = 0.25, 64
 
 
-class Part(NamedTuple):
+class Subsample(NamedTuple):
     """The part of each batch that statistics are taken of.
 
     Attributes:
@@ -31,9 +31,9 @@ class Part(NamedTuple):
     least: int = 1
 
 
-def choose_part(
+def choose_subsample(
     fraction: float | None, turn: tf.Tensor, workers: int
-) -> Part | None:
+) -> Subsample | None:
     """The part of a worker's batch; None is all of it.
 
     Args:
@@ -42,8 +42,8 @@ def choose_part(
         workers: Number of workers whose statistics are added up.
     """
     if fraction is None:
-        return Part(_QUARTER, turn, math.ceil(_LEAST / workers))
-    return Part(fraction, turn) if fraction < 1 else None
+        return Subsample(_QUARTER, turn, math.ceil(_LEAST / workers))
+    return Subsample(fraction, turn) if fraction < 1 else None
 
 
 class Examples:
@@ -54,14 +54,14 @@ class Examples:
     other, so that what they come to, times `weight`, has no bias.
 
     Attributes:
-        weight: How many examples of the batch each stands for, float64.
+        weight: Number of examples of the batch that each stands for, float64.
 
     Args:
         size: Number of examples of the batch.
         part: The part to take.
     """
 
-    def __init__(self, size: int | tf.Tensor, part: Part) -> None:
+    def __init__(self, size: int | tf.Tensor, part: Subsample) -> None:
         def choose(
             size: tf.Tensor, turn: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor]:
@@ -98,8 +98,8 @@ def _take(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
     return tf.gather(tensor, indices % tf.maximum(size, 1))
 
 
-def part_of_rows(
-    block: Block, record: Record, part: Part
+def subsample_rows(
+    block: Block, record: Record, part: Subsample
 ) -> tuple[Rows, int | tf.Tensor, Examples]:
     """Rows of some of the examples of a call.
 
@@ -108,7 +108,7 @@ def part_of_rows(
 
     Args:
         block: The block.
-        record: What the call left behind.
+        record: The record of the call.
         part: The part to take.
 
     Returns:

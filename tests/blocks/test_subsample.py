@@ -32,12 +32,12 @@ from tests.support.layer_views import view_of
 from tests.support.reference import Array
 from tfkfac.blocks import Record
 from tfkfac.blocks.dense import EinsumDenseBlock
-from tfkfac.blocks.part import Examples, Part, choose_part
 from tfkfac.blocks.statistics import batch_statistics
+from tfkfac.blocks.subsample import Examples, Subsample, choose_subsample
 
 
-def part(fraction: float, turn: int) -> Part:
-    return Part(fraction, tf.constant(turn, tf.int64))
+def part(fraction: float, turn: int) -> Subsample:
+    return Subsample(fraction, tf.constant(turn, tf.int64))
 
 
 def chosen(size: int, fraction: float, turn: int) -> tuple[list[int], float]:
@@ -78,7 +78,7 @@ def test_each_is_taken_as_often(size: int, fraction: float) -> None:
 # ------------------------------------------------------------------- default
 def measured(size: int, turn: int, workers: int = 1) -> list[int]:
     """The positions of a worker's batch that are taken by default."""
-    part = choose_part(None, tf.constant(turn, tf.int64), workers)
+    part = choose_subsample(None, tf.constant(turn, tf.int64), workers)
     assert part is not None
     examples = Examples(tf.constant(size), part)
     return sorted(examples.of(tf.range(size)).numpy().tolist())
