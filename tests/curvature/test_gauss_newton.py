@@ -11,7 +11,7 @@ from tests.support.dtypes import floats
 from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tfkfac.curvature.gauss_newton import gauss_newton_form
-from tfkfac.loss.replay import training_call
+from tfkfac.loss.batch import training_call
 
 DIRECTIONS = 3
 FEW = ("conv_strides", "batch")

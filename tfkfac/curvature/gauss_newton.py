@@ -24,7 +24,7 @@ from tfkfac.curvature.hessian import (
     no_second_derivative,
     refuse_silent_zeros,
 )
-from tfkfac.loss.replay import replay_loss
+from tfkfac.loss.batch import replay_loss
 from tfkfac.loss.terms import LossTerms
 
 # A tensor for each weight; None is zero.

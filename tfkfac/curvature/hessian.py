@@ -17,7 +17,7 @@ from tfkfac.compat.graphs import (
 )
 from tfkfac.linalg.lanczos import Product
 from tfkfac.linalg.vectors import FlatSpace
-from tfkfac.loss.replay import replay_loss
+from tfkfac.loss.batch import replay_loss
 
 
 def hessian_operator(

@@ -20,7 +20,7 @@ from tfkfac.linalg.lanczos import (
     ritz_pairs,
 )
 from tfkfac.linalg.vectors import FlatSpace, padded_size
-from tfkfac.loss.replay import training_call
+from tfkfac.loss.batch import training_call
 
 __all__ = ["hessian_vector_product", "lanczos"]
 

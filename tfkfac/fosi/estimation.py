@@ -23,7 +23,7 @@ from tfkfac.linalg.lanczos import (
     random_vector,
     ritz_pairs,
 )
-from tfkfac.loss.replay import find_call
+from tfkfac.loss.batch import find_call
 from tfkfac.saving.slots import planned
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step

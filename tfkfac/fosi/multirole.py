@@ -41,7 +41,7 @@ from tfkfac.fosi.update import (
     flat_gradient,
     flat_weights,
 )
-from tfkfac.loss.replay import find_call
+from tfkfac.loss.batch import find_call
 from tfkfac.saving.entries import Contents
 from tfkfac.saving.slots import planned
 from tfkfac.training.job import Job

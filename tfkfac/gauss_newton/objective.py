@@ -13,7 +13,7 @@ from tfkfac.gauss_newton.residuals import Leaves, read_outputs
 from tfkfac.gauss_newton.support import check_call
 from tfkfac.linalg.symmetric import pack, unpack
 from tfkfac.linalg.vectors import FlatSpace
-from tfkfac.loss.replay import find_call, loss_of_outputs, replay_loss
+from tfkfac.loss.batch import find_call, loss_of_outputs, replay_loss
 from tfkfac.training.step import Step
 
 

@@ -36,7 +36,7 @@ from tfkfac.kfac.bank import State
 from tfkfac.kfac.length import AdaptiveDamping, Previous
 from tfkfac.kfac.precondition import Preconditioned, put_back
 from tfkfac.linalg.tensors import select
-from tfkfac.loss.replay import find_call, replay_loss
+from tfkfac.loss.batch import find_call, replay_loss
 from tfkfac.loss.terms import LossTerms
 from tfkfac.training.guards import count_events
 from tfkfac.training.step import Gradients, Step, places_of
