@@ -234,6 +234,7 @@ def test_no_pairs() -> None:
         lanczos(lambda v: v, 5, 5, num_largest=0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not STATUS.exists(), reason="no /proc")
 def test_the_basis_is_freed() -> None:
     """It is neither a constant nor a variable of the graph.

@@ -29,7 +29,7 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("start", with_slow(STARTS, "unit"))
+@pytest.mark.parametrize("start", with_slow(STARTS, "unit", "zero"))
 @pytest.mark.parametrize("case", CASES)
 def test_exhausted(case: str, start: str) -> None:
     """Twice the size leaves a step for every new beginning."""

@@ -245,12 +245,10 @@ def _row_weights(
 
 
 def _spread(weightless: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
-    """Zero weights of a loss as those of a layer's rows.
+    """Zero weights of a loss, `(B, positions)`, as those of a layer's rows.
 
-    Args:
-        weightless: Bool `(B, positions)` of the loss.
-        shape: `(batch, shared)` of the layer, which may have other positions
-            and may see the batch folded with other dimensions.
+    The layer may have other positions than the loss, and may see the batch
+    folded with other dimensions.
     """
 
     def by_position() -> tf.Tensor:

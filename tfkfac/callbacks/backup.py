@@ -174,12 +174,7 @@ class ChiefBackup(
             self._write(epoch + 1)
 
     def _write(self, epoch: int, batch: int = 0) -> bool:
-        """Writes a backup; whether that can be done.
-
-        Args:
-            epoch: The epoch that training goes on with.
-            batch: How many of its batches it has done.
-        """
+        """Backs up training before a batch of an epoch; True if it can."""
         # In the order of time: "_" comes after ".".
         part = f"_batch-{batch:09}" if batch else ""
         path = self.directory / f"epoch-{epoch:06}{part}{_ENDING}"

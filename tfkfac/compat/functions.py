@@ -356,10 +356,6 @@ def _direct(function: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
     This relies on a graph knowing the functions that were added to it as
     operations, and on all operations in them being on the caller's device.
-
-    Args:
-        function: An `AtomicFunction` that is not to be inlined.
-        tensors: What it is given.
     """
     graph = tf.compat.v1.get_default_graph()
     graph._add_function_recursive(function)
