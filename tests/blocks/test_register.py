@@ -24,16 +24,15 @@ from tests.support.layer_models import one_layer, targets
 from tests.support.reference import append_one, factors
 from tests.support.small import FEATURES, Scale
 from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
-from tfkfac.blocks import MatrixBlock, Rows, fold_positions
+from tfkfac.blocks import MatrixBlock, Rows, fold_positions, registry
 from tfkfac.blocks.dense import DenseBlock
-from tfkfac.shell.tables import table
 
 BATCH = 5
 
 
 @pytest.fixture(autouse=True)
 def clean_register(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(table, "_registered", {})
+    monkeypatch.setattr(registry, "_registered", {})
     yield
 
 
@@ -104,7 +103,7 @@ def test_a_class_with_the_same_attributes() -> None:
 def test_like_a_registered_class() -> None:
     tfkfac.register_block(Linear, like=layers.Dense)
     tfkfac.register_block(Doubled, like=Linear)
-    assert table.block_types(Doubled(2)) == {"": DenseBlock}
+    assert registry.block_types(Doubled(2)) == {"": DenseBlock}
 
 
 def test_an_own_normalisation() -> None:
@@ -224,13 +223,13 @@ def test_several_weights() -> None:
 # ------------------------------------------------------------- whose it is
 def test_registered_before_built_in() -> None:
     tfkfac.register_block(layers.Dense, block=SquareBlock)
-    assert table.block_types(layers.Dense(2)) == {"": SquareBlock}
+    assert registry.block_types(layers.Dense(2)) == {"": SquareBlock}
 
 
 def test_the_last_registration_counts() -> None:
     tfkfac.register_block(Square, like=layers.Dense)
     tfkfac.register_block(Square, block=SquareBlock)
-    assert table.block_types(Square(2)) == {"": SquareBlock}
+    assert registry.block_types(Square(2)) == {"": SquareBlock}
 
 
 def test_subclasses_of_registered_classes() -> None:
@@ -244,8 +243,8 @@ def test_subclasses_of_registered_classes() -> None:
             return 2 * super().call(x)
 
     tfkfac.register_block(Doubled, like=layers.Dense)
-    assert table.block_types(Same(2)) == {"": DenseBlock}
-    assert table.block_types(Other(2)) == {}
+    assert registry.block_types(Same(2)) == {"": DenseBlock}
+    assert registry.block_types(Other(2)) == {}
 
 
 @pytest.mark.filterwarnings("ignore:Model .* has no layer that K-FAC")
@@ -322,7 +321,7 @@ def test_errors(
 ) -> None:
     with pytest.raises(error, match=message):
         tfkfac.register_block(**arguments)
-    assert not table._registered
+    assert not registry._registered
 
 
 class Optional(layers.Dense):
