@@ -31,10 +31,10 @@ def test_counts_of_four_workers() -> None:
     # One row each: 3^2 + 2^2 a layer.
     assert sweep.plain_step(size) == 36 + 2 * 13
     assert sweep.inverse_step(size) == 36 + 2 * (13 + 13) + 2 * 35 / 4
-    # A ring sends 3/4 of everything twice, a broadcast once. A flag and 16
-    # bits go with the gradients of a layer.
-    assert sweep.factor_traffic(size) == 4 * 1.5 * 2 * (6 + 17 + 13)
-    assert sweep.inverse_traffic(size) == 4 * 2 * (1.5 * (6 + 17) + 0.75 * 13)
+    # A ring sends 3/4 of everything twice, a broadcast once. A flag and four
+    # faults go with the gradients of a layer.
+    assert sweep.factor_traffic(size) == 4 * 1.5 * 2 * (6 + 5 + 13)
+    assert sweep.inverse_traffic(size) == 4 * 2 * (1.5 * (6 + 5) + 0.75 * 13)
 
 
 def test_an_axis(
