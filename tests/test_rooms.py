@@ -1,12 +1,21 @@
 """The walls of the house: who may import whom, and where private names stand.
 
-What is checked is the text of tfkfac/; nothing of it is run.
+What is checked is the text of tfkfac/, and how many of its files a step runs.
 """
 
 import ast
+import collections
 import pathlib
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfkfac
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "tfkfac"
@@ -50,6 +59,18 @@ OWN = {"self", "cls"}
 PROMISED = {"_asdict", "_replace", "_current_frames"}
 LONGEST_MODULE = 600
 LONGEST_FUNCTION = 60
+MOST_MODULES = 12  # of a room
+# Modules of less than so many lines that one other module alone imports.
+SHORT, MOST_SHORT = 60, 5
+# Files of the package that run while a step of two dense layers is traced. The
+# aim for K-FAC is 40.
+STEPS: dict[str, tuple[Callable[[], Any], int]] = {
+    "KFAC": (tfkfac.KFAC, 43),
+    "FOSI": (
+        lambda: tfkfac.FOSI("sgd", warmup_steps=1, update_interval=3),
+        30,
+    ),
+}
 
 
 def modules() -> list[pathlib.Path]:
@@ -200,3 +221,54 @@ def test_nothing_is_too_long_for_a_head() -> None:
             if is_function and lines_of_code(node) > LONGEST_FUNCTION:
                 faults.append(f"{place(path)}: {node.name}")
     assert not faults, "\n".join(faults)
+
+
+def test_rooms_are_small() -> None:
+    rooms = collections.Counter(
+        path.parent.name for path in modules() if path.stem != "__init__"
+    )
+    del rooms[PACKAGE.name]
+    assert {r: n for r, n in rooms.items() if n > MOST_MODULES} == {}
+
+
+def test_few_modules_are_for_another_one_alone() -> None:
+    names = {name_of(path): path for path in modules()}
+    importers: dict[str, set[str]] = collections.defaultdict(set)
+    for name, path in names.items():
+        for target in imported(ast.parse(path.read_text())):
+            for module in {target, target.rpartition(".")[0]} & set(names):
+                importers[module].add(name)
+    short = [
+        name
+        for name, path in names.items()
+        if path.stem != "__init__"
+        and len(path.read_text().splitlines()) < SHORT
+        and len(importers[name] - {name}) <= 1
+    ]
+    assert len(short) <= MOST_SHORT, short
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_runs_few_files(name: str) -> None:
+    make, most = STEPS[name]
+    layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(4)]
+    model = keras.Sequential([keras.Input((9,)), *layers])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(make(), loss)
+    model.optimizer.build(model.trainable_variables)
+    files: set[str] = set()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(
+            str(PACKAGE)
+        ):
+            files.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    threading.setprofile(note)
+    try:
+        model.train_on_batch(np.ones((16, 9)), np.arange(16) % 4)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    assert 10 < len(files) <= most, sorted(files)

@@ -18,8 +18,7 @@ from tests.support.layer_views import View, view_of
 from tests.support.reference import Array
 from tfkfac.blocks import Block, Record
 from tfkfac.blocks.registry import build_registry
-from tfkfac.blocks.statistics import batch_statistics
-from tfkfac.blocks.subsample import Subsample
+from tfkfac.blocks.statistics import Subsample, batch_statistics
 
 BATCH = 6
 SHARING = ["expand", "reduce", "average"]  # "average": DP-KFAC, eq. 13

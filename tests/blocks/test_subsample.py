@@ -32,8 +32,12 @@ from tests.support.layer_views import view_of
 from tests.support.reference import Array
 from tfkfac.blocks import Record
 from tfkfac.blocks.dense import EinsumDenseBlock
-from tfkfac.blocks.statistics import batch_statistics
-from tfkfac.blocks.subsample import Examples, Subsample, choose_subsample
+from tfkfac.blocks.statistics import (
+    Examples,
+    Subsample,
+    batch_statistics,
+    choose_subsample,
+)
 
 
 def part(fraction: float, turn: int) -> Subsample:

@@ -17,7 +17,7 @@ from keras import layers
 from tensorflow.python.framework import ops
 
 from tests.compat.contracts import contract
-from tfkfac.compat.gradients import (
+from tfkfac.compat.graphs import (
     KERAS_NN,
     exact_second_derivatives,
     keras_nn,
@@ -76,7 +76,7 @@ def test_the_registry_stays_as_it_is() -> None:
     assert set(ops.gradient_registry.list()) == before
 
 
-EXACT = "compat.gradients.exact_second_derivatives"
+EXACT = "compat.graphs.exact_second_derivatives"
 X = np.random.default_rng(0).normal(size=(6, 4))
 
 
@@ -292,7 +292,7 @@ def test_the_places_of_later_versions() -> None:
 
 def test_moments_of_all_replicas() -> None:
     promise = "`_compute_moments_sync` is in a module at one of these places."
-    with contract("compat.gradients.KERAS_NN", promise):
+    with contract("compat.graphs.KERAS_NN", promise):
         assert hasattr(module_at(*KERAS_NN), "_compute_moments_sync")
 
 

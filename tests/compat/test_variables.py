@@ -12,18 +12,18 @@ import tensorflow as tf
 
 from tests.compat.contracts import contract
 from tfkfac.compat import optimizers
-from tfkfac.compat.graphs import repeat
-from tfkfac.compat.optimizers import KerasOptimizer
-from tfkfac.compat.variables import (
+from tfkfac.compat.graphs import (
     Tracked,
     copied_rows,
     has_effects,
     kept_variables,
     new_rows,
     own_copy,
+    repeat,
     set_row,
     written_variables,
 )
+from tfkfac.compat.optimizers import KerasOptimizer
 
 COUNT, LENGTH = 5, 3
 
@@ -42,7 +42,7 @@ def fill(start: Any) -> Any:
 
 @pytest.mark.parametrize("xla", [False, True])
 @contract(
-    "compat.variables.set_row",
+    "compat.graphs.set_row",
     "`InplaceUpdate` changes one row, in each run anew.",
 )
 def test_rows(xla: bool) -> None:
@@ -57,7 +57,7 @@ def test_rows(xla: bool) -> None:
         assert float(total) == want.cumsum(0).sum()
 
 
-@contract("compat.variables.new_rows", "`Empty` makes zeros, in each run anew.")
+@contract("compat.graphs.new_rows", "`Empty` makes zeros, in each run anew.")
 def test_new_rows() -> None:
     @tf.function
     def run() -> Any:
@@ -72,7 +72,7 @@ def test_new_rows() -> None:
         np.testing.assert_array_equal(matrix.numpy().sum(1), [0, 0, 3, 0, 0])
 
 
-@contract("compat.variables.copied_rows", "`DeepCopy` leaves a variable alone.")
+@contract("compat.graphs.copied_rows", "`DeepCopy` leaves a variable alone.")
 def test_copied_rows() -> None:
     kept = tf.Variable(tf.ones([COUNT, LENGTH]))
     run = tf.function(lambda: fill(lambda: copied_rows(kept.read_value())))
@@ -98,7 +98,7 @@ class Holder(keras.optimizers.SGD):
 
 
 @contract(
-    "compat.variables.Tracked",
+    "compat.graphs.Tracked",
     "A checkpoint of an optimizer follows tuples of modules to variables.",
 )
 def test_checkpoints_follow_modules(tmp_path: pathlib.Path) -> None:
@@ -135,7 +135,7 @@ def test_what_is_declared_exists(name: str) -> None:
 
 
 @contract(
-    "compat.variables.own_copy",
+    "compat.graphs.own_copy",
     "A mirrored variable has `_get_on_device_or_primary`, others do not.",
 )
 def test_own_copy() -> None:
@@ -149,7 +149,7 @@ def test_own_copy() -> None:
     assert own_copy(plain) is plain
 
 
-WRITTEN = "compat.variables.written_variables"
+WRITTEN = "compat.graphs.written_variables"
 
 
 @contract(
@@ -206,7 +206,7 @@ def test_variables_that_are_kept(graph: bool) -> None:
 
 
 @contract(
-    "compat.variables.has_effects",
+    "compat.graphs.has_effects",
     "Operations with a side effect say that they are stateful.",
 )
 @pytest.mark.parametrize("effect", [None, "assign", "print", "draw"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support.lockstep import run_together
 from tests.support.reference import Array
-from tfkfac.distributed.shards import Shards
+from tfkfac.fosi.layouts import Shards
 
 SIZES = st.integers(1, 60)
 WORKERS = st.integers(1, 7)

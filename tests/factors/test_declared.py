@@ -23,7 +23,7 @@ from tfkfac.blocks.registry import build_registry
 from tfkfac.blocks.statistics import batch_statistics
 from tfkfac.capture.taps import Record, Tap
 from tfkfac.factors import Dense, Diagonal, Factor, Limit, LowRank, Stack
-from tfkfac.linalg.nystroem import probes
+from tfkfac.factors.low_rank import probes
 
 SEPARABLE: dict[str, Any] = {
     "separable1d": (lambda name: layers.SeparableConv1D(3, 2), (5, 2)),

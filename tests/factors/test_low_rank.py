@@ -17,7 +17,7 @@ from tfkfac.factors import (
     Stack,
     Tensors,
 )
-from tfkfac.linalg.nystroem import probes
+from tfkfac.factors.low_rank import probes
 
 KINDS = {
     "one": LowRank(20, 6),

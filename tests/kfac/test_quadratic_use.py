@@ -20,7 +20,7 @@ from tests.support.harness import randomize
 from tests.support.options import kfac as options_kfac
 from tests.support.reference import Array
 from tests.support.small import data, loss, mlp, summary_text
-from tfkfac.blocks.subsample import Subsample
+from tfkfac.blocks.statistics import Subsample
 from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.kfac.quadratic import Sample
 

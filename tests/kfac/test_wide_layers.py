@@ -34,8 +34,8 @@ from tfkfac.blocks import registry
 from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.registry import build_registry
 from tfkfac.factors import Dense, Diagonal, Factor, Limit, LowRank, Stack
+from tfkfac.factors.low_rank import probes
 from tfkfac.kfac.bank import Preconditioner
-from tfkfac.linalg.nystroem import probes
 from tfkfac.solvers import SOLVERS
 
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tests.support.harness import assert_close
 from tests.support.reference import Array
-from tfkfac.linalg.nystroem import nystroem_half, probes
+from tfkfac.factors.low_rank import nystroem_half, probes
 
 STACKS = pytest.mark.parametrize("stack", [(), (3,)])
 

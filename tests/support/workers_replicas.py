@@ -17,7 +17,7 @@ from keras import layers
 import tfkfac
 from tests.support.dtypes import floats
 from tests.support.strategies import copies, strategy
-from tfkfac.capture.trace import replica_id
+from tfkfac.capture.model_taps import replica_id
 from tfkfac.cluster import watch
 from tfkfac.compat.strategies import keep_apart, side_by_side
 

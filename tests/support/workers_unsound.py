@@ -19,7 +19,7 @@ from tests.support.worker_parts import (
     shares,
 )
 from tests.support.workers_modes import compiled, dataset
-from tfkfac.compat.variables import own_copy
+from tfkfac.compat.graphs import own_copy
 from tfkfac.supervision import comparison
 
 STEPS, BAD = 8, 5

@@ -1,17 +1,162 @@
-"""Batch statistics of a block: Kronecker factors from recorded rows."""
+"""Batch statistics of a block: Kronecker factors from recorded rows.
+
+They may be of a subsample of the examples, and are of the backward pass that is
+applied, where there were several. Somebody may take two gradients of one
+forward pass: of two losses, of which the sum is applied; of one loss for
+another model, as in a GAN; of a loss that itself has a gradient in it. Each
+leaves a record for the same call of a layer. The gradient that is applied
+decides: it is the product of the inputs with the recorded gradients of the last
+pass of each call, of the first (as in the GAN of TensorFlow's tutorial), or of
+all.
+"""
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.rows import Rows, Statistic, size_of
-from tfkfac.blocks.subsample import Examples, Subsample, subsample_rows
 from tfkfac.capture.taps import Record
-from tfkfac.compat.functions import Kind, each
+from tfkfac.compat.functions import Kind, call_of_any_size, each
+
+# The measured part: a quarter, but so many of all workers together. Factors of
+# a few examples cost accuracy, and a small batch's are cheap.
+_QUARTER, _LEAST = 0.25, 64
+
+
+class Subsample(NamedTuple):
+    """The part of each batch that statistics are taken of.
+
+    Attributes:
+        fraction: Share of the examples, in (0, 1].
+        turn: Number of parts taken before, int64. The next one has other
+            examples.
+        least: Least number of examples, if there are as many.
+    """
+
+    fraction: float
+    turn: tf.Tensor
+    least: int = 1
+
+
+def choose_subsample(
+    fraction: float | None, turn: tf.Tensor, workers: int
+) -> Subsample | None:
+    """The part of a worker's batch; None is all of it.
+
+    Args:
+        fraction: Share of the examples; None is the measured part.
+        turn: Number of parts taken before, int64.
+        workers: Number of workers whose statistics are added up.
+    """
+    if fraction is None:
+        return Subsample(_QUARTER, turn, math.ceil(_LEAST / workers))
+    return Subsample(fraction, turn) if fraction < 1 else None
+
+
+class Examples:
+    """Some examples of a batch, evenly spaced and never none of several.
+
+    Not the first ones: batches may be sorted, and the first axis of a layer
+    may be time or patches. Turn by turn each example is taken as often as any
+    other, so that what they come to, times `weight`, has no bias.
+
+    Attributes:
+        weight: Number of examples of the batch that each stands for, float64.
+
+    Args:
+        size: Number of examples of the batch.
+        part: The part to take.
+    """
+
+    def __init__(self, size: int | tf.Tensor, part: Subsample) -> None:
+        def choose(
+            size: tf.Tensor, turn: tf.Tensor
+        ) -> tuple[tf.Tensor, tf.Tensor]:
+            share = part.fraction * tf.cast(size, tf.float64)
+            count = tf.cast(tf.math.ceil(share), tf.int64)
+            count = tf.maximum(count, tf.minimum(size, part.least))
+            # Nothing is taken of an empty batch, and divided by.
+            some, divisor = tf.maximum(size, 1), tf.maximum(count, 1)
+            indices = (turn * count % some + tf.range(count) * size) // divisor
+            return indices, tf.cast(size, tf.float64) / tf.cast(
+                divisor, tf.float64
+            )
+
+        self._indices, self.weight = call_of_any_size(
+            ("examples", part.fraction, part.least),
+            choose,
+            tf.cast(size, tf.int64),
+            tf.convert_to_tensor(part.turn, tf.int64),
+        )
+
+    def of(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Takes them of a tensor with the batch, or 1 for all, first."""
+        taken = call_of_any_size("take examples", _take, tensor, self._indices)
+        taken.set_shape([None, *tensor.shape[1:]])
+        return taken
+
+    def of_optional(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
+        """The same, and None of None."""
+        return None if tensor is None else self.of(tensor)
+
+
+def _take(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
+    size = tf.shape(tensor, tf.int64)[0]
+    return tf.gather(tensor, indices % tf.maximum(size, 1))
+
+
+def subsample_rows(
+    block: Block, record: Record, part: Subsample
+) -> tuple[Rows, int | tf.Tensor, Examples]:
+    """Rows of some of the examples of a call.
+
+    They are chosen before there are rows, if the record can be taken apart by
+    examples: that is what makes it cheap.
+
+    Args:
+        block: The block.
+        record: The record of the call.
+        part: The part to take.
+
+    Returns:
+        The rows, the number of examples of the whole batch, and the examples
+        that have been taken.
+    """
+    if block.examples_first and _is_plain(record):
+        size = size_of(record.gradient, 0)
+        examples = Examples(size, part)
+        cut = dataclasses.replace(
+            record,
+            inputs=examples.of(record.inputs),
+            gradient=examples.of(record.gradient),
+            mask=examples.of_optional(record.mask),
+        )
+        return block.rows(cut), size, examples
+    rows = block.rows(record)
+    size = size_of(rows.g, 0)
+    examples = Examples(size, part)
+    some = Rows(
+        examples.of_optional(rows.a),
+        examples.of(rows.g),
+        examples.of_optional(rows.mask),
+    )
+    return some, size, examples
+
+
+def _is_plain(record: Record) -> bool:
+    """True if only input, gradient and mask can be of single examples."""
+    others = tf.nest.flatten(dict(record.kwargs))
+    return isinstance(record.inputs, tf.Tensor) and all(
+        isinstance(value, (bool, int, float, str, type(None)))
+        for value in others
+    )
+
 
 K = TypeVar("K")
 
@@ -262,3 +407,83 @@ def _spread(weightless: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
 
     same = tf.equal(tf.size(weightless), tf.reduce_prod(shape))
     return tf.cond(same, by_position, by_example)
+
+
+# The records of each call of a layer, in the order in which they came.
+Calls = Sequence[Sequence[Record]]
+
+# Squared relative distance of a gradient from what it should be.
+_TOLERANCE = 1e-4
+
+
+def records_of(
+    block: Block, calls: Calls, gradients: Sequence[tf.Tensor]
+) -> tuple[list[Record], tf.Tensor | None]:
+    """Returns one record of each call, of the pass that is applied.
+
+    Args:
+        block: The block.
+        calls: Records of the calls of its layer.
+        gradients: The gradients of its weights on this replica. They may be
+            off by a factor, as clipping makes them.
+
+    Returns:
+        The records, and whether they explain the gradients; None if there was
+        no choice.
+    """
+    if all(len(records) == 1 for records in calls):
+        return [records[0] for records in calls], None
+    lengths = [len(records) for records in calls]
+    last = [float(i == n - 1) for n in lengths for i in range(n)]
+    first = [float(i == 0) for n in lengths for i in range(n)]
+    every = [1.0] * len(last)
+    choices = tf.constant([last, every, first], block.dtype)
+    parts = [block.gradient(block.rows(r)) for r in chain(*calls)]
+    best, explains = _compare(parts, block.to_matrix(gradients), choices)
+    chosen = tf.split(choices[best], lengths)
+    merged = [
+        _merge(records, tf.unstack(own, len(records)))
+        for records, own in zip(calls, chosen, strict=True)
+    ]
+    return merged, explains
+
+
+def _compare(
+    parts: Sequence[tf.Tensor], gradient: tf.Tensor, choices: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The first choice that makes the gradient, or else its direction.
+
+    Returns:
+        Its place, or that of the nearest, and whether there is one.
+    """
+    rows = [tf.reshape(part, [1, -1]) for part in (*parts, gradient)]
+    matrix = tf.concat(rows, 0)
+    products = tf.matmul(matrix, matrix, transpose_b=True)
+    gram, along, size = products[:-1, :-1], products[:-1, -1], products[-1, -1]
+    lengths = tf.reduce_sum(tf.matmul(choices, gram) * choices, 1)
+    cosines = tf.linalg.matvec(choices, along)
+    errors = size - 2 * cosines + lengths
+    shares = tf.math.divide_no_nan(tf.square(cosines), lengths * size)
+    # The opposite direction is another one.
+    sines = tf.where(cosines > 0, 1 - shares, tf.ones_like(shares))
+    same, parallel = errors <= _TOLERANCE * size, sines <= _TOLERANCE
+    best = tf.where(
+        tf.reduce_any(same),
+        _first(same),
+        tf.where(tf.reduce_any(parallel), _first(parallel), tf.argmin(sines)),
+    )
+    return best, tf.reduce_any(tf.logical_or(same, parallel))
+
+
+def _first(flags: tf.Tensor) -> tf.Tensor:
+    """Place of the first flag that is set."""
+    return tf.argmax(tf.cast(flags, tf.int32))
+
+
+def _merge(records: Sequence[Record], chosen: Sequence[tf.Tensor]) -> Record:
+    """One record of a call, its gradient the sum of the chosen ones."""
+    gradients = [
+        tf.math.multiply_no_nan(r.gradient, tf.cast(c, r.gradient.dtype))
+        for r, c in zip(records, chosen, strict=True)
+    ]
+    return dataclasses.replace(records[-1], gradient=tf.add_n(gradients))

@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.rows import Rows, Statistic
+from tfkfac.capture.model_taps import paused
 from tfkfac.capture.taps import Record
-from tfkfac.capture.trace import paused
 from tfkfac.compat.overrides import overridden
 from tfkfac.factors import Factor
 

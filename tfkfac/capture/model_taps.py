@@ -1,5 +1,9 @@
 """Taps on methods of a model: its calls, and the state before them.
 
+What any tap notes are Python objects that hold the tensors of one trace of one
+replica. They live on the graph that they belong to, so that no trace ever sees
+another's tensors.
+
 Pullbacks are a second way back through a call of the model, from outputs to
 layers. The training step's own tape has forgotten what it recorded when the
 optimizer runs. So each call of the model is recorded on a tape of ours too,
@@ -10,27 +14,82 @@ it costs nothing until somebody asks for it, which may be inside of a `tf.cond`.
 """
 
 import abc
+import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.trace import (
-    TraceStore,
-    capturing,
-    current_store,
-    paused,
-    replica_id,
-    visible_stores,
-)
-from tfkfac.compat.gradients import Sum
+from tfkfac.compat.graphs import Sum, open_graphs, under_tape
 from tfkfac.compat.models import changing_variables, own_value
 from tfkfac.compat.overrides import drop_from, keep_on, override
 from tfkfac.compat.strategies import summing_replicas
+
+_STORE = "_tfkfac_records"
+_state = threading.local()
+
+
+class TraceStore(dict[tuple[int, int], Any]):
+    """Notes of taps in one graph, by (tap, replica)."""
+
+
+def capturing() -> bool:
+    """True if a tape is on and nobody has paused the taps."""
+    return not is_paused() and under_tape()
+
+
+def is_paused() -> bool:
+    """True if somebody keeps the taps of this thread from noting."""
+    return getattr(_state, "paused", False)
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Keeps all taps of this thread from noting anything."""
+    before = is_paused()
+    _state.paused = True
+    try:
+        yield
+    finally:
+        _state.paused = before
+
+
+def replica_id() -> int:
+    """Returns the static index of the replica being traced, 0 if alone."""
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        return 0
+    index = tf.get_static_value(context.replica_id_in_sync_group)
+    return 0 if index is None else int(index)
+
+
+def current_store(eager: TraceStore) -> TraceStore:
+    """Returns the store of the current graph, `eager` outside of graphs."""
+    if tf.executing_eagerly():
+        return eager
+    graph = tf.compat.v1.get_default_graph()
+    store = getattr(graph, _STORE, None)
+    if store is None:
+        store = TraceStore()
+        setattr(graph, _STORE, store)
+    return store
+
+
+def visible_stores(eager: TraceStore) -> list[TraceStore]:
+    """Returns the stores whose tensors can be used here.
+
+    Those are the current graph's and, from within a branch of a `tf.cond`,
+    the enclosing graphs'.
+    """
+    if tf.executing_eagerly():
+        return [eager]
+    stores = [getattr(graph, _STORE, None) for graph in open_graphs()]
+    return [store for store in stores if store is not None]
+
 
 N = TypeVar("N")
 # Variables of one replica, and their values.

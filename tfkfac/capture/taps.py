@@ -25,16 +25,16 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import watch_for_pullbacks
-from tfkfac.capture.trace import (
+from tfkfac.capture.model_taps import (
     TraceStore,
     capturing,
     current_store,
     is_paused,
     replica_id,
     visible_stores,
+    watch_for_pullbacks,
 )
-from tfkfac.compat.gradients import with_gradient
+from tfkfac.compat.graphs import with_gradient
 from tfkfac.compat.models import mask_of, pass_mask
 from tfkfac.compat.overrides import (
     Wrapper,

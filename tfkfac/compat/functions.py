@@ -18,8 +18,7 @@ from tensorflow.python.framework.ops import set_int_list_attr
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfkfac.compat.graphs import on_one_device, open_graphs
-from tfkfac.compat.variables import Tracked
+from tfkfac.compat.graphs import Tracked, on_one_device, open_graphs
 
 T = TypeVar("T")
 

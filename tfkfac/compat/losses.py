@@ -10,9 +10,9 @@ import tensorflow as tf
 from keras.src.backend.common import masking
 from keras.src.losses import loss as loss_module
 
+from tfkfac.compat.graphs import written_variables
 from tfkfac.compat.models import compiled_loss
 from tfkfac.compat.overrides import overridden
-from tfkfac.compat.variables import written_variables
 
 
 def logits_of(output: Any) -> tf.Tensor | None:

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfkfac.compat.graphs import own_copy
 from tfkfac.compat.overrides import Override, override
-from tfkfac.compat.variables import own_copy
 
 _MASK = "_keras_mask"
 

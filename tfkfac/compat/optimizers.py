@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+from tfkfac.compat.graphs import own_copy
 from tfkfac.compat.overrides import Wrapper, keep_on, overridden, override
-from tfkfac.compat.variables import own_copy
 
 if TYPE_CHECKING:
 

@@ -13,8 +13,7 @@ from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import handle_data_util
 from typing_extensions import override
 
-from tfkfac.compat.gradients import Sum
-from tfkfac.compat.graphs import open_graphs
+from tfkfac.compat.graphs import Sum, open_graphs
 from tfkfac.compat.overrides import overridden
 
 _StrategyT = TypeVar("_StrategyT", bound=tf.distribute.Strategy)

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.blocks import Block
-from tfkfac.blocks.subsample import choose_subsample
+from tfkfac.blocks.statistics import choose_subsample
 from tfkfac.compat.models import all_layers, children
 from tfkfac.compat.overrides import overridden
 from tfkfac.factors import Diagonal

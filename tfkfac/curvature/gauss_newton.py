@@ -16,8 +16,11 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.model_taps import ForwardCall
-from tfkfac.compat.gradients import Sum, exact_second_derivatives
-from tfkfac.compat.graphs import operation_without_gradient
+from tfkfac.compat.graphs import (
+    Sum,
+    exact_second_derivatives,
+    operation_without_gradient,
+)
 from tfkfac.compat.losses import in_place_of, logits_of
 from tfkfac.curvature.hessian import (
     count_operations,

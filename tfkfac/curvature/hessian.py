@@ -9,8 +9,9 @@ import tensorflow as tf
 
 from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.capture.walk import walk
-from tfkfac.compat.gradients import Sum, exact_second_derivatives
 from tfkfac.compat.graphs import (
+    Sum,
+    exact_second_derivatives,
     is_constant_to_tapes,
     open_graphs,
     operation_without_gradient,

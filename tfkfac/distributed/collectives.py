@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfkfac.compat.gradients import with_gradient
+from tfkfac.compat.graphs import with_gradient
 
 # Small tensors travel together in buckets of at most this many bytes. A bucket
 # waits for all that is in it: with 32 MB a step of 11 MB of gradients on two

@@ -22,12 +22,11 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.blocks.statistics import batch_statistics, output_total
-from tfkfac.blocks.subsample import Subsample
+from tfkfac.blocks.statistics import Subsample, batch_statistics, output_total
 from tfkfac.capture.model_taps import Pullback
 from tfkfac.capture.taps import Record
-from tfkfac.compat.gradients import Sum
-from tfkfac.fisher.likelihood import Likelihood, Output, find_likelihood
+from tfkfac.compat.graphs import Sum
+from tfkfac.fisher.distributions import Likelihood, Output, find_likelihood
 from tfkfac.loss.terms import LossTerms
 
 EMPIRICAL, MONTE_CARLO, TYPE2 = "empirical", "monte_carlo", "type2"

@@ -10,8 +10,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardCall
-from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.variables import copied_rows
+from tfkfac.compat.graphs import copied_rows, state_variable
 from tfkfac.curvature.hessian import flat_space, hessian_operator
 from tfkfac.fosi.estimation import Estimation, Spectrum
 from tfkfac.fosi.layouts import Geometry

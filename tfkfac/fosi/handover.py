@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.trace import capturing
-from tfkfac.compat.gradients import exact_second_derivatives
+from tfkfac.capture.model_taps import capturing
+from tfkfac.compat.graphs import exact_second_derivatives
 from tfkfac.compat.overrides import replace_moments
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import Roles

@@ -8,7 +8,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardTap
-from tfkfac.compat.variables import Tracked
+from tfkfac.compat.graphs import Tracked
 from tfkfac.fosi.estimation import Estimator
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
 from tfkfac.fosi.multirole import BesideSteps

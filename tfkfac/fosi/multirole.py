@@ -8,13 +8,17 @@ import tensorflow as tf
 from keras.layers import BatchNormalization
 from typing_extensions import override
 
-from tfkfac.capture.model_taps import ForwardCall, ForwardTap
-from tfkfac.capture.trace import TraceStore, current_store, replica_id
+from tfkfac.capture.model_taps import (
+    ForwardCall,
+    ForwardTap,
+    TraceStore,
+    current_store,
+    replica_id,
+)
 from tfkfac.capture.walk import walk
 from tfkfac.checks import is_number
-from tfkfac.compat.graphs import in_graph, stamp_time
+from tfkfac.compat.graphs import in_graph, own_copy, stamp_time
 from tfkfac.compat.optimizers import raw_iterations
-from tfkfac.compat.variables import own_copy
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.distributed.topology import Roles, assign_roles
 from tfkfac.fosi.accelerator import Accelerator

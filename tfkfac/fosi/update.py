@@ -7,8 +7,8 @@ import keras
 import tensorflow as tf
 
 from tfkfac.compat.functions import when
+from tfkfac.compat.graphs import own_copy
 from tfkfac.compat.optimizers import sgd_momenta
-from tfkfac.compat.variables import own_copy
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.fosi.layouts import Split, finite_or_nothing

@@ -11,8 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import ForwardCall
-from tfkfac.capture.trace import paused
+from tfkfac.capture.model_taps import ForwardCall, paused
 from tfkfac.capture.walk import walk
 from tfkfac.compat.losses import logits_of
 from tfkfac.compat.models import kept_losses

@@ -8,7 +8,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardTap
-from tfkfac.compat.variables import Tracked
+from tfkfac.compat.graphs import Tracked
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.wire import all_reduce_bytes
 from tfkfac.gauss_newton.jacobian import activations

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import ForwardCall, ForwardTap
-from tfkfac.capture.trace import paused
+from tfkfac.capture.model_taps import ForwardCall, ForwardTap, paused
 from tfkfac.gauss_newton.jacobian import Jacobian
 from tfkfac.gauss_newton.residuals import Leaves, read_outputs
 from tfkfac.gauss_newton.support import check_call

@@ -18,8 +18,7 @@ import tensorflow as tf
 from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.curvature.gauss_newton import Reading
 from tfkfac.fisher import Bernoulli, Categorical, Distribution, Independent
-from tfkfac.fisher.distributions import OneOf
-from tfkfac.fisher.likelihood import Output, output_of
+from tfkfac.fisher.distributions import OneOf, Output, output_of
 from tfkfac.loss.terms import LossTerms
 from tfkfac.training.step import Step
 

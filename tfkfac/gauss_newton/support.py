@@ -12,12 +12,11 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import ForwardCall
-from tfkfac.capture.trace import paused
+from tfkfac.capture.model_taps import ForwardCall, paused
 from tfkfac.capture.walk import walk
 from tfkfac.compat.losses import loss_function
 from tfkfac.compat.models import kept_losses, losing_layers
-from tfkfac.fisher.likelihood import output_of
+from tfkfac.fisher.distributions import output_of
 from tfkfac.gauss_newton.jacobian import block_examples
 from tfkfac.loss.terms import LossTerms
 from tfkfac.shell.model import uses_xla

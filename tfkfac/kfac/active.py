@@ -7,8 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfkfac.blocks import Block, RowGradient, Statistic
-from tfkfac.blocks.passes import records_of
-from tfkfac.blocks.subsample import choose_subsample
+from tfkfac.blocks.statistics import choose_subsample, records_of
 from tfkfac.capture.products import is_product
 from tfkfac.capture.taps import Record, Tap
 from tfkfac.compat.optimizers import variable_key

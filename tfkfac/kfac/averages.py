@@ -9,8 +9,7 @@ from typing_extensions import override
 
 from tfkfac.blocks import Block, Statistic
 from tfkfac.compat.functions import Kind, Member, when
-from tfkfac.compat.graphs import state_variable, zeros_variable
-from tfkfac.compat.variables import Tracked
+from tfkfac.compat.graphs import Tracked, state_variable, zeros_variable
 from tfkfac.factors import Factor, Tensors, kind_of
 from tfkfac.linalg.tensors import all_finite
 from tfkfac.saving.entries import Entry, Read, Spread

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
 from tfkfac.compat.functions import each, fields, flags
-from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.variables import Tracked
+from tfkfac.compat.graphs import Tracked, state_variable
 from tfkfac.distributed.plan import Plan
 from tfkfac.factors import Tensors
 from tfkfac.kfac.averages import FactorAverages, Pending, memory_of, quality

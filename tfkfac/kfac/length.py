@@ -9,8 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.checks import check_count, check_range
-from tfkfac.compat.graphs import state_variable, zeros_variable
-from tfkfac.compat.variables import Tracked
+from tfkfac.compat.graphs import Tracked, state_variable, zeros_variable
 from tfkfac.kfac.settings import check_batch_fraction
 from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.saving.entries import Entry

@@ -11,7 +11,7 @@ from tfkfac.blocks.registry import tap_layers
 from tfkfac.capture.model_taps import ForwardTap, PullbackTap
 from tfkfac.capture.walk import SkipRule
 from tfkfac.compat.functions import when
-from tfkfac.compat.variables import Tracked
+from tfkfac.compat.graphs import Tracked
 from tfkfac.distributed.wire import gradient_bytes
 from tfkfac.factors import Limit
 from tfkfac.fisher.types import EMPIRICAL, Choice, choose_type

@@ -21,9 +21,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.blocks.subsample import Examples, Subsample, choose_subsample
+from tfkfac.blocks.statistics import Examples, Subsample, choose_subsample
 from tfkfac.capture.model_taps import ForwardCall, ForwardTap
-from tfkfac.compat.gradients import Sum, exact_second_derivatives
+from tfkfac.compat.graphs import Sum, exact_second_derivatives
 from tfkfac.curvature.gauss_newton import (
     Direction,
     gauss_newton_form,

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfkfac.compat.graphs import in_xla, repeat
-from tfkfac.compat.variables import new_rows, set_row
+from tfkfac.compat.graphs import in_xla, new_rows, repeat, set_row
 from tfkfac.linalg.tensors import rounding
 from tfkfac.linalg.vectors import row_products
 

@@ -9,20 +9,20 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.capture.model_taps import ForwardCall, ModelTap
-from tfkfac.capture.trace import (
+from tfkfac.capture.model_taps import (
+    ForwardCall,
+    ModelTap,
     capturing,
     current_store,
     paused,
     replica_id,
     visible_stores,
 )
+from tfkfac.compat.graphs import kept_variables
 from tfkfac.compat.losses import LossCall, observed_losses
 from tfkfac.compat.models import call_takes_training, kept_losses
-from tfkfac.compat.variables import kept_variables
 from tfkfac.loss.shares import LossMeasure, shares_of_part, weigh
-from tfkfac.loss.terms import LossTerms, mean_over, read_terms
-from tfkfac.loss.units import is_open
+from tfkfac.loss.terms import LossTerms, is_open, mean_over, read_terms
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,18 +4,239 @@ A compiled loss is `L = u (1/T) sum_t nll_t`, with `T` what its reduction
 divides by (examples, tokens, pixels; the valid ones where there is a mask) and
 `nll_t` the negative log-likelihood of a term, summed over its outputs. One
 whose reduction is "sum" is `T` times that.
+
+Damping and the clip are in units of a likelihood's Fisher matrix. Keras' mean
+squared error over `D` features is `2/D` of the negative log-likelihood of a
+normal distribution, its binary cross-entropy `1/D` of that of `D` Bernoulli
+variables. With the loss divided by this unit, the step does not depend on
+whether a loss is a mean, a sum or any other multiple of one likelihood.
+
+Keras' own losses are known by their functions, and users may declare theirs.
+Any other is held against the likelihoods in each batch (`recognition.py`).
+Where it is a multiple of none, its unit is 1.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
 
-from tfkfac.compat.losses import LossCall, Reduction, loss_weights
-from tfkfac.loss.recognition import Recognition, Verdict
-from tfkfac.loss.units import is_open, is_sum, natural_unit
+from tfkfac.capture.model_taps import paused
+from tfkfac.compat.graphs import has_effects
+from tfkfac.compat.losses import (
+    LossCall,
+    Reduction,
+    is_of_keras,
+    logits_of,
+    loss_arguments,
+    loss_function,
+    loss_weights,
+)
+from tfkfac.compat.overrides import keep_on
+from tfkfac.loss.recognition import (
+    BERNOULLI,
+    CATEGORICAL,
+    LOGITS,
+    NORMAL,
+    POISSON,
+    Recognition,
+    Verdict,
+    recognise,
+)
+
+T = TypeVar("T")
+
+
+class Known(NamedTuple):
+    """Likelihood of a loss, as far as it is known.
+
+    Attributes:
+        likelihood: Its name; None if nobody but the user knows.
+        factor: Its unit if it is the sum over the outputs of a term.
+        is_mean: True if it is the mean over the outputs instead.
+    """
+
+    likelihood: str | None
+    factor: float = 1.0
+    is_mean: bool = False
+
+
+# By function, or by class.
+_known: dict[Any, Known] = {
+    keras.losses.mean_squared_error: Known(NORMAL, 2.0, True),
+    keras.losses.binary_crossentropy: Known(BERNOULLI, is_mean=True),
+    keras.losses.poisson: Known(POISSON, is_mean=True),
+    keras.losses.categorical_crossentropy: Known(CATEGORICAL),
+    keras.losses.sparse_categorical_crossentropy: Known(CATEGORICAL),
+    keras.losses.kl_divergence: Known(CATEGORICAL),
+}
+# Those whose distribution a user has declared, by the same.
+_declared: set[Any] = set()
+_TOLERANCE = 1e-3
+
+
+class Unit(NamedTuple):
+    """Unit of a loss: its value over a negative log-likelihood.
+
+    Attributes:
+        value: Its value of a term over that of the likelihood.
+        likelihood: The name of the likelihood, if it is known before.
+        recognition: The comparison of the batch, if that decides.
+    """
+
+    value: float | tf.Tensor = 1.0
+    likelihood: str | None = None
+    recognition: Recognition | None = None
+
+
+def declare(loss: Any, factor: float | None, is_mean: bool) -> None:
+    """Declares a loss a likelihood, and its unit, see `Known`.
+
+    Args:
+        loss: A class of losses, or a function.
+        factor: Its unit if it is the sum over the outputs of a term; None is
+            that of what it looks like, and 1 else.
+        is_mean: True if it is the mean over the outputs instead.
+    """
+    _declared.add(loss)
+    if factor is not None:
+        _known[loss] = Known(None, factor, is_mean)
+
+
+def declared(table: Mapping[Any, T], loss: keras.losses.Loss) -> T | None:
+    """Looks a loss up by its class, or else by the function that it wraps."""
+    return table.get(type(loss), table.get(loss_function(loss)))
+
+
+def is_open(loss: keras.losses.Loss) -> bool:
+    """True if only a batch can tell the unit of a loss."""
+    return declared(_known, loss) is None and not is_of_keras(loss)
+
+
+def natural_unit(call: LossCall) -> Unit:
+    """Returns the unit of a loss.
+
+    Args:
+        call: A call of it, of which Keras has seen the reduction.
+    """
+    y_pred, reduction = call.y_pred, call.reduction
+    if not tf.is_tensor(y_pred) or not y_pred.shape.rank or reduction is None:
+        return Unit()
+    known = declared(_known, call.loss)
+    if known is not None:
+        features = 1.0
+        if known.is_mean:
+            features = _features(y_pred, reduction.values)
+        name = _likelihood(known.likelihood, call.loss, y_pred)
+        return Unit(known.factor / features, name)
+    if call.leaves is None:
+        return Unit()
+    with paused():
+        found = recognise(call, call.leaves, reduction)
+    if found is not None:
+        own = {type(call.loss), loss_function(call.loss)}
+        found = found._replace(is_reported=not own & _declared)
+    return Unit(recognition=found)
+
+
+def _likelihood(
+    name: str | None, loss: keras.losses.Loss, y_pred: tf.Tensor
+) -> str | None:
+    """The likelihood of one of Keras' own losses with its arguments."""
+    arguments = loss_arguments(loss)
+    if arguments.get("axis", -1) not in (-1, y_pred.shape.rank - 1):
+        return None  # its outputs are not the last axis
+    if arguments.get("from_logits") and logits_of(y_pred) is None:
+        return LOGITS.get(name or "", name)
+    return name
+
+
+def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
+    """Number of features that a value is the mean over.
+
+    A tensor if it is not known before. It does not depend on the number of
+    examples, which may be 0.
+    """
+    rank = values.shape.rank
+    if rank == 0:
+        return 1.0  # a mean over the examples of single numbers
+    ours, theirs = y_pred.shape[1:], values.shape[1:]
+    if ours.is_fully_defined() and theirs.is_fully_defined():
+        return max(math.prod(ours) / max(math.prod(theirs), 1), 1.0)
+    if y_pred.shape[rank:].is_fully_defined():
+        return float(max(math.prod(y_pred.shape[rank:]), 1))
+    sizes = [
+        tf.cast(tf.reduce_prod(tf.shape(t)[1:]), tf.float64)
+        for t in (y_pred, values)
+    ]
+    return tf.maximum(tf.math.divide_no_nan(*sizes), 1.0)
+
+
+# ------------------------------------------- losses that return one number
+_SUMS = "_tfkfac_sums"  # by shapes, kept on the loss
+
+
+def is_sum(call: LossCall) -> bool:
+    """True if a loss that returns one number is a sum over the examples.
+
+    A batch alone does not tell a sum from a mean. If the loss has no effects,
+    its graph is evaluated on numbers of the right shapes, once and then twice
+    over. One with effects (that writes variables, draws random numbers, calls
+    Python) is never evaluated, and taken for a mean.
+
+    Args:
+        call: A call of it.
+    """
+    tensors = call.y_true, call.y_pred
+    known = [tf.TensorShape(getattr(t, "shape", None)) for t in tensors]
+    if not all(shape.rank for shape in known):
+        return False
+    shapes = tuple(tuple(shape[1:]) for shape in known)
+    found = keep_on(call.loss, _SUMS, dict[Any, bool])
+    if shapes not in found:
+        found[shapes] = _doubles(call.loss, shapes)
+    return found[shapes]
+
+
+def _doubles(
+    loss: keras.losses.Loss, shapes: Sequence[Sequence[int | None]]
+) -> bool:
+    """True if a loss of every example twice is twice as large."""
+    specs = [tf.TensorSpec([None, *shape], loss.dtype) for shape in shapes]
+    with paused(), tf.init_scope():
+        examples = _examples(specs)
+        try:
+            function = tf.function(loss.call, autograph=False)
+            concrete = function.get_concrete_function(*specs)
+            pure = not has_effects(concrete.graph)
+            for once in examples if pure else ():
+                twice = [tf.concat([x, x], 0) for x in once]
+                first, second = (float(concrete(*x)) for x in (once, twice))
+                if math.isfinite(first) and first != 0:
+                    return math.isclose(second, 2 * first, rel_tol=_TOLERANCE)
+        except Exception:  # a loss may not go with any but its own data
+            return False
+    return False
+
+
+def _examples(
+    specs: Sequence[tf.TensorSpec],
+) -> list[list[tf.Tensor]]:
+    """Labels and predictions: real numbers, probabilities, classes."""
+    shapes = [[2, *(size or 2 for size in spec.shape[1:])] for spec in specs]
+    normal = [
+        tf.random.stateless_normal(shape, [i, 0], dtype=spec.dtype)
+        for i, (shape, spec) in enumerate(zip(shapes, specs, strict=True))
+    ]
+    labels, predictions = normal
+    return [
+        normal,
+        [tf.cast(labels > 0, labels.dtype), tf.sigmoid(predictions)],
+        [tf.zeros_like(labels), predictions],
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.variables import Tracked
+from tfkfac.compat.graphs import Tracked, state_variable
 from tfkfac.saving.entries import Entry
 
 _planned = contextvars.ContextVar("planned", default=False)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfkfac.compat.variables import Tracked
+from tfkfac.compat.graphs import Tracked
 from tfkfac.saving.entries import Contents, Entry
 from tfkfac.shell.arguments import Hyperparameter, Tunable
 from tfkfac.training.job import Job

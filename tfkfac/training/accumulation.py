@@ -6,9 +6,8 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.walk import walk
-from tfkfac.compat.graphs import state_variable, zeros_variable
+from tfkfac.compat.graphs import Tracked, state_variable, zeros_variable
 from tfkfac.compat.optimizers import variable_key
-from tfkfac.compat.variables import Tracked
 from tfkfac.loss.shares import LossMeasure, weighted
 from tfkfac.saving.entries import Entry, Spread
 from tfkfac.training.job import Job
