@@ -163,7 +163,7 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes back what a test registers."""
     for module, name in [
         (distributions, "_registered"),
-        (distributions.units, "_known"),
+        (distributions.loss_terms, "_known"),
     ]:
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
 
