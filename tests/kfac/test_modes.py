@@ -178,8 +178,10 @@ def test_definition(results, name):
     JOBS.params(n for n in CASES if "factor_dtype" in options_of(n)),
 )
 def test_half_precision(results, name):
-    """Off by a few roundings of the dtype, and not by none."""
-    bits = {"float16": 11, "bfloat16": 8}[options_of(name)["factor_dtype"]]
+    """Off by a few roundings of the coarser dtype, and not by none."""
+    options = options_of(name)
+    dtypes = [options["factor_dtype"], options["inverse_dtype"]]
+    bits = min({"float16": 11, "bfloat16": 8}[dtype] for dtype in dtypes)
     want = alone(name)["weights"]
     for worker in results(name):
         assert_close(worker, want, 5 * 2.0**-bits)
