@@ -171,7 +171,7 @@ class ModelTap(abc.ABC, Generic[N]):
 
     @classmethod
     def _attribute(cls) -> str:
-        """Where the model keeps the tap."""
+        """Name of the attribute of a model that holds the tap."""
         return f"_tfkfac_{cls.__name__}"
 
     def _key(self) -> tuple[int, int]:
