@@ -109,7 +109,7 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
         "max_skipped_steps": or_none(COUNT),
     },
     GN: {
-        "damping": FINITE,
+        "damping": POSITIVE,
         "momentum": BELOW_ONE,
         "solve": one_of("auto", "parameters", "residuals"),
         "max_tries": COUNT,
@@ -188,7 +188,6 @@ WRONG: list[tuple[Any, str, list[Any], str]] = [
     (PART, "factor_dtype", ["float64", "int8", 16], "one of"),
     (PART, "inverse_dtype", ["float16"], "'bfloat16' or None.*overflow"),
     (FOSI, "lanczos_steps", [4, 20.0], "an integer of at least 5"),
-    (GN, "damping", ["big", -1], r"a number in \[0, inf\)"),
 ]
 
 

@@ -11,12 +11,12 @@ from keras import layers
 
 import tfkfac
 from tests.support.lockstep import run_together
-from tfkfac.kfac.method import KFACMethod
+from tfkfac.checks import check_choice
 from tfkfac.loss.batch import LossBatch
 from tfkfac.loss.shares import measure_loss
 from tfkfac.loss.terms import LossTerms, mean_over
 from tfkfac.saving.entries import Contents
-from tfkfac.shell.arguments import Tunable
+from tfkfac.shell.arguments import Argument, Tunable
 from tfkfac.shell.method import Method
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.training.job import Job
@@ -38,28 +38,13 @@ def gradients_of(model: Any) -> list[Any]:
     return tape.gradient(value, [v.value for v in model.trainable_variables])
 
 
-def kfac_method() -> KFACMethod:
-    return KFACMethod(
-        damping=0.01,
-        kl_clip=0.02,
-        factor_update_interval=None,
-        inverse_update_interval=None,
-        solver="inverse",
-        factor_decay=0.95,
-        weight_sharing="expand",
-        distribution="comm_opt",
-        max_factor_dim=None,
-        skip_layers=(),
-    )
-
-
 def test_kfac_by_hand_equals_the_optimizer() -> None:
     """Two steps, bit for bit."""
     by_hand, by_keras = model_of(), model_of()
     inner = keras.optimizers.SGD(0.1, momentum=0.5)
-    method, job = kfac_method(), Job("by hand", by_hand, inner)
+    method, job = tfkfac.KFAC().method, Job("by hand", by_hand, inner)
     method.attach(job)
-    for parameter in method.hyperparameters().values():
+    for parameter in method.hyperparameters():
         parameter.build()
     job.create()
     method.create()
@@ -174,11 +159,7 @@ class Scaled(Method):
     """The smallest method there is: gradients times a tunable factor."""
 
     factor = Tunable(positive=True)
-    arguments = ("kind",)
-
-    def __init__(self, factor: Any, kind: str = "plain") -> None:
-        self.factor = factor
-        self.kind = kind
+    kind = Argument(check_choice, ("plain",))
 
     def attach(self, job: Job) -> None:
         self.job = job
@@ -230,7 +211,7 @@ class ScaledOptimizer(SecondOrderOptimizer):
         name: str = "scaled",
     ) -> None:
         inner = keras.optimizers.get(inner_optimizer)
-        super().__init__(inner, Scaled(factor, kind), name)
+        super().__init__(inner, Scaled(locals()), name)
 
 
 def test_a_method_of_ones_own() -> None:

@@ -1,6 +1,6 @@
 """FOSI and DHO2, step by step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardTap
+from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.compat.graphs import Tracked
 from tfkfac.fosi.estimation import Estimator
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
@@ -16,11 +17,14 @@ from tfkfac.fosi.schedule import NewtonRate, Search, Timing, Warmup
 from tfkfac.fosi.subspace import State
 from tfkfac.fosi.update import SplitUpdate
 from tfkfac.saving.entries import Contents
-from tfkfac.shell.arguments import Tunable, Value
+from tfkfac.shell.arguments import Argument, Tunable
 from tfkfac.shell.method import Method
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
+
+# Steps between estimations where accelerators make them.
+_ACCELERATED_INTERVAL = 800
 
 
 def describe(
@@ -55,81 +59,43 @@ def describe(
 class FOSIMethod(Method):
     """Newton steps in the directions, the inner optimizer's on the rest.
 
-    The arguments are those of `FOSI`, checked.
-
-    Args:
-        alpha: Learning rate of the Newton steps.
-        update_interval: Steps between estimations; None is a single one.
-        num_largest: Number of directions of largest curvature.
-        num_smallest: Number of directions of smallest curvature.
-        warmup_steps: Steps before the first estimation; None is a share of
-            the run.
-        lanczos_steps: Products of an estimation.
-        momentum: Momentum of the Newton steps.
-        learning_rate_clip: Largest factor on the inner optimizer's change.
-        layout: Name of the layout of the directions.
-        accelerator_fraction: Share of the replicas that estimate beside the
-            others' steps; with none, all do between their steps.
-        final_update: What is done with such an estimation.
-        seed: Seed of the start vector.
+    The arguments are those of `FOSI`.
     """
 
+    num_largest = Argument(check_count)
+    num_smallest = Argument(check_count)
     alpha = Tunable()
     update_interval = Tunable(integer=True, optional=True)
-    arguments = (
-        "num_largest",
-        "num_smallest",
-        "warmup_steps",
-        "lanczos_steps",
-        "momentum",
-        "learning_rate_clip",
-        "layout",
-        "accelerator_fraction",
-        "final_update",
-        "seed",
-    )
+    warmup_steps = Argument(check_count, optional=True)
+    lanczos_steps = Argument(check_count, optional=True)
+    momentum = Argument(check_range, 0, 1)
+    learning_rate_clip = Argument(check_range, 1)
+    layout = Argument(check_choice, tuple(LAYOUTS))
+    accelerator_fraction = Argument(check_range, 0, 1)
+    final_update = Argument(check_choice, ("stale", "paper"))
+    seed = Argument(check_count)
 
-    def __init__(
-        self,
-        *,
-        alpha: Value,
-        update_interval: Value,
-        num_largest: int,
-        num_smallest: int,
-        warmup_steps: int | None,
-        lanczos_steps: int | None,
-        momentum: float,
-        learning_rate_clip: float,
-        layout: str,
-        accelerator_fraction: float,
-        final_update: str,
-        seed: int,
-    ) -> None:
-        self.alpha = alpha
-        self.update_interval = update_interval
-        self.num_largest = num_largest
-        self.num_smallest = num_smallest
-        self.warmup_steps = warmup_steps
-        self.lanczos_steps = lanczos_steps
-        self.momentum = momentum
-        self.learning_rate_clip = learning_rate_clip
-        self.layout = layout
-        self.accelerator_fraction = accelerator_fraction
-        self.final_update = final_update
-        self.seed = seed
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
+        is_beside_steps = self.accelerator_fraction > 0
+        if is_beside_steps and self.update_interval.get() is None:
+            self.update_interval = _ACCELERATED_INTERVAL
         self.search = Search(
-            num_largest,
-            num_smallest,
-            lanczos_steps,
-            seed,
-            Timing(warmup_steps, self.update_interval),
+            self.num_largest,
+            self.num_smallest,
+            self.lanczos_steps,
+            self.seed,
+            Timing(self.warmup_steps, self.update_interval),
         )
         self.rate = NewtonRate(self.alpha)
         self._warmup = Warmup()
         self.estimator = Estimator(self.search)
-        if accelerator_fraction > 0:
+        if is_beside_steps:
             self.estimator = BesideSteps(
-                self.search, accelerator_fraction, final_update, self.rate
+                self.search,
+                self.accelerator_fraction,
+                self.final_update,
+                self.rate,
             )
         self._geometry: Geometry | None = None
 

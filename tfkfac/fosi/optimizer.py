@@ -6,14 +6,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.checks import check_choice, check_count, check_range
-from tfkfac.fosi.layouts import LAYOUTS
+from tfkfac.checks import check_count
 from tfkfac.fosi.method import FOSIMethod
 from tfkfac.shell.arguments import Value, check_rate, is_rate, refuse_unknown
 from tfkfac.shell.optimizer import SecondOrderOptimizer
-
-# Steps between estimations where accelerators make them.
-ACCELERATED_INTERVAL = 800
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -151,41 +147,15 @@ class FOSI(SecondOrderOptimizer):
         **unknown: Never,
     ) -> None:
         refuse_unknown("FOSI", unknown, keras.optimizers.Adam)
-        if (
-            check_count("num_largest", num_largest)
-            + check_count("num_smallest", num_smallest)
-            == 0
-        ):
+        largest = check_count("num_largest", num_largest)
+        directions = largest + check_count("num_smallest", num_smallest)
+        if directions == 0:
             raise ValueError(
                 "Arguments `num_largest` and `num_smallest` must not both be 0."
             )
-        if warmup_steps is not None:
-            warmup_steps = check_count("warmup_steps", warmup_steps)
-        accelerator_fraction = check_range(
-            "accelerator_fraction", accelerator_fraction, 0, 1
-        )
-        if update_interval is None and accelerator_fraction > 0:
-            update_interval = ACCELERATED_INTERVAL
-        method = FOSIMethod(
-            alpha=alpha,
-            update_interval=update_interval,
-            num_largest=int(num_largest),
-            num_smallest=int(num_smallest),
-            warmup_steps=warmup_steps,
-            lanczos_steps=check_steps(
-                lanczos_steps, num_largest + num_smallest
-            ),
-            momentum=check_range("momentum", momentum, 0, 1),
-            learning_rate_clip=check_range(
-                "learning_rate_clip", learning_rate_clip, 1
-            ),
-            layout=check_choice("layout", layout, tuple(LAYOUTS)),
-            accelerator_fraction=accelerator_fraction,
-            final_update=check_choice(
-                "final_update", final_update, ("stale", "paper")
-            ),
-            seed=check_count("seed", seed),
-        )
+        if lanczos_steps is not None:
+            check_count("lanczos_steps", lanczos_steps, directions)
+        method = FOSIMethod(locals())
         if is_rate(inner_optimizer):
             rate = check_rate("inner_optimizer", inner_optimizer)
             inner_optimizer = keras.optimizers.Adam(rate)
@@ -256,14 +226,3 @@ class FOSI(SecondOrderOptimizer):
         """
         self._check_built()
         return self._method.idle_share()
-
-
-def check_steps(value: Any, directions: int) -> int | None:
-    """Returns `lanczos_steps`: None, or at least one for each direction.
-
-    Raises:
-        ValueError: If it is neither.
-    """
-    if value is None:
-        return None
-    return check_count("lanczos_steps", value, max(directions, 1))

@@ -1,13 +1,19 @@
 """Exact Gauss-Newton, step by step."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardTap
+from tfkfac.checks import (
+    check_choice,
+    check_count,
+    check_positive,
+    check_range,
+)
 from tfkfac.compat.graphs import Tracked
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.wire import all_reduce_bytes
@@ -24,6 +30,7 @@ from tfkfac.gauss_newton.support import (
     MOST_BYTES,
     PARAMETERS,
     RESIDUALS,
+    SPACES,
     Limits,
     check_model,
     choose_spaces,
@@ -36,6 +43,7 @@ from tfkfac.linalg.symmetric import packed_size
 from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.saving.entries import Entry
 from tfkfac.saving.slots import Slots, planned
+from tfkfac.shell.arguments import Argument
 from tfkfac.shell.method import Method
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.guards import count_events
@@ -113,25 +121,17 @@ class State(Slots):
 class GaussNewtonMethod(Method):
     """Minimises the damped Gauss-Newton model of the batch, exactly.
 
-    The arguments are those of `GaussNewton`, checked.
+    The arguments are those of `GaussNewton`.
     """
 
-    arguments = ("damping", "momentum", "solve", "max_tries", "max_bytes")
+    damping = Argument(check_positive)
+    momentum = Argument(check_range, 0, 1)
+    solve = Argument(check_choice, SPACES)
+    max_tries = Argument(check_count, 1)
+    max_bytes = Argument(check_count, 1, optional=True)
 
-    def __init__(
-        self,
-        *,
-        damping: float,
-        momentum: float,
-        solve: str,
-        max_tries: int,
-        max_bytes: int | None,
-    ) -> None:
-        self.damping = damping
-        self.momentum = momentum
-        self.solve = solve
-        self.max_tries = max_tries
-        self.max_bytes = max_bytes
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
         self.states: tuple[State, ...] = ()
         # Of an example, once a step has been traced.
         self.outputs, self.activations = 1, 0

@@ -6,9 +6,7 @@ from typing import Any, Never, Self
 
 import keras
 
-from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.gauss_newton.method import GaussNewtonMethod
-from tfkfac.gauss_newton.support import SPACES
 from tfkfac.shell.arguments import check_rate
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 
@@ -126,20 +124,7 @@ class GaussNewton(SecondOrderOptimizer):
         **unknown: Never,
     ) -> None:
         refuse(unknown)
-        damping = check_range("damping", damping, 0)
-        if damping == 0:
-            raise ValueError(
-                "Argument `damping` must be positive. Received: damping=0"
-            )
-        method = GaussNewtonMethod(
-            damping=damping,
-            momentum=check_range("momentum", momentum, 0, 1),
-            solve=check_choice("solve", solve, SPACES),
-            max_tries=check_count("max_tries", max_tries, 1),
-            max_bytes=None
-            if max_bytes is None
-            else check_count("max_bytes", max_bytes, 1),
-        )
+        method = GaussNewtonMethod(locals())
         rate = check_rate("learning_rate", learning_rate)
         inner = keras.optimizers.SGD(rate)
         super().__init__(inner, method, name, max_skipped_steps)

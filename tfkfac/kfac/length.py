@@ -239,19 +239,24 @@ class QuadraticStep:
         )
 
 
-def quadratic_rule(step: Any) -> QuadraticStep | None:
-    """Returns the rule that the argument `step` stands for; None is "inner".
+def check_step(name: str, value: Any) -> str | QuadraticStep:
+    """Returns `value` if it is a kind of step.
 
     Raises:
-        ValueError: If it stands for none.
+        ValueError: If it is none.
     """
+    if isinstance(value, QuadraticStep) or value in ("inner", "quadratic"):
+        return value
+    raise ValueError(
+        f"Argument `{name}` must be one of ('inner', 'quadratic') or a "
+        f"`tfkfac.QuadraticStep`. Received: {name}={value!r}"
+    )
+
+
+def quadratic_rule(step: str | QuadraticStep) -> QuadraticStep | None:
+    """Returns the rule that a kind of step stands for; None is "inner"."""
     if isinstance(step, QuadraticStep):
         return step
-    if step not in ("inner", "quadratic"):
-        raise ValueError(
-            "Argument `step` must be one of ('inner', 'quadratic') or a "
-            f"`tfkfac.QuadraticStep`. Received: step={step!r}"
-        )
     return QuadraticStep() if step == "quadratic" else None
 
 

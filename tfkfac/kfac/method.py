@@ -1,6 +1,6 @@
 """K-FAC, step by step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,12 +9,12 @@ from typing_extensions import override
 
 from tfkfac.blocks.registry import tap_layers
 from tfkfac.capture.model_taps import ForwardTap, PullbackTap
-from tfkfac.capture.walk import SkipRule
+from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Tracked
 from tfkfac.distributed.wire import gradient_bytes
 from tfkfac.factors import Limit
-from tfkfac.fisher.types import EMPIRICAL, Choice, choose_type
+from tfkfac.fisher.types import EMPIRICAL, TYPES, Choice, choose_type
 from tfkfac.kfac.active import (
     ActiveBlock,
     Statistics,
@@ -27,14 +27,13 @@ from tfkfac.kfac.averages import Pending
 from tfkfac.kfac.bank import FAULTS, State, kept_factors
 from tfkfac.kfac.length import (
     LevenbergMarquardt,
-    QuadraticStep,
+    check_step,
     clip_step,
     quadratic_rule,
 )
 from tfkfac.kfac.placement import (
     Placement,
     Placer,
-    check_interval,
     decompositions_due,
     factors_due,
 )
@@ -54,9 +53,14 @@ from tfkfac.kfac.report import (
     title,
     unseen_loss_warning,
 )
-from tfkfac.kfac.settings import Distribution, as_distribution
+from tfkfac.kfac.settings import (
+    as_distribution,
+    check_batch_fraction,
+    check_distribution,
+    check_skip_layers,
+)
 from tfkfac.saving.entries import Contents
-from tfkfac.shell.arguments import Tunable, Value
+from tfkfac.shell.arguments import Argument, Tunable
 from tfkfac.shell.method import Method
 from tfkfac.solvers import SOLVERS
 from tfkfac.training.job import Job
@@ -66,64 +70,34 @@ from tfkfac.training.step import Gradients, Step, Update
 class KFACMethod(Method):
     """Preconditions the gradient of each layer by its Kronecker factors.
 
-    The arguments are those of `KFAC`, checked.
+    The arguments are those of `KFAC`.
     """
 
     damping = Tunable(also=LevenbergMarquardt)
     kl_clip = Tunable(positive=True, optional=True)
+    step = Argument(check_step)
+    fisher = Argument(check_choice, TYPES, optional=True)
+    solver = Argument(check_choice, tuple(SOLVERS))
+    distribution = Argument(check_distribution)
     factor_update_interval = Tunable(integer=True, optional=True)
     inverse_update_interval = Tunable(integer=True, optional=True)
-    arguments = (
-        "solver",
-        "factor_decay",
-        "weight_sharing",
-        "fisher",
-        "factor_batch_fraction",
-        "max_factor_dim",
-        "factor_rank",
-        "step",
-        "distribution",
-    )
+    factor_decay = Argument(check_range, 0, 1)
+    factor_batch_fraction = Argument(check_batch_fraction)
+    weight_sharing = Argument(check_choice, ("expand", "reduce", "average"))
+    max_factor_dim = Argument(check_count, 1, optional=True)
+    factor_rank = Argument(check_count, 1)
+    skip_layers = Argument(check_skip_layers)
+    gradient_accumulation_steps = Argument(check_count, 2, optional=True)
 
-    def __init__(
-        self,
-        *,
-        damping: Value,
-        kl_clip: Value,
-        factor_update_interval: Value,
-        inverse_update_interval: Value,
-        solver: str,
-        factor_decay: float,
-        weight_sharing: str,
-        distribution: str | Distribution,
-        max_factor_dim: int | None,
-        skip_layers: tuple[SkipRule, ...],
-        factor_rank: int = 64,
-        factor_batch_fraction: float | None = None,
-        fisher: str | None = None,
-        gradient_accumulation_steps: int | None = None,
-        step: str | QuadraticStep = "inner",
-    ) -> None:
-        self.damping = damping
-        self.kl_clip = kl_clip
-        self.factor_update_interval = check_interval(factor_update_interval)
-        self.inverse_update_interval = inverse_update_interval
-        self.solver = solver
-        self.factor_decay = factor_decay
-        self.weight_sharing = weight_sharing
-        self.factor_batch_fraction = factor_batch_fraction
-        self.fisher = fisher
-        self.distribution = distribution
-        limit = Limit(max_factor_dim, factor_rank)
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
         self._placer = Placer(
-            as_distribution(distribution), solver, skip_layers, limit
+            as_distribution(self.distribution),
+            self.solver,
+            self.skip_layers,
+            Limit(self.max_factor_dim, self.factor_rank),
         )
-        self.max_factor_dim = max_factor_dim
-        self.factor_rank = factor_rank
-        self.skip_layers = skip_layers
-        self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.step = step
-        self._quadratic = quadratic_rule(step)
+        self._quadratic = quadratic_rule(self.step)
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
         self._advice = Advice()

@@ -9,22 +9,19 @@ import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 
 from tfkfac.capture.walk import SkipRule
-from tfkfac.checks import check_choice, check_count, check_range
-from tfkfac.fisher.types import TYPES
+from tfkfac.checks import check_range
 from tfkfac.kfac.length import (
     LevenbergMarquardt,
     QuadraticStep,
     check_damping,
     check_plain,
+    check_step,
     quadratic_rule,
 )
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
     Distribution,
-    as_distribution,
-    check_batch_fraction,
-    check_decay,
-    check_skip_layers,
+    refuse_adaptive,
     serialize_skip_rule,
 )
 from tfkfac.shell.arguments import (
@@ -35,7 +32,6 @@ from tfkfac.shell.arguments import (
     take_over_accumulation,
 )
 from tfkfac.shell.optimizer import SecondOrderOptimizer
-from tfkfac.solvers import SOLVERS
 
 Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]
 LearningRate: TypeAlias = float | LearningRateSchedule | Callable[[], float]
@@ -189,6 +185,7 @@ class KFAC(SecondOrderOptimizer):
     weight_sharing: str
     max_factor_dim: int | None
     factor_rank: int
+    skip_layers: tuple[SkipRule, ...]
 
     def __init__(
         self,
@@ -218,7 +215,7 @@ class KFAC(SecondOrderOptimizer):
         refuse_unknown("KFAC", unknown, keras.optimizers.SGD, _MOVED)
         if momentum is not None:
             momentum = check_range("momentum", momentum, 0, 1)
-        rule = quadratic_rule(step)
+        rule = quadratic_rule(check_step("step", step))
         inner = check_inner(
             choose_inner(
                 inner_optimizer,
@@ -240,38 +237,12 @@ class KFAC(SecondOrderOptimizer):
                     )
                 # Kept in one place, where it can be changed in training.
                 damping, step = rule.damping, QuadraticStep(rule.batch_fraction)
-        accumulation = take_over_accumulation(
+        gradient_accumulation_steps = take_over_accumulation(
             inner, gradient_accumulation_steps
         )
-        check_damping(damping, rule, accumulation)
-        as_distribution(distribution)
-        method = KFACMethod(
-            damping=damping,
-            kl_clip=kl_clip,
-            factor_update_interval=factor_update_interval,
-            inverse_update_interval=inverse_update_interval,
-            solver=check_choice("solver", solver, tuple(SOLVERS)),
-            factor_decay=check_decay(factor_decay),
-            weight_sharing=check_choice(
-                "weight_sharing",
-                weight_sharing,
-                ("expand", "reduce", "average"),
-            ),
-            factor_batch_fraction=check_batch_fraction(
-                "factor_batch_fraction", factor_batch_fraction
-            ),
-            fisher=None
-            if fisher is None
-            else check_choice("fisher", fisher, TYPES),
-            distribution=distribution,
-            max_factor_dim=None
-            if max_factor_dim is None
-            else check_count("max_factor_dim", max_factor_dim, 1),
-            factor_rank=check_count("factor_rank", factor_rank, 1),
-            skip_layers=check_skip_layers(skip_layers),
-            gradient_accumulation_steps=accumulation,
-            step=step,
-        )
+        check_damping(damping, rule, gradient_accumulation_steps)
+        refuse_adaptive(factor_update_interval)
+        method = KFACMethod(locals())
         super().__init__(inner, method, name, max_skipped_steps)
 
     @classmethod
@@ -389,13 +360,9 @@ class KFAC(SecondOrderOptimizer):
         return super().communication_bytes()
 
     def _arguments(self) -> dict[str, Any]:
-        """The arguments of the constructor but the inner optimizer."""
-        method = self._method
-        return {
-            **super()._arguments(),
-            "skip_layers": [serialize_skip_rule(r) for r in method.skip_layers],
-            "gradient_accumulation_steps": method.gradient_accumulation_steps,
-        }
+        arguments = super()._arguments()
+        rules = [serialize_skip_rule(one) for one in arguments["skip_layers"]]
+        return arguments | {"skip_layers": rules}
 
 
 def _nested(config: dict[str, Any]) -> dict[str, Any]:

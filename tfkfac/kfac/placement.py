@@ -19,7 +19,7 @@ from tfkfac.distributed.wire import Wire
 from tfkfac.factors import Limit
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.settings import AUTO, Distribution
-from tfkfac.shell.arguments import Hyperparameter, Value
+from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.solvers import SOLVERS, Solver
 from tfkfac.training.job import Job
 
@@ -177,24 +177,6 @@ _MOST_TURNS = 4
 _WORTH_A_TURN = 2 * 10**8
 # The longest turn may be so many times as long as it has to be.
 _SLACK = 1.5
-
-
-def check_interval(value: Value) -> Value:
-    """Returns `factor_update_interval` unless it is the former "adaptive".
-
-    Raises:
-        ValueError: If it is.
-    """
-    if isinstance(value, str) and value == "adaptive":
-        raise ValueError(
-            "Argument `factor_update_interval` must be an integer of at least "
-            "1, a `LearningRateSchedule` or a callable of the iteration or "
-            "None. The intervals of THOR, which followed the traces of the "
-            "factors, are gone: on two of three problems they gained nothing, "
-            "for 2 to 34 % more time. "
-            f"Received: factor_update_interval={value!r}"
-        )
-    return value
 
 
 def factors_due(interval: Hyperparameter, clock: tf.Tensor) -> tf.Tensor:

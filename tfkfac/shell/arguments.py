@@ -4,7 +4,7 @@ import inspect
 import numbers
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Self, TypeAlias, overload
+from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, overload
 
 import keras
 import numpy as np
@@ -20,6 +20,8 @@ Schedule: TypeAlias = float | LearningRateSchedule | Callable[[Any], Any]
 # Of whatever kind an argument allows.
 Value: TypeAlias = Any
 InnerClass = type[keras.optimizers.Optimizer]
+Checked = TypeVar("Checked")
+Other = TypeVar("Other")
 
 
 class Hyperparameter:
@@ -209,18 +211,72 @@ def exactly(value: Any) -> tf.Tensor:
     return tf.cast(value, tf.float64)
 
 
-class Tunable:
-    """Declares an argument of a method that can be changed during training.
+class Argument(Generic[Checked]):
+    """Declares an argument of a method, which is checked when it is set.
 
-    Of a method, the attribute is a `Hyperparameter`; the Keras optimizer
-    around the method shows its value under the same name. Assigning a value
-    checks it.
+    Of a method, the attribute is what the check returns. It is set once; the
+    Keras optimizer around the method shows it under the same name.
 
     Args:
-        integer: Whether only integers of at least 1 are allowed.
-        positive: Whether 0 is excluded.
-        optional: Whether None is allowed.
-        also: A class whose instances are allowed too.
+        check: Function of the argument's name, its value and `rules` that
+            returns what the value is taken for, or raises.
+        rules: What else the check is given.
+        optional: Whether None is allowed, and not checked.
+    """
+
+    @overload
+    def __init__(self, check: Callable[..., Checked], *rules: Any) -> None: ...
+
+    @overload
+    def __init__(
+        self: "Argument[Other | None]",
+        check: Callable[..., Other],
+        *rules: Any,
+        optional: Literal[True],
+    ) -> None: ...
+
+    def __init__(
+        self, check: Callable[..., Any], *rules: Any, optional: bool = False
+    ) -> None:
+        self._check = check
+        self._rules = rules
+        self._optional = optional
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Checked: ...
+
+    def __get__(self, instance: object | None, owner: type) -> Self | Checked:
+        if instance is None:
+            return self
+        checked: Checked = vars(instance)[self._name]
+        return checked
+
+    def __set__(self, instance: object, value: Value) -> None:
+        if self._name in vars(instance):
+            raise AttributeError(
+                f"Argument `{self._name}` cannot be changed: create another "
+                f"optimizer. It is {self.value_of(instance)!r}. "
+                f"Received: {self._name}={value!r}"
+            )
+        if value is not None or not self._optional:
+            value = self._check(self._name, value, *self._rules)
+        vars(instance)[self._name] = value
+
+    def value_of(self, instance: object) -> Value:
+        """The value as an optimizer shows it."""
+        return vars(instance)[self._name]
+
+
+class Tunable(Argument[Hyperparameter]):
+    """Declares an argument of a method that can be changed during training.
+
+    Of a method, the attribute is a `Hyperparameter`, whose rules these are.
     """
 
     def __init__(
@@ -230,32 +286,18 @@ class Tunable:
         optional: bool = False,
         also: type | None = None,
     ) -> None:
-        self._rules = (integer, positive, optional, also)
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
-
-    @overload
-    def __get__(self, instance: object, owner: type) -> Hyperparameter: ...
-
-    def __get__(
-        self, instance: object | None, owner: type
-    ) -> Self | Hyperparameter:
-        if instance is None:
-            return self
-        hyperparameter: Hyperparameter = vars(instance)[self._name]
-        return hyperparameter
+        super().__init__(Hyperparameter, integer, positive, optional, also)
 
     def __set__(self, instance: object, value: Value) -> None:
         known = vars(instance).get(self._name)
         if known is None:
-            new = Hyperparameter(self._name, value, *self._rules)
-            vars(instance)[self._name] = new
+            super().__set__(instance, value)
         else:
             known.set(value)
+
+    def value_of(self, instance: object) -> Value:
+        """The value as the user gave it."""
+        return vars(instance)[self._name].get()
 
 
 # ----------------------------------------------------- the inner optimizer

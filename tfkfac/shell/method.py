@@ -1,14 +1,14 @@
 """Interface between a paper's method and the Keras optimizer around it."""
 
 import abc
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfkfac.compat.graphs import Tracked
 from tfkfac.saving.entries import Contents, Entry
-from tfkfac.shell.arguments import Hyperparameter, Tunable
+from tfkfac.shell.arguments import Argument, Hyperparameter
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step
 
@@ -20,29 +20,41 @@ class Method(abc.ABC):
     inside a Keras optimizer, and a test can run it on a `Job` and a `Step` of
     its own.
 
+    Its arguments are declared as `Argument`s and `Tunable`s. The Keras
+    optimizer shows them, and puts them into its config.
+
+    Args:
+        arguments: Values of the arguments by name, among others: a constructor
+            may give its `locals()`.
+
     Attributes:
-        arguments: Names of the arguments that are attributes and never
-            change; those that can be changed are declared as `Tunable`s. The
-            Keras optimizer shows both, and puts both into its config.
         job: What it is attached to.
     """
 
-    arguments: ClassVar[tuple[str, ...]] = ()
     job: Job
 
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        for name in self.fields():
+            setattr(self, name, arguments[name])
+
     @classmethod
-    def tunables(cls) -> dict[str, Tunable]:
-        """The arguments that can be changed during training, by name."""
+    def fields(cls) -> dict[str, Argument[Any]]:
+        """The declared arguments, by name."""
         return {
             name: value
             for base in reversed(cls.__mro__)
             for name, value in vars(base).items()
-            if isinstance(value, Tunable)
+            if isinstance(value, Argument)
         }
 
-    def hyperparameters(self) -> dict[str, Hyperparameter]:
-        """The values of the tunables, by name."""
-        return {name: getattr(self, name) for name in self.tunables()}
+    def arguments(self) -> dict[str, Any]:
+        """Values of the arguments, by name, as the optimizer shows them."""
+        return {name: one.value_of(self) for name, one in self.fields().items()}
+
+    def hyperparameters(self) -> list[Hyperparameter]:
+        """The arguments that can be changed during training."""
+        values = [getattr(self, name) for name in self.fields()]
+        return [one for one in values if isinstance(one, Hyperparameter)]
 
     @abc.abstractmethod
     def attach(self, job: Job) -> None:
@@ -108,29 +120,13 @@ class Method(abc.ABC):
         """Bytes this replica receives, by kind of step, for a built model."""
 
 
-def shown_tunable(name: str) -> property:
-    """The attribute of an optimizer that is the value of a tunable."""
+def shown(name: str, field: Argument[Any]) -> property:
+    """The attribute of an optimizer that is an argument of its method."""
 
     def get(optimizer: Any) -> Any:
-        return optimizer.method.hyperparameters()[name].get()
+        return field.value_of(optimizer.method)
 
     def set_(optimizer: Any, value: Any) -> None:
         setattr(optimizer.method, name, value)
 
-    doc = f"The argument `{name}`, which can be changed during training."
-    return property(get, set_, doc=doc)
-
-
-def shown_argument(name: str) -> property:
-    """The attribute of an optimizer that is an argument of its method."""
-
-    def get(optimizer: Any) -> Any:
-        return getattr(optimizer.method, name)
-
-    def refuse(optimizer: Any, value: Any) -> None:
-        raise AttributeError(
-            f"Argument `{name}` cannot be changed: create another optimizer. "
-            f"It is {get(optimizer)!r}. Received: {name}={value!r}"
-        )
-
-    return property(get, refuse, doc=f"The argument `{name}`.")
+    return property(get, set_, doc=f"The argument `{name}`.")

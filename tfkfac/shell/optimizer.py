@@ -16,7 +16,7 @@ from tfkfac.distributed.agreement import check_agreement
 from tfkfac.loss.batch import LossBatch, LossTap
 from tfkfac.loss.shares import LossScaling
 from tfkfac.shell.arguments import check_inner, restore_value, serialize_value
-from tfkfac.shell.method import Method, shown_argument, shown_tunable
+from tfkfac.shell.method import Method, shown
 from tfkfac.shell.model import (
     check_settings,
     describe_model,
@@ -50,10 +50,9 @@ class SecondOrderOptimizer(KerasOptimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in cls.method_type.tunables():
-            setattr(cls, name, shown_tunable(name))
-        for name in cls.method_type.arguments:
-            setattr(cls, name, shown_argument(name))
+        for name, field in cls.method_type.fields().items():
+            if name not in vars(cls):
+                setattr(cls, name, shown(name, field))
 
     def __init__(
         self,
@@ -91,13 +90,8 @@ class SecondOrderOptimizer(KerasOptimizer):
 
     def _arguments(self) -> dict[str, Any]:
         """The method's arguments, by name."""
-        method = self._method
-        tunables = method.hyperparameters().items()
-        return {
-            "max_skipped_steps": self.max_skipped_steps,
-            **{name: parameter.get() for name, parameter in tunables},
-            **{name: getattr(method, name) for name in method.arguments},
-        }
+        own = {"max_skipped_steps": self.max_skipped_steps}
+        return own | self._method.arguments()
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor.
@@ -240,7 +234,7 @@ class SecondOrderOptimizer(KerasOptimizer):
         if self.built:
             return
         job = self._bound_job()
-        for parameter in self._method.hyperparameters().values():
+        for parameter in self._method.hyperparameters():
             parameter.build()
         job.create()
         if job.topology.replicas > len(job.topology.local):
