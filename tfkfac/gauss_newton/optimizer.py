@@ -7,7 +7,7 @@ from typing import Any, Never, Self
 import keras
 
 from tfkfac.gauss_newton.method import GaussNewtonMethod
-from tfkfac.shell.arguments import check_rate
+from tfkfac.shell.arguments import check_rate, refuse_unknown
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 
@@ -206,7 +206,4 @@ def refuse(unknown: Mapping[str, Any]) -> None:
                 "weight decay there are L2 regularisers. "
                 f"Received: {name}={value!r}"
             )
-        raise TypeError(
-            f"GaussNewton() got an unexpected keyword argument '{name}'. "
-            f"Received: {name}={value!r}"
-        )
+    refuse_unknown("GaussNewton", unknown, keras.optimizers.SGD)

@@ -4,7 +4,7 @@ import inspect
 import numbers
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, overload
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, overload
 
 import keras
 import numpy as np
@@ -30,16 +30,8 @@ class Hyperparameter:
     A number lives in a variable, so that a new one takes effect in the next
     step without a new trace. A schedule or callable is part of the trace.
     Values are in float64, for models in it; others cast them where they are
-    used.
-
-    Args:
-        name: Name of the argument, for messages.
-        value: The value.
-        integer: Whether only integers of at least 1 are allowed.
-        positive: Whether 0 is excluded.
-        optional: Whether None is allowed.
-        also: A class whose instances are allowed too, which somebody else
-            gets numbers from.
+    used. Integers are at least 1, other numbers at least 0 or `positive`;
+    `also` is a class whose instances are allowed too.
 
     Raises:
         ValueError: If the value is not allowed.
@@ -91,8 +83,7 @@ class Hyperparameter:
         """Fixes what kind of value it is, before the first trace.
 
         Raises:
-            ValueError: If the first value of a schedule or callable is not
-                allowed.
+            ValueError: If a schedule or callable begins with a wrong value.
         """
         if self._built:
             return
@@ -122,31 +113,31 @@ class Hyperparameter:
         return value
 
     def _check_first(self, function: Callable[[Any], Any]) -> None:
-        """Checks what a schedule or callable returns for iteration 0."""
+        """Checks what a schedule or callable returns for iteration 0.
+
+        Less than 1 is 1 for an integer, so that `iteration // 2` is allowed.
+        """
         with tf.init_scope():
             try:
                 first = exactly(function(tf.constant(0, tf.float64))).numpy()
             except Exception as error:  # a user's function may do anything
                 kind = type(error).__name__
-                raise self._wrong_value(f"raises {kind}") from error
-        if first.shape or not self._in_range(first.item()):
-            raise self._wrong_value(f"returns {first}")
+                raise self._wrong_first(f"raises {kind}") from error
+        if first.shape:
+            allowed = False
+        elif self._integer:
+            allowed = is_finite(first.item()) and first >= 0
+        else:
+            allowed = self._allowed(first.item())
+        if not allowed:
+            raise self._wrong_first(f"returns {first}")
 
-    def _wrong_value(self, first: str) -> ValueError:
+    def _wrong_first(self, what: str) -> ValueError:
         return ValueError(
             f"Argument `{self.name}` must return {self._kind} for every "
-            f"iteration. Received: {self.name}={self._value!r}, which {first} "
+            f"iteration. Received: {self.name}={self._value!r}, which {what} "
             "for iteration 0"
         )
-
-    def _in_range(self, value: float) -> bool:
-        """True if a schedule may return a value.
-
-        Less than 1 is 1 for an integer, so that `iteration // 2` is allowed.
-        """
-        if self._integer:
-            return is_finite(value) and value >= 0
-        return self._allowed(value)
 
     @property
     def _kind(self) -> str:
@@ -167,17 +158,13 @@ class Hyperparameter:
             return value
         if self._allowed(value):
             return int(value) if self._integer else float(value)
+        others = f" or a `{self._also.__name__}`" if self._also else ""
+        others += " or None" * self._optional
         raise ValueError(
             f"Argument `{self.name}` must be {self._kind}, a "
-            "`LearningRateSchedule` or a callable of the iteration"
-            f"{self._others()}. "
+            f"`LearningRateSchedule` or a callable of the iteration{others}. "
             f"Received: {self.name}={value!r}"
         )
-
-    def _others(self) -> str:
-        """Other allowed kinds of values, for messages."""
-        also = "" if self._also is None else self._also.__name__
-        return f" or a `{also}`" * bool(also) + " or None" * self._optional
 
     def _allowed(self, value: Any) -> bool:
         if self._integer:
@@ -245,17 +232,10 @@ class Argument(Generic[Checked]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
-
-    @overload
-    def __get__(self, instance: object, owner: type) -> Checked: ...
-
-    def __get__(self, instance: object | None, owner: type) -> Self | Checked:
-        if instance is None:
-            return self
-        checked: Checked = vars(instance)[self._name]
-        return checked
+    def __get__(self, instance: object, owner: type) -> Checked:
+        # Of the class, which `help` asks, it is the field itself.
+        found: Any = self if instance is None else vars(instance)[self._name]
+        return found
 
     def __set__(self, instance: object, value: Value) -> None:
         if self._name in vars(instance):
@@ -309,50 +289,36 @@ def choose_inner(
 ) -> Any:
     """Returns the inner optimizer that a user means.
 
-    Args:
-        inner_optimizer: None, a learning rate for the default (a float or a
-            schedule), or whatever else stands for an optimizer.
-        default: Class of the default.
-        defaults: Its arguments.
-        chosen: The user's arguments for the default, None where there are
-            none.
-
-    Returns:
-        A new optimizer of the default class, or `inner_optimizer` itself.
+    For None or a learning rate that is a new one of the class `default`, with
+    `defaults` where the user's `chosen` arguments are None.
 
     Raises:
         ValueError: If a learning rate is not allowed, or if arguments for the
             default come with an optimizer or a second learning rate.
     """
-    has_rate = is_rate(inner_optimizer)
     given = {name: v for name, v in chosen.items() if v is not None}
-    if inner_optimizer is not None:
-        for name, value in given.items():
-            if not has_rate or name == "learning_rate":
-                raise ValueError(
-                    f"Argument `{name}` must be left out with "
-                    "`inner_optimizer`, which has its own. Received: "
-                    f"{name}={value!r} with "
-                    f"inner_optimizer={inner_optimizer!r}"
-                )
-        if not has_rate:
-            return inner_optimizer
-        given["learning_rate"] = inner_optimizer
-    arguments = {**defaults, **given}
-    arguments["learning_rate"] = check_rate(
-        "inner_optimizer" if has_rate else "learning_rate",
-        arguments["learning_rate"],
-    )
-    return default(**arguments)
+    if inner_optimizer is None:
+        rate = given.get("learning_rate", defaults["learning_rate"])
+        rate = check_rate("learning_rate", rate)
+        return default(**{**defaults, **given, "learning_rate": rate})
+    has_rate = is_rate(inner_optimizer)
+    for name, value in given.items():
+        if not has_rate or name == "learning_rate":
+            raise ValueError(
+                f"Argument `{name}` must be left out with `inner_optimizer`, "
+                f"which has its own. Received: {name}={value!r} with "
+                f"inner_optimizer={inner_optimizer!r}"
+            )
+    if not has_rate:
+        return inner_optimizer
+    rate = check_rate("inner_optimizer", inner_optimizer)
+    return default(**{**defaults, **given, "learning_rate": rate})
 
 
 def is_rate(value: Any) -> bool:
     """True if a first argument is a learning rate, allowed or not."""
-    return is_float(value) or isinstance(value, LearningRateSchedule)
-
-
-def is_float(value: Any) -> bool:
-    """True if a value is a real number and not an integer."""
+    if isinstance(value, LearningRateSchedule):
+        return True
     return is_number(value) and not isinstance(value, numbers.Integral)
 
 
@@ -364,7 +330,7 @@ def check_rate(name: str, value: Any) -> Any:
     """
     if callable(value) and not isinstance(value, type):
         return value
-    if not is_float(value) or not is_finite(value) or value < 0:
+    if not is_rate(value) or not is_finite(value) or value < 0:
         raise ValueError(
             f"Argument `{name}` as a learning rate must be a float of at least "
             "0, a `LearningRateSchedule` or a callable. Received: "
@@ -379,13 +345,10 @@ def refuse_unknown(
     default: InnerClass,
     moved: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Refuses the arguments that a constructor does not know.
+    """Refuses the arguments that the constructor of `owner` does not know.
 
-    Args:
-        owner: Name of the class.
-        unknown: The arguments, usually none.
-        default: Class of the default inner optimizer.
-        moved: Where an argument that is gone has its place now.
+    `default` is the class of its inner optimizer, `moved` says where an
+    argument that is gone has its place now.
 
     Raises:
         ValueError: If one is of inner optimizers.
@@ -451,14 +414,9 @@ def check_inner(identifier: Any) -> keras.optimizers.Optimizer:
 def take_over_accumulation(
     inner: keras.optimizers.Optimizer, steps: Any
 ) -> int | None:
-    """Makes the optimizer around accumulate what the inner one would.
+    """Returns the number of micro-batches, the user's or the inner optimizer's.
 
-    Args:
-        inner: The inner optimizer. It does not accumulate any more.
-        steps: The user's own `gradient_accumulation_steps`, or None.
-
-    Returns:
-        The number of micro-batches, or None.
+    The inner optimizer does not accumulate any more. None is 1.
 
     Raises:
         TypeError: If it is no integer.
@@ -508,9 +466,7 @@ def why_not_inside(inner: keras.optimizers.Optimizer) -> str | None:
 def is_registered(function: Any) -> bool:
     """True if Keras finds a function by a name of its package."""
     name = getattr(function, "__name__", None)
-    return name is not None and (
-        keras.saving.get_registered_name(function) != name
-    )
+    return bool(name) and keras.saving.get_registered_name(function) != name
 
 
 def serialize_value(name: str, value: Any) -> Any:
@@ -524,10 +480,8 @@ def serialize_value(name: str, value: Any) -> Any:
     """
     if value is None or isinstance(value, (int, float)):
         return value
-    is_function = callable(value) and not isinstance(
-        value, LearningRateSchedule
-    )
-    if is_function and not is_registered(value):
+    is_schedule = isinstance(value, LearningRateSchedule)
+    if callable(value) and not is_schedule and not is_registered(value):
         raise ValueError(
             f"Argument `{name}` must not be a function of this kind in a model "
             "that is saved with its optimizer: a file cannot hold it. Use a "
