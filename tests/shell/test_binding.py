@@ -1,9 +1,8 @@
 """An optimizer belongs to one model, from `compile` or `attach` on."""
 
 import gc
-import subprocess
-import sys
 import weakref
+from typing import Any
 
 import keras
 import numpy as np
@@ -32,17 +31,15 @@ from tests.support.small import (
 )
 
 X, Y = data()
-STEPS = 3
+
+
+def train(model: Any, optimizer: Any, x: Any = X, y: Any = Y) -> None:
+    """Compiles the model and makes a step, without a trace."""
+    model.compile(optimizer, loss(), run_eagerly=True)
+    model.train_on_batch(x, y)
 
 
 # --------------------------------------------------- compile and re-compile
-def test_import_and_compile_are_all_it_takes() -> None:
-    model = mlp()
-    assert not is_tapped(model)
-    model.compile(tfkfac.KFAC(), loss())
-    assert is_tapped(model)
-
-
 def test_recompile_with_the_same_optimizer_keeps_its_state() -> None:
     model = compiled_mlp(eager=True)
     model.train_on_batch(X, Y)
@@ -55,39 +52,31 @@ def test_recompile_with_the_same_optimizer_keeps_its_state() -> None:
 
 def test_recompile_with_another_kfac() -> None:
     """The new one starts anew and gets every record, the old one none."""
-    model = compiled_mlp(eager=True)
-    old = model.optimizer
-    model.train_on_batch(X, Y)
+    model, old = mlp(), tfkfac.KFAC()
+    train(model, old)
     before = curvature(old)
     new = tfkfac.KFAC(solver="eigen")
-    model.compile(new, loss(), run_eagerly=True)
-    assert int(new.factor_updates) == 0
-    model.train_on_batch(X, Y)
+    train(model, new)
     assert int(new.factor_updates) == 1
     assert all(block["G"].any() for block in new.factors().values())
     assert_same(curvature(old), before)
 
 
-@pytest.mark.parametrize("train_between", [True, False])
-def test_recompile_with_another_optimizer_removes_all_taps(
-    train_between: bool,
-) -> None:
+def test_recompile_with_another_optimizer_removes_all_taps() -> None:
     normalized = [layers.BatchNormalization(), *mlp().layers]
     model = keras.Sequential([keras.Input((FEATURES,)), *normalized])
     names = [set(vars(layer)) for layer in model._flatten_layers()]
-    model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
-    if train_between:
-        model.train_on_batch(X, Y)
-    model.compile("adam", loss(), run_eagerly=True)
+    train(model, tfkfac.KFAC())
+    assert is_tapped(model)
+    train(model, "adam")
     assert not is_tapped(model)
     now = [set(vars(layer)) for layer in model._flatten_layers()]
     assert now[1:] == names[1:]
-    model.train_on_batch(X, Y)
 
 
 def test_recompile_after_the_optimizer_is_gone() -> None:
     """No reference of the user's keeps it, its taps still go."""
-    model = compiled_mlp(eager=True)
+    model = compiled_mlp()
     model.optimizer = None
     gc.collect()
     model.compile("sgd", loss())
@@ -97,8 +86,7 @@ def test_recompile_after_the_optimizer_is_gone() -> None:
 def test_recompile_before_the_model_is_built_leaves_no_taps() -> None:
     model = LateBuilt()
     model.compile(tfkfac.KFAC(), loss())
-    model.compile("sgd", loss(), run_eagerly=True)
-    model.train_on_batch(X, Y)
+    train(model, "sgd")
     assert not is_tapped(model)
 
 
@@ -114,34 +102,27 @@ def test_deleted_model_and_optimizer_are_freed() -> None:
 
 
 # ------------------------------------------------------------- fine-tuning
-def test_freezing_takes_a_layer_out() -> None:
-    """The same optimizer goes on with what is left, state included."""
-    model = compiled_mlp(eager=True)
-    optimizer = kfac_of(model)
-    model.train_on_batch(X, Y)
+def test_freezing_and_thawing_a_layer() -> None:
+    """The same optimizer goes on with what is left, state included.
+
+    A layer that comes back starts with factors of the next batch.
+    """
+    model, optimizer = mlp(), tfkfac.KFAC()
+    hidden, logits = model.layers
+    train(model, optimizer)
     kept = optimizer.factors()["logits"]
-    frozen = model.layers[0].get_weights()
-    model.layers[0].trainable = False
+    frozen, head = hidden.get_weights(), logits.get_weights()
+    hidden.trainable = False
     model.compile(optimizer, loss(), run_eagerly=True)
-    assert list(optimizer.factors()) == ["logits"]
     np.testing.assert_array_equal(optimizer.factors()["logits"]["A"], kept["A"])
-    head = model.layers[1].get_weights()
+    assert "call" not in vars(hidden)
     model.train_on_batch(X, Y)
-    for value, want in zip(model.layers[0].get_weights(), frozen, strict=True):
+    assert list(optimizer.factors()) == ["logits"]
+    for value, want in zip(hidden.get_weights(), frozen, strict=True):
         np.testing.assert_array_equal(value, want)
-    assert not np.array_equal(model.layers[1].get_weights()[0], head[0])
-    assert "call" not in vars(model.layers[0])
-
-
-def test_freezing_and_thawing_again() -> None:
-    """A layer that comes back starts with factors of the next batch."""
-    model = compiled_mlp(eager=True)
-    optimizer = kfac_of(model)
-    for trainable, count in ((False, 1), (True, 2)):
-        model.train_on_batch(X, Y)
-        model.layers[0].trainable = trainable
-        model.compile(optimizer, loss(), run_eagerly=True)
-        assert len(optimizer.factors()) == count
+    assert not np.array_equal(logits.get_weights()[0], head[0])
+    hidden.trainable = True
+    model.compile(optimizer, loss(), run_eagerly=True)
     assert not optimizer.factors()["hidden"]["A"].any()
     # Between two updates of the schedule, yet it must not wait.
     optimizer.iterations.assign(101)
@@ -151,33 +132,28 @@ def test_freezing_and_thawing_again() -> None:
 
 
 def test_thawing_what_the_optimizer_was_built_without() -> None:
-    model = mlp()
+    model, optimizer = mlp(), tfkfac.KFAC()
     model.layers[0].trainable = False
-    optimizer = tfkfac.KFAC()
-    model.compile(optimizer, loss(), run_eagerly=True)
-    model.train_on_batch(X, Y)
+    train(model, optimizer)
     assert list(optimizer.factors()) == ["logits"]
     model.layers[0].trainable = True
     with pytest.raises(ValueError, match=r"hidden/kernel.*new optimizer"):
         model.compile(optimizer, loss())
-    model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
-    model.train_on_batch(X, Y)
+    train(model, tfkfac.KFAC())
     assert list(kfac_of(model).factors()) == ["hidden", "logits"]
 
 
 def test_fine_tuning_a_pretrained_part() -> None:
     """A trained model inside a new one: frozen, then free."""
-    base = compiled_mlp(eager=True)
-    base.train_on_batch(X, Y)
+    base = mlp()
+    train(base, tfkfac.KFAC())
     base.trainable = False
     head = layers.Dense(CLASSES, name="head")
     model = keras.Sequential([keras.Input((FEATURES,)), base, head])
-    model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
-    model.train_on_batch(X, Y)
+    train(model, tfkfac.KFAC())
     assert list(kfac_of(model).factors()) == ["head"]
     base.trainable = True
-    model.compile(tfkfac.KFAC(1e-3), loss(), run_eagerly=True)
-    model.train_on_batch(X, Y)
+    train(model, tfkfac.KFAC(1e-3))
     blocks = kfac_of(model).factors()
     assert list(blocks) == ["mlp/hidden", "mlp/logits", "head"]
     assert all(block["G"].any() for block in blocks.values())
@@ -196,61 +172,21 @@ def test_jit_compile_is_refused() -> None:
         assert is_tapped(model)
 
 
-REPLICAS = """
-import keras, tensorflow as tf, tfkfac
-cpu = tf.config.list_physical_devices("CPU")[0]
-tf.config.set_logical_device_configuration(
-    cpu, [tf.config.LogicalDeviceConfiguration()] * 2
-)
-strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-with strategy.scope():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    scaled = keras.optimizers.LossScaleOptimizer(tfkfac.KFAC())
-    for optimizer, steps in ((tfkfac.KFAC(), 2), (scaled, 1)):
-        try:
-            model.compile(optimizer, "mse", steps_per_execution=steps)
-        except ValueError as error:
-            print("refused:", error)
-"""
-
-
-@pytest.mark.slow
-def test_settings_refused_with_several_replicas() -> None:
-    """In a process of its own: logical devices must come first."""
-    done = subprocess.run(
-        [sys.executable, "-c", REPLICAS],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    refused = [line for line in done.stdout.split("refused: ") if line]
-    assert len(refused) == 2
-    assert "steps_per_execution=2" in refused[0]
-    assert "LossScaleOptimizer" in refused[1]
-
-
 # ----------------------------------------------------------- one model each
 def test_second_model_is_refused() -> None:
-    model = compiled_mlp(eager=True)
-    other = mlp()
+    model, other = compiled_mlp(eager=True), mlp()
+    optimizer = model.optimizer
     other.name = "other"
     with pytest.raises(ValueError, match=r"'mlp'.*model 'other'"):
-        other.compile(model.optimizer, loss())
+        other.compile(optimizer, loss())
     with pytest.raises(ValueError, match="already belongs to model 'mlp'"):
-        model.optimizer.attach(other)
+        optimizer.attach(other)
     # The first model is none the worse.
     model.train_on_batch(X, Y)
-
-
-def test_model_of_the_optimizer_is_gone() -> None:
-    model = compiled_mlp()
-    optimizer = model.optimizer
     del model
     gc.collect()
     with pytest.raises(ValueError, match="belongs to a deleted model"):
-        mlp().compile(optimizer, loss())
+        other.compile(optimizer, loss())
 
 
 def test_attach_wants_a_model() -> None:
@@ -290,9 +226,8 @@ def test_attached_too_late(eager: bool) -> None:
 def test_two_models_share_a_trunk() -> None:
     """Each optimizer takes the records of its own model's steps."""
     keras.utils.set_random_seed(0)
-    trunk = layers.Dense(4, activation="tanh", name="trunk")
     inputs = keras.Input((FEATURES,))
-    shared = trunk(inputs)
+    shared = layers.Dense(4, activation="tanh", name="trunk")(inputs)
     models = [
         keras.Model(inputs, layers.Dense(CLASSES, name=name)(shared))
         for name in ("left", "right")

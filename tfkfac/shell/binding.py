@@ -20,11 +20,9 @@ _BOUND = "_tfkfac_optimizer"
 
 
 def bind(model: keras.Model) -> None:
-    """Attaches the model's optimizer if it is one of ours.
+    """Attaches the optimizer of a compiled model if it is one of ours.
 
-    Args:
-        model: A compiled model. An optimizer of ours that it was compiled with
-            before is detached.
+    One of ours that it was compiled with before is detached.
     """
     outer = getattr(model, "optimizer", None)
     scaler = None
@@ -43,8 +41,7 @@ def bind(model: keras.Model) -> None:
         keep_on(model, _BOUND, lambda: weakref.ref(outer))
         if model.built and not unbuilt(model):
             # Variables created in the first step would cost a second trace.
-            with keras.name_scope(outer.name):
-                outer.build(model.trainable_variables)
+            outer.build_in_scope(model.trainable_variables)
             if scaler is not None:
                 # Weights in files are for an optimizer that is built.
                 with model.distribute_strategy.scope():

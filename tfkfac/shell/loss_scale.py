@@ -51,7 +51,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             raise TypeError(
                 "Argument `inner_optimizer` must be an optimizer of tfkfac; "
                 "around another, put `keras.optimizers.LossScaleOptimizer`. "
-                f"Received: inner_optimizer={inner_optimizer} "
+                f"Received: inner_optimizer={inner_optimizer!r} "
                 f"(of type {type(inner_optimizer)})"
             )
         super().__init__(
@@ -129,12 +129,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
 
 def undo_overflows(scaler: Any, optimizer: SecondOrderOptimizer) -> None:
-    """Lets the steps that Keras' own skips leave no trace either.
-
-    Args:
-        scaler: A `keras.optimizers.LossScaleOptimizer`.
-        optimizer: What it is around.
-    """
+    """Lets the steps that Keras' own `scaler` skips leave no trace either."""
 
     def prepare() -> Callable[[], None]:
         job = optimizer.method.job

@@ -66,21 +66,16 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def create(self) -> Sequence[Tracked]:
-        """Creates the state for the model, which is built; keeps what fits.
+        """Creates the state of each replica of this process; keeps what fits.
 
-        Returns:
-            The state of each replica of this process.
+        The model is built.
         """
 
     def expect(self, steps: int | None) -> None:  # noqa: B027 (few need it)
-        """Learns how many training steps `fit` will make.
+        """Learns how many training steps all epochs of `fit` will make.
 
-        Called on every worker before the first of them, after `attach`; the
-        state may not exist yet. In loops of one's own nobody calls it.
-
-        Args:
-            steps: The number, from the first epoch on; None if `fit` does not
-                know it.
+        None if `fit` does not know it. Called on every worker after `attach`;
+        the state may not exist yet. In loops of one's own nobody calls it.
         """
 
     @abc.abstractmethod

@@ -26,9 +26,7 @@ _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType)
 def check_settings(model: keras.Model, loss_scaler: Any) -> None:
     """Refuses what a model is compiled with and cannot work.
 
-    Args:
-        model: The model.
-        loss_scaler: The `LossScaleOptimizer` around the optimizer, if any.
+    The scaler is the `LossScaleOptimizer` around the optimizer, if any.
 
     Raises:
         ValueError: If a setting or the strategy is not supported.
@@ -141,10 +139,6 @@ def plain(value: Any) -> Any:
         return [list(value.shape), zlib.crc32(value.tobytes())]
     if isinstance(value, _FUNCTIONS):
         return value.__qualname__
-    return _of_object(value)
-
-
-def _of_object(value: Any) -> Any:
     name = type(value).__name__
     try:
         with warnings.catch_warnings():

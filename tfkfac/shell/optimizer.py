@@ -37,12 +37,6 @@ class SecondOrderOptimizer(KerasOptimizer):
 
     What is done to the gradients is the `Method`'s, whose class a subclass
     names. Its arguments are attributes of the optimizer.
-
-    Args:
-        inner_optimizer: A Keras optimizer, its identifier or its config.
-        method: What is done to the gradients.
-        name: Name of the optimizer.
-        max_skipped_steps: Steps skipped in a row that end the training.
     """
 
     method_type: ClassVar[type[Method]]
@@ -202,10 +196,8 @@ class SecondOrderOptimizer(KerasOptimizer):
         return self._job
 
     def _check_owner(self, model: keras.Model) -> None:
-        if self._job is None:
-            return
-        owner = self._job.find_model()
-        if owner is not model:
+        owner = None if self._job is None else self._job.find_model()
+        if self._job is not None and owner is not model:
             known = f"model '{owner.name}'" if owner else "a deleted model"
             raise ValueError(
                 f"Optimizer '{self.name}' already belongs to {known} and "
@@ -214,14 +206,12 @@ class SecondOrderOptimizer(KerasOptimizer):
             )
 
     def _check_variables(self, model: keras.Model) -> None:
-        if not self.built:
-            return
         new = [
             v.path
             for v in model.trainable_variables
             if not knows_variable(self.inner_optimizer, v)
         ]
-        if new:
+        if self.built and new:
             raise ValueError(
                 f"Optimizer '{self.name}' was built without the variables "
                 f"{new}. Compile the model with a new optimizer after making "
@@ -248,6 +238,11 @@ class SecondOrderOptimizer(KerasOptimizer):
         super().build(list(variables))
         self._is_building = False
         self._saved_state.create(job)
+
+    def build_in_scope(self, variables: Sequence[keras.Variable]) -> None:
+        """Builds as Keras' `apply` does, below the optimizer's name."""
+        with keras.name_scope(self.name):
+            self.build(variables)
 
     def description(self) -> dict[str, Any]:
         """Facts that all workers must agree on, by name, for JSON."""
@@ -284,9 +279,7 @@ class SecondOrderOptimizer(KerasOptimizer):
         variables = trainable_variables
         if variables is None:
             variables = known_variables(self)
-        if not self.built:
-            with keras.name_scope(self.name):
-                self.build(list(variables))
+        self.build_in_scope(variables)
         job = self._bound_job()
         batch = LossTap.open(job.model).take_last(LossBatch())
         before = BeforeTap.open(job.model).take_last([])
@@ -314,9 +307,7 @@ class SecondOrderOptimizer(KerasOptimizer):
         job = self._job
         if job is None or job.topology.replicas == 1:
             return loss
-        if not self.built:
-            with keras.name_scope(self.name):
-                self.build(job.model.trainable_variables)
+        self.build_in_scope(job.model.trainable_variables)
         return weigh_loss(loss, job, self._method.peers(job.rank))
 
     # -------------------------------------------------------------- saving
@@ -397,26 +388,12 @@ class SecondOrderOptimizer(KerasOptimizer):
         print_fn("\n".join([*self._method.summary(), *events]))
 
     def state_bytes(self) -> dict[str, int]:
-        """Returns the bytes of this replica's curvature state by kind.
-
-        Known before training, for a built model.
-
-        Raises:
-            ValueError: If the optimizer has no model, or one that is not
-                built.
-        """
+        """Returns the bytes of this replica's curvature state by kind."""
         self._check_built()
         return self._method.state_bytes()
 
     def communication_bytes(self) -> dict[str, dict[str, int]]:
-        """Returns the bytes that this replica receives, by kind of step.
-
-        Known before training, for a built model.
-
-        Raises:
-            ValueError: If the optimizer has no model, or one that is not
-                built.
-        """
+        """Returns the bytes that this replica receives, by kind of step."""
         self._check_built()
         return self._method.communication_bytes()
 

@@ -42,18 +42,14 @@ class SavedState(tf.train.experimental.PythonState):
 
     `tf.train.Checkpoint` saves it as a whole, in the form that files have: the
     variables of one worker are of no use to another.
-
-    Args:
-        name: The optimizer's name, for messages.
-        method: The method.
     """
 
     def __init__(self, name: str, method: Method) -> None:
         self._name = name
         self._method = method
         self._job: Job | None = None
-        self._gathered: tuple[list[int], dict[str, np.ndarray] | None] | None
-        self._gathered = None
+        # When, and what of it the first process has.
+        self._gathered: tuple[Any, dict[str, np.ndarray] | None] | None = None
         self._restored: bytes | None = None
 
     def create(self, job: Job) -> None:
@@ -93,7 +89,8 @@ class SavedState(tf.train.experimental.PythonState):
             )
         elif self._gathered[1] is None:
             save_state(store, entries, replicas)
-            store[self._share_key()] = np.zeros(1, np.int64)
+            own = share_key(job.topology.process, job.topology.processes)
+            store[own] = np.zeros(1, np.int64)
         else:
             for key, value in self._gathered[1].items():
                 store[key] = value
@@ -119,17 +116,12 @@ class SavedState(tf.train.experimental.PythonState):
     def _moment(self, job: Job) -> list[int]:
         """Numbers that differ after each step, even after one skipped."""
         counts = [
-            entry.variable.numpy()
+            entry.variable
             for entry in next(iter(self._entries().values()))
             if entry.variable.dtype.is_integer and entry.shape == ()
         ]
         iterations = raw_iterations(job.inner_optimizer)
-        return [int(iterations.numpy()), *map(int, counts)]
-
-    def _share_key(self) -> str:
-        assert self._job is not None
-        topology = self._job.topology
-        return share_key(topology.process, topology.processes)
+        return [int(count.numpy()) for count in (iterations, *counts)]
 
     # ------------------------------------------------------------- loading
     def load(self, store: Mapping[str, Any]) -> None:
@@ -170,7 +162,14 @@ class SavedState(tf.train.experimental.PythonState):
             for part, make_good in one.parts.items():
                 if part not in used:
                     make_good()
-        self._say_what_is_left_out(saved.parts - own, own - used)
+        unused, missing = saved.parts - own, own - used
+        if unused:
+            anew = f"; {sorted(missing)} is made anew" if missing else ""
+            warnings.warn(
+                f"Optimizer '{self._name}' has no use for a part of its saved "
+                f"state, {sorted(unused)}, and leaves it out{anew}.",
+                stacklevel=2,
+            )
 
     def _why_not(self, store: Mapping[str, Any]) -> str | None:
         """Reason why saved state is of no use here, or None."""
@@ -179,24 +178,13 @@ class SavedState(tf.train.experimental.PythonState):
             return why
         if self._job is None:
             return "the model is not built"
-        share = find_share(store)
-        if share not in (None, self._share_key()):
+        share, here = find_share(store), self._job.topology
+        if share not in (None, share_key(here.process, here.processes)):
             return (
                 "the file has what one worker had and not all, and the job is "
                 f"another ({share}); that of worker 0 has all"
             )
         return None
-
-    def _say_what_is_left_out(
-        self, unused: set[str], missing: set[str]
-    ) -> None:
-        if unused:
-            anew = f"; {sorted(missing)} is made anew" if missing else ""
-            warnings.warn(
-                f"Optimizer '{self._name}' has no use for a part of its saved "
-                f"state, {sorted(unused)}, and leaves it out{anew}.",
-                stacklevel=3,
-            )
 
     # --------------------------------------------------------- checkpoints
     def serialize(self) -> bytes:
@@ -230,16 +218,10 @@ def gather_state(
 ) -> dict[str, np.ndarray] | None:
     """Sends the first process what it needs of the others' state.
 
-    Every process has to call it. Each entry travels once, from a replica that
-    has it, unless the first process has it itself.
-
-    Args:
-        entries: What each replica of this process has, by rank.
-        job: The job, of several processes.
-
-    Returns:
-        In the first process, all entries by their names in a file, in its main
-        memory; None in the others.
+    Every process has to call it, with the entries of its replicas by rank.
+    Each entry travels once, from a replica that has it, unless the first
+    process has it itself. That returns all by their names in a file, in its
+    main memory; the others None.
     """
     group = job.among_processes("state")
     variables = {
