@@ -32,7 +32,6 @@ VALUES += ["x", b"x", [1], {}, 1j, object, np.array([0.1])]
 # What it must be, and what of `VALUES` is that.
 NUMBER = "a number of at least 0", (0, 1, 2, 0.5, 1.5)
 POSITIVE = "a positive number", (1, 2, 0.5, 1.5)
-FINITE = r"(a number in \[0, inf\)|be positive)", (1, 2, 0.5, 1.5)
 BELOW_ONE = r"a number in \[0, 1\)", (0, 0.5)
 PART_OF_ONE = r"a number in \(0, 1\]", (1, 0.5)
 COUNT = "an integer of at least 1", (1, 2)
@@ -89,11 +88,11 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
         "damping": or_none(NUMBER),
     },
     RULE: {
-        "initial": (rf"({FINITE[0]}|between `minimum`)", FINITE[1]),
+        "initial": POSITIVE,
         "every": COUNT,
-        "decay": (rf"({BELOW_ONE[0]}|be positive)", (0.5,)),
-        "minimum": (rf"({FINITE[0]}|between `minimum`)", ()),
-        "maximum": (rf"({FINITE[0]}|between `minimum`)", FINITE[1]),
+        "decay": (rf"({BELOW_ONE[0]}|{POSITIVE[0]})", (0.5,)),
+        "minimum": (rf"({POSITIVE[0]}|between `minimum`)", ()),
+        "maximum": POSITIVE,
     },
     FOSI: {
         "inner_optimizer": (f"({INNER}|{RATE[0]})", RATE[1]),

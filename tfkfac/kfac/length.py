@@ -1,19 +1,25 @@
 """Length of a step: the clip, damping that adapts, and what is said of them."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.checks import check_count, check_range
+from tfkfac.checks import check_count, check_positive, check_range
 from tfkfac.compat.graphs import Tracked, state_variable, zeros_variable
 from tfkfac.kfac.settings import check_batch_fraction
 from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.saving.entries import Entry
-from tfkfac.shell.arguments import Hyperparameter, Schedule, serialize_value
+from tfkfac.shell.arguments import (
+    Hyperparameter,
+    Schedule,
+    restore_value,
+    serialize_value,
+)
 from tfkfac.training.accumulation import names_of
 from tfkfac.training.guards import count_events
 
@@ -76,6 +82,7 @@ PREVIOUS = "previous"
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
+@dataclasses.dataclass(frozen=True)
 class LevenbergMarquardt:
     """Damping that adapts itself to how far the quadratic model holds.
 
@@ -115,43 +122,34 @@ class LevenbergMarquardt:
         ValueError: If an argument is not allowed.
     """
 
-    def __init__(
-        self,
-        initial: float = 0.1,
-        every: int = 5,
-        decay: float = 19 / 20,
-        minimum: float = 1e-6,
-        maximum: float = 1e6,
-    ) -> None:
-        self.every = check_count("every", every, 1)
-        self.decay = check_range("decay", decay, 0, 1)
-        self.minimum = check_range("minimum", minimum, 0)
-        self.maximum = check_range("maximum", maximum, 0)
-        self.initial = check_range("initial", initial, 0)
-        for name in ("decay", "minimum"):
-            if getattr(self, name) == 0:
-                raise ValueError(
-                    f"Argument `{name}` must be positive. Received: {name}=0"
-                )
-        if not minimum <= initial <= maximum:
+    initial: float = 0.1
+    every: int = 5
+    decay: float = 19 / 20
+    minimum: float = 1e-6
+    maximum: float = 1e6
+
+    def __post_init__(self) -> None:
+        checked: dict[str, float] = {
+            name: check_positive(name, getattr(self, name))
+            for name in ("initial", "decay", "minimum", "maximum")
+        }
+        checked["decay"] = check_range("decay", checked["decay"], 0, 1)
+        checked["every"] = check_count("every", self.every, 1)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if not self.minimum <= self.initial <= self.maximum:
             raise ValueError(
                 "Argument `initial` must be between `minimum` and `maximum`. "
-                f"Received: initial={initial}, minimum={minimum}, "
-                f"maximum={maximum}"
+                f"Received: initial={self.initial}, minimum={self.minimum}, "
+                f"maximum={self.maximum}"
             )
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""
-        return {
-            "initial": self.initial,
-            "every": self.every,
-            "decay": self.decay,
-            "minimum": self.minimum,
-            "maximum": self.maximum,
-        }
+        return dataclasses.asdict(self)
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "LevenbergMarquardt":
+    def from_config(cls, config: dict[str, Any]) -> Self:
         """Creates one from its config.
 
         Args:
@@ -159,12 +157,9 @@ class LevenbergMarquardt:
         """
         return cls(**config)
 
-    def __repr__(self) -> str:
-        arguments = [f"{k}={v!r}" for k, v in self.get_config().items()]
-        return f"LevenbergMarquardt({', '.join(arguments)})"
-
 
 @keras.saving.register_keras_serializable(package="tfkfac")
+@dataclasses.dataclass(frozen=True)
 class QuadraticStep:
     """A step whose length and momentum a quadratic model of the loss chooses.
 
@@ -201,17 +196,14 @@ class QuadraticStep:
         ValueError: If an argument is not allowed.
     """
 
-    def __init__(
-        self,
-        batch_fraction: float | None = None,
-        damping: Schedule | LevenbergMarquardt | None = None,
-    ) -> None:
-        self.batch_fraction = check_batch_fraction(
-            "batch_fraction", batch_fraction
-        )
-        if damping is not None:
-            Hyperparameter("damping", damping, also=LevenbergMarquardt)
-        self.damping = damping
+    batch_fraction: float | None = None
+    damping: Schedule | LevenbergMarquardt | None = None
+
+    def __post_init__(self) -> None:
+        fraction = check_batch_fraction("batch_fraction", self.batch_fraction)
+        object.__setattr__(self, "batch_fraction", fraction)
+        if self.damping is not None:
+            Hyperparameter("damping", self.damping, also=LevenbergMarquardt)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""
@@ -221,22 +213,14 @@ class QuadraticStep:
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "QuadraticStep":
+    def from_config(cls, config: dict[str, Any]) -> Self:
         """Creates one from its config.
 
         Args:
             config: What `get_config` has returned.
         """
-        damping = config.get("damping")
-        if isinstance(damping, dict):
-            damping = keras.saving.deserialize_keras_object(damping)
+        damping = restore_value("damping", config.get("damping"), None)
         return cls(config.get("batch_fraction"), damping)
-
-    def __repr__(self) -> str:
-        return (
-            f"QuadraticStep(batch_fraction={self.batch_fraction!r}, "
-            f"damping={self.damping!r})"
-        )
 
 
 def check_step(name: str, value: Any) -> str | QuadraticStep:
