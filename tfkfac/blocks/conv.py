@@ -17,7 +17,7 @@ from tfkfac.blocks.patches import (
 )
 from tfkfac.blocks.rows import Rows, Statistic, fold_positions, size_of
 from tfkfac.capture.taps import Record
-from tfkfac.compat.functions import placed_call, shared_call
+from tfkfac.compat.functions import shared_call
 from tfkfac.factors import Dense, Stack
 
 
@@ -102,10 +102,11 @@ class ConvBlock(MatrixBlock):
         if not is_cheaper(images.shape, *geometry):
             return None
         bias = bool(self._bias)
-        return lambda: placed_call(
+        return lambda: shared_call(
             ("correlation", geometry, bias),
             lambda images: patch_gram(images, *geometry, bias),
             images,
+            placed=True,
         )
 
 

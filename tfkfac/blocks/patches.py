@@ -21,7 +21,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks.rows import Statistic, size_of
-from tfkfac.compat.functions import call_of_any_size
+from tfkfac.compat.functions import shared_call
 
 
 def extract_patches(
@@ -372,7 +372,9 @@ def channel_grams(
         return _statistic(kind, products, window, bias)
 
     geometry = tuple(kernel_size), stride, padding, bias, by_shifts
-    statistic = call_of_any_size(("channel grams", geometry), grams, images)
+    statistic = shared_call(
+        ("channel grams", geometry), grams, images, any_size=True
+    )
     size = math.prod(kernel_size) + bias
     statistic.total.set_shape([images.shape[-1], size, size])
     return statistic

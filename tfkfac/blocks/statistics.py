@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfkfac.blocks.base import Block
 from tfkfac.blocks.rows import Rows, Statistic, size_of
 from tfkfac.capture.taps import Record
-from tfkfac.compat.functions import Kind, call_of_any_size, each
+from tfkfac.compat.functions import Kind, each, shared_call
 
 # The measured part: a quarter, but so many of all workers together. Factors of
 # a few examples cost accuracy, and a small batch's are cheap.
@@ -88,16 +88,19 @@ class Examples:
                 divisor, tf.float64
             )
 
-        self._indices, self.weight = call_of_any_size(
+        self._indices, self.weight = shared_call(
             ("examples", part.fraction, part.least),
             choose,
             tf.cast(size, tf.int64),
             tf.convert_to_tensor(part.turn, tf.int64),
+            any_size=True,
         )
 
     def of(self, tensor: tf.Tensor) -> tf.Tensor:
         """Takes them of a tensor with the batch, or 1 for all, first."""
-        taken = call_of_any_size("take examples", _take, tensor, self._indices)
+        taken = shared_call(
+            "take examples", _take, tensor, self._indices, any_size=True
+        )
         taken.set_shape([None, *tensor.shape[1:]])
         return taken
 

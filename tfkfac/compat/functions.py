@@ -18,7 +18,7 @@ from tensorflow.python.framework.ops import set_int_list_attr
 from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfkfac.compat.graphs import Tracked, on_one_device, open_graphs
+from tfkfac.compat.graphs import Tracked, in_xla, not_inlined, open_graphs
 
 T = TypeVar("T")
 
@@ -34,8 +34,8 @@ class Kind(NamedTuple):
 
     Attributes:
         key: Distinguishes it from what the function does for other rows.
-        any_size: True if sizes do not count, see `call_of_any_size`.
-        placed: True if it is a `placed_call`.
+        any_size: True if sizes do not count, see `shared_call`.
+        placed: True for a call that is `placed`, of one row alone as well.
     """
 
     key: Hashable = None
@@ -109,13 +109,13 @@ def each(
             if like is None:
                 kind = next(a.like for a in args if isinstance(a, Member))
             rows[i] = _Row(own, args, kind, own if callable(function) else None)
-    found: dict[int, Any] = {}
-    if tf.executing_eagerly() or around is not None:
+    if not tf.executing_eagerly() and around is None:
+        found = _together(rows)
+    else:
+        found = {}
         for i, row in rows.items():
             with around(i) if around else contextlib.nullcontext():
-                found[i] = row.call()
-    else:
-        found = _together(rows)
+                (found[i],) = _call([row])
     return [found.get(i) for i in range(count)]
 
 
@@ -127,12 +127,7 @@ def fields(rows: Sequence[Any], count: int) -> list[list[Any]]:
 
 
 def flags(column: Sequence[tf.Tensor | None], otherwise: bool) -> tf.Tensor:
-    """Scalar bools of some rows as one vector of all.
-
-    Args:
-        column: The bools, None where there is no row.
-        otherwise: What stands for these.
-    """
+    """Scalar bools of rows as one vector, `otherwise` where there is no row."""
     if not column:
         return tf.zeros([0], tf.bool)
     rest = tf.constant(otherwise)
@@ -151,7 +146,7 @@ class _Row(NamedTuple):
     def signature(self) -> Hashable:
         """Key of the function besides the kinds of its arguments."""
         constants = tuple(arg for arg in self.args if _is_constant(arg))
-        return self.kind and (self.known, self.kind.key, constants)
+        return self.kind and (self.known, self.kind, constants)
 
     @property
     def nests(self) -> list[Any]:
@@ -163,25 +158,6 @@ class _Row(NamedTuple):
         pairs = zip(self.args, nests, strict=True)
         return self.function(*(_closed(arg, nest) for arg, nest in pairs))
 
-    def call(self) -> Any:
-        """Makes the call by itself."""
-        if self.kind is None or tf.executing_eagerly():
-            return self.function(*self.args)
-        _, any_size, placed = self.kind
-        return _call(self.signature, self.of, self.nests, any_size, placed)
-
-    def call_with(self, others: Sequence["_Row"]) -> list[Any]:
-        """Makes this call and others of its kind as one."""
-        assert self.kind is not None
-
-        def together(*many: Sequence[Any]) -> list[Any]:
-            return [self.of(*nests) for nests in many]
-
-        _, any_size, placed = self.kind
-        signature = "together", len(others), self.signature
-        nests = [row.nests for row in (self, *others)]
-        return _call(signature, together, nests, any_size, placed)
-
 
 def _together(rows: Mapping[int, _Row]) -> dict[int, Any]:
     """Makes calls, several of a kind in one."""
@@ -191,23 +167,40 @@ def _together(rows: Mapping[int, _Row]) -> dict[int, Any]:
         key: Hashable = i
         if row.kind is not None:
             leaves = tf.nest.flatten(row.nests)
-            sizes = (_Argument.of(x, row.kind.any_size).kind for x in leaves)
-            key = row.signature, tuple(sizes), row.kind
+            sizes = (_Leaf.of(leaf, row.kind.any_size) for leaf in leaves)
+            key = row.signature, *sizes
         kinds.setdefault(key, []).append(i)
     for members in kinds.values():
+        first = rows[members[0]]
+        if len(members) == 1 and not (first.kind and first.kind.placed):
+            found[members[0]] = first.function(*first.args)
+            continue
         size = group_size(len(members))
         for start in range(0, len(members), size):
             group = members[start : start + size]
-            first, *others = (rows[i] for i in group)
-            placed = first.kind is not None and first.kind.placed
-            if len(members) == 1 and not placed:
-                results = [first.function(*first.args)]
-            elif others:
-                results = first.call_with(others)
-            else:
-                results = [first.call()]
-            found.update(zip(group, results, strict=True))
+            found.update(
+                zip(group, _call([rows[i] for i in group]), strict=True)
+            )
     return found
+
+
+def _call(rows: Sequence[_Row]) -> list[Any]:
+    """Calls the function of some equal rows once for all of them."""
+    first = rows[0]
+    if first.kind is None or tf.executing_eagerly():
+        return [row.function(*row.args) for row in rows]
+
+    def together(*many: Sequence[Any]) -> list[Any]:
+        return [first.of(*nests) for nests in many]
+
+    _, any_size, placed = first.kind
+    return shared_call(
+        (len(rows), first.signature),
+        together,
+        *(row.nests for row in rows),
+        any_size=any_size,
+        placed=placed,
+    )
 
 
 def group_size(count: int) -> int:
@@ -220,13 +213,8 @@ def group_size(count: int) -> int:
 
 def _is_constant(arg: Any) -> bool:
     """True for what is neither a tensor nor made of such."""
-    return not (
-        isinstance(arg, Member)
-        or dataclasses.is_dataclass(arg)
-        or tf.nest.is_nested(arg)
-        or isinstance(arg, tf.Variable)
-        or tf.is_tensor(arg)
-    )
+    is_state = isinstance(arg, Member) or dataclasses.is_dataclass(arg)
+    return not (is_state or tf.nest.is_nested(arg) or tf.is_tensor(arg))
 
 
 def _opened(arg: Any) -> Any:
@@ -249,100 +237,63 @@ def _closed(arg: Any, nest: Any) -> Any:
 
 
 def shared_call(
-    signature: Hashable, function: Callable[..., T], *args: Any
+    signature: Hashable,
+    function: Callable[..., T],
+    *args: Any,
+    any_size: bool = False,
+    placed: bool = False,
 ) -> T:
     """Calls a function of which a graph has the operations once.
 
     What a step does for each of a hundred layers is traced, optimised and
     kept for the first of them; for the others it is one operation, a call.
-    Running eagerly it is just the function.
+    Running eagerly it is just the function. The functions live as long as the
+    outermost graph does.
 
-    The functions live as long as the outermost graph does. This relies on a
-    graph having attributes, on `_noinline` (see `repeat`), on what is called
-    running on the device of the caller, and on errors in it naming the caller.
+    This relies on `inference_fn` of a concrete function, which a `tf.function`
+    comes to after it has looked at its arguments: most of the time of a call
+    is for that. What is called runs on the device of the caller, and errors in
+    it name the caller.
 
     Args:
         signature: What distinguishes the function, besides the shapes and
             dtypes of the arguments, from others that are called.
         function: The function. It must not use tensors or variables that are
             not its arguments, nor collectives.
-        args: Nests of tensors and variables.
+        args: Nests of tensors and variables, with `any_size` of known ranks.
+        any_size: True to trace it once for tensors of all sizes. Those of what
+            it returns are unknown; the caller may say them with `set_shape`.
+        placed: True to let TensorFlow go through the function with all of its
+            passes, as it does with what a `PartitionedCall` calls. Where it
+            does, convolutions get oneDNN's kernels, three to five times as
+            fast. It takes some time in the first step: for a few functions
+            that work long.
     """
-    return _call(signature, function, args)
-
-
-def placed_call(
-    signature: Hashable, function: Callable[..., T], *args: Any
-) -> T:
-    """A `shared_call` of a function that TensorFlow goes through before.
-
-    Where it does, convolutions get oneDNN's kernels, three to five times as
-    fast on processors for which TensorFlow has them on. That takes some time
-    in the first step: it is for a few functions that work long.
-
-    This relies on what a `PartitionedCall` calls going through all of
-    TensorFlow's passes.
-
-    Args:
-        signature: As for `shared_call`.
-        function: As there.
-        args: As there.
-    """
-    return _call(signature, function, args, placed=True)
-
-
-def call_of_any_size(
-    signature: Hashable, function: Callable[..., T], *args: Any
-) -> T:
-    """A `shared_call` that is traced once for tensors of all sizes.
-
-    It relies on a `ResourceVariable` of a handle that it is given, of which
-    TensorFlow knows as much of the shape as the handle's data say.
-
-    Args:
-        signature: As for `shared_call`.
-        function: As there.
-        args: Nests of tensors and variables of known ranks.
-
-    Returns:
-        What it returns. In a graph its sizes are unknown; the caller may say
-        them with `set_shape`.
-    """
-    return _call(signature, function, args, any_size=True)
-
-
-def _call(
-    signature: Hashable,
-    function: Callable[..., T],
-    args: Sequence[Any],
-    any_size: bool = False,
-    placed: bool = False,
-) -> T:
-    """Calls the function that a graph keeps, or the one given eagerly.
-
-    This relies on `inference_fn` of a concrete function, which a `tf.function`
-    comes to after it has looked at its arguments. Most of the time of a call
-    is for that.
-    """
-    graphs = _functions()
+    graphs = [graph for graph in open_graphs() if graph.building_function]
     if not graphs:
         return function(*args)
-    outermost = graphs[-1]
-    if not hasattr(outermost, _SHARED):
-        setattr(outermost, _SHARED, {})
-    shared = getattr(outermost, _SHARED)
-    leaves = [_Argument.of(leaf, any_size) for leaf in tf.nest.flatten(args)]
-    key = (signature, *(leaf.kind for leaf in leaves))
+    shared = _kept(graphs[-1], _SHARED, dict)
+    leaves = tf.nest.flatten(args)
+    kinds = [_Leaf.of(leaf, any_size) for leaf in leaves]
+    key = signature, *kinds
     if key not in shared:
-        shared[key] = _trace(function, args, [leaf.kind for leaf in leaves])
+        shared[key] = _trace(function, args, kinds)
     traced = shared[key]
-    tensors = [leaf.tensor for leaf in leaves]
-    if on_one_device() and not placed:
+    tensors = [
+        leaf.handle if kind.is_variable else tf.convert_to_tensor(leaf)
+        for leaf, kind in zip(leaves, kinds, strict=True)
+    ]
+    if _on_one_device() and not placed:
         made = _direct(traced.inference_fn, tensors)
     else:
         with _calls_as_written():
             made = traced.inference_fn.call_flat(*tensors)
     return tf.nest.pack_sequence_as(traced.structured_outputs, made)
+
+
+def _on_one_device() -> bool:
+    """True if there is one device alone, on which nothing is compiled."""
+    return len(tf.config.list_logical_devices()) == 1 and not in_xla()
 
 
 def _direct(function: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -351,7 +302,7 @@ def _direct(function: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     TensorFlow makes one kernel of it, as of any other operation. What is
     called by a `PartitionedCall` it places on devices, looks through for XLA
     and cuts in parts when it first runs, with all that is called in turn: a
-    third of the first run of a graph.
+    tenth of the first step.
 
     This relies on a graph knowing the functions that were added to it as
     operations, and on all operations in them being on the caller's device.
@@ -366,21 +317,18 @@ def _direct(function: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         name="Call",
         op_def=function.cached_definition.signature,
     )
-    say_what_is_read(operation, function.graph)
+    _say_what_is_read(operation, function.graph)
     for tensor, spec in zip(operation.outputs, returned, strict=True):
         tensor.set_shape(spec.shape)
     return list(operation.outputs)
 
 
-def say_what_is_read(
+def _say_what_is_read(
     call: tf.Operation, body: tf.Graph, before: int = 0
 ) -> None:
     """Notes which variables a call only reads, so that others need not wait.
 
-    Args:
-        call: The operation that calls a function.
-        body: The graph of the function.
-        before: How many inputs the operation has before those of the function.
+    It has some inputs before those of the function.
     """
     find = auto_control_deps_utils.get_read_only_resource_input_indices_graph
     set_int_list_attr(
@@ -390,12 +338,25 @@ def say_what_is_read(
     )
 
 
-class _Kind(NamedTuple):
+def _kept(graph: tf.Graph, name: str, make: Callable[[], Any]) -> Any:
+    """Something that lives as long as a graph does."""
+    if not hasattr(graph, name):
+        setattr(graph, name, make())
+    return getattr(graph, name)
+
+
+class _Leaf(NamedTuple):
     """Form of a tensor or a variable that a function is given."""
 
     is_variable: bool
     dtype: tf.DType
     shape: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, leaf: Any, any_size: bool) -> Self:
+        """The form of a leaf, which may stand for those of all sizes."""
+        sizes = [None] * leaf.shape.rank if any_size else leaf.shape.as_list()
+        return cls(isinstance(leaf, tf.Variable), leaf.dtype, tuple(sizes))
 
     @property
     def spec(self) -> tf.TensorSpec:
@@ -405,7 +366,7 @@ class _Kind(NamedTuple):
         return tf.TensorSpec(self.shape, self.dtype)
 
     def within(self, tensor: tf.Tensor) -> tf.Tensor | tf.Variable:
-        """Makes a variable of its handle again."""
+        """Makes a variable of its handle again, of the shape in its data."""
         if not self.is_variable:
             return tensor
         shape = tf.TensorShape(self.shape)
@@ -416,22 +377,8 @@ class _Kind(NamedTuple):
         )
 
 
-class _Argument(NamedTuple):
-    """A tensor that is passed to a function, and what it stands for."""
-
-    tensor: tf.Tensor
-    kind: _Kind
-
-    @classmethod
-    def of(cls, leaf: Any, any_size: bool) -> "_Argument":
-        is_variable = isinstance(leaf, tf.Variable)
-        tensor = leaf.handle if is_variable else tf.convert_to_tensor(leaf)
-        sizes = [None] * leaf.shape.rank if any_size else leaf.shape.as_list()
-        return cls(tensor, _Kind(is_variable, leaf.dtype, tuple(sizes)))
-
-
 def _trace(
-    function: Callable[..., Any], args: Sequence[Any], kinds: Sequence[_Kind]
+    function: Callable[..., Any], args: Sequence[Any], kinds: Sequence[_Leaf]
 ) -> Any:
     """Traces a function of such arguments, which is not to be inlined."""
     structure = tf.nest.map_structure(lambda _: None, args)
@@ -443,18 +390,8 @@ def _trace(
         ]
         return function(*tf.nest.pack_sequence_as(structure, given))
 
-    traced = tf.function(
-        flat,
-        input_signature=[kind.spec for kind in kinds],
-        autograph=False,
-        experimental_attributes={"_noinline": True},
-    )
-    return traced.get_concrete_function()
-
-
-def _functions() -> list[tf.Graph]:
-    """The functions that are being traced, the outermost one last."""
-    return [graph for graph in open_graphs() if graph.building_function]
+    signature = [kind.spec for kind in kinds]
+    return not_inlined(flat, signature).get_concrete_function()
 
 
 @contextlib.contextmanager
@@ -471,7 +408,7 @@ def _calls_as_written() -> Iterator[None]:
     current = context.context()
     before = current.function_call_options
     current.function_call_options = context.FunctionCallOptions(
-        before.executor_type, as_written()
+        before.executor_type, _as_written()
     )
     try:
         yield
@@ -479,7 +416,7 @@ def _calls_as_written() -> Iterator[None]:
         current.function_call_options = before
 
 
-def as_written() -> tf.compat.v1.ConfigProto:
+def _as_written() -> tf.compat.v1.ConfigProto:
     """Config of a call whose function TensorFlow does not optimise."""
     config = tf.compat.v1.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True
@@ -496,11 +433,12 @@ def when(predicate: tf.Tensor, do: Callable[[], object]) -> list[tf.Operation]:
 
     This relies on the operation `If` taking functions that are made of their
     definition, and on `captured_inputs` of a function that is traced.
-    Where there are several devices the branch calls the function, which is
-    then placed on them as elsewhere, and the condition itself is replaced, as
-    in `tf.cond`: all that is passed to the kernel of `If` has to be on one.
-    Branches of two replicas that only read a variable must not wait for each
-    other, so the condition says which ones it only reads.
+    Where there are several devices, or XLA compiles, the branch calls the
+    function, which is then placed on them as elsewhere, and the condition
+    itself is replaced, as in `tf.cond`: all that is passed to the kernel of
+    `If` has to be on one. Branches of two replicas that only read a variable
+    must not wait for each other, so the condition says which ones it only
+    reads.
 
     Args:
         predicate: Scalar bool.
@@ -519,76 +457,56 @@ def when(predicate: tf.Tensor, do: Callable[[], object]) -> list[tf.Operation]:
 
     # Profiles of a step and its graph show it.
     body.__name__ = getattr(do, "__name__", "branch").strip("<>")
-    function = tf.function(
-        body, autograph=False, experimental_attributes={"_noinline": True}
-    ).get_concrete_function()
-    given, name = function.captured_inputs, function.name.decode()
+    function = not_inlined(body).get_concrete_function()
+    name = function.name.decode()
     graph = tf.compat.v1.get_default_graph()
     graph._add_function_recursive(function.inference_fn)
     # Who looks for the graph of a branch, to export it, is given the body's.
-    _kept(graph).append(function)
-    alone = on_one_device()
-    otherwise, calling = f"{name}_otherwise", f"{name}_called"
-    _add(graph, _definition(otherwise, given), function)
-    if not alone:
-        _add(graph, _calling(name, _definition(calling, given)), function)
+    _kept(graph, _BRANCHES, list).append(function)
+    alone = _on_one_device()
     condition = tf.raw_ops.If(
         cond=predicate,
-        input=given,
+        input=function.captured_inputs,
         Tout=[],
-        then_branch=name if alone else calling,
-        else_branch=otherwise,
+        then_branch=name if alone else _add(f"{name}_called", function, True),
+        else_branch=_add(f"{name}_otherwise", function, False),
     )
-    say_what_is_read(condition, function.graph, before=1)
+    _say_what_is_read(condition, function.graph, before=1)
     condition._set_attr(
         "_lower_using_switch_merge", tf.compat.v1.AttrValue(b=not alone)
     )
     return [condition]
 
 
-def _add(graph: tf.Graph, definition: Any, function: Any) -> None:
-    """Makes a function known that takes what another one takes."""
-    context.context().add_function_def(definition)
-    graph._add_function_recursive(
-        AtomicFunction(
-            definition.signature.name,
-            context.context(),
-            function.function_type,
-            [function.inference_fn],
-            cached_graph=function.graph,
-        )
-    )
+def _add(name: str, function: Any, calls: bool) -> str:
+    """Makes a function known that takes what another one takes.
 
-
-def _kept(graph: tf.Graph) -> list[Any]:
-    """The functions that live as long as a graph does."""
-    if not hasattr(graph, _BRANCHES):
-        setattr(graph, _BRANCHES, [])
-    return getattr(graph, _BRANCHES)
-
-
-def _definition(name: str, given: Sequence[tf.Tensor]) -> Any:
-    """A function that does nothing with what it is given."""
+    It calls that one with it, or does nothing.
+    """
     definition = FunctionDef()
-    definition.signature.name = name
-    for i, tensor in enumerate(given):
-        definition.signature.input_arg.add(
-            name=f"x{i}", type=tensor.dtype.as_datatype_enum
-        )
-    return definition
-
-
-def _calling(name: str, definition: Any) -> Any:
-    """The same, but it calls another function with what it is given."""
     signature = definition.signature
-    call = definition.node_def.add(name="call", op="StatefulPartitionedCall")
-    call.input.extend(argument.name for argument in signature.input_arg)
-    types = [argument.type for argument in signature.input_arg]
-    call.attr["Tin"].list.type.extend(types)
-    call.attr["Tout"].list.SetInParent()
-    call.attr["f"].func.name = name
-    call.attr["config_proto"].s = as_written().SerializeToString()
-    signature.is_stateful = True
-    signature.control_output.append(call.name)
-    definition.control_ret[call.name] = call.name
-    return definition
+    signature.name = name
+    types = [t.dtype.as_datatype_enum for t in function.captured_inputs]
+    for i, kind in enumerate(types):
+        signature.input_arg.add(name=f"x{i}", type=kind)
+    if calls:
+        call = definition.node_def.add(name="call")
+        call.op = "StatefulPartitionedCall"
+        call.input.extend(argument.name for argument in signature.input_arg)
+        call.attr["Tin"].list.type.extend(types)
+        call.attr["Tout"].list.SetInParent()
+        call.attr["f"].func.name = function.name.decode()
+        call.attr["config_proto"].s = _as_written().SerializeToString()
+        signature.is_stateful = True
+        signature.control_output.append(call.name)
+        definition.control_ret[call.name] = call.name
+    context.context().add_function_def(definition)
+    atomic = AtomicFunction(
+        name,
+        context.context(),
+        function.function_type,
+        [function.inference_fn],
+        cached_graph=function.graph,
+    )
+    tf.compat.v1.get_default_graph()._add_function_recursive(atomic)
+    return name

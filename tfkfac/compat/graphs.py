@@ -1,10 +1,7 @@
 """Variables of one worker, graphs, tapes and gradients of TensorFlow."""
 
 import contextlib
-import functools
-import importlib
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import tensorflow as tf
@@ -16,7 +13,14 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfkfac.compat.overrides import overridden
 
+try:
+    from keras.src.backend.tensorflow import nn as keras_nn
+except ImportError:  # from Keras 3.16 on
+    from keras.src.backend.tensorflow.ops import nn as keras_nn
+
 T = TypeVar("T")
+Sum = Callable[[tf.Tensor], tf.Tensor]
+Moments = tuple[tf.Tensor, tf.Tensor]  # mean and variance
 
 
 def state_variable(
@@ -25,20 +29,11 @@ def state_variable(
     """Creates a non-trainable variable, also in the middle of a trace.
 
     Under a distribution strategy it is this worker's own: it is not mirrored,
-    and other workers may have one of another shape or none.
+    and other workers may have one of another shape or none. `shape` has None
+    where sizes may change, and is that of the value by default.
 
     This relies on `ResourceVariable`, the class below `tf.Variable`, not
     asking the strategy who creates a variable.
-
-    Args:
-        value: Initial value, evaluated outside of any graph.
-        dtype: Dtype of the variable.
-        name: Name of the variable.
-        shape: Shape, with None where sizes may change. Defaults to that of
-            the value.
-
-    Returns:
-        A variable.
     """
     with tf.init_scope():
         return ResourceVariable(
@@ -63,6 +58,22 @@ def in_graph(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
+def not_inlined(
+    function: Callable[..., Any], input_signature: Any = None
+) -> Any:
+    """A `tf.function` that is one operation of the graph that calls it.
+
+    It relies on the attribute `_noinline`, without which TensorFlow puts the
+    operations back in the place of the call.
+    """
+    return tf.function(
+        function,
+        input_signature=input_signature,
+        autograph=False,
+        experimental_attributes={"_noinline": True},
+    )
+
+
 def repeat(
     body: Callable[[tf.Tensor, T], T],
     state: T,
@@ -75,14 +86,12 @@ def repeat(
     name of the loop, to which scopes and replicas add prefixes. So the loop
     is alone in a function of its own.
 
-    This relies on names beginning anew in a function, and on the attribute
-    `_noinline`, without which TensorFlow puts the operations back in the place
-    of the call.
+    This relies on names beginning anew in a function.
 
     Args:
         body: Function of the index, an int32 scalar, and of what it returned
             last: any nest of tensors, of fixed shapes and dtypes.
-        state: What it gets first.
+        state: The nest that it gets first.
         first: The first index.
         end: The one after the last.
     """
@@ -98,12 +107,8 @@ def repeat(
         )
         return last
 
-    function = tf.function(
-        loop,
-        autograph=False,
-        experimental_attributes={"_noinline": True},
-    )
-    return function(state, *(tf.cast(i, tf.int32) for i in (first, end)))
+    bounds = (tf.cast(i, tf.int32) for i in (first, end))
+    return not_inlined(loop)(state, *bounds)
 
 
 def map_rows(
@@ -130,19 +135,7 @@ def stamp_time(variable: tf.Variable) -> tf.Tensor:
     process, since TensorFlow orders operations with a side effect on nothing.
     A call that is not inlined is one operation by itself.
     """
-
-    def stamp() -> tf.Tensor:
-        return tf.identity(variable.assign(tf.timestamp()))
-
-    attributes = {"_noinline": True}
-    return tf.function(
-        stamp, autograph=False, experimental_attributes=attributes
-    )()
-
-
-def on_one_device() -> bool:
-    """True if there is one device alone, on which nothing is compiled."""
-    return len(tf.config.list_logical_devices()) == 1 and not in_xla()
+    return not_inlined(lambda: tf.identity(variable.assign(tf.timestamp())))()
 
 
 def of_this_graph(
@@ -190,13 +183,10 @@ def open_graphs() -> Iterator[tf.Graph]:
 
 
 def is_constant_to_tapes(kind: str) -> bool:
-    """True if TensorFlow takes the derivative of an operation for zero.
+    """True if TensorFlow takes the derivative of a type of operation for zero.
 
     It relies on `gradient_registry`, where an operation that is registered as
     not differentiable has None in the place of a function.
-
-    Args:
-        kind: Type of the operation.
     """
     try:
         return gradient_registry.lookup(kind) is None
@@ -259,30 +249,23 @@ def copied_rows(matrix: tf.Tensor) -> tf.Tensor:
 def set_row(matrix: tf.Tensor, index: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
     """Returns a matrix with another row; that given must not be used again.
 
-    `tf.tensor_scatter_nd_update` copies the matrix on a CPU.
+    The matrix is what `new_rows`, `copied_rows` or this function returned, the
+    index int32. `tf.tensor_scatter_nd_update` copies the matrix on a CPU.
 
     This relies on `InplaceUpdate` writing into the tensor it is given, and on
     TensorFlow making no constant of what `Empty` and `DeepCopy` return. XLA
     decides by itself what it copies.
-
-    Args:
-        matrix: What `new_rows`, `copied_rows` or this function returned.
-        index: Number of the row, int32.
-        row: The row.
     """
     if in_xla():
         return tf.tensor_scatter_nd_update(matrix, [[index]], row[None])
     return tf.raw_ops.InplaceUpdate(x=matrix, i=[index], v=row[None])
 
 
-_WRITES = ("assign", "scatter_", "batch_scatter_")
 # Both, as TensorFlow's decorator of the first has copies of the methods.
 _VARIABLES = (
     resource_variable_ops.ResourceVariable,
     resource_variable_ops.BaseResourceVariable,
 )
-# All that draws numbers prepares them by this.
-_GENERATOR, _DRAWS = tf.random.Generator, "_prepare_key_counter"
 
 
 @contextlib.contextmanager
@@ -296,23 +279,38 @@ def written_variables() -> Iterator[list[tf.Tensor]]:
     TensorFlow orders what reads and writes a resource, and which looks into
     the functions that an operation calls. Outside of graphs it relies on the
     methods of variables that begin with "assign" and "scatter", and on
-    `_prepare_key_counter` of generators.
+    `_prepare_key_counter` of generators, by which all that draws numbers
+    prepares them.
     """
     handles: list[tf.Tensor] = []
-    with contextlib.ExitStack() as stack:
-        if tf.executing_eagerly():
-            note = functools.partial(_note, handles)
-            for owner, name in _writing_methods():
-                stack.enter_context(overridden(owner, name, note))
-            yield handles
-            return
+    if not tf.executing_eagerly():
         graph = tf.compat.v1.get_default_graph()
         first = len(graph.get_operations())
         yield handles
+        find = auto_control_deps_utils.get_read_write_resource_inputs
         for operation in graph.get_operations()[first:]:
-            find = auto_control_deps_utils.get_read_write_resource_inputs
             for handle in find(operation)[1]:
                 _add(handles, _outermost(handle))
+        return
+
+    def note(
+        below: Callable[..., Any], /, owner: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        is_generator = isinstance(owner, tf.random.Generator)
+        _add(handles, (owner.state if is_generator else owner).handle)
+        return below(owner, *args, **kwargs)
+
+    writes = [
+        (owner, name)
+        for owner in _VARIABLES
+        for name in vars(owner)
+        if name.startswith(("assign", "scatter_", "batch_scatter_"))
+    ]
+    writes.append((tf.random.Generator, "_prepare_key_counter"))
+    with contextlib.ExitStack() as stack:
+        for owner, name in writes:
+            stack.enter_context(overridden(owner, name, note))
+        yield handles
 
 
 def _outermost(handle: tf.Tensor) -> tf.Tensor:
@@ -330,32 +328,8 @@ def _outermost(handle: tf.Tensor) -> tf.Tensor:
     return handle
 
 
-def _note(
-    handles: list[tf.Tensor],
-    below: Callable[..., Any],
-    /,
-    variable: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Notes a variable, or that of a generator, whose method is called."""
-    own = variable.state if isinstance(variable, _GENERATOR) else variable
-    _add(handles, own.handle)
-    return below(variable, *args, **kwargs)
-
-
-def _writing_methods() -> list[tuple[type, str]]:
-    """Classes and the names of their methods that write."""
-    found = [
-        (owner, name)
-        for owner in _VARIABLES
-        for name in vars(owner)
-        if name.startswith(_WRITES)
-    ]
-    return [*found, (_GENERATOR, _DRAWS)]
-
-
 def _add(handles: list[tf.Tensor], handle: tf.Tensor) -> None:
+    """Adds the handle of a variable, if it is one and not there yet."""
     known = any(handle is one for one in handles)
     if not known and _kind(handle) is not None:
         handles.append(handle)
@@ -371,11 +345,7 @@ def _kind(handle: tf.Tensor) -> tf.DType | None:
 
 @contextlib.contextmanager
 def kept_variables(handles: Sequence[tf.Tensor]) -> Iterator[None]:
-    """Gives variables back the values that they had at the beginning.
-
-    Args:
-        handles: As `written_variables` has noted them.
-    """
+    """Gives variables back their values, by handles of `written_variables`."""
     before = [
         tf.raw_ops.ReadVariableOp(resource=handle, dtype=_kind(handle))
         for handle in handles
@@ -400,46 +370,12 @@ def has_effects(graph: tf.Graph) -> bool:
     )
 
 
-KERAS_NN = (
-    "keras.src.backend.tensorflow.nn",
-    "keras.src.backend.tensorflow.ops.nn",  # from Keras 3.16 on
-)
-
-
-def module_at(*places: str) -> ModuleType:
-    """The module that is at one of several places.
-
-    Args:
-        places: Its names, the oldest first.
-
-    Raises:
-        ImportError: If it is at none of them.
-    """
-    for place in places:
-        try:
-            return importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            # What the module itself may miss is another matter.
-            if not f"{place}.".startswith(f"{error.name}."):
-                raise
-    raise ImportError(
-        f"There is none of the modules {list(places)} that tfkfac knows of. "
-        "Install a version of Keras that tfkfac's metadata allow."
-    )
-
-
-keras_nn = module_at(*KERAS_NN)
-
-Sum = Callable[[tf.Tensor], tf.Tensor]
-Moments = tuple[tf.Tensor, tf.Tensor]  # mean and variance
-
-
 def with_gradient(
     function: Callable[[tf.Tensor], tf.Tensor],
     tensor: tf.Tensor,
     gradient: Callable[[tf.Tensor], tf.Tensor],
 ) -> tf.Tensor:
-    """Applies a function whose gradient on tapes is another's.
+    """Applies a function to a tensor; on tapes its gradient is another's.
 
     In a graph `tf.custom_gradient` enters what it was called with into a
     registry of the process, for good: the graph, all functions that hang on
@@ -448,11 +384,6 @@ def with_gradient(
 
     It relies on `stop_recording` and `record_operation` of TensorFlow's
     `record`, which `tf.custom_gradient` calls as well.
-
-    Args:
-        function: Takes the tensor to another.
-        tensor: Its argument.
-        gradient: Takes the gradient of the result to that of the argument.
     """
     with record.stop_recording():
         # A tape cannot tell a result that is the argument itself from it.
@@ -470,33 +401,36 @@ def exact_second_derivatives(total: Sum) -> Iterator[None]:
     `tf.nn.moments` stops the gradient of the mean within the variance. That
     leaves the first derivative as it is and makes the second one wrong by
     several percent. Moments that are synchronised over replicas reduce in a
-    way that is illegal inside a `tf.cond`.
+    way that is illegal inside a `tf.cond`; `total` is a differentiable sum
+    over the replicas.
 
     This relies on Keras calling `tf.nn.moments`, and for synchronised moments
-    `_compute_moments_sync` of the module at `KERAS_NN`, through the modules'
+    `_compute_moments_sync` of its module `nn`, through the modules'
     attributes, where a layer of the user's own is likely to look as well. Both
     are as they were when no thread is inside.
-
-    Args:
-        total: Differentiable sum over the replicas.
     """
-
-    def plain(_: Any, /, *args: Any, **kwargs: Any) -> Moments:
-        return plain_moments(*args, **kwargs)
 
     def synchronized(
         _: Any, x: tf.Tensor, axes: Sequence[int], keepdims: bool
     ) -> Moments:
-        return synchronized_moments(x, axes, keepdims, total)
+        sums = [
+            tf.reduce_sum(value, axes, keepdims=keepdims)
+            for value in (tf.ones_like(x), x, tf.square(x))
+        ]
+        count, first, second = tf.unstack(total(tf.stack(sums)))
+        mean = tf.math.divide_no_nan(first, count)
+        square = tf.math.divide_no_nan(second, count)
+        return mean, tf.maximum(square - tf.square(mean), 0)
 
     with (
-        overridden(tf.nn, "moments", plain),
+        overridden(tf.nn, "moments", _plain_moments),
         overridden(keras_nn, "_compute_moments_sync", synchronized),
     ):
         yield
 
 
-def plain_moments(
+def _plain_moments(
+    _: Any,
     x: tf.Tensor,
     axes: Any,
     shift: Any = None,
@@ -504,24 +438,9 @@ def plain_moments(
     name: str | None = None,
 ) -> Moments:
     """Mean and variance without tricks; arguments as `tf.nn.moments`."""
-    del shift, name
     wide = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
     mean = tf.reduce_mean(wide, axes, keepdims=True)
     variance = tf.reduce_mean(tf.square(wide - mean), axes, keepdims=keepdims)
     if not keepdims:
         mean = tf.reduce_mean(wide, axes)
     return tf.cast(mean, x.dtype), tf.cast(variance, x.dtype)
-
-
-def synchronized_moments(
-    x: tf.Tensor, axes: Sequence[int], keepdims: bool, total: Sum
-) -> Moments:
-    """Mean and variance over the batches of all replicas."""
-    sums = [
-        tf.reduce_sum(value, axes, keepdims=keepdims)
-        for value in (tf.ones_like(x), x, tf.square(x))
-    ]
-    count, first, second = tf.unstack(total(tf.stack(sums)))
-    mean = tf.math.divide_no_nan(first, count)
-    square = tf.math.divide_no_nan(second, count)
-    return mean, tf.maximum(square - tf.square(mean), 0)

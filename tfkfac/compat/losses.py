@@ -7,11 +7,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import masking
 from keras.src.losses import loss as loss_module
 
 from tfkfac.compat.graphs import written_variables
-from tfkfac.compat.models import compiled_loss
+from tfkfac.compat.models import compiled_loss, pass_mask
 from tfkfac.compat.overrides import overridden
 
 
@@ -27,20 +26,13 @@ def logits_of(output: Any) -> tf.Tensor | None:
 def in_place_of(
     output: tf.Tensor, value: tf.Tensor, logits: tf.Tensor | None
 ) -> tf.Tensor:
-    """A tensor of other values that losses take for an output.
+    """A tensor of other values and logits that losses take for an output.
 
     It relies on losses finding a mask and logits on the tensor: by
     `get_keras_mask`, and as `_keras_logits`.
-
-    Args:
-        output: The output.
-        value: The values.
-        logits: Their logits, if the output has any.
     """
     other = tf.identity(value)
-    mask = masking.get_keras_mask(output)
-    if mask is not None:
-        masking.set_keras_mask(other, mask)
+    pass_mask(output, other)
     if logits is not None:
         other._keras_logits = logits
     return other
@@ -48,13 +40,10 @@ def in_place_of(
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """Values of a loss, and their reduction to a number.
+    """Values of a loss, one for each term, and their reduction to a number.
 
-    Attributes:
-        values: The loss values, one for each term, before any weight.
-        weights: Sample weights, or None.
-        mask: Mask of the terms, or None.
-        kind: Keras' name of the reduction.
+    The weights and the mask of the terms come after the values. `kind` is
+    Keras' name of the reduction.
     """
 
     values: tf.Tensor
@@ -65,12 +54,9 @@ class Reduction:
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """Predictions and logits that a loss has read, on a tape of its own.
+    """Predictions, in the dtype of a loss, that it has read on a tape.
 
-    Attributes:
-        output: The predictions, in the dtype of the loss.
-        logits: The logits behind them, if Keras remembers any.
-        tape: What has recorded the loss.
+    With them are the logits behind them, if Keras remembers any.
     """
 
     output: tf.Tensor
@@ -88,15 +74,11 @@ class Leaves:
 
 @dataclasses.dataclass(frozen=True)
 class LossCall:
-    """A call of a loss.
+    """A call of a loss, and what it returned.
 
     Attributes:
-        loss: The loss.
-        y_true: Labels.
-        y_pred: Predictions.
         reduction: How its values were reduced; None if Keras did not do it.
-        result: What it returned.
-        leaves: What it has read, if that was asked for.
+        leaves: Its predictions on a tape, if that was asked for.
         written: Handles of the variables that it has changed.
     """
 
@@ -119,11 +101,8 @@ def observed_losses(
     predictions to the `dtype` of the loss, and calling
     `reduce_weighted_values(values, sample_weight=, mask=, reduction=, dtype=)`
     through the attribute of its module. A loss that is called inside of
-    another is not noted.
-
-    Args:
-        differentiated: Whether a loss is recorded on a tape of its own, from
-            which its gradient at the predictions can be had.
+    another is not noted. Each that is `differentiated` is recorded on a tape
+    of its own, from which its gradient at the predictions can be had.
     """
     calls: list[LossCall] = []
     reductions: list[list[Reduction]] = []  # of the calls that are going on
@@ -143,7 +122,8 @@ def observed_losses(
         leaves, read = None, y_pred
         try:
             with contextlib.ExitStack() as stack:
-                if _is_floating(y_pred) and differentiated(loss):
+                floats = tf.is_tensor(y_pred) and y_pred.dtype.is_floating
+                if floats and differentiated(loss):
                     tape = tf.GradientTape(watch_accessed_variables=False)
                     stack.enter_context(tape)
                     leaves = _watched(y_pred, tf.as_dtype(loss.dtype), tape)
@@ -182,10 +162,6 @@ def observed_losses(
         overridden(loss_module, "reduce_weighted_values", reduce),
     ):
         yield calls
-
-
-def _is_floating(predictions: Any) -> bool:
-    return tf.is_tensor(predictions) and predictions.dtype.is_floating
 
 
 def _watched(

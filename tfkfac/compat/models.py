@@ -4,15 +4,20 @@ import contextlib
 import contextvars
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import masking
 
 from tfkfac.compat.graphs import own_copy
 from tfkfac.compat.overrides import Override, override
 
-_MASK = "_keras_mask"
+Callbacks = list[keras.callbacks.Callback]
+Within = Callable[[Callbacks, int], AbstractContextManager[Callbacks]]
+
+_from_config = contextvars.ContextVar("compiles_from_config", default=False)
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -64,25 +69,14 @@ def mask_of(tensor: Any) -> tf.Tensor | None:
 
     It relies on Keras keeping it as the tensor's attribute `_keras_mask`.
     """
-    return getattr(tensor, _MASK, None)
+    return masking.get_keras_mask(tensor)
 
 
 def pass_mask(source: Any, target: tf.Tensor) -> None:
-    """Makes a tensor carry the mask of another one, if that has any.
-
-    It relies on what `mask_of` does.
-    """
+    """Makes a tensor carry the mask of another one, if that has any."""
     mask = mask_of(source)
     if mask is not None:
-        setattr(target, _MASK, mask)
-
-
-Callbacks = list[keras.callbacks.Callback]
-Within = Callable[
-    [Callbacks, int], contextlib.AbstractContextManager[Callbacks]
-]
-
-_from_config = contextvars.ContextVar("compiles_from_config", default=False)
+        masking.set_keras_mask(target, mask)
 
 
 @contextlib.contextmanager
@@ -165,16 +159,10 @@ def after_compile(action: Callable[[keras.Model], None]) -> list[Override]:
     """Calls a function after each `Model.compile`, with the model.
 
     This relies on `compile` and `compile_from_config` being methods of base
-    classes of `keras.Model`, and on `load_model` calling them. The hook is on
-    the class that defines them and not on `keras.Model`: `load_model` compares
-    the `compile` of a model with that class' and compiles nothing when they
-    differ.
-
-    Args:
-        action: The function.
-
-    Returns:
-        What can be removed again.
+    classes of `keras.Model`, and on `load_model` calling them. The hooks are
+    on the class that defines them and not on `keras.Model`: `load_model`
+    compares the `compile` of a model with that class' and compiles nothing
+    when they differ.
     """
 
     def compile(
@@ -196,12 +184,15 @@ def after_compile(action: Callable[[keras.Model], None]) -> list[Override]:
             _from_config.reset(token)
 
     return [
-        override(_owner("compile"), "compile", compile),
         override(
-            _owner("compile_from_config"),
-            "compile_from_config",
-            compile_from_config,
-        ),
+            next(c for c in keras.Model.__mro__ if name in vars(c)),
+            name,
+            wrapper,
+        )
+        for name, wrapper in (
+            ("compile", compile),
+            ("compile_from_config", compile_from_config),
+        )
     ]
 
 
@@ -218,16 +209,9 @@ def around_fit(model: keras.Model, within: Within) -> Override:
     """Runs each `fit` of a model in a context, which chooses its callbacks.
 
     This relies on the names of the arguments `callbacks` and `initial_epoch`,
-    and on `fit` making a new `CallbackList` of a flat list of callbacks. A
+    and on `fit` making a new `CallbackList` of a flat list of callbacks. The
+    context gets these and `initial_epoch`; its value is the callbacks. A
     `fit` of the user's own that has no place for callbacks by name gets none.
-
-    Args:
-        model: The model.
-        within: Gets the flat list of callbacks and `initial_epoch`, and
-            returns a context that `fit` runs in, whose value is the callbacks.
-
-    Returns:
-        What can be removed again.
     """
     signature = inspect.signature(model.fit)
     kinds = {p.kind: name for name, p in signature.parameters.items()}
@@ -273,16 +257,10 @@ def set_first_epoch(model: keras.Model, epoch: int | None) -> None:
 def skip_batches(model: keras.Model, count: int) -> Callable[[], None]:
     """Lets `fit` take some batches of its first epoch without training on them.
 
-    It relies on `fit` calling `train_function` with its iterator once for
-    every `steps_per_execution` batches, and for no other reason, and on it
-    being there when callbacks begin.
-
-    Args:
-        model: The model.
-        count: How many batches.
-
-    Returns:
-        What ends it early.
+    It returns what ends that early. It relies on `fit` calling
+    `train_function` with its iterator once for every `steps_per_execution`
+    batches, and for no other reason, and on it being there when callbacks
+    begin.
     """
     train = model.train_function
     left = count
@@ -302,8 +280,3 @@ def skip_batches(model: keras.Model, count: int) -> Callable[[], None]:
     if count:
         model.train_function = skip
     return restore
-
-
-def _owner(method: str) -> Any:
-    """The base class of `keras.Model` that defines a method."""
-    return next(c for c in keras.Model.__mro__ if method in vars(c))

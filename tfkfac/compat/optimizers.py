@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfkfac.compat.graphs import own_copy
-from tfkfac.compat.overrides import Wrapper, keep_on, overridden, override
+from tfkfac.compat.overrides import keep_on, overridden, override
 
 if TYPE_CHECKING:
 
@@ -43,10 +43,8 @@ def parts_of_multi_optimizer(optimizer: Any) -> Sequence[Any] | None:
     Keras has had them since version 3.15.
     """
     kind = getattr(keras.optimizers, "MultiOptimizer", None)
-    if kind is None or not isinstance(optimizer, kind):
-        return None
-    parts: Sequence[Any] = optimizer.optimizers
-    return parts
+    is_such = kind is not None and isinstance(optimizer, kind)
+    return optimizer.optimizers if is_such else None
 
 
 def variable_key(
@@ -113,12 +111,11 @@ def on_overflow(
 ) -> None:
     """Does something where a `LossScaleOptimizer` skips a step.
 
+    `prepare` is called before each step, and returns what is to be done. A
+    second time for the same optimizer changes nothing.
+
     It relies on `_common_apply` calling `_stateful_handle_non_finite_grads`
     in the one of two branches that skips, in a single replica.
-
-    Args:
-        scaler: The optimizer; a second time for it changes nothing.
-        prepare: Called before the branches; returns what is to be done.
     """
 
     def apply(below: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -146,10 +143,6 @@ def build_once(
 
     It relies on `built`, and on `build` making the scale and its counter anew
     each time: Keras calls it without asking where it loads a model.
-
-    Args:
-        scaler: The optimizer; a second time for it changes nothing.
-        variables: What it is built for.
     """
 
     def build(below: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -157,9 +150,7 @@ def build_once(
             below(*args, **kwargs)
 
     keep_on(
-        scaler,
-        "_tfkfac_build_once",
-        lambda: override(scaler, "build", build),
+        scaler, "_tfkfac_build_once", lambda: override(scaler, "build", build)
     )
     scaler.build(variables)
 
@@ -179,7 +170,9 @@ def updates_in_replica(
     is illegal inside a `tf.cond`, and reduces the gradients once more there.
     With gradients that are reduced already every replica does the same update
     on its own copies, which stay equal. Accumulation, averaging, clipping and
-    weight decay then are what they are in a single process.
+    weight decay then are what they are in a single process. `after` is called
+    where the weights have been updated, before averages and constraints; with
+    accumulation, in the steps that do an update.
 
     This relies on `BaseOptimizer.apply` doing what touches variables through
     these five methods, called by name on the optimizer and on its counter of
@@ -189,11 +182,6 @@ def updates_in_replica(
     `_overwrite_model_variables_with_average_value` and `assign_add`. Averages
     are in `_model_variables_moving_average`, in the order of the variables,
     and `BaseOptimizer` has a weight decay of its own that stays in a replica.
-
-    Args:
-        inner: The optimizer whose `apply` is called inside.
-        after: Called where it has updated the weights, before averages and
-            constraints; with accumulation, in the steps that do an update.
     """
     iterations = raw_iterations(inner)
 
@@ -222,16 +210,15 @@ def updates_in_replica(
         own = own_copy(iterations.value)
         own.assign_add(tf.cast(delta, own.dtype))
 
-    substitutes: dict[str, Wrapper] = {
-        "_backend_update_step": update_step,
-        "_backend_increment_gradient_accumulators": accumulate,
-        "_overwrite_model_variables_with_average_value": overwrite,
-        "_apply_weight_decay": decay,
-    }
     with contextlib.ExitStack() as stack:
-        for name, function in substitutes.items():
-            stack.enter_context(overridden(inner, name, function))
-        stack.enter_context(overridden(iterations, "assign_add", count))
+        for owner, name, function in (
+            (inner, "_backend_update_step", update_step),
+            (inner, "_backend_increment_gradient_accumulators", accumulate),
+            (inner, "_overwrite_model_variables_with_average_value", overwrite),
+            (inner, "_apply_weight_decay", decay),
+            (iterations, "assign_add", count),
+        ):
+            stack.enter_context(overridden(owner, name, function))
         yield
 
 
@@ -248,12 +235,6 @@ def update_variable(
 
     This relies on `SGD.update_step` doing the update of that kernel, with the
     momentum in `momentums` at `_get_variable_index`.
-
-    Args:
-        inner: The optimizer.
-        gradient: The gradient.
-        variable: The variable.
-        learning_rate: The learning rate.
     """
     own = own_copy(variable.value)
     plain = type(inner) is keras.optimizers.SGD and own.dtype in _DTYPES
@@ -267,10 +248,10 @@ def update_variable(
             var=own.handle, alpha=rate, delta=gradient
         )
         return
-    place = inner._get_variable_index(variable)
+    (momentum,) = sgd_momenta(inner, [variable])
     tf.raw_ops.ResourceApplyKerasMomentum(
         var=own.handle,
-        accum=own_copy(inner.momentums[place].value).handle,
+        accum=own_copy(momentum.value).handle,
         lr=rate,
         grad=gradient,
         momentum=keras.ops.cast(inner.momentum, own.dtype.name),

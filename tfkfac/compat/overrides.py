@@ -13,6 +13,7 @@ can go in any order, and the last one leaves the object as it was.
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import threading
@@ -34,34 +35,21 @@ _NOTHING = object()
 _lock = threading.RLock()
 
 
+@dataclasses.dataclass(eq=False)
 class Override:
-    """One function in the place of an attribute.
+    """One function in the place of an attribute, for a thread or for all."""
 
-    Args:
-        stack: All overrides of the attribute.
-        wrapper: The function.
-        thread: The thread that it is for; None is every thread.
-    """
-
-    def __init__(
-        self, stack: "_Stack", wrapper: Wrapper, thread: int | None
-    ) -> None:
-        self._stack = stack
-        self.wrapper = wrapper
-        self.thread = thread
+    stack: "_Stack"
+    wrapper: Wrapper
+    thread: int | None
 
     def remove(self) -> None:
         """Takes it away, and leaves all others; a second time does nothing."""
-        self._stack.remove(self)
+        self.stack.remove(self)
 
 
 class _Stack:
-    """The overrides of one attribute of one object, the last one on top.
-
-    Args:
-        instance: The object.
-        name: Name of an attribute that can be called.
-    """
+    """The overrides of one attribute of one object, the last one on top."""
 
     def __init__(self, instance: Any, name: str) -> None:
         self._instance = instance
@@ -82,11 +70,16 @@ class _Stack:
             return stack
         return cls(instance, name)
 
-    def add(self, wrapper: Wrapper, thread: int | None) -> Override:
-        """Puts a function on top."""
-        override = Override(self, wrapper, thread)
-        self._overrides = (*self._overrides, override)
-        return override
+    @classmethod
+    def add(
+        cls, instance: Any, name: str, wrapper: Wrapper, thread: int | None
+    ) -> Override:
+        """Puts a function on top of those of an attribute."""
+        with _lock:
+            stack = cls.of(instance, name)
+            override = Override(stack, wrapper, thread)
+            stack._overrides = (*stack._overrides, override)
+            return override
 
     def remove(self, override: Override) -> None:
         """Takes a function away, wherever it is."""
@@ -116,19 +109,15 @@ class _Stack:
 
         @functools.wraps(original, updated=updated)
         def dispatch(*args: Any, **kwargs: Any) -> Any:
-            return self._visible()(*args, **kwargs)
+            thread = threading.get_ident()
+            function = original
+            for override in self._overrides:
+                if override.thread in (None, thread):
+                    function = functools.partial(override.wrapper, function)
+            return function(*args, **kwargs)
 
         setattr(dispatch, _STACK, self)
         return dispatch
-
-    def _visible(self) -> Callable[..., Any]:
-        """The original under all overrides that are for this thread."""
-        thread = threading.get_ident()
-        function = self._original
-        for override in self._overrides:
-            if override.thread in (None, thread):
-                function = functools.partial(override.wrapper, function)
-        return function
 
 
 def _set(instance: Any, name: str, value: Any) -> None:
@@ -140,33 +129,19 @@ def _set(instance: Any, name: str, value: Any) -> None:
 def override(instance: Any, name: str, wrapper: Wrapper) -> Override:
     """Overrides an attribute of one object until it is removed.
 
-    Args:
-        instance: The object.
-        name: Name of an attribute that can be called.
-        wrapper: Called as `wrapper(below, *args, **kwargs)`, where `below` is
-            what it overrides.
-
-    Returns:
-        The override, to remove it.
+    The attribute can be called. The wrapper is called as `wrapper(below,
+    *args, **kwargs)`, where `below` is what it overrides.
     """
-    with _lock:
-        return _Stack.of(instance, name).add(wrapper, None)
+    return _Stack.add(instance, name, wrapper, None)
 
 
 @contextlib.contextmanager
 def overridden(instance: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
-    """Overrides an attribute inside of a `with` block, for this thread only.
+    """Does as `override` inside of a `with` block, for this thread only.
 
     Threads may enter and leave in any order.
-
-    Args:
-        instance: The object.
-        name: Name of an attribute that can be called.
-        wrapper: As for `override`.
     """
-    with _lock:
-        stack = _Stack.of(instance, name)
-        temporary = stack.add(wrapper, threading.get_ident())
+    temporary = _Stack.add(instance, name, wrapper, threading.get_ident())
     try:
         yield
     finally:
@@ -177,16 +152,8 @@ def overridden(instance: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
 def keep_on(instance: Any, name: str, make: Callable[[], Any]) -> Any:
     """Keeps something of ours on an object, as long as that lives.
 
-    Not in a table beside it: what is kept refers to the object, which would
-    then never be freed.
-
-    Args:
-        instance: The object.
-        name: Name of an attribute of ours.
-        make: Makes what is kept, if nothing is yet.
-
-    Returns:
-        What is kept.
+    It is made if there is none yet. Not in a table beside it: what is kept
+    refers to the object, which would then never be freed.
     """
     with _lock:
         value = kept_on(instance, name)
@@ -210,14 +177,10 @@ def drop_from(instance: Any, name: str) -> Any:
 def override_moments(
     layer: keras.layers.BatchNormalization, wrapper: Wrapper
 ) -> Override:
-    """Overrides how a layer computes the moments of its batch.
+    """Overrides how a layer computes the mean and variance of its batch.
 
     This relies on `BatchNormalization.call` calling `self._moments(inputs,
     mask)` in training, once, and on nothing else doing so.
-
-    Args:
-        layer: The layer.
-        wrapper: As for `override`; returns the mean and the variance.
     """
     return override(layer, _MOMENTS, wrapper)
 
@@ -240,10 +203,7 @@ def given_moments(
 def replace_moments(
     layer: keras.layers.BatchNormalization, wrapper: Wrapper
 ) -> None:
-    """Overrides a layer's moments until `release_moments`.
-
-    It takes the place of the one before. Arguments as of `override_moments`.
-    """
+    """Does as `override_moments`, in the place of the one before."""
     release_moments(layer)
     keep_on(layer, _MOMENTS_TAP, lambda: override_moments(layer, wrapper))
 

@@ -25,12 +25,7 @@ _WEIGHTS = "optimizer_weights"
 
 @dataclasses.dataclass(frozen=True)
 class NamedArray:
-    """An array that a `.h5` file takes for a variable of an optimizer.
-
-    Attributes:
-        path: Name of the dataset.
-        value: The array.
-    """
+    """An array that a `.h5` file takes for a variable, and its dataset."""
 
     path: str
     value: np.ndarray
@@ -44,16 +39,9 @@ def carry_in_state_trees(
 ) -> list[Override]:
     """Lets the state trees of a model carry its optimizer's own state.
 
-    It relies on `set_state_tree` passing over names in "optimizer_variables"
-    that it does not know.
-
-    Args:
-        model: The model.
-        save: Returns the state.
-        load: Gets the state of a tree, which may be none.
-
-    Returns:
-        What can be removed again.
+    `load` gets the state of a tree, which may be none. It relies on
+    `set_state_tree` passing over names in "optimizer_variables" that it does
+    not know.
     """
 
     def get_state_tree(
@@ -109,16 +97,13 @@ def legacy_variables(state: State) -> list[NamedArray]:
 def legacy_state(weights: Sequence[Any]) -> State | None:
     """The state in a `.h5` file that an optimizer's weights are read from.
 
+    It is empty if the file has none, and None if `weights`, the argument of
+    `set_weights`, are of no file. It is with the weights; in older files it is
+    beside them.
+
     It relies on Keras calling an optimizer's `set_weights` with datasets of
     the open file, and on the two functions by which Keras reads a group and a
-    dataset that may be malicious. The state is with the weights; in older
-    files it is beside them.
-
-    Args:
-        weights: The argument of `set_weights`.
-
-    Returns:
-        The state, empty if the file has none; None if there is no file.
+    dataset that may be malicious.
     """
     if not weights or not isinstance(weights[0], h5py.Dataset):
         return None

@@ -70,19 +70,9 @@ def repair(strategy: _StrategyT) -> _StrategyT:
     but for first batches that cannot be averaged over replicas (strings,
     booleans, or fewer rows on some replicas).
 
-    Args:
-        strategy: A `tf.distribute.MultiWorkerMirroredStrategy` or
-            `tf.distribute.MirroredStrategy`.
-
-    Returns:
-        `strategy`.
-
     Raises:
-        TypeError: If it is something else.
-
-    Example:
-    >>> strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    >>> repair(strategy)
+        TypeError: If it is neither a `tf.distribute.MirroredStrategy` nor a
+            `tf.distribute.MultiWorkerMirroredStrategy`.
     """
     if not isinstance(strategy, _REPAIRABLE):
         raise TypeError(
@@ -97,11 +87,11 @@ def repair(strategy: _StrategyT) -> _StrategyT:
 
 
 def is_repaired(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether `strategy.reduce` is the one of this module."""
-    if isinstance(strategy, ReducingStrategy):
-        return True
+    """True if `strategy.reduce` is the one of this module."""
     method = strategy.reduce
-    return isinstance(method, functools.partial) and method.func is _reduce
+    return isinstance(strategy, ReducingStrategy) or (
+        isinstance(method, functools.partial) and method.func is _reduce
+    )
 
 
 def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
@@ -128,7 +118,8 @@ def _reduce(
         needs_mean = axis is None and _is_mean(reduce_op)
         # In a graph the answer cannot depend on the shapes of other workers.
         if needs_mean and tf.executing_eagerly():
-            if not _is_reducible(local[0]):
+            sparse = isinstance(local[0], (tf.SparseTensor, tf.RaggedTensor))
+            if sparse or local[0].dtype not in _REDUCIBLE:
                 return local[0]
             if not _have_one_shape(strategy, original, local):
                 return local[0]
@@ -140,12 +131,6 @@ def _reduce(
 def _is_mean(reduce_op: tf.distribute.ReduceOp | str) -> bool:
     name = reduce_op if isinstance(reduce_op, str) else reduce_op.value
     return str(name).upper() == tf.distribute.ReduceOp.MEAN.value
-
-
-def _is_reducible(value: Any) -> bool:
-    if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
-        return False
-    return value.dtype in _REDUCIBLE
 
 
 def _have_one_shape(
@@ -178,41 +163,36 @@ def _have_one_shape(
 def summing_replicas(total: Sum) -> Iterator[None]:
     """Replaces the `all_reduce` of replica contexts in this thread.
 
-    What they do themselves is illegal inside a `tf.cond`. This relies on the
-    gradient of an `all_reduce` being one by that method.
-
-    Args:
-        total: Sum of a tensor over the replicas.
+    What they do themselves is illegal inside a `tf.cond`; `total` is the sum
+    of a tensor over the replicas. This relies on the gradient of an
+    `all_reduce` being one by that method.
     """
-    context = next(
+    owner = next(
         c for c in tf.distribute.ReplicaContext.__mro__ if _ADDS in vars(c)
     )
 
     def all_reduce(
-        below: Callable[..., Any],
+        _: Any,
         /,
         replica: Any,
         reduce_op: tf.distribute.ReduceOp | str,
         value: Any,
         options: Any = None,
     ) -> Any:
-        del below, options
         count = replica.num_replicas_in_sync if _is_mean(reduce_op) else 1
         return tf.nest.map_structure(lambda x: total(x) / count, value)
 
-    with overridden(context, _ADDS, all_reduce):
+    with overridden(owner, _ADDS, all_reduce):
         yield
 
 
 def abort_collectives(message: str) -> None:
     """Ends all collectives of this process, present and to come, with an error.
 
-    It may be called in any thread. This relies on `abort_collective_ops` of
-    TensorFlow's context, which `CommunicationOptions(timeout_seconds=...)` is
-    made with, too.
-
-    Args:
-        message: What the `tf.errors.UnavailableError` of each of them says.
+    It may be called in any thread. Each of them ends with a
+    `tf.errors.UnavailableError` that says the message. This relies on
+    `abort_collective_ops` of TensorFlow's context, which
+    `CommunicationOptions(timeout_seconds=...)` is made with, too.
     """
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
@@ -228,20 +208,18 @@ def keep_apart(devices: Sequence[str | None]) -> None:
 
     TensorFlow runs what may have a side effect in the order of the program:
     all assertions and prints, all that a table is used for. It has the replicas
-    of a process in one graph, the first one's operations before those of the
-    second. So what the second asserts in its loss would wait for a print in the
-    first one's step, that print for a sum over the replicas, and the sum for
-    what the second asserts. Here the operations of each replica but the first
-    are in order among themselves. Only variables keep the order of all.
+    of a process, whose devices are given in their order, in one graph, the
+    first one's operations before those of the second. So what the second
+    asserts in its loss would wait for a print in the first one's step, that
+    print for a sum over the replicas, and the sum for what the second asserts.
+    Here the operations of each replica but the first are in order among
+    themselves. Only variables keep the order of all.
 
     This relies on `register_acd_resource_resolver`: a function that changes
     the set of tensors whose users are put in order. And on a `MirroredStrategy`
     giving what these replicas do, gradients too, the scope `replica_1`, and
     their device to what the user places on none. What prints out of its scope
     is known by the device.
-
-    Args:
-        devices: The devices of the replicas of this process, in their order.
     """
     for graph in open_graphs():
         if graph.building_function and not hasattr(graph, _CHAINS):
@@ -262,17 +240,11 @@ def side_by_side(do: Callable[[], T], device: str | None) -> T:
     A `MirroredStrategy` runs its replicas in turn, each until it calls
     `merge_call`: the first one's collective would wait for a replica whose turn
     never comes. Here all of them come to one such call, and then do it at the
-    same time, each in a thread of its own.
+    same time, each in a thread of its own and on its device. What is done must
+    not call `merge_call` itself.
 
     This relies on `merge_call` passing on the functions of all replicas, and on
     a `tf.distribute.ReplicaContext` making a thread that of a replica.
-
-    Args:
-        do: What is done. It must not call `merge_call` itself.
-        device: The device of this replica.
-
-    Returns:
-        What it returns.
     """
     replica = tf.distribute.get_replica_context()
     number = replica.replica_id_in_sync_group
@@ -314,7 +286,9 @@ def _order(operation: tf.Operation, reads: Any, writes: Any) -> bool:
     chain = by_device.get(operation.device) if own is None else own
     if chain is None or chain in writes:
         return False
-    common = [t for t in writes if own is not None and not _is_variable(t)]
+    # Only of variables a handle has the shape.
+    known = handle_data_util.get_resource_handle_data
+    common = [t for t in writes if own is not None and not known(t).is_set]
     on_nothing = not reads and not writes
     if not common and not (
         on_nothing and auto_control_deps.op_is_stateful(operation)
@@ -324,8 +298,3 @@ def _order(operation: tf.Operation, reads: Any, writes: Any) -> bool:
         writes.discard(tensor)
     writes.add(chain)
     return True
-
-
-def _is_variable(resource: tf.Tensor) -> bool:
-    """True if a handle is a variable's: only of these it has the shape."""
-    return bool(handle_data_util.get_resource_handle_data(resource).is_set)

@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from tfkfac.cost.estimate import (
     Candidate,
-    Estimate,
     Workload,
     candidates,
     compare_plans,
@@ -33,12 +32,10 @@ _ASSUMED = {
     "auto": Machine.of(1e11, 1.25e8, 1e-4, tree_broadcast=True),
     "nccl": Machine.of(1e13, 1.25e10, 1e-5),
 }
-# Sizes of the products and decompositions, and elements that are moved.
+# Sizes of the products and decompositions, elements that are moved, bytes of
+# the message that gives the bandwidth, and number of tries.
 _PRODUCT, _EIGEN, _SMALL = 768, 512, 256
-_MOVED = 2**22
-# Bytes of the message that gives the bandwidth, and number of tries.
-_SENT = 2**22
-_TRIES = 3
+_MOVED, _SENT, _TRIES = 2**22, 2**22, 3
 
 
 def choose(
@@ -50,40 +47,33 @@ def choose(
 ) -> tuple[Candidate, list[str]]:
     """The quickest distribution of the same method, and lines that say why.
 
-    Args:
-        load: The model and its settings.
-        solver: Name of the solver.
-        topology: The workers.
-        machine: The measured machine; None is an assumed one.
-        intervals: Steps between updates of factors, and decompositions.
+    The machine is the measured one, None an assumed one; the intervals are the
+    steps between updates of factors, and decompositions.
     """
     workers = topology.replicas
     if workers == 1:
         one = Candidate("comm_opt", None, solver)
         return one, ["Distribution: comm_opt, as there is one worker."]
-    is_measured = machine is not None
+    work = "assumed" if machine is None else "measured"
+    sent = work if _shows_network(topology) else "assumed"
     machine = machine or _ASSUMED[topology.hint]
     same = [name for name, mode in MODES.items() if mode.reduces_factors]
     some = list(candidates(workers, [solver], same))
     found = compare_plans(load, some, machine, workers)
     best = recommend(found, *intervals).candidate
-    work = "measured" if is_measured else "assumed"
-    sent = work if _shows_network(topology) else "assumed"
     return best, [
         f"Distribution: {best.text}, chosen by what K-FAC adds to a step at "
         f"intervals {intervals[0]} and {intervals[1]}:",
-        *(_line(one, intervals) for one in found),
+        *(
+            f"  {one.candidate.text}: "
+            f"{1e3 * one.amortised(*intervals):.3g} ms, "
+            f"{one.state['total'] / 2**20:.3g} MB of state"
+            for one in found
+        ),
         f"with {machine.flops / 1e9:.3g} GFLOP/s, {work}, and "
         f"{machine.bandwidth / 1e9:.3g} GB/s and "
         f"{1e6 * machine.latency:.3g} us between workers, {sent}.",
     ]
-
-
-def _line(one: Estimate, intervals: tuple[int, int]) -> str:
-    return (
-        f"  {one.candidate.text}: {1e3 * one.amortised(*intervals):.3g} ms, "
-        f"{one.state['total'] / 2**20:.3g} MB of state"
-    )
 
 
 def _shows_network(topology: Topology) -> bool:
@@ -91,14 +81,8 @@ def _shows_network(topology: Topology) -> bool:
     return topology.processes > 1 and topology.hint != "nccl"
 
 
-# ------------------------------------------------------------ the measurement
 def measure_machine(topology: Topology, group: Communicator) -> Machine:
-    """The machine of a job; all of its processes have to call this.
-
-    Args:
-        topology: The workers.
-        group: The collectives of this process with the others.
-    """
+    """The machine of a job; all of its processes have to call this."""
     numbers: dict[str, Any] = measure_worker()
     if len(topology.local) > 1:  # the replicas share a memory
         numbers["bandwidth"] = numbers["memory"]
@@ -116,14 +100,11 @@ def measure_machine(topology: Topology, group: Communicator) -> Machine:
 def measure_worker(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """The numbers of a `Machine` that belong to one worker.
+    """The numbers of a `Machine` that belong to one worker, by a clock.
 
     An inverse of size n takes `a n^3 + b n^2`, and two sizes give a and b. An
     eigen-decomposition has an a of its own, and takes long: it is timed of one
     size.
-
-    Args:
-        clock: Returns the time in seconds.
     """
 
     def seconds(work: Callable[..., tf.Tensor], *args: tf.Tensor) -> float:
@@ -152,9 +133,10 @@ def measure_worker(
 
 def _measure_network(group: Communicator) -> dict[str, float]:
     """Bandwidth and latency between the processes of a group."""
-    large, one = tf.zeros([_SENT // 4]), tf.zeros([1])
-    latency = _seconds(lambda: group.all_reduce([one])[0])
-    seconds = _seconds(lambda: group.all_reduce([large])[0])
+    latency, seconds = (
+        _seconds(functools.partial(group.all_reduce, [tf.zeros([size])]))
+        for size in (1, _SENT // 4)
+    )
     # How often the latency and a byte count, by a machine of ones.
     bare = Machine.of(1.0, 1.0, 0.0).all_reduce(_SENT, group.size)
     hops = Machine.of(1.0, 1.0, 1.0).all_reduce(_SENT, group.size) - bare
@@ -165,8 +147,7 @@ def _measure_network(group: Communicator) -> dict[str, float]:
 
 
 def _seconds(
-    work: Callable[[], tf.Tensor],
-    clock: Callable[[], float] = time.perf_counter,
+    work: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """The least time of some work, after a first time that does not count."""
     times = []

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 class CallShapes(NamedTuple):
-    """The shapes of the first input and the first output of a call."""
+    """Shapes of the first input and the first output of a call."""
 
     inputs: Shape
     outputs: Shape
@@ -124,16 +124,14 @@ def _spec(
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The work of a batch, the same under all plans.
+    """The work of a batch of `size` examples, the same under all plans.
 
     Attributes:
-        size: Number of examples.
         fraction: Share of them that statistics take, see `KFAC`.
         forward: Multiplications of a forward pass.
         outputs: Number of outputs of all layers.
         rows: Rows of each block.
-        statistics: Multiplications of each block's statistics, of all
-            examples.
+        statistics: Multiplications of each block's, of all examples.
         read: Elements of the rows or images that these take.
     """
 
@@ -154,14 +152,9 @@ class Batch:
         fraction: float | None,
         every: Sequence[Block],
     ) -> Self:
-        """Counts the work of a batch.
+        """Counts the work of a batch of a network.
 
-        Args:
-            network: The network with such a batch.
-            blocks: The blocks.
-            size: Number of examples.
-            fraction: See the attributes.
-            every: Those of the network if none of its layers is skipped.
+        `every` are its blocks if none of the layers is skipped.
         """
         counts = [_statistics(network, block) for block in blocks]
         return cls(
@@ -177,8 +170,7 @@ class Batch:
     def share(self, observers: int) -> float:
         """Share of the examples that the statistics of a worker take.
 
-        Args:
-            observers: Number of workers whose statistics are added up.
+        Those of all observers are added up.
         """
         part = choose_subsample(
             self.fraction, tf.constant(0, tf.int64), observers

@@ -1,9 +1,10 @@
 """Seconds, bytes and memory of K-FAC under each distribution, compared."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from tfkfac.blocks import Block
 from tfkfac.blocks.registry import build_registry
@@ -14,7 +15,7 @@ from tfkfac.cost.machine import Machine
 from tfkfac.distributed.collectives import BUCKET_BYTES
 from tfkfac.distributed.plan import MODES, Plan, plan_layers
 from tfkfac.distributed.wire import Wire, gradient_bytes
-from tfkfac.solvers import SOLVERS, Solver
+from tfkfac.solvers import SOLVERS
 
 # Up to this, in units of the quickest, less memory decides.
 _LEVEL = 1.02
@@ -103,14 +104,10 @@ class Workload:
     """A model and its settings, to be distributed.
 
     Attributes:
-        blocks: The blocks.
         turns: The turn in which each block is decomposed.
         gradients: Bytes of all gradients of the model.
-        wire: The form in which tensors travel.
-        assignment: Policy of the owners' balance, see `KFAC`.
         batch: A worker's batch; None leaves out its work.
-        passes: Further backward passes where factors are updated, for labels
-            that are drawn.
+        passes: Further backward passes where factors are updated.
         first_order: Seconds of a step without K-FAC and collectives; None
             estimates them by the batch and the machine.
     """
@@ -216,22 +213,15 @@ def recommend(
 def candidates(
     workers: int, solvers: Sequence[str], distributions: Sequence[str]
 ) -> Iterator[Candidate]:
-    """All distributions, with each fraction that is not another mode's.
-
-    Args:
-        workers: Number of workers.
-        solvers: Names of solvers.
-        distributions: Names of modes.
-    """
-    for solver in solvers:
-        for mode in distributions:
-            if MODES[mode].gradient_workers != "fraction":
-                yield Candidate(mode, None, solver)
-                continue
-            # Of one worker and of all it is "mem_opt" and "comm_opt".
-            for count in range(2, workers):
-                if workers % count == 0:
-                    yield Candidate(mode, count / workers, solver)
+    """All distributions, with each fraction that is not another mode's."""
+    for solver, mode in itertools.product(solvers, distributions):
+        if MODES[mode].gradient_workers != "fraction":
+            yield Candidate(mode, None, solver)
+            continue
+        # Of one worker and of all it is "mem_opt" and "comm_opt".
+        for count in range(2, workers):
+            if workers % count == 0:
+                yield Candidate(mode, count / workers, solver)
 
 
 def compare_plans(
@@ -240,89 +230,71 @@ def compare_plans(
     machine: Machine,
     workers: int,
 ) -> list[Estimate]:
-    """Estimates the cost of distributions.
-
-    Args:
-        load: The model and its settings.
-        some: The distributions.
-        machine: The machine.
-        workers: Number of workers.
-    """
+    """Estimates the cost of some distributions of a model over workers."""
     factors = [block.factors for block in load.blocks]
     solvers = {name: SOLVERS[name]() for _, _, name in some}
-    found = []
     costs = {
-        name: BlockCosts.of(load, solver, workers)
+        name: (
+            [BlockBytes.of(block, solver, load.wire) for block in load.blocks],
+            [BlockWork.of(block, solver, workers) for block in load.blocks],
+        )
         for name, solver in solvers.items()
     }
+    found = []
     for one in some:
+        solver = solvers[one.solver]
         layers = plan_layers(
             factors,
             workers,
             one.distribution,
             one.fraction,
             load.assignment,
-            solvers[one.solver].whole_layers,
+            solver.whole_layers,
             load.turns,
         )
         plan = Plan(MODES[one.distribution], workers, layers)
-        estimator = Estimator(plan, load, costs[one.solver], machine)
+        rate = machine.inverse if solver.is_explicit else machine.eigen
+        estimator = Estimator(plan, load, *costs[one.solver], machine, rate)
         found.append(estimator.estimate(one))
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockCosts:
-    """Bytes and multiplications of all blocks with one solver."""
-
-    sizes: Sequence[BlockBytes]
-    work: Sequence[BlockWork]
-    is_explicit: bool
-
-    @classmethod
-    def of(cls, load: Workload, solver: Solver, workers: int) -> Self:
-        """Counts those of a load."""
-        return cls(
-            [BlockBytes.of(b, solver, load.wire) for b in load.blocks],
-            [BlockWork.of(b, solver, workers) for b in load.blocks],
-            solver.is_explicit,
-        )
 
 
 class Estimator(Loads):
     """Seconds of each stage of a plan.
 
-    Args:
-        plan: The plan.
-        load: The model and its settings.
-        costs: Bytes and multiplications of its blocks.
-        machine: The machine.
+    The machine decomposes at a rate of so many n^3 a second.
     """
 
     def __init__(
-        self, plan: Plan, load: Workload, costs: BlockCosts, machine: Machine
+        self,
+        plan: Plan,
+        load: Workload,
+        sizes: Sequence[BlockBytes],
+        work: Sequence[BlockWork],
+        machine: Machine,
+        rate: float,
     ) -> None:
         super().__init__(plan)
         self._load = load
-        self._costs = costs
+        self._sizes = sizes
+        self._work = work
         self._machine = machine
-        self._rate = machine.inverse if costs.is_explicit else machine.eigen
+        self._rate = rate
         none = [0] * len(load.blocks)
         self._batch = load.batch or Batch(1, 1.0, 0, 0, none, none, none)
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """The cost of the plan, which is that of a candidate."""
-        sizes, gradients = self._costs.sizes, self._load.gradients
-        received = self.received(sizes, gradients)
-        state = self.state(sizes)
-        turns = [self._turn(turn) for turn in sorted({*self._load.turns})]
-        total = {
+        received = self.received(self._sizes, self._load.gradients)
+        state = self.state(self._sizes)
+        state["total"] = {
             w: sum(kind[w] for kind in state.values()) for w in self.workers
         }
-        statistics = sum(one.statistics for one in sizes)
+        turns = [self._turn(turn) for turn in sorted({*self._load.turns})]
+        statistics = sum(one.statistics for one in self._sizes)
         stages = {
             "first_order": self._first_order(),
-            "gradients": self._all_reduce(gradients),
+            "gradients": self._all_reduce(self._load.gradients),
             "statistics": self._statistics(),
             "reduce_factors": self._all_reduce(
                 statistics * self.plan.reduces_factors
@@ -337,11 +309,9 @@ class Estimator(Loads):
             stages,
             max((made + sent for made, sent in turns), default=0.0),
             {kind: round(_most(sums)) for kind, sums in received.items()},
-            {kind: round(_most(sums)) for kind, sums in state.items()}
-            | {"total": round(_most(total))},
+            {kind: round(_most(sums)) for kind, sums in state.items()},
         )
 
-    # ------------------------------------------------------------ the stages
     def _first_order(self) -> float:
         """Forward pass, back to inputs and to weights, and the update."""
         if self._load.first_order is not None:
@@ -364,13 +334,18 @@ class Estimator(Loads):
         ]
         # To the pre-activations; the rest of a step is forward and to weights.
         draw = self._load.passes * self._first_order() / 3
-        kept = self.owned([one.factors for one in self._costs.sizes])
-        taken = {w: sum(seconds) for w in self.workers}
+        taken = dict.fromkeys(self.workers, sum(seconds))
         if not plan.mode.reduces_factors:
             taken = self.preconditioned(seconds)  # by the layers' owners
-        return draw + _most(
+        kept = self.owned([one.factors for one in self._sizes])
+        return draw + self._most_moved(taken, kept)
+
+    def _most_moved(self, seconds: Numbers, moved: Numbers) -> float:
+        """The longest time of a worker with what it renews in its memory."""
+        memory = self._machine.memory
+        return _most(
             {
-                w: taken[w] + _RENEWAL_MOVES * kept[w] / machine.memory
+                w: seconds[w] + _RENEWAL_MOVES * moved[w] / memory
                 for w in self.workers
             }
         )
@@ -378,36 +353,28 @@ class Estimator(Loads):
     def _turn(self, turn: int) -> tuple[float, float]:
         """Seconds of the decompositions of one turn, and of sending them."""
         mine = [one == turn for one in self._load.turns]
-        return self._decompose(mine), self._share_parts(mine)
-
-    def _decompose(self, mine: Sequence[bool]) -> float:
-        machine = self._machine
+        element = self._machine.element
         seconds = [
             {
-                name: here * (count / self._rate + elements * machine.element)
+                name: here * (count / self._rate + elements * element)
                 for name, (count, elements) in work.decompositions.items()
             }
-            for here, work in zip(mine, self._costs.work, strict=True)
+            for here, work in zip(mine, self._work, strict=True)
         ]
-        made = self.owned(seconds)
-        renewed = self.preconditioned(
-            [
-                here * one.decomposition
-                for here, one in zip(mine, self._costs.sizes, strict=True)
-            ]
+        renewed = [
+            here * one.decomposition
+            for here, one in zip(mine, self._sizes, strict=True)
+        ]
+        made = self._most_moved(
+            self.owned(seconds), self.preconditioned(renewed)
         )
-        return _most(
-            {
-                w: made[w] + _RENEWAL_MOVES * renewed[w] / machine.memory
-                for w in self.workers
-            }
-        )
+        return made, self._share_parts(mine)
 
     def _share_parts(self, mine: Sequence[bool]) -> float:
         plan = self.plan
         parts = [
             one.parts if here else {}
-            for here, one in zip(mine, self._costs.sizes, strict=True)
+            for here, one in zip(mine, self._sizes, strict=True)
         ]
         needed = self.preconditioned([sum(named.values()) for named in parts])
         own = self.owned(parts)
@@ -425,13 +392,13 @@ class Estimator(Loads):
 
     def _precondition(self) -> float:
         """The products, and the clip of all that comes of them."""
-        machine, batch = self._machine, self._batch
+        machine = self._machine
         everywhere = self.plan.columns == 1
         work = [
             one.apply(rows) if everywhere else one.precondition
-            for one, rows in zip(self._costs.work, batch.rows, strict=True)
+            for one, rows in zip(self._work, self._batch.rows, strict=True)
         ]
-        clipped = sum(one.gradient for one in self._costs.sizes)
+        clipped = sum(one.gradient for one in self._sizes)
         seconds = self.preconditioned([machine.products(w) for w in work])
         return _most(seconds) + _RENEWAL_MOVES * clipped / machine.memory
 

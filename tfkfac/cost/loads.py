@@ -33,7 +33,7 @@ class BlockBytes:
 
     @classmethod
     def of(cls, block: Block, solver: Solver, wire: Wire) -> "BlockBytes":
-        """Counts those of a block."""
+        """Counts the bytes of a block."""
         kinds, own = block.factors, block.dtype.size
         dtype = wire.inverse_dtype or block.dtype
         kept = solver.kept(kinds).values()
@@ -80,7 +80,7 @@ class BlockWork:
 
     @classmethod
     def of(cls, block: Block, solver: Solver, workers: int) -> "BlockWork":
-        """Counts those of a block whose gradients `workers` add up."""
+        """Counts them for a block whose gradients `workers` add up."""
         factors = block.factors
         *stack, inputs, outputs = block.gradient_shape
         times = {"A": outputs, "G": inputs}
@@ -106,15 +106,11 @@ class BlockWork:
 
 
 class Loads:
-    """Sums over the layers of a worker.
+    """Sums over the layers of some workers, by default those for all.
 
     A worker's role is its column of gradient workers and the factors that it
-    owns. Of thousands most own none, so that a few of them stand for all.
-
-    Args:
-        plan: The plan.
-        workers: The workers to count; None is those that stand for all: the
-            owners of factors, and one without any of each column that has one.
+    owns. Of thousands most own none, so that a few of them stand for all: the
+    owners of factors, and one without any of each column that has one.
     """
 
     def __init__(
@@ -125,23 +121,14 @@ class Loads:
         self.workers = self._roles() if workers is None else workers
 
     def _roles(self) -> Sequence[int]:
-        plan = self.plan
+        plan, used = self.plan, {*self._columns}
         owners = {w for layer in plan.layers for w in layer.owners.values()}
         # Of the columns without layers one is enough.
-        used = dict.fromkeys(self._columns)
-        unused = (c for c in range(plan.columns) if c not in used)
-        idle = (
-            next(
-                (
-                    w
-                    for w in range(column, plan.workers, plan.columns)
-                    if w not in owners
-                ),
-                None,
-            )
-            for column in [*used, *list(unused)[:1]]
-        )
-        return sorted(owners | {w for w in idle if w is not None})
+        idle: dict[int | None, int] = {}
+        for worker in sorted(set(range(plan.workers)) - owners):
+            column = worker % plan.columns
+            idle.setdefault(column if column in used else None, worker)
+        return sorted({*owners, *idle.values()})
 
     def owned(self, values: Sequence[Mapping[str, float]]) -> Numbers:
         """Sums of numbers of factors over those that each worker owns."""
@@ -173,15 +160,12 @@ class Loads:
     ) -> dict[str, Numbers]:
         """Bytes of each kind of message that each worker receives.
 
-        Args:
-            sizes: Bytes of each block.
-            gradients: Bytes of all gradients of the model.
+        They come of the bytes of each block, and of all gradients of the model.
         """
-        statistics = sum(one.statistics for one in sizes)
-        if not self.plan.reduces_factors:
-            statistics = 0
+        plan = self.plan
+        statistics = plan.reduces_factors * sum(s.statistics for s in sizes)
         reduced, added = (
-            all_reduce_bytes(size, self.plan.workers)
+            all_reduce_bytes(size, plan.workers)
             for size in (statistics, gradients)
         )
         parts = self.preconditioned([sum(s.parts.values()) for s in sizes])

@@ -7,7 +7,7 @@ import functools
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.compat.functions import call_of_any_size
+from tfkfac.compat.functions import shared_call
 from tfkfac.factors.base import VALUES, Factor, MatrixPart, Part, Side, Tensors
 from tfkfac.linalg.symmetric import LARGE, damped_inverse, eigh, mean_eigenvalue
 from tfkfac.linalg.tensors import rounding
@@ -52,10 +52,12 @@ class _Matrices(Factor, abc.ABC):
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
         large = self.size >= LARGE  # a function of any size cannot see it
-        inverse = call_of_any_size(
+        inverse = shared_call(
             ("damped inverse", large),
             functools.partial(damped_inverse, large=large),
-            *(value, damping),
+            value,
+            damping,
+            any_size=True,
         )
         inverse.set_shape(value.shape)
         return {"": inverse}
@@ -81,7 +83,7 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
-        values, vectors = call_of_any_size("eigh", eigh, value)
+        values, vectors = shared_call("eigh", eigh, value, any_size=True)
         values.set_shape(value.shape[:-1])
         vectors.set_shape(value.shape)
         return {"": vectors, VALUES: values}

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
-from tfkfac.compat.functions import call_of_any_size, when
+from tfkfac.compat.functions import shared_call, when
 from tfkfac.compat.graphs import in_xla, state_variable
 from tfkfac.loss.terms import LossTerms
 
@@ -73,7 +73,7 @@ def _report(new: tf.Tensor, names: Sequence[str], message: str) -> None:
 
     def report() -> None:
         texts = tf.constant(list(names)), tf.constant(message)
-        call_of_any_size("report", _print, new, *texts)
+        shared_call("report", _print, new, *texts, any_size=True)
 
     when(tf.reduce_any(new), report)
 
