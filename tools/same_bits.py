@@ -268,7 +268,7 @@ RUNS: dict[str, list[tuple[str, str, Callable[[], Any], dict[str, Any]]]] = {
             {"policy": "mixed_float16"},
         ),
         ("image", "bfloat16", KFAC, {"policy": "mixed_bfloat16"}),
-        ("dense", "float64", KFAC, {"policy": "float64"}),
+        ("image", "float64", KFAC, {"policy": "float64"}),
         ("dense", "eager", KFAC, {"run_eagerly": True}),
         ("image", "several at once", KFAC, {"steps_per_execution": 4}),
         *(

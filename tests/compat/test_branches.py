@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests.compat.contracts import contract
 from tfkfac.compat.functions import when
-from tfkfac.compat.graphs import open_graphs, state_variable
+from tfkfac.compat.graphs import state_variable
 
 CONTRACT = "compat.functions.when"
 
@@ -53,38 +53,6 @@ def test_branches_in_branches() -> None:
     for outer, inner in ((True, True), (True, False), (False, True)):
         step(tf.constant(outer), tf.constant(inner))
     assert int(trail.numpy()) == 1234_134_4
-
-
-@contract(CONTRACT, "A tensor that a branch uses is one operation in it.")
-def test_what_a_branch_uses_is_one_operation() -> None:
-    variables = [state_variable(0.0, "float32", "v") for _ in range(20)]
-    sizes = []
-    for few in (variables[:10], variables):
-
-        @tf.function(autograph=False)
-        def step(wanted: Any, few: Any = few) -> None:
-            when(wanted, lambda: [v.assign(1.0) for v in few])
-
-        traced = step.get_concrete_function(tf.TensorSpec([], tf.bool))
-        graph = traced.graph.as_graph_def()
-        inner = [len(f.node_def) for f in graph.library.function]
-        sizes.append((len(graph.node), sum(inner)))
-    # The graph's own placeholder; constant and assignment in the branch.
-    assert sizes[1][0] - sizes[0][0] == 10
-    assert sizes[1][1] - sizes[0][1] <= 2 * 10
-
-
-@contract(CONTRACT, "The graph around a branch is found from within.")
-def test_graphs_around_a_branch() -> None:
-    depths = []
-
-    @tf.function(autograph=False)
-    def step(wanted: Any) -> None:
-        depths.append(len(list(open_graphs())))
-        when(wanted, lambda: depths.append(len(list(open_graphs()))))
-
-    step(tf.constant(True))
-    assert depths[1] == depths[0] + 1
 
 
 @contract(CONTRACT, "Errors in a branch end the step.")

@@ -1,7 +1,6 @@
 """What compat relies on in functions that a graph calls."""
 
 import gc
-import pathlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +10,11 @@ import pytest
 import tensorflow as tf
 
 from tests.compat.contracts import contract
-from tests.support.graphs import operations
 from tfkfac.compat import functions
-from tfkfac.compat.functions import (
-    call_of_any_size,
-    placed_call,
-    shared_call,
-    when,
-)
+from tfkfac.compat.functions import shared_call, when
 from tfkfac.compat.graphs import state_variable
+
+SHARED = "compat.functions.shared_call"
 
 
 def doubling(traces: list[Any]) -> Callable[..., Any]:
@@ -32,13 +27,17 @@ def doubling(traces: list[Any]) -> Callable[..., Any]:
     return double
 
 
-def test_shared_calls_are_traced_once_for_each_kind() -> None:
+@pytest.mark.parametrize("alone", [True, False])
+def test_shared_calls_are_traced_once_for_each_kind(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here: once for each signature and shape, in branches too."""
+    monkeypatch.setattr(functions, "_on_one_device", lambda: alone)
     traces: list[Any] = []
     variables = [state_variable(0.0, "float32", "v") for _ in range(6)]
     wide = state_variable([0.0, 0.0], "float32", "wide")
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(x: Any) -> Any:
         def call(key: str, variable: Any, x: Any) -> Any:
             pair = {"x": x, "y": tf.ones_like(x)}
@@ -58,8 +57,7 @@ def test_shared_calls_are_traced_once_for_each_kind() -> None:
 
 
 @contract(
-    "compat.functions.call_of_any_size",
-    "A function with an `input_signature` is traced once for all sizes.",
+    SHARED, "A function with an `input_signature` is traced once for all sizes."
 )
 def test_calls_of_any_size_are_traced_once_for_each_rank() -> None:
     shapes: list[Any] = []
@@ -68,20 +66,22 @@ def test_calls_of_any_size_are_traced_once_for_each_rank() -> None:
         shapes.append(x.shape.as_list())
         return x + x
 
-    @tf.function
+    def call(x: Any) -> Any:
+        return shared_call("twice", twice, x, any_size=True)
+
+    @tf.function(autograph=False)
     def step(x: Any) -> Any:
-        parts = [call_of_any_size("twice", twice, x[:n]) for n in (1, 2, 3)]
-        parts.append(call_of_any_size("twice", twice, x[:2, None])[:, 0])
-        return tf.concat(parts, 0)
+        parts = [call(x[:n]) for n in (1, 2, 3)]
+        return tf.concat([*parts, call(x[:2, None])[:, 0]], 0)
 
     x = tf.constant([1.0, 2.0, 3.0])
     assert list(step(x)) == [2, 2, 4, 2, 4, 6, 2, 4]
     assert shapes == [[None], [None, None]]
-    assert list(call_of_any_size("twice", twice, x)) == [2, 4, 6]
+    assert list(call(x)) == [2, 4, 6]
 
 
 @contract(
-    "compat.functions.call_of_any_size",
+    SHARED,
     "A `ResourceVariable` of a handle reads and writes values of any size.",
 )
 def test_calls_of_any_size_change_variables() -> None:
@@ -96,9 +96,9 @@ def test_calls_of_any_size_change_variables() -> None:
 
     def call(variable: Any) -> Any:
         pair = {"one": variable, "two": tf.ones(1, tf.float64)}
-        return call_of_any_size("double", double, pair)
+        return shared_call("double", double, pair, any_size=True)
 
-    @tf.function
+    @tf.function(autograph=False)
     def step(flag: Any) -> Any:
         first = call(variables[0])
 
@@ -115,122 +115,7 @@ def test_calls_of_any_size_change_variables() -> None:
     assert list(call(variables[1])) == [5, 5]
 
 
-@contract(
-    "compat.functions.shared_call",
-    "A call gets the `config_proto` of its context's `function_call_options`.",
-)
-def test_shared_functions_are_not_optimised_by_themselves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where there are several devices, and they are placed on one of them."""
-    monkeypatch.setattr(functions, "on_one_device", lambda: False)
-
-    @tf.function(autograph=False)
-    def step(x: Any) -> Any:
-        one = shared_call("one", lambda x: x + x, x)
-        plain = tf.function(lambda x: x * x, autograph=False)
-        return one + call_of_any_size("two", lambda x: x - 1, x) + plain(x)
-
-    graph = step.get_concrete_function(tf.constant([1.0])).graph
-    configs = [
-        tf.compat.v1.ConfigProto.FromString(o.get_attr("config_proto"))
-        for o in graph.get_operations()
-        if "Partitioned" in o.type
-    ]
-    as_written = [
-        c.graph_options.rewrite_options.disable_meta_optimizer for c in configs
-    ]
-    assert as_written == [True, True, False]
-    assert list(step(tf.constant([3.0]))) == [6 + 2 + 9]
-
-
-def test_shared_calls_run_eagerly() -> None:
-    traces: list[Any] = []
-    variable = state_variable(0.0, "float32", "v")
-    for x in (1.0, 2.0):
-        pair = {"x": tf.constant(x), "y": tf.constant(0.5)}
-        shared_call("one", doubling(traces), pair, variable)
-    assert float(variable) == 4.5
-    assert len(traces) == 2
-
-
-@contract(
-    "compat.functions.shared_call",
-    "With the attribute `_noinline` a function is called, not inlined.",
-)
-@pytest.mark.parametrize("alone", [True, False])
-def test_shared_calls_are_not_inlined(
-    alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(functions, "on_one_device", lambda: alone)
-
-    def square(x: Any) -> Any:
-        return shared_call("square", lambda x: tf.raw_ops.Square(x=x), x)
-
-    found = operations(tf.function(square, autograph=False))
-    assert "Square" not in found
-    assert ("PartitionedCall" in found) != alone
-
-
-@contract(
-    "compat.functions.placed_call",
-    "What is called by a `PartitionedCall` gets oneDNN's kernels.",
-)
-def test_placed_calls_have_the_kernels_of_others(
-    tmp_path: pathlib.Path,
-) -> None:
-    """Those of oneDNN, where TensorFlow has them on."""
-    shape = [2, 9, 9, 8]
-
-    def convolve(x: Any) -> Any:
-        return tf.raw_ops.Conv2D(
-            input=x,
-            filter=tf.ones([3, 3, 8, 8]),
-            strides=[1] * 4,
-            padding="VALID",
-        )
-
-    @tf.function(autograph=False)
-    def placed(x: Any) -> Any:
-        return placed_call("convolve", convolve, x)
-
-    @tf.function(autograph=False)
-    def inlined(x: Any) -> Any:
-        return convolve(x)
-
-    there = kernels_of(lambda: inlined(tf.ones(shape)), tmp_path / "inlined")
-    assert there
-    found = kernels_of(lambda: placed(tf.ones(shape)), tmp_path / "placed")
-    assert found == there
-
-
-def kernels_of(run: Callable[[], Any], folder: pathlib.Path) -> set[str]:
-    """The kernels of convolutions that ran."""
-    from tensorflow.tsl.profiler.protobuf import xplane_pb2
-
-    run()
-    tf.profiler.experimental.start(str(folder))
-    run()
-    tf.profiler.experimental.stop()
-    (path,) = folder.rglob("*.xplane.pb")
-    space = xplane_pb2.XSpace.FromString(path.read_bytes())
-    names = {
-        plane.event_metadata[event.metadata_id].name
-        for plane in space.planes
-        for line in plane.lines
-        for event in line.events
-    }
-    return {name.split(":")[-1] for name in names if ":" in name} & {
-        "Conv2D",
-        "_MklConv2D",
-        "_MklNativeConv2D",
-    }
-
-
-@contract(
-    "compat.functions.shared_call",
-    "A function that is an operation changes variables in its turn.",
-)
+@contract(SHARED, "A function that is an operation changes variables in turn.")
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_functions_are_operations(jit_compile: bool) -> None:
     """One that reads waits for one that writes, in branches too.
@@ -261,28 +146,28 @@ def test_functions_are_operations(jit_compile: bool) -> None:
 
 
 @contract(
-    "compat.functions.shared_call",
+    SHARED,
     "An error in a function that is called says the operation that calls it.",
 )
 def test_errors_in_shared_calls_say_who_called() -> None:
-    def total(size: Any) -> Any:
-        return tf.reduce_sum(tf.linalg.cholesky(tf.fill([size, size], 1.0)))
+    def checked(x: Any) -> Any:
+        return tf.debugging.check_numerics(tf.sqrt(x), "a root")
 
-    @tf.function
-    def step(size: Any) -> Any:
-        with tf.name_scope("small"):
-            one = shared_call("total", total, tf.constant(1))
-        with tf.name_scope("large"):
-            return one + shared_call("total", total, size)
+    @tf.function(autograph=False)
+    def step(x: Any) -> Any:
+        with tf.name_scope("first"):
+            one = shared_call("checked", checked, x)
+        with tf.name_scope("second"):
+            return one + shared_call("checked", checked, -x)
 
-    with pytest.raises(tf.errors.ResourceExhaustedError) as error:
-        step(tf.constant(9_000_000))  # 324 TB
-    assert "large/Call" in str(error.value)
-    assert "small/" not in str(error.value)
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        step(tf.constant(3.0))
+    assert "second/Call" in str(error.value)
+    assert "first/" not in str(error.value)
 
 
 @contract(
-    "compat.functions.shared_call",
+    SHARED,
     "A function that a graph has called does not keep that graph alive.",
 )
 def test_shared_calls_end_with_their_graph() -> None:
@@ -292,7 +177,7 @@ def test_shared_calls_end_with_their_graph() -> None:
         def plus_one(x: Any) -> Any:
             return x + 1.0
 
-        @tf.function
+        @tf.function(autograph=False)
         def step(x: Any) -> Any:
             return tf.cond(
                 x > 0, lambda: shared_call("one", plus_one, x), lambda: x

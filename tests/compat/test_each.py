@@ -16,7 +16,6 @@ from tfkfac.compat.functions import (
     each,
     fields,
     flags,
-    group_size,
 )
 
 
@@ -106,21 +105,3 @@ def test_fewer_calls_than_there_are() -> None:
     assert len(graph.library.function) == 1
     graph = run(squares_plus, x[:1], x[1][0], like=Kind())[1]
     assert calls_in(graph) == 0
-
-
-def test_rows_in_contexts_are_called_one_by_one() -> None:
-    x = [tf.constant([1.0 * i]) for i in range(6)]
-    graph = run(
-        squares_plus,
-        x,
-        x[1][0],
-        like=Kind(),
-        around=lambda i: tf.name_scope(f"row_{i}"),
-    )[1]
-    assert calls_in(graph) == 6
-    assert any(node.name.startswith("row_5/") for node in graph.node)
-
-
-def test_what_a_group_costs() -> None:
-    """As many operations as members; six calls are worth those of one."""
-    assert [group_size(n) for n in (1, 2, 5, 20, 52, 100)] == [1, 1, 1, 2, 4, 4]

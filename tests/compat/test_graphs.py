@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 
 from tests.compat.contracts import contract
-from tests.support.graphs import operations
 from tfkfac.compat.graphs import (
     in_xla,
     is_constant_to_tapes,
@@ -48,7 +47,7 @@ def test_variables_are_not_mirrored() -> None:
 def test_variables_made_in_a_trace(tmp_path: Any) -> None:
     made: list[tf.Variable] = []
 
-    @tf.function
+    @tf.function(autograph=False)
     def step() -> Any:
         if not made:
             made.append(state_variable(3, "int64", "late"))
@@ -78,45 +77,6 @@ def test_variables_of_any_size() -> None:
 
 
 # ------------------------------------------------------------------- graphs
-@contract(
-    "compat.graphs.repeat",
-    "With the attribute `_noinline` a function is called, not inlined.",
-)
-def test_loops_are_not_inlined() -> None:
-    def square(x: Any) -> Any:
-        return tf.raw_ops.Square(x=x)
-
-    def repeated(x: Any) -> Any:
-        return repeat(lambda index, x: square(x), x, 0, 1)
-
-    assert "Square" in operations(tf.function(square, autograph=False))
-    assert "Square" not in operations(repeated)
-
-
-@contract(
-    "compat.graphs.repeat",
-    "The loop has the same name whatever scopes there are around.",
-)
-def test_names_of_loops() -> None:
-    def body(index: Any, x: Any) -> Any:
-        return x + 1.0
-
-    @tf.function
-    def step(x: Any) -> Any:
-        with tf.name_scope("replica_1"):
-            return repeat(body, repeat(body, x, 0, 2), 0, 2)
-
-    names = {
-        node.name
-        for function in step.get_concrete_function(tf.constant(1.0))
-        .graph.as_graph_def()
-        .library.function
-        for node in function.node_def
-        if "While" in node.op
-    }
-    assert names == {"repeat"}
-
-
 @pytest.mark.parametrize("eager", [True, False])
 def test_repeat(eager: bool) -> None:
     """Calls with each index and the last state."""
@@ -128,7 +88,7 @@ def test_repeat(eager: bool) -> None:
 
         return repeat(body, (tf.constant(0), tf.constant(0.5)), 2, end)
 
-    run = run if eager else tf.function(run)
+    run = run if eager else tf.function(run, autograph=False)
     total, last = run(tf.constant(5))
     assert (int(total), float(last)) == (234, 3.5)
 
@@ -144,7 +104,7 @@ def test_time_is_stamped(eager: bool) -> None:
         return stamp_time(clock)
 
     before = float(tf.timestamp())
-    got = (stamp if eager else tf.function(stamp))()
+    got = (stamp if eager else tf.function(stamp, autograph=False))()
     assert before <= float(got) <= float(tf.timestamp())
     assert float(clock) == float(got)
 
@@ -156,27 +116,20 @@ def test_time_is_stamped(eager: bool) -> None:
 def test_open_graphs() -> None:
     seen: list[list[Any]] = []
 
-    @tf.function
+    @tf.function(autograph=False)
     def outer(x: Any) -> Any:
-        seen.append(list(open_graphs()))
-
         def branch() -> Any:
             seen.append(list(open_graphs()))
-            return inner(x)
+            return x + 1
 
-        return tf.cond(x > 0, branch, lambda: x)
-
-    @tf.function
-    def inner(x: Any) -> Any:
         seen.append(list(open_graphs()))
-        return x + 1
+        return tf.cond(x > 0, branch, lambda: x)
 
     assert not list(open_graphs())
     graph = outer.get_concrete_function(tf.constant(1.0)).graph
-    assert [graphs[-len(seen[0]) :] for graphs in seen] == 3 * [seen[0]]
-    assert seen[0][0] is graph
-    assert [len(graphs) - len(seen[0]) for graphs in seen] == [0, 1, 2]
-    assert seen[2][1] is seen[1][0]
+    around, within = seen
+    assert around[0] is graph
+    assert within[1:] == around
 
 
 @contract(
@@ -194,7 +147,7 @@ def test_in_xla() -> None:
         return tf.cond(x > 0, branch, lambda: x)
 
     for jit in (True, False):
-        tf.function(step, jit_compile=jit)(tf.constant(1.0))
+        tf.function(step, autograph=False, jit_compile=jit)(tf.constant(1.0))
     assert seen == [True, False]
     assert not in_xla()
 
@@ -207,7 +160,7 @@ def test_in_xla() -> None:
 def test_under_tape() -> None:
     elsewhere: list[bool] = []
 
-    @tf.function
+    @tf.function(autograph=False)
     def traced() -> Any:
         assert not under_tape()
         with tf.GradientTape():
@@ -240,51 +193,40 @@ def test_constants_to_tapes() -> None:
     assert not is_constant_to_tapes("There is no such operation")
 
 
-def second_derivative(function: Callable[[Any], Any], x: Any) -> None:
-    x = tf.constant(x)
+def second_derivative(x: tf.Tensor) -> None:
+    """Of a function that has none."""
     with tf.GradientTape() as outer:
         outer.watch(x)
         with tf.GradientTape() as inner:
             inner.watch(x)
-            y = function(x)
+            y = tf.nn.local_response_normalization(x)
         slope = inner.gradient(y, x)
     outer.gradient(slope, x)
 
 
-@contract(
-    "compat.graphs.operation_without_gradient",
-    "The message of a missing gradient ends with the operation.",
-)
-def test_operation_without_gradient() -> None:
-    @tf.function(autograph=False)
-    def missing() -> None:
-        second_derivative(
-            tf.nn.local_response_normalization,
-            np.ones((1, 2, 2, 1), "float32"),
-        )
-
-    with pytest.raises(LookupError) as error:
-        missing()
-    assert operation_without_gradient(error.value) == "LRNGrad"
+def prevented(x: tf.Tensor) -> None:
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = tf.raw_ops.PreventGradient(input=x, message="not here: no")
+    tape.gradient(y, x)
 
 
 @contract(
     "compat.graphs.operation_without_gradient",
-    "The message of `PreventGradient` says that it is disabled.",
+    "The message of a missing gradient ends with the operation, that of "
+    "`PreventGradient` says that it is disabled.",
 )
-def test_gradient_that_is_prevented() -> None:
-    x = tf.constant(1.0)
-
-    @tf.function(autograph=False)
-    def prevented() -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = tf.raw_ops.PreventGradient(input=x, message="not here: no")
-        return tape.gradient(y, x)
-
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [(second_derivative, "LRNGrad"), (prevented, "PreventGradient")],
+)
+def test_operation_without_gradient(
+    function: Callable[[tf.Tensor], None], kind: str
+) -> None:
+    step = tf.function(function, autograph=False)
     with pytest.raises(LookupError) as error:
-        prevented()
-    assert operation_without_gradient(error.value) == "PreventGradient"
+        step(tf.ones((1, 2, 2, 1)))
+    assert operation_without_gradient(error.value) == kind
 
 
 # --------------------------------------------------------------------- maps
@@ -302,14 +244,6 @@ def test_a_map_that_raises_leaves_nothing_behind() -> None:
         mapped(tf.ones([3, 2]))
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
         assert tf.Variable(1.0).numpy() == 1.0
-
-
-def test_map_of_rows() -> None:
-    @tf.function(autograph=False)
-    def mapped(rows: tf.Tensor) -> tf.Tensor:
-        return map_rows(lambda row: 2 * row, rows)
-
-    np.testing.assert_array_equal(mapped(tf.ones([3, 2])), 2 * np.ones([3, 2]))
 
 
 def test_tensors_of_other_graphs_become_this_graph_s() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import h5py
 import keras
 import numpy as np
-import pytest
 
 from tests.compat.contracts import contract
 from tfkfac.compat.saving import (
@@ -91,19 +90,14 @@ def test_legacy_files(tmp_path: Path) -> None:
     keras.models.load_model(file)
 
 
-@pytest.mark.parametrize("has_state", [True, False])
-def test_older_legacy_files(has_state: bool, tmp_path: Path) -> None:
-    """The state is beside the weights."""
+def test_older_legacy_files(tmp_path: Path) -> None:
+    """The state is beside the weights, if there is any."""
     file = tmp_path / "model.h5"
     trained().save(file)
     with h5py.File(file, "a") as opened:
-        for name, value in STATE.items() if has_state else ():
-            opened[f"curvature/{name}"] = value
-    with h5py.File(file) as opened:
         weights = opened["optimizer_weights"]
-        names = weights.attrs["weight_names"]
-        found = legacy_state([weights[name] for name in names])
-    if has_state:
-        assert_is_state(found)
-    else:
-        assert found == {}
+        every = [weights[name] for name in weights.attrs["weight_names"]]
+        assert legacy_state(every) == {}
+        for name, value in STATE.items():
+            opened[f"curvature/{name}"] = value
+        assert_is_state(legacy_state(every))

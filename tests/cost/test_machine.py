@@ -36,15 +36,11 @@ def test_products() -> None:
     assert MACHINE.products(5e12) == 1
 
 
-@pytest.mark.parametrize("name", ["flops", "bandwidth", "latency", "eigen"])
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "fast", None])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("flops", -1.0), ("flops", 0.0), ("latency", math.nan), ("eigen", "fast")],
+)
 def test_hostile_numbers(name: str, value: Any) -> None:
     numbers = {"flops": 1e12, "bandwidth": 1e9, "latency": 0.0, name: value}
     with pytest.raises(ValueError, match=name):
         Machine.of(**numbers)
-
-
-def test_only_a_latency_may_be_zero() -> None:
-    assert Machine.of(1.0, 1.0, 0.0).latency == 0
-    with pytest.raises(ValueError, match="bandwidth"):
-        Machine.of(1.0, 0.0, 0.0)

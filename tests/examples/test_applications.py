@@ -58,10 +58,3 @@ def test_quick_run(name: str, tmp_path: pathlib.Path) -> None:
 def test_quickstart(tmp_path: pathlib.Path) -> None:
     script = str(ROOT / "examples" / "quickstart.py")
     assert "Preconditioned weights" in run(script, folder=tmp_path)
-
-
-def test_quickstart_has_nothing_of_ours_but_the_optimizer() -> None:
-    text = (ROOT / "examples" / "quickstart.py").read_text()
-    assert len(text.splitlines()) <= 25
-    assert "common" not in text
-    assert text.count("tfkfac") == 2  # the import, and its use

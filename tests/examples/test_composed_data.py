@@ -1,13 +1,10 @@
 """Canvases, regions and text: what they promise, counted anew."""
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from common import canvases, images, regions, text
-from common.data import Data, Split
-from common.metrics import Dice
+from common import canvases, images, regions
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +52,6 @@ def boxes():
     return np.sort(edges, 2).reshape(2, 3, 4)  # top, left, bottom, right
 
 
-def test_crop_is_bilinear(boxes):
-    features = np.random.default_rng(1).random((2, 9, 12, 3), np.float32)
-    owners = [0, 0, 0, 1, 1, 1]
-    flat = boxes.reshape(6, 4)
-    wanted = tf.image.crop_and_resize(features, flat, owners, (7, 7))
-    found = regions.crop(features, boxes, 7)
-    np.testing.assert_allclose(
-        found, tf.reshape(wanted, found.shape), atol=1e-5
-    )
-
-
 def test_crop_has_second_derivatives(boxes):
     """`v^T H v = 2 |crop(v)|^2` for the Hessian of the squares' sum."""
     random = np.random.default_rng(2)
@@ -79,42 +65,3 @@ def test_crop_has_second_derivatives(boxes):
     curvature = tf.reduce_sum(v * outer.gradient(slope, features))
     wanted = 2 * tf.reduce_sum(regions.crop(v, boxes, 7) ** 2)
     np.testing.assert_allclose(curvature, wanted, rtol=1e-4)
-
-
-def test_dice():
-    random = np.random.default_rng(0)
-    labels = random.integers(0, 3, (4, 5, 5))
-    logits = random.normal(size=(4, 5, 5, 3))
-    metric = Dice(3)
-    metric.update_state(labels[:2], logits[:2])
-    metric.update_state(labels[2:], logits[2:])
-    guesses = logits.argmax(-1)
-    scores = [
-        2
-        * ((guesses == c) & (labels == c)).sum()
-        / ((guesses == c).sum() + (labels == c).sum())
-        for c in (1, 2)
-    ]
-    value = keras.ops.convert_to_numpy(metric.result())
-    assert value == pytest.approx(np.mean(scores), rel=1e-6)
-
-
-def test_text_is_the_source():
-    found = text.pieces(b"def f():\n    return '\xc3\xa9~'\n", 8)
-    assert found.shape == (3, 8)
-    letters = "".join(map(chr, range(32, 127))) + "\n?"
-    assert len(letters) == text.CHARACTERS
-    written = "".join(letters[code] for code in found.ravel())
-    assert written == "def f():\n    return '??~'\n"[:24]
-
-
-def test_bytes_are_scaled_and_all_else_is_not():
-    x = {
-        "pixels": np.full((4, 2), 51, np.uint8),
-        "numbers": np.full((4, 2), 51, np.int32),
-    }
-    split = Split(x, np.full(4, 51, np.uint8))
-    [(inputs, targets)] = Data("x", split, split).test_batches()
-    assert np.unique(inputs["pixels"].numpy()) == pytest.approx([0.2])
-    assert np.unique(inputs["numbers"].numpy()).tolist() == [51]
-    assert np.unique(targets.numpy()).tolist() == [51]

@@ -46,7 +46,6 @@ def test_idx_files(idx_dir, tmp_path):
     ("file", "content", "message"),
     [
         ("t10k-labels-idx1-ubyte", None, "holds no t10k-labels-idx1-ubyte"),
-        ("t10k-labels-idx1-ubyte", b"", "not an idx file of rank 1"),
         ("t10k-labels-idx1-ubyte", b"\0\0\x0d\1" * 9, "not an idx file"),
         ("t10k-labels-idx1-ubyte", b"\0\0\x08\1\0\0\0\x05", "cut short"),
         ("train-labels-idx1-ubyte.gz", b"\0\0\x08\1", "cannot be read"),
@@ -72,7 +71,6 @@ def test_data_sets_that_cannot_be_had(idx_dir, tmp_path, monkeypatch):
             images.load(name, *directories)
         return str(error.value)
 
-    assert "digits is embedded" in fails("digits", tmp_path)
     assert "moved_digits is embedded" in fails("moved_digits", tmp_path)
     assert "Did you mean cifar10" in fails("cifra10")
     assert "not a directory" in fails("mnist", tmp_path / "missing")
@@ -80,27 +78,3 @@ def test_data_sets_that_cannot_be_had(idx_dir, tmp_path, monkeypatch):
     assert "not a set of images" in fails("imdb_reviews", None, tmp_path)
     monkeypatch.setattr(tfds_sets, "can_reach", lambda host: False)
     assert "cannot be reached" in fails("cifar10", None, tmp_path)
-
-
-def test_digits_split_keeps_every_class():
-    data = images.load("digits")
-    assert (len(data.train), len(data.test)) == (1437, 360)
-    assert data.image_shape == (8, 8, 1)
-    assert np.bincount(data.test.y).min() > 30
-    pixels, _ = next(iter(data.test_batches()))
-    assert float(pixels.numpy().max()) == 1.0
-
-
-def test_batch_order_depends_on_seed_and_epoch_alone():
-    data = images.load("digits")
-
-    def labels(batches):
-        return np.concatenate([labels for _, labels in batches])
-
-    first, again = data.train_batches(100, 3), data.train_batches(100, 3)
-    epochs = [labels(first), labels(first)]
-    np.testing.assert_array_equal(epochs[0], labels(again))
-    np.testing.assert_array_equal(epochs[1], labels(again))
-    assert (epochs[0] != epochs[1]).any()
-    assert (epochs[0] != labels(data.train_batches(100, 4))).any()
-    assert len(epochs[0]) == 1400  # full batches only

@@ -1,5 +1,3 @@
-import csv
-
 import keras
 import numpy as np
 import pytest
@@ -9,38 +7,10 @@ import plot_spectrum
 from common.optimizers import parse_optimizer
 from tests.support import tiny
 
-TINY = (
-    "--batch-size 10 --epochs 1 --examples 30 --lanczos-steps 8 "
-    "--largest 3 --smallest 2 "
-)
-
 
 @pytest.fixture(autouse=True)
 def tiny_only(monkeypatch):
     tiny.install(monkeypatch)
-
-
-def run(text, directory):
-    """The header and the rows of the CSV file."""
-    plot = directory / "new" / "plot.png"
-    plot_spectrum.main([*(TINY + text).split(), "--output", str(plot)])
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    with plot.with_suffix(".csv").open() as file:
-        header, *rows = csv.reader(file)
-    return header, np.array(rows, float)
-
-
-def test_plot_and_values(tmp_path, capsys):
-    header, rows = run("--every 3", tmp_path)
-    assert header == ["step", "min_1", "min_2", "max_3", "max_2", "max_1"]
-    np.testing.assert_array_equal(rows[:, 0], [0, 3, 4])  # the last, too
-    values = rows[:, 1:]
-    assert (np.diff(values, axis=1) > 0).all()
-    assert (values[:, 0] < 0).all()
-    assert (values[:, -1] > 0).all()
-    said = capsys.readouterr().out
-    assert "Ritz values of the Hessian: mlp on digits, adam" in said
-    assert f"{values[-1, -1]:.3g}" in said
 
 
 def hessian(model, images, labels):
@@ -83,11 +53,9 @@ def test_values_are_those_of_the_current_weights():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("--every 0", "above 0; received '0'"),
         ("--largest -1", "not below 0; received '-1'"),
         ("--largest 0 --smallest 0", "must not both be 0"),
         ("--lanczos-steps 9", "9 are too few for 10 values"),
-        ("--output values.csv", "received 'values.csv'"),
         ("--optimizer sgd adam", "one spectrum at a time"),
     ],
 )

@@ -1,7 +1,6 @@
 """The experiments: what they ask for, and what they write."""
 
 import csv
-import json
 
 import pytest
 
@@ -9,7 +8,7 @@ import reproduce
 from common.optimizers import parse_optimizer
 from experiments import EXPERIMENTS, output, running
 from experiments.counting import Count, Counted
-from experiments.experiment import Experiment, grid, optimizer
+from experiments.experiment import Experiment
 from experiments.running import Result, Training
 from tfkfac.cost import Candidate, Estimate
 
@@ -57,21 +56,6 @@ def found(experiment: Experiment) -> list:
     return [COUNTED if isinstance(t, Count) else RESULT for t in tasks]
 
 
-def test_result():
-    assert RESULT.metric == 0.75
-    assert RESULT.seconds == 4.0
-    assert RESULT.processor_seconds == 2.0
-    assert RESULT.processor_seconds_to_target == 1.5
-    assert RESULT.updates == [3, 1]
-    assert RESULT.seconds_of("plain") == 0.25
-    assert RESULT.seconds_of("inverse") is None
-    assert RESULT.state() == 3.0  # of the worker that has most
-    assert RESULT.state("factors") == 1.0
-    assert RESULT.received("plain") == 4.0
-    missed = Result([{**measured(), "steps_to_target": None}])
-    assert missed.processor_seconds_to_target is None
-
-
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_trainings_can_be_started(name, quick):
@@ -103,7 +87,7 @@ def test_headings(name):
         assert len({row[experiment.x] for row in line}) == len(line)
 
 
-@pytest.mark.parametrize("name", ["kaisa-figure-6", "dho2-figure-7"])
+@pytest.mark.parametrize("name", ["kaisa-figure-6"])
 def test_table_file_and_plot(name, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(Training, "run", lambda self: RESULT)
     monkeypatch.setattr(Count, "run", lambda self: COUNTED)
@@ -121,45 +105,3 @@ def test_table_file_and_plot(name, monkeypatch, tmp_path, capsys):
     assert len(rows) == len(cases)
     png = (tmp_path / "new" / f"{name}.png").read_bytes()
     assert png.startswith(b"\x89PNG")
-
-
-def test_lines_of_a_plot():
-    """One for each value of what is not on the axis."""
-    experiment = Experiment(
-        source="",
-        question="",
-        cases=lambda quick: grid(size=(1, 2), kind=("a", "b")),
-        task=lambda case, quick: Training("", ""),
-        measures={"seconds": lambda r: r.seconds},
-        x="size",
-        y=("seconds",),
-        elsewhere="",
-    )
-    rows = output.rows_of(experiment, experiment.cases(True), [RESULT] * 4)
-    lines = output.series(experiment, rows)
-    assert list(lines) == ["kind a", "kind b"]
-    assert [row["size"] for row in lines["kind b"]] == [1, 2]
-    text = output.table([{**rows[0], "seconds": None}])
-    assert text.split("\n")[-1].split() == ["1", "a", "-"]
-
-
-def test_failed_training(monkeypatch, tmp_path):
-    def fail(self):
-        raise running.FailedError("no data")
-
-    monkeypatch.setattr(Training, "run", fail)
-    with pytest.raises(SystemExit, match="failed:\nno data"):
-        reproduce.main(["dho2-memory", "--output", str(tmp_path)])
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_two_workers():
-    """Each has measured the same losses, and has layers of its own."""
-    kfac = optimizer("kfac", distribution="dp_kfac")
-    arguments = ("--quick", "--model", "mlp")
-    result = Training("classification", kfac, arguments, workers=2).run()
-    first, second = result.workers
-    assert first["losses"] == second["losses"]
-    assert first["state_bytes"] != second["state_bytes"]
-    assert json.dumps(first["evaluations"]) == json.dumps(second["evaluations"])

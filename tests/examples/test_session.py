@@ -102,7 +102,6 @@ def test_comparison(capsys, tmp_path):
     ("text", "message"),
     [
         ("--optimizer sgd kfac:dumping=1", "--optimizer kfac:dumping=1: "),
-        ("--optimizer sgd fosi:layout=x", "--optimizer fosi:layout=x: "),
         ("--batch-size 41", "--batch-size 41 is more than the 40 training"),
     ],
 )

@@ -11,7 +11,6 @@ from benchmarks.task import UnavailableError
 from benchmarks.variants import Variant, parse
 
 SECONDS = {"sgd": (2.0, 0.0, 0.0), "kfac-inverse": (3.0, 2.0, 8.0)}
-CALLS: list[tuple[str, int]] = []
 
 
 class MadeUpJob:
@@ -35,7 +34,6 @@ class MadeUpJob:
         self.intervals = Mix(factor, inverse)
 
     def run(self, steps: int) -> list[tuple[float, float]]:
-        CALLS.append((self.name, steps))
         numbers = range(self.steps, self.steps + steps)
         self.steps += steps
         return [self.time(number) for number in numbers]
@@ -58,7 +56,6 @@ class MadeUpJob:
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "Job", MadeUpJob)
-    CALLS.clear()
 
 
 def test_mixes() -> None:
@@ -84,19 +81,6 @@ def test_mixes() -> None:
     assert kfac["first_step_cpu_ratio"] == 13 / 2
 
 
-def test_turns() -> None:
-    variants = [parse(name) for name in ("sgd", "kfac-inverse")]
-    measurement.measure("M1", variants, Setting(), [Mix(1, 8)], 1, 10)
-    warm = [("sgd", 4), ("kfac-inverse", 4)]
-    # 24 steps, the first whole number of intervals above 20.
-    assert [
-        *warm,
-        *(("sgd", 10), ("kfac-inverse", 10)),
-        *(("kfac-inverse", 10), ("sgd", 10)),
-        *(("sgd", 4), ("kfac-inverse", 4)),
-    ] == CALLS
-
-
 def test_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     variants = [parse(name) for name in ("torch-sgd", "adam", "sgd")]
     missing, dead, sgd = measurement.measure(
@@ -106,17 +90,3 @@ def test_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert dead["error"] == "adam died:\nbecause"
     assert sgd["mixes"]["(1,1)"]["ratio"] == 1
     assert "M1 torch-sgd: not here" in capsys.readouterr().err
-
-
-def test_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = iter([3.0, 9.0, 4.0])
-
-    class Job(MadeUpJob):
-        @property
-        def costs(self) -> tuple[float, float, float]:
-            return (next(made), 0.0, 0.0)
-
-    monkeypatch.setattr(measurement, "Job", Job)
-    [row] = measurement.measure_first_steps("M1", [parse("sgd")], Setting(), 3)
-    assert row["first_step"]["cpu_seconds"] == 4
-    assert "mixes" not in row

@@ -16,22 +16,3 @@ def test_median_of_each_phase() -> None:
     assert phases.mean == pytest.approx((9.1 + 4.1 + 1.1 + 2.2) / 4)
     assert phases.median == pytest.approx((4.1 + 2.2) / 2)
     assert phases.longest == 9.1
-
-
-def interval(spread: bool) -> list[float]:
-    """A hundred steps of 1, factors for 2, decompositions for 10 in all."""
-    times = [1.0] * 100
-    for step in range(0, 100, 10):
-        times[step] += 2.0 + (1.0 if spread else 0.0)
-    if not spread:
-        times[0] += 10.0
-    return times
-
-
-def test_spread_decompositions_cost_the_same() -> None:
-    at_once = Phases.of(Mix(10, 100), 200, interval(spread=False))
-    spread = Phases.of(Mix(10, 100), 200, interval(spread=True))
-    assert at_once.mean == pytest.approx(1 + 10 * 2 / 100 + 10 / 100)
-    assert spread.mean == pytest.approx(at_once.mean)
-    assert (at_once.longest, spread.longest) == (13.0, 4.0)
-    assert at_once.kinds() == {"inverse": 13.0, "factor": 3.0, "plain": 1.0}

@@ -48,15 +48,3 @@ def test_markdown() -> None:
         "| `adam` | 0.5 |\n"
         "| `kfac-inverse` | 0.5 |"
     )
-
-
-def test_text() -> None:
-    lines = report.text_table(ROWS).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    assert lines[3].split() == [
-        *("M1", "kfac-inverse"),
-        *("3.40", "1.70", "1.70", "3.0"),
-        *("5.60", "2.67", "2.67", "4.5"),
-        *("1.0", "0.5", "-", "3.0", "-", "-"),
-    ]
-    assert set(lines[4].split()) == {"M1", "torch-sgd", "-"}

@@ -31,28 +31,6 @@ def test_length_of_readme() -> None:
     assert len(results.README.read_text().split()) <= 1300
 
 
-def own_files(
-    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> pathlib.Path:
-    """Lets the tool write into a folder; returns its page."""
-    for name in ("RECORDS", "PAGE", "README"):
-        path = getattr(results, name)
-        monkeypatch.setattr(results, name, folder / path.name)
-        (folder / path.name).write_text(path.read_text())
-    return folder / "results.md"
-
-
-def test_new_figures_reach_the_page(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = own_files(tmp_path, monkeypatch)
-    table = {"columns": ["a", "b"], "rows": [["1", "**2**"]]}
-    results.replace("Time of a step", {"tables": [table]})
-    assert "| a | b |\n| --- | --- |\n| 1 | **2** |" in page.read_text()
-    with pytest.raises(ValueError, match="no study"):
-        results.replace("another", {})
-
-
 @pytest.mark.parametrize(
     "name",
     ["README.md", "CONTRIBUTING.md", "tools/README.md", "examples/README.md"],
@@ -62,14 +40,6 @@ def test_links_to_files(name: str) -> None:
     path = ROOT / name
     for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", path.read_text()):
         assert (path.parent / link).exists(), link
-
-
-def test_modules_that_are_named_exist() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    named = set(re.findall(r"`(?:tfkfac/)?([a-z_]+/(?:[a-z_]+\.py)?)`", text))
-    assert "kfac/method.py" in named
-    for name in named:
-        assert (ROOT / "tfkfac" / name).exists() or (ROOT / name).exists(), name
 
 
 @pytest.mark.slow

@@ -36,18 +36,3 @@ def test_nothing_leaks(mode: str) -> None:
         assert one["traces"] == 1
         (_, _, first), (_, _, last) = one["looks"][1], one["looks"][-1]
         assert abs(last - first) <= 4, "threads"
-
-
-def test_the_table() -> None:
-    fault = faults.FAULTS["kill"]
-    line = "tfkfac: worker 1 at 127.0.0.1:77 is gone without a word: it was"
-    result = faults.Result(line, 3.21, 5.0, (1, -9), "")
-    assert result.problem(fault) is None
-    assert faults.row(fault, result) == (
-        "| kill -9 | tfkfac: worker 1 is gone without a word: it was | 3.2 | "
-        "5.0 | 1, -9 |"
-    )
-    silent = faults.Result(None, None, 5.0, (1, -9), "")
-    assert "nobody says" in str(silent.problem(fault))
-    other = faults.Result(line, 3.0, 5.0, (0, -9), "")
-    assert "exit codes" in str(other.problem(fault))

@@ -3,10 +3,7 @@
 import argparse
 import dataclasses
 import itertools
-import os
 import pathlib
-import subprocess
-import sys
 from typing import Any
 
 import keras
@@ -14,7 +11,6 @@ import pytest
 
 import plan
 from planning import models, units
-from planning.local import KINDS, MIX, kinds_of
 
 CLUSTER = ["--flops", "1T", "--bandwidth", "10Gbit", "--latency", "5us"]
 
@@ -39,12 +35,10 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("text", "parse", "want"),
     [
-        ("14T", units.flops, 14e12),
         ("2.5e3Gflop/s", units.flops, 2.5e12),
         ("100Gbit", units.bandwidth, 12.5e9),
         ("12.5 GB/s", units.bandwidth, 12.5e9),
         ("5us", units.latency, 5e-6),
-        ("0s", units.latency, 0.0),
     ],
 )
 def test_units(text: str, parse: Any, want: float) -> None:
@@ -54,11 +48,12 @@ def test_units(text: str, parse: Any, want: float) -> None:
 @pytest.mark.parametrize(
     ("text", "parse"),
     [
-        (text, parse)
-        for parse in (units.flops, units.bandwidth, units.latency)
-        for text in ("", "-1", "fast", "nan", "5 apples", "1e999", "0x10")
-    ]
-    + [("0", units.flops), ("100G", units.bandwidth), ("5", units.latency)],
+        ("-1", units.flops),
+        ("nan", units.flops),
+        ("0", units.flops),
+        ("100G", units.bandwidth),
+        ("5 apples", units.latency),
+    ],
 )
 def test_hostile_units(text: str, parse: Any) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="received"):
@@ -73,12 +68,9 @@ def test_hostile_units(text: str, parse: Any) -> None:
         (["ResNet50"], "--flops or --measure is needed"),
         (["ResNet50", "--flops", "1T", "--measure"], "measured by --measure"),
         (["ResNet50", "--flops", "1T", "--workers", "2"], "--bandwidth is"),
-        (["ResNet50", "--flops", "1T", "--workers", "0"], "above 0"),
         (["ResNet50", "--flops", "lots"], "received 'lots'"),
         (["ResNet50", "--intervals", "10"], "not FACTOR,INVERSE"),
-        (["ResNet50", "--intervals", "0,1"], "not FACTOR,INVERSE"),
         (["ResNet50", "--kfac", "damping"], "not KEY=VALUE"),
-        (["ResNet5", *CLUSTER], "MODEL must be one of"),
         (["Sequential", *CLUSTER], "MODEL must be one of"),
         (["InceptionV4", *CLUSTER, "--image-size", "9"], "299 x 299"),
     ],
@@ -89,38 +81,6 @@ def test_refused(
     with pytest.raises(SystemExit):
         plan.main(arguments)
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--kfac", "damping=-1"], "damping"),
-        (["--kfac", "colour=red"], "colour"),
-        (["--solvers", "qr"], "solvers"),
-        (["--fisher-passes", "-1"], "passes"),
-    ],
-)
-def test_what_the_library_refuses(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        plan.main(["M", *CLUSTER, *arguments])
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_by_itself(tmp_path: pathlib.Path) -> None:
-    """Where nothing has put the examples, whose networks it has, on a path."""
-    tool = pathlib.Path(plan.__file__)
-    process = subprocess.run(
-        [sys.executable, str(tool), "Sequential", *CLUSTER],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tool.parents[1])},
-        capture_output=True,
-        text=True,
-    )
-    assert "VGG19, Xception, InceptionV4. Received: 'Seq" in process.stderr
 
 
 # ------------------------------------------------------------------- tables
@@ -144,29 +104,6 @@ def test_plan(
     assert f"2 blocks: {elements / 1e6:.2f} M elements" in text
     assert "Recommended: KFAC(distribution=" in text
     assert path.stat().st_size > 5_000
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("tiny")
-def test_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    plan.main(["M", "--measure", "--batch", "2", "--image-size", "9"])
-    text = capsys.readouterr().out
-    assert "A step of SGD: " in text
-    assert "mem_opt" in text
-
-
-def test_kinds_of_steps() -> None:
-    """One turn comes with the factors, four are spread and come alone."""
-    period = range(MIX.period)
-    times = [1.0 * phase for phase in period]
-    factors = [p for p in period if p % MIX.factor == 0]
-    found = kinds_of(times, [0, 0])
-    assert found["inverse"] == 0
-    assert found["factor"] == factors[2]
-    # At 0, 5, 10 and 15 there are factors: a step later.
-    found = kinds_of(times, [0, 1, 2, 3])
-    assert found["inverse"] == sum(f + 1 for f in factors) / 4
-    assert list(found) == list(KINDS)
 
 
 # ------------------------------------------------------------------- papers
@@ -206,15 +143,6 @@ def test_papers() -> None:
     machine = dataclasses.replace(KAISA_CLUSTER, latency=found.hop)
     network = PaperNetwork(CASES["ResNet-50"], "eigen")
     assert Kaisa.of(network, machine).gain == pytest.approx(0.244)
-
-
-@pytest.mark.slow
-def test_inception_v4() -> None:
-    """42.7 M weights in 149 convolutions and one dense layer."""
-    built = models.build("InceptionV4", None)
-    kernels = [v for v in built.trainable_variables if v.name == "kernel"]
-    assert len(kernels) == 150
-    assert round(built.count_params() / 1e6, 1) == 42.7
 
 
 @pytest.mark.slow

@@ -36,19 +36,3 @@ def test_it_shows_all_that_was_logged(tmp_path: Path) -> None:
     assert "<two>" not in text  # a name is no HTML
     curves = report.read(tmp_path)
     assert {curve.name for curve in curves["trace"]} == {"one", "<two>"}
-
-
-def test_a_directory_without_a_log_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        report.main([str(tmp_path)])
-    assert "CurvatureLogger" in capsys.readouterr().err
-    (tmp_path / "curvature.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(SystemExit):
-        report.main([str(tmp_path)])
-    assert "no file of" in capsys.readouterr().err
-
-
-def test_its_columns_are_those_of_the_callback() -> None:
-    assert set(COLUMNS) >= report.COLUMNS

@@ -18,8 +18,6 @@ from targets import report, results
         # Mean 3, deviation sqrt(3): 3 deviations, and a little less.
         ([2.0, 2.001, 4.999], "faster"),
         ([2.0, 1.999, 5.001], "open"),
-        ([5.0, 5.0], "faster"),
-        ([0.0, 0.0], "open"),
         ([5.0], "open"),
     ],
 )
@@ -94,19 +92,6 @@ def test_the_target_is_the_best_baselines_last_metric() -> None:
     assert not rows["sgd"].arrives and rows["sgd"].ratio == []
 
 
-def test_a_lower_metric_can_be_the_better_one() -> None:
-    records = [
-        record("adam", 0.1, 0, (10.0, 9.0), (20.0, 3.0), problem="mlp"),
-        record("adam", 0.2, 0, (10.0, 9.0), (20.0, 1.0), problem="mlp"),
-    ]
-    [comparison] = results.compare(records)
-    assert comparison.best.rate == 0.1  # accuracies
-    for one in records:
-        one["run"]["problem"] = "regression"
-    [comparison] = results.compare(records)
-    assert comparison.best.rate == 0.2
-
-
 def test_the_claim_is_against_the_first_baseline_at_the_target() -> None:
     """SGD is there before the best baseline, and before K-FAC."""
     records = cnn_records()
@@ -131,54 +116,3 @@ def test_losing_rows_stay() -> None:
     lines = report.markdown([comparison]).splitlines()
     [line] = [line for line in lines if line.startswith("| kfac |")]
     assert "1 of 2 seeds" in line and "not reached" in line
-
-
-def test_a_training_that_diverged_is_the_worst() -> None:
-    nan = float("nan")
-    records = cnn_records()
-    records[0] = record("adam", 0.1, 0, (10.0, nan), (20.0, nan))
-    [comparison] = results.compare(records)
-    assert comparison.best.method == "sgd"
-
-
-def test_settings_without_all_seeds_are_left_out() -> None:
-    records = cnn_records()[:-1]
-    [comparison] = results.compare(records)
-    assert comparison.incomplete == 1
-    assert "kfac" not in rows_of(comparison)
-    assert "1 settings without all seeds" in report.markdown([comparison])
-
-
-def test_a_rate_of_one_seed_alone_is_still_a_neighbour() -> None:
-    """0.1 was the best of three that the first seed has tried."""
-    records = cnn_records()
-    records.append(record("adam", 0.05, 0, (10.0, 0.3), (20.0, 0.4)))
-    [comparison] = results.compare(records)
-    assert comparison.edges["adam"] == (0.05, 0.2)
-    assert "| adam | 0.1 |" in report.markdown([comparison])
-
-
-def test_table() -> None:
-    comparisons = list(results.compare(cnn_records()))
-    text = report.markdown(comparisons)
-    header, rule, *_ = text.splitlines()
-    assert header.count("|") == rule.count("|") == len(report.HEADINGS) + 1
-    assert "**cnn (small, digits)**: accuracy, target 0.91 ± 0.014" in text
-    lines = {line.split(" | ")[0]: line for line in text.splitlines()}
-    # Both of the two learning rates are at an edge.
-    assert lines["| adam"].split(" | ")[1:] == [
-        "0.1*",
-        "full",
-        "0.91 ± 0.014",
-        "2",
-        "20",
-        "40 ± 0",
-        "20 ± 0",
-        "1 ± 0",
-        "1.5 ± 0",
-        "best baseline |",
-    ]
-    assert (
-        "| 5.5 ± 0.71 | 0.275 ± 0.035 | 1.5 ± 0 | faster |" in lines["| kfac"]
-    )
-    assert "kfac, full schedule: geometric mean 0.28 of 1 of 1" in text

@@ -40,14 +40,6 @@ def test_tables() -> None:
     assert len(lines) == 6
 
 
-@pytest.mark.parametrize(
-    "arguments", [["no_mode"], ["--workers", "3"], ["--width", "x"]]
-)
-def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        timeline.main(arguments)
-
-
 @pytest.mark.slow
 def test_two_workers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """All layers are in the tables, in the order of layers, and in a plot."""
