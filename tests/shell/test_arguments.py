@@ -135,6 +135,18 @@ def test_not_inside_a_multi_optimizer_that_asks_a_function() -> None:
         model.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
 
 
+# ------------------------------------------------------------ of a subclass
+@pytest.mark.parametrize("kind", [*CLASSES, tfkfac.GaussNewton])
+def test_a_subclass_has_the_same_arguments(kind: Any) -> None:
+    class Own(kind):  # type: ignore[misc]
+        pass
+
+    own, want = Own(), kind()
+    assert own.get_config() == want.get_config()
+    for name in kind.method_type.fields():
+        assert getattr(own, name) == getattr(want, name)
+
+
 # ------------------------------------------------------------------- by name
 @pytest.mark.parametrize("make", [*CLASSES, tfkfac.GaussNewton])
 def test_found_by_name(make: Any) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -14,12 +14,7 @@ from tfkfac.compat.graphs import Tracked, state_variable, zeros_variable
 from tfkfac.kfac.settings import check_batch_fraction
 from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.saving.entries import Entry
-from tfkfac.shell.arguments import (
-    Hyperparameter,
-    Schedule,
-    restore_value,
-    serialize_value,
-)
+from tfkfac.shell.arguments import Hyperparameter, Schedule, Settings
 from tfkfac.training.accumulation import names_of
 from tfkfac.training.guards import count_events
 
@@ -83,7 +78,7 @@ PREVIOUS = "previous"
 
 @keras.saving.register_keras_serializable(package="tfkfac")
 @dataclasses.dataclass(frozen=True)
-class LevenbergMarquardt:
+class LevenbergMarquardt(Settings):
     """Damping that adapts itself to how far the quadratic model holds.
 
     For `KFAC(step="quadratic", damping=...)` (Martens & Grosse, 2015, section
@@ -129,14 +124,10 @@ class LevenbergMarquardt:
     maximum: float = 1e6
 
     def __post_init__(self) -> None:
-        checked: dict[str, float] = {
-            name: check_positive(name, getattr(self, name))
-            for name in ("initial", "decay", "minimum", "maximum")
-        }
-        checked["decay"] = check_range("decay", checked["decay"], 0, 1)
-        checked["every"] = check_count("every", self.every, 1)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        self._check("every", check_count, 1)
+        for name in ("initial", "decay", "minimum", "maximum"):
+            self._check(name, check_positive)
+        self._check("decay", check_range, 0, 1)
         if not self.minimum <= self.initial <= self.maximum:
             raise ValueError(
                 "Argument `initial` must be between `minimum` and `maximum`. "
@@ -144,23 +135,10 @@ class LevenbergMarquardt:
                 f"maximum={self.maximum}"
             )
 
-    def get_config(self) -> dict[str, Any]:
-        """Returns the arguments of the constructor."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Creates one from its config.
-
-        Args:
-            config: What `get_config` has returned.
-        """
-        return cls(**config)
-
 
 @keras.saving.register_keras_serializable(package="tfkfac")
 @dataclasses.dataclass(frozen=True)
-class QuadraticStep:
+class QuadraticStep(Settings):
     """A step whose length and momentum a quadratic model of the loss chooses.
 
     For `KFAC(step=...)` (Martens & Grosse, 2015, sections 6.4 and 7). The
@@ -200,27 +178,9 @@ class QuadraticStep:
     damping: Schedule | LevenbergMarquardt | None = None
 
     def __post_init__(self) -> None:
-        fraction = check_batch_fraction("batch_fraction", self.batch_fraction)
-        object.__setattr__(self, "batch_fraction", fraction)
+        self._check("batch_fraction", check_batch_fraction)
         if self.damping is not None:
             Hyperparameter("damping", self.damping, also=LevenbergMarquardt)
-
-    def get_config(self) -> dict[str, Any]:
-        """Returns the arguments of the constructor."""
-        return {
-            "batch_fraction": self.batch_fraction,
-            "damping": serialize_value("damping", self.damping),
-        }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Creates one from its config.
-
-        Args:
-            config: What `get_config` has returned.
-        """
-        damping = restore_value("damping", config.get("damping"), None)
-        return cls(config.get("batch_fraction"), damping)
 
 
 def check_step(name: str, value: Any) -> str | QuadraticStep:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Any, Self
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_choice, is_number
 from tfkfac.distributed.plan import MODES, POLICIES
+from tfkfac.shell.arguments import Settings
 
 # The mode that the cost model chooses.
 AUTO = "auto"
@@ -29,7 +30,7 @@ _FLAGS = (
 
 @keras.saving.register_keras_serializable(package="tfkfac")
 @dataclasses.dataclass(frozen=True)
-class Distribution:
+class Distribution(Settings):
     """Who does what of K-FAC's work, and how it travels.
 
     >>> tfkfac.KFAC(distribution=tfkfac.Distribution(
@@ -86,36 +87,29 @@ class Distribution:
                 "Argument `symmetric` must be True or False. "
                 f"Received: symmetric={self.symmetric!r}"
             )
-        fraction = self._checked_fraction()
-        object.__setattr__(self, "gradient_worker_fraction", fraction)
-        for name in ("factor_dtype", "inverse_dtype"):
-            value = getattr(self, name)
-            value = getattr(value, "name", value)  # a dtype of TensorFlow
-            if (name, value) == ("inverse_dtype", "float16"):
-                raise ValueError(
-                    "Argument `inverse_dtype` must be 'float32', 'bfloat16' or "
-                    "None. In float16 inverses overflow and eigenvalues "
-                    "vanish; bfloat16 takes as much memory. Received: "
-                    "inverse_dtype='float16'"
-                )
-            if value is not None:
-                check_choice(name, value, _DTYPES)
-            object.__setattr__(self, name, value)
-
-    def _checked_fraction(self) -> float | None:
-        """The share of gradient workers, in (0, 1] with "hybrid_opt" alone."""
-        fraction = self.gradient_worker_fraction
-        is_hybrid = self.mode == "hybrid_opt"
-        if fraction is None:
-            return _HALF if is_hybrid else None
-        if not is_hybrid or not is_number(fraction) or not 0 < fraction <= 1:
+        self._check("gradient_worker_fraction", self._check_fraction)
+        self._check("factor_dtype", _check_dtype)
+        self._check("inverse_dtype", _check_dtype)
+        if self.inverse_dtype == "float16":
             raise ValueError(
-                "Argument `gradient_worker_fraction` must be a number in (0, 1]"
-                " with mode='hybrid_opt', and None with any other. Received: "
-                f"gradient_worker_fraction={fraction!r} with "
-                f"mode={self.mode!r}"
+                "Argument `inverse_dtype` must be 'float32', 'bfloat16' or "
+                "None. In float16 inverses overflow and eigenvalues "
+                "vanish; bfloat16 takes as much memory. Received: "
+                "inverse_dtype='float16'"
             )
-        return float(fraction)
+
+    def _check_fraction(self, name: str, value: Any) -> float | None:
+        """The share of gradient workers, in (0, 1] with "hybrid_opt" alone."""
+        is_hybrid = self.mode == "hybrid_opt"
+        if value is None:
+            return _HALF if is_hybrid else None
+        if not is_hybrid or not is_number(value) or not 0 < value <= 1:
+            raise ValueError(
+                f"Argument `{name}` must be a number in (0, 1] with "
+                "mode='hybrid_opt', and None with any other. Received: "
+                f"{name}={value!r} with mode={self.mode!r}"
+            )
+        return float(value)
 
     @property
     def wire_dtype(self) -> tf.DType | None:
@@ -127,18 +121,11 @@ class Distribution:
         """Dtype of decompositions; None is their own."""
         return self.inverse_dtype and tf.as_dtype(self.inverse_dtype)
 
-    def get_config(self) -> dict[str, Any]:
-        """Returns the arguments of the constructor."""
-        return dataclasses.asdict(self)
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """Creates one from its config.
-
-        Args:
-            config: What `get_config` has returned.
-        """
-        return cls(**config)
+def _check_dtype(name: str, value: Any) -> str | None:
+    """Returns the name of a dtype, of TensorFlow's too, or None."""
+    value = getattr(value, "name", value)
+    return None if value is None else check_choice(name, value, _DTYPES)
 
 
 def check_distribution(name: str, value: Any) -> str | Distribution:

@@ -4,7 +4,7 @@ import inspect
 import numbers
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, overload
+from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, overload
 
 import keras
 import numpy as np
@@ -278,6 +278,28 @@ class Tunable(Argument[Hyperparameter]):
     def value_of(self, instance: object) -> Value:
         """The value as the user gave it."""
         return vars(instance)[self._name].get()
+
+
+class Settings:
+    """Arguments that go together, in a frozen dataclass that Keras can save."""
+
+    def _check(self, name: str, check: Callable[..., Any], *rules: Any) -> None:
+        """Takes one for what a check of its name, value and `rules` returns."""
+        checked = check(name, getattr(self, name), *rules)
+        object.__setattr__(self, name, checked)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments of the constructor."""
+        return {k: serialize_value(k, v) for k, v in vars(self).items()}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """Creates one from its config.
+
+        Args:
+            config: What `get_config` has returned.
+        """
+        return cls(**{k: restore_value(k, v, None) for k, v in config.items()})
 
 
 # ----------------------------------------------------- the inner optimizer

@@ -44,6 +44,8 @@ class SecondOrderOptimizer(KerasOptimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "method_type" not in vars(cls):
+            return  # a subclass of somebody who has them
         for name, field in cls.method_type.fields().items():
             if name not in vars(cls):
                 setattr(cls, name, shown(name, field))
