@@ -42,21 +42,15 @@ def plan(mode: str, workers: int, **kwargs: Any) -> tuple[LayerPlan, ...]:
 
 
 class TestPlan:
-    @pytest.mark.parametrize("workers", [1, 2, 3, 4, 16])
+    @pytest.mark.parametrize("workers", [1, 2, 3, 16])
     @pytest.mark.parametrize("mode", MODES)
-    def test_each_worker_in_one_receiver_group(
-        self, mode: str, workers: int
-    ) -> None:
-        for layer in plan(mode, workers):
+    def test_everyone_has_one_place(self, mode: str, workers: int) -> None:
+        """Owners are gradient workers; all others receive of one of these."""
+        for layer, shapes in zip(plan(mode, workers), SHAPES, strict=True):
             groups = [(s, *r) for s, r in layer.receivers.items()]
             everyone = sorted(itertools.chain(*groups))
             assert everyone == list(range(workers))
             assert tuple(layer.receivers) == layer.gradient_workers
-
-    @pytest.mark.parametrize("workers", [1, 2, 3, 16])
-    @pytest.mark.parametrize("mode", MODES)
-    def test_owners_are_gradient_workers(self, mode: str, workers: int) -> None:
-        for layer, shapes in zip(plan(mode, workers), SHAPES, strict=True):
             assert set(layer.owners) == set(shapes)
             assert set(layer.owners.values()) <= set(layer.gradient_workers)
             owned = [layer.owned_by(w) for w in range(workers)]
@@ -90,18 +84,6 @@ class TestPlan:
         for layer in plan(mode, 4):
             (owner,) = set(layer.owners.values())
             assert layer.gradient_workers == (owner,)
-            others = tuple(w for w in range(4) if w != owner)
-            assert layer.receivers == {owner: others}
-
-    def test_hybrid(self) -> None:
-        for layer in plan("hybrid_opt", 4, fraction=0.5):
-            (owner,) = set(layer.owners.values())
-            assert layer.gradient_workers == (owner % 2, owner % 2 + 2)
-            neighbor = 1 - owner % 2
-            assert layer.receivers == {
-                owner % 2: (neighbor,),
-                owner % 2 + 2: (neighbor + 2,),
-            }
 
     @pytest.mark.parametrize(
         ("fraction", "columns", "sends"),
@@ -151,11 +133,7 @@ class TestPlan:
             layers = plan_layers(shapes, 2, "mem_opt", policy=policy)
             assert [p.owners["A"] for p in layers] == owners
 
-    def test_no_layers(self) -> None:
-        assert plan_layers([], 2, "comm_opt") == ()
-
-    @pytest.mark.parametrize("hash_seed", ["1", "2"])
-    def test_same_in_another_process(self, hash_seed: str) -> None:
+    def test_same_in_another_process(self) -> None:
         """There, without the rest of the package: it needs no TensorFlow."""
         code = (
             "import ast, sys, types\n"
@@ -171,29 +149,27 @@ class TestPlan:
         root = str(pathlib.Path(tfkfac.__file__).parents[1])
         output = subprocess.run(
             [sys.executable, "-c", code, root, repr(SHAPES)],
-            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            env=os.environ | {"PYTHONHASHSEED": "1"},
             check=True,
             capture_output=True,
             text=True,
         ).stdout
         assert output.strip() == repr(plan("comm_opt", 4))
 
-    @pytest.mark.parametrize("mode", ["comm_opt", "mem_opt", "dp_kfac"])
-    def test_fraction_without_hybrid(self, mode: str) -> None:
-        with pytest.raises(ValueError, match="must be None unless"):
-            plan_layers(SHAPES, 2, mode, fraction=0.5)
-
-    def test_hybrid_without_fraction(self) -> None:
-        with pytest.raises(ValueError, match="must be given with"):
-            plan_layers(SHAPES, 2, "hybrid_opt")
-
-    def test_unknown_mode(self) -> None:
-        with pytest.raises(ValueError, match="`distribution` must be one of"):
-            plan_layers(SHAPES, 2, "magic")
-
-    def test_unknown_policy(self) -> None:
-        with pytest.raises(ValueError, match="`assignment` must be one of"):
-            plan_layers(SHAPES, 2, "mem_opt", policy="magic")
+    @pytest.mark.parametrize(
+        ("mode", "arguments", "message"),
+        [
+            ("mem_opt", {"fraction": 0.5}, "must be None unless"),
+            ("hybrid_opt", {"fraction": None}, "must be given with"),
+            ("magic", {}, "`distribution` must be one of"),
+            ("mem_opt", {"policy": "magic"}, "`assignment` must be one of"),
+        ],
+    )
+    def test_refusals(
+        self, mode: str, arguments: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(ValueError, match=message):
+            plan_layers(SHAPES, 2, mode, **arguments)
 
 
 def makespan(costs: list[int], chosen: Sequence[int], workers: int) -> int:
@@ -203,25 +179,13 @@ def makespan(costs: list[int], chosen: Sequence[int], workers: int) -> int:
     return max(loads)
 
 
-class TestCost:
-    @pytest.mark.parametrize(
-        "shape,compute,memory",
-        [
-            ((10, 10), 1000, 100),
-            ((4, 10, 10), 4000, 400),
-            ((10,), 10, 10),
-            ((1, 1), 1, 1),
-        ],
-    )
-    def test_counts(
-        self, shape: tuple[int, ...], compute: int, memory: int
-    ) -> None:
-        assert cost(shape, "compute") == compute
-        assert cost(shape, "memory") == memory
-
-    def test_policy_unknown(self) -> None:
-        with pytest.raises(ValueError, match="Argument `assignment` must be"):
-            cost((2, 2), "magic")
+@pytest.mark.parametrize(
+    ("shape", "compute", "memory"),
+    [((10, 10), 1000, 100), ((4, 10, 10), 4000, 400), ((10,), 10, 10)],
+)
+def test_cost(shape: tuple[int, ...], compute: int, memory: int) -> None:
+    assert cost(shape, "compute") == compute
+    assert cost(shape, "memory") == memory
 
 
 class TestAssign:
@@ -258,8 +222,6 @@ class TestAssign:
 
     def test_more_workers_than_pieces(self) -> None:
         assert sorted(assign([3, 2], 8, "compute")) == [0, 1]
-
-    def test_nothing(self) -> None:
         assert assign([], 2, "compute") == ()
 
     def test_no_workers(self) -> None:
@@ -285,18 +247,12 @@ class TestGradientWorkers:
     def test_counts(self, workers: int, fraction: Any, count: int) -> None:
         assert gradient_workers(workers, fraction) == count
 
-    @pytest.mark.parametrize(
-        "workers,fraction", [(4, 0.3), (4, 0.75), (2, 0.7), (100, 0.29)]
-    )
+    @pytest.mark.parametrize("workers,fraction", [(4, 0.75), (100, 0.29)])
     def test_not_whole_or_no_divisor(self, workers: int, fraction: Any) -> None:
-        with pytest.raises(ValueError) as error:
+        allowed = f"one of 1/{workers}, 2/{workers}, .*1 with {workers}"
+        with pytest.raises(ValueError, match=allowed) as error:
             gradient_workers(workers, fraction)
-        assert "`gradient_worker_fraction` times" in str(error.value)
         assert f"gradient_worker_fraction={fraction}" in str(error.value)
-
-    def test_message_names_what_is_allowed(self) -> None:
-        with pytest.raises(ValueError, match="one of 1/4, 2/4, 1 with 4"):
-            gradient_workers(4, 0.75)
 
     @pytest.mark.parametrize(
         "fraction", [0, -0.5, 1.5, True, "half", None, float("nan")]

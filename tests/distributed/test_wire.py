@@ -1,5 +1,6 @@
 """Items on their way from who has them to who needs them."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.lockstep import run_together
 from tfkfac.distributed import collectives
-from tfkfac.distributed.wire import (
+from tfkfac.distributed.collectives import (
     Item,
     all_reduce_bytes,
     broadcast_items,
@@ -63,7 +64,9 @@ def test_members_get_what_the_root_has(sent: list[Item]) -> None:
             np.testing.assert_array_equal(got[item.layer, "x"], value_of(item))
         assert asked == [i.layer for i in sent if i.root == rank]
         others = [item for item in mine if item.root != rank]
-        assert received == sum(item.bytes for item in others)
+        assert received == sum(
+            math.prod(item.spec.shape) * item.spec.dtype.size for item in others
+        )
 
 
 @given(items())

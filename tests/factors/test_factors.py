@@ -1,6 +1,7 @@
 """Each kind of factor against NumPy."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,60 +14,106 @@ from tfkfac.factors import (
     Dense,
     Diagonal,
     Factor,
+    LowRank,
     MatrixPart,
     Part,
     Stack,
 )
+from tfkfac.factors.low_rank import probes
 
 # name -> (kind, shape, elements, sent as symmetric, operations, text)
-KINDS: dict[str, tuple[Factor, tuple[int, ...], int, int, int, str]] = {
+KINDS: dict[str, tuple[Any, tuple[int, ...], int, int, int, str]] = {
     "dense": (Dense(5), (5, 5), 25, 15, 125, "5 x 5"),
     "dense 1": (Dense(1), (1, 1), 1, 1, 1, "1 x 1"),
     "stack": (Stack(3, 4), (3, 4, 4), 48, 30, 192, "3 of 4 x 4"),
-    "stack 1": (Stack(1, 2), (1, 2, 2), 4, 3, 8, "1 of 2 x 2"),
     "stack of 1": (Stack(7, 1), (7, 1, 1), 7, 7, 7, "7 of 1 x 1"),
     "diagonal": (Diagonal(7), (7,), 7, 7, 7, "diagonal 7"),
     "diagonal 1": (Diagonal(1), (1,), 1, 1, 1, "diagonal 1"),
+    # A row more than the matrix has: that of the mean eigenvalue.
+    "wide": (LowRank(20, 6), (21, 6), 126, 126, 756, "20 x 20, rank 6"),
+    "wide stack": (
+        LowRank(15, 5, (3,)),
+        (3, 16, 5),
+        240,
+        240,
+        1200,
+        "3 of 15 x 15, rank 5",
+    ),
+    "wide, all but one": (LowRank(8, 7), (9, 7), 63, 63, 441, "8 x 8, rank 7"),
+    "wide, smallest": (LowRank(2, 1), (3, 1), 3, 3, 3, "2 x 2, rank 1"),
 }
 BY_NAME = pytest.mark.parametrize("name", KINDS)
 SIDES = pytest.mark.parametrize("side", ["left", "right"])
 
 
 class Case:
-    """A kind, a random value of it, and the same written out with NumPy."""
+    """A kind, rows, and the matrix that it makes of them, in NumPy.
 
-    def __init__(self, name: str) -> None:
-        self.kind, shape, *_ = KINDS[name]
-        rng = np.random.default_rng(len(name))
-        self.diagonal = len(shape) == 1
-        if self.diagonal:
-            self.value = rng.uniform(0.2, 2.0, size=shape)
-            self.matrix = np.diag(self.value)
-        else:
-            rows = rng.normal(size=(*shape[:-1], 2 * shape[-1]))
-            self.value = self.matrix = rows @ np.swapaxes(rows, -1, -2)
-        self.stack = shape[:-2]
-        self.size = shape[-1]
-        self.rng = rng
+    Attributes:
+        exact: The sum of outer products.
+        value: The tensor that stands for it.
+        matrix: What the kind keeps of it, written out.
+    """
 
-    def tensor(self) -> tf.Tensor:
-        return tf.constant(self.value)
+    def __init__(self, name: str, count: int = 40) -> None:
+        self.kind: Any = KINDS[name][0]
+        self.rng = np.random.default_rng(len(name) + count)
+        self.stack, self.size = self.kind.stack_shape, self.kind.size
+        rows = self.rng.normal(size=(count, 2, *self.stack, self.size))
+        self.rows = rows / np.sqrt(np.arange(1, self.size + 1))
+        self.exact = np.einsum("bs...i,bs...j->...ij", self.rows, self.rows)
+        self.value = self.kind.gram(tf.constant(self.rows))
+        self.matrix = self.exact
+        if isinstance(self.kind, Diagonal):
+            self.matrix = self.exact * np.eye(self.size)
+        elif isinstance(self.kind, LowRank):
+            inside, missing = self.low_rank()
+            rest = np.maximum(missing, 0)[..., None, None] / self.size
+            self.matrix = inside + rest * np.eye(self.size)
+
+    def low_rank(self) -> tuple[Array, Array]:
+        """Nystroem's approximation, and what it lacks of the trace."""
+        omega = probes(self.size, self.kind.rank, tf.float64).numpy()
+        product = self.exact @ omega
+        inside = product @ np.linalg.pinv(omega.T @ product, rcond=1e-12)
+        inside = inside @ np.swapaxes(product, -1, -2)
+        return inside, np.trace(self.exact - inside, axis1=-2, axis2=-1)
 
     def gradient(self, side: str) -> Array:
         shape = (self.size, 3) if side == "left" else (3, self.size)
         return np.asarray(self.rng.normal(size=(*self.stack, *shape)))
 
-    def damping(self) -> Array:
-        """One for each matrix."""
-        return np.asarray(self.rng.uniform(0.1, 1.0, size=self.stack))
+    def solution(self, damping: Any, gradient: Array, side: str) -> Array:
+        """The gradient times the inverse of the damped matrix."""
+        shift = np.asarray(damping)[..., None, None] * np.eye(self.size)
+        if side == "left":
+            return np.asarray(np.linalg.solve(self.matrix + shift, gradient))
+        transposed = np.swapaxes(gradient, -1, -2)
+        solved = np.linalg.solve(self.matrix + shift, transposed)
+        return np.asarray(np.swapaxes(solved, -1, -2))
+
+    def by_inverse(self, damping: Any, gradient: Any, side: str) -> tf.Tensor:
+        """The same, by the parts of the inverse."""
+        shift = tf.cast(damping, self.value.dtype)
+        inverse = self.kind.inverse(self.value, shift)
+        assert {k: v.shape for k, v in inverse.items()} == {
+            k: part.shape for k, part in self.kind.inverse_parts().items()
+        }
+        return self.kind.multiply(inverse, tf.constant(gradient), side)
+
+    def by_eigen(self, damping: Any, gradient: Any, side: str) -> tf.Tensor:
+        """The same, by the eigenbasis."""
+        eigen = self.kind.eigen(self.value)
+        assert {k: v.shape for k, v in eigen.items()} == {
+            k: part.shape for k, part in self.kind.eigen_parts().items()
+        }
+        inside = self.kind.rotate(eigen, tf.constant(gradient), side)
+        axis = -1 if side == "left" else -2
+        scale = tf.expand_dims(1 / (eigen[VALUES] + damping), axis)
+        scale = self.kind.widen(scale, side)
+        return self.kind.rotate(eigen, inside * scale, side, back=True)
 
 
-def product(matrix: Array, gradient: Array, side: str) -> Array:
-    pair = (matrix, gradient) if side == "left" else (gradient, matrix)
-    return np.asarray(pair[0] @ pair[1])
-
-
-# ------------------------------------------------------------------- each kind
 @BY_NAME
 def test_counts(name: str) -> None:
     kind, shape, elements, packed, operations, text = KINDS[name]
@@ -75,25 +122,28 @@ def test_counts(name: str) -> None:
     assert math.prod(kind.storage.packed_shape) == packed
     assert kind.operations == operations
     assert kind.text == text
-    assert kind.size == shape[-1]
-    assert kind.stack_shape == shape[:-2]
 
 
 def test_kinds_are_values() -> None:
     """A kind is a key: equal to its like only, of whatever shape."""
-    assert Dense(3) == Dense(3)
     assert Stack(2, 3) == Stack(count=2, size=3) != Stack(3, 2)
-    kinds = {Dense(3), Dense(3), Dense(4), Stack(1, 3), Diagonal(3)}
-    assert len(kinds) == 4
+    kinds: set[Factor] = {Dense(3), Dense(3), Dense(4), Stack(1, 3)}
+    kinds |= {Diagonal(3), LowRank(5, 2), LowRank(5, 2), LowRank(5, 3)}
+    assert len(kinds) == 6
 
 
 @BY_NAME
 def test_packing_takes_nothing_away(name: str) -> None:
     case = Case(name)
-    for part in (case.kind.storage, *case.kind.inverse_parts().values()):
-        packed = part.pack(case.tensor())
+    inverse = case.kind.inverse(case.value, tf.constant(0.1, tf.float64))
+    parts = case.kind.inverse_parts()
+    for part, value in [
+        (case.kind.storage, case.value),
+        *((parts[key], inverse[key]) for key in parts),
+    ]:
+        packed = part.pack(value)
         assert packed.shape == part.packed_shape
-        np.testing.assert_array_equal(part.unpack(packed), case.value)
+        assert_close(part.unpack(packed), value, 1e-14)
 
 
 def test_parts_that_are_identities() -> None:
@@ -110,120 +160,96 @@ def test_parts_that_are_identities() -> None:
 def test_gram(name: str) -> None:
     """The sum over batch and positions, with none of either as well."""
     case = Case(name)
-    for batch, shared in ((4, 3), (1, 1), (0, 3), (2, 0)):
-        rows = case.rng.normal(size=(batch, shared, *case.stack, case.size))
-        got = case.kind.gram(tf.constant(rows))
-        want = np.einsum("bs...i,bs...j->...ij", rows, rows)
-        if case.diagonal:
-            want = np.diagonal(want)
-        assert got.shape == case.kind.shape
-        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-14)
-
-
-@BY_NAME
-def test_written_out(name: str) -> None:
-    case = Case(name)
-    np.testing.assert_array_equal(
-        case.kind.as_matrix(case.tensor()), case.matrix
-    )
-
-
-@BY_NAME
-def test_mean_eigenvalue(name: str) -> None:
-    case = Case(name)
-    got = case.kind.mean_eigenvalue(case.tensor())
-    assert got.shape == case.stack
-    want = np.linalg.eigvalsh(case.matrix).mean(-1)
-    np.testing.assert_allclose(got, want, rtol=1e-12)
+    mean = np.trace(case.exact, axis1=-2, axis2=-1) / case.size
+    assert_close(case.kind.mean_eigenvalue(case.value), mean, 1e-12)
+    assert_close(case.kind.as_matrix(case.value), case.matrix, 1e-9)
+    want = case.exact
+    if isinstance(case.kind, Diagonal):
+        want = np.diagonal(want)
+    if isinstance(case.kind, LowRank):
+        rank = case.kind.rank
+        last = np.broadcast_to(mean[..., None, None], (*case.stack, 1, rank))
+        want = want @ probes(case.size, rank, tf.float64)
+        want = np.concatenate([want, last], -2)
+    assert_close(case.value, want, 1e-12)
+    parts = [case.kind.gram(tf.constant(case.rows[i::2])) for i in range(2)]
+    assert_close(parts[0] + parts[1], want, 1e-12)
+    for empty in (case.rows[:0], case.rows[:, :0]):
+        got = case.kind.gram(tf.constant(empty))
+        np.testing.assert_array_equal(got, np.zeros(case.kind.shape))
 
 
 @SIDES
 @BY_NAME
-def test_inverse(name: str, side: str) -> None:
-    """With a damping for each matrix, and with one for all."""
+def test_solvers(name: str, side: str) -> None:
+    """With a damping for each matrix, and the inverse with one for all."""
     case = Case(name)
     gradient = case.gradient(side)
-    for damping in (case.damping(), np.float64(0.3)):
-        inverse = case.kind.inverse(case.tensor(), tf.constant(damping))
-        parts = case.kind.inverse_parts()
-        assert {k: v.shape for k, v in inverse.items()} == {
-            k: part.shape for k, part in parts.items()
-        }
-        shift = np.asarray(damping)[..., None, None] * np.eye(case.size)
-        want = product(np.linalg.inv(case.matrix + shift), gradient, side)
-        got = case.kind.multiply(inverse, tf.constant(gradient), side)
-        assert_close(got, want, 1e-10)
+    for damping in (case.rng.uniform(0.1, 1.0, case.stack), np.float64(0.3)):
+        want = case.solution(damping, gradient, side)
+        assert_close(case.by_inverse(damping, gradient, side), want, 1e-9)
+    want = case.solution(np.full(case.stack, 0.1), gradient, side)
+    assert_close(case.by_eigen(0.1, gradient, side), want, 1e-8)
+    if not isinstance(case.kind, LowRank):
+        values = np.sort(case.kind.eigen(case.value)[VALUES], -1)
+        assert_close(values, np.linalg.eigvalsh(case.matrix), 1e-10)
 
 
 @BY_NAME
-def test_inverse_of_zero(name: str) -> None:
+def test_zero(name: str) -> None:
     """Without damping the identity, with it the damping's."""
     case = Case(name)
     gradient = case.gradient("left")
-    zero = tf.zeros(case.kind.shape, tf.float64)
+    case.value = tf.zeros_like(case.value)
     for damping, want in ((0.0, gradient), (0.25, 4 * gradient)):
-        shift = tf.constant(damping, tf.float64)
-        inverse = case.kind.inverse(zero, shift)
-        got = case.kind.multiply(inverse, tf.constant(gradient), "left")
-        assert_close(got, want, 1e-12)
+        assert_close(case.by_inverse(damping, gradient, "left"), want, 1e-12)
+    values = case.kind.eigen(case.value)[VALUES]
+    np.testing.assert_array_equal(values, np.zeros_like(values))
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
 @BY_NAME
-def test_no_inverse_is_not_finite(name: str) -> None:
+def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
     """And nothing raises, which would end the training."""
     case = Case(name)
     damping = tf.constant(0.1, tf.float64)
+    value = case.value.numpy()
+    value[..., -1] = bad
+    if isinstance(case.kind, Diagonal) and np.isinf(bad):
+        return  # an inverse that is 0
     for parts in (
-        case.kind.inverse(case.tensor() * float("nan"), damping),
-        case.kind.eigen(case.tensor() * float("nan")),
+        case.kind.inverse(tf.constant(value), damping),
+        case.kind.eigen(tf.constant(value)),
     ):
-        values = [np.isfinite(v.numpy()).all() for v in parts.values()]
-        assert not all(values)
+        assert not all(np.isfinite(v).all() for v in parts.values())
 
 
-@SIDES
-@BY_NAME
-def test_eigen(name: str, side: str) -> None:
-    """In its basis, the factor multiplies by its eigenvalues."""
-    case = Case(name)
-    gradient = case.gradient(side)
-    eigen = case.kind.eigen(case.tensor())
-    parts = case.kind.eigen_parts()
-    assert {k: v.shape for k, v in eigen.items()} == {
-        k: part.shape for k, part in parts.items()
-    }
-    values = np.asarray(eigen.pop(VALUES))
-    want = np.linalg.eigvalsh(case.matrix)
-    assert_close(np.sort(values, -1), want, 1e-10)
-
-    kind, matrix = case.kind, tf.constant(gradient)
-    rotated = kind.rotate(eigen, matrix, side)
-    assert_close(kind.rotate(eigen, rotated, side, back=True), gradient, 1e-10)
-    scale = values[..., :, None] if side == "left" else values[..., None, :]
-    got = kind.rotate(eigen, rotated * scale, side, back=True)
-    assert_close(got, product(case.matrix, gradient, side), 1e-10)
-
-
-@BY_NAME
+@pytest.mark.parametrize("name", ["dense", "stack", "diagonal"])
 def test_no_eigenvalue_below_zero(name: str) -> None:
     case = Case(name)
-    values = case.kind.eigen(-case.tensor())[VALUES]
+    values = case.kind.eigen(-case.value)[VALUES]
     np.testing.assert_array_equal(values, np.zeros_like(values))
 
 
 @SIDES
 @BY_NAME
-def test_parts_of_the_identity_leave_a_gradient(name: str, side: str) -> None:
-    case = Case(name)
-    kind, gradient = case.kind, tf.constant(case.gradient(side))
-
-    def identity(parts: dict[str, Part]) -> dict[str, tf.Tensor]:
-        return {k: part.identity(tf.float64) for k, part in parts.items()}
-
-    inverse, eigen = map(identity, (kind.inverse_parts(), kind.eigen_parts()))
-    for got in (
-        kind.multiply(inverse, gradient, side),
-        kind.rotate(eigen, gradient, side),
-        kind.rotate(eigen, gradient, side, back=True),
-    ):
-        np.testing.assert_array_equal(got, gradient)
+def test_parts_of_the_identity_leave_a_gradient(name: str, side: Any) -> None:
+    """In every dtype in which they may be kept."""
+    kind = KINDS[name][0]
+    gradient = tf.constant(Case(name).gradient(side), tf.float32)
+    for dtype in (tf.float32, tf.bfloat16):
+        inverse, eigen = (
+            {
+                k: tf.cast(p.identity(tf.float32), dtype)
+                for k, p in parts.items()
+            }
+            for parts in (kind.inverse_parts(), kind.eigen_parts())
+        )
+        inverse = kind.for_products(inverse, tf.float32)
+        eigen = {k: tf.cast(v, tf.float32) for k, v in eigen.items()}
+        inside = kind.rotate(eigen, gradient, side)
+        for got in (
+            kind.multiply(inverse, gradient, side),
+            kind.rotate(eigen, inside, side, back=True),
+        ):
+            np.testing.assert_array_equal(got, gradient)

@@ -17,7 +17,7 @@ from tests.support.cluster import Pool
 from tests.support.jobs import Jobs, replicas_of
 from tests.support.weights import assert_same_bits, distance
 from tests.support.workers_fosi import DEFAULTS, LARGE, MODELS
-from tfkfac.distributed.wire import all_reduce_bytes
+from tfkfac.distributed.collectives import all_reduce_bytes
 
 Result = Mapping[str, Any]
 Results = Callable[[str], list[Any]]

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support.lockstep import run_together
 from tests.support.reference import Array
+from tfkfac.distributed.collectives import all_reduce_bytes
 from tfkfac.distributed.topology import Roles
-from tfkfac.distributed.wire import all_reduce_bytes
 from tfkfac.fosi.estimation import Spectrum
 from tfkfac.fosi.handover import hand_over, piece_bytes
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout, Shards

@@ -11,7 +11,7 @@ from tests.support import workers_gauss
 from tests.support.cluster import Pool
 from tests.support.jobs import Jobs, replicas_of
 from tests.support.weights import assert_same_bits, distance
-from tfkfac.distributed.wire import all_reduce_bytes
+from tfkfac.distributed.collectives import all_reduce_bytes
 
 Results = Callable[[str], list[Any]]
 

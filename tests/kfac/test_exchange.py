@@ -116,7 +116,6 @@ def test_the_way_of_statistics_is_short() -> None:
         assert files <= {
             "kfac/exchange.py",
             "distributed/plan.py",
-            "distributed/wire.py",
             "distributed/collectives.py",
         }
 

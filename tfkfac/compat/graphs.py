@@ -214,6 +214,8 @@ if TYPE_CHECKING:
         none of its own would be checked.
         """
 
+        variables: Sequence[tf.Variable]
+
         def __init__(self, name: str | None = None) -> None: ...
 
 else:

@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from tfkfac.blocks import Block
+from tfkfac.distributed.collectives import Wire, all_reduce_bytes
 from tfkfac.distributed.plan import Plan
-from tfkfac.distributed.wire import Wire, all_reduce_bytes
 from tfkfac.solvers import Solver, most_rows
 
 # Sums by worker.

@@ -33,10 +33,6 @@ class Topology:
     devices: tuple[str | None, ...]
     hint: str
 
-    def position(self, rank: int) -> int:
-        """Position of a rank among those of this process."""
-        return self.local.index(rank)
-
     @property
     def processes(self) -> int:
         """Number of processes."""
@@ -55,12 +51,8 @@ class Topology:
 def find_topology(strategy: tf.distribute.Strategy) -> Topology:
     """The topology of a strategy.
 
-    Args:
-        strategy: The default strategy, a `MirroredStrategy` or a
-            `MultiWorkerMirroredStrategy`.
-
     Raises:
-        ValueError: If the strategy is of another kind.
+        ValueError: If the strategy is of a kind that is not supported.
     """
     check_strategy(strategy)
     replicas = strategy.num_replicas_in_sync
@@ -86,12 +78,7 @@ def task_position(
 
 
 def check_strategy(strategy: tf.distribute.Strategy) -> None:
-    """Refuses strategies that K-FAC cannot train under.
-
-    Raises:
-        ValueError: If the strategy is not synchronous data parallelism with
-            mirrored variables.
-    """
+    """Raises a ValueError for a strategy that K-FAC cannot train under."""
     if isinstance(strategy, _UNSUPPORTED):
         raise ValueError(
             "The distribution strategy must be a `MirroredStrategy` or a "
@@ -127,9 +114,7 @@ class Roles:
 def assign_roles(replicas: int, accelerator_fraction: float) -> Roles:
     """Roles in which the last replicas are accelerators.
 
-    Args:
-        replicas: Number of replicas.
-        accelerator_fraction: Share of them, rounded to whole replicas.
+    Their share is rounded to whole replicas.
 
     Raises:
         ValueError: If no worker or, with a fraction above 0, no accelerator

@@ -9,8 +9,12 @@ import tensorflow as tf
 from tfkfac.capture.model_taps import ForwardCall, ForwardTap
 from tfkfac.compat.graphs import in_graph
 from tfkfac.curvature.hessian import hessian_operator
-from tfkfac.distributed.collectives import Communicator, differentiable_sum
-from tfkfac.distributed.wire import all_reduce_bytes, gradient_bytes
+from tfkfac.distributed.collectives import (
+    Communicator,
+    all_reduce_bytes,
+    differentiable_sum,
+    gradient_bytes,
+)
 from tfkfac.fosi.layouts import Geometry, Layout
 from tfkfac.fosi.schedule import Search
 from tfkfac.fosi.subspace import Inner, State, Subspace

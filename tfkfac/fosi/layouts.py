@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfkfac.distributed.collectives import Communicator
-from tfkfac.distributed.wire import all_reduce_bytes
+from tfkfac.distributed.collectives import Communicator, all_reduce_bytes
 from tfkfac.linalg.vectors import padded_size, row_products
 from tfkfac.saving.entries import Region
 

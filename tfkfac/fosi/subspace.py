@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfkfac.distributed.collectives import Communicator
-from tfkfac.distributed.wire import all_reduce_bytes
+from tfkfac.distributed.collectives import Communicator, all_reduce_bytes
 from tfkfac.fosi.layouts import Layout, Moves, Split
 from tfkfac.linalg.tensors import all_finite
 from tfkfac.saving.entries import Contents, Spread

@@ -16,7 +16,7 @@ from tfkfac.checks import (
 )
 from tfkfac.compat.graphs import Tracked
 from tfkfac.curvature.hessian import flat_space
-from tfkfac.distributed.wire import all_reduce_bytes
+from tfkfac.distributed.collectives import all_reduce_bytes
 from tfkfac.gauss_newton.jacobian import activations
 from tfkfac.gauss_newton.objective import Objective, Point
 from tfkfac.gauss_newton.solve import (

@@ -1,8 +1,8 @@
 """Blocks of one step: what their layers left behind, and what becomes of it."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
@@ -23,79 +23,69 @@ from tfkfac.training.step import Gradients, Step
 
 @dataclasses.dataclass(frozen=True)
 class ActiveBlock:
-    """A block in the trace of one step.
-
-    Attributes:
-        position: Its place among all blocks.
-        block: The block.
-        state: Its factors and decomposition.
-        indices: Where its gradients are among those of the step.
-        used: The block that takes the statistics of the step.
-        records: What its layer's calls left behind.
-        explained: True if its gradients are of what was recorded; None if
-            nothing speaks against it.
-        rows: The rows that its gradient is the product of, if it is taken
-            from them.
-    """
+    """A block in the trace of one step."""
 
     position: int
+    """Its place among all blocks."""
     block: Block
     state: Preconditioner
     indices: tuple[int, ...]
+    """Where its gradients are among those of the step."""
     used: Block
+    """The block that takes the statistics of the step."""
     records: Sequence[Record]
+    """What its layer's calls left behind."""
     explained: tf.Tensor | None = None
+    """True if its gradients are of that; None if nothing speaks against it."""
     rows: RowGradient | None = None
+    """The rows whose product its gradient is, if it is taken from them."""
 
 
-def active_blocks(
-    preconditioners: Sequence[Preconditioner],
-    gradients: Sequence[tf.Tensor | None],
-    keys: Sequence[Hashable],
-    key_of: Callable[[Any], Hashable],
-) -> list[ActiveBlock]:
+def observe(step: Step, state: State, by_rows: bool) -> list[ActiveBlock]:
+    """The blocks of a step, with what their layers left behind.
+
+    Args:
+        step: The step.
+        state: What this replica keeps.
+        by_rows: True if gradients may be kept as the rows they are made of.
+    """
+    layers = active_blocks(step, state)
+    report_unexplained(layers, state.counters)
+    return [with_rows(one, step) for one in layers] if by_rows else layers
+
+
+def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
     """Finds the gradients and records of each block in this trace.
 
     A block whose weights have no gradient in this step takes no part, nor one
     whose layer did what it does not stand for.
 
-    Args:
-        preconditioners: State of all blocks.
-        gradients: Gradients of the step, of this replica alone.
-        keys: Key of each gradient's variable.
-        key_of: Function that gives the key of a variable.
-
     Raises:
         ValueError: If a layer has gradients but no record, or gradients of
             some of its weights only.
     """
-    index = {
-        key: i
-        for i, (key, gradient) in enumerate(zip(keys, gradients, strict=True))
-        if gradient is not None
-    }
-    layers = {id(p.block.layer): p.block.layer for p in preconditioners}
+    key_of = functools.partial(variable_key, step.job.inner_optimizer)
+    pairs = zip(step.variables, step.gradients, strict=True)
+    index = {key_of(v): i for i, (v, g) in enumerate(pairs) if g is not None}
+    layers = {id(p.block.layer): p.block.layer for p in state.preconditioners}
     calls = {key: Tap.calls(layer) for key, layer in layers.items()}
     active = []
-    for position, state in enumerate(preconditioners):
-        block = state.block
-        own = [key_of(v) for v in block.variables]
-        present = [key for key in own if key in index]
-        if present:
-            used = block.used_as(calls[id(block.layer)])
-            seen = used.relevant(calls[id(block.layer)])
-            if block.left_out:
-                continue
-            _check(block, len(present) == len(own), bool(seen))
-            indices = tuple(index[key] for key in own)
-            records, explained = records_of(
-                used, seen, [gradients[i] for i in indices]
-            )
-            active.append(
-                ActiveBlock(
-                    position, block, state, indices, used, records, explained
-                )
-            )
+    for position, own in enumerate(state.preconditioners):
+        block = own.block
+        places = [index.get(key_of(v)) for v in block.variables]
+        indices = tuple(place for place in places if place is not None)
+        if not indices:
+            continue
+        used = block.used_as(calls[id(block.layer)])
+        seen = used.relevant(calls[id(block.layer)])
+        if block.left_out:
+            continue
+        _check(block, None not in places, bool(seen))
+        gradients = [step.gradients[i] for i in indices]
+        records, explained = records_of(used, seen, gradients)
+        active.append(
+            ActiveBlock(position, block, own, indices, used, records, explained)
+        )
     return active
 
 
@@ -145,25 +135,6 @@ def in_stages(
     ]
 
 
-def observe(step: Step, state: State, by_rows: bool) -> list[ActiveBlock]:
-    """The blocks of a step, with what their layers left behind.
-
-    Args:
-        step: The step.
-        state: What this replica keeps.
-        by_rows: True if gradients may be kept as the rows they are made of.
-    """
-    inner = step.job.inner_optimizer
-    layers = active_blocks(
-        state.preconditioners,
-        step.gradients,
-        [variable_key(inner, v) for v in step.variables],
-        lambda variable: variable_key(inner, variable),
-    )
-    report_unexplained(layers, state.counters)
-    return with_rows(layers, step) if by_rows else layers
-
-
 # Largest sum of absolute gradients of a softmax at the logits, 2, and room for
 # rounding.
 _LARGEST_SOFTMAX = 2.02
@@ -172,8 +143,8 @@ _LARGEST_SOFTMAX = 2.02
 _LEAST = 16
 
 
-def with_rows(layers: Sequence[ActiveBlock], step: Step) -> list[ActiveBlock]:
-    """Finds the blocks for which rows may be cheaper, and their rows.
+def with_rows(one: ActiveBlock, step: Step) -> ActiveBlock:
+    """A block with the rows of its gradient, where they may be cheaper.
 
     A layer's gradient `W = a^T g` has as many rows as the batch has examples.
     If they are few, `(a A^-1)^T (g G^-1)` takes fewer multiplications than
@@ -182,20 +153,13 @@ def with_rows(layers: Sequence[ActiveBlock], step: Step) -> list[ActiveBlock]:
     to be that product and nothing more, see `is_product`; any other is taken
     as it is.
 
-    These gradients are withheld from the step. The choice is the same on
-    workers whose batches differ in size.
-
-    Args:
-        layers: The blocks of the step.
-        step: The step, its gradients still as the tape returned them.
+    These gradients, as the tape returned them, are withheld from the step. The
+    choice is the same on workers whose batches differ in size.
     """
-    found = []
-    for one in layers:
-        rows = _rows_of(one, step.gradients, step.group.size)
-        if rows is not None:
-            step.withhold(one.indices, bound(rows))
-        found.append(dataclasses.replace(one, rows=rows))
-    return found
+    rows = _rows_of(one, step.gradients, step.group.size)
+    if rows is not None:
+        step.withhold(one.indices, bound(rows))
+    return dataclasses.replace(one, rows=rows)
 
 
 def _rows_of(
@@ -256,7 +220,7 @@ def batch_statistics(
         choice: The type of the Fisher matrix.
         state: This replica's state.
         plan: Who observes what.
-        sharing: "expand", "reduce" or "average".
+        sharing: The argument `weight_sharing`.
         fraction: Share of the examples to take, or None.
     """
     if step.loss.terms is None:
@@ -327,16 +291,10 @@ def looks_summed(
 ) -> tf.Tensor | None:
     """True if a loss that nobody has seen is a sum, taken for a mean.
 
-    It can be told of a softmax cross-entropy: an example's gradient at the
-    logits adds up to 0, and its absolute values to 2 at most.
-
-    Args:
-        layers: The blocks of the step.
-        scale: What makes an example's own gradient of the recorded ones, and
-            the number of examples, if the loss is their mean.
-
-    Returns:
-        A scalar bool; None where it cannot be told.
+    It can be told of a softmax cross-entropy, and is None elsewhere: an
+    example's gradient at the logits adds up to 0, and its absolute values to 2
+    at most. The scale makes it, times the number of examples, of the recorded
+    one if the loss is a mean.
     """
     if not layers:
         return None

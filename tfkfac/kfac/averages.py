@@ -1,24 +1,28 @@
-"""Running averages of the factors, and sums over micro-batches before them."""
+"""State of one block: averages of its factors, and their decomposition.
+
+Of micro-batches, the sums of statistics before them.
+"""
 
 import contextlib
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks import Block, Statistic
+from tfkfac.blocks import Block, LayerGradient, MatrixGradient, Statistic
 from tfkfac.compat.functions import Kind, Member, when
-from tfkfac.compat.graphs import Tracked, state_variable, zeros_variable
 from tfkfac.factors import Factor, Tensors, kind_of
-from tfkfac.linalg.tensors import all_finite
+from tfkfac.linalg.tensors import all_finite, select
 from tfkfac.saving.entries import Entry, Read, Spread
+from tfkfac.saving.slots import Slots
 from tfkfac.solvers import Solver
 from tfkfac.training.accumulation import PENDING, Accumulation
-from tfkfac.training.step import Step
+from tfkfac.training.job import Job
 
 
-class FactorAverages(Member):
+class FactorAverages(Slots, Member):
     """Bias-corrected exponential averages of A and G.
 
     `M_t = decay M_{t-1} + (1 - decay) batch`, `M_0 = 0`, and the factor is
@@ -32,67 +36,31 @@ class FactorAverages(Member):
 
     Args:
         block: The block whose factors these are.
-        names: The factors to keep; None is all of them. Of the others only
-            the mean eigenvalue is kept.
+        names: The factors to keep. Of the others only the mean eigenvalue is
+            kept.
     """
 
     held = ("averages", "other_means", "weight")
 
-    def __init__(
-        self, block: Block, names: Sequence[str] | None = None
-    ) -> None:
-        super().__init__(name="factors")
-        kinds = block.factors
-        self._kinds = kinds
-        self.names = tuple(kinds if names is None else names)
+    def __init__(self, block: Block, names: Sequence[str]) -> None:
+        super().__init__("factors", spread=Spread.OWNED)
+        self._kinds = kinds = block.factors
+        self.names = tuple(names)
         self.other_names = tuple(n for n in kinds if n not in self.names)
         self.averages = [
-            zeros_variable(kinds[name].shape, block.dtype, name)
+            self.slot(f"factor_{name}", kinds[name].shape, block.dtype)
             for name in self.names
         ]
         self.other_means = [
-            zeros_variable(kinds[name].stack_shape, block.dtype, "mean")
+            self.slot(
+                f"mean_{name}",
+                kinds[name].stack_shape,
+                block.dtype,
+                derive=functools.partial(_mean_in_file, kinds[name], name),
+            )
             for name in self.other_names
         ]
-        self.weight = state_variable(0.0, block.dtype, "weight")
-
-    def entries(self, path: str) -> list[Entry]:
-        """All variables to save.
-
-        The average of mean eigenvalues is the average's mean eigenvalue but
-        for rounding, where a file does not have it.
-
-        Args:
-            path: The block's path.
-        """
-        factors = [
-            Entry(path, f"factor_{name}", average, Spread.OWNED)
-            for name, average in zip(self.names, self.averages, strict=True)
-        ]
-        means = [
-            Entry(
-                path,
-                f"mean_{name}",
-                mean,
-                Spread.OWNED,
-                derive=self._mean_of(name),
-            )
-            for name, mean in zip(
-                self.other_names, self.other_means, strict=True
-            )
-        ]
-        weight = Entry(path, "weight", self.weight, Spread.OWNED, least=0.0)
-        return [*factors, *means, weight]
-
-    def _mean_of(self, name: str) -> Callable[[Read], tf.Tensor]:
-        """Function that gives the mean eigenvalue of a factor in a file."""
-        kind = self._kinds[name]
-
-        def mean(read: Read) -> tf.Tensor:
-            factor = tf.convert_to_tensor(read(f"factor_{name}"))
-            return kind.mean_eigenvalue(factor)
-
-        return mean
+        self.weight = self.slot("weight", (), block.dtype, least=0.0)
 
     @property
     @override
@@ -105,15 +73,10 @@ class FactorAverages(Member):
         decay: float,
         wanted: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Takes in the statistics of one batch if they are good.
+        """Takes in the wanted statistics of one batch if they are good.
 
         Averages that are not finite are dropped: they begin anew with these
         statistics.
-
-        Args:
-            statistics: The statistics of all factors by name.
-            decay: Weight of the old average.
-            wanted: Scalar bool. If it is false the averages stay.
 
         Returns:
             Three bools: the statistics were taken, they are finite, and false
@@ -144,23 +107,18 @@ class FactorAverages(Member):
         """The factors kept, by name; zeros before the first update."""
         return _corrected(self.names, self.averages, self.weight)
 
-    def value(self, name: str) -> tf.Tensor:
-        """One of the factors kept."""
-        average = self.averages[self.names.index(name)]
-        return tf.math.divide_no_nan(average, self.weight)
-
     def decompose(self, solver: Solver, damping: tf.Tensor) -> Tensors:
-        """Decomposes the factors kept.
-
-        Args:
-            solver: The solver.
-            damping: The damping.
-        """
+        """Decomposes the factors kept."""
         values = self.values()
         means = _corrected(self.other_names, self.other_means, self.weight)
         for name, value in values.items():
             means[name] = self._kinds[name].mean_eigenvalue(value)
         return solver.decompose(self._kinds, values, means, damping)
+
+
+def _mean_in_file(kind: Factor, name: str, read: Read) -> tf.Tensor:
+    """Mean eigenvalue of a factor in a file that lacks it, but for rounding."""
+    return kind.mean_eigenvalue(tf.convert_to_tensor(read(f"factor_{name}")))
 
 
 def quality(
@@ -170,10 +128,6 @@ def quality(
 
     They are sums of outer products: no element is larger than the trace, and
     what is not finite in a row is so in the trace.
-
-    Args:
-        kinds: The factors by name.
-        statistics: Their statistics by name.
     """
     full = tf.reduce_all(tf.stack([s.count for s in statistics.values()]) > 0)
     traces = [
@@ -209,25 +163,85 @@ def _mix(
     )
 
 
-class Pending(Tracked):
+class Decomposition(Slots, Member):
+    """The last good decomposition of one block; the identity at first.
+
+    It is kept in a dtype of its own, by default that of the statistics.
+    """
+
+    held = ("tensors",)
+
+    def __init__(
+        self, solver: Solver, block: Block, dtype: tf.DType | None = None
+    ) -> None:
+        super().__init__("decomposition", spread=Spread.OWNED, part=solver.name)
+        self.solver = solver
+        self._block = block
+        self._dtype = dtype or block.dtype
+        kept = solver.kept(block.factors)
+        self.names = tuple(kept)
+        self.tensors = [
+            self.slot(
+                f"solver_{name}",
+                part.shape,
+                self._dtype,
+                functools.partial(part.identity, block.dtype),
+            )
+            for name, part in kept.items()
+        ]
+
+    @property
+    @override
+    def like(self) -> Kind:
+        return kind_of(self._block.factors, (self.solver, self._dtype))
+
+    def replace(
+        self, parts: Tensors, damping: tf.Tensor, wanted: tf.Tensor
+    ) -> tf.Tensor:
+        """Takes a new decomposition if it is wanted and finite.
+
+        Returns:
+            Scalar bool, false if the new one is not finite.
+        """
+        made = self.solver.combine(parts, damping)
+        stored = {k: tf.cast(v, self._dtype) for k, v in made.items()}
+        good = all_finite(list(stored.values()))
+        take = tf.logical_and(good, wanted)
+        for name, old in zip(self.names, self.tensors, strict=True):
+            old.assign(select(take, stored[name], old))
+        return good
+
+    def apply(self, gradient: LayerGradient) -> LayerGradient:
+        """Preconditions the gradient of the layer."""
+        tensors: Tensors = dict(zip(self.names, self.tensors, strict=True))
+        # In bfloat16 as they are: solvers know what can be done in it.
+        if self._dtype != tf.bfloat16:
+            dtype = self._block.dtype
+            tensors = {k: tf.cast(v, dtype) for k, v in tensors.items()}
+        return self.solver.apply(self._block.factors, tensors, gradient)
+
+    def precondition(
+        self, matrix: tf.Tensor, scale: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns a gradient matrix times a number, and that preconditioned."""
+        plain = MatrixGradient(matrix).scaled(scale)
+        return plain.value, self.apply(plain).matrix
+
+
+class Pending(Accumulation):
     """Sums over the micro-batches of one step so far, of one replica.
 
     Gradients and statistics are sums, so that the memory does not depend on
-    the number of micro-batches, and many of them are as one batch.
-
-    Args:
-        gradients: The sums of gradients.
-        blocks: The blocks whose statistics the replica takes, by position.
+    the number of micro-batches, and many of them are as one batch. Blocks are
+    those whose statistics the replica takes, by position.
     """
 
     def __init__(
-        self, gradients: Accumulation, blocks: Mapping[int, Block]
+        self, steps: int, job: Job, blocks: Mapping[int, Block]
     ) -> None:
-        super().__init__(name="pending")
-        self._gradients = gradients
+        super().__init__(steps, job)
         self._blocks = dict(blocks)
-        self._positions = tuple(blocks)
-        self._sums = [StatisticSums(block) for block in blocks.values()]
+        self._statistics = [StatisticSums(block) for block in blocks.values()]
 
     def is_for(self, blocks: Mapping[int, Block]) -> bool:
         """True if these are the blocks, as far as sums of theirs go."""
@@ -235,67 +249,49 @@ class Pending(Tracked):
             (i, b.path, b.factors) for i, b in self._blocks.items()
         ]
 
-    def add_gradients(self, step: Step) -> None:
-        """Adds the gradients of a micro-batch."""
-        self._gradients.add(step)
-
     def add_statistics(
         self, statistics: Mapping[int, Mapping[str, Statistic]]
     ) -> tf.Tensor:
-        """Adds the statistics of a micro-batch."""
-        for position, sums in zip(self._positions, self._sums, strict=True):
+        """Adds the statistics of a micro-batch, by position."""
+        for position, sums in zip(self._blocks, self._statistics, strict=True):
             if position in statistics:
                 sums.add(statistics[position])
         return tf.constant(0)
 
-    @property
-    def count(self) -> tf.Tensor:
-        """Number of micro-batches that have been added."""
-        return tf.convert_to_tensor(self._gradients.count)
-
-    def is_complete(self) -> tf.Tensor:
-        """True if the last micro-batch of a step has been added."""
-        return self._gradients.is_complete()
-
-    def merged(self, step: Step) -> Step:
-        """The step of all micro-batches, in the place of the last one's."""
-        return self._gradients.merged(step)
-
     def statistics(self) -> dict[int, dict[str, Statistic]]:
         """The statistics that have been added, by position."""
-        pairs = zip(self._positions, self._sums, strict=True)
+        pairs = zip(self._blocks, self._statistics, strict=True)
         return {position: sums.values() for position, sums in pairs}
 
-    def reset(self) -> tf.Tensor:
-        """Forgets what has been added."""
-        self._gradients.reset()
-        for sums in self._sums:
+    @override
+    def reset(self) -> None:
+        super().reset()
+        for sums in self._statistics:
             sums.reset()
-        return tf.constant(0)
 
+    @override
     def entries(self) -> list[Entry]:
-        """All variables to save."""
-        statistics = [entry for sums in self._sums for entry in sums.entries()]
-        return [*self._gradients.entries(), *statistics]
+        sums = [entry for one in self._statistics for entry in one.entries()]
+        return [*super().entries(), *sums]
 
 
-class StatisticSums(Tracked):
-    """Adds up the statistics of one block.
-
-    Args:
-        block: The block.
-    """
+class StatisticSums(Slots):
+    """Sums of the statistics of one block."""
 
     def __init__(self, block: Block) -> None:
-        super().__init__(name="statistics")
+        super().__init__(
+            "statistics",
+            layer=block.path,
+            spread=Spread.PARTIAL,
+            part=PENDING,
+            is_finite=False,
+        )
         kinds, dtype = block.factors, block.dtype
-        self._path = block.path
         self._names = tuple(kinds)
         self._totals = [
-            zeros_variable(kind.shape, dtype, name)
-            for name, kind in kinds.items()
+            self.slot(name, kind.shape, dtype) for name, kind in kinds.items()
         ]
-        self._counts = zeros_variable([len(kinds)], dtype, "counts")
+        self._counts = self.slot("counts", [len(kinds)], dtype)
 
     def add(self, statistics: Mapping[str, Statistic]) -> None:
         """Adds those of a micro-batch."""
@@ -307,46 +303,19 @@ class StatisticSums(Tracked):
 
     def values(self) -> dict[str, Statistic]:
         """Sums by name."""
+        totals = map(tf.convert_to_tensor, self._totals)
         counts = tf.unstack(tf.convert_to_tensor(self._counts))
-        return {
-            name: Statistic(tf.convert_to_tensor(total), count)
-            for name, total, count in zip(
-                self._names, self._totals, counts, strict=True
-            )
-        }
-
-    def reset(self) -> None:
-        """Forgets what has been added."""
-        for variable in (*self._totals, self._counts):
-            variable.assign(tf.zeros_like(variable))
-
-    def entries(self) -> list[Entry]:
-        """All variables to save."""
-        names = [*self._names, "counts"]
-        sums = (*self._totals, self._counts)
-        return [
-            Entry(
-                self._path,
-                name,
-                variable,
-                Spread.PARTIAL,
-                PENDING,
-                is_finite=False,
-            )
-            for name, variable in zip(names, sums, strict=True)
-        ]
+        sums = map(Statistic, totals, counts)
+        return dict(zip(self._names, sums, strict=True))
 
 
 @contextlib.contextmanager
 def memory_of(path: str) -> Iterator[None]:
-    """Names a layer in the error when there is no memory for it.
+    """Names a layer, by its path, in the error when there is no memory for it.
 
     In a graph it is the operations that bear the name, which TensorFlow's
     error says. Eagerly it would be the variables, each of which then has a
     kernel of its own: half a millisecond.
-
-    Args:
-        path: Path of the layer.
 
     Raises:
         MemoryError: If memory was exhausted.

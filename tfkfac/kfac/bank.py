@@ -1,7 +1,8 @@
 """State of one worker: factors, decompositions and counters of its blocks."""
 
+import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -10,9 +11,14 @@ import tensorflow as tf
 from tfkfac.blocks import Block, Statistic
 from tfkfac.compat.functions import each, fields, flags
 from tfkfac.compat.graphs import Tracked, state_variable
-from tfkfac.distributed.plan import Plan
 from tfkfac.factors import Tensors
-from tfkfac.kfac.averages import FactorAverages, Pending, memory_of, quality
+from tfkfac.kfac.averages import (
+    Decomposition,
+    FactorAverages,
+    Pending,
+    memory_of,
+    quality,
+)
 from tfkfac.kfac.length import (
     ADAPTIVE,
     PREVIOUS,
@@ -23,13 +29,12 @@ from tfkfac.kfac.length import (
 )
 from tfkfac.kfac.placement import Placement
 from tfkfac.saving.entries import Contents, Entry, Spread
+from tfkfac.saving.slots import Slots
 from tfkfac.shell.arguments import Hyperparameter
-from tfkfac.solvers import SOLVERS, Decomposition, Solver
-from tfkfac.training.accumulation import PENDING, Accumulation
+from tfkfac.solvers import Solver
+from tfkfac.training.accumulation import PENDING
 from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
-
-T = TypeVar("T")
 
 # What goes wrong where a factor or a decomposition is kept, and what all
 # replicas tell each other of it.
@@ -48,13 +53,6 @@ class Preconditioner(Tracked):
         block: The block.
         factors: The averages of its factors, if the worker keeps any.
         decomposition: Their decomposition, if it is a gradient worker.
-
-    Args:
-        block: The block.
-        solver: The solver.
-        names: The factors that the worker keeps.
-        preconditions: True if it is a gradient worker of the block.
-        inverse_dtype: Dtype of the decomposition; None is the block's.
     """
 
     def __init__(
@@ -75,23 +73,14 @@ class Preconditioner(Tracked):
             if preconditions:
                 self.decomposition = Decomposition(solver, block, inverse_dtype)
 
-    def entries(self, part: str) -> list[Entry]:
-        """Its variables to save.
-
-        Args:
-            part: The part of the state that decompositions are.
-        """
-        path, solved = self.block.path, self.decomposition
-        entries: list[Entry] = []
-        if self.factors is not None:
-            entries = self.factors.entries(path)
-        if solved is not None:
-            named = zip(solved.names, solved.tensors, strict=True)
-            entries += [
-                Entry(path, f"solver_{name}", tensor, Spread.OWNED, part)
-                for name, tensor in named
-            ]
-        return entries
+    def entries(self) -> list[Entry]:
+        """Its variables to save, by the path that the block has now."""
+        return [
+            dataclasses.replace(entry, layer=self.block.path)
+            for kept in (self.factors, self.decomposition)
+            if kept is not None
+            for entry in kept.entries()
+        ]
 
 
 class State(Tracked):
@@ -138,21 +127,17 @@ class State(Tracked):
             self.preconditioners, placement.blocks, strict=True
         ):
             kept.block = block  # of this registry, whose summary it is in
-        self._fill_counters({id(p): i for i, p in enumerate(before)})
-
-    def _fill_counters(self, before: Mapping[int, int]) -> None:
-        """Keeps the numbers of the blocks that were there before."""
-        paths = [p.block.path for p in self.preconditioners]
-        if list(self.counters.paths) == paths:
-            return
-        places = {
-            i: before[id(p)]
-            for i, p in enumerate(self.preconditioners)
-            if id(p) in before
-        }
-        counters = Counters(paths)
-        counters.take(self.counters, places)
-        self.counters = counters
+        paths = tuple(block.path for block in placement.blocks)
+        if self.counters.paths != paths:
+            old = {id(p): i for i, p in enumerate(before)}
+            stay = {
+                i: old[id(p)]
+                for i, p in enumerate(self.preconditioners)
+                if id(p) in old
+            }
+            counters = Counters(paths)
+            counters.take(self.counters, stay)
+            self.counters = counters
 
     def accumulate(
         self, steps: int, placement: Placement, rank: int, job: Job
@@ -164,7 +149,7 @@ class State(Tracked):
             if placement.plan.observes(rank, i)
         }
         if self.pending is None or not self.pending.is_for(observed):
-            self.pending = Pending(Accumulation(steps, job), observed)
+            self.pending = Pending(steps, job, observed)
 
     def take_quadratic_steps(self, model: keras.Model, damping: Any) -> None:
         """Makes room for the update before, and for damping that adapts."""
@@ -173,29 +158,15 @@ class State(Tracked):
         if self.damping is None and isinstance(damping, LevenbergMarquardt):
             self.damping = AdaptiveDamping(damping)
 
-    @property
-    def averages(self) -> list[FactorAverages | None]:
-        """The factors of each block, None where others keep them."""
-        return [one.factors for one in self.preconditioners]
-
-    @property
-    def decompositions(self) -> list[Decomposition | None]:
-        """The decomposition of each block, None where others keep it."""
-        return [one.decomposition for one in self.preconditioners]
-
     def update_averages(
         self,
         statistics: Mapping[int, Mapping[str, Statistic]],
         decay: float,
         due: tf.Tensor,
     ) -> tf.Tensor:
-        """Moves the averages that this worker keeps.
+        """Moves the averages that this worker keeps, by statistics by position.
 
-        Args:
-            statistics: The statistics of the blocks of a step, by position.
-            decay: Weight of the old averages.
-            due: Scalar bool, true if an interval ends here. A block that has
-                no statistics yet takes its first ones in any case.
+        If it is not due, only those of blocks that have no statistics yet.
 
         Returns:
             Scalar int64, 0 if no block has taken any, else 1.
@@ -203,9 +174,10 @@ class State(Tracked):
         counters = self.counters
         every = tf.logical_or(due, counters.without_statistics())
         wanted = tf.unstack(every)
+        averages = [one.factors for one in self.preconditioners]
         new = [statistics.get(i) for i in range(len(wanted))]
         taken, finite, healthy = fields(
-            each(FactorAverages.update, self.averages, new, decay, wanted), 3
+            each(FactorAverages.update, averages, new, decay, wanted), 3
         )
         for i, named in statistics.items():
             one = self.preconditioners[i]
@@ -231,22 +203,15 @@ class State(Tracked):
         return tf.minimum(tf.reduce_sum(updates), 1)
 
     def decompose(
-        self, mine: Sequence[bool], solver: Solver, damping: tf.Tensor
+        self, places: Sequence[int], solver: Solver, damping: tf.Tensor
     ) -> dict[int, Tensors]:
-        """Decomposes the factors that this worker keeps of some blocks.
-
-        Args:
-            mine: True for these blocks.
-            solver: The solver.
-            damping: The damping.
-
-        Returns:
-            The parts of each block, by position.
-        """
-        averages = _where(mine, self.averages)
+        """Decomposes the factors kept of some blocks; parts by position."""
         found = each(
             FactorAverages.decompose,
-            averages,
+            [
+                one.factors if i in places else None
+                for i, one in enumerate(self.preconditioners)
+            ],
             solver,
             damping,
             around=lambda i: memory_of(self.counters.paths[i]),
@@ -264,19 +229,12 @@ class State(Tracked):
         damping: tf.Tensor,
         wanted: tf.Tensor,
     ) -> None:
-        """Replaces the decompositions of this worker by new ones that are good.
-
-        Args:
-            parts: What was made of the blocks' factors, by position.
-            damping: The damping.
-            wanted: A bool for each block, true if it is to have a new one.
-        """
+        """Replaces wanted decompositions of this worker by new, good ones."""
         counters = self.counters
-        column = [parts.get(i) for i in range(len(counters.paths))]
         good = each(
             Decomposition.replace,
-            self.decompositions,
-            column,
+            [one.decomposition for one in self.preconditioners],
+            [parts.get(i) for i in range(len(self.preconditioners))],
             damping,
             tf.unstack(wanted),
         )
@@ -298,44 +256,37 @@ class State(Tracked):
         return damping.at(clock)
 
     def contents(self, placement: Placement, rank: int) -> Contents:
-        """Entries to be saved, and the sections of a file.
-
-        Args:
-            placement: Who does what of the blocks.
-            rank: The worker.
-        """
-        plan = placement.plan
-        solved = solver_name(placement.solver)
-        entries = self._clocks(plan)
+        """Entries to be saved, and the sections of a file."""
+        plan, counters = placement.plan, self.counters
+        # Owners that learn from their own batches alone count for themselves.
+        spread = Spread.REPLICATED if plan.shares_clocks else Spread.EACH
+        entries = [
+            Entry("", "factor_updates", self.factor_updates, spread),
+            Entry("", "inverse_updates", self.inverse_updates, spread),
+        ]
         for i, one in enumerate(self.preconditioners):
             if plan.observes(rank, i):
                 shared = plan.shares_clocks
                 spread = Spread.REPLICATED if shared else Spread.OWNED
-                entries += self.counters.clocks(i, spread)
-            entries += self.counters.faults(
-                i, one.factors is not None, one.decomposition is not None
-            )
-            entries += one.entries(solved)
-        parts = {solved: self.counters.decompose_anew}
-        if self.pending is not None:
-            entries += self.pending.entries()
-            parts[PENDING] = self.pending.reset
-        if self.previous is not None:
-            entries += self.previous.entries()
-            parts[PREVIOUS] = self.previous.reset
-        if self.damping is not None:
-            entries += self.damping.entries()
-            parts[ADAPTIVE] = self.damping.reset
+                entries.append(counters.entry("observed", i, spread))
+                entries.append(counters.entry("decomposed", i, spread))
+            if one.factors is not None:
+                entries.append(counters.entry("rejected", i, Spread.OWNED))
+            if one.decomposition is not None:
+                entries.append(counters.entry("failures", i, Spread.OWNED))
+            entries += one.entries()
+        parts = {placement.solver.name: counters.decompose_anew}
+        optional = {
+            PENDING: self.pending,
+            PREVIOUS: self.previous,
+            ADAPTIVE: self.damping,
+        }
+        for name, section in optional.items():
+            if section is not None:
+                entries += section.entries()
+                parts[name] = section.reset
         layers = tuple(block.path for block in placement.blocks)
         return Contents(entries, layers, parts)
-
-    def _clocks(self, plan: Plan) -> list[Entry]:
-        # Owners that learn from their own batches alone count for themselves.
-        spread = Spread.REPLICATED if plan.shares_clocks else Spread.EACH
-        return [
-            Entry("", "factor_updates", self.factor_updates, spread),
-            Entry("", "inverse_updates", self.inverse_updates, spread),
-        ]
 
     def events(self) -> list[tuple[str, tf.Variable]]:
         """Things that can go wrong, with the number of times that they did."""
@@ -350,18 +301,6 @@ class State(Tracked):
             unexplained = Number(self.counters.unexplained, i)
             events.append((f"gradients of other passes in {path}", unexplained))
         return events + self.counters.events()
-
-
-def _where(mine: Sequence[bool], column: Sequence[T | None]) -> list[T | None]:
-    """A column with None where there is no flag."""
-    return [
-        one if flag else None for flag, one in zip(mine, column, strict=True)
-    ]
-
-
-def solver_name(solver: Solver) -> str:
-    """The part of the state that decompositions by a solver are."""
-    return next(n for n, kind in SOLVERS.items() if type(solver) is kind)
 
 
 def kept_factors(states: Sequence[State]) -> dict[str, dict[str, np.ndarray]]:
@@ -386,7 +325,7 @@ def same_shape_key(block: Block) -> Hashable:
     return (id(block.layer), block.kind, factors)
 
 
-class Counters(Tracked):
+class Counters(Slots):
     """One number for each block of a replica, by position.
 
     The numbers of all blocks are in one variable of each kind: a step reads
@@ -408,59 +347,35 @@ class Counters(Tracked):
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
-        super().__init__(name="counters")
+        super().__init__("counters")
         self.paths = tuple(paths)
-        self.observed = self._zeros("observed")
-        self.decomposed = self._zeros("decomposed")
-        self.unexplained = self._zeros("unexplained_gradients")
-        self.rejected = self._zeros("rejected_statistics")
-        self.dropped = self._zeros("dropped_factors")
-        self.failures = self._zeros("failed_decompositions")
-        self.plain = self._zeros("plain_gradients")
-        kinds = len(FAULTS)
-        self.told = self._zeros("told_faults", kinds)
-        self.elsewhere = self._zeros("faults_elsewhere", kinds)
+        self.observed = self._numbers("observed")
+        self.decomposed = self._numbers("decomposed")
+        self.unexplained = self._numbers("unexplained_gradients")
+        self.rejected = self._numbers("rejected_statistics")
+        self.dropped = self._numbers("dropped_factors")
+        self.failures = self._numbers("failed_decompositions")
+        self.plain = self._numbers("plain_gradients")
+        self.told = self._numbers("told_faults", len(FAULTS))
+        self.elsewhere = self._numbers("faults_elsewhere", len(FAULTS))
 
-    def _zeros(self, name: str, *kinds: int) -> tf.Variable:
-        zeros = tf.zeros([*kinds, len(self.paths)], tf.int64)
-        return state_variable(zeros, "int64", name)
-
-    def _all(self) -> tuple[tf.Variable, ...]:
-        return (
-            self.observed,
-            self.decomposed,
-            self.unexplained,
-            self.rejected,
-            self.dropped,
-            self.failures,
-            self.plain,
-        )
+    def _numbers(self, name: str, *kinds: int) -> tf.Variable:
+        return self.slot(name, [*kinds, len(self.paths)], saved=False)
 
     def take(self, other: "Counters", places: Mapping[int, int]) -> None:
-        """Takes over numbers of blocks that stay.
-
-        Args:
-            other: Other counters.
-            places: Their places there, by position here.
-        """
-        for mine, theirs in zip(self._all(), other._all(), strict=True):
-            for i, place in places.items():
-                Number(mine, i).assign(theirs[place])
-        for i, place in places.items():
-            self.told[:, i].assign(other.told[:, place])
-            self.elsewhere[:, i].assign(other.elsewhere[:, place])
+        """Takes over numbers of blocks; their places there, by those here."""
+        for mine, theirs in zip(self.variables, other.variables, strict=True):
+            numbers = mine.numpy()
+            for here, there in places.items():
+                numbers[..., here] = theirs.numpy()[..., there]
+            mine.assign(numbers)
 
     def news(self) -> tf.Tensor:
         """Bools by fault and block, true for faults that others do not know."""
         return self._faults() > self.told
 
     def hear(self, own: tf.Tensor, anywhere: tf.Tensor) -> None:
-        """Notes the faults on others; they know this replica's now.
-
-        Args:
-            own: The `news` of this replica.
-            anywhere: Bools by fault and block, true if any replica has had it.
-        """
+        """Notes the faults on others; they know the own `news` now."""
         elsewhere = tf.logical_and(anywhere, tf.logical_not(own))
         self.elsewhere.assign_add(tf.cast(elsewhere, tf.int64))
         self.told.assign(self._faults())
@@ -479,37 +394,17 @@ class Counters(Tracked):
             for i, path in enumerate(self.paths)
         ]
 
-    def clocks(self, place: int, spread: Spread) -> list[Entry]:
-        """Entries of what has been done with a block."""
-        named = [("observed", self.observed), ("decomposed", self.decomposed)]
-        path = self.paths[place]
-        return [
-            Entry(path, name, Number(numbers, place), spread)
-            for name, numbers in named
-        ]
-
-    def faults(
-        self, place: int, has_factors: bool, has_decomposition: bool
-    ) -> list[Entry]:
-        """Entries of the faults of a block where it is."""
-        named = [("rejected", self.rejected)] * has_factors
-        named += [("failures", self.failures)] * has_decomposition
-        path = self.paths[place]
-        return [
-            Entry(path, name, Number(numbers, place), Spread.OWNED)
-            for name, numbers in named
-        ]
+    def entry(self, name: str, place: int, spread: Spread) -> Entry:
+        """Entry of one number of a block."""
+        number = Number(getattr(self, name), place)
+        return Entry(self.paths[place], name, number, spread)
 
     def decompose_anew(self) -> None:
         """Forgets that there have been decompositions."""
         self.decomposed.assign(tf.zeros_like(self.decomposed))
 
     def ask(self, flags: tf.Tensor) -> None:
-        """Has some blocks decomposed anew in the next step.
-
-        Args:
-            flags: A bool for each block.
-        """
+        """Has some blocks decomposed anew in the next step."""
         old = self.decomposed
         old.assign(tf.where(flags, tf.zeros_like(old), old))
 
@@ -522,23 +417,13 @@ class Counters(Tracked):
         return tf.equal(self.observed, 0)
 
     def to_decompose(self, due: tf.Tensor, asked: tf.Tensor) -> tf.Tensor:
-        """A bool for each block: true if due or asked for, and with statistics.
-
-        Args:
-            due: Scalar bool, true if an interval ends here.
-            asked: A bool for each block, true if a worker asks for it.
-        """
+        """A bool for each block: due or asked for, and with statistics."""
         return tf.logical_and(self.observed > 0, tf.logical_or(due, asked))
 
     def flags(
         self, known: Mapping[int, tf.Tensor | None], otherwise: bool
     ) -> tf.Tensor:
-        """Scalar bools of some blocks as one vector of all.
-
-        Args:
-            known: The bools by position, None where there is none.
-            otherwise: What stands for these and all others.
-        """
+        """Scalar bools of some blocks, by position, as one vector of all."""
         column = [known.get(i) for i in range(len(self.paths))]
         return flags(column, otherwise)
 

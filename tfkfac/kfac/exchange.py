@@ -2,25 +2,23 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
 from tfkfac.distributed.collectives import (
     Communicator,
+    Item,
+    Wire,
+    broadcast_items,
     flatten,
+    rounds,
+    scope,
     split_buckets,
     unflatten,
 )
 from tfkfac.distributed.plan import Plan
-from tfkfac.distributed.wire import (
-    Item,
-    Wire,
-    broadcast_items,
-    rounds,
-    scope,
-)
 from tfkfac.factors import Tensors
 from tfkfac.solvers import Solver
 
@@ -32,17 +30,7 @@ Parts = dict[str, tf.Tensor]
 
 
 class Exchange:
-    """Packs, sends and unpacks tensors by a plan.
-
-    Args:
-        plan: Placement of the blocks on the workers.
-        blocks: The blocks, in the plan's order.
-        solver: The solver.
-        wire: The form in which tensors travel.
-
-    Attributes:
-        wire: The form in which tensors travel.
-    """
+    """Packs, sends and unpacks tensors by a plan."""
 
     def __init__(
         self,
@@ -167,7 +155,7 @@ class Exchange:
         Returns:
             The parts this worker needs, by layer.
         """
-        items = [i for i in self._part_items() if i.layer in set(layers)]
+        items = self._part_items(layers)
         part_of = {
             i: self._solver.all_parts(self._blocks[i].factors) for i in layers
         }
@@ -186,9 +174,9 @@ class Exchange:
             received.setdefault(layer, {})[name] = value
         return received
 
-    def _part_items(self) -> list[Item]:
+    def _part_items(self, layers: Sequence[int]) -> list[Item]:
         items = []
-        for i, block in enumerate(self._blocks):
+        for i, block in self._of(layers):
             for factor, owner in self.plan.layers[i].owners.items():
                 members = self.plan.decomposition_group(i, factor)
                 dtype = self._part_dtype(i)
@@ -203,18 +191,15 @@ class Exchange:
 
     # ------------------------------------------- preconditioned gradients
     def stages(self, layers: Sequence[int]) -> list[list[int]]:
-        """Layers whose results travel while the next ones are made.
+        """Layers of a step whose results travel while the next ones are made.
 
         A worker that needs nobody else's decompositions can have a stage
         decomposed and on its way before it begins with the next (DP-KFAC,
         section 5). Otherwise there is a single stage.
-
-        Args:
-            layers: All layers that take part in the step.
         """
         if self.plan.sends_decompositions:
             return [list(layers)]
-        items = [i for i in self._gradient_items() if i.layer in set(layers)]
+        items = self._gradient_items(layers)
         found = [sorted({item.layer for item in one}) for one in rounds(items)]
         return found or [list(layers)]
 
@@ -226,15 +211,10 @@ class Exchange:
     ) -> dict[int, tf.Tensor]:
         """Sends preconditioned gradients from gradient workers to receivers.
 
-        Args:
-            communicator: This worker's collectives.
-            matrices: Those that this worker has computed, by layer.
-            layers: All layers that take part in the step.
-
-        Returns:
-            All of them, by layer.
+        The matrices are those that this worker has computed, by layer; all of
+        them come back.
         """
-        items = [i for i in self._gradient_items() if i.layer in set(layers)]
+        items = self._gradient_items(layers)
         with tf.name_scope("preconditioned"):
             received = broadcast_items(
                 communicator, items, lambda item: matrices[item.layer]
@@ -244,7 +224,7 @@ class Exchange:
             shared[layer] = value
         return shared
 
-    def _gradient_items(self) -> list[Item]:
+    def _gradient_items(self, layers: Sequence[int]) -> list[Item]:
         return [
             Item(
                 i,
@@ -253,9 +233,13 @@ class Exchange:
                 root,
                 members,
             )
-            for i, block in enumerate(self._blocks)
+            for i, block in self._of(layers)
             for root, members in self.plan.gradient_groups(i)
         ]
+
+    def _of(self, layers: Sequence[int]) -> Iterator[tuple[int, Block]]:
+        """Some layers, in the plan's order on every worker."""
+        return ((i, self._blocks[i]) for i in sorted(layers))
 
     # ------------------------------------------------------------- packing
     def _total(self, layer: int, name: str) -> tf.TensorSpec:

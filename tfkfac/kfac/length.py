@@ -2,33 +2,28 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfkfac.checks import check_count, check_positive, check_range
-from tfkfac.compat.graphs import Tracked, state_variable, zeros_variable
 from tfkfac.kfac.settings import check_batch_fraction
 from tfkfac.linalg.tensors import stack_scalars
-from tfkfac.saving.entries import Entry
+from tfkfac.saving.slots import Slots
 from tfkfac.shell.arguments import Hyperparameter, Schedule, Settings
 from tfkfac.training.accumulation import names_of
 from tfkfac.training.guards import count_events
 
 
 class Clip(NamedTuple):
-    """Clip of one step.
-
-    Attributes:
-        factor: Factor on the preconditioned gradients.
-        length: The squared length of the step before.
-    """
+    """Clip of one step."""
 
     factor: tf.Tensor
+    """Factor on the preconditioned gradients."""
     length: tf.Tensor
+    """The squared length of the step before."""
 
 
 def clip_step(
@@ -40,16 +35,14 @@ def clip_step(
 
     `lr^2 <P, W>` is the squared length of a step in the Fisher metric, about
     twice the change of the model's predictions in nats (Distributed K-FAC,
-    eq. 16). All preconditioned gradients are scaled by the same factor.
+    eq. 16). All preconditioned gradients are scaled by the same factor, 1 if
+    there is nothing to clip.
 
     Args:
         products: `<P, W>` of each block, of its gradient `W` and the
             preconditioned one.
         kl_clip: Largest squared length; None is none.
         learning_rate: Learning rate of the inner optimizer.
-
-    Returns:
-        Factor and length, scalars of float64; 1 if there is nothing to clip.
     """
     total = tf.abs(tf.reduce_sum(stack_scalars(products)))
     length = tf.square(tf.cast(learning_rate, tf.float64)) * total
@@ -260,7 +253,7 @@ def check_plain(inner: keras.optimizers.Optimizer) -> None:
     )
 
 
-class AdaptiveDamping(Tracked):
+class AdaptiveDamping(Slots):
     """The damping of one replica, the same on all.
 
     Attributes:
@@ -269,27 +262,18 @@ class AdaptiveDamping(Tracked):
         again: 1 after a step that was rejected, else 0.
         trusted: The reduction predicted of the last accepted step that was
             looked at, float64; infinite before the first.
-
-    Args:
-        rule: How it adapts.
     """
 
     def __init__(self, rule: LevenbergMarquardt) -> None:
-        super().__init__(name="damping")
+        super().__init__("damping", part=ADAPTIVE)
         self.rule = rule
-        initial = np.asarray(rule.initial, "float64")
-        self.value = state_variable(initial, "float64", "damping")
-        self.rejected = state_variable(0, "int64", "rejected_steps")
-        self.again = state_variable(0, "int64", "looks_again")
-        self.trusted = state_variable(np.inf, "float64", "trusted_reduction")
+        self.value = self.slot("damping", (), "float64", rule.initial)
+        self.rejected = self.slot("rejected_steps")
+        self.again = self.slot("looks_again")
+        self.trusted = self.slot("trusted_reduction", (), "float64", math.inf)
 
     def is_due(self, clock: tf.Tensor, predicted: tf.Tensor) -> tf.Tensor:
-        """True if the next update of the weights is to be verified.
-
-        Args:
-            clock: Number of updates before it.
-            predicted: How much smaller it should make the loss, float64.
-        """
+        """True if the update after `clock` others is to be verified."""
         last = tf.equal((clock + 1) % self.rule.every, 0)
         unusual = predicted > _UNUSUAL * self.trusted
         return last | unusual | (self.again > 0)
@@ -301,16 +285,13 @@ class AdaptiveDamping(Tracked):
         predicted: tf.Tensor,
         name: str,
     ) -> tf.Tensor:
-        """Adapts the damping to a step.
+        """Adapts the damping to a step; returns a bool, true if it is accepted.
 
         Args:
             before: The loss without it, float64.
             after: The loss with it.
             predicted: How much smaller it should be.
             name: Name of the optimizer.
-
-        Returns:
-            Scalar bool, whether the step is accepted.
         """
         rounding = _ROUNDING * tf.abs(before)
         # None is predicted of a learning rate of 2 or more.
@@ -341,26 +322,6 @@ class AdaptiveDamping(Tracked):
         """A line of the summary."""
         return f"Damping now {float(self.value.numpy()):.4g}, {self.rule!r}."
 
-    def reset(self) -> None:
-        """Begins anew."""
-        self.value.assign(self.rule.initial)
-        self.rejected.assign(0)
-        self.again.assign(0)
-        self.trusted.assign(np.inf)
-
-    def entries(self) -> list[Entry]:
-        """All variables to save."""
-        variables = {
-            "damping": self.value,
-            "rejected_steps": self.rejected,
-            "looks_again": self.again,
-            "trusted_reduction": self.trusted,
-        }
-        return [
-            Entry("", name, variable, part=ADAPTIVE)
-            for name, variable in variables.items()
-        ]
-
 
 # What may be said of a step; what is not is NaN.
 _NAMES = (
@@ -379,7 +340,7 @@ _NAMES = (
 _FIRST, _MANY, _LITTLE = 200, 100, 0.25
 
 
-class StepReport(Tracked):
+class StepReport(Slots):
     """Numbers of the last step, in variables of one replica.
 
     Attributes:
@@ -391,26 +352,21 @@ class StepReport(Tracked):
     """
 
     def __init__(self) -> None:
-        super().__init__(name="report")
-        self.steps = state_variable(0, "int64", "reported_steps")
-        self.clipped = state_variable(0, "int64", "clipped_steps")
-        self.hints = state_variable(0, "int64", "clip_hints")
-        self.sums = state_variable(0, "int64", "summed_losses")
-        self.lost = state_variable(0, "int64", "lost_models")
+        super().__init__("report")
+        self.steps = self.slot("reported_steps", saved=False)
+        self.clipped = self.slot("clipped_steps", saved=False)
+        self.hints = self.slot("clip_hints", saved=False)
+        self.sums = self.slot("summed_losses", saved=False)
+        self.lost = self.slot("lost_models", saved=False)
         self._values = {
-            name: state_variable(math.nan, "float64", name) for name in _NAMES
+            name: self.slot(name, (), "float64", math.nan, saved=False)
+            for name in _NAMES
         }
 
     def note(self, clip: Clip, damping: tf.Tensor, name: str) -> None:
-        """Notes a step.
-
-        Args:
-            clip: What the clip did.
-            damping: The damping.
-            name: Name of the optimizer.
-        """
+        """Notes a step of the optimizer of this name."""
         length = tf.square(clip.factor) * clip.length
-        self._assign(clip_factor=clip.factor, length=length, damping=damping)
+        self.assign(clip_factor=clip.factor, length=length, damping=damping)
         early = self.steps <= _FIRST
         clipped = tf.logical_and(early, clip.factor < _LITTLE)
         self.clipped.assign_add(tf.cast(clipped, tf.int64))
@@ -425,30 +381,8 @@ class StepReport(Tracked):
             "rate or a larger damping may help too; see `optimizer.last_step`.",
         )
 
-    def note_quadratic(
-        self,
-        coefficients: Mapping[str, tf.Tensor],
-        predicted: tf.Tensor,
-        actual: tf.Tensor,
-        damping: tf.Tensor,
-    ) -> None:
-        """Notes a step that minimises the quadratic model.
-
-        Args:
-            coefficients: Those of its directions, by name.
-            predicted: How much smaller it should make the loss.
-            actual: How much smaller it does, NaN if that is not known.
-            damping: The damping.
-        """
-        self._assign(
-            **coefficients,
-            predicted_reduction=predicted,
-            actual_reduction=actual,
-            damping=damping,
-        )
-
-    def _assign(self, **values: tf.Tensor) -> None:
-        """Notes the numbers of a step."""
+    def assign(self, **values: tf.Tensor) -> None:
+        """Notes numbers of a step, by name."""
         for name, value in values.items():
             self._values[name].assign(tf.cast(value, tf.float64))
         self.steps.assign_add(1)
@@ -474,34 +408,18 @@ class StepReport(Tracked):
         return {name: v for name, v in every.items() if not math.isnan(v)}
 
 
-class Previous(Tracked):
+class Previous(Slots):
     """The update before, of one replica.
 
     Attributes:
         changes: What was added to each trainable weight.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: keras.Model) -> None:
-        super().__init__(name="previous")
-        self._names = names_of(model)
+        super().__init__("previous", part=PREVIOUS)
         self.changes = [
-            zeros_variable(v.shape, v.dtype, "previous_update")
-            for v in model.trainable_variables
-        ]
-
-    def reset(self) -> None:
-        """Forgets it."""
-        for change in self.changes:
-            change.assign(tf.zeros_like(change))
-
-    def entries(self) -> list[Entry]:
-        """All variables to save."""
-        return [
-            Entry(path, f"previous_update_{name}", change, part=PREVIOUS)
-            for (path, name), change in zip(
-                self._names, self.changes, strict=True
+            self.slot(f"previous_update_{name}", v.shape, v.dtype, layer=path)
+            for v, (path, name) in zip(
+                model.trainable_variables, names_of(model), strict=True
             )
         ]

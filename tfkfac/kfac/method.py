@@ -12,7 +12,7 @@ from tfkfac.capture.model_taps import ForwardTap, PullbackTap
 from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Tracked
-from tfkfac.distributed.wire import gradient_bytes
+from tfkfac.distributed.collectives import gradient_bytes
 from tfkfac.factors import Limit
 from tfkfac.fisher.types import EMPIRICAL, TYPES, Choice, choose_type
 from tfkfac.kfac.active import (
@@ -32,10 +32,12 @@ from tfkfac.kfac.length import (
     quadratic_rule,
 )
 from tfkfac.kfac.placement import (
+    FACTORS,
+    INVERSES,
     Placement,
     Placer,
-    decompositions_due,
-    factors_due,
+    steps_between,
+    turns_due,
 )
 from tfkfac.kfac.precondition import (
     Preconditioned,
@@ -107,23 +109,19 @@ class KFACMethod(Method):
     @override
     def run(self, step: Step) -> None:
         """One step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
-        layers = self.observe(step)
+        own = self.job.own(self.states)
+        # Rows alone would not do: the quadratic model needs all gradients.
+        whole = own.pending is not None or self._quadratic is not None
+        layers = observe(step, own, not whole and self.placement.takes_rows)
         step.note_losses("its unit is 1, its Fisher matrix the empirical one")
-        self._advice.give(self.job, unseen_loss_warning(self.job, step.batch))
+        if not self.job.terms_of(step.batch):
+            self._advice.give(self.job, unseen_loss_warning(self.job))
         statistics = self.statistics(layers, step)
         sample = Sample.of(step) if self._quadratic is not None else None
-        pending = self.job.own(self.states).pending
-        if pending is None:
+        if own.pending is None:
             self.update(layers, step, statistics, sample)
-            return
-        self.accumulate(layers, step, pending, statistics)
-
-        def complete() -> tf.Tensor:
-            merged = pending.merged(step)
-            self.update(layers, merged, pending.statistics, sample)
-            return pending.reset()
-
-        tf.cond(pending.is_complete(), complete, lambda: tf.constant(0))
+        else:
+            self.accumulate(layers, step, own.pending, statistics, sample)
 
     def update(
         self,
@@ -132,22 +130,14 @@ class KFACMethod(Method):
         statistics: Callable[[], Statistics],
         sample: Sample | None = None,
     ) -> None:
-        """An update of the weights.
-
-        Args:
-            layers: The blocks of the step.
-            step: The step, its gradients still this replica's own.
-            statistics: Returns this replica's statistics of the batch.
-            sample: Examples of the quadratic model, if there is one.
-        """
+        """An update of the weights, by gradients still this replica's own."""
         own, clock = self.job.own(self.states), self.job.clock
         damping = own.current_damping(self.damping, clock)
-        due, late = self.factors_due(layers, step)
         asked = self.reduce(step)
         # One after the other, and not one within the other: what each of them
         # uses would be passed from branch to branch.
         step.check_finite()
-        self.update_factors(layers, step, statistics, due, late)
+        self.update_factors(layers, step, statistics)
         turns = self.turns_due()
         first, *others = in_stages(layers, self.placement)
         renewed = [self.renew(first, step, turns, asked, damping)]
@@ -161,18 +151,10 @@ class KFACMethod(Method):
                 made += precondition(stage, step, exchange, damping)
             any_renewed = tf.cast(tf.reduce_any(renewed), tf.int64)
             own.inverse_updates.assign_add(any_renewed)
-            sound = {one.layer.position: one.sound for one in made}
-            renew_unsound(own.counters, sound)
+            renew_unsound(own.counters, made)
             return Update(self.choose_length(made, step, sample, damping))
 
         step.apply(direction)
-
-    def observe(self, step: Step) -> list[ActiveBlock]:
-        """The blocks of this step, with what their layers left behind."""
-        own = self.job.own(self.states)
-        # Rows alone would not do: the quadratic model needs all gradients.
-        whole = own.pending is not None or self._quadratic is not None
-        return observe(step, own, not whole and self.placement.takes_rows)
 
     def statistics(
         self, layers: Sequence[ActiveBlock], step: Step
@@ -219,11 +201,12 @@ class KFACMethod(Method):
         step: Step,
         pending: Pending,
         statistics: Callable[[], Statistics],
+        sample: Sample | None,
     ) -> None:
-        """Adds a micro-batch to those before."""
+        """Adds a micro-batch to those before; with the last one, updates."""
         step.keep_finite()
         step.weigh()
-        pending.add_gradients(step)
+        pending.add(step)
         due, late = self.factors_due(layers, step)
         tf.cond(
             due | late,
@@ -231,27 +214,34 @@ class KFACMethod(Method):
             lambda: tf.constant(0),
         )
 
+        def complete() -> tf.Tensor:
+            merged = pending.merged(step)
+            self.update(layers, merged, pending.statistics, sample)
+            pending.reset()
+            return tf.constant(0)
+
+        tf.cond(pending.is_complete(), complete, lambda: tf.constant(0))
+
     def factors_due(
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Two bools: due by schedule, due for a block without statistics."""
-        state, clock = self.job.own(self.states), self.job.clock
-        due = factors_due(self.factor_update_interval, clock)
+        counters, clock = self.job.own(self.states).counters, self.job.clock
+        steps = steps_between(self.factor_update_interval, FACTORS, clock)
         seen = observed(layers, step, self.placement.plan)
         own = tf.constant([one.position for one in seen], tf.int32)
-        new = tf.gather(state.counters.without_statistics(), own)
-        return due, tf.reduce_any(new)
+        new = tf.gather(counters.without_statistics(), own)
+        return tf.equal(clock % steps, 0), tf.reduce_any(new)
 
     def update_factors(
         self,
         layers: Sequence[ActiveBlock],
         step: Step,
         statistics: Callable[[], Statistics],
-        due: tf.Tensor,
-        late: tf.Tensor,
     ) -> None:
         """Local statistics -> [all-reduce] -> averages, if they are due."""
         state, placement = self.job.own(self.states), self.placement
+        due, late = self.factors_due(layers, step)
 
         def move_averages() -> None:
             reduced = placement.exchange.reduce_statistics(
@@ -264,15 +254,16 @@ class KFACMethod(Method):
 
     def turns_due(self) -> list[tf.Tensor]:
         """A bool for each turn of decompositions, true if it has come."""
-        state = self.job.own(self.states)
-        due = decompositions_due(
+        clock = self.job.clock
+        due = turns_due(
             max(self.placement.turns, default=0) + 1,
-            self.inverse_update_interval,
-            self.factor_update_interval,
-            self.job.clock,
+            steps_between(self.inverse_update_interval, INVERSES, clock),
+            steps_between(self.factor_update_interval, FACTORS, clock),
+            clock,
         )
-        if state.damping is not None:  # which has just grown
-            due = [now | (state.damping.again > 0) for now in due]
+        adaptive = self.job.own(self.states).damping
+        if adaptive is not None:  # which has just grown
+            due = [now | (adaptive.again > 0) for now in due]
         return due
 
     def renew(
@@ -315,12 +306,12 @@ class KFACMethod(Method):
     ) -> tf.Tensor:
         """The same of the blocks of one turn, by their positions."""
         state, placement = self.job.own(self.states), self.placement
-        mine = [i in set(places) for i in range(len(state.preconditioners))]
+        mine = [i in places for i in range(len(placement.blocks))]
         wanted = state.counters.to_decompose(due, asked) & tf.constant(mine)
         wanted &= step.finite
 
         def renew() -> None:
-            made = state.decompose(mine, placement.solver, damping)
+            made = state.decompose(places, placement.solver, damping)
             parts = placement.exchange.share_decompositions(
                 step.group, made, places
             )

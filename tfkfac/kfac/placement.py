@@ -1,6 +1,7 @@
 """Placement of the blocks on workers, and the schedule of their renewal."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -12,10 +13,9 @@ from tfkfac.cost.auto import choose, measure_machine
 from tfkfac.cost.estimate import Workload
 from tfkfac.cost.loads import BlockBytes, Loads
 from tfkfac.cost.machine import Machine
-from tfkfac.distributed.collectives import sum_dtype
+from tfkfac.distributed.collectives import Wire, sum_dtype
 from tfkfac.distributed.plan import MODES, Plan, assign, plan_layers
 from tfkfac.distributed.topology import Topology
-from tfkfac.distributed.wire import Wire
 from tfkfac.factors import Limit
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.settings import AUTO, Distribution
@@ -26,12 +26,6 @@ from tfkfac.training.job import Job
 
 class Placement:
     """The blocks of a model on the workers of a job.
-
-    Args:
-        registry: Blocks and leftovers of the model.
-        topology: The workers.
-        solver: The solver.
-        distribution: How the work is distributed.
 
     Attributes:
         turns: The turn in which each block is decomposed.
@@ -94,24 +88,11 @@ class Placement:
         )
         return self.solver.takes_rows and everywhere
 
-    def factor_bytes(self, rank: int, layer: int) -> int:
-        """Bytes of the factors of a block that a worker keeps."""
-        sizes = self.sizes[layer].factors
-        return sum(sizes[name] for name in self.plan.owns(rank, layer))
-
-    def decomposition_bytes(self, rank: int, layer: int) -> int:
-        """Bytes of the decomposition of a block that a worker keeps."""
-        if not self.plan.preconditions(rank, layer):
-            return 0
-        return self.sizes[layer].decomposition
-
-    def statistic_bytes(self, rank: int, layer: int) -> int:
-        """Bytes of the sums of a block's statistics over micro-batches."""
-        if not self.plan.observes(rank, layer):
-            return 0
-        block = self.blocks[layer]
-        kinds = block.factors.values()
-        return sum(kind.elements + 1 for kind in kinds) * block.dtype.size
+    def kept_bytes(self, rank: int, layer: int) -> int:
+        """Bytes of the curvature of a block that a worker keeps."""
+        sizes, plan = self.sizes[layer], self.plan
+        factors = sum(sizes.factors[name] for name in plan.owns(rank, layer))
+        return factors + sizes.decomposition * plan.preconditions(rank, layer)
 
     def state_bytes(
         self,
@@ -127,16 +108,15 @@ class Placement:
                 micro-batches; None if it does not.
             previous: Bytes of the update before; None if it is not kept.
         """
-        layers = range(len(self.blocks))
-        sizes = {
-            "factors": sum(self.factor_bytes(rank, i) for i in layers),
-            "decompositions": sum(
-                self.decomposition_bytes(rank, i) for i in layers
-            ),
-        }
+        state = Loads(self.plan, [rank]).state(self.sizes)
+        sizes = {kind: int(sums[rank]) for kind, sums in state.items()}
         if accumulated is not None:
-            statistics = sum(self.statistic_bytes(rank, i) for i in layers)
-            sizes["accumulation"] = accumulated + statistics
+            sizes["accumulation"] = accumulated + sum(
+                (kind.elements + 1) * block.dtype.size
+                for i, block in enumerate(self.blocks)
+                if self.plan.observes(rank, i)
+                for kind in block.factors.values()
+            )
         if previous is not None:
             sizes["previous_update"] = previous
         return {**sizes, "total": sum(sizes.values())}
@@ -164,12 +144,11 @@ class Placement:
 
 
 # The measured schedule: where the second and third interval begin, and the
-# intervals of factors and decompositions.
+# intervals of factors and decompositions, short while the curvature changes
+# fast.
 _BOUNDARIES = (20, 100)
-_FACTORS = (1, 5, 20)
-_INVERSES = (5, 20, 100)
-# Where it ends up.
-LATE = (_FACTORS[-1], _INVERSES[-1])
+FACTORS = (1, 5, 20)
+INVERSES = (5, 20, 100)
 
 # Turns of decompositions. Each is a branch of the graph, so there are few.
 _MOST_TURNS = 4
@@ -179,51 +158,22 @@ _WORTH_A_TURN = 2 * 10**8
 _SLACK = 1.5
 
 
-def factors_due(interval: Hyperparameter, clock: tf.Tensor) -> tf.Tensor:
-    """True if an interval between updates of the factors ends here.
+def steps_between(
+    interval: Hyperparameter, measured: tuple[int, int, int], clock: tf.Tensor
+) -> tf.Tensor:
+    """Steps between two updates or two decompositions, a scalar int64.
 
     Args:
         interval: The user's interval; None is the measured schedule.
+        measured: `FACTORS` or `INVERSES`.
         clock: Number of updates of the weights so far.
     """
-    return tf.equal(clock % factor_steps(interval, clock), 0)
-
-
-def factor_steps(interval: Hyperparameter, clock: tf.Tensor) -> tf.Tensor:
-    """Steps between updates of the factors, a scalar int64.
-
-    Args:
-        interval: The user's interval; None is the measured schedule.
-        clock: Number of updates of the weights so far.
-    """
-    if interval.get() is None:
-        return dense_start(clock, _BOUNDARIES, _FACTORS)
-    return interval.at(clock)
-
-
-def inverse_steps(interval: Hyperparameter, clock: tf.Tensor) -> tf.Tensor:
-    """Steps between decompositions of a block, see `factor_steps`."""
-    if interval.get() is None:
-        return dense_start(clock, _BOUNDARIES, _INVERSES)
-    return interval.at(clock)
-
-
-def decompositions_due(
-    turns: int,
-    interval: Hyperparameter,
-    factor_interval: Hyperparameter,
-    clock: tf.Tensor,
-) -> list[tf.Tensor]:
-    """A bool for each turn of decompositions, see `turns_due`.
-
-    Args:
-        turns: Number of turns.
-        interval: The user's interval between decompositions.
-        factor_interval: That between updates of the factors.
-        clock: Number of updates of the weights so far.
-    """
-    factor = factor_steps(factor_interval, clock)
-    return turns_due(turns, inverse_steps(interval, clock), factor, clock)
+    if interval.get() is not None:
+        return interval.at(clock)
+    first, second = _BOUNDARIES
+    short, middle, long = (tf.constant(i, tf.int64) for i in measured)
+    late = tf.where(clock < second, middle, long)
+    return tf.where(clock < first, short, late)
 
 
 def take_turns(operations: Sequence[int]) -> tuple[int, ...]:
@@ -235,9 +185,6 @@ def take_turns(operations: Sequence[int]) -> tuple[int, ...]:
 
     Args:
         operations: About how many the decompositions of each block take.
-
-    Returns:
-        The turn of each block, numbered from 0.
     """
     limit = _SLACK * max([_WORTH_A_TURN, *operations])
     count, turns = 1, (0,) * len(operations)
@@ -249,7 +196,7 @@ def take_turns(operations: Sequence[int]) -> tuple[int, ...]:
 
 def _longest(operations: Sequence[int], turns: Sequence[int]) -> int:
     """Operations of the longest turn."""
-    lengths = dict.fromkeys(turns, 0)
+    lengths: Counter[int] = Counter()
     for work, turn in zip(operations, turns, strict=True):
         lengths[turn] += work
     return max(lengths.values(), default=0)
@@ -272,9 +219,6 @@ def turns_due(
         interval: Steps between decompositions of a block, int64.
         factor_interval: Steps between updates of the factors, int64.
         clock: Number of updates of the weights so far.
-
-    Returns:
-        A scalar bool for each turn.
     """
 
     def occupied(delay: tf.Tensor) -> tf.Tensor:
@@ -287,35 +231,8 @@ def turns_due(
     return [tf.equal((clock - delay) % interval, 0) for delay in delays]
 
 
-def dense_start(
-    clock: tf.Tensor,
-    boundaries: tuple[int, int],
-    intervals: tuple[int, int, int],
-) -> tf.Tensor:
-    """An interval that is short at first, when the curvature changes fast.
-
-    Args:
-        clock: Number of updates of the weights so far.
-        boundaries: Where the second and the third interval begin.
-        intervals: The three intervals.
-
-    Returns:
-        The interval, a scalar int64.
-    """
-    first, second = boundaries
-    short, middle, long = (tf.constant(i, tf.int64) for i in intervals)
-    late = tf.where(clock < second, middle, long)
-    return tf.where(clock < first, short, late)
-
-
 class Placer:
     """Places blocks on workers, once in the mode that "auto" has chosen.
-
-    Args:
-        distribution: How the work is distributed, perhaps by "auto".
-        solver: Name of the solver.
-        skip_layers: Layers to leave to the inner optimizer.
-        limit: Which factors are kept whole.
 
     Attributes:
         lines: Lines of a summary about the choice; none without a choice.
@@ -345,12 +262,7 @@ class Placer:
             self._chosen = None
 
     def place(self, job: Job, *intervals: Hyperparameter) -> Placement:
-        """Places the blocks of a model.
-
-        Args:
-            job: The job.
-            *intervals: Those of factors and of decompositions.
-        """
+        """Places the blocks; intervals are of factors and decompositions."""
         registry = build_registry(job.model, self._skip_layers, self._limit)
         solver = SOLVERS[self._solver]()
         chosen = self._chosen or self._distribution
@@ -381,10 +293,10 @@ class Placer:
 
 
 def _steps(factor: Hyperparameter, inverse: Hyperparameter) -> tuple[int, int]:
-    """The intervals; those of the measured schedule where they change."""
-    given = (factor.get(), inverse.get())
+    """The intervals; where they change, those the measured schedule ends at."""
+    given, last = (factor.get(), inverse.get()), (FACTORS[-1], INVERSES[-1])
     late = [
-        value if isinstance(value, int) else schedule
-        for value, schedule in zip(given, LATE, strict=True)
+        value if isinstance(value, int) else end
+        for value, end in zip(given, last, strict=True)
     ]
     return late[0], late[1]

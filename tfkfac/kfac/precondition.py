@@ -6,30 +6,27 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
-from tfkfac.compat.functions import Kind, each
+from tfkfac.compat.functions import Kind, each, fields
 from tfkfac.kfac.active import ActiveBlock
+from tfkfac.kfac.averages import Decomposition
 from tfkfac.kfac.bank import Counters
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.linalg.tensors import stack_scalars
-from tfkfac.solvers import Decomposition, most_rows
+from tfkfac.solvers import most_rows
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 
 
 class Preconditioned(NamedTuple):
-    """The preconditioned gradient P of a block, before the clip.
-
-    Attributes:
-        layer: The block.
-        gradient: P.
-        product: `<P, W>` with its gradient.
-        sound: False if W is in the place of a P that cannot be right.
-    """
+    """The preconditioned gradient P of a block, before the clip."""
 
     layer: ActiveBlock
     gradient: LayerGradient
+    """P."""
     product: tf.Tensor
+    """`<P, W>` with its gradient W."""
     sound: tf.Tensor
+    """False if W is in the place of a P that cannot be right."""
 
 
 def precondition(
@@ -40,11 +37,7 @@ def precondition(
 ) -> list[Preconditioned]:
     """Gradient workers apply -> receivers receive.
 
-    Args:
-        layers: The blocks of the step.
-        step: The step, its gradients reduced.
-        exchange: What is sent.
-        damping: The damping, for what P can be.
+    The gradients are reduced. The damping says how long P can be.
     """
     by_rows = [one for one in layers if one.rows is not None]
     others = [one for one in layers if one.rows is None]
@@ -135,20 +128,14 @@ def precondition_rows(
         for one in layers
         if one.rows is not None and one.state.decomposition is not None
     ]
-    gradients, products, sound = _apply(parts, damping)
+    gradients, products, sound = fields(_apply(parts, damping), 3)
     if workers > 1:
         sums = step.group.all_reduce([new.matrix for new in gradients])
         gradients = [MatrixGradient(total) for total in sums]
-        products = step.group.all_reduce(
-            [
-                part.rows.inner(new)
-                for part, new in zip(parts, gradients, strict=True)
-            ]
-        )
-    return [
-        Preconditioned(*one)
-        for one in zip(layers, gradients, products, sound, strict=True)
-    ]
+        pairs = zip(parts, gradients, strict=True)
+        inner = [part.rows.inner(new) for part, new in pairs]
+        products = step.group.all_reduce(inner)
+    return list(map(Preconditioned, layers, gradients, products, sound))
 
 
 # W and P of a block, in one form.
@@ -158,13 +145,7 @@ _Made = tuple[LayerGradient, tf.Tensor, tf.Tensor]
 
 
 class _Part(NamedTuple):
-    """A block on one worker.
-
-    Attributes:
-        decomposition: That of its factors.
-        rows: The rows of its gradient W.
-        most: Up to how many rows they are cheaper than the matrix.
-    """
+    """A block on one worker: `most` rows of W are cheaper than the matrix."""
 
     decomposition: Decomposition
     rows: RowGradient
@@ -179,32 +160,33 @@ class _Part(NamedTuple):
         plain = MatrixGradient(self.rows.matrix)
         return plain, self.decomposition.apply(plain)
 
+    @property
+    def limit(self) -> int | None:
+        """The most rows, where only the step knows how many there are.
 
-def _apply(
-    parts: Sequence[_Part], damping: tf.Tensor
-) -> tuple[list[LayerGradient], list[tf.Tensor], list[tf.Tensor]]:
+        A power of two, so that blocks that differ little decide as one.
+        """
+        if self.rows.a.shape[0] is not None:
+            return None
+        return 1 << (self.most.bit_length() - 1)
+
+
+def _apply(parts: Sequence[_Part], damping: tf.Tensor) -> list[_Made]:
     """P, `<P, W>` and whether P is sound of each block, the cheaper way."""
-    known: dict[int, _Pair] = {}
-    undecided: dict[int, list[int]] = {}
-    for i, part in enumerate(parts):
-        count = part.rows.a.shape[0]
-        if count is None:
-            # A power of two, so that blocks that differ little decide as one.
-            limit = 1 << (part.most.bit_length() - 1)
-            undecided.setdefault(limit, []).append(i)
+    made: dict[int, _Made] = {}
+    for limit in dict.fromkeys(part.limit for part in parts):
+        members = [i for i, part in enumerate(parts) if part.limit == limit]
+        some = [parts[i] for i in members]
+        if limit is None:
+            pairs = [
+                p.by_rows() if p.rows.a.shape[0] <= p.most else p.by_matrix()
+                for p in some
+            ]
+            results = _finish(pairs, damping)
         else:
-            few = count <= part.most
-            known[i] = part.by_rows() if few else part.by_matrix()
-    made = dict(zip(known, _finish(list(known.values()), damping), strict=True))
-    for limit, members in undecided.items():
-        results = _decide([parts[i] for i in members], limit, damping)
+            results = _decide(some, limit, damping)
         made.update(zip(members, results, strict=True))
-    ordered = [made[i] for i in range(len(parts))]
-    return (
-        [new for new, _, _ in ordered],
-        [product for _, product, _ in ordered],
-        [sound for _, _, sound in ordered],
-    )
+    return [made[i] for i in range(len(parts))]
 
 
 def _finish(pairs: Sequence[_Pair], damping: tf.Tensor) -> list[_Made]:
@@ -232,10 +214,8 @@ def _decide(
     """The same where the number of rows is known in the step only."""
 
     def finish(pairs: Sequence[_Pair]) -> list[tuple[tf.Tensor, ...]]:
-        return [
-            (new.matrix, product, sound)
-            for new, product, sound in _finish(pairs, damping)
-        ]
+        made = _finish(pairs, damping)
+        return [(new.matrix, product, sound) for new, product, sound in made]
 
     counts = tf.stack([tf.shape(part.rows.a)[0] for part in parts])
     found = tf.cond(
@@ -276,13 +256,7 @@ def _casts(
 def put_back(
     made: Sequence[Preconditioned], factor: tf.Tensor, gradients: Gradients
 ) -> Gradients:
-    """Puts preconditioned gradients in the places of the gradients.
-
-    Args:
-        made: The preconditioned gradients.
-        factor: What they are multiplied by.
-        gradients: All gradients of the step.
-    """
+    """Puts preconditioned gradients, times a factor, in their places."""
     replaced = list(gradients)
     layers = [one.layer for one in made]
     casts = _casts(factor, layers)
@@ -330,13 +304,9 @@ def sound_ones(
     square, where both factors get all of it), so its inverse makes no gradient
     longer than by the inverse of that.
 
-    Args:
-        made: The preconditioned gradients.
-        plain: The gradients, in the same forms.
-        damping: The damping.
-
     Returns:
-        The gradients, and for each whether it is the preconditioned one.
+        The gradients, in the forms that they have, and for each whether it is
+        the preconditioned one.
     """
     if not made:
         return [], []
@@ -356,13 +326,9 @@ def sound_ones(
     return kept, flags
 
 
-def renew_unsound(counters: Counters, sound: dict[int, tf.Tensor]) -> None:
-    """Counts plain gradients, and has their blocks decomposed anew at once.
-
-    Args:
-        counters: What has happened to all blocks.
-        sound: Bools by position, false if a block's P could not be used.
-    """
+def renew_unsound(counters: Counters, made: Sequence[Preconditioned]) -> None:
+    """Counts plain gradients, and has their blocks decomposed anew at once."""
+    sound = {one.layer.position: one.sound for one in made}
     unsound = tf.logical_not(counters.flags(sound, otherwise=True))
     count_each(
         unsound,

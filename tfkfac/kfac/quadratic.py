@@ -47,21 +47,17 @@ _ROUNDING = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Inputs of the loss of a batch, or of some of its examples.
-
-    Attributes:
-        call: How the model is called.
-        arguments: Those of `compute_loss`, without the predictions.
-        shares: This replica's weights of the losses in the mean.
-        terms: The terms of the losses, of the whole batch.
-        unit: What the loss is of a negative log-likelihood.
-    """
+    """Inputs of the loss of a batch, or of some of its examples."""
 
     call: ForwardCall
     arguments: dict[str, Any]
+    """Those of `compute_loss`, without the predictions."""
     shares: Sequence[tf.Tensor]
+    """This replica's weights of the losses in the mean."""
     terms: Sequence[LossTerms]
+    """The terms of the losses, of the whole batch."""
     unit: tf.Tensor
+    """Factor of the loss over a negative log-likelihood."""
 
     @classmethod
     def of(cls, step: Step) -> "Sample":
@@ -83,14 +79,10 @@ class Sample:
         )
 
     def part(self, part: Subsample | None, model: str) -> "Sample":
-        """Takes some of the examples.
-
-        Args:
-            part: Which ones; None is all.
-            model: Name of the model, for messages.
+        """Takes some of the examples, all if `part` is None.
 
         Raises:
-            ValueError: If the batch cannot be divided.
+            ValueError: If the batch cannot be divided; it names the model.
         """
         if part is None:
             return self
@@ -100,8 +92,7 @@ class Sample:
             if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
                 raise ValueError(
                     "Argument `batch_fraction` of `QuadraticStep` must be 1.0 "
-                    "where "
-                    "inputs are sparse or ragged, as those of model "
+                    "where inputs are sparse or ragged, as those of model "
                     f"'{model}': {leaf}. "
                     f"Received: batch_fraction={part.fraction}"
                 )
@@ -124,21 +115,18 @@ def is_batch(leaf: Any) -> bool:
 
 
 class Proposal(NamedTuple):
-    """An update that minimises the model.
-
-    Attributes:
-        places: Places of its variables among the trainable weights.
-        changes: What is to be added to them, for a learning rate of 1.
-        coefficients: Those of the directions, by name.
-        predicted: How much less the loss will be, float64.
-        is_finite: False if the model was not. Nothing is to be added then.
-    """
+    """An update that minimises the model."""
 
     places: list[int]
+    """Places of its variables among the trainable weights."""
     changes: list[tf.Tensor]
+    """What is to be added to them, for a learning rate of 1."""
     coefficients: dict[str, tf.Tensor]
+    """Those of the directions, by name."""
     predicted: tf.Tensor
+    """How much less the loss will be, float64."""
     is_finite: tf.Tensor
+    """False if the model was not. Nothing is to be added then."""
 
 
 def quadratic_step(
@@ -181,8 +169,11 @@ def quadratic_step(
     for place, change in zip(proposal.places, changes, strict=True):
         own = previous.changes[place]
         own.assign(select(accepted & proposal.is_finite, change, own))
-    state.report.note_quadratic(
-        proposal.coefficients, proposal.predicted, actual, damping
+    state.report.assign(
+        **proposal.coefficients,
+        predicted_reduction=proposal.predicted,
+        actual_reduction=actual,
+        damping=damping,
     )
     rest = iter(changes)
     return [None if g is None else -next(rest) for g in step.gradients]
@@ -194,7 +185,7 @@ def look(
     """Computes the loss at the new weights if that is due.
 
     Returns:
-        Whether the step is accepted, and how much smaller it makes the loss,
+        True if the step is accepted, and how much smaller it makes the loss,
         NaN if nobody has looked.
     """
     job = step.job
@@ -245,12 +236,7 @@ def propose(
 ) -> Proposal:
     """Returns the update that minimises the quadratic model.
 
-    Args:
-        step: The step, its gradients reduced.
-        made: What is preconditioned of them.
-        sample: The examples that the Gauss-Newton matrix is of.
-        previous: The update before.
-        damping: The damping.
+    Its Gauss-Newton matrix is of the sample.
     """
     weights = step.job.model.trainable_variables
     places = places_of(step, weights)
@@ -331,15 +317,12 @@ def scaled(parts: Direction, factor: tf.Tensor) -> list[tf.Tensor | None]:
 
 
 class QuadraticModel(NamedTuple):
-    """M on the span of some directions, the same bits on every replica.
-
-    Attributes:
-        form: `d_i^T (F + damping I) d_j`, float64.
-        slopes: `W^T d_i`.
-    """
+    """M on the span of some directions, the same bits on every replica."""
 
     form: tf.Tensor
+    """`d_i^T (F + damping I) d_j`, float64."""
     slopes: tf.Tensor
+    """`W^T d_i`."""
 
     def minimum(self) -> tf.Tensor:
         """The coefficients for which M is least.

@@ -14,7 +14,6 @@ from tfkfac.factors import LowRank
 from tfkfac.fisher.types import Choice
 from tfkfac.kfac.bank import State
 from tfkfac.kfac.placement import Placement
-from tfkfac.loss.batch import LossBatch
 from tfkfac.shell.model import uses_xla
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.solvers import Solver
@@ -33,17 +32,19 @@ _DEEP = 50
 
 
 class Advice:
-    """Warns of something, once and on one worker."""
+    """Says something once and on one worker."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
 
+    def _is_new(self, job: Job, text: str) -> bool:
+        known = text in self._given
+        self._given.add(text)
+        return not known and 0 in job.topology.local
+
     def give(self, job: Job, text: str | None) -> None:
         """Warns, of nothing if there is no text."""
-        if text is None or text in self._given:
-            return
-        self._given.add(text)
-        if 0 in job.topology.local:
+        if text is not None and self._is_new(job, text):
             warnings.warn(text, stacklevel=4)
 
     def announce(self, job: Job, registry: Registry) -> None:
@@ -54,10 +55,7 @@ class Advice:
             f"'{job.model.name}', with {blocks} preconditioned layers: the "
             "first step takes a while, once."
         )
-        if blocks < _DEEP or text in self._given:
-            return
-        self._given.add(text)
-        if 0 in job.topology.local:
+        if blocks >= _DEEP and self._is_new(job, text):
             print(text, file=sys.stderr, flush=True)
 
 
@@ -67,10 +65,6 @@ def coverage_warning(registry: Registry, job: Job) -> str | None:
     That is if they are most of the model, or if one is a large part of it or
     its last layer's, which is named then. Layers of `skip_layers` do not count:
     that they are left alone is known.
-
-    Args:
-        registry: Blocks and leftovers of the model.
-        job: The job.
     """
     left = [one for one in registry.left if one.reason != SKIPPED]
     covered = registry.covered
@@ -119,10 +113,8 @@ def solver_warning(model: keras.Model, solver: type[Solver]) -> str | None:
     )
 
 
-def unseen_loss_warning(job: Job, batch: LossBatch) -> str | None:
-    """Returns what to say of a loss that is taken for a mean, or None."""
-    if job.terms_of(batch):
-        return None
+def unseen_loss_warning(job: Job) -> str:
+    """Returns what to say of a loss that is taken for a mean."""
     return (
         f"Optimizer '{job.name}' has not seen the loss of model "
         f"'{job.model.name}' being computed and takes it for the mean over the "
@@ -143,13 +135,9 @@ def describe(
     titles: Sequence[str],
     is_quadratic: bool,
 ) -> list[str]:
-    """Returns the lines of the summary of an optimizer.
+    """Returns the lines of the summary of an optimizer, after some titles.
 
-    Args:
-        placement: The blocks, and which worker does what of them.
-        states: What the replicas of this process keep; none before training.
-        titles: The first lines.
-        is_quadratic: True with quadratic steps.
+    Before training there are no states.
     """
     lines = [*titles, ""]
     rows = [
@@ -177,13 +165,7 @@ def describe(
 
 
 def title(job: Job, solver: str, is_quadratic: bool) -> str:
-    """The first line.
-
-    Args:
-        job: The job.
-        solver: Name of the solver.
-        is_quadratic: True with quadratic steps.
-    """
+    """The first line."""
     inner = type(job.inner_optimizer).__name__
     text = (
         f"K-FAC '{job.name}' of model '{job.model.name}': solver {solver}, "
@@ -193,12 +175,7 @@ def title(job: Job, solver: str, is_quadratic: bool) -> str:
 
 
 def fisher_text(wanted: str | None, choice: Choice | None) -> str:
-    """Line of the summary on the type of the Fisher matrix.
-
-    Args:
-        wanted: What the user wants.
-        choice: What was chosen in the last step that was traced, if any.
-    """
+    """Line on the type of the Fisher matrix, wanted and chosen in a step."""
     if choice is None:
         return f"Fisher matrix: {wanted or 'chosen by the loss when training'}"
     why = f" ({choice.reason})" if choice.reason else ""
@@ -210,14 +187,12 @@ def block_row(
 ) -> tuple[str, ...]:
     """One line of the table of blocks; the bytes are this worker's."""
     block, rank = placement.blocks[layer], placement.topology.local[0]
-    state = placement.factor_bytes(rank, layer)
-    state += placement.decomposition_bytes(rank, layer)
     row = (
         block.path,
         block.kind,
         *(factor_text(block, name, states) for name in ("A", "G")),
         f"{count_weights(block.variables):,}",
-        bytes_text(state),
+        bytes_text(placement.kept_bytes(rank, layer)),
     )
     if placement.topology.replicas == 1:
         return row
@@ -243,7 +218,7 @@ def factor_text(block: Block, name: str, states: Sequence[State]) -> str:
         for one in (p for state in states for p in state.preconditioners):
             kept = one.factors if one.block is block else None
             if kept is not None and name in kept.names and kept.weight > 0:
-                share = float(kind.explained(kept.value(name)))
+                share = float(kind.explained(kept.values()[name]))
                 return f"{kind.text} ({share:.0%} of trace)"
     return kind.text
 

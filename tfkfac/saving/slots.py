@@ -41,7 +41,8 @@ class Slots(Tracked):
             name: Its name in files.
             shape: Its shape.
             dtype: Its dtype.
-            value: What each of its elements is at the start.
+            value: What each of its elements is at the start, or a function
+                that makes all of them.
             saved: Whether files have it.
             **fields: Other fields of its `Entry`.
         """
@@ -50,8 +51,8 @@ class Slots(Tracked):
         if _planned.get():
             return None
         with tf.init_scope():
-            start = tf.fill(list(shape), tf.constant(value, dtype))
-        variable = state_variable(start, dtype, name)
+            start = _start(value, shape, dtype)
+            variable = state_variable(start, dtype, name)
         declared.starts.append((variable, value))
         if saved:
             given = {"layer": "", **declared.common, **fields}
@@ -71,8 +72,14 @@ class Slots(Tracked):
     def reset(self) -> None:
         """Makes all of them what they are at the start."""
         for variable, value in self._declared.starts:
-            start = tf.constant(value, variable.dtype)
-            variable.assign(tf.fill(variable.shape, start))
+            variable.assign(_start(value, variable.shape, variable.dtype))
+
+
+def _start(value: Any, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+    """The elements of a tensor at the start."""
+    if callable(value):
+        return tf.cast(value(), dtype)
+    return tf.fill(list(shape), tf.constant(value, dtype))
 
 
 class _Declared:

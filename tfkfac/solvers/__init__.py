@@ -1,15 +1,18 @@
 """Solvers: how factors become a preconditioner."""
 
-from tfkfac.solvers.base import Decomposition, Solver, most_rows
+from tfkfac.solvers.base import Solver, most_rows
 from tfkfac.solvers.eigen import EigenSolver
 from tfkfac.solvers.inverse import InverseSolver
 from tfkfac.solvers.printed import OuterEigenSolver, PlainInverseSolver
 
 SOLVERS: dict[str, type[Solver]] = {
-    "eigen": EigenSolver,
-    "eigen_outer": OuterEigenSolver,
-    "inverse": InverseSolver,
-    "plain_inverse": PlainInverseSolver,
+    kind.name: kind
+    for kind in (
+        EigenSolver,
+        OuterEigenSolver,
+        InverseSolver,
+        PlainInverseSolver,
+    )
 }
 
-__all__ = ["SOLVERS", "Decomposition", "Solver", "most_rows"]
+__all__ = ["SOLVERS", "Solver", "most_rows"]

@@ -3,22 +3,12 @@
 import abc
 import math
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import tensorflow as tf
-from typing_extensions import override
 
-from tfkfac.blocks import Block, LayerGradient, MatrixGradient
-from tfkfac.compat.functions import Kind, Member
-from tfkfac.compat.graphs import state_variable
-from tfkfac.factors import (
-    Factor,
-    Part,
-    Side,
-    Tensors,
-    kind_of,
-)
-from tfkfac.linalg.tensors import all_finite, select
+from tfkfac.blocks import LayerGradient
+from tfkfac.factors import Factor, Part, Side, Tensors
 
 T = TypeVar("T")
 
@@ -36,12 +26,14 @@ class Solver(abc.ABC):
     the suffix that its kind gives them.
 
     Attributes:
+        name: Its name, which is that of its part of the state in files too.
         whole_layers: Whether all factors of a layer must have one owner.
         takes_rows: Whether `apply` keeps a gradient of rows in that form.
         is_explicit: Whether it inverts factors, by which a gradient is
             multiplied once; if not, it turns it to their eigenbases and back.
     """
 
+    name: ClassVar[str]
     whole_layers = False
     takes_rows = False
     is_explicit = False
@@ -50,9 +42,9 @@ class Solver(abc.ABC):
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
         """Returns what `decompose` makes of one factor, by name."""
 
-    @abc.abstractmethod
     def kept(self, factors: Factors) -> dict[str, Part]:
         """Returns the tensors of a block's decomposition, by name."""
+        return self.all_parts(factors)
 
     def all_parts(self, factors: Factors) -> dict[str, Part]:
         """Returns what `decompose` makes of all factors of a block."""
@@ -82,9 +74,9 @@ class Solver(abc.ABC):
             The parts by name.
         """
 
-    @abc.abstractmethod
     def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
         """Makes the decomposition of a block of the parts of its factors."""
+        return parts
 
     @abc.abstractmethod
     def apply(
@@ -95,81 +87,8 @@ class Solver(abc.ABC):
     ) -> LayerGradient:
         """Preconditions the gradient of a layer.
 
-        Args:
-            factors: The kinds of the block's factors.
-            decomposition: The tensors that are kept, by name; in bfloat16 if
-                they are kept so.
-            gradient: The gradient.
+        The tensors of the decomposition are in bfloat16 if they are kept so.
         """
-
-
-class Decomposition(Member):
-    """The last good decomposition of one block; the identity at first.
-
-    Args:
-        solver: The solver.
-        block: The block.
-        dtype: Dtype of storage; None is that of the statistics.
-    """
-
-    held = ("tensors",)
-
-    def __init__(
-        self, solver: Solver, block: Block, dtype: tf.DType | None = None
-    ) -> None:
-        super().__init__(name="decomposition")
-        self.solver = solver
-        self._block = block
-        self._dtype = dtype or block.dtype
-        kept = solver.kept(block.factors)
-        with tf.init_scope():
-            self.tensors = [
-                state_variable(part.identity(block.dtype), self._dtype, name)
-                for name, part in kept.items()
-            ]
-        self.names = tuple(kept)
-
-    @property
-    @override
-    def like(self) -> Kind:
-        return kind_of(self._block.factors, (self.solver, self._dtype))
-
-    def replace(
-        self, parts: Tensors, damping: tf.Tensor, wanted: tf.Tensor
-    ) -> tf.Tensor:
-        """Takes a new decomposition unless it is not finite.
-
-        Args:
-            parts: What the solver made of the block's factors.
-            damping: The damping.
-            wanted: Scalar bool. If it is false the old one stays.
-
-        Returns:
-            Scalar bool, false if the new one is not finite.
-        """
-        made = self.solver.combine(parts, damping)
-        stored = {k: tf.cast(v, self._dtype) for k, v in made.items()}
-        good = all_finite(list(stored.values()))
-        take = tf.logical_and(good, wanted)
-        for name, old in zip(self.names, self.tensors, strict=True):
-            old.assign(select(take, stored[name], old))
-        return good
-
-    def apply(self, gradient: LayerGradient) -> LayerGradient:
-        """Preconditions the gradient of the layer."""
-        tensors: Tensors = dict(zip(self.names, self.tensors, strict=True))
-        # In bfloat16 as they are: solvers know what can be done in it.
-        if self._dtype != tf.bfloat16:
-            dtype = self._block.dtype
-            tensors = {k: tf.cast(v, dtype) for k, v in tensors.items()}
-        return self.solver.apply(self._block.factors, tensors, gradient)
-
-    def precondition(
-        self, matrix: tf.Tensor, scale: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns a gradient matrix times a number, and that preconditioned."""
-        plain = MatrixGradient(matrix).scaled(scale)
-        return plain.value, self.apply(plain).matrix
 
 
 def with_prefix(name: str, parts: Mapping[str, T]) -> dict[str, T]:
@@ -192,12 +111,8 @@ def most_rows(factors: Factors, workers: int) -> int:
     With `N` rows, `n` inputs, `m` outputs and `p`, `q` multiplications for the
     product of a vector with the inverse of A and of G, those are
     `N (p + q) + N^2 (n + m)`, the second for `<P, W>`, against `p m + q n`.
-    (`a^T g` is formed once in either way.) Where the matrices are added up
-    over several workers, `<P, W>` takes `N n m`.
-
-    Args:
-        factors: The factors of a block, both of them.
-        workers: Number of workers that add up their gradients.
+    (`a^T g` is formed once in either way.) Where several workers add up their
+    matrices, `<P, W>` takes `N n m`. The block has both factors.
     """
     a, g = factors["A"], factors["G"]
     n, m, p, q = a.size, g.size, a.multiplications, g.multiplications

@@ -18,16 +18,13 @@ class InverseSolver(Solver):
     2015, section 6.3; DP-KFAC, eq. 14). A block without A is damped exactly.
     """
 
+    name = "inverse"
     takes_rows = True
     is_explicit = True
 
     @override
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
         return with_prefix(name, factors[name].inverse_parts())
-
-    @override
-    def kept(self, factors: Factors) -> dict[str, Part]:
-        return self.all_parts(factors)
 
     @override
     def decompose(
@@ -49,10 +46,6 @@ class InverseSolver(Solver):
             return damping
         pi, root = balance(means["A"], means["G"]), tf.sqrt(damping)
         return pi * root if name == "A" else root / pi
-
-    @override
-    def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
-        return parts
 
     @override
     def apply(

@@ -18,6 +18,8 @@ class PlainInverseSolver(InverseSolver):
     late in training, it is lost beside it.
     """
 
+    name = "plain_inverse"
+
     @override
     def share(self, name: str, means: Tensors, damping: tf.Tensor) -> tf.Tensor:
         return damping
@@ -31,6 +33,7 @@ class OuterEigenSolver(EigenSolver):
     compute of it. It is much more to send.
     """
 
+    name = "eigen_outer"
     whole_layers = True
 
     @override

@@ -9,7 +9,7 @@ each kind.
 | a gradient | the step, everywhere | `skipped_steps` | training/step |
 | a statistic | an update of its block's factors | `rejected` | kfac/averages |
 | a factor | what is known of its block | `dropped` | kfac/averages |
-| a decomposition | this one, the last good stays | `failures` | solvers/base |
+| a decomposition | this one, the last good stays | `failures` | kfac/averages |
 | a preconditioned gradient | the plain one | `plain` | kfac/precondition |
 | all tries of a step | the step | `rejected_steps` | gauss_newton/method |
 | an estimation | this one, the last stays | `failures` | fosi/update |

@@ -238,7 +238,7 @@ class Job:
 
     def at(self, states: Sequence[T], rank: int) -> T:
         """The state of a replica of this process, of the same."""
-        return states[self.topology.position(rank)]
+        return states[self.topology.local.index(rank)]
 
     def group(self, purpose: str = "") -> Communicator:
         """This replica's collectives in one trace, with all others.

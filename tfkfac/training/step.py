@@ -116,7 +116,7 @@ class Step:
             instead: What is done with a loss that is no likelihood.
         """
         job, rank = self.job, self.job.rank
-        device = job.topology.devices[job.topology.position(rank)]
+        device = job.own(job.topology.devices)
         job.losses.note(self.loss.losses, rank, device, job.name, instead)
 
     def withhold(self, indices: Sequence[int], bound: tf.Tensor) -> None:

@@ -18,7 +18,7 @@ from tfkfac.blocks import Block
 from tfkfac.cost import Candidate, Estimate, Machine
 from tfkfac.cost.batch import Batch, Network
 from tfkfac.cost.estimate import Workload, compare_plans
-from tfkfac.distributed.wire import gradient_bytes
+from tfkfac.distributed.collectives import gradient_bytes
 
 WORKERS = 64
 # Fitted to the three times of ResNet-50 alone (`fit` does it anew): bandwidth
