@@ -96,15 +96,10 @@ def test_repeat(eager: bool) -> None:
 @contract(
     "compat.graphs.stamp_time", "A call that is not inlined can be eager."
 )
-@pytest.mark.parametrize("eager", [True, False])
-def test_time_is_stamped(eager: bool) -> None:
+def test_time_is_stamped() -> None:
     clock = state_variable(0.0, "float64", "clock")
-
-    def stamp() -> Any:
-        return stamp_time(clock)
-
     before = float(tf.timestamp())
-    got = (stamp if eager else tf.function(stamp, autograph=False))()
+    got = stamp_time(clock)
     assert before <= float(got) <= float(tf.timestamp())
     assert float(clock) == float(got)
 

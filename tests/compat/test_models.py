@@ -20,15 +20,12 @@ from tfkfac.compat.models import (
     call_takes_training,
     children,
     compiles_from_config,
-    first_epoch,
     kept_losses,
     last_layers,
     losing_layers,
     loss_takes_training,
     mask_of,
     pass_mask,
-    set_first_epoch,
-    skip_batches,
 )
 from tfkfac.curvature.hessian import layer_name
 
@@ -147,80 +144,19 @@ def test_compiles_from_config(compiled: list[Any], tmp_path: Path) -> None:
     assert not compiles_from_config()
 
 
-def test_compiles_from_config_ends_with_an_error(compiled: list[Any]) -> None:
-    with pytest.raises((TypeError, ValueError)):
-        network().compile_from_config({"optimizer": "no such thing"})
-    assert not compiled
-    assert not compiles_from_config()
-
-
 # ---------------------------------------------------------------------- fit
 class Begin(keras.callbacks.Callback):
-    """Notes the epochs, and may set the first."""
+    """Notes the epochs."""
 
-    def __init__(self, epoch: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.epoch = epoch
         self.seen: list[int] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
-        if self.epoch is not None:
-            set_first_epoch(self.model, self.epoch)
-        self.seen.append(first_epoch(self.model, -1))
+        self.seen.append(-1)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.seen.append(epoch)
-
-
-@contract(
-    "compat.models.set_first_epoch",
-    "`fit` begins with `_initial_epoch`, read after `on_train_begin`.",
-)
-def test_the_first_epoch(tmp_path: Path) -> None:
-    """Ours and that of `BackupAndRestore`, which is seen too."""
-    model = network()
-    model.compile("sgd", "mse")
-    begin = Begin(2)
-    model.fit(X, X, epochs=4, verbose=0, callbacks=[begin])
-    assert begin.seen == [2, 2, 3]
-    set_first_epoch(model, None)
-    backup = keras.callbacks.BackupAndRestore(
-        str(tmp_path), delete_checkpoint=False
-    )
-    model.fit(X, X, epochs=1, verbose=0, callbacks=[backup])
-    again = Begin()
-    model.fit(X, X, epochs=3, verbose=0, callbacks=[backup, again])
-    assert again.seen == [1, 1, 2]
-
-
-@contract(
-    "compat.models.skip_batches",
-    "`fit` calls `train_function` with its iterator for each batch.",
-)
-@pytest.mark.parametrize("ends_early", [False, True])
-def test_batches_are_skipped(ends_early: bool) -> None:
-    """They are taken and do not train; what follows is as it was."""
-
-    class Skip(keras.callbacks.Callback):
-        def on_train_begin(self, logs: Any = None) -> None:
-            self.end = skip_batches(self.model, 2)
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if ends_early and batch == 0:
-                self.end()
-
-    x = np.arange(8.0).reshape(4, 2)
-    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
-    model.compile("sgd", "mse")
-    start = model.get_weights()
-    fit = {"batch_size": 1, "shuffle": False, "verbose": 0}
-    model.fit(x, x[:, :1], callbacks=[Skip()], **fit)
-    skipped = model.get_weights()
-    model.set_weights(start)
-    first = 1 if ends_early else 2
-    model.fit(x[first:], x[first:, :1], **fit)
-    for got, want in zip(skipped, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(got, want)
 
 
 class Fit:
@@ -249,7 +185,7 @@ AROUND_FIT = contract(
 def test_fit_has_our_callbacks() -> None:
     """Whatever the user's are, until the override goes."""
     model, own, ours = network(), Begin(), Begin()
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=True)
     fit = Fit(model, ours)
     given = [[own]], keras.callbacks.CallbackList([own]), None
     for callbacks in given:
@@ -290,7 +226,7 @@ def test_a_fit_of_the_users_own(kind: str) -> None:
 
     kinds = {"named": Named, "more": More, "any": Anything, "none": Nothing}
     model, own, ours = kinds[kind]([layers.Dense(2)]), Begin(), Begin()
-    model.compile("sgd", "mse")
+    model.compile("sgd", "mse", run_eagerly=True)
     fit = Fit(model, ours)
     model.fit((X, X), **({} if kind == "none" else {"callbacks": own}))
     assert fit.given == [([] if kind == "none" else [own], 0)]

@@ -9,9 +9,7 @@ import tensorflow as tf
 
 from tests.compat.contracts import contract
 from tfkfac.compat.optimizers import (
-    build_once,
     knows_variable,
-    on_overflow,
     raw_iterations,
     sgd_momenta,
     trainable_variables,
@@ -82,51 +80,6 @@ def test_sgd_momenta(nesterov: bool) -> None:
     np.testing.assert_allclose(np.array(momenta[0]), new)
     change = 0.75 * new - [1.0, 2.0] if nesterov else new
     np.testing.assert_allclose(np.array(other), 1 + change)
-
-
-@contract(
-    "compat.optimizers.on_overflow",
-    "`LossScaleOptimizer._common_apply` calls "
-    "`_stateful_handle_non_finite_grads` where it skips a step.",
-)
-def test_where_a_scaler_skips() -> None:
-    """Once, however often it is asked for, and not where it does not."""
-    variable = keras.Variable([1.0])
-    scaler = keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(), initial_scale=4.0
-    )
-    calls: list[str] = []
-
-    def prepare() -> Any:
-        calls.append("prepared")
-        return lambda: calls.append("skipped")
-
-    for _ in range(2):
-        on_overflow(scaler, prepare)
-    scaler.apply([tf.constant([4.0])], [variable])
-    assert calls == ["prepared"]
-    scaler.apply([tf.constant([np.inf])], [variable])
-    assert calls == ["prepared", "prepared", "skipped"]
-    assert float(scaler.dynamic_scale) == 2.0
-    np.testing.assert_allclose(np.array(variable), [0.99])
-
-
-@contract(
-    "compat.optimizers.build_once",
-    "`LossScaleOptimizer.build` makes its variables whenever it is called.",
-)
-def test_a_scaler_is_built_once() -> None:
-    weights = variables()
-    twice = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    count = len(twice.variables)
-    for _ in range(2):
-        twice.build(weights)
-    assert len(twice.variables) > count + 2
-    once = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
-    for _ in range(2):
-        build_once(once, weights)
-    once.build(weights)
-    assert len(once.variables) == count + 2
 
 
 UPDATES = "compat.optimizers.updates_in_replica"

@@ -7,7 +7,7 @@ import pytest
 from keras import layers
 
 import tfkfac
-from tests.support.placements import SIZES, model, place
+from tests.support.placements import SIZES, place
 from tfkfac import cost
 from tfkfac.cost.batch import Batch, Network
 from tfkfac.cost.loads import BlockWork, Loads
@@ -66,21 +66,6 @@ def test_bytes_by_hand(mode: str, gradient_workers: int, solver: str) -> None:
     assert total("factor", "factors") == 2 * (WORKERS - 1) * reduced
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_most_of_any_worker(mode: str) -> None:
-    """An estimate has the bytes of the worker that has or receives most."""
-    placement = place(mode, WORKERS, "inverse")
-    optimizer = attached(model())
-    (one,) = (
-        one
-        for one in cost.compare(optimizer, MACHINE, WORKERS, 8)
-        if one.candidate.solver == "inverse"
-        and mode.startswith(one.candidate.distribution)
-    )
-    states = [placement.state_bytes(rank) for rank in range(WORKERS)]
-    assert one.state == {k: max(s[k] for s in states) for k in states[0]}
-
-
 @pytest.mark.parametrize("workers", [1, 2, 4, 6, 12])
 def test_some_workers_stand_for_all(workers: int) -> None:
     """Each of the others has the same as one of them."""
@@ -97,14 +82,6 @@ def _facts(placement: Placement, rank: int) -> tuple[int, ...]:
     state = placement.state_bytes(rank)
     inverse = placement.communication_bytes(rank, 0)["inverse"]
     return *state.values(), *inverse.values()
-
-
-def test_one_worker_receives_nothing() -> None:
-    for one in cost.compare(attached(model()), MACHINE, 1, 8):
-        assert set(one.received.values()) == {0}
-        assert one.stages["gradients"] == one.stages["reduce_factors"] == 0
-        assert one.stages["share_decompositions"] == 0
-        assert one.stages["share_gradients"] == 0
 
 
 # -------------------------------------------------------------- operations

@@ -31,11 +31,6 @@ def test_broadcast() -> None:
     assert tree.broadcast(5e6, 8, 2) == pytest.approx(5e-3 + 2 * 3 * 1e-6)
 
 
-def test_products() -> None:
-    """A multiplication comes with an addition."""
-    assert MACHINE.products(5e12) == 1
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("flops", -1.0), ("flops", 0.0), ("latency", math.nan), ("eigen", "fast")],

@@ -10,18 +10,6 @@ def parse(text: str):
     return arguments.parse(parser, text.split())
 
 
-def test_settings_of_an_optimizer():
-    text = "kfac:damping=0.1:kl_clip=null:distribution=dp_kfac:learning_rate=2"
-    [choice] = parse(f"--optimizer {text}").optimizer
-    assert choice.text == text
-    optimizer = choice.make(10, DEFAULTS.rates)
-    assert optimizer.damping == pytest.approx(0.1)
-    config = optimizer.get_config()
-    assert config["kl_clip"] is None
-    assert config["distribution"] == "dp_kfac"
-    assert float(optimizer.learning_rate) == pytest.approx(2)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

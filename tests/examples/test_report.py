@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from common.recording import Evaluation, Recorder
+from common.recording import Recorder
 
 
 class BatchLosses(keras.callbacks.Callback):
@@ -60,18 +60,3 @@ def test_recorder(run, tmp_path):
     assert [bool(row["test_metric"]) for row in rows[10:13]] == [0, 1, 0]
     losses = [float(row["loss"]) for row in rows]
     np.testing.assert_allclose(losses, run.losses, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("target", "lower_is_better", "steps"),
-    [
-        (0.8, False, 24),
-        (1.1, False, None),
-        (0.7, True, 12),
-        (None, False, None),
-    ],
-)
-def test_steps_to_the_target(target, lower_is_better, steps):
-    recorder = Recorder("x", target, lower_is_better)
-    recorder.evaluations = [Evaluation(12, 0.7, 0.0), Evaluation(24, 0.9, 0.0)]
-    assert recorder.steps_to_target == steps

@@ -6,9 +6,8 @@ import pytest
 
 import reproduce
 from common.optimizers import parse_optimizer
-from experiments import EXPERIMENTS, output, running
+from experiments import EXPERIMENTS, running
 from experiments.counting import Count, Counted
-from experiments.experiment import Experiment
 from experiments.running import Result, Training
 from tfkfac.cost import Candidate, Estimate
 
@@ -50,12 +49,6 @@ COUNTED = Counted(
 )
 
 
-def found(experiment: Experiment) -> list:
-    """What could have been measured in each case."""
-    tasks = [experiment.task(case, True) for case in experiment.cases(True)]
-    return [COUNTED if isinstance(t, Count) else RESULT for t in tasks]
-
-
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_trainings_can_be_started(name, quick):
@@ -71,20 +64,6 @@ def test_trainings_can_be_started(name, quick):
         workers = training.workers
         batch = dict(zip(*[iter(training.arguments)] * 2, strict=False))
         assert int(batch.get("--batch-size", 64)) % workers == 0
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_headings(name):
-    """What is plotted is in the table, and the horizontal axis varies."""
-    experiment = EXPERIMENTS[name]
-    cases = experiment.cases(True)
-    rows = output.rows_of(experiment, cases, found(experiment))
-    assert {experiment.x, *experiment.y} <= rows[0].keys()
-    assert len({row[experiment.x] for row in rows}) > 1
-    lines = output.series(experiment, rows)
-    assert sum(len(line) for line in lines.values()) == len(rows)
-    for line in lines.values():
-        assert len({row[experiment.x] for row in line}) == len(line)
 
 
 @pytest.mark.parametrize("name", ["kaisa-figure-6"])

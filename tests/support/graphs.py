@@ -89,17 +89,6 @@ def functions_of(node: Any) -> set[str]:
     return {node.op, *(value.func.name for value in values), *lists}
 
 
-def operations(function: Callable[[Any], Any]) -> set[str]:
-    """Types of the operations that are run, once TensorFlow has optimised."""
-    logs = tf.compat.v1.RunMetadata()
-    options = tf.compat.v1.RunOptions(output_partition_graphs=True)
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
-        # What is fetched itself is not touched.
-        result = tf.identity(function(tf.random.uniform([2])))
-        session.run(result, options=options, run_metadata=logs)
-    return {node.op for graph in logs.partition_graphs for node in graph.node}
-
-
 def called(node: Any) -> str | None:
     """The function that a node of a `GraphDef` calls, if it is a call."""
     if node.op.endswith("PartitionedCall"):

@@ -222,11 +222,10 @@ def test_restarts_start_all_again(tmp_path: pathlib.Path) -> None:
         env={**os.environ, "COUNTS": str(tmp_path)},
     )
     assert done.returncode == 4
-    for worker in range(2):
-        lines = own_lines(done.stdout, worker)
-        assert [line[0] for line in lines] == ["1", "2", "3"]
-        # A port may still be in use by what has just been stopped.
-        assert len({line[1:] for line in lines}) == 3
+    lines = own_lines(done.stdout, 1)  # the other may end before it prints
+    assert [line[0] for line in lines] == ["1", "2", "3"]
+    # A port may still be in use by what has just been stopped.
+    assert len({line[1:] for line in lines}) == 3
     told = re.findall("launch.py: restart (.*)", done.stderr)
     assert told == ["1 of 2", "2 of 2"]
 

@@ -7,6 +7,7 @@ of another batch, and is the user's to choose.
 import dataclasses
 import functools
 import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ _ASSUMED = {
 }
 # Sizes of the products and decompositions, elements that are moved, bytes of
 # the message that gives the bandwidth, and number of tries.
-_PRODUCT, _EIGEN, _SMALL = 768, 512, 256
+_LARGE, _EIGEN, _SMALL = 768, 512, 256
 _MOVED, _SENT, _TRIES = 2**22, 2**22, 3
 
 
@@ -47,15 +48,16 @@ def choose(
 ) -> tuple[Candidate, list[str]]:
     """The quickest distribution of the same method, and lines that say why.
 
-    The machine is the measured one, None an assumed one; the intervals are the
-    steps between updates of factors, and decompositions.
+    A machine of None is an assumed one. Intervals are those of the factors and
+    of decompositions, in steps.
     """
     workers = topology.replicas
     if workers == 1:
-        one = Candidate("comm_opt", None, solver)
-        return one, ["Distribution: comm_opt, as there is one worker."]
+        text = "Distribution: comm_opt, as there is one worker."
+        return Candidate("comm_opt", None, solver), [text]
     work = "assumed" if machine is None else "measured"
-    sent = work if _shows_network(topology) else "assumed"
+    is_unseen = topology.processes == 1 or topology.hint == "nccl"
+    sent = "assumed" if is_unseen else work
     machine = machine or _ASSUMED[topology.hint]
     same = [name for name, mode in MODES.items() if mode.reduces_factors]
     some = list(candidates(workers, [solver], same))
@@ -76,11 +78,6 @@ def choose(
     ]
 
 
-def _shows_network(topology: Topology) -> bool:
-    """True if messages of processes take the way of those of a step."""
-    return topology.processes > 1 and topology.hint != "nccl"
-
-
 def measure_machine(topology: Topology, group: Communicator) -> Machine:
     """The machine of a job; all of its processes have to call this."""
     numbers: dict[str, Any] = measure_worker()
@@ -88,9 +85,8 @@ def measure_machine(topology: Topology, group: Communicator) -> Machine:
         numbers["bandwidth"] = numbers["memory"]
     if topology.processes > 1:
         with tf.init_scope(), tf.device("CPU:0"):
-            if _shows_network(topology):
+            if topology.hint != "nccl":  # which the CPU's do not show
                 numbers |= _measure_network(group)
-            # All processes take the mean.
             own = tf.constant(list(numbers.values()), tf.float32)
             mean = np.asarray(group.all_gather(own), np.float64).mean(0)
         numbers = dict(zip(numbers, map(float, mean), strict=True))
@@ -102,28 +98,26 @@ def measure_worker(
 ) -> dict[str, float]:
     """The numbers of a `Machine` that belong to one worker, by a clock.
 
-    An inverse of size n takes `a n^3 + b n^2`, and two sizes give a and b. An
-    eigen-decomposition has an a of its own, and takes long: it is timed of one
-    size.
+    An inverse of size n takes `a n^3 + b n^2`, and two sizes give a and b; an
+    eigen-decomposition, which takes long, has an a of its own and one size.
     """
 
     def seconds(work: Callable[..., tf.Tensor], *args: tf.Tensor) -> float:
         return _seconds(functools.partial(tf.function(work), *args), clock)
 
-    large, small = _PRODUCT, _SMALL
     with tf.init_scope():
-        rows = tf.random.stateless_normal([large, large], [0, 0])
-        gram = tf.matmul(rows, rows, transpose_a=True) / large
-        part, damping = gram[:small, :small], tf.constant(0.01)
-        inverse = seconds(damped_inverse, gram, damping) / large**2
-        little = seconds(damped_inverse, part, damping) / small**2
+        rows = tf.random.stateless_normal([_LARGE, _LARGE], [0, 0])
+        gram = tf.matmul(rows, rows, transpose_a=True) / _LARGE
+        part, damping = gram[:_SMALL, :_SMALL], tf.constant(0.01)
+        inverse = seconds(damped_inverse, gram, damping) / _LARGE**2
+        little = seconds(damped_inverse, part, damping) / _SMALL**2
         # Noise in one of the two must leave something for n^3.
-        slope = (inverse - little) / (large - small)
-        cubic = min(max(slope, inverse / large / 4), inverse / large)
-        element = inverse - cubic * large
+        slope = (inverse - little) / (_LARGE - _SMALL)
+        cubic = min(max(slope, inverse / _LARGE / 4), inverse / _LARGE)
+        element = inverse - cubic * _LARGE
         eigen = seconds(eigh, gram[:_EIGEN, :_EIGEN]) / _EIGEN**2
         return {
-            "flops": 2 * large**3 / seconds(tf.matmul, rows, gram),
+            "flops": 2 * _LARGE**3 / seconds(tf.matmul, rows, gram),
             "inverse": 1 / cubic,
             "eigen": _EIGEN / max(eigen - element, eigen / 2),
             "memory": 8 * _MOVED / seconds(lambda x: 2 * x, tf.ones([_MOVED])),
@@ -140,19 +134,17 @@ def _measure_network(group: Communicator) -> dict[str, float]:
     # How often the latency and a byte count, by a machine of ones.
     bare = Machine.of(1.0, 1.0, 0.0).all_reduce(_SENT, group.size)
     hops = Machine.of(1.0, 1.0, 1.0).all_reduce(_SENT, group.size) - bare
-    return {
-        "latency": latency / hops,
-        "bandwidth": bare / max(seconds - latency, 1e-9),
-    }
+    rest = max(seconds - latency, 1e-9)
+    return {"latency": latency / hops, "bandwidth": bare / rest}
 
 
 def _seconds(
     work: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """The least time of some work, after a first time that does not count."""
-    times = []
-    for _ in range(_TRIES + 1):
-        start = clock()
+
+    def run() -> None:
         tf.nest.map_structure(lambda tensor: tensor.numpy(), work())
-        times.append(clock() - start)
+
+    times = timeit.repeat(run, timer=clock, number=1, repeat=_TRIES + 1)
     return min(times[1:])

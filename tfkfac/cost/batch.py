@@ -101,8 +101,7 @@ class Network:
 def _inputs_of(model: keras.Model) -> Any:
     try:
         # A sequential model knows its one input by this name only.
-        single = len(model.inputs) == 1
-        return model.inputs[0] if single else model.input
+        return model.inputs[0] if len(model.inputs) == 1 else model.input
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"Model '{model.name}' must be functional or sequential, with "

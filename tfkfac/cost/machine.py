@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any, Self
 
-from tfkfac.checks import is_finite
+from tfkfac.checks import check_positive, check_range
 
 # What is not known of a machine, in terms of its products of matrices: orders
 # of magnitude, of which CPUs and GPUs are on different sides.
@@ -40,9 +40,10 @@ class Machine:
     tree_broadcast: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if name != "tree_broadcast":
-                _check(name, value)
+        for name in ("flops", "inverse", "eigen", "memory", "bandwidth"):
+            check_positive(name, getattr(self, name))
+        for name in ("latency", "overhead", "element"):
+            check_range(name, getattr(self, name), 0.0)
 
     @classmethod
     def of(
@@ -60,7 +61,7 @@ class Machine:
             latency: See the attributes.
             **known: Others that are known.
         """
-        flops = _check("flops", flops)
+        flops = check_positive("flops", flops)
         guessed = {
             "inverse": flops / _INVERSE,
             "eigen": flops / _EIGEN,
@@ -116,13 +117,3 @@ class Machine:
         tree = self.tree_broadcast
         hops = math.ceil(math.log2(members)) if tree else members - 1
         return size / self.bandwidth + messages * hops * self.latency
-
-
-def _check(name: str, value: Any) -> float:
-    free = name in ("latency", "overhead", "element")
-    if not is_finite(value) or value < 0 or (not value and not free):
-        raise ValueError(
-            f"Argument `{name}` must be a finite number above 0"
-            f"{', or 0' * free}. Received: {name}={value!r}"
-        )
-    return float(value)
