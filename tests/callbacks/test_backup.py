@@ -1,6 +1,6 @@
 """Backups of one process: whole, exact, and said when they cannot be made."""
 
-import os
+import resource
 import signal
 import subprocess
 import sys
@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import h5py
 import keras
 import numpy as np
 import pytest
@@ -24,8 +23,6 @@ from tests.support.small import (
     loss,
 )
 from tfkfac.callbacks import ChiefBackup
-
-X, Y = data()
 
 
 class StopBefore(keras.callbacks.Callback):
@@ -60,8 +57,7 @@ def network(optimizer: Any = None) -> Any:
 
 def fit(model: Any, epochs: int, *callbacks: Any) -> Any:
     return model.fit(
-        X,
-        Y,
+        *data(12),
         batch_size=4,
         epochs=epochs,
         shuffle=False,
@@ -104,26 +100,25 @@ def test_a_damaged_backup(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_disk_that_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last good backup stays, it is said, and training goes on."""
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """The last good backup stays, it is said, and training goes on.
+
+    A limit of the operating system stands in for the end of the disk.
+    """
     model = network()
     with pytest.raises(KeyboardInterrupt):
         fit(model, 3, ChiefBackup(tmp_path), StopBefore(1))
-    save_weights = keras.Model.save_weights
-
-    def fail(self: Any, path: Any, **kwargs: Any) -> None:
-        save_weights(self, path, **kwargs)
-        os.truncate(path, 100)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(keras.Model, "save_weights", fail)
-    with pytest.warns(UserWarning, match="Epoch 2 .*No space left"):
-        fit(model, 2, ChiefBackup(tmp_path, delete_checkpoint=False))
-    assert names(tmp_path) == ["epoch-000001.weights.h5"]
-    with h5py.File(tmp_path / "epoch-000001.weights.h5") as file:
-        assert "optimizer" in file
+    first = tmp_path / "epoch-000001.weights.h5"
+    before = first.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, hard))
+    try:
+        with pytest.warns(UserWarning, match="Epoch 2 cannot be backed"):
+            fit(model, 2, ChiefBackup(tmp_path, delete_checkpoint=False))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == [first.name]
+    assert first.read_bytes() == before
 
 
 def test_other_models_and_optimizers_are_refused(tmp_path: Path) -> None:
@@ -136,18 +131,21 @@ def test_other_models_and_optimizers_are_refused(tmp_path: Path) -> None:
 
 
 class Terminate(keras.callbacks.Callback):
-    """Sends this process SIGTERM, as a machine that is to be shut down."""
+    """Sends this process SIGTERM in the last epoch."""
 
-    def __init__(self, epoch: int, batch: int) -> None:
+    def __init__(self, batch: int | None) -> None:
         super().__init__()
-        self.when = epoch, batch
-        self.epoch = -1
+        self.batch = batch
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.epoch = epoch
+        self.is_last = epoch + 1 == self.params["epochs"]
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if (self.epoch, batch) == self.when:
+        if self.is_last and batch == self.batch:
+            signal.raise_signal(signal.SIGTERM)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self.is_last and self.batch is None:
             signal.raise_signal(signal.SIGTERM)
 
 
@@ -159,7 +157,7 @@ def test_a_job_that_is_asked_to_end(tmp_path: Path, capsys: Any) -> None:
     for batch in (0, 1):  # one after the other, in one epoch
         job = network()
         with pytest.raises(SystemExit) as caught:
-            fit(job, 2, ChiefBackup(tmp_path), Terminate(1, batch))
+            fit(job, 2, ChiefBackup(tmp_path), Terminate(batch))
         assert caught.value.code == 128 + signal.SIGTERM
         said = (
             f"SIGTERM: training is backed up after batch {batch + 1} of epoch 2"
@@ -181,7 +179,7 @@ def test_a_signal_that_comes_too_late(tmp_path: Path) -> None:
         signal.SIGTERM, lambda number, _: seen.append(number)
     )
     try:
-        fit(network(), 1, ChiefBackup(tmp_path), LateSignal())
+        fit(network(), 1, ChiefBackup(tmp_path), Terminate(None))
         assert seen == [signal.SIGTERM]
         with pytest.raises(KeyboardInterrupt):
             fit(network(), 1, ChiefBackup(tmp_path), StopBefore(0))
@@ -191,12 +189,7 @@ def test_a_signal_that_comes_too_late(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-class LateSignal(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        signal.raise_signal(signal.SIGTERM)
-
-
-# --------------------------------------------------------- real ends of jobs
+# --------------------------------------------------------- a real end of a job
 TRAIN = """
 import sys
 from tests.callbacks.test_backup import *
@@ -214,19 +207,9 @@ def wide() -> Any:
     return model
 
 
-def start(directory: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", TRAIN, str(directory)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE)
-
-
-def wait_for(
-    job: subprocess.Popen[bytes],
-    directory: Path,
-    pattern: str,
-    seconds: float = 120.0,
-) -> None:
-    end = time.monotonic() + seconds
-    while not list(directory.glob(pattern)):
+def wait_for(job: subprocess.Popen[bytes], folder: Path, pattern: str) -> None:
+    end = time.monotonic() + 120
+    while not list(folder.glob(pattern)):
         assert job.poll() is None, job.communicate()[1].decode()[-3000:]
         assert time.monotonic() < end
         time.sleep(0.001)
@@ -234,42 +217,18 @@ def wait_for(
 
 @pytest.mark.slow
 def test_killed_while_writing(tmp_path: Path) -> None:
-    """Five times at any moment of it: the last good backup loads."""
-    for attempt in range(5):
-        job = start(tmp_path)
+    """Twice at any moment of it: the last good backup loads."""
+    command = [sys.executable, "-c", TRAIN, str(tmp_path)]
+    for attempt in range(2):
+        job = subprocess.Popen(command, stderr=subprocess.PIPE)
         wait_for(job, tmp_path, f"epoch-*{attempt + 1}.weights.h5")
         wait_for(job, tmp_path, ".writing-*")
-        time.sleep(0.004 * attempt)
+        time.sleep(0.008 * attempt)
         job.send_signal(signal.SIGKILL)
         job.wait()
         model = wide()
         callback = ChiefBackup(tmp_path, delete_checkpoint=False)
-        begun = fit(model, 1, callback, StopBefore(0)).epoch
-        assert begun == []
-        assert int(model.optimizer.iterations) >= 4
+        assert fit(model, 1, callback, StopBefore(0)).epoch == []
+        assert int(model.optimizer.iterations) >= 3
         assert np.isfinite(model.get_weights()[0]).all()
         assert not list(tmp_path.glob(".writing-*"))
-
-
-@pytest.mark.slow
-def test_a_file_may_not_grow(tmp_path: Path) -> None:
-    """What a full disk does to HDF5, from the operating system."""
-    with pytest.raises(KeyboardInterrupt):
-        fit(wide(), 2, ChiefBackup(tmp_path), StopBefore(1))
-    before = (tmp_path / "epoch-000001.weights.h5").read_bytes()
-    code = (
-        "import resource, signal, sys\n"
-        "from tests.callbacks.test_backup import *\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))\n"
-        "fit(wide(), 3, ChiefBackup(sys.argv[1], delete_checkpoint=False))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    assert b"The last backup stays" in done.stderr
-    assert names(tmp_path) == ["epoch-000001.weights.h5"]
-    assert (tmp_path / "epoch-000001.weights.h5").read_bytes() == before

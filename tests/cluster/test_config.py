@@ -1,16 +1,12 @@
 """What `TF_CONFIG` and resolvers say of the workers."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
 import tfkfac
-from tests.support.ports import address, claim_ports
 from tfkfac.cluster.config import Cluster, from_resolver, read_tf_config
 
 TWO = ["host0:2222", "host1:2223"]
@@ -22,34 +18,31 @@ def config(cluster: Any, kind: Any = "worker", index: Any = 0) -> str:
     )
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"cluster": {}}'])
-def test_without_a_cluster_there_is_none(text: str) -> None:
-    assert read_tf_config(text) is None
+CHIEF = {"worker": TWO, "chief": ["host2:1"]}
 
 
-def test_workers_in_order() -> None:
-    found = read_tf_config(config({"worker": TWO}, index=1))
-    assert found == Cluster(("host0:2222", "host1:2223"), 1)
-    assert found.own_port == 2223
-    assert found.name(0) == "worker 0 at host0:2222"
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", None),
+        ("{}", None),
+        ('{"cluster": {}}', None),
+        (config({"worker": TWO}, index=1), Cluster(tuple(TWO), 1)),
+        (config(CHIEF, index=1), Cluster(("host2:1", *TWO), 2)),
+        (config(CHIEF, "chief"), Cluster(("host2:1", *TWO), 0)),
+        (config({"worker": TWO}, "evaluator"), None),
+    ],
+)
+def test_what_is_found(text: str, found: Cluster | None) -> None:
+    """The chief comes first; an evaluator trains with nobody."""
+    assert read_tf_config(text) == found
 
 
-def test_the_chief_comes_first() -> None:
-    jobs = {"worker": TWO, "chief": ["host2:1"]}
-    found = read_tf_config(config(jobs, index=1))
-    assert found == Cluster(("host2:1", *TWO), 2)
-    chief = read_tf_config(config(jobs, "chief"))
-    assert chief == Cluster(("host2:1", *TWO), 0)
-
-
-def test_an_evaluator_trains_with_nobody() -> None:
-    assert read_tf_config(config({"worker": TWO}, "evaluator")) is None
-
-
-def test_ports_of_ipv6_addresses() -> None:
-    found = read_tf_config(config({"worker": ["[::1]:80", "[::2]:81"]}))
-    assert found is not None
+def test_own_port() -> None:
+    """Also of an IPv6 address."""
+    found = Cluster(("[::1]:80", "host:2222"), 0)
     assert found.own_port == 80
+    assert found.name(1) == "worker 1 at host:2222"
 
 
 @pytest.mark.parametrize(
@@ -88,75 +81,47 @@ def test_a_resolver_says_the_same() -> None:
     assert from_resolver(anonymous) is None
 
 
-# ------------------------------------------------------- parameter servers
-@pytest.mark.parametrize("kind", ["ps", "worker", "chief", "evaluator"])
-@pytest.mark.parametrize("given", [False, True], ids=["TF_CONFIG", "resolver"])
+def strategy_of(
+    jobs: Any, kind: str, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> tfkfac.MultiWorkerMirroredStrategy:
+    """The strategy of a resolver that is given, or of `TF_CONFIG`."""
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs), task_type=kind, task_id=0
+    )
+    monkeypatch.setenv("TF_CONFIG", "" if given else config(jobs, kind))
+    strategy = tfkfac.MultiWorkerMirroredStrategy(resolver if given else None)
+    assert resolver.cluster_spec().as_dict() == jobs, "the user's own"
+    return strategy
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"), [("ps", False), ("worker", False), ("evaluator", True)]
+)
 def test_parameter_servers_are_refused(
     kind: str, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once, by every task: with one worker, too, TensorFlow would wait."""
     jobs = {"worker": TWO[:1], "chief": ["host2:1"], "ps": ["host3:1"]}
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(jobs), task_type=kind, task_id=0
-    )
-    monkeypatch.setenv("TF_CONFIG", "" if given else config(jobs, kind))
     name = "Argument `cluster_resolver`" if given else "variable `TF_CONFIG`"
     with pytest.raises(
         ValueError, match=f'{name} must have no task "ps".*Remove them'
     ):
-        tfkfac.MultiWorkerMirroredStrategy(resolver if given else None)
+        strategy_of(jobs, kind, given, monkeypatch)
 
 
 # --------------------------------------------------------------- evaluator
 @pytest.mark.parametrize("given", [False, True], ids=["TF_CONFIG", "resolver"])
-@pytest.mark.parametrize("named", [False, True], ids=["unnamed", "named"])
+@pytest.mark.parametrize("own", [{}, {"evaluator": ["host2:1"]}])
 def test_an_evaluator_is_alone_and_says_so(
-    given: bool, named: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    given: bool, own: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Whether its own address is in the cluster or not."""
-    jobs = {"worker": TWO} | ({"evaluator": ["host2:1"]} if named else {})
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(jobs), task_type="evaluator", task_id=0
-    )
-    text = "" if given else config(jobs, "evaluator")
-    monkeypatch.setenv("TF_CONFIG", text)
-    strategy = tfkfac.MultiWorkerMirroredStrategy(resolver if given else None)
+    jobs = {"worker": TWO, **own}
+    strategy = strategy_of(jobs, "evaluator", given, monkeypatch)
     assert strategy.num_replicas_in_sync == 1
     assert strategy.cluster_resolver.task_type == "evaluator"
-    assert resolver.cluster_spec().as_dict() == jobs, "the user's own"
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
+    # In which TensorFlow would look for workers, and end its collectives.
+    assert strategy.cluster_resolver.cluster_spec().as_dict() == {}
+    (said,) = capsys.readouterr().err.splitlines()
     assert "evaluator: it takes no part" in said
     assert "trains alone" in said
-
-
-TRAINS = """
-import time
-import keras, numpy as np, tfkfac
-strategy = tfkfac.MultiWorkerMirroredStrategy()
-with strategy.scope():
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    model.compile(tfkfac.KFAC(), "mse")
-time.sleep(1.5)
-model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
-"""
-
-
-def test_an_evaluator_does_not_look_for_workers() -> None:
-    """TensorFlow would, and end its collectives after a second."""
-    claims = claim_ports(2)
-    jobs = {"worker": [address(claims[0])], "evaluator": [address(claims[1])]}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", TRAINS],
-            env={**os.environ, "TF_CONFIG": config(jobs, "evaluator")},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    finally:
-        for claim in claims:
-            claim.close()
-    assert done.returncode == 0, done.stderr
-    assert "aborting collectives" not in done.stderr

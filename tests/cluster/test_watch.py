@@ -1,8 +1,6 @@
 """News of other workers, the end of waiting for them, standstills."""
 
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +16,6 @@ from tfkfac.cluster.watch import (
     Watch,
     WorkerFailedError,
     describe,
-    place,
 )
 
 CLUSTER = Cluster(("host0:1", "host1:2", "host2:3"), 0)
@@ -33,8 +30,6 @@ class FakeChannel:
 
     def say(self, message: Any) -> None:
         self.said.append(message)
-
-    report = say
 
 
 class Bench:
@@ -89,11 +84,8 @@ def test_all_that_come_to_one_end_are_left_alone(bench: Bench) -> None:
     assert bench.channel.said == [
         {"failed": "ValueError: not the same", "fit": 1}
     ]
-
-
-def test_a_worker_that_comes_to_it_later(bench: Bench) -> None:
-    bench.watch.hear(1, failed(1))
-    assert bench.after(60) == []
+    bench.watch.hear(1, failed(3))
+    assert bench.after(60) == [], "this worker comes to it later"
     with bench.watch.fit():
         assert bench.after(2.9) == []
         assert len(bench.after(0.2)) == 1
@@ -143,14 +135,9 @@ def test_uncaught_exceptions_are_told(bench: Bench, capsys: Any) -> None:
     assert "KeyError" in capsys.readouterr().err, "and shown"
 
 
-@pytest.mark.parametrize(
-    "method", ["fit", pytest.param("evaluate", marks=pytest.mark.slow)]
-)
-def test_two_processes(method: str) -> None:
+def test_two_processes() -> None:
     """One fails in a callback; the other, in a collective, says why."""
-    said, others = run(
-        "tests.support.workers_strategy:fail", 1, method, workers=2
-    )
+    said, others = run("tests.support.workers_strategy:fail", 1, workers=2)
     assert others == ["OSError", "[Errno 28] No space left on device"]
     kind, text = said
     assert kind == "WorkerFailedError"
@@ -194,18 +181,3 @@ def test_workers_are_asked_and_named(
         after(3)
     assert after(1000) == ""
     assert len(channel.said) == 2
-
-
-def test_the_functions_of_all_threads() -> None:
-    def waits_for_data() -> None:
-        while not done:
-            time.sleep(0.01)
-
-    done = False
-    thread = threading.Thread(target=waits_for_data)
-    thread.start()
-    found = place()
-    done = True
-    thread.join()
-    assert "waits_for_data (test_watch.py:" in found
-    assert "place" not in found

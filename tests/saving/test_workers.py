@@ -17,7 +17,6 @@ from tests.support.workers_saving import STOP
 slow = pytest.mark.slow
 Run = Callable[..., list[Any]]
 BESIDE = {"accelerator_fraction": 0.5, "update_interval": 4, "lanczos_steps": 4}
-PAPER = {"final_update": "paper"}
 HALF = {"distribution": "hybrid_opt", "gradient_worker_fraction": 0.5}
 
 
@@ -54,7 +53,6 @@ def test_backup(run: Run, tmp_path: Path) -> None:
     ("optimizer", "worker", "options"),
     [
         ("kfac", 1, {"model": "small"}),
-        ("kfac", 1, {"distribution": "dp_kfac"}),
         ("fosi", 0, {}),
     ],
 )
@@ -78,24 +76,11 @@ def test_one_worker_is_asked_to_end(
 @pytest.mark.parametrize(
     ("where", "optimizer", "options"),
     [
-        ("two", "kfac", {"distribution": "mem_opt", "solver": "eigen"}),
         ("two", "kfac", {"distribution": "dp_kfac", "inner": "adam"}),
-        (
-            "two",
-            "kfac",
-            {"model": "small", "gradient_accumulation_steps": 2},
-        ),
-        ("two", "kfac", {"model": "small", "inverse_dtype": "bfloat16"}),
-        ("two", "fosi", {"layout": "rows"}),
-        (
-            "two",
-            "fosi",
-            BESIDE | {"final_update": "paper", "layout": "columns"},
-        ),
+        ("two", "kfac", {"model": "small", "gradient_accumulation_steps": 2}),
+        ("two", "fosi", BESIDE | {"layout": "columns"}),
         ("four", "kfac", HALF | {"solver": "eigen"}),
-        ("four", "kfac", {"distribution": "dp_kfac", "solver": "eigen_outer"}),
         ("four", "fosi", {"layout": "rows", "inner": "adam"}),
-        ("four", "fosi", BESIDE | {"layout": "rows"}),
         ("mirrored", "kfac", {"distribution": "mem_opt"}),
     ],
 )
@@ -119,8 +104,7 @@ def test_resume(
     [
         (("four", HALF), ("two", {"distribution": "comm_opt"})),
         (("two", {"distribution": "mem_opt"}), (None, {})),
-        ((None, {}), ("four", {"distribution": "comm_opt"})),
-        (("two", {"distribution": "comm_opt"}), ("four", HALF)),
+        ((None, {}), ("four", HALF)),
     ],
 )
 @slow
@@ -149,9 +133,7 @@ def weights_at_start() -> list[Any]:
         return workers_saving.build(None, "kfac", {}).get_weights()
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [("two", "four"), ("four", "two"), ("two", None)]
-)
+@pytest.mark.parametrize(("saved", "loaded"), [("two", "four"), ("four", None)])
 @slow
 def test_owners_factors_stay_their_own(
     run: Run, tmp_path: Path, saved: str, loaded: str | None
@@ -176,15 +158,11 @@ def test_owners_factors_stay_their_own(
 def test_directions_in_another_layout(run: Run, tmp_path: Path) -> None:
     """DHO2 of four workers in rows goes on in columns on two, and alone."""
     path = str(tmp_path / "state.weights.h5")
-    call = functools.partial(run, "four", "part", "fosi")
-    whole, *_ = call(0, None, path, layout="rows")
-    zeros = [0 * w for w in whole]
-    for layout in ("rows", "columns"):
-        after = run("two", "part", "fosi", STOP, path, None, layout=layout)
-        for weights in after:
-            assert distance(weights, whole) <= 1e-5 * distance(whole, zeros)
-    alone = workers_saving.part(None, "fosi", STOP, path, None)
-    assert distance(alone, whole) <= 1e-5 * distance(whole, zeros)
+    whole, *_ = run("four", "part", "fosi", 0, None, path, layout="rows")
+    after = run("two", "part", "fosi", STOP, path, None, layout="columns")
+    after.append(workers_saving.part(None, "fosi", STOP, path, None))
+    size = distance(whole, [0 * w for w in whole])
+    assert all(distance(weights, whole) <= 1e-5 * size for weights in after)
 
 
 @slow

@@ -86,22 +86,12 @@ def test_a_model_is_left_as_it_was() -> None:
 
 
 def test_a_refused_optimizer_leaves_nothing() -> None:
-    model = mlp()
+    model, other, taken = mlp(), mlp(), tfkfac.KFAC()
     model.compile(tfkfac.KFAC(), loss())
+    other.compile(taken, loss())
     with pytest.raises(ValueError, match="already belongs to model"):
-        model.compile(compiled_elsewhere(), loss())
+        model.compile(taken, loss())
     assert "fit" not in ours_on(model)
-
-
-def compiled_elsewhere() -> tfkfac.KFAC:
-    optimizer = tfkfac.KFAC()
-    model = mlp()
-    model.compile(optimizer, loss())
-    KEPT.append(model)
-    return optimizer
-
-
-KEPT: list[Any] = []
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])

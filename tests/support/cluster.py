@@ -65,11 +65,7 @@ class Outcome:
     """None if every worker returned, else everything there is to say."""
 
     def get(self) -> list[Any]:
-        """The values by worker.
-
-        Raises:
-            ClusterError: If not every worker returned.
-        """
+        """The values by worker, or an error if not every worker returned."""
         if self.complaint is not None:
             raise ClusterError(self.complaint)
         return self.values
@@ -78,20 +74,7 @@ class Outcome:
 def run(
     target: str, *args: Any, time_limit: float = 120.0, **shape: Any
 ) -> list[Any]:
-    """Calls one function on every worker of a new cluster.
-
-    Args:
-        target: "package.module:function".
-        *args: Its arguments.
-        time_limit: Seconds, start included.
-        **shape: Fields of `Shape`.
-
-    Returns:
-        The values it returned, by worker.
-
-    Raises:
-        ClusterError: If not every worker returned.
-    """
+    """Calls one function on every worker of a new cluster of a `Shape`."""
     with Cluster(Shape(**shape)) as cluster:
         return cluster.run(target, Case(target, args), time_limit).get()
 
@@ -107,14 +90,8 @@ class Pool:
     ) -> Outcome:
         """Calls a function on every worker of a cluster.
 
-        Args:
-            name: Of the case, for the message of a failure.
-            case: What to call.
-            shape: Of the cluster; another one takes the place of the last.
-            time_limit: Seconds, start included.
-
-        Returns:
-            What became of it.
+        A cluster of another shape takes the place of the last one. The name is
+        for the message of a failure; the time limit includes the start.
         """
         if self._cluster is None or self._cluster.shape != shape:
             self.close()
@@ -147,42 +124,29 @@ class Cluster:
         self._workers = range(shape.workers)
         self._processes: list[subprocess.Popen[bytes]] = []
         with contextlib.ExitStack() as opened:
-            self._directory = pathlib.Path(
-                opened.enter_context(
-                    tempfile.TemporaryDirectory(prefix="cluster-")
-                )
-            )
-            ports = [
-                opened.enter_context(port)
-                for port in claim_ports(shape.workers)
-            ]
+            folder = tempfile.TemporaryDirectory(prefix="cluster-")
+            self._directory = pathlib.Path(opened.enter_context(folder))
+            ports = claim_ports(shape.workers)
+            addresses = [address(opened.enter_context(port)) for port in ports]
             opened.callback(self._end)
             for index in self._workers:
-                environment = worker_environment(
-                    index, [address(port) for port in ports]
-                )
-                environment |= shape.environment
-                self._processes.append(self._start(index, environment))
+                self._processes.append(self._start(index, addresses))
             self._opened = opened.pop_all()
 
     def _start(
-        self, index: int, environment: Mapping[str, str]
+        self, index: int, addresses: Sequence[str]
     ) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "tests.support.worker_process"]
+        own = [self._directory, index, self.shape.devices]
+        environment = worker_environment(index, addresses)
         with self._log(index).open("wb") as log:
             return subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "tests.support.worker_process",
-                    str(self._directory),
-                    str(index),
-                    str(self.shape.devices),
-                ],
+                [*command, *map(str, own)],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={**environment, **self.shape.environment},
                 start_new_session=True,
             )
 
@@ -226,40 +190,31 @@ class Cluster:
 
     def _wait(self, case: int, time_limit: float) -> str | None:
         """Waits for the end of a case; returns why it did not come, if so."""
-        start = time.monotonic()
-        uneven_since: float | None = None
-        while True:
+        end = time.monotonic() + time_limit
+        patience: float | None = None  # with the peers of one that has failed
+        reason = None
+        while reason is None:
             now = time.monotonic()
             results = [self._result(case, worker) for worker in self._workers]
             if None not in results:
                 return None
             failed = [w for w, r in enumerate(results) if r and r[1]]
             if failed:
-                uneven_since = uneven_since or now
-            reason = self._exited()
-            if uneven_since is not None and now > uneven_since + GRACE:
-                reason = (
-                    f"worker {failed[0]} failed and the others did not finish"
-                )
-            elif now > start + time_limit:
+                patience = patience or now + GRACE
+            codes = {w: p.poll() for w, p in enumerate(self._processes)}
+            gone = [w for w, code in codes.items() if code is not None]
+            if patience is not None and now > patience:
+                reason = f"worker {failed[0]} failed and the others did not"
+            elif gone:
+                reason = f"worker {gone[0]} exited with {codes[gone[0]]}"
+            elif now > end:
                 reason = f"not finished after {time_limit:g} s"
-            if reason is not None:
-                self._dump_stacks()
-                return reason
             time.sleep(0.02)
-
-    def _exited(self) -> str | None:
-        for worker, process in enumerate(self._processes):
-            if process.poll() is not None:
-                return f"worker {worker} exited with {process.returncode}"
-        return None
-
-    def _dump_stacks(self) -> None:
-        """Has the workers that live write Python stacks to their logs."""
-        for process in self._processes:
+        for process in self._processes:  # those that live write their stacks
             if process.poll() is None:
                 process.send_signal(signal.SIGUSR1)
         time.sleep(0.5)
+        return reason
 
     def _outcome(
         self,
@@ -292,12 +247,9 @@ def worker_environment(index: int, addresses: Sequence[str]) -> dict[str, str]:
         if name.lower() not in PROXIES and name != "TF_CONFIG"
     }
     if len(addresses) > 1:
-        environment["TF_CONFIG"] = json.dumps(
-            {
-                "cluster": {"worker": list(addresses)},
-                "task": {"type": "worker", "index": index},
-            }
-        )
+        task = {"type": "worker", "index": index}
+        config = {"cluster": {"worker": list(addresses)}, "task": task}
+        environment["TF_CONFIG"] = json.dumps(config)
     return environment | {
         "CUDA_VISIBLE_DEVICES": "-1",
         "GRPC_VERBOSITY": "ERROR",

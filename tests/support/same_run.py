@@ -151,27 +151,24 @@ def everything(model: Any) -> dict[str, Array]:
 
 # ---------------------------------------------------------- the ways of saving
 def by_keras_file(case: Case, folder: pathlib.Path) -> Any:
-    path = folder / "model.keras"
     model = fit(case.compiled(), 0, STOP)
-    model.save(path)
-    copy = keras.models.load_model(path)
+    model.save(folder / "model.keras")
+    copy = keras.models.load_model(folder / "model.keras")
     assert type(copy.optimizer) is type(model.optimizer)
     assert copy.optimizer.get_config() == model.optimizer.get_config()
     return fit(copy, STOP)
 
 
 def by_legacy_file(case: Case, folder: pathlib.Path) -> Any:
-    path = folder / "model.h5"
-    fit(case.compiled(), 0, STOP).save(path)
-    return fit(keras.models.load_model(path), STOP)
+    fit(case.compiled(), 0, STOP).save(folder / "model.h5")
+    return fit(keras.models.load_model(folder / "model.h5"), STOP)
 
 
 def by_weights_file(case: Case, folder: pathlib.Path) -> Any:
     """Into a model that was trained otherwise."""
-    path = folder / "model.weights.h5"
-    fit(case.compiled(), 0, STOP).save_weights(path)
+    fit(case.compiled(), 0, STOP).save_weights(folder / "model.weights.h5")
     model = fit(case.compiled(seed=1), 0, 1)
-    model.load_weights(path)
+    model.load_weights(folder / "model.weights.h5")
     return fit(model, STOP)
 
 
@@ -183,43 +180,54 @@ def by_state_tree(case: Case, folder: pathlib.Path) -> Any:
         model.get_state_tree("numpy_array"),
     )
     # By the names of the inner optimizer Keras finds its variables.
-    copy = keras.models.clone_model(model)
-    fit(copy, 0, 1)
+    copy = fit(keras.models.clone_model(model), 0, 1)
     copy.set_state_tree(tree)
     return fit(copy, STOP)
 
 
 def by_checkpoint(case: Case, folder: pathlib.Path) -> Any:
     model = fit(case.compiled(), 0, STOP)
-    saved = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
-    path = saved.save(str(folder / "checkpoint"))
     copy = fit(case.compiled(seed=1), 0, 1)
-    fresh = tf.train.Checkpoint(model=copy, optimizer=copy.optimizer)
-    status = fresh.restore(path)
+    saved, fresh = (
+        tf.train.Checkpoint(model=one, optimizer=one.optimizer)
+        for one in (model, copy)
+    )
+    status = fresh.restore(saved.save(str(folder / "checkpoint")))
     status.assert_existing_objects_matched()
     status.assert_consumed()
     return fit(copy, STOP)
 
 
 # -------------------------------------------------------- the ways of training
-class OwnTrainStep(keras.Sequential):
-    """A train step as in Keras' guides."""
+def own_step(model: Any, x: Any, y: Any) -> Any:
+    """A training step as in Keras' guides."""
+    with tf.GradientTape() as tape:
+        value = model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
+        value = model.optimizer.scale_loss(value)
+    weights = model.trainable_variables
+    gradients = tape.gradient(value, weights)
+    model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+    return value
 
+
+class OwnTrainStep(keras.Sequential):
     def train_step(self, batch: Any) -> dict[str, Any]:
-        x, y = batch
-        with tf.GradientTape() as tape:
-            value = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
-            value = self.optimizer.scale_loss(value)
-        variables = self.trainable_variables
-        gradients = tape.gradient(value, variables)
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        return {"loss": value}
+        return {"loss": own_step(self, *batch)}
 
 
 def by_own_train_step(case: Case, folder: pathlib.Path) -> Any:
     model = OwnTrainStep(case.network().layers)
     model.compile(case.optimizer(), loss())
     return fit(model)
+
+
+def by_loop(case: Case, folder: pathlib.Path) -> Any:
+    """A loop of the user's own, in a function."""
+    model = case.compiled()
+    step = tf.function(functools.partial(own_step, model))
+    for x, y in batches():
+        step(x, y)
+    return model
 
 
 def by_one_batch_at_a_time(case: Case, folder: pathlib.Path) -> Any:
@@ -229,31 +237,13 @@ def by_one_batch_at_a_time(case: Case, folder: pathlib.Path) -> Any:
     return model
 
 
-def by_several_steps_at_once(case: Case, folder: pathlib.Path) -> Any:
-    return fit(case.compiled(steps_per_execution=3))
+def by_options(**options: Any) -> Callable[..., Any]:
+    """With other options of `compile`."""
 
+    def way(case: Case, folder: pathlib.Path) -> Any:
+        return fit(case.compiled(**options))
 
-def by_eager_steps(case: Case, folder: pathlib.Path) -> Any:
-    return fit(case.compiled(run_eagerly=True))
-
-
-def by_loop(case: Case, folder: pathlib.Path) -> Any:
-    """A loop of the user's own, in a function."""
-    model = case.network()
-    model.compile(case.optimizer(), loss())
-    optimizer = model.optimizer
-
-    @tf.function
-    def step(x: Any, y: Any) -> None:
-        with tf.GradientTape() as tape:
-            value = model.compute_loss(x=x, y=y, y_pred=model(x, training=True))
-            value = optimizer.scale_loss(value)
-        variables = model.trainable_variables
-        optimizer.apply(tape.gradient(value, variables), variables)
-
-    for x, y in batches():
-        step(x, y)
-    return model
+    return way
 
 
 def by_attached_loop(case: Case, folder: pathlib.Path) -> Any:
@@ -269,20 +259,20 @@ def by_attached_loop(case: Case, folder: pathlib.Path) -> Any:
 
 def by_scaled_loss(case: Case, folder: pathlib.Path) -> Any:
     """With a scale that grows every third step."""
-
-    def scaled() -> Any:
-        return keras.optimizers.LossScaleOptimizer(
-            case.optimizer(), initial_scale=8.0, dynamic_growth_steps=3
-        )
-
-    return fit(dataclasses.replace(case, optimizer=scaled).compiled())
+    model = case.network()
+    scaled = keras.optimizers.LossScaleOptimizer(
+        case.optimizer(), initial_scale=8.0, dynamic_growth_steps=3
+    )
+    model.compile(scaled, loss())
+    return fit(model)
 
 
 def by_copied_optimizer(case: Case, folder: pathlib.Path) -> Any:
     """From its configuration."""
-    optimizer = case.optimizer()
+    model, optimizer = case.network(), case.optimizer()
     copy = type(optimizer).from_config(optimizer.get_config())
-    return fit(dataclasses.replace(case, optimizer=lambda: copy).compiled())
+    model.compile(copy, loss())
+    return fit(model)
 
 
 def by_strategy(make: Callable[[], Any]) -> Callable[..., Any]:
@@ -328,8 +318,8 @@ WAYS: dict[str, Way] = {
     "checkpoint": Way(by_checkpoint),
     "train step": Way(by_own_train_step, 1e-4, ("sequential",)),
     "batch": Way(by_one_batch_at_a_time),
-    "steps": Way(by_several_steps_at_once, 1e-4),
-    "eager": Way(by_eager_steps, 1e-4),
+    "steps": Way(by_options(steps_per_execution=3), 1e-4),
+    "eager": Way(by_options(run_eagerly=True), 1e-4),
     "loop": Way(by_loop, 1e-4),
     "config": Way(by_copied_optimizer),
     "one worker": Way(by_strategy(tfkfac.MultiWorkerMirroredStrategy)),
@@ -385,28 +375,22 @@ def same_run(name: str, way: str, folder: pathlib.Path) -> None:
 
 # Pairs of every row, for the quick run; others are slow, one of three.
 QUICK = {
-    ".keras": (
-        "eigen",
-        "narrow",
-        "quadratic",
-        "our scale",
-        "FOSI accumulated",
-    ),
-    ".h5": ("float64", "FOSI in columns", "wire"),
-    ".weights.h5": ("subclassed", "GaussNewton", "Keras' scale"),
-    "state tree": ("eigen", "FOSI"),
-    "checkpoint": ("accumulated", "GaussNewton"),
-    "train step": ("inverse", "FOSI"),
-    "batch": ("half", "drawn"),
-    "steps": ("float64", "FOSI"),
-    "eager": ("quadratic", "FOSI", "GaussNewton"),
-    "loop": ("Keras' scale", "FOSI"),
-    "attach": ("inverse",),
-    "loss scale": ("inverse", "FOSI"),
-    "config": ("wire", "subclassed"),
-    "one worker": ("inverse",),
-    "one device": (),
-    "one replica": ("FOSI",),
+    ".keras": "eigen, narrow, quadratic, our scale, FOSI accumulated",
+    ".h5": "float64, FOSI in columns, wire",
+    ".weights.h5": "subclassed, GaussNewton, Keras' scale",
+    "state tree": "eigen, FOSI",
+    "checkpoint": "accumulated, GaussNewton",
+    "train step": "inverse, FOSI",
+    "batch": "half, drawn",
+    "steps": "float64, FOSI",
+    "eager": "quadratic, FOSI, GaussNewton",
+    "loop": "Keras' scale, FOSI",
+    "attach": "inverse",
+    "loss scale": "inverse, FOSI",
+    "config": "wire, subclassed",
+    "one worker": "inverse",
+    "one device": "",
+    "one replica": "FOSI",
 }
 
 
@@ -415,7 +399,7 @@ def pairs() -> Iterator[tuple[str, str, bool]]:
     for i, (name, case) in enumerate(OPTIMIZERS.items()):
         for j, (way, how) in enumerate(WAYS.items()):
             fits = case.model in how.models and (case.near or not how.gap)
-            is_quick = name in QUICK[way]
+            is_quick = name in QUICK[way].split(", ")
             if fits and name not in how.without:
                 if is_quick or (i + j) % 3 == 0:
                     yield name, way, not is_quick

@@ -1,6 +1,9 @@
+"""The clusters that jobs of several workers run in."""
+
 import json
 import os
 import time
+from typing import Any
 
 import pytest
 
@@ -44,6 +47,9 @@ def test_cases_share_processes() -> None:
         assert processes[0] == processes[1]
         assert len(other) == 3
         assert not any(is_running(process) for process in processes[0])
+        assert pool.run("", Case(target("fail")), Shape(workers=3)).complaint
+        (last, *_) = pool.run("", Case(target("describe")), Shape(3)).get()
+        assert last[1] not in [w[1] for w in other]
 
 
 def test_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,16 +83,6 @@ def test_failure_names_case_and_shows_its_log() -> None:
     assert "told to fail, worker 0" not in message
 
 
-def test_another_cluster_follows_one_that_failed() -> None:
-    with Pool() as pool:
-        (before, after) = (
-            pool.run("", Case(target("describe")), Shape()).get()
-            for _ in "ab"
-            if pool.run("", Case(target("fail")), Shape()).complaint
-        )
-    assert not {w[1] for w in before} & {w[1] for w in after}
-
-
 def test_peers_of_a_failed_worker_do_not_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,30 +96,23 @@ def test_peers_of_a_failed_worker_do_not_hang(
     assert "in wait_for_a_peer_that_is_gone" in str(error.value)
 
 
-def test_death_is_noticed() -> None:
-    start = time.monotonic()
-    with pytest.raises(ClusterError, match="worker 0 exited with -9"):
-        run(target("die"), 0)
-    assert time.monotonic() - start < 10
+@pytest.mark.parametrize(
+    ("function", "args", "words"),
+    [
+        ("die", (0,), "worker 0 exited with -9"),
+        ("wait_for_a_peer_that_is_gone", (), "not finished after 2.5 s"),
+        ("leave", (), "a worker raised"),
+        ("not_picklable", (), "a worker raised"),
+        ("missing", (), "a worker raised"),
+    ],
+)
+def test_ends_are_noticed(function: str, args: Any, words: str) -> None:
+    limit = 2.5 if words.startswith("not") else 60.0
+    with pytest.raises(ClusterError, match=words):
+        run(target(function), *args, time_limit=limit)
 
 
-def test_time_limit() -> None:
-    with pytest.raises(ClusterError) as error:
-        run(target("wait_for_a_peer_that_is_gone"), time_limit=1.5)
-    assert "not finished after 1.5 s" in str(error.value)
-    assert "in wait_for_a_peer_that_is_gone" in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["leave", "not_picklable", "missing"])
-def test_odd_ends_are_errors(name: str) -> None:
-    with pytest.raises(ClusterError, match="a worker raised"):
-        run(target(name))
-
-
-def test_environment() -> None:
+def test_devices_and_environment() -> None:
+    assert run(target("count_devices"), workers=1, devices=3) == [3]
     values = run("os:getenv", "TFKFAC_TEST", environment={"TFKFAC_TEST": "yes"})
     assert values == ["yes", "yes"]
-
-
-def test_devices() -> None:
-    assert run(target("count_devices"), workers=1, devices=3) == [3]

@@ -39,16 +39,16 @@ def train(
     begin: int,
     end: int,
     *callbacks: Any,
-    initial_epoch: int | None = None,
+    first_epoch: int | None = None,
+    length: int = 1,
 ) -> None:
-    """The steps of the feed from one to another, an epoch each."""
+    """The steps of the feed from one to another, in epochs of a length."""
     steps = shares(FEEDS["uneven"](), strategy(kind).num_replicas_in_sync)
-    batches = dataset(kind, *images(), steps[begin:end], None)
     network.fit(
-        batches,
-        epochs=end,
-        initial_epoch=begin if initial_epoch is None else initial_epoch,
-        steps_per_epoch=1,
+        dataset(kind, *images(), steps[begin:end], None),
+        epochs=end // length,
+        initial_epoch=begin if first_epoch is None else first_epoch,
+        steps_per_epoch=length,
         shuffle=False,
         verbose=0,
         callbacks=list(callbacks),
@@ -75,22 +75,23 @@ def differences(got: dict[str, Array], want: dict[str, Array]) -> list[str]:
     return [k for k in want if not np.array_equal(got[k], want[k])]
 
 
-class SaveAfter(keras.callbacks.Callback):
-    """Saves once; on the first worker alone."""
+class Save(keras.callbacks.Callback):
+    """Saves once."""
 
     save_freq = "epoch"
 
-    def __init__(self, epochs: int, path: str) -> None:
+    def __init__(self, path: str) -> None:
         super().__init__()
-        self.epochs, self.path = epochs, path
+        self.path = path
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if epoch + 1 == self.epochs:
+        if epoch + 1 == STOP:
             self.model.save_weights(self.path)
 
 
 def savers(kind: str | None, path: str) -> list[Any]:
-    return [SaveAfter(STOP, path)] if 0 in local_ranks(kind) else []
+    """A callback on the first worker alone."""
+    return [Save(path)] if 0 in local_ranks(kind) else []
 
 
 def resume(
@@ -142,34 +143,28 @@ def part(
     return network.get_weights()
 
 
-class KillAfter(keras.callbacks.Callback):
-    """Leaves the files as a job that is killed after some epochs would."""
-
-    def __init__(self, epochs: int, source: str, target: str) -> None:
-        super().__init__()
-        self.epochs, self.source, self.target = epochs, source, target
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if epoch == self.epochs:
-            shutil.copytree(self.source, self.target)
-
-
 def backup(
     kind: str | None, optimizer: str, directory: str, **options: Any
 ) -> dict[str, Any]:
     """A run with backups, one that begins with the fifth, and refusals."""
     killed = f"{directory}/killed"
-    rank = local_ranks(kind)[0]
-    callbacks: list[Any] = [ChiefBackup(directory)]
-    if rank == 0:
-        callbacks.append(KillAfter(STOP, directory, killed))
+
+    def kill(epoch: int, logs: Any) -> None:
+        """Leaves the files as a job that is killed then would."""
+        if (epoch, local_ranks(kind)) == (STOP, [0]):
+            shutil.copytree(directory, killed)
+
+    callbacks: list[Any] = [
+        ChiefBackup(directory),
+        keras.callbacks.LambdaCallback(on_epoch_begin=kill),
+    ]
     with floats("float64"):
         whole = build(kind, optimizer, options)
         train(kind, whole, 0, END, *callbacks)
         kept = files_in(killed)
         again = build(kind, optimizer, options)
         callback = ChiefBackup(killed)
-        train(kind, again, STOP, END, callback, initial_epoch=0)
+        train(kind, again, STOP, END, callback, first_epoch=0)
         want, got = everything(kind, whole), everything(kind, again)
         return {
             "kept": kept,
@@ -186,37 +181,29 @@ def terminated(
     worker: int,
     **options: Any,
 ) -> dict[str, Any]:
-    """A run of which one worker gets SIGTERM, and one that goes on from there.
-
-    Args:
-        kind: "multi".
-        optimizer: "kfac" or "fosi".
-        directory: Of the backups.
-        worker: Who gets it.
-        **options: Of `build`.
-    """
+    """A run of which one worker gets SIGTERM, and one that goes on there."""
     asked = [Terminate()] if local_ranks(kind) == [worker] else []
-    with floats("float64"):
-        whole = build(kind, optimizer, options)
-        long_epochs(kind, whole, 0)
-        ended = build(kind, optimizer, options)
-        code = None
+
+    def run(epoch: int, *callbacks: Any) -> Any:
+        """All the feed, from an epoch of three batches on."""
+        network = build(kind, optimizer, options)
+        places = {"first_epoch": 0, "length": 3}
         try:
-            long_epochs(kind, ended, 0, ChiefBackup(directory), *asked)
+            train(kind, network, 3 * epoch, END, *callbacks, **places)
         except SystemExit as end:
-            code = end.code
-        (newest,) = files_in(directory)[-1:]
-        updates = int(ended.optimizer.iterations.numpy())
-        again = build(kind, optimizer, options)
-        begin = int(newest[len("epoch-") :][:6])
-        long_epochs(kind, again, begin, ChiefBackup(directory))
-    got, want = everything(kind, again), everything(kind, whole)
-    return {
-        "code": code,
-        "newest": newest,
-        "updates": updates,
-        "end": differences(got, want),
-    }
+            found["code"] = end.code
+            found["updates"] = int(network.optimizer.iterations.numpy())
+        return network
+
+    found: dict[str, Any] = {}
+    with floats("float64"):
+        whole = run(0)
+        run(0, ChiefBackup(directory), *asked)
+        found["newest"] = files_in(directory)[-1]
+        epoch = int(found["newest"][len("epoch-") :][:6])
+        again = run(epoch, ChiefBackup(directory))
+    end = differences(everything(kind, again), everything(kind, whole))
+    return found | {"end": end}
 
 
 class Terminate(keras.callbacks.Callback):
@@ -230,21 +217,6 @@ class Terminate(keras.callbacks.Callback):
         self.batches += 1
         if self.batches == 5:
             signal.raise_signal(signal.SIGTERM)
-
-
-def long_epochs(
-    kind: str | None, network: Any, begin: int, *callbacks: Any
-) -> None:
-    """All the feed, in epochs of three batches."""
-    steps = shares(FEEDS["uneven"](), strategy(kind).num_replicas_in_sync)
-    network.fit(
-        dataset(kind, *images(), steps[3 * begin : 9], None),
-        epochs=3,
-        steps_per_epoch=3,
-        shuffle=False,
-        verbose=0,
-        callbacks=list(callbacks),
-    )
 
 
 def files_in(directory: str) -> list[str]:
@@ -301,11 +273,8 @@ def ungathered(kind: str, directory: str) -> tuple[str, str]:
 def each_its_own(kind: str, how: str, directory: str) -> dict[str, list[str]]:
     """Every worker goes back to what it has saved, or all to one checkpoint.
 
-    Args:
-        kind: "multi".
-        how: "backup" is Keras' `BackupAndRestore` with a directory for each
-            worker, "checkpoint" is one of `tf.train`.
-        directory: Where to.
+    That is Keras' `BackupAndRestore` with a directory for each worker, or a
+    checkpoint of `tf.train`.
     """
     rank = local_ranks(kind)[0]
     own = f"{directory}/worker {rank if how == 'backup' else 0}"
@@ -325,9 +294,8 @@ def each_its_own(kind: str, how: str, directory: str) -> dict[str, list[str]]:
         if how == "checkpoint":
             checkpoint(again).read(own).assert_existing_objects_matched()
         loaded = everything(kind, again)
-        train(
-            kind, again, STOP, END, *saving, initial_epoch=0 if saving else STOP
-        )
+        first = 0 if saving else STOP
+        train(kind, again, STOP, END, *saving, first_epoch=first)
     want, got = everything(kind, whole), everything(kind, again)
     return {"end": differences(got, want), "changed": differences(got, loaded)}
 

@@ -13,15 +13,21 @@ import tfkfac
 from tests.support import workers_unsound
 from tests.support.cluster import Pool
 from tests.support.jobs import Jobs
+from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tests.support.small import CLASSES, FEATURES, data, gradients_of, loss
 
 X, Y = data(64)
-BATCH, BAD = 16, 1
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "kfac": tfkfac.KFAC,
-    "fosi": lambda **kwargs: tfkfac.FOSI(warmup_steps=2, **kwargs),
-    "quadratic": lambda **kwargs: tfkfac.KFAC(step="quadratic", **kwargs),
+BATCH = 16
+# With each the batches that a bad one takes with it, itself first.
+OPTIMIZERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "kfac": (tfkfac.KFAC, (1,)),
+    "micro-batches": (
+        lambda: tfkfac.KFAC(gradient_accumulation_steps=2),
+        (0, 1),
+    ),
+    "fosi": (lambda: tfkfac.FOSI(warmup_steps=2), (1,)),
+    "quadratic": (lambda: tfkfac.KFAC(step="quadratic"), (1,)),
 }
 
 
@@ -50,76 +56,32 @@ def compiled(optimizer: Any, eager: bool = False) -> Any:
     return model
 
 
-def batches(bad: bool) -> Iterator[tuple[Array, Array]]:
-    """Four, one of which has a NaN or is missing."""
+def batches(gone: tuple[int, ...], bad: bool) -> Iterator[Any]:
+    """Four, one of which has a NaN; or what is left without some."""
     for i in range(4):
         rows = slice(BATCH * i, BATCH * (i + 1))
         x = X[rows].copy()
-        if i == BAD:
-            if not bad:
-                continue
+        if i == gone[0]:
             x[0, 0] = np.nan
-        yield x, Y[rows]
+        if bad or i not in gone:
+            yield x, Y[rows]
 
 
-@pytest.mark.parametrize(
-    ("name", "eager"),
-    [
-        ("kfac", False),
-        pytest.param("kfac", True, marks=pytest.mark.slow),
-        pytest.param("fosi", False, marks=pytest.mark.slow),
-        pytest.param("quadratic", False, marks=pytest.mark.slow),
-    ],
-)
-def test_no_trace(name: str, eager: bool) -> None:
+@pytest.mark.parametrize("name", with_slow(OPTIMIZERS, "fosi", "quadratic"))
+def test_no_trace(name: str) -> None:
     """Statistics, seeds, loss and metrics: as if there was no such batch."""
+    make, gone = OPTIMIZERS[name]
     found = []
     for bad in (True, False):
-        model = compiled(OPTIMIZERS[name](), eager)
-        history = model.fit(batches(bad), shuffle=False, verbose=0).history
+        model = compiled(make())
+        done = model.fit(batches(gone, bad), shuffle=False, verbose=0)
         assert int(model.optimizer.skipped_steps) == bad
-        state = [np.array(v) for v in model.variables]
-        found.append((history, state))
+        found.append((done.history, [np.array(v) for v in model.variables]))
     (history, state), (want_history, want_state) = found
     assert history == want_history
     assert np.isfinite(list(history.values())).all()
     for got, want in zip(state, want_state, strict=True):
         np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.slow
-def test_nothing_but_skipped_steps() -> None:
-    """Where all steps are skipped the statistics are those of the start."""
-    model = compiled(tfkfac.KFAC())
-    before = [np.array(v) for v in model.variables]
-    bad = np.full_like(X, np.nan)
-    history = model.fit(bad, Y, BATCH, epochs=2, verbose=0).history
-    assert history["loss"] == [0.0, 0.0]
-    for got, want in zip(model.variables, before, strict=True):
-        np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("place", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_bad_micro_batch(place: int) -> None:
-    """Whichever it is, nothing that is kept is NaN; nor the epoch's loss."""
-    rows, x = slice(2 * BATCH, 4 * BATCH), X.copy()
-    x[BATCH * place : BATCH * (place + 1)] = np.nan
-
-    def run(x: Array, y: Array) -> tuple[Any, dict[str, Any]]:
-        model = compiled(tfkfac.KFAC(gradient_accumulation_steps=2))
-        done = model.fit(x, y, BATCH, shuffle=False, verbose=0)
-        return model, done.history
-
-    model, history = run(x, Y)
-    assert int(model.optimizer.skipped_steps) == 1
-    assert np.isfinite(list(history.values())).all()
-    for variable in model.variables:
-        assert np.isfinite(np.array(variable)).all()
-    if place == 0:  # with it the rest of its step is gone
-        twin, want = run(X[rows], Y[rows])
-        assert history == want
-        for got, value in zip(model.variables, twin.variables, strict=True):
-            np.testing.assert_array_equal(np.array(got), np.array(value))
 
 
 # ------------------------------------------------------------- too many of them
@@ -129,13 +91,9 @@ def lost(count: int) -> Array:
     return x
 
 
-@pytest.mark.parametrize(
-    "name", ["kfac", pytest.param("fosi", marks=pytest.mark.slow)]
-)
-def test_fit_ends(name: str) -> None:
+def test_fit_ends() -> None:
     """With how many, and what was not finite; not before."""
-    eager = name == "kfac"
-    model = compiled(OPTIMIZERS[name](max_skipped_steps=3), eager)
+    model = compiled(tfkfac.KFAC(max_skipped_steps=3), eager=True)
     model.fit(lost(2), Y, BATCH, epochs=2, shuffle=False, verbose=0)
     message = (
         r"has skipped 3 steps in a row \(max_skipped_steps=3\): 6 of 6 "
@@ -193,34 +151,14 @@ def test_one_gradient_of_many() -> None:
         optimizer.apply(gradients, model.trainable_variables)
 
 
-def test_the_argument() -> None:
-    for cls in (tfkfac.KFAC, tfkfac.FOSI):
-        assert cls().max_skipped_steps is None
-        optimizer = cls(max_skipped_steps=7)
-        again = cls.from_config(optimizer.get_config())
-        assert again.max_skipped_steps == 7
-        again.max_skipped_steps = None
-        for wrong in (0, -1, 1.5, "x", True):
-            with pytest.raises((TypeError, ValueError), match="`max_skipped"):
-                cls(max_skipped_steps=wrong)
-
-
 # ------------------------------------------------------------ several workers
 JOBS = Jobs(workers_unsound)
-for where_ in ("two", "mirrored"):
-    for kind_ in ("kfac", "fosi"):
-        JOBS.add(
-            f"{where_}: {kind_}",
-            "skip",
-            kind_,
-            slow=True,
-        )
+JOBS.add("two: fosi", "skip", "fosi", slow=True)
+JOBS.add("mirrored: kfac", "skip", "kfac", slow=True)
+JOBS.add("two: accelerator", "end", slow=True)
 
 
-@pytest.mark.parametrize(
-    "name",
-    JOBS.params(["two: kfac", "two: fosi", "mirrored: kfac", "mirrored: fosi"]),
-)
+@pytest.mark.parametrize("name", JOBS.params(["two: fosi", "mirrored: kfac"]))
 def test_all_workers_together(pool: Pool, name: str) -> None:
     """One worker has a NaN: no trace on any; with too many, all raise."""
     for worker in JOBS.results(pool, name):
@@ -231,9 +169,6 @@ def test_all_workers_together(pool: Pool, name: str) -> None:
             np.testing.assert_array_equal(got, want)
         assert "2 steps in a row" in worker["error"]
         assert "gradients are not finite" in worker["error"]
-
-
-JOBS.add("two: accelerator", "end", slow=True)
 
 
 @pytest.mark.parametrize("name", JOBS.params(["two: accelerator"]))

@@ -8,8 +8,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
 
 import h5py
 import keras
@@ -30,8 +30,24 @@ _OWN = "chief_backup"  # group of a file with what Keras leaves out
 _KEPT = 2
 
 
+def optimizer_of(callback: keras.callbacks.Callback) -> SecondOrderOptimizer:
+    """The optimizer of the model that a callback is set on.
+
+    Raises:
+        ValueError: If it is none of ours.
+    """
+    given = getattr(callback.model, "optimizer", None)
+    optimizer = ours(given)
+    if optimizer is None:
+        raise ValueError(
+            f"`{type(callback).__name__}` must be used with an optimizer of "
+            f"tfkfac. Received: optimizer={given}"
+        )
+    return optimizer
+
+
 class ChiefBackup(
-    keras.callbacks.Callback, contextlib.AbstractContextManager[None]
+    keras.callbacks.Callback, contextlib.AbstractContextManager["ChiefBackup"]
 ):
     """Backs up training, so that a job may end at any moment and go on.
 
@@ -76,21 +92,22 @@ class ChiefBackup(
         self.directory = pathlib.Path(directory)
         self.delete_checkpoint = delete_checkpoint
         self._around = contextlib.ExitStack()
-        self._termination: Termination | None = None
+        self._stopping: Stopping | None = None
+        self._is_asked = False
         self._epoch = self._skipped = 0
-
-    def __enter__(self) -> None:
-        """A `fit` begins."""
 
     def __exit__(self, *error: Any) -> None:
         """A `fit` ends, as it should or not."""
-        self._termination = None
+        self._stopping = None
         self._around.close()
+        if self._is_asked:  # and nobody has answered
+            self._is_asked = False
+            signal.raise_signal(signal.SIGTERM)
 
     # ------------------------------------------------------------ restoring
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        optimizer = self._optimizer()
+        optimizer = optimizer_of(self)
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         if self._is_chief:
@@ -114,19 +131,12 @@ class ChiefBackup(
         Raises:
             ValueError: If the others do not see what the first worker sees.
         """
-        job = self._optimizer().method.job
         mine = {path.name: path.stat().st_size for path in self._readable()}
-        seen = [mine]
-        if job.topology.processes > 1:
-            seen = exchange(mine, job.among_processes("backups"))
+        seen = self._seen(mine, "backups")
         if not seen[0]:
             return None
-        newest = max(seen[0])
-        others = [
-            i
-            for i, one in enumerate(seen)
-            if one.get(newest) != seen[0][newest]
-        ]
+        newest, size = max(seen[0].items())
+        others = [i for i, one in enumerate(seen) if one.get(newest) != size]
         if others:
             raise ValueError(
                 "Argument `directory` of `ChiefBackup` must be a directory of "
@@ -138,7 +148,7 @@ class ChiefBackup(
 
     def _readable(self) -> Iterator[pathlib.Path]:
         """The backups that are whole."""
-        for path in sorted(self.directory.glob(f"epoch-*{_ENDING}")):
+        for path in self._files():
             try:
                 with h5py.File(path, "r") as file:
                     whole = "epoch" in file[_OWN].attrs
@@ -198,39 +208,47 @@ class ChiefBackup(
                 stacklevel=2,
             )
             return False
-        for old in sorted(self.directory.glob(f"epoch-*{_ENDING}"))[:-_KEPT]:
+        for old in self._files()[:-_KEPT]:
             old.unlink()
         return True
 
     # ---------------------------------------------------------- terminating
     def _answer_signals(self) -> None:
-        """Begins to answer SIGTERM, if all workers can do so together."""
-        stopping = getattr(self.model.distribute_strategy, "stopping", None)
-        if stopping is None:
-            if self._optimizer().method.job.topology.processes > 1:
-                return
-            stopping = Stopping()
-        self._termination = self._around.enter_context(Termination(stopping))
+        """Lets SIGTERM end all workers after a batch, if they can together."""
+        own = getattr(self.model.distribute_strategy, "stopping", None)
+        is_alone = optimizer_of(self).method.job.topology.processes == 1
+        self._stopping = own or (Stopping() if is_alone else None)
+        # Python lets no other thread choose what a signal does.
+        in_main = threading.current_thread() is threading.main_thread()
+        if self._stopping is None or not in_main:
+            return
+        before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+
+        def receive(number: int, frame: FrameType | None) -> None:
+            self._is_asked = True
+            signal.signal(signal.SIGTERM, before)  # of the second one
+
+        signal.signal(signal.SIGTERM, receive)
+        self._around.callback(signal.signal, signal.SIGTERM, before)
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         done = batch + 1
-        if self._termination is None or done <= self._skipped:
+        if self._stopping is None or done <= self._skipped:
             return
-        if self._termination.batch_ends():
+        if self._is_asked:
+            self._stopping.request()
+        if self._stopping.batch_ends():
+            self._is_asked = False
             self._leave(done)
 
     def _leave(self, done: int) -> None:
         """Backs up after some batches of the epoch, and ends all processes."""
-        optimizer = self._optimizer()
-        job = optimizer.method.job
-        optimizer.gather_state()
+        optimizer_of(self).gather_state()
         is_saved = self._is_chief and self._write(self._epoch, done)
-        if job.topology.processes > 1:
-            # Nobody ends before the first worker has written.
-            seen = exchange({"saved": is_saved}, job.among_processes("leave"))
-            is_saved = seen[0]["saved"]
-        what = "is backed up" if is_saved else "ends, not backed up,"
+        # Nobody ends before the first worker has written.
+        chief, *_ = self._seen({"saved": is_saved}, "leave")
+        what = "is backed up" if chief["saved"] else "ends, not backed up,"
         print(
             f"tfkfac: SIGTERM: training {what} after batch {done} of epoch "
             f"{self._epoch + 1}.",
@@ -243,82 +261,33 @@ class ChiefBackup(
     def on_train_end(self, logs: Any = None) -> None:
         if self._is_chief and self.delete_checkpoint:
             self._tidy()
-            for path in self.directory.glob(f"epoch-*{_ENDING}"):
+            for path in self._files():
                 path.unlink()
 
     def _tidy(self) -> None:
         """Removes what a killed job has not finished writing."""
-        for path in self.directory.glob(f"{_WRITING}*{_ENDING}"):
+        for path in self._files(_WRITING):
             with contextlib.suppress(OSError):
                 path.unlink()
+
+    def _files(self, beginning: str = "epoch-") -> list[pathlib.Path]:
+        return sorted(self.directory.glob(f"{beginning}*{_ENDING}"))
 
     def _random_state(self) -> list[keras.Variable]:
         """Counters of random layers, which files of weights do not have."""
         weights = {id(v) for v in self.model.weights}
         return [v for v in self.model.variables if id(v) not in weights]
 
-    def _optimizer(self) -> SecondOrderOptimizer:
-        optimizer = ours(getattr(self.model, "optimizer", None))
-        if optimizer is None:
-            raise ValueError(
-                "`ChiefBackup` must be used with an optimizer of tfkfac. "
-                f"Received: optimizer={self.model.optimizer}"
-            )
-        return optimizer
-
     @property
     def _is_chief(self) -> bool:
-        return self._optimizer().method.job.topology.process == 0
+        return optimizer_of(self).method.job.topology.process == 0
 
-
-class Termination:
-    """A context in which SIGTERM ends this process after a batch, not at once.
-
-    The second one does so at once; and so does, when the context ends, one that
-    nobody has answered.
-
-    Args:
-        stopping: Where all workers stop.
-    """
-
-    def __init__(self, stopping: Stopping) -> None:
-        self._stopping = stopping
-        self._before: Any = None
-        self._is_asked = False
-
-    def __enter__(self) -> Self:
-        # Python lets no other thread choose what a signal does.
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._receive)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._restore()
-        if self._is_asked:
-            signal.raise_signal(signal.SIGTERM)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._is_asked = True
-        self._restore()
-
-    def _restore(self) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-            self._before = None
-
-    def batch_ends(self) -> bool:
-        """Counts a batch; whether training has to end after it, everywhere."""
-        if self._is_asked:
-            self._stopping.request()
-        if not self._stopping.batch_ends():
-            return False
-        self._is_asked = False
-        return True
+    def _seen(self, mine: dict[str, Any], purpose: str) -> list[dict[str, Any]]:
+        """Something that each worker has, by worker."""
+        job = optimizer_of(self).method.job
+        if job.topology.processes == 1:
+            return [mine]
+        return exchange(mine, job.among_processes(purpose))
 
 
 def replace_file(
@@ -326,11 +295,8 @@ def replace_file(
 ) -> None:
     """Writes a file beside its place, and moves it there when it is on disk.
 
-    At any moment the place has the old file or the new one, both whole.
-
-    Args:
-        path: The place.
-        write: Writes the file to the path it is given, which ends as `path`.
+    At any moment the place has the old file or the new one, both whole. `write`
+    is given a path that ends as the place does.
 
     Raises:
         OSError: If that fails. The place is as before, and nothing is beside

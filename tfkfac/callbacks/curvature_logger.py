@@ -6,7 +6,7 @@ import importlib.util
 import math
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TextIO
 
 import keras
@@ -14,11 +14,11 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.callbacks.backup import optimizer_of
 from tfkfac.checks import check_count
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
 from tfkfac.kfac.optimizer import KFAC
-from tfkfac.shell.optimizer import SecondOrderOptimizer, ours
 
 COLUMNS = ("step", "epoch", "seconds", "quantity", "layer", "value")
 
@@ -87,7 +87,7 @@ class CurvatureLogger(keras.callbacks.Callback):
     # ----------------------------------------------------------------- fit
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        optimizer = self._optimizer()
+        optimizer = optimizer_of(self)
         self._steps = self._logged = int(optimizer.method.job.clock)
         self._began = self._at = time.perf_counter()
         if self.directory is not None:
@@ -128,11 +128,14 @@ class CurvatureLogger(keras.callbacks.Callback):
 
     def _values(self) -> Iterator[Value]:
         """All there is to say now."""
-        optimizer = self._optimizer()
+        optimizer = optimizer_of(self)
         if steps := self._steps - self._logged:
             passed = time.perf_counter() - self._at
             yield Value("seconds_per_step", passed / steps)
         yield Value("skipped_steps", int(optimizer.skipped_steps))
+        if isinstance(optimizer, KFAC | GaussNewton):
+            for name, value in optimizer.last_step.items():
+                yield Value(name, value)
         if isinstance(optimizer, KFAC):
             yield from self._of_kfac(optimizer)
         elif isinstance(optimizer, FOSI):
@@ -140,25 +143,20 @@ class CurvatureLogger(keras.callbacks.Callback):
                 yield Value(f"ritz_value_{i}", float(value))
             for rank, share in enumerate(optimizer.idle_share()):
                 yield Value(f"idle_share_{rank}", float(share))
-        elif isinstance(optimizer, GaussNewton):
-            for name, value in optimizer.last_step.items():
-                yield Value(name, value)
 
     def _of_kfac(self, optimizer: KFAC) -> Iterator[Value]:
-        did = optimizer.last_step
-        for name, value in did.items():
-            yield Value(name, value)
         yield Value("factor_updates", int(optimizer.factor_updates))
         yield Value("inverse_updates", int(optimizer.inverse_updates))
+        did = optimizer.last_step
         if self.layers and "damping" in did:
             for path, factors in optimizer.factors().items():
-                found = layer_curvature(factors, did["damping"])
-                yield Value("trace", found.trace, path)
-                yield Value("condition", found.condition, path)
+                trace, condition = layer_curvature(factors, did["damping"])
+                yield Value("trace", trace, path)
+                yield Value("condition", condition, path)
 
     # --------------------------------------------------------------- files
     def _open(self, directory: pathlib.Path) -> None:
-        process = self._optimizer().method.job.topology.process
+        process = optimizer_of(self).method.job.topology.process
         directory.mkdir(parents=True, exist_ok=True)
         name = f"curvature-{process}.csv" if process else "curvature.csv"
         path = directory / name
@@ -189,56 +187,28 @@ class CurvatureLogger(keras.callbacks.Callback):
                     tf.summary.scalar(title, value, self._steps)
         self._events.flush()
 
-    def _optimizer(self) -> SecondOrderOptimizer:
-        optimizer = ours(getattr(self.model, "optimizer", None))
-        if optimizer is None:
-            raise ValueError(
-                "`CurvatureLogger` must be used with an optimizer of tfkfac. "
-                f"Received: optimizer={self.model.optimizer}"
-            )
-        return optimizer
-
 
 # ---------------------------------------------------------------- of a layer
-class LayerCurvature(NamedTuple):
-    """Of the Kronecker product of a layer's factors.
-
-    Attributes:
-        trace: Its trace.
-        condition: Its largest eigenvalue over its smallest, both with the
-            damping added.
-    """
-
-    trace: float
-    condition: float
-
-
 def layer_curvature(
     factors: Mapping[str, np.ndarray], damping: float
-) -> LayerCurvature:
+) -> tuple[float, float]:
     """The trace and the condition of a layer's block.
 
     The eigenvalues of a Kronecker product are the products of those of its
-    factors.
-
-    Args:
-        factors: Some of "A" and "G": a matrix, the vector of a diagonal, or a
-            stack of the matrices of groups.
-        damping: What is added to the eigenvalues of the block.
+    factors. The condition is of these with the damping added. Factors are some
+    of "A" and "G": a matrix, the vector of a diagonal, or a stack of the
+    matrices of groups.
     """
     if not all(np.all(np.isfinite(factor)) for factor in factors.values()):
-        return LayerCurvature(math.nan, math.nan)
+        return math.nan, math.nan
     spectra = [_spectrum(factor) for factor in factors.values()]
-
-    def product(of: Callable[..., np.ndarray]) -> np.ndarray:
-        return functools.reduce(np.multiply, [of(s, axis=-1) for s in spectra])
-
+    trace, largest, smallest = (
+        functools.reduce(np.multiply, [of(s, axis=-1) for s in spectra])
+        for of in (np.sum, np.max, np.min)
+    )
     with np.errstate(divide="ignore"):
-        condition = np.divide(
-            np.max(product(np.max)) + damping,
-            np.min(product(np.min)) + damping,
-        )
-    return LayerCurvature(float(np.sum(product(np.sum))), float(condition))
+        condition = (np.max(largest) + damping) / (np.min(smallest) + damping)
+    return float(np.sum(trace)), float(condition)
 
 
 def _spectrum(factor: np.ndarray) -> np.ndarray:

@@ -6,14 +6,13 @@ first worker passes on the messages of the others.
 """
 
 import atexit
-import contextlib
 import json
 import os
 import selectors
 import socket
 import threading
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 Message = dict[str, Any]
 
@@ -31,12 +30,7 @@ _IDLE, _INTERVAL, _QUESTIONS = 5, 5, 4
 
 
 class Line:
-    """A connection with another process.
-
-    Args:
-        connection: The connection.
-        timeout: Seconds that the other side has for a message.
-    """
+    """A connection with another process, of messages in so many seconds."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         connection.settimeout(timeout)
@@ -44,12 +38,6 @@ class Line:
         self._socket = connection
         self._received = bytearray()
         self.closed = False
-
-    def __enter__(self) -> "Line":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the connection."""
@@ -70,30 +58,29 @@ class Line:
     def receive(self) -> Message | None:
         """The next message; None if none comes in time or it is no message."""
         while b"\n" not in self._received and not self.closed:
-            with contextlib.suppress(TimeoutError):
-                self._read()
-                continue
-            return None
+            if not self._read():
+                return None
         text, _, self._received = self._received.partition(b"\n")
         return _parse(text)
 
     def receive_all(self) -> list[Message]:
         """The messages that have come, after one read."""
-        with contextlib.suppress(TimeoutError):
-            self._read()
+        self._read()
         *texts, self._received = self._received.split(b"\n")
         return [m for text in texts if (m := _parse(text)) is not None]
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Reads what comes next, if something comes in time."""
         try:
             piece = self._socket.recv(_PIECE)
         except TimeoutError:
-            raise
+            return False
         except OSError:
             piece = b""
         self._received += piece
         if not piece or len(self._received) > _LONGEST_LINE:
             self.closed = True
+        return True
 
 
 def _parse(text: bytes | bytearray) -> Message | None:
@@ -110,19 +97,19 @@ def _keep_alive(connection: socket.socket) -> None:
     A machine answers for a process that is stopped or busy.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", _IDLE),
-        ("TCP_KEEPINTVL", _INTERVAL),
-        ("TCP_KEEPCNT", _QUESTIONS),
-        ("TCP_USER_TIMEOUT", 1000 * (_IDLE + _QUESTIONS * _INTERVAL)),
-    ):
-        if hasattr(socket, name):  # not on every system
-            connection.setsockopt(
-                socket.IPPROTO_TCP, getattr(socket, name), value
-            )
+    options = {
+        "TCP_KEEPIDLE": _IDLE,
+        "TCP_KEEPINTVL": _INTERVAL,
+        "TCP_KEEPCNT": _QUESTIONS,
+        "TCP_USER_TIMEOUT": 1000 * (_IDLE + _QUESTIONS * _INTERVAL),
+    }
+    for name, value in options.items():
+        option = getattr(socket, name, None)
+        if option is not None:  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class Listener(Protocol):
+class Listener:
     """A user of the channel; called in its thread, or by `say`."""
 
     def hear(self, sender: int, message: Message) -> None:
@@ -135,10 +122,8 @@ class Listener(Protocol):
 class Channel:
     """Messages to all workers of a job.
 
-    Args:
-        index: The number of this worker.
-        size: The number of workers.
-        lines: The connections of this worker, by the other worker.
+    `index` is the number of this worker, `lines` are its connections by the
+    other worker's.
     """
 
     def __init__(
@@ -173,16 +158,8 @@ class Channel:
             elif 0 in self._lines:
                 self._lines[0].send(message)
 
-    def report(self, message: Message) -> None:
-        """Sends a message to the first worker alone."""
-        with self._lock:
-            if self.index == 0:
-                self._hear(0, message)
-            elif 0 in self._lines:
-                self._lines[0].send({"report": message})
-
     def _pass_on(self, sender: int, message: Message) -> None:
-        """Sends a message from the first worker to all others."""
+        """Sends a message to all who have a connection with this worker."""
         for line in self._lines.values():
             line.send({"from": sender, "message": message})
         self._hear(sender, message)
@@ -214,20 +191,14 @@ class Channel:
         for message in self._lines[worker].receive_all():
             if self.index > 0:
                 self._hear(message["from"], message["message"])
-            elif "report" in message:
-                self._hear(worker, message["report"])
             else:
                 self._pass_on(worker, message)
 
     def _lose(self, worker: int) -> None:
         """Closes a connection; without a `BYE` before, the worker is lost."""
         self._lines.pop(worker).close()
-        if worker in self._left:
-            return
-        if self.index == 0:
+        if worker not in self._left:
             self._pass_on(worker, LOST)
-        else:
-            self._hear(worker, LOST)
 
     def _hang_up(self) -> None:
         """Closes all connections in a child, where nobody frees the lock."""

@@ -17,12 +17,7 @@ _SERVER = "ps"
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The addresses of all workers, and the index of this process.
-
-    Attributes:
-        addresses: "host:port" of each worker.
-        index: The number of this process among them.
-    """
+    """The workers' addresses, "host:port", and the index of this process."""
 
     addresses: tuple[str, ...]
     index: int
@@ -38,14 +33,9 @@ class Cluster:
 
 
 def read_tf_config(text: str) -> Cluster | None:
-    """The cluster of a value of `TF_CONFIG`.
+    """The cluster of a value of `TF_CONFIG`; None if there is none.
 
-    Args:
-        text: The value.
-
-    Returns:
-        The cluster; None if there is none, or if this process is an evaluator,
-        which is none of those that train together.
+    An evaluator has none either: it does not train with the others.
 
     Raises:
         ValueError: If it is malformed, or has parameter servers. The message

@@ -13,8 +13,7 @@ import errno
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from tfkfac.cluster.channel import Line, Message
 from tfkfac.cluster.config import Cluster, split_address
@@ -34,13 +33,8 @@ class RefusedError(ValueError):
 def wait_for_all(cluster: Cluster, timeout: float | None) -> dict[int, Line]:
     """Connections with the other workers, when all have called this.
 
-    Args:
-        cluster: The workers.
-        timeout: Seconds to wait for the others; None is for ever.
-
-    Returns:
-        The connections of this worker: the first one has one with each other
-        worker, by index, and they have theirs with it.
+    The first worker has one with each other worker, by index, and they have
+    theirs with it. It waits for so many seconds; None is for ever.
 
     Raises:
         TimeoutError: If a worker is not there in time. The message names it.
@@ -103,7 +97,7 @@ def _receive_all(cluster: Cluster, clock: _Clock) -> dict[int, Line]:
                 for i in [i for i, line in present.items() if line.closed]:
                     present.pop(i).close()
                 if new is not None:
-                    lines.enter_context(new)
+                    lines.callback(new.close)
                     _admit(new, cluster, present)
         except (RefusedError, TimeoutError) as error:
             kind = "refused" if isinstance(error, RefusedError) else "timeout"
@@ -118,28 +112,23 @@ def _receive_all(cluster: Cluster, clock: _Clock) -> dict[int, Line]:
 def _admit(line: Line, cluster: Cluster, present: dict[int, Line]) -> None:
     """Enters a worker that has just connected."""
     hello = line.receive() or {}
-    index, addresses = hello.get("worker"), hello.get("cluster")
+    index, theirs = hello.get("worker"), hello.get("cluster")
+    ours = list(cluster.addresses)
     if not isinstance(index, int):
         line.close()  # not one of ours
         return
-    if addresses != list(cluster.addresses):
-        line.send({"refused": _other_cluster(index, addresses, cluster)})
-        raise RefusedError(_other_cluster(index, addresses, cluster))
-    if index in present:
-        text = (
-            f"Two processes are {cluster.name(index)}: each needs a task "
-            "index of its own in `TF_CONFIG`."
-        )
-        line.send({"refused": text})
-        raise RefusedError(text)
-    present[index] = line
-
-
-def _other_cluster(index: int, theirs: Any, cluster: Cluster) -> str:
-    return (
-        "All workers must have the same cluster in `TF_CONFIG`. Received: "
-        f"{theirs} on worker {index}, {list(cluster.addresses)} on worker 0"
+    if theirs == ours and index not in present:
+        present[index] = line
+        return
+    text = (
+        f"Two processes are {cluster.name(index)}: each needs a task index of "
+        "its own in `TF_CONFIG`."
+        if theirs == ours
+        else "All workers must have the same cluster in `TF_CONFIG`. "
+        f"Received: {theirs} on worker {index}, {ours} on worker 0"
     )
+    line.send({"refused": text})
+    raise RefusedError(text)
 
 
 @contextlib.contextmanager
@@ -148,12 +137,12 @@ def _listen(cluster: Cluster) -> Iterator[socket.socket]:
     deadline = time.monotonic() + _PATIENCE
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
-    while True:
+    server = None
+    while server is None:
         try:
             server = socket.create_server(
                 ("", cluster.own_port), family=family, dualstack_ipv6=dual
             )
-            break
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
             if not in_use or time.monotonic() > deadline:
@@ -170,10 +159,9 @@ def _listen(cluster: Cluster) -> Iterator[socket.socket]:
 
 def _accept(server: socket.socket) -> Line | None:
     try:
-        connection, _ = server.accept()
+        return Line(server.accept()[0], _MANNERS)
     except TimeoutError:
         return None
-    return Line(connection, _MANNERS)
 
 
 def _send_all(lines: Mapping[int, Line], message: Message) -> None:
@@ -190,22 +178,20 @@ def _report_to_first(cluster: Cluster, clock: _Clock) -> Line:
         try:
             connection = socket.create_connection(address, timeout=_PATIENCE)
         except OSError:
-            clock.waiting_for([0])
-            time.sleep(_LOOK)
-            continue
-        with contextlib.ExitStack() as stack:
-            line = stack.enter_context(Line(connection, _PATIENCE))
-            line.send(hello)
-            if _may_go_on(line, clock.waiting_for):
-                stack.pop_all()
-                return line
+            pass
+        else:
+            with contextlib.ExitStack() as stack:
+                line = Line(connection, _PATIENCE)
+                stack.callback(line.close)
+                line.send(hello)
+                if _may_go_on(line, clock):
+                    stack.pop_all()
+                    return line
         clock.waiting_for([0])
         time.sleep(_LOOK)
 
 
-def _may_go_on(
-    line: Line, waiting_for: Callable[[Sequence[int]], None]
-) -> bool:
+def _may_go_on(line: Line, clock: _Clock) -> bool:
     """True if the first worker lets this one go on; False if it is gone."""
     while (message := line.receive()) is not None:
         if "go" in message:
@@ -214,5 +200,5 @@ def _may_go_on(
             raise RefusedError(message["refused"])
         if "timeout" in message:
             raise TimeoutError(message["timeout"])
-        waiting_for(message.get("missing", [0]))
+        clock.waiting_for(message.get("missing", [0]))
     return False

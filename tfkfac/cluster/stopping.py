@@ -7,22 +7,22 @@ latest; all continue to the largest announced batch.
 
 import threading
 
-from tfkfac.cluster.channel import BYE, LOST, Channel, Message
+from typing_extensions import override
+
+from tfkfac.cluster.channel import BYE, LOST, Channel, Listener, Message
 
 
-class Stopping:
+class Stopping(Listener):
     """The batch after which all workers stop.
 
     Batches are counted from the start of the process; all workers have to
-    count the same ones.
-
-    Args:
-        channel: Messages of the workers; None is one worker.
+    count the same ones. One worker alone has no channel.
     """
 
     def __init__(self, channel: Channel | None = None) -> None:
         self._channel = channel
-        self._others = set(range(1 if channel is None else channel.size))
+        self._workers = set(range(1 if channel is None else channel.size))
+        # What is said may be heard at once, by the thread that says it.
         self._changed = threading.Condition()
         self._done = 0
         self._promises: dict[int, int] = {}
@@ -31,12 +31,14 @@ class Stopping:
 
     def request(self) -> None:
         """Requests that all workers stop soon."""
-        if self._own is not None:
-            return
+        if self._own is None:
+            self._say({"stop": True})
+
+    def _say(self, message: Message) -> None:
         if self._channel is None:
-            self.hear(0, {"stop": True})
+            self.hear(0, message)
         else:
-            self._channel.say({"stop": True})
+            self._channel.say(message)
 
     def batch_ends(self) -> bool:
         """Counts a batch; returns True if training has to stop after it.
@@ -57,22 +59,16 @@ class Stopping:
             return is_last
 
     def _is_settled(self) -> bool:
-        return self._is_alone or self._promises.keys() == self._others
+        return self._is_alone or self._promises.keys() == self._workers
 
+    @override
     def hear(self, sender: int, message: Message) -> None:
-        """Takes a message of a worker."""
         with self._changed:
             if "stop" in message and self._own is None:
                 self._own = self._done + 1
-                if self._channel is None:
-                    self._promises[0] = self._own
-                else:
-                    self._channel.say({"stops after": self._own})
+                self._say({"stops after": self._own})
             elif "stops after" in message:
                 self._promises[sender] = message["stops after"]
             elif message in (LOST, BYE):
                 self._is_alone = True
             self._changed.notify_all()
-
-    def tick(self) -> None:
-        """Does nothing: no time is up here."""

@@ -5,6 +5,7 @@ import functools
 import os
 import sys
 import warnings
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -20,6 +21,9 @@ from tfkfac.cluster.rendezvous import wait_for_all
 from tfkfac.cluster.stopping import Stopping
 from tfkfac.cluster.watch import Standstill, Watch
 from tfkfac.compat.strategies import ReducingStrategy
+
+Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
+Options: TypeAlias = tf.distribute.experimental.CommunicationOptions
 
 
 class MultiWorkerMirroredStrategy(ReducingStrategy):
@@ -78,12 +82,8 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
 
     def __init__(
         self,
-        cluster_resolver: (
-            tf.distribute.cluster_resolver.ClusterResolver | None
-        ) = None,
-        communication_options: (
-            tf.distribute.experimental.CommunicationOptions | None
-        ) = None,
+        cluster_resolver: Resolver | None = None,
+        communication_options: Options | None = None,
         *,
         start_timeout: float | None = 600.0,
     ) -> None:
@@ -94,34 +94,31 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
         lines = {} if cluster is None else wait_for_all(cluster, start_timeout)
         super().__init__(cluster_resolver, communication_options)
         if cluster is not None and lines:
-            workers = range(len(cluster.addresses))
-            names = [cluster.name(index) for index in workers]
-            channel = Channel(cluster.index, len(workers), lines)
+            size = len(cluster.addresses)
+            names = [cluster.name(index) for index in range(size)]
+            channel = Channel(cluster.index, size, lines)
             self.watch = Watch(cluster, channel)
             self.stopping = Stopping(channel)
             self.standstill = Standstill(names, channel)
             channel.start(self.watch, self.stopping, self.standstill)
 
 
-def _find_cluster(
-    resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
-) -> Cluster | None:
+def _find_cluster(resolver: Resolver | None) -> Cluster | None:
     if resolver is not None:
         return from_resolver(resolver)
     text = os.environ.get("TF_CONFIG", "")
     cluster = read_tf_config(text)
     if not text or (cluster is not None and len(cluster.addresses) == 1):
         reason = "names one worker" if text else "is not set"
-        print(
-            f"tfkfac: TF_CONFIG {reason}: this process trains alone.",
-            file=sys.stderr,
-        )
+        _say(f"TF_CONFIG {reason}: this process trains alone.")
     return cluster
 
 
-def _apart_if_evaluator(
-    resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
-) -> tf.distribute.cluster_resolver.ClusterResolver | None:
+def _say(text: str) -> None:
+    print(f"tfkfac: {text}", file=sys.stderr)
+
+
+def _apart_if_evaluator(resolver: Resolver | None) -> Resolver | None:
     """An evaluator's resolver without the workers.
 
     With them TensorFlow ends the evaluator's collectives when one is gone.
@@ -129,10 +126,9 @@ def _apart_if_evaluator(
     own = resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if own.task_type != EVALUATOR:
         return resolver
-    print(
-        "tfkfac: this process is an evaluator: it takes no part in the "
-        "workers' training and trains alone.",
-        file=sys.stderr,
+    _say(
+        "this process is an evaluator: it takes no part in the workers' "
+        "training and trains alone."
     )
     apart = copy.copy(own)
     apart.cluster_spec = functools.partial(tf.train.ClusterSpec, {})
@@ -140,23 +136,17 @@ def _apart_if_evaluator(
 
 
 def _check_timeout(timeout: float | None) -> None:
-    if timeout is None:
-        return
-    if not is_number(timeout):
-        raise TypeError(
-            "Argument `start_timeout` must be a number of seconds or None. "
-            f"Received: start_timeout={timeout} (of type {type(timeout)})"
-        )
-    if not timeout > 0:
-        raise ValueError(
-            "Argument `start_timeout` must be above 0. "
-            f"Received: start_timeout={timeout}"
-        )
+    message = (
+        "Argument `start_timeout` must be a number of seconds above 0 or None. "
+        f"Received: start_timeout={timeout!r} (of type {type(timeout)})"
+    )
+    if timeout is not None and not is_number(timeout):
+        raise TypeError(message)
+    if timeout is not None and not timeout > 0:
+        raise ValueError(message)
 
 
-def _warn_of_threads(
-    options: tf.distribute.experimental.CommunicationOptions | None,
-) -> None:
+def _warn_of_threads(options: Options | None) -> None:
     if options is not None and options.timeout_seconds:
         warnings.warn(
             "`CommunicationOptions(timeout_seconds=...)` makes TensorFlow 2.21 "

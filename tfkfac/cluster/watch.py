@@ -19,13 +19,13 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any
 
 import tensorflow as tf
+from typing_extensions import override
 
-from tfkfac.cluster.channel import BYE, LOST, Channel, Message
+from tfkfac.cluster.channel import BYE, LOST, Channel, Listener, Message
 from tfkfac.cluster.config import Cluster
 from tfkfac.compat.strategies import abort_collectives, local_devices
 
@@ -49,28 +49,23 @@ class WorkerFailedError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _News:
-    """The end of another worker, or of its `fit`.
+    """The end of another worker, or of its `fit`, as this worker heard of it.
 
     Attributes:
         text: The event, in words.
         fit: The number of the `fit` that it has left, if it goes on itself.
-        when: The time at which this worker heard of it.
         is_fault: True if it is printed even where nobody waits for it.
+        when: The time.
     """
 
     text: str
     fit: int | None
-    when: float
     is_fault: bool
+    when: float
 
 
-class Watch:
-    """Ends the collectives of a job that has lost a worker.
-
-    Args:
-        cluster: The workers.
-        channel: Their messages.
-    """
+class Watch(Listener):
+    """Ends the collectives of a job that has lost a worker."""
 
     def __init__(self, cluster: Cluster, channel: Channel) -> None:
         self._cluster = cluster
@@ -80,7 +75,7 @@ class Watch:
         self._cause: str | None = None
         self._fits = 0
         self._since: float | None = None  # when the present `fit` has begun
-        sys.excepthook = _telling(self, sys.excepthook)
+        self._hook, sys.excepthook = sys.excepthook, self._uncaught
 
     # ------------------------------------------------------- this worker's fate
     @contextlib.contextmanager
@@ -112,13 +107,20 @@ class Watch:
     def tell(self, error: BaseException, fit: int | None = None) -> None:
         """Tells the others that this worker has failed.
 
-        Args:
-            error: The exception.
-            fit: The number of the `fit` that it leaves; None is the end of
-                the process.
+        It leaves the `fit` of a number; None is the end of the process.
         """
         if not isinstance(error, WorkerFailedError):
             self._channel.say({"failed": describe(error), "fit": fit})
+
+    def _uncaught(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        """Tells of an exception that ends this process, and shows it."""
+        self.tell(error)
+        self._hook(kind, error, trace)
 
     def _explain(self, error: BaseException) -> str | None:
         """The cause of a failed collective; None for any other error."""
@@ -126,54 +128,50 @@ class Watch:
             return None
         with self._heard:
             self._heard.wait_for(lambda: self._cause or self._news, _GRACE)
-            if self._cause is None and self._news:
-                return self._news[0].text
-            return self._cause
+            heard = [news.text for news in self._news]
+            return self._cause or next(iter(heard), None)
 
     # ------------------------------------------------------ that of the others
+    @override
     def hear(self, sender: int, message: Message) -> None:
-        """Takes a message of a worker."""
         if sender == self._channel.index:
             return
-        name = self._cluster.name(sender)
         if "failed" in message:
-            self._add(f"{name} has failed: {message['failed']}", message["fit"])
+            what = f"has failed: {message['failed']}"
         elif message == LOST:
-            self._add(
-                f"{name} is gone without a word: it was killed, or its machine "
-                "or the network is down."
+            what = (
+                "is gone without a word: it was killed, or its machine or the "
+                "network is down."
             )
         elif message == BYE:
-            self._add(f"{name} has ended.", is_fault=False)
-
-    def _add(
-        self, text: str, fit: int | None = None, is_fault: bool = True
-    ) -> None:
+            what = "has ended."
+        else:
+            return
+        text, now = f"{self._cluster.name(sender)} {what}", time.monotonic()
+        news = _News(text, message.get("fit"), message != BYE, now)
         with self._heard:
-            self._news.append(_News(text, fit, time.monotonic(), is_fault))
+            self._news.append(news)
             self._heard.notify_all()
 
+    @override
     def tick(self) -> None:
         """Aborts collectives in which this worker waits in vain."""
         with self._heard:
             if self._cause is not None:
                 return
             self._news = [one for one in self._news if not self._is_past(one)]
-            due = [one for one in self._news if self._is_due(one)]
-            if not due:
+            due = next((one for one in self._news if self._is_due(one)), None)
+            if due is None:
                 return
-            self._cause = due[0].text
-        if due[0].is_fault:
+            self._cause = due.text
+        if due.is_fault:
             print(f"tfkfac: {self._cause}", file=sys.stderr, flush=True)
         abort_collectives(self._cause)
 
     def _is_past(self, news: _News) -> bool:
         """True if a worker has left a `fit` that this one has left, too."""
-        if news.fit is None:
-            return False
-        return self._fits > news.fit or (
-            self._fits == news.fit and self._since is None
-        )
+        left = self._fits if self._since is None else self._fits - 1
+        return news.fit is not None and left >= news.fit
 
     def _is_due(self, news: _News) -> bool:
         start = news.when
@@ -204,28 +202,9 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:_LONGEST_CAUSE]
 
 
-def _telling(watch: Watch, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook for uncaught exceptions that tells of them first."""
-
-    def tell(
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
-    ) -> None:
-        watch.tell(error)
-        hook(kind, error, trace)
-
-    return tell
-
-
 # -------------------------------------------------------------- standstill
-class Standstill:
-    """Prints where all workers are when no step ends: the first one asks.
-
-    Args:
-        names: The names of the workers in messages.
-        channel: Their messages.
-    """
+class Standstill(Listener):
+    """Prints where all workers are when no step ends: the first one asks."""
 
     def __init__(self, names: Sequence[str], channel: Channel) -> None:
         self._names = names
@@ -249,6 +228,7 @@ class Standstill:
         self._moved = time.monotonic()
         self._patience = _LONG
 
+    @override
     def tick(self) -> None:
         """Asks when no step has ended for long; prints the answers."""
         now, moved = time.monotonic(), self._moved
@@ -256,19 +236,17 @@ class Standstill:
             if now > self._asked + _ANSWER:
                 self._asked = None
                 self._tell()
-        elif (
-            self._channel.index == 0
-            and moved is not None
-            and now > moved + self._patience
-        ):
+            return
+        is_late = moved is not None and now > moved + self._patience
+        if is_late and self._channel.index == 0:
             self._asked = now
             self._places = {}
             self._channel.say({"where": True})
 
+    @override
     def hear(self, sender: int, message: Message) -> None:
-        """Takes a message of a worker."""
         if "where" in message:
-            self._channel.report({"place": place()})
+            self._channel.say({"place": place()})
         elif "place" in message:
             self._places[sender] = message["place"]
 

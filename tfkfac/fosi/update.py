@@ -14,7 +14,7 @@ from tfkfac.distributed.collectives import Communicator
 from tfkfac.fosi.layouts import Split, finite_or_nothing
 from tfkfac.fosi.schedule import NewtonRate
 from tfkfac.fosi.subspace import State
-from tfkfac.training.guards import count_events
+from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step, Update, places_of
 
@@ -68,9 +68,9 @@ def adopt(
     assert subspace is not None
     # The same bits on every replica, so all take the same branch.
     finite = tf.reduce_all(tf.math.is_finite(values))
-    count_events(
-        [tf.logical_not(finite)],
-        [state.failures],
+    count_each(
+        tf.logical_not(finite),
+        state.failures,
         [job.name],
         "an estimation of curvature is not finite and left out.",
     )
@@ -207,9 +207,9 @@ class SplitUpdate:
 
     def _drop(self, wrong: tf.Tensor) -> None:
         """Drops directions that cannot be right."""
-        count_events(
-            [wrong],
-            [self.state.forgotten],
+        count_each(
+            wrong,
+            self.state.forgotten,
             [self.step.job.name],
             "the directions of curvature are not orthonormal or not finite; "
             "they are dropped, and sought anew.",

@@ -46,7 +46,7 @@ from tfkfac.saving.slots import Slots, planned
 from tfkfac.shell.arguments import Argument
 from tfkfac.shell.method import Method
 from tfkfac.shell.tables import bytes_text, table
-from tfkfac.training.guards import count_events
+from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step, Update, places_of
 
@@ -93,9 +93,9 @@ class State(Slots):
         self.previous.assign(found.change)
         self.tries.assign_add(tf.cast(found.tries, tf.int64))
         self.settled.assign_add(tf.cast(found.settled, tf.int64))
-        count_events(
-            [~(found.accepted | found.settled)],
-            [self.rejected],
+        count_each(
+            ~(found.accepted | found.settled),
+            self.rejected,
             [name],
             "a step is rejected, no damping tried has lowered the loss; the "
             "weights stay.",

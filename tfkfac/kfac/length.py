@@ -14,7 +14,7 @@ from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.arguments import Hyperparameter, Schedule, Settings
 from tfkfac.training.accumulation import names_of
-from tfkfac.training.guards import count_events
+from tfkfac.training.guards import count_each
 
 
 class Clip(NamedTuple):
@@ -310,9 +310,9 @@ class AdaptiveDamping(Slots):
         )
         self.again.assign(tf.cast(~accepted, tf.int64))
         self.trusted.assign(tf.where(accepted, expected, self.trusted))
-        count_events(
-            [~accepted],
-            [self.rejected],
+        count_each(
+            ~accepted,
+            self.rejected,
             [name],
             "a step is rejected, it would raise the loss; the damping grows.",
         )
@@ -371,9 +371,9 @@ class StepReport(Slots):
         clipped = tf.logical_and(early, clip.factor < _LITTLE)
         self.clipped.assign_add(tf.cast(clipped, tf.int64))
         ruled = tf.equal(self.steps, _FIRST) & (self.clipped >= _MANY)
-        count_events(
-            [ruled],
-            [self.hints],
+        count_each(
+            ruled,
+            self.hints,
             [name],
             f"kl_clip has left less than {_LITTLE:.0%} of half of the first "
             f"{_FIRST} steps. Are the model's inputs normalised? If they "
@@ -391,9 +391,9 @@ class StepReport(Slots):
         """Notes whether the loss looks like a sum that is taken for a mean."""
         if summed is None:
             return
-        count_events(
-            [summed],
-            [self.sums],
+        count_each(
+            summed,
+            self.sums,
             [name],
             "the loss looks like the sum over the examples, but is taken for "
             "their mean, which makes steps too short. Divide it by their "

@@ -38,7 +38,7 @@ from tfkfac.kfac.precondition import Preconditioned, put_back
 from tfkfac.linalg.tensors import select
 from tfkfac.loss.batch import find_call, replay_loss
 from tfkfac.loss.terms import LossTerms
-from tfkfac.training.guards import count_events
+from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step, places_of
 
 # Directions of less curvature than this, relative to the largest, are one.
@@ -156,9 +156,9 @@ def quadratic_step(
     proposal = propose(
         step, made, sample.part(part, job.model.name), previous, damping
     )
-    count_events(
-        [~proposal.is_finite],
-        [state.report.lost],
+    count_each(
+        ~proposal.is_finite,
+        state.report.lost,
         [job.name],
         "the quadratic model of a step is not finite, the weights stay.",
     )

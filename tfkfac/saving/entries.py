@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -37,28 +37,20 @@ class Spread(enum.Enum):
         return self in (Spread.PARTIAL, Spread.EACH)
 
 
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """Place of a replica's part in a whole array.
+class Region(NamedTuple):
+    """Place of a replica's part: shape of the whole, index of the beginning.
 
     Elements of a part beyond the end of the whole are zero.
-
-    Attributes:
-        whole: Shape of the whole.
-        start: Index of the first element.
     """
 
     whole: tuple[int, ...]
     start: tuple[int, ...]
 
     def cut(self, whole: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns a replica's part, of a shape."""
+        """A replica's part, of a shape."""
         own = whole[self._slices(shape)]
-        missing = [
-            (0, size - have)
-            for size, have in zip(shape, own.shape, strict=True)
-        ]
-        return np.pad(own, missing)
+        missing = np.subtract(shape, own.shape)
+        return np.pad(own, [(0, size) for size in missing])
 
     def put(self, whole: np.ndarray, part: np.ndarray) -> None:
         """Writes a replica's part into the whole."""
@@ -128,30 +120,20 @@ class Entry:
     def own(self, value: np.ndarray, rank: int, replicas: int) -> np.ndarray:
         """The value of one replica, from the array of a file.
 
-        Sums of another number of replicas are added up anew; of numbers that
-        each replica had for itself, all get the largest.
-
-        Args:
-            value: The array, of `shape`, or one of that of each replica.
-            rank: The replica.
-            replicas: Number of replicas of the job.
+        That is of `shape`, or stacked by replica. Sums of another number of
+        replicas are added up anew; of numbers that each replica had for
+        itself, all get the largest.
         """
-        if value.ndim > len(self.shape):
-            value = self._of_each(value, rank, replicas)
-        elif self.spread is Spread.PARTIAL and rank > 0:
-            value = np.zeros_like(value)
+        is_sum = self.spread is Spread.PARTIAL
+        if value.ndim <= len(self.shape):
+            value = np.zeros_like(value) if is_sum and rank > 0 else value
+        elif self.spread.is_stacked and len(value) == replicas:
+            value = value[rank]
+        else:
+            value = value[rank::replicas].sum(0) if is_sum else value.max(0)
         if self.region is None:
-            return value
+            return np.asarray(value)
         return self.region.cut(value, tuple(self.variable.shape))
-
-    def _of_each(
-        self, values: np.ndarray, rank: int, replicas: int
-    ) -> np.ndarray:
-        if self.spread.is_stacked and len(values) == replicas:
-            return np.asarray(values[rank])
-        if self.spread is Spread.PARTIAL:
-            return np.asarray(values[rank::replicas].sum(0))
-        return np.asarray(values.max(0))
 
     def fault(self, value: np.ndarray) -> str | None:
         """The fault of an array from a file, in words; None if it is valid."""
@@ -188,16 +170,10 @@ class Contents:
     idle: frozenset[str] = frozenset()
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The variable of an entry on one replica, without its value.
 
-    Attributes:
-        key: Name of the entry in a file.
-        shape: Shape of the variable.
-        dtype: Name of its dtype.
-        is_stacked: True if a file has it of each replica.
-        region: Its place in the whole; None is the whole.
+    A file has a stacked one of each replica.
     """
 
     key: str
@@ -216,16 +192,11 @@ class Piece:
         stacked = entry.spread.is_stacked
         return cls(entry.key, shape, dtype, stacked, entry.region)
 
-    def to_json(self) -> list[Any]:
-        """The piece as something that JSON can hold."""
-        region = self.region and [self.region.whole, self.region.start]
-        return [self.key, self.shape, self.dtype, self.is_stacked, region]
-
     @classmethod
     def from_json(cls, fields: list[Any]) -> "Piece":
-        """Inverse of `to_json`."""
+        """A piece of what JSON, which knows no tuples, has made of one."""
         key, shape, dtype, stacked, region = fields
-        place = region and Region(tuple(region[0]), tuple(region[1]))
+        place = region and Region(*map(tuple, region))
         return cls(key, tuple(shape), dtype, stacked, place)
 
 
@@ -250,17 +221,9 @@ def join(
     values: Mapping[int, np.ndarray],
     replicas: int,
 ) -> np.ndarray:
-    """Puts an entry together.
+    """Puts an entry together, from the values that `ranks_to_join` names.
 
-    Args:
-        key: Its name in a file.
-        pieces: The pieces of each replica.
-        values: The values on the replicas that `ranks_to_join` names.
-        replicas: Number of replicas of the job.
-
-    Returns:
-        The whole. Stacked entries are stacked by rank, unless there is one
-        replica only.
+    Stacked entries are stacked by rank, unless there is one replica only.
     """
     first, value = next(iter(values.items()))
     piece = pieces[first][key]
@@ -286,14 +249,13 @@ def split_key(key: str) -> tuple[str, str, str]:
 
 
 def kind_of(dtype: np.dtype) -> str:
-    """Kind of a dtype: `f`, `i`, `b`, or NumPy's own for others.
+    """NumPy's kind of a dtype, but `i` for unsigned integers too.
 
     NumPy knows bfloat16 as some bytes.
     """
-    known = {"f": "f", "i": "i", "u": "i", "b": "b"}
-    return (
-        "f" if dtype.name == "bfloat16" else known.get(dtype.kind, dtype.kind)
-    )
+    if dtype.name == "bfloat16":
+        return "f"
+    return "i" if dtype.kind == "u" else dtype.kind
 
 
 def storable(value: np.ndarray) -> np.ndarray:

@@ -17,9 +17,7 @@ _planned = contextvars.ContextVar("planned", default=False)
 class Slots(Tracked):
     """A part of the state of a replica, of tensors that `slot` declares.
 
-    Args:
-        name: Its name.
-        **common: Fields of `Entry` that its slots have in common.
+    Its slots may have fields of their `Entry` in common.
     """
 
     def __init__(self, name: str, **common: Any) -> None:
@@ -37,14 +35,9 @@ class Slots(Tracked):
     ) -> tf.Variable:
         """Declares a tensor of the state, and creates its variable.
 
-        Args:
-            name: Its name in files.
-            shape: Its shape.
-            dtype: Its dtype.
-            value: What each of its elements is at the start, or a function
-                that makes all of them.
-            saved: Whether files have it.
-            **fields: Other fields of its `Entry`.
+        Each of its elements is the value at the start, or a function makes all
+        of them. Only a saved one is in files, by its name, with some fields
+        of its own in its `Entry`.
         """
         declared, dtype = self._declared, tf.as_dtype(dtype)
         declared.bytes += math.prod(shape) * dtype.size

@@ -30,6 +30,8 @@ _EARLIER = re.compile(
     r"(\d{5}|replicated|owned|partial|elements|directions):[^:]*:.*", re.DOTALL
 )
 _FORM = re.compile(r"[^:]+:[^:]+:.*", re.DOTALL)
+# The number of an automatic name is its end.
+_NAME = re.compile(r"(.*?)(?:_(\d+))?", re.DOTALL)
 # Layer path and part, then entries by name.
 Named = dict[tuple[str, str], dict[str, Any]]
 
@@ -39,13 +41,7 @@ def save_state(
     entries: Mapping[int, Sequence[Entry]],
     replicas: int,
 ) -> None:
-    """Writes variables into a Keras store.
-
-    Args:
-        store: The store of the optimizer.
-        entries: The variables of each replica of this process, by rank.
-        replicas: Number of replicas of the job.
-    """
+    """Writes the variables of each replica of this process, by rank."""
     pieces: Pieces = {
         rank: {entry.key: Piece.of(entry) for entry in own}
         for rank, own in entries.items()
@@ -91,13 +87,7 @@ class Saved:
 
     Layers of a subclassed model get new automatic names (`dense_1` for
     `dense`) each time it is created; paths that differ in such numbers only
-    are matched in the order of the numbers.
-
-    Args:
-        store: The store of the optimizer, as `save_state` left it.
-
-    Attributes:
-        parts: The optional parts that it has.
+    are matched in the order of the numbers. `parts` are the optional ones.
     """
 
     def __init__(self, store: Mapping[str, Any]) -> None:
@@ -112,12 +102,7 @@ class Saved:
     def match(
         self, layers: Iterable[str], parts: set[str], optimizer: str
     ) -> None:
-        """Finds the layers of the model.
-
-        Args:
-            layers: Their paths.
-            parts: The parts that the model has too.
-            optimizer: The optimizer's name, for messages.
+        """Finds the layers of the model, for the parts that it has too.
 
         Raises:
             ValueError: If there are others in the file.
@@ -125,14 +110,18 @@ class Saved:
         used = {STATE, *parts}
         saved = {layer for layer, part in self._keys if part in used}
         expected = set(layers)
-        paths = match_paths(sorted(saved), sorted(expected))
-        if paths is None:
+        theirs, ours = (
+            sorted((*_names_and_numbers(path), path) for path in paths)
+            for paths in (saved, expected)
+        )
+        if [names for names, *_ in theirs] != [names for names, *_ in ours]:
             raise ValueError(
                 f"The saved state of optimizer '{optimizer}' is of other "
                 f"layers. Only in the file: {sorted(saved - expected)}. "
                 f"Only in the model: {sorted(expected - saved)}."
             )
-        self._paths = paths
+        pairs = zip(ours, theirs, strict=True)
+        self._paths = {own: their for (*_, own), (*_, their) in pairs}
 
     def read(self, entry: Entry) -> np.ndarray:
         """The array of the file for an entry.
@@ -176,11 +165,7 @@ def load_state(
 ) -> None:
     """Assigns the arrays of a file to variables; to all of them or none.
 
-    Args:
-        saved: The state in the file.
-        entries: The variables of each replica of this process, by rank.
-        replicas: Number of replicas of the job.
-        optimizer: The optimizer's name, for messages.
+    The entries are those of each replica of this process, by rank.
 
     Raises:
         ValueError: If an entry is missing, has another shape or dtype, or
@@ -209,27 +194,8 @@ def _describe(layer: str, faults: Mapping[str, str]) -> str:
     return f"layer '{layer}': {', '.join(texts)}"
 
 
-def match_paths(
-    saved: Sequence[str], expected: Sequence[str]
-) -> dict[str, str] | None:
-    """The path in the file of each path of the model; None if they differ."""
-    if saved == expected:
-        return dict(zip(expected, expected, strict=True))
-    theirs, ours = (
-        sorted(paths, key=lambda p: (_plain(p), _numbers(p)))
-        for paths in (saved, expected)
-    )
-    if [_plain(p) for p in theirs] != [_plain(p) for p in ours]:
-        return None
-    return dict(zip(ours, theirs, strict=True))
-
-
-def _plain(path: str) -> str:
-    """A path without the numbers of automatic names."""
-    return "/".join(re.sub(r"_\d+$", "", name) for name in path.split("/"))
-
-
-def _numbers(path: str) -> tuple[int, ...]:
-    """The numbers of automatic names in a path; a first one has none."""
-    found = [re.search(r"_(\d+)$", name) for name in path.split("/")]
-    return tuple(int(match[1]) if match else 0 for match in found)
+def _names_and_numbers(path: str) -> tuple[list[str], list[int]]:
+    """A path's names without automatic numbers, and these; a first has none."""
+    found = [_NAME.fullmatch(name) for name in path.split("/")]
+    matches = [match for match in found if match is not None]
+    return [m[1] for m in matches], [int(m[2] or 0) for m in matches]

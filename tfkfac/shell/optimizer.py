@@ -285,7 +285,7 @@ class SecondOrderOptimizer(KerasOptimizer):
         job = self._bound_job()
         batch = LossTap.open(job.model).take_last(LossBatch())
         before = BeforeTap.open(job.model).take_last([])
-        step = Step(job, grads, variables, batch, job.group(), before)
+        step = Step(job, list(grads), variables, batch, job.group(), before)
         job.together(lambda: self._method.run(step))
         MetricsTap.open(job.model).note(job.own(job.streaks).left_out)
         if tf.executing_eagerly():

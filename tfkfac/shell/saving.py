@@ -255,7 +255,7 @@ def exchange_pieces(
 ) -> dict[int, dict[str, Piece]]:
     """Pieces of every replica of the job, by rank and name in a file."""
     own = {
-        str(rank): [Piece.of(entry).to_json() for entry in of_rank]
+        str(rank): [Piece.of(entry) for entry in of_rank]
         for rank, of_rank in entries.items()
     }
     found: dict[int, dict[str, Piece]] = {}

@@ -1,5 +1,6 @@
 """The duties of an optimizer around the steps of a `fit`."""
 
+import collections
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -30,12 +31,8 @@ class Supervision(keras.callbacks.Callback):
       it. In XLA, where nothing can be printed, that is the only word of it.
 
     When all callbacks have begun, which `last` hears, it tells the method the
-    length of the run and compares where the workers are.
-
-    Args:
-        optimizer: The optimizer.
-        callbacks: The callbacks of the user.
-        initial_epoch: The argument of `fit`.
+    length of the run and compares where the workers are. `callbacks` are those
+    of the user, `initial_epoch` is the argument of `fit`.
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class Supervision(keras.callbacks.Callback):
         self._initial_epoch = initial_epoch
         self._standstill: Standstill | None = None
         self._is_alone = True
-        self._frequencies: set[str | int] = set()
+        self._frequencies: set[str | int | None] = set()
         self._batches = 0
         self._events: dict[str, int] = {}
 
@@ -96,14 +93,12 @@ class Supervision(keras.callbacks.Callback):
 
     @override
     def on_train_end(self, logs: Any = None) -> None:
-        new = [
-            f"{text}: {count - self._events.get(text, 0)}"
-            for text, count in self._optimizer.events().items()
-            if count > self._events.get(text, 0)
-        ]
+        before = collections.Counter(self._events)
+        new = collections.Counter(self._optimizer.events()) - before
         if new:
-            text = f"tfkfac: {self._optimizer.name} in this fit: "
-            print(text + "; ".join(new), file=sys.stderr)
+            said = "; ".join(f"{text}: {n}" for text, n in new.items())
+            name = self._optimizer.name
+            print(f"tfkfac: {name} in this fit: {said}", file=sys.stderr)
 
     def _exchange_frequencies(self) -> None:
         """Learns when a callback of any worker saves."""
@@ -116,10 +111,7 @@ class Supervision(keras.callbacks.Callback):
             if getattr(one, "is_collective", False)
         ]
         everybody = exchange(
-            {
-                "save_freq": [freq for freq in own if freq is not None],
-                "callbacks": collective,
-            },
+            {"save_freq": own, "callbacks": collective},
             self._optimizer.method.job.among_processes("callbacks"),
         )
         self._frequencies = {f for one in everybody for f in one["save_freq"]}

@@ -35,9 +35,7 @@ def compare_beginnings(
 ) -> None:
     """Compares the workers before the first epoch; all of them call it.
 
-    Args:
-        optimizer: The optimizer.
-        run: The epochs and steps that `fit` is to do.
+    The run is the epochs and steps that `fit` is to do.
 
     Raises:
         ValueError: On all of them, if they differ.
@@ -66,11 +64,9 @@ def compare_bits(optimizer: SecondOrderOptimizer) -> None:
         group = job.among_processes("comparison")
         rows = group.all_gather(tf.constant(own, tf.int64)).numpy()
     paths = [variable.path for variable in variables]
+    sums = [[f"{number:08x}" for number in row] for row in rows]
     differences = find_differences(
-        [
-            {p: f"{n:08x}" for p, n in zip(paths, row, strict=True)}
-            for row in rows
-        ]
+        [dict(zip(paths, row, strict=True)) for row in sums]
     )
     if differences:
         raise RuntimeError(

@@ -41,7 +41,6 @@ def _after_compile(model: keras.Model) -> None:
     optimizer = ours(getattr(model, "optimizer", None))
     overrides = _watch(model, optimizer)
     if optimizer is not None:
-        overrides += _check_batches(model, optimizer)
         overrides += _carry_state(model, optimizer)
     if overrides:
         # Not a list, in which Keras would look for layers to save.
@@ -53,7 +52,7 @@ def _after_compile(model: keras.Model) -> None:
 def _watch(
     model: keras.Model, optimizer: SecondOrderOptimizer | None
 ) -> list[Override]:
-    """Surroundings of `fit` and `evaluate`.
+    """Surroundings of `fit`, `evaluate` and `train_on_batch`.
 
     Under a strategy of ours other workers learn if one of them fails, and the
     reverse, whatever the optimizer.
@@ -84,27 +83,22 @@ def _watch(
         with watched():
             return below(*args, **kwargs)
 
+    def train_on_batch(
+        below: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        result = below(*args, **kwargs)
+        if optimizer is not None:
+            optimizer.check_skipped_steps()
+        return result
+
     found = []
     if watch is not None:
         found.append(override(model, "evaluate", evaluate))
     if watch is not None or optimizer is not None:
         found.append(around_fit(model, within))
+    if optimizer is not None:
+        found.append(override(model, "train_on_batch", train_on_batch))
     return found
-
-
-def _check_batches(
-    model: keras.Model, optimizer: SecondOrderOptimizer
-) -> list[Override]:
-    """The end of too many skipped steps, in `train_on_batch`."""
-
-    def train_on_batch(
-        below: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        result = below(*args, **kwargs)
-        optimizer.check_skipped_steps()
-        return result
-
-    return [override(model, "train_on_batch", train_on_batch)]
 
 
 def _carry_state(

@@ -6,10 +6,10 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.walk import walk
-from tfkfac.compat.graphs import Tracked, state_variable, zeros_variable
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.loss.shares import LossMeasure, weighted
-from tfkfac.saving.entries import Entry, Spread
+from tfkfac.saving.entries import Spread
+from tfkfac.saving.slots import Slots
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step
 
@@ -17,40 +17,46 @@ from tfkfac.training.step import Step
 PENDING = "pending"
 
 
-class Accumulation(Tracked):
-    """Adds up the gradients of one replica's micro-batches.
+class Accumulation(Slots):
+    """Sums of the gradients of one replica's micro-batches.
 
-    The micro-batches are one batch in pieces: what they come to is the
-    gradient of the mean over the terms of all of them, or of the sum if the
-    loss is one.
-
-    Args:
-        steps: Number of micro-batches.
-        job: The job, whose model's weights may have gradients.
+    The `steps` micro-batches are one batch in pieces: what they come to is
+    the gradient of the mean over the terms of all of them, or of the sum if
+    the loss is one.
     """
 
     def __init__(self, steps: int, job: Job) -> None:
-        super().__init__(name="accumulation")
-        variables = job.model.trainable_variables
+        super().__init__("accumulation", part=PENDING)
         self._steps = steps
-        self._names = names_of(job.model)
+        weights = job.model.trainable_variables
         self.sums = [
-            zeros_variable(v.shape, v.dtype, "gradient_sum") for v in variables
+            self.slot(
+                f"gradient_sum_{name}",
+                weight.shape,
+                weight.dtype,
+                layer=path,
+                spread=Spread.PARTIAL,
+                is_finite=False,
+            )
+            for weight, (path, name) in zip(
+                weights, names_of(job.model), strict=True
+            )
         ]
-        self.count = state_variable(0, "int64", "micro_batches")
+        self.count = self.slot("micro_batches")
         # Of terms, and of what the gradients have been multiplied by.
-        self.terms = state_variable(0, "float64", "terms")
-        self.weight = state_variable(0, "float64", "weight")
+        self.terms = self.slot("terms", dtype="float64")
+        self.weight = self.slot("weight", dtype="float64")
 
     def add(self, step: Step) -> None:
         """Adds a micro-batch, whose gradients have been weighed."""
-        weight = self._weight(step.loss)
+        terms = _terms(step.loss)
+        weight = tf.where(step.loss.summed, tf.ones_like(terms), terms)
         sums = self._sums_of(step)
         for own, gradient in zip(sums, step.gradients, strict=True):
             if gradient is not None:
                 dense = tf.cast(tf.convert_to_tensor(gradient), own.dtype)
                 own.assign_add(weighted(dense, weight))
-        self.terms.assign_add(self._terms(step.loss))
+        self.terms.assign_add(terms)
         self.weight.assign_add(weight)
         self.count.assign_add(1)
 
@@ -60,8 +66,8 @@ class Accumulation(Tracked):
 
     def merged(self, step: Step) -> Step:
         """The step of all micro-batches, in the place of the last one's."""
-        one = tf.ones_like(self.weight)
-        norm = tf.where(step.loss.summed, one, self.weight)
+        loss = step.loss
+        norm = tf.where(loss.summed, tf.ones_like(self.weight), self.weight)
         gradients = [
             None
             if gradient is None
@@ -70,23 +76,16 @@ class Accumulation(Tracked):
                 self._sums_of(step), step.gradients, strict=True
             )
         ]
-        loss = step.loss
+        # The unit of a sum is in proportion to its terms.
+        more = tf.math.divide_no_nan(
+            tf.convert_to_tensor(self.terms), _terms(loss)
+        )
+        unit = tf.where(loss.summed, loss.unit * more, loss.unit)
         measure = LossMeasure(
-            loss.terms,
-            loss.row_scale,
-            self._unit(loss),
-            loss.summed,
-            loss.total,
+            loss.terms, loss.row_scale, unit, loss.summed, loss.total
         )
         batch = dataclasses.replace(step.batch, measure=measure)
-        return Step(
-            step.job,
-            gradients,
-            step.variables,
-            batch,
-            step.group,
-            step.before,
-        )
+        return dataclasses.replace(step, gradients=gradients, batch=batch)
 
     def _sums_of(self, step: Step) -> list[tf.Variable]:
         """The sums of the variables of a step, in their order."""
@@ -98,46 +97,9 @@ class Accumulation(Tracked):
         }
         return [sums[variable_key(inner, v)] for v in step.variables]
 
-    def reset(self) -> None:
-        """Forgets what has been added."""
-        for variable in (*self.sums, self.count, self.terms, self.weight):
-            variable.assign(tf.zeros_like(variable))
 
-    def entries(self) -> list[Entry]:
-        """All variables to save."""
-        named = [
-            Entry(
-                path,
-                f"gradient_sum_{name}",
-                own,
-                Spread.PARTIAL,
-                PENDING,
-                is_finite=False,
-            )
-            for (path, name), own in zip(self._names, self.sums, strict=True)
-        ]
-        counts = {
-            "micro_batches": self.count,
-            "terms": self.terms,
-            "weight": self.weight,
-        }
-        return named + [
-            Entry("", name, v, part=PENDING) for name, v in counts.items()
-        ]
-
-    def _unit(self, loss: LossMeasure) -> tf.Tensor:
-        """The unit of the whole; a sum's is in proportion to its terms."""
-        more = tf.math.divide_no_nan(
-            tf.convert_to_tensor(self.terms), self._terms(loss)
-        )
-        return tf.where(loss.summed, loss.unit * more, loss.unit)
-
-    def _terms(self, loss: LossMeasure) -> tf.Tensor:
-        one = tf.ones_like(loss.unit)
-        return one if loss.total is None else loss.total
-
-    def _weight(self, loss: LossMeasure) -> tf.Tensor:
-        return tf.where(loss.summed, tf.ones_like(loss.unit), self._terms(loss))
+def _terms(loss: LossMeasure) -> tf.Tensor:
+    return tf.ones_like(loss.unit) if loss.total is None else loss.total
 
 
 def names_of(model: keras.Model) -> list[tuple[str, str]]:

@@ -28,52 +28,29 @@ from tfkfac.compat.graphs import in_xla, state_variable
 from tfkfac.loss.terms import LossTerms
 
 
-def count_events(
-    happened: Sequence[tf.Tensor],
-    counters: Sequence[tf.Variable],
-    names: Sequence[str],
-    message: str,
-) -> None:
-    """Counts things that should not happen and reports the first of each.
-
-    XLA, which Keras compiles a step with on a GPU, knows no strings and cannot
-    print: what it compiles only counts.
-
-    Args:
-        happened: A scalar bool for each name.
-        counters: An integer variable for each name.
-        names: What it happened to.
-        message: What to say of the names on standard error.
-    """
-    if not names:
-        return
-    flags, counts = tf.stack(list(happened)), tf.stack(list(counters))
-    _report(tf.logical_and(flags, tf.equal(counts, 0)), names, message)
-    for flag, counter in zip(happened, counters, strict=True):
-        counter.assign_add(tf.cast(flag, counter.dtype))
-
-
 def count_each(
     happened: tf.Tensor,
     counter: tf.Variable,
     names: Sequence[str],
     message: str,
 ) -> None:
-    """The same with one bool and one number for each name in a tensor."""
+    """Counts things that should not happen and reports the first of each.
+
+    XLA, which Keras compiles a step with on a GPU, knows no strings and cannot
+    print: what it compiles only counts. There is a bool and a number for each
+    name, or scalars for the only one. The message goes to standard error.
+    """
     if not names:
         return
-    _report(tf.logical_and(happened, tf.equal(counter, 0)), names, message)
+    new = happened & tf.equal(counter, 0)
     counter.assign_add(tf.cast(happened, counter.dtype))
-
-
-def _report(new: tf.Tensor, names: Sequence[str], message: str) -> None:
-    """Prints the names of what has happened for the first time."""
     if in_xla():
         return
 
     def report() -> None:
         texts = tf.constant(list(names)), tf.constant(message)
-        shared_call("report", _print, new, *texts, any_size=True)
+        which = tf.reshape(new, [-1])
+        shared_call("report", _print, which, *texts, any_size=True)
 
     when(tf.reduce_any(new), report)
 
@@ -103,6 +80,7 @@ class Streak:
         self.left_out = state_variable(0, "int64", "left_out")
         self._bad = state_variable(0, "int64", "gradients_not_finite")
         self._first = state_variable(0, "int64", "first_not_finite")
+        self._numbers = self.length, self.left_out, self._bad, self._first
         self.names: tuple[str, ...] = ()
 
     def end(self) -> None:
@@ -111,55 +89,38 @@ class Streak:
         self.left_out.assign(tf.zeros_like(self.left_out))
 
     def extend(self, finite: tf.Tensor) -> None:
-        """Notes a step that is skipped.
-
-        Args:
-            finite: Whether each of the gradients is finite.
-        """
+        """Notes a step that is skipped, by a flag for each gradient."""
         # Of integers a GPU knows neither the sum nor the largest.
-        bad = tf.cast(tf.logical_not(finite), tf.float32)
-        self._lengthen()
-        self._bad.assign(tf.cast(tf.reduce_sum(bad), tf.int64))
+        bad = tf.cast(~finite, tf.float32)
+        self._lengthen(tf.cast(tf.reduce_sum(bad), tf.int64))
         self._first.assign(tf.argmax(bad))
-
-    def _lengthen(self) -> None:
-        self.length.assign_add(1)
-        self.left_out.assign(tf.ones_like(self.left_out))
 
     def overflow(self) -> None:
         """Notes a step that somebody else skips, whose gradients overflow."""
-        self._lengthen()
-        self._bad.assign(tf.zeros_like(self._bad))
+        self._lengthen(tf.zeros_like(self._bad))
+
+    def _lengthen(self, bad: tf.Tensor) -> None:
+        self.length.assign_add(1)
+        self.left_out.assign(tf.ones_like(self.left_out))
+        self._bad.assign(bad)
 
     def told(self) -> tf.Tensor:
         """The streak as float64 numbers, for other replicas."""
-        known = [self.length, self.left_out, self._bad, self._first]
-        return tf.stack([tf.cast(number, tf.float64) for number in known])
+        return tf.stack([tf.cast(n, tf.float64) for n in self._numbers])
 
     def take(self, told: tf.Tensor, names: Sequence[str]) -> None:
-        """Makes it that of another replica.
-
-        Args:
-            told: What that one has told.
-            names: The gradients that are looked at.
-        """
+        """Makes it that of another replica, which has told of it."""
         self.names = tuple(names)
-        known = [self.length, self.left_out, self._bad, self._first]
-        for number, value in zip(known, tf.unstack(told), strict=True):
+        for number, value in zip(self._numbers, tf.unstack(told), strict=True):
             number.assign(tf.cast(value, number.dtype))
 
     def check(self, most: int | None, name: str) -> None:
-        """Raises if it has become too long. Not in graphs.
-
-        Args:
-            most: The length that ends the training; None is none.
-            name: Name of the optimizer.
+        """Ends the training of an optimizer at some length. Not in graphs.
 
         Raises:
-            FloatingPointError: If it has.
+            FloatingPointError: If it has that length.
         """
-        length = 0 if most is None else int(self.length.numpy())
-        if most is None or length < most:
+        if most is None or (length := int(self.length.numpy())) < most:
             return
         raise FloatingPointError(
             f"Optimizer '{name}' has skipped {length} steps in a row "
@@ -190,12 +151,7 @@ def note_batch(
     """Warns when a replica has had no examples for 20 batches.
 
     Keras and TensorFlow go on with empty batches, where the data of one worker
-    ends before that of the others.
-
-    Args:
-        terms: The terms of the losses of this replica's batch.
-        empty: Counts its batches in a row that had none.
-        replica: Its number among all.
+    ends before that of the others. The variable counts such batches in a row.
     """
     count = tf.add_n([loss.count for loss in terms])
     now = tf.where(count > 0, tf.zeros_like(empty), empty + 1)
@@ -222,16 +178,10 @@ _TEXT = re.compile(rf"\[{_SIGN}(.*?)\]$", re.MULTILINE)
 
 
 def refuse(condition: tf.Tensor, message: tf.Tensor) -> tf.Operation:
-    """Ends a step with a message.
+    """Ends a step with a message of one line, if a scalar is true.
 
-    Not where other replicas would wait in a collective.
-
-    Args:
-        condition: Whether to, a scalar.
-        message: Why, a string of one line.
-
-    Returns:
-        What to wait for before anything that is refused.
+    Not where other replicas would wait in a collective. What is returned has
+    to be waited for before anything that is refused.
     """
     text = tf.strings.join([_SIGN, message])
     return tf.debugging.Assert(tf.logical_not(condition), [text])

@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -17,62 +17,72 @@ from tfkfac.loss.batch import LossBatch
 from tfkfac.loss.recognition import Verdict
 from tfkfac.loss.shares import LossScaling
 from tfkfac.loss.terms import LossTerms, mean_over
-from tfkfac.training.guards import Streak, count_events
+from tfkfac.training.guards import Streak, count_each
 
 
-class _Log(NamedTuple):
-    """Counts of one loss on one replica.
+class _Log:
+    """Counts of one loss on one replica, by the likelihoods it could be of."""
 
-    Attributes:
-        loss: Name of the loss.
-        names: The likelihoods that it could be of.
-        counts: Number of steps in which it was each of them.
-        unknown: Number of steps in which it was none.
-        unit: Its unit in the last step.
-    """
+    def __init__(self, loss: str, names: tuple[str, ...]) -> None:
+        self.loss = loss
+        self._names = names
+        self._counts = state_variable([0] * len(names), "int64", "likelihoods")
+        self.unknown = state_variable(0, "int64", "no_likelihood")
+        self._unit = state_variable(1.0, "float64", "unit")
 
-    loss: str
-    names: tuple[str, ...]
-    counts: tf.Variable
-    unknown: tf.Variable
-    unit: tf.Variable
+    def note(self, verdict: Verdict, optimizer: str, instead: str) -> None:
+        """Counts a step."""
+        counted = tf.cast(verdict.is_counted, tf.int64)
+        which = tf.one_hot(verdict.index, len(self._names), dtype=tf.int64)
+        self._counts.assign_add(which * counted)
+        self._unit.assign(verdict.unit)
+        count_each(
+            verdict.is_counted & ~verdict.is_known,
+            self.unknown,
+            [optimizer],
+            f"loss '{self.loss}' is a multiple of no likelihood in this step: "
+            f"{instead}. `tfkfac.register_distribution` declares the "
+            "distribution of a loss.",
+        )
+
+    def line(self) -> str:
+        """One line for `summary`."""
+        counts = zip(self._names, self._counts.numpy(), strict=True)
+        parts = [f"{name} in {n:,} steps" for name, n in counts if n]
+        if unknown := int(self.unknown.numpy()):
+            parts.append(f"no likelihood in {unknown:,} steps")
+        known = ", ".join(parts) or "no step yet"
+        return (
+            f"Loss '{self.loss}' is taken for: {known}; unit "
+            f"{float(self._unit.numpy()):.4g} in the last."
+        )
 
 
 class LossLog:
     """Log of the likelihoods that losses of the user's own have been."""
 
     def __init__(self) -> None:
+        # By replica, and the place and the likelihoods of the loss.
         self._logs: dict[tuple[int, int, tuple[str, ...]], _Log] = {}
 
     def note(
-        self,
-        losses: tuple[LossTerms, ...],
-        rank: int,
-        device: str | None,
-        optimizer: str,
-        instead: str,
+        self, losses: tuple[LossTerms, ...], job: "Job", instead: str
     ) -> None:
-        """Notes a step.
-
-        Args:
-            losses: The terms of its losses, with verdicts.
-            rank: The replica.
-            device: Its device.
-            optimizer: Name of the optimizer.
-            instead: What is done with a loss that is no likelihood.
-        """
+        """Notes a step by the terms of its losses, which have verdicts."""
+        device = job.own(job.topology.devices)
         for place, loss in enumerate(losses):
             if loss.verdict is None or loss.call is None:
                 continue
-            key = rank, place, loss.verdict.names
+            names = loss.verdict.names
+            key = job.rank, place, names
             if key not in self._logs:
                 with tf.init_scope(), tf.device(device):
-                    self._logs[key] = _new_log(loss.call.loss.name, key[2])
-            _note(self._logs[key], loss.verdict, optimizer, instead)
+                    self._logs[key] = _Log(loss.call.loss.name, names)
+            self._logs[key].note(loss.verdict, job.name, instead)
 
     def lines(self) -> list[str]:
         """Lines for `summary`."""
-        return [_text(log) for log in self._of_first()]
+        return [log.line() for log in self._of_first()]
 
     def events(self) -> list[tuple[str, tf.Variable]]:
         """Steps in which a loss was of no likelihood."""
@@ -91,44 +101,6 @@ class LossLog:
         return [log for (rank, *_), log in self._logs.items() if rank == first]
 
 
-def _new_log(loss: str, names: tuple[str, ...]) -> _Log:
-    return _Log(
-        loss,
-        names,
-        state_variable([0] * len(names), "int64", "likelihoods"),
-        state_variable(0, "int64", "no_likelihood"),
-        state_variable(1.0, "float64", "unit"),
-    )
-
-
-def _note(log: _Log, verdict: Verdict, optimizer: str, instead: str) -> None:
-    counted = tf.cast(verdict.is_counted, tf.int64)
-    which = tf.one_hot(verdict.index, len(log.names), dtype=tf.int64)
-    log.counts.assign_add(which * counted)
-    log.unit.assign(verdict.unit)
-    count_events(
-        [verdict.is_counted & ~verdict.is_known],
-        [log.unknown],
-        [optimizer],
-        f"loss '{log.loss}' is a multiple of no likelihood in this step: "
-        f"{instead}. `tfkfac.register_distribution` declares the distribution "
-        "of a loss.",
-    )
-
-
-def _text(log: _Log) -> str:
-    """One line on a loss."""
-    counts = zip(log.names, log.counts.numpy(), strict=True)
-    parts = [f"{name} in {n:,} steps" for name, n in counts if n]
-    if unknown := int(log.unknown.numpy()):
-        parts.append(f"no likelihood in {unknown:,} steps")
-    known = ", ".join(parts) or "no step yet"
-    return (
-        f"Loss '{log.loss}' is taken for: {known}; unit "
-        f"{float(log.unit.numpy()):.4g} in the last."
-    )
-
-
 T = TypeVar("T")
 
 _ordinals = itertools.count()
@@ -136,12 +108,6 @@ _ordinals = itertools.count()
 
 class Job:
     """Common to all steps: model, replicas, inner optimizer, clock.
-
-    Args:
-        name: Name of the optimizer.
-        model: The model that is trained.
-        inner_optimizer: The inner optimizer.
-        scaling: Scale of the loss; None is a loss without.
 
     Attributes:
         topology: The replicas of the job, and which of them live here.
@@ -243,9 +209,8 @@ class Job:
     def group(self, purpose: str = "") -> Communicator:
         """This replica's collectives in one trace, with all others.
 
-        Args:
-            purpose: What tells them from those of the step, if they are made
-                in another order.
+        A purpose tells them from those of the step, if they are made in
+        another order.
         """
         topology = self.topology
         if len(topology.local) > 1:
@@ -263,23 +228,13 @@ class Job:
         """Does what has collectives, with all replicas of this process.
 
         In a graph, and with one replica a process, there is nothing to it.
-
-        Args:
-            do: What is done.
-
-        Returns:
-            What it returns.
         """
         if len(self.topology.local) > 1 and tf.executing_eagerly():
             return side_by_side(do, self.own(self.topology.devices))
         return do()
 
     def among_processes(self, purpose: str) -> Communicator:
-        """Collectives of this process with the others, outside of graphs.
-
-        Args:
-            purpose: What tells them from others.
-        """
+        """Collectives of this process with the others, outside of graphs."""
         topology = self.topology
         scope = f"{self._scope} {purpose}"
         return Communicator(topology.process, topology.processes, scope)

@@ -16,7 +16,7 @@ from tfkfac.distributed.collectives import Communicator
 from tfkfac.linalg.tensors import all_finite, are_finite
 from tfkfac.loss.batch import LossBatch, LossTap
 from tfkfac.loss.shares import LossMeasure, measure_loss, weigh, weighted
-from tfkfac.training.guards import Streak, count_events, note_batch
+from tfkfac.training.guards import Streak, count_each, note_batch
 from tfkfac.training.job import Job
 
 Gradients = list[tf.Tensor | None]
@@ -35,10 +35,11 @@ class Update(NamedTuple):
     after: Callable[[], None] | None = None
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Step:
     """One training step of one replica, in one trace.
 
-    Args:
+    Attributes:
         job: The job.
         gradients: Gradients of this replica's loss, which Keras has divided
             by the number of replicas; None where there is none.
@@ -46,43 +47,28 @@ class Step:
         batch: The batch of this replica.
         group: The replicas that train together.
         before: What the model kept before it was called.
-
-    Attributes:
-        finite: Whether it can be done, once that has been checked.
+        finite: Scalar bool, true if it can be done; set by `check_finite`.
     """
 
-    finite: tf.Tensor
+    job: Job
+    gradients: Gradients
+    variables: Sequence[keras.Variable]
+    batch: LossBatch
+    group: Communicator
+    before: Values = dataclasses.field(default_factory=list)
+    finite: tf.Tensor = dataclasses.field(init=False)
 
-    def __init__(
-        self,
-        job: Job,
-        gradients: Sequence[tf.Tensor | None],
-        variables: Sequence[keras.Variable],
-        batch: LossBatch,
-        group: Communicator,
-        before: Values | None = None,
-    ) -> None:
-        self.job = job
-        self.gradients: Gradients = list(gradients)
-        self.variables = list(variables)
-        self.batch = batch
-        self.group = group
-        self.before = before or []
-        self._is_reduced = group.size == 1
-        self._measure = batch.measure
+    def __post_init__(self) -> None:
+        self.gradients = list(self.gradients)
+        self.variables = list(self.variables)
+        self._is_reduced = self.group.size == 1
+        self._measure = self.batch.measure
         self._bounds: list[tf.Tensor] = []
         self._withheld: list[int] = []
 
     def among(self, members: tuple[int, ...]) -> "Step":
-        """Returns the step of a part of the group, with this replica."""
-        return Step(
-            self.job,
-            self.gradients,
-            self.variables,
-            self.batch,
-            self.group.among(members),
-            self.before,
-        )
+        """The step of a part of the group, with this replica."""
+        return dataclasses.replace(self, group=self.group.among(members))
 
     @property
     def loss(self) -> LossMeasure:
@@ -104,29 +90,21 @@ class Step:
 
     def row_scale(self) -> tf.Tensor:
         """Factor for recorded gradients, see `LossMeasure`."""
-        scale = self.job.scaling.factor()
-        if scale is None:
-            return self.loss.row_scale
-        return self.loss.row_scale / tf.cast(scale, self.loss.row_scale.dtype)
+        own, scale = self.loss.row_scale, self.job.scaling.factor()
+        return own if scale is None else own / tf.cast(scale, own.dtype)
 
     def note_losses(self, instead: str) -> None:
         """Counts what the losses are taken for in this step.
 
-        Args:
-            instead: What is done with a loss that is no likelihood.
+        The words `instead` say what is done with a loss that is no likelihood.
         """
-        job, rank = self.job, self.job.rank
-        device = job.own(job.topology.devices)
-        job.losses.note(self.loss.losses, rank, device, job.name, instead)
+        self.job.losses.note(self.loss.losses, self.job, instead)
 
     def withhold(self, indices: Sequence[int], bound: tf.Tensor) -> None:
         """Keeps gradients out of everything, so that nobody computes them.
 
-        Their place is empty until a method puts something there.
-
-        Args:
-            indices: Where they are.
-            bound: Scalar, not finite if one of them is not.
+        Their places, the indices, are empty until a method puts something
+        there. The bound is a scalar, not finite if one of them is not.
         """
         for i in indices:
             self.gradients[i] = None
@@ -162,13 +140,8 @@ class Step:
     def reduce(self, *beside: tf.Tensor) -> list[tf.Tensor]:
         """Makes the gradients those of the mean loss of the whole group.
 
-        The only reduction of the gradients, whatever the inner optimizer.
-
-        Args:
-            beside: Other tensors to add up, in the same messages.
-
-        Returns:
-            The sums of these.
+        The only reduction of the gradients, whatever the inner optimizer. It
+        returns the sums of other tensors, which go in the same messages.
         """
         self.weigh()
         sums = list(beside)
@@ -189,11 +162,9 @@ class Step:
     def apply_if_finite(self, direction: Callable[[], Update]) -> None:
         """Lets the inner optimizer take the step, or skips it as a whole.
 
-        Args:
-            direction: Returns what the inner optimizer is to do. It runs only
-                if all gradients are finite, on every replica of the group or
-                on none. Collectives are legal in it; what it needs of the
-                batch and of the layers' records must be taken before.
+        `direction` runs only if all gradients are finite, on every replica of
+        the group or on none. Collectives are legal in it; what it needs of
+        the batch and of the layers' records must be taken before.
         """
         self.check_finite()
         self.apply(direction)
@@ -203,12 +174,12 @@ class Step:
 
         One that cannot is counted, and leaves no trace in the model.
         """
-        flags, streak = self._finite_ones(), self._streak
+        flags, streak = self._finite_flags(), self._streak
         self.finite = tf.reduce_all(flags)
-        skipped = tf.logical_not(self.finite)
-        count_events(
-            [skipped],
-            [self.job.own(self.job.skipped)],
+        skipped = ~self.finite
+        count_each(
+            skipped,
+            self.job.own(self.job.skipped),
             [self.job.name],
             "a step is skipped, its gradients are not finite.",
         )
@@ -233,11 +204,14 @@ class Step:
 
         For a batch whose step comes later. It is left out of metrics, too.
         """
-        known = [v for v, _ in self.before if v.dtype.is_floating]
+        known = [
+            tf.convert_to_tensor(v)
+            for v, _ in self.before
+            if v.dtype.is_floating
+        ]
         if known:
-            finite = all_finite([tf.convert_to_tensor(v) for v in known])
-            lost, streak = tf.logical_not(finite), self._streak
-            streak.left_out.assign(tf.cast(lost, tf.int64))
+            lost = ~all_finite(known)
+            self._streak.left_out.assign(tf.cast(lost, tf.int64))
             when(lost, lambda: put_back(self.before))
 
     @property
@@ -250,14 +224,18 @@ class Step:
         present = [i for i, g in enumerate(self.gradients) if g is not None]
         return [self.variables[i].path for i in [*present, *self._withheld]]
 
-    def _finite_ones(self) -> tf.Tensor:
+    def _finite_flags(self) -> tf.Tensor:
         """True for each gradient that is finite; the same on every replica."""
-        values = [values_of(g) for g in self.gradients if g is not None]
+        values = [
+            g.values if isinstance(g, tf.IndexedSlices) else g
+            for g in self.gradients
+            if g is not None
+        ]
         self._streak.names = tuple(self.gradient_paths())
         finite = are_finite([*values, *self._bounds])
         if self._is_reduced:
             return finite
-        bad = tf.cast(tf.logical_not(finite), tf.float32)
+        bad = tf.cast(~finite, tf.float32)
         (total,) = self.group.all_reduce([bad])
         return tf.equal(total, 0)
 
@@ -277,11 +255,7 @@ def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:
 
     Under the tape, so that what flows back through synchronised layers to
     other replicas has the right weight too. The step knows of it by the batch.
-
-    Args:
-        loss: The loss that the model's `compute_loss` has returned.
-        job: The job.
-        peers: The replicas that share the mean with this one.
+    The peers are the replicas that share the mean with this one.
     """
     tap = LossTap.open(job.model)
     batch = tap.take_last(LossBatch())
@@ -305,10 +279,3 @@ def places_of(step: Step, weights: Sequence[keras.Variable]) -> list[int]:
         for v, g in zip(step.variables, step.gradients, strict=True)
         if g is not None
     ]
-
-
-def values_of(gradient: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-    """The numbers of a dense or sparse gradient."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return gradient.values
-    return gradient
