@@ -3,7 +3,6 @@
 Workers are threads here; `test_modes` has processes.
 """
 
-import math
 import sys
 from typing import Any
 
@@ -15,12 +14,9 @@ from tests.support.lockstep import run_together
 from tests.support.placements import MODES, place
 from tests.support.reference import Array
 from tfkfac.blocks import Statistic
-from tfkfac.distributed import collectives
 from tfkfac.kfac.placement import Placement
 
 modes = pytest.mark.parametrize("mode", MODES)
-solvers = pytest.mark.parametrize("solver", ["inverse", "eigen", "eigen_outer"])
-workers_ = pytest.mark.parametrize("workers", [2, 4])
 
 
 def plain(shape: tuple[int, ...], *seed: int) -> Array:
@@ -33,17 +29,15 @@ def symmetric(shape: tuple[int, ...], *seed: int) -> Array:
     return value if len(shape) == 1 else value + np.swapaxes(value, -1, -2)
 
 
-def statistic_of(shape: tuple[int, ...], rank: int, layer: int) -> Statistic:
-    total = tf.constant(symmetric(shape, rank, layer), tf.float32)
-    return Statistic(total, tf.constant(rank + 1.0))
-
-
 def statistics_of(
     placement: Placement, rank: int
 ) -> dict[int, dict[str, Statistic]]:
     return {
         i: {
-            name: statistic_of(factor.shape, rank, i)
+            name: Statistic(
+                tf.constant(symmetric(factor.shape, rank, i), tf.float32),
+                tf.constant(rank + 1.0),
+            )
             for name, factor in block.factors.items()
         }
         for i, block in enumerate(placement.blocks)
@@ -58,10 +52,15 @@ def received_by(placement: Placement, rank: int, kind: str) -> int:
 
 
 # ------------------------------------------------------------------ factors
-@workers_
-@pytest.mark.parametrize("mode", ["comm_opt", "mem_opt", "hybrid_opt 1/2"])
-@pytest.mark.parametrize("packs", [False, True])
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    ("mode", "workers", "packs", "dtype"),
+    [
+        ("comm_opt", 2, False, None),
+        ("mem_opt", 4, True, None),
+        ("hybrid_opt 1/2", 4, True, "bfloat16"),
+        ("comm_opt", 2, False, "bfloat16"),
+    ],
+)
 def test_statistics_are_added_up(
     mode: str, workers: int, packs: bool, dtype: str | None
 ) -> None:
@@ -94,43 +93,35 @@ def test_statistics_are_added_up(
 
 def test_the_way_of_statistics_is_short() -> None:
     """A reader of one all-reduce opens these files, and no other."""
-    placement = place("comm_opt", 2, "inverse")
+    placement, files = place("comm_opt", 2, "inverse"), set()
 
-    def work(group: Any) -> set[str]:
+    def note(frame: Any, *_: Any) -> None:
+        before, _, file = frame.f_code.co_filename.rpartition("/tfkfac/")
+        files.update([file] if before else [])
+
+    def work(group: Any) -> None:
         own = statistics_of(placement, group.rank)
-        files: set[str] = set()
-
-        def note(frame: Any, *_: Any) -> None:
-            before, _, file = frame.f_code.co_filename.rpartition("/tfkfac/")
-            if before:
-                files.add(file)
-
         sys.setprofile(note)
         try:
             placement.exchange.reduce_statistics(group, own)
         finally:
             sys.setprofile(None)
-        return files
 
-    for files, _ in run_together(2, work):
-        assert files <= {
-            "kfac/exchange.py",
-            "distributed/plan.py",
-            "distributed/collectives.py",
-        }
+    run_together(2, work)
+    rooms = "kfac/exchange", "distributed/plan", "distributed/collectives"
+    assert files <= {f"{module}.py" for module in rooms}
 
 
-@workers_
-def test_statistics_stay_with_their_owner(workers: int) -> None:
+def test_statistics_stay_with_their_owner() -> None:
     """DP-KFAC sends no factor, and observes the own layers only."""
-    placement = place("dp_kfac", workers, "inverse")
+    placement = place("dp_kfac", 4, "inverse")
 
     def work(group: Any) -> Any:
         own = statistics_of(placement, group.rank)
         return own, placement.exchange.reduce_statistics(group, own)
 
     seen = []
-    for (own, reduced), received in run_together(workers, work):
+    for (own, reduced), received in run_together(4, work):
         assert received == 0
         seen += list(own)
         for i, named in own.items():
@@ -138,40 +129,6 @@ def test_statistics_stay_with_their_owner(workers: int) -> None:
                 np.testing.assert_array_equal(reduced[i][name].total, one.total)
     assert sorted(seen) == list(range(len(placement.blocks)))
     assert received_by(placement, 0, "factors") == 0
-
-
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_a_bucket_does_not_wait_for_later_statistics(
-    monkeypatch: pytest.MonkeyPatch, dtype: str | None
-) -> None:
-    """Each has its own counts and units; that of the last layer goes first."""
-    monkeypatch.setattr(collectives, "BUCKET_BYTES", 1)
-    placement = place("comm_opt", 2, "inverse", factor_dtype=dtype)
-    sent: list[list[int]] = [[], []]
-
-    def work(group: Any) -> None:
-        add_up = group.all_reduce
-
-        def noted(tensors: Any, *dtype: Any) -> Any:
-            elements = sum(t.shape.num_elements() for t in tensors)
-            sent[group.rank].append(elements)
-            return add_up(tensors, *dtype)
-
-        group.all_reduce = noted
-        own = statistics_of(placement, group.rank)
-        placement.exchange.reduce_statistics(group, own)
-
-    run_together(2, work)
-    shapes = [
-        kind.shape
-        for block in reversed(placement.blocks)
-        for kind in block.factors.values()
-    ]
-    want = [math.prod(shape) + 1 for shape in shapes]
-    if dtype is not None:  # a count and a unit for each matrix, then the total
-        pairs = ((1 + math.prod(s[:-2]), math.prod(s)) for s in shapes)
-        want = [number for pair in pairs for number in pair]
-    assert sent == [want, want]
 
 
 # ----------------------------------------------------------- decompositions
@@ -191,9 +148,10 @@ def made_by(placement: Placement, rank: int, solver: str) -> Any:
 
 
 @modes
-@solvers
-@workers_
-@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize(
+    ("solver", "workers", "packs"),
+    [("inverse", 4, True), ("eigen", 2, False), ("eigen_outer", 4, False)],
+)
 def test_gradient_workers_get_the_owners_parts(
     mode: str, solver: str, workers: int, packs: bool
 ) -> None:
@@ -202,13 +160,15 @@ def test_gradient_workers_get_the_owners_parts(
     layers = list(range(len(placement.blocks)))
 
     def work(group: Any) -> Any:
-        shared = placement.exchange.share_decompositions(
-            group, everyone[group.rank], layers
-        )
-        return shared, group.received_bytes
+        mine, share = everyone[group.rank], placement.exchange
+        shared = share.share_decompositions(group, mine, layers)
+        received = group.received_bytes
+        own = {i: parts for i, parts in mine.items() if i == 3}
+        return shared, received, share.share_decompositions(group, own, [3])
 
     results = run_together(workers, work)
-    for rank, ((shared, received), _) in enumerate(results):
+    for rank, ((shared, received, one), _) in enumerate(results):
+        assert set(one) <= {3}  # others have no gradient
         for i, block in enumerate(placement.blocks):
             if not placement.plan.preconditions(rank, i):
                 continue
@@ -221,47 +181,9 @@ def test_gradient_workers_get_the_owners_parts(
         assert received == received_by(placement, rank, "decompositions")
 
 
-@modes
-def test_layers_without_a_gradient_are_left_out(mode: str) -> None:
-    placement = place(mode, 2, "inverse")
-    everyone = [made_by(placement, rank, "inverse") for rank in range(2)]
-
-    def work(group: Any) -> Any:
-        own = {i: p for i, p in everyone[group.rank].items() if i == 3}
-        return placement.exchange.share_decompositions(group, own, [3])
-
-    for shared, _ in run_together(2, work):
-        assert set(shared) <= {3}
-
-
 # ------------------------------------------------- preconditioned gradients
 @modes
-@workers_
-def test_stages(
-    monkeypatch: pytest.MonkeyPatch, mode: str, workers: int
-) -> None:
-    """One of each owner's layers after the other, if nobody waits for it."""
-    monkeypatch.setattr(collectives, "BUCKET_BYTES", 1)
-    placement = place(mode, workers, "inverse")
-    layers = list(range(len(placement.blocks)))
-    owners = [
-        layer.gradient_workers
-        for layer in placement.plan.layers
-        if len(layer.gradient_workers) == 1
-    ]
-    want = [layers]
-    if owners:
-        numbers = [owners[:i].count(owner) for i, owner in enumerate(owners)]
-        want = [
-            [i for i in layers if numbers[i] == number]
-            for number in range(max(numbers) + 1)
-        ]
-    assert placement.exchange.stages(layers) == want
-    assert placement.exchange.stages([]) == [[]]
-
-
-@modes
-@workers_
+@pytest.mark.parametrize("workers", [2, 4])
 def test_receivers_get_the_result_of_their_row(mode: str, workers: int) -> None:
     """Everybody ends up with every layer's; those who had one, with that."""
     placement = place(mode, workers, "inverse")

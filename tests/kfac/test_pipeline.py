@@ -4,8 +4,6 @@ Nothing here is timed: a message that waits for work of other layers would be
 seen in the graph.
 """
 
-import pytest
-
 from tests.support import workers_collectives
 from tests.support.cluster import Pool
 from tests.support.jobs import Jobs
@@ -16,12 +14,9 @@ OWNED = LAYERS // 2  # by each of two replicas, in turn
 
 JOBS = Jobs(workers_collectives)
 STATISTICS = "mirrored: statistics of comm_opt"
-STAGES = {
-    f"mirrored: stages of {mode}": mode for mode in ("dp_kfac", "mem_opt")
-}
+STAGES = "mirrored: stages of dp_kfac"
 JOBS.add(STATISTICS, "waits", "comm_opt", HIDDEN, "MatMul")
-for job, mode in STAGES.items():
-    JOBS.add(job, "waits", mode, HIDDEN, "Cholesky", slow=mode == "mem_opt")
+JOBS.add(STAGES, "waits", "dp_kfac", HIDDEN, "Cholesky")
 
 
 def test_statistics_are_sent_while_others_are_made(pool: Pool) -> None:
@@ -40,12 +35,9 @@ def test_statistics_are_sent_while_others_are_made(pool: Pool) -> None:
     assert not found["unordered"]
 
 
-@pytest.mark.parametrize("job", JOBS.params(STAGES))
-def test_results_are_sent_while_others_are_decomposed(
-    pool: Pool, job: str
-) -> None:
+def test_results_are_sent_while_others_are_decomposed(pool: Pool) -> None:
     """The first stage is decomposed before, each other one between two."""
-    (found,) = JOBS.results(pool, job)
+    (found,) = JOBS.results(pool, STAGES)
     branches = [b for b in found["branches"] if len(b.before) == LAYERS]
     assert len(branches) == 2  # replicas
     for work, before in branches:

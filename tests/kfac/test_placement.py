@@ -1,8 +1,13 @@
 """Who keeps what, and how many bytes that is, counted anew from the shapes."""
 
+import keras
 import pytest
 
+import tfkfac
+from tests.support import small
 from tests.support.placements import MODES, SIZES, place
+from tfkfac.cost import Machine, auto
+from tfkfac.distributed.topology import Topology
 
 WORKERS = 4
 FLOAT, HALF = 4, 2
@@ -15,29 +20,19 @@ G = {"embedding": 16, "grouped": 2 * 9, "norm": 6 * 4, "dense": 9}
 OUTER = {n: count * i * o for n, (i, o, count) in SIZES.items()}
 EIGEN = {n: (A[n] if n != "embedding" else 0) + G[n] + OUTER[n] for n in SIZES}
 INVERSE = {n: A[n] + G[n] for n in SIZES}
-# Numbers that travel with the statistics: rows of a factor, and in half
-# precision in what unit each of its matrices is.
-COUNTS, UNITS = 7, 1 + 1 + 2 + 2 + 6 + 1 + 1
+# Numbers that travel with the statistics: rows of a factor.
+COUNTS = 7
 
 
 @modes
-def test_every_factor_has_one_owner(mode: str) -> None:
-    placement = place(mode, WORKERS, "inverse")
-    for i, block in enumerate(placement.blocks):
-        owned = [
-            name
-            for rank in range(WORKERS)
-            for name in placement.plan.owns(rank, i)
-        ]
-        assert sorted(owned) == sorted(block.factors)
-
-
-@modes
-def test_gradient_workers(mode: str) -> None:
-    """All, one, or the fraction of them."""
+def test_owners_and_gradient_workers(mode: str) -> None:
+    """A factor has one owner; those are all, one, or the fraction of them."""
     count = {"comm_opt": 4, "hybrid_opt 1": 4, "hybrid_opt 1/2": 2}.get(mode, 1)
-    plan = place(mode, WORKERS, "inverse").plan
-    for i in range(len(SIZES)):
+    placement = place(mode, WORKERS, "inverse")
+    plan = placement.plan
+    for i, block in enumerate(placement.blocks):
+        owned = [name for rank in range(WORKERS) for name in plan.owns(rank, i)]
+        assert sorted(owned) == sorted(block.factors)
         ranks = [r for r in range(WORKERS) if plan.preconditions(r, i)]
         assert len(ranks) == count
         assert set(plan.layers[i].owners.values()) <= set(ranks)
@@ -45,9 +40,9 @@ def test_gradient_workers(mode: str) -> None:
 
 @modes
 @pytest.mark.parametrize(
-    ("solver", "sizes"), [("inverse", INVERSE), ("eigen", EIGEN)]
+    ("solver", "sizes", "dtype"),
+    [("inverse", INVERSE, "bfloat16"), ("eigen", EIGEN, None)],
 )
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_state_of_all_workers(
     mode: str, solver: str, sizes: dict[str, int], dtype: str | None
 ) -> None:
@@ -96,47 +91,41 @@ def test_traffic_of_comm_opt() -> None:
         assert kinds["inverse"] == plain | {"decompositions": received}
 
 
-def test_traffic_of_dp_kfac() -> None:
-    """Gradients of the layers of others, in each step, and nothing else."""
-    placement = place("dp_kfac", WORKERS, "inverse")
-    for rank in range(WORKERS):
-        others = sum(
-            OUTER[block.path]
-            for i, block in enumerate(placement.blocks)
-            if not placement.plan.owns(rank, i)
-        )
-        for kind in placement.communication_bytes(rank, 0).values():
-            assert kind == {
-                "gradients": 0,
-                "factors": 0,
-                "decompositions": 0,
-                "preconditioned_gradients": FLOAT * others,
-            }
+# ---------------------------------------------------------------------- "auto"
+def test_one_worker_has_the_form_of_comm_opt() -> None:
+    models = [
+        small.compiled_mlp(distribution=mode) for mode in ("auto", "comm_opt")
+    ]
+    auto_, plain = map(small.kfac_of, models)
+    assert auto_.method.placement.plan == plain.method.placement.plan
+    assert "comm_opt, as there is one worker" in small.summary_text(auto_)
 
 
-def test_traffic_of_the_outer_product() -> None:
-    """KAISA's: bases and the products, in place of the eigenvalues."""
-    values = {
-        n: (n != "norm") * c * i + c * o for n, (i, o, c) in SIZES.items()
-    }
-    bases = {n: EIGEN[n] - OUTER[n] for n in SIZES}
-    for solver, extra in [("eigen", values), ("eigen_outer", OUTER)]:
-        placement = place("comm_opt", 2, solver)
-        sent = 0
-        for rank in range(2):
-            kinds = placement.communication_bytes(rank, 0)
-            sent += kinds["inverse"]["decompositions"]
-        assert sent == FLOAT * (sum(bases.values()) + sum(extra.values()))
-    for plan in placement.plan.layers:
-        assert len(set(plan.owners.values())) == 1
-
-
-def test_triangles_and_halves_travel() -> None:
-    """n (n + 1) / 2 elements of two bytes for a matrix of size n."""
-    placement = place(
-        "comm_opt", 2, "inverse", symmetric=True, factor_dtype="bfloat16"
+@pytest.mark.parametrize(
+    ("intervals", "mode"), [((100, 1000), "comm_opt"), ((1, 1), "mem_opt")]
+)
+def test_stale_and_fresh_updates(
+    monkeypatch: pytest.MonkeyPatch, intervals: tuple[int, int], mode: str
+) -> None:
+    """Decompositions that last are worth sending (KAISA, section 3.1)."""
+    machine = Machine.of(1e12, 1e9, 1e-6)
+    monkeypatch.setitem(auto._ASSUMED, "auto", machine)
+    model = keras.Sequential(
+        [keras.Input((300,)), *(keras.layers.Dense(300) for _ in range(8))]
     )
-    packed = 7 + 10 + 2 * 15 + 2 * 6 + 6 * 3 + 28 + 6
-    kinds = placement.communication_bytes(0, 0)
-    small = FLOAT * (COUNTS + UNITS)
-    assert kinds["factor"]["factors"] == HALF * packed + small
+    factor, inverse = intervals
+    optimizer = tfkfac.KFAC(
+        distribution="auto",
+        factor_update_interval=factor,
+        inverse_update_interval=inverse,
+    ).attach(model)
+    everyone = tuple(range(8))
+    optimizer.method.job.topology = Topology(8, everyone, (None,) * 8, "auto")
+    text = small.summary_text(optimizer)
+    assert optimizer.method.placement.distribution.mode == mode
+    said = f"Distribution: {mode}, chosen by what K-FAC adds to a step at "
+    assert f"{said}intervals {factor} and {inverse}:" in text
+    assert "with 1e+03 GFLOP/s, assumed, and 1 GB/s and 1 us" in text
+    for other in ("comm_opt", "mem_opt", "hybrid_opt 0.25", "hybrid_opt 0.5"):
+        assert f"\n  {other}: " in text
+    assert "dp_kfac" not in text  # it would be another method

@@ -1,6 +1,9 @@
-"""What the last step did, and the hint that the clip rules them all."""
+"""What K-FAC says: of weights that it leaves alone, and of its steps."""
 
+import dataclasses
+import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,7 +21,154 @@ from tests.support.reference import (
     gradient,
     inverse_solve,
 )
+from tests.support.small import FEATURES, Scale, gradients_of
+from tests.support.summaries import sequential
+from tfkfac.kfac.report import Advice
 
+
+def said(action: Callable[[], Any]) -> list[str]:
+    """The warnings of K-FAC, repeated ones too."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(w.message) for w in caught if "K-FAC" in str(w.message)]
+
+
+def compiling(model: Any, **kwargs: Any) -> list[str]:
+    optimizer = tfkfac.KFAC(**kwargs)
+    return said(lambda: model.compile(optimizer, "mse", run_eagerly=True))
+
+
+class Offset(layers.Layer):
+    """A layer without a block, with as many weights as wanted."""
+
+    def __init__(self, weights: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.weights_wanted = weights
+
+    def build(self, shape: Any) -> None:
+        self.offset = self.add_weight((self.weights_wanted,), name="offset")
+
+    def call(self, x: Any) -> Any:
+        return x + keras.ops.sum(self.offset)
+
+
+def test_low_coverage() -> None:
+    """The share, and the largest layers that are left, with the reason."""
+    model = sequential(
+        layers.LSTM(4, name="lstm"),
+        layers.Reshape((2, 2)),
+        layers.GRU(2, name="gru"),
+        Scale(name="scale"),
+        Offset(1, name="one"),
+        layers.Dense(3, name="dense"),
+        shape=(6, 5),
+    )
+    # Keras' numbers of weights: kernel, recurrent kernel and bias.
+    lstm, gru = 4 * (5 + 4 + 1) * 4, 3 * (2 + 2 + 2) * 2
+    dense = (2 + 1) * 3
+    total = lstm + gru + 2 + 1 + dense
+    assert total == model.count_params()
+    (text,) = compiling(model)
+    want = (
+        f"K-FAC preconditions {100 * dense / total:.1f}% of the weights of "
+        f"model '{model.name}' ({dense} of {total}). Its inner optimizer, SGD, "
+        f"trains the others alone: lstm/lstm_cell ({lstm} weights: used in "
+        f"the loop of a LSTM), gru/gru_cell ({gru} weights: used in the loop "
+        "of a GRU), scale (2 weights: no block for Scale), .... See "
+        "`optimizer.summary()`"
+    )
+    assert text.startswith(want)
+
+
+@pytest.mark.parametrize(("weights", "warned"), [(18, False), (19, True)])
+def test_from_which_share_on(weights: int, warned: bool) -> None:
+    """Half of the weights is not low, if no single one is a large part."""
+    small = [Offset(weights // 20 + (i < weights % 20)) for i in range(20)]
+    texts = compiling(sequential(*small, layers.Dense(3, use_bias=False)))
+    assert len(texts) == warned
+
+
+@pytest.mark.parametrize(("weights", "warned"), [(6, False), (7, True)])
+def test_a_large_weight_without_a_block(weights: int, warned: bool) -> None:
+    """More than 5 % of the model is named, and one that is less is not."""
+    model = sequential(
+        Offset(weights, name="offset"),
+        layers.Dense(19, use_bias=False),
+    )
+    texts = compiling(model)
+    assert 19 * FEATURES == 114 == 19 * 6  # 6 of 120 is 5 %
+    assert len(texts) == warned
+    for text in texts:
+        share = 100 * 114 / (114 + weights)
+        assert f"K-FAC preconditions {share:.1f}% of the weights" in text
+        assert f"alone: offset ({weights} weights: no block for Off" in text
+
+
+class Subclassed(keras.Model):
+    def __init__(self, *parts: Any) -> None:
+        super().__init__()
+        self.parts = parts
+        self(np.ones((1, FEATURES)))
+
+    def call(self, x: Any) -> Any:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("make", [sequential, Subclassed])
+def test_the_last_layer_is_always_named(make: Any) -> None:
+    """However small it is; the same one elsewhere is not."""
+    (text,) = compiling(make(layers.Dense(50), Offset(1, name="offset")))
+    assert re.search(r"alone: offset \(1 weights: no block", text)
+    assert not compiling(make(Offset(1), layers.Dense(50)))
+    skipped = make(layers.Dense(50), Offset(1, name="offset"))
+    assert not compiling(skipped, skip_layers=["offset"])
+
+
+@pytest.mark.parametrize("rule", ["large", ".*"])
+def test_what_the_user_skips_does_not_count(rule: str) -> None:
+    dense = layers.Dense(50, name="large"), layers.Dense(1, name="small")
+    assert not compiling(sequential(*dense), skip_layers=[rule])
+
+
+@pytest.mark.parametrize("built_late", [False, True])
+def test_it_is_said_once(built_late: bool) -> None:
+    """As soon as the weights are known; not again, whatever comes."""
+    parts = [Offset(50), layers.Dense(1)]
+    model = keras.Sequential(parts) if built_late else sequential(*parts)
+    assert len(compiling(model)) == (not built_late)
+    x = np.ones((4, FEATURES), "float32")
+
+    def train() -> None:
+        for _ in range(2):
+            model.train_on_batch(x, x[:, :1])
+            model.compile(model.optimizer, "mse", run_eagerly=True)
+
+    assert len(said(train)) == built_late
+
+
+@pytest.mark.parametrize(("depth", "times"), [(49, 0), (50, 1)])
+def test_a_deep_model_says_once_that_it_is_traced(
+    depth: int, times: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """When it is compiled, not again for another `compile`, on one worker."""
+    model = sequential(*(layers.Dense(1) for _ in range(depth)), shape=(1,))
+    optimizer = tfkfac.KFAC(name="curved")
+    for _ in range(2):
+        model.compile(optimizer, "mse")
+    text = f"tfkfac: curved traces the training step of model '{model.name}'"
+    said = capsys.readouterr().err
+    assert said.count(text) == times
+    assert (f"with {depth} preconditioned layers" in said) == bool(times)
+    advice, job = Advice(), optimizer.method.job
+    job.topology = dataclasses.replace(job.topology, local=(1,))
+    advice.announce(job, optimizer.method.placement.registry)
+    assert not capsys.readouterr().err
+
+
+# ------------------------------------------------------------ what a step did
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 3)).astype("float32")
 Y = RNG.normal(size=(8, 2)).astype("float32")
@@ -34,7 +184,7 @@ def model_of(**options: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kl_clip", [1e-3, 100.0, None])
+@pytest.mark.parametrize("kl_clip", [1e-3, None])
 def test_last_step(kl_clip: float | None) -> None:
     model = model_of(kl_clip=kl_clip)
     assert model.optimizer.last_step == {}
@@ -68,33 +218,28 @@ def test_the_hint_is_given_once(kl_clip: float, capfd: Any) -> None:
 
 
 @pytest.mark.parametrize("loss", ["mean", "sum", "token means", "token sums"])
-@pytest.mark.parametrize("ends", ["plainly", "after a normalisation"])
-def test_a_summed_loss_of_a_custom_loop_is_told(
-    loss: str, ends: str, capfd: Any
-) -> None:
+def test_a_summed_loss_of_a_custom_loop_is_told(loss: str, capfd: Any) -> None:
     """Of a cross-entropy; a mean over examples is never taken for a sum."""
-    normalised = [layers.LayerNormalization()] if ends != "plainly" else []
+    normalised = [layers.LayerNormalization()] if loss != "mean" else []
     model = keras.Sequential(
         [keras.Input((4, 3)), layers.Dense(5), *normalised, layers.Dense(3)]
     )
     optimizer = tfkfac.KFAC().attach(model)
     x = RNG.normal(size=(8, 4, 3)).astype("float32")
     labels = RNG.integers(0, 3, size=(8, 4))
+
+    def total(y: Any, p: Any) -> Any:
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, p)
+        return {
+            "mean": tf.reduce_mean(losses[:, 0]),
+            "sum": tf.reduce_sum(losses),
+            "token means": tf.reduce_mean(losses),
+            "token sums": tf.reduce_mean(tf.reduce_sum(losses, 1)),
+        }[loss]
+
     for _ in range(2):
-        with tf.GradientTape() as tape:
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
-                labels, model(x, training=True)
-            )
-            total = {
-                "mean": tf.reduce_mean(losses[:, 0]),
-                "sum": tf.reduce_sum(losses),
-                "token means": tf.reduce_mean(losses),
-                "token sums": tf.reduce_mean(tf.reduce_sum(losses, 1)),
-            }[loss]
-        variables = model.trainable_variables
-        optimizer.apply(
-            tape.gradient(total, [v.value for v in variables]), variables
-        )
+        gradients = gradients_of(model, x, labels, total)
+        optimizer.apply(gradients, model.trainable_variables)
     said = capfd.readouterr().err.count("the loss looks like the sum")
     assert said == (loss == "sum")
 
@@ -107,11 +252,9 @@ def test_a_loop_is_told_what_its_loss_is_taken_for(terms: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(tf.square(model(np.ones((4, 3)))))
-            variables = model.trainable_variables
-            optimizer.apply(
-                tape.gradient(loss, [v.value for v in variables]), variables
+            gradients = gradients_of(
+                model, X, Y, lambda y, p: tf.reduce_sum(tf.square(p - y))
             )
+            optimizer.apply(gradients, model.trainable_variables)
     said = [str(one.message) for one in caught if "1 for a sum" in str(one)]
     assert len(said) == (terms is None)

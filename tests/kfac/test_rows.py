@@ -4,7 +4,6 @@ The rows give the same step as the matrix; which of the two is taken shows in
 the optimised graph, where the tape's product of a layer is there or gone.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -16,14 +15,14 @@ from keras import layers
 import tfkfac
 from tests.support.dtypes import floats
 from tests.support.graphs import optimized_nodes
-from tests.support.harness import flat, randomize
-from tests.support.marks import with_slow
+from tests.support.harness import randomize
 from tests.support.reference import (
     Array,
     append_one,
     clip_factor,
     inverse_solve,
 )
+from tests.support.small import gradients_of
 from tfkfac.factors import Dense
 from tfkfac.solvers import most_rows
 
@@ -31,13 +30,13 @@ INPUTS, HIDDEN, OUTPUTS = 40, 32, 3
 RATE, DAMPING, CLIP = 0.5, 0.05, 0.01
 
 
-def network(**options: Any) -> Any:
+def network() -> Any:
     """The first two layers are wide, the third is not."""
     model = keras.Sequential(
         [
             keras.Input((INPUTS,)),
-            layers.Dense(HIDDEN, "tanh", name="first", **options),
-            layers.Dense(HIDDEN, "tanh", name="second", **options),
+            layers.Dense(HIDDEN, "tanh", name="first"),
+            layers.Dense(HIDDEN, "tanh", name="second"),
             layers.Dense(OUTPUTS, name="third"),
         ]
     )
@@ -78,6 +77,10 @@ def loss(y: Any, z: Any) -> Any:
     return tf.reduce_sum(tf.square(z - y), -1) / 2
 
 
+def mean_loss(y: Any, z: Any) -> Any:
+    return tf.reduce_mean(loss(y, z))
+
+
 def numpy_step(weights: list[Array], x: Array, y: Array) -> list[Array]:
     """A step of K-FAC on the network, written out."""
     kernels, biases = weights[::2], weights[1::2]
@@ -100,27 +103,8 @@ def numpy_step(weights: list[Array], x: Array, y: Array) -> list[Array]:
 
 
 # --------------------------------------------------------------- exactness
-@pytest.mark.parametrize("rows", [8, 64])
-@pytest.mark.parametrize("way", ["static", "fit"])
-def test_the_step(way: str, rows: int) -> None:
-    """Few rows and many, and where the graph does not know how many."""
-    with floats("float64"):
-        model = network()
-        x, y = batch(rows)
-        want = numpy_step(model.get_weights(), x, y)
-        model.compile(optimizer(), loss)
-        if way == "fit":
-            data = tf.data.Dataset.from_tensor_slices((x, y)).batch(rows)
-            assert data.element_spec[0].shape[0] is None
-            model.fit(data, verbose=0)
-        else:
-            model.train_on_batch(x, y)
-    for got, exact in zip(model.get_weights(), want, strict=True):
-        np.testing.assert_allclose(got, exact, rtol=1e-9, atol=1e-11)
-
-
 def test_a_ragged_last_batch() -> None:
-    """One trace serves batches on both sides of the limit."""
+    """One trace that does not know how many rows it has serves few and many."""
     with floats("float64"):
         model = network()
         x, y = batch(70)
@@ -129,6 +113,7 @@ def test_a_ragged_last_batch() -> None:
             optimizer(factor_decay=0.0, inverse_update_interval=1), loss
         )
         data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64)
+        assert data.element_spec[0].shape[0] is None
         want = numpy_step(want, x[64:], y[64:])
         model.fit(data, verbose=0)
     for got, exact in zip(model.get_weights(), want, strict=True):
@@ -142,40 +127,21 @@ def ordinary(model: Any, **options: Any) -> Any:
     return model.train_on_batch
 
 
-def custom(
-    change: Callable[[list[tf.Tensor]], list[tf.Tensor]],
-) -> Callable[..., Any]:
+def clipped(model: Any) -> Any:
     """A loop that changes the gradients."""
+    kfac = optimizer().attach(model)
 
-    def prepare(model: Any, **options: Any) -> Any:
-        kfac = optimizer(**options)
-        kfac.attach(model)
+    @tf.function(autograph=False)
+    def train(x: Any, y: Any) -> None:
+        gradients = gradients_of(model, x, y, mean_loss)
+        clipped = [tf.clip_by_norm(one, 0.1) for one in gradients]
+        kfac.apply(clipped, model.trainable_variables)
 
-        def train(x: Any, y: Any) -> None:
-            with tf.GradientTape() as tape:
-                value = tf.reduce_mean(loss(y, model(x, training=True)))
-            variables = model.trainable_variables
-            kfac.apply(change(tape.gradient(value, variables)), variables)
-
-        graph = tf.function(train, autograph=False)
-        return lambda x, y: graph(tf.constant(x), tf.constant(y))
-
-    return prepare
+    return lambda x, y: train(tf.constant(x), tf.constant(y))
 
 
-def scaled(model: Any, **options: Any) -> Any:
-    scaler = keras.optimizers.LossScaleOptimizer(optimizer(**options))
-    model.compile(scaler, loss)
-    return model.train_on_batch
-
-
-def weighted(model: Any, **options: Any) -> Any:
-    step = ordinary(model, **options)
-    return lambda x, y: step(x, y, np.linspace(0, 1, len(x)))
-
-
-def accumulated(model: Any, **options: Any) -> Any:
-    return ordinary(model, gradient_accumulation_steps=2, **options)
+def accumulated(model: Any) -> Any:
+    return ordinary(model, gradient_accumulation_steps=2)
 
 
 def shared() -> Any:
@@ -186,43 +152,24 @@ def shared() -> Any:
     return model
 
 
-def regularized() -> Any:
-    return network(kernel_regularizer="l2")
-
-
-clipped = custom(lambda g: [tf.clip_by_norm(one, 0.1) for one in g])
-doubled = custom(lambda g: [2 * one for one in g])
-untouched = custom(lambda g: g)
-CASES: dict[str, tuple[Any, Any, dict[str, Any], set[str]]] = {
-    "ordinary": (network, ordinary, {}, {"first", "second"}),
-    "sequences": (sequences, ordinary, {}, {"first", "second"}),
-    "a loop": (network, untouched, {}, {"first", "second"}),
-    "weights of samples": (network, weighted, {}, {"first", "second"}),
-    "a regulariser": (regularized, ordinary, {}, set()),
-    "a loss scale": (network, scaled, {}, set()),
-    "clipping of the user's own": (network, clipped, {}, set()),
-    "another gradient": (network, doubled, {}, set()),
-    "a shared layer": (shared, ordinary, {}, set()),
-    "accumulation": (network, accumulated, {}, set()),
-    "eigen": (network, ordinary, {"solver": "eigen"}, set()),
+CASES: dict[str, tuple[Any, Any, set[str]]] = {
+    "sequences": (sequences, ordinary, {"first", "second"}),
+    "clipping of the user's own": (network, clipped, set()),
+    "a shared layer": (shared, ordinary, set()),
+    "accumulation": (network, accumulated, set()),
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    with_slow(
-        CASES, "another gradient", "a loop", "weights of samples", "eigen"
-    ),
-)
+@pytest.mark.parametrize("case", CASES)
 def test_products_that_are_gone(case: str) -> None:
     """The tape's product is in the graph, or not; a step is as without one."""
-    make, prepare, options, gone = CASES[case]
+    make, prepare, gone = CASES[case]
     shape = (2, INPUTS) if make is sequences else ()
     x, y = batch(4, *shape)
     with floats("float64"):
         model = make()
         start = model.get_weights()
-        step = prepare(model, **options)
+        step = prepare(model)
         nodes = optimized_nodes(lambda: step(x, y))
         step(x, y)
         # Eagerly there is no graph to look at: the matrix way.
@@ -230,7 +177,7 @@ def test_products_that_are_gone(case: str) -> None:
         other.set_weights(start)
         tf.config.run_functions_eagerly(True)
         try:
-            step = prepare(other, **options)
+            step = prepare(other)
             step(x, y)
             step(x, y)
         finally:
@@ -250,15 +197,7 @@ def test_products_that_are_gone(case: str) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    "poison",
-    [
-        np.nan,
-        pytest.param(1e30, marks=pytest.mark.slow),
-        pytest.param(np.inf, marks=pytest.mark.slow),
-    ],
-)
-def test_what_is_not_finite(poison: float) -> None:
+def test_what_is_not_finite() -> None:
     """The product that nobody forms would not be, so there is no step."""
     model = network()
     # The feature changes nothing but the product.
@@ -269,18 +208,16 @@ def test_what_is_not_finite(poison: float) -> None:
     x[:, 4] = 0
     model.train_on_batch(x, y)
     before = model.get_weights()
-    x[3, 4], y[3] = poison, poison
-    model.train_on_batch(x.astype("float32"), y.astype("float32"))
-    assert int(model.optimizer.skipped_steps) == 1
-    for got, want in zip(model.get_weights(), before, strict=True):
-        np.testing.assert_array_equal(got, want)
+    for count, poison in enumerate((np.nan, 1e30)):
+        x[3, 4], y[3] = poison, poison
+        model.train_on_batch(x.astype("float32"), y.astype("float32"))
+        assert int(model.optimizer.skipped_steps) == count + 1
+    np.testing.assert_equal(model.get_weights(), before)
 
 
 # ------------------------------------------------------------------- counts
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(
-    "inputs, outputs", [(785, 512), (513, 512), (1001, 500), (30, 251)]
-)
+@pytest.mark.parametrize("inputs, outputs", [(785, 512), (30, 251)])
 def test_most_rows(inputs: int, outputs: int, workers: int) -> None:
     """Multiplications of either way, counted product by product."""
 
@@ -299,34 +236,3 @@ def test_most_rows(inputs: int, outputs: int, workers: int) -> None:
     most = most_rows(factors, workers)
     assert by_rows(most) <= by_matrix(most)
     assert by_rows(most + 1) > by_matrix(most + 1)
-
-
-# ---------------------------------------------------------- half precision
-@pytest.mark.slow
-def test_products_in_bfloat16() -> None:
-    """Inverses in bfloat16 are multiplied in it, and decomposed as ever."""
-    x, y = batch(8)
-    model = network()
-    model.compile(
-        optimizer(
-            distribution=tfkfac.Distribution(inverse_dtype="bfloat16"),
-            kl_clip=None,
-        ),
-        loss,
-    )
-    start = model.get_weights()
-    nodes = optimized_nodes(lambda: model.train_on_batch(x, y))
-    products = [n for n in nodes if n.op in ("MatMul", "_FusedMatMul")]
-    half = [
-        n for n in products if n.attr["T"].type == tf.bfloat16.as_datatype_enum
-    ]
-    # Two products for each of the three layers.
-    assert len(half) == 6
-    exact = network()
-    exact.compile(optimizer(kl_clip=None), loss)
-    exact.train_on_batch(x, y)
-    got, want = (
-        flat(one.get_weights()) - flat(start) for one in (model, exact)
-    )
-    gap = np.linalg.norm(got - want) / np.linalg.norm(want)
-    assert 0 < gap < 0.05  # 2^-9, times the condition of the factors

@@ -72,66 +72,41 @@ def sentences(rows: int = 160) -> tuple[Array, Array]:
     return x, x[:, 0] % CLASSES
 
 
+def stacked(*parts: keras.layers.Layer) -> keras.Model:
+    """Layers on images, and one that has a number for each class."""
+    logits = layers.Dense(CLASSES, name="logits")
+    return keras.Sequential([keras.Input((5, 5, 2)), *parts, logits])
+
+
 def vision() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((5, 5, 2)),
-            layers.Conv2D(3, 3, activation="tanh", name="conv"),
-            layers.LayerNormalization(name="norm"),
-            layers.Flatten(),
-            layers.Dense(CLASSES, name="logits"),
-        ]
-    )
+    conv = layers.Conv2D(3, 3, activation="tanh", name="conv")
+    norm = layers.LayerNormalization(name="norm")
+    return stacked(conv, norm, layers.Flatten())
 
 
 def cnn() -> keras.Model:
     """What the definition in NumPy knows."""
-    return keras.Sequential(
-        [
-            keras.Input((5, 5, 2)),
-            layers.Conv2D(3, 3, activation="tanh", name="conv"),
-            layers.Flatten(),
-            layers.Dense(5, activation="tanh", name="hidden"),
-            layers.Dense(CLASSES, name="logits"),
-        ]
-    )
+    conv = layers.Conv2D(3, 3, activation="tanh", name="conv")
+    hidden = layers.Dense(5, activation="tanh", name="hidden")
+    return stacked(conv, layers.Flatten(), hidden)
 
 
 def small() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((5, 5, 2)),
-            layers.Flatten(),
-            layers.Dense(4, activation="tanh", name="hidden"),
-            layers.Dense(CLASSES, name="logits"),
-        ]
-    )
+    hidden = layers.Dense(4, activation="tanh", name="hidden")
+    return stacked(layers.Flatten(), hidden)
 
 
 def wide() -> keras.Model:
     """Layers that are preconditioned by their rows, and one that is not."""
-    return keras.Sequential(
-        [
-            keras.Input((5, 5, 2)),
-            layers.Flatten(),
-            layers.Dense(40, activation="tanh", name="first"),
-            layers.Dense(40, activation="tanh", name="second"),
-            layers.Dense(CLASSES, name="logits"),
-        ]
-    )
+    first = layers.Dense(40, activation="tanh", name="first")
+    second = layers.Dense(40, activation="tanh", name="second")
+    return stacked(layers.Flatten(), first, second)
 
 
 def batch_norm() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((5, 5, 2)),
-            layers.Conv2D(3, 3, name="conv"),
-            layers.BatchNormalization(synchronized=True, name="norm"),
-            layers.Activation("tanh"),
-            layers.Flatten(),
-            layers.Dense(CLASSES, name="logits"),
-        ]
-    )
+    conv = layers.Conv2D(3, 3, name="conv")
+    norm = layers.BatchNormalization(synchronized=True, name="norm")
+    return stacked(conv, norm, layers.Activation("tanh"), layers.Flatten())
 
 
 def text() -> keras.Model:
@@ -212,13 +187,10 @@ def clip_schedule(iteration: Any) -> Any:
     return CLIP / 8
 
 
+DAMPINGS = keras.optimizers.schedules.PiecewiseConstantDecay
 # Arguments that are objects, by the name a case gives them.
 OBJECTS: dict[str, Callable[[], Any]] = {
-    "damping schedule": lambda: (
-        keras.optimizers.schedules.PiecewiseConstantDecay(
-            [2, 6], [1.0, DAMPING, 4.0]
-        )
-    ),
+    "damping schedule": lambda: DAMPINGS([2, 6], [1.0, DAMPING, 4.0]),
     "clip schedule": lambda: clip_schedule,
     "adaptive": lambda: tfkfac.LevenbergMarquardt(DAMPING, 2, 0.5),
 }

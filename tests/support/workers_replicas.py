@@ -136,18 +136,11 @@ def data(case: str) -> tuple[Any, Any]:
 def train(
     kind: str | None, case: str, optimizer: str, eager: bool = False
 ) -> list[list[Any]]:
-    """Trains a small model.
+    """The weights of each replica of a small model that was trained.
 
-    Args:
-        kind: "mirrored", or None for one replica.
-        case: "tokens" has labels of batch and positions, of which Keras
-            asserts something; "assertion" a loss that asserts; in "watched"
-            everything of the user's prints and asserts; "table" looks up.
-        optimizer: One of `OPTIMIZERS`.
-        eager: Whether it runs eagerly.
-
-    Returns:
-        The weights of each replica.
+    Of the cases, "tokens" has labels of batch and positions, of which Keras
+    asserts something; "assertion" a loss that asserts; in "watched" everything
+    of the user's prints and asserts; "table" looks up.
     """
     with floats("float64"):
         with strategy(kind).scope():
@@ -170,16 +163,9 @@ def train(
 def orders(kind: str, apart: bool) -> dict[str, list[str]]:
     """The operations of two replicas that wait for one that prints or looks up.
 
-    Each replica prints, forwards and backwards, on a device of the user's and
-    out of its scope, and looks something up.
-
-    Args:
-        kind: "mirrored".
-        apart: Whether the replicas are kept apart.
-
-    Returns:
-        For each operation of the first replica, then of the second, those of
-        them that it waits for.
+    For each operation of the first replica, then of the second, those of them
+    that it waits for. Each replica prints, forwards and backwards, on a device
+    of the user's and out of its scope, and looks something up.
     """
     table = tf.lookup.StaticHashTable(
         tf.lookup.KeyValueTensorInitializer([0, 1], [2, 3]), -1

@@ -24,12 +24,13 @@ def _squares(y: Any, p: Any) -> Any:
 
 # Of one's own; a single number has no terms that could be counted.
 _OWN = {
-    "own": lambda y, p: 7 * _squares(y, p),
     "own mean": lambda y, p: 7 * tf.reduce_mean(_squares(y, p)),
     "own sum": lambda y, p: tf.reduce_sum(_squares(y, p)),
     # A square in some steps alone, on some workers.
     "own capped": lambda y, p: tf.minimum(_squares(y, p), 7.0),
 }
+_MASKED = ("mask", "own capped")
+CASES = ("mask", "weights", "sum", "outputs", *_OWN)
 
 
 def network(case: str) -> keras.Model:
@@ -42,7 +43,7 @@ def network(case: str) -> keras.Model:
         return keras.Model(
             inputs, [heads[0](hidden(masked)), heads[1](hidden(inputs))]
         )
-    h = hidden(masked if case == "mask" else inputs)
+    h = hidden(masked if case in _MASKED else inputs)
     return keras.Model(inputs, layers.Dense(2, name="out")(h))
 
 
@@ -51,13 +52,13 @@ def train(kind: str | None, case: str) -> dict[str, Any]:
 
     Args:
         kind: "multi", "mirrored", or None for a single process.
-        case: "mask", "weights", "sum", "outputs", or a loss of one's own.
+        case: One of `CASES`.
     """
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(24, 3, 4)), rng.normal(size=(24, 3, 2))
     valid = rng.integers(0, 2, size=(24, 3))
     valid[:, 0] = 1
-    x *= valid[..., None] if case in ("mask", "outputs") else 1
+    x *= valid[..., None] if case in ("outputs", *_MASKED) else 1
     weights = rng.integers(0, 3, size=(24, 3)) + 0.0
     loss = _OWN.get(case) or keras.losses.MeanSquaredError(
         _REDUCTIONS.get(case, "sum_over_batch_size")
