@@ -10,8 +10,7 @@ import tfkfac
 from tests.support.placements import SIZES, place
 from tfkfac import cost
 from tfkfac.cost.batch import Batch, Network
-from tfkfac.cost.loads import BlockWork, Loads
-from tfkfac.kfac.placement import Placement
+from tfkfac.cost.loads import BlockWork
 from tfkfac.solvers import SOLVERS
 
 WORKERS = 4
@@ -64,24 +63,6 @@ def test_bytes_by_hand(mode: str, gradient_workers: int, solver: str) -> None:
     assert total("plain", "gradients") == 2 * (WORKERS - 1) * 100
     reduced = 0 if mode == "dp_kfac" else FACTORS + 7
     assert total("factor", "factors") == 2 * (WORKERS - 1) * reduced
-
-
-@pytest.mark.parametrize("workers", [1, 2, 4, 6, 12])
-def test_some_workers_stand_for_all(workers: int) -> None:
-    """Each of the others has the same as one of them."""
-    for placed in MODES:
-        if placed.startswith("hybrid") and workers % 2:
-            continue
-        placement = place(placed, workers, "inverse")
-        loads = Loads(placement.plan)
-        facts = [_facts(placement, rank) for rank in range(workers)]
-        assert {facts[w] for w in loads.workers} == set(facts)
-
-
-def _facts(placement: Placement, rank: int) -> tuple[int, ...]:
-    state = placement.state_bytes(rank)
-    inverse = placement.communication_bytes(rank, 0)["inverse"]
-    return *state.values(), *inverse.values()
 
 
 # -------------------------------------------------------------- operations

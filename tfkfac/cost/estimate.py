@@ -286,9 +286,7 @@ class Estimator(Loads):
         """The cost of the plan, which is that of a candidate."""
         received = self.received(self._sizes, self._load.gradients)
         state = self.state(self._sizes)
-        state["total"] = {
-            w: sum(kind[w] for kind in state.values()) for w in self.workers
-        }
+        state["total"] = state["factors"] + state["decompositions"]
         turns = [self._turn(turn) for turn in sorted({*self._load.turns})]
         statistics = sum(one.statistics for one in self._sizes)
         stages = {
@@ -307,8 +305,8 @@ class Estimator(Loads):
             candidate,
             stages,
             max((made + sent for made, sent in turns), default=0.0),
-            {kind: round(_most(sums)) for kind, sums in received.items()},
-            {kind: round(_most(sums)) for kind, sums in state.items()},
+            {kind: round(sums.max()) for kind, sums in received.items()},
+            {kind: round(sums.max()) for kind, sums in state.items()},
         )
 
     def _first_order(self) -> float:
@@ -319,7 +317,8 @@ class Estimator(Loads):
         moved = _OUTPUT_MOVES * batch.outputs * _FLOAT
         return (
             machine.products(3 * batch.forward)
-            + (moved + _RENEWAL_MOVES * self._load.gradients) / machine.memory
+            + moved / machine.memory
+            + self._renewed(self._load.gradients)
             + machine.overhead
         )
 
@@ -333,21 +332,15 @@ class Estimator(Loads):
         ]
         # To the pre-activations; the rest of a step is forward and to weights.
         draw = self._load.passes * self._first_order() / 3
-        taken = dict.fromkeys(self.workers, sum(seconds))
+        taken: Any = sum(seconds)
         if not plan.mode.reduces_factors:
             taken = self.preconditioned(seconds)  # by the layers' owners
         kept = self.owned([one.factors for one in self._sizes])
-        return draw + self._most_moved(taken, kept)
+        return draw + (taken + self._renewed(kept)).max()
 
-    def _most_moved(self, seconds: Numbers, moved: Numbers) -> float:
-        """The longest time of a worker with what it renews in its memory."""
-        memory = self._machine.memory
-        return _most(
-            {
-                w: seconds[w] + _RENEWAL_MOVES * moved[w] / memory
-                for w in self.workers
-            }
-        )
+    def _renewed(self, size: Any) -> Any:
+        """Seconds in which so many bytes are renewed in memory."""
+        return _RENEWAL_MOVES * size / self._machine.memory
 
     def _turn(self, turn: int) -> tuple[float, float]:
         """Seconds of the decompositions of one turn, and of sending them."""
@@ -364,9 +357,8 @@ class Estimator(Loads):
             here * one.decomposition
             for here, one in zip(mine, self._sizes, strict=True)
         ]
-        made = self._most_moved(
-            self.owned(seconds), self.preconditioned(renewed)
-        )
+        moved = self._renewed(self.preconditioned(renewed))
+        made = (self.owned(seconds) + moved).max()
         return made, self._share_parts(mine)
 
     def _share_parts(self, mine: Sequence[bool]) -> float:
@@ -376,8 +368,7 @@ class Estimator(Loads):
             for here, one in zip(mine, self._sizes, strict=True)
         ]
         needed = self.preconditioned([sum(named.values()) for named in parts])
-        own = self.owned(parts)
-        received = _most({w: needed[w] - own[w] for w in self.workers})
+        received = (needed - self.owned(parts)).max()
         owners = {
             layer.owners[name]
             for named, layer in zip(parts, plan.layers, strict=True)
@@ -399,11 +390,11 @@ class Estimator(Loads):
         ]
         clipped = sum(one.gradient for one in self._sizes)
         seconds = self.preconditioned([machine.products(w) for w in work])
-        return _most(seconds) + _RENEWAL_MOVES * clipped / machine.memory
+        return seconds.max() + self._renewed(clipped)
 
     def _share_gradients(self, received: Mapping[str, Numbers]) -> float:
         plan = self.plan
-        size = _most(received["preconditioned_gradients"])
+        size = received["preconditioned_gradients"].max()
         senders = {layer.gradient_workers[0] for layer in plan.layers}
         messages = len(senders) + math.ceil(size / BUCKET_BYTES)
         return self._machine.broadcast(size, plan.columns, messages)
@@ -411,7 +402,3 @@ class Estimator(Loads):
     def _all_reduce(self, size: int) -> float:
         messages = math.ceil(size / BUCKET_BYTES)
         return self._machine.all_reduce(size, self.plan.workers, messages)
-
-
-def _most(numbers: Numbers) -> float:
-    return max(numbers.values(), default=0)

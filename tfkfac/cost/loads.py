@@ -1,16 +1,17 @@
-"""Per-worker load of a plan. Workers with equal roles are counted once."""
+"""Per-worker load of a plan."""
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from tfkfac.blocks import Block
 from tfkfac.distributed.collectives import Wire, all_reduce_bytes
 from tfkfac.distributed.plan import Plan
 from tfkfac.solvers import Solver, most_rows
 
-# Sums by worker.
-Numbers = dict[int, float]
+Numbers = np.ndarray  # one of each worker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,53 +107,32 @@ class BlockWork:
 
 
 class Loads:
-    """Sums over the layers of some workers, by default those for all.
+    """Sums over the layers of each worker of a plan."""
 
-    A worker's role is its column of gradient workers and the factors that it
-    owns. Of thousands most own none, so that a few of them stand for all: the
-    owners of factors, and one without any of each column that has one.
-    """
-
-    def __init__(
-        self, plan: Plan, workers: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._columns = [layer.gradient_workers[0] for layer in plan.layers]
-        self.workers = self._roles() if workers is None else workers
-
-    def _roles(self) -> Sequence[int]:
-        plan, used = self.plan, {*self._columns}
-        owners = {w for layer in plan.layers for w in layer.owners.values()}
-        # Of the columns without layers one is enough.
-        idle: dict[int | None, int] = {}
-        for worker in sorted(set(range(plan.workers)) - owners):
-            column = worker % plan.columns
-            idle.setdefault(column if column in used else None, worker)
-        return sorted({*owners, *idle.values()})
 
     def owned(self, values: Sequence[Mapping[str, float]]) -> Numbers:
         """Sums of numbers of factors over those that each worker owns."""
-        sums: Numbers = dict.fromkeys(self.workers, 0)
+        sums = np.zeros(self.plan.workers)
         for layer, named in zip(self.plan.layers, values, strict=True):
             for name, value in named.items():
-                if layer.owners[name] in sums:
-                    sums[layer.owners[name]] += value
+                sums[layer.owners[name]] += value
         return sums
 
     def preconditioned(self, values: Sequence[float]) -> Numbers:
         """Sums of numbers of layers over those that each preconditions."""
-        sums: Numbers = {}
-        for column, value in zip(self._columns, values, strict=True):
-            sums[column] = sums.get(column, 0) + value
-        return {w: sums.get(w % self.plan.columns, 0) for w in self.workers}
+        sums = np.zeros(self.plan.columns)
+        np.add.at(sums, self._columns, values)
+        return np.resize(sums, self.plan.workers)
 
     def state(self, sizes: Sequence[BlockBytes]) -> dict[str, Numbers]:
         """Bytes of factors and decompositions that each worker keeps."""
+        kept = [one.decomposition for one in sizes]
         return {
             "factors": self.owned([one.factors for one in sizes]),
-            "decompositions": self.preconditioned(
-                [one.decomposition for one in sizes]
-            ),
+            "decompositions": self.preconditioned(kept),
         }
 
     def received(
@@ -165,18 +145,14 @@ class Loads:
         plan = self.plan
         statistics = plan.reduces_factors * sum(s.statistics for s in sizes)
         reduced, added = (
-            all_reduce_bytes(size, plan.workers)
+            np.full(plan.workers, all_reduce_bytes(size, plan.workers))
             for size in (statistics, gradients)
         )
         parts = self.preconditioned([sum(s.parts.values()) for s in sizes])
-        made = self.owned([one.parts for one in sizes])
         here = self.preconditioned([one.gradient for one in sizes])
-        everywhere = sum(one.gradient for one in sizes)
         return {
-            "gradients": dict.fromkeys(self.workers, added),
-            "factors": dict.fromkeys(self.workers, reduced),
-            "decompositions": {w: parts[w] - made[w] for w in self.workers},
-            "preconditioned_gradients": {
-                w: everywhere - here[w] for w in self.workers
-            },
+            "gradients": added,
+            "factors": reduced,
+            "decompositions": parts - self.owned([s.parts for s in sizes]),
+            "preconditioned_gradients": sum(s.gradient for s in sizes) - here,
         }

@@ -108,7 +108,7 @@ class Placement:
                 micro-batches; None if it does not.
             previous: Bytes of the update before; None if it is not kept.
         """
-        state = Loads(self.plan, [rank]).state(self.sizes)
+        state = Loads(self.plan).state(self.sizes)
         sizes = {kind: int(sums[rank]) for kind, sums in state.items()}
         if accumulated is not None:
             sizes["accumulation"] = accumulated + sum(
@@ -130,7 +130,7 @@ class Placement:
             rank: The worker.
             gradient_bytes: Those of all gradients of the model.
         """
-        received = Loads(self.plan, [rank]).received(self.sizes, gradient_bytes)
+        received = Loads(self.plan).received(self.sizes, gradient_bytes)
         bytes_ = {kind: int(sums[rank]) for kind, sums in received.items()}
         left_out = {
             "plain": ("factors", "decompositions"),
