@@ -297,7 +297,7 @@ def describe(kind: str | None, model: Any) -> dict[str, Any]:
         "factors": optimizer.factors(),
         "shapes": [
             (b.path, dict(b.factor_shapes))
-            for b in optimizer._method.placement.blocks
+            for b in optimizer.method.placement.blocks
         ],
         "state_bytes": optimizer.state_bytes(),
         "kept": [kept_bytes(state) for state in optimizer.method.states],

@@ -166,10 +166,6 @@ class FOSIMethod(Method):
         return self.estimator.peers(rank)
 
     @override
-    def agreement(self) -> dict[str, Any]:
-        return {}
-
-    @override
     def contents(self, rank: int) -> Contents:
         return self.job.at(self.states, rank).contents()
 

@@ -111,7 +111,7 @@ class FOSI(SecondOrderOptimizer):
     """
 
     method_type = FOSIMethod
-    _method: FOSIMethod
+    method: FOSIMethod
     # The method's, shown as attributes.
     alpha: Value
     update_interval: Value
@@ -164,7 +164,7 @@ class FOSI(SecondOrderOptimizer):
     @property
     def estimations(self) -> tf.Variable | int:
         """Number of estimations of the directions so far."""
-        states = self._method.states
+        states = self.method.states
         return states[0].estimations if states else 0
 
     def spectrum(self) -> np.ndarray:
@@ -175,7 +175,7 @@ class FOSI(SecondOrderOptimizer):
             that found any curvature (`summary` says when the first comes),
             and on accelerators.
         """
-        return self._method.spectrum()
+        return self.method.spectrum()
 
     def state_bytes(self) -> dict[str, int]:
         """Returns the bytes of this replica's curvature state.
@@ -225,4 +225,4 @@ class FOSI(SecondOrderOptimizer):
             accelerators.
         """
         self._check_built()
-        return self._method.idle_share()
+        return self.method.idle_share()

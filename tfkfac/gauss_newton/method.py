@@ -41,7 +41,7 @@ from tfkfac.gauss_newton.support import (
 )
 from tfkfac.linalg.symmetric import packed_size
 from tfkfac.linalg.vectors import FlatSpace
-from tfkfac.saving.entries import Entry
+from tfkfac.saving.entries import Contents
 from tfkfac.saving.slots import Slots, planned
 from tfkfac.shell.arguments import Argument
 from tfkfac.shell.method import Method
@@ -304,12 +304,8 @@ class GaussNewtonMethod(Method):
         return self.states
 
     @override
-    def agreement(self) -> dict[str, Any]:
-        return {}
-
-    @override
-    def entries(self) -> list[Entry]:
-        return self.states[0].entries()
+    def contents(self, rank: int) -> Contents:
+        return Contents(self.job.at(self.states, rank).entries())
 
     @override
     def events(self) -> list[tuple[str, tf.Variable]]:

@@ -102,7 +102,7 @@ class GaussNewton(SecondOrderOptimizer):
     """
 
     method_type = GaussNewtonMethod
-    _method: GaussNewtonMethod
+    method: GaussNewtonMethod
     # The method's, shown as attributes.
     damping: float
     momentum: float
@@ -164,7 +164,7 @@ class GaussNewton(SecondOrderOptimizer):
         have become with the last try; "accepted", 1 if it was taken;
         "residuals", their number, of this replica.
         """
-        return self._method.last_step()
+        return self.method.last_step()
 
     def state_bytes(self) -> dict[str, int]:
         """Returns the bytes of this replica's state by kind.

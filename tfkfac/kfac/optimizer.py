@@ -170,7 +170,7 @@ class KFAC(SecondOrderOptimizer):
     """
 
     method_type = KFACMethod
-    _method: KFACMethod
+    method: KFACMethod
     # The method's, shown as attributes.
     damping: Schedule | LevenbergMarquardt
     kl_clip: Schedule | None
@@ -270,7 +270,7 @@ class KFAC(SecondOrderOptimizer):
         """Number of micro-batches of a step, None for 1."""
         if self._is_building:  # Keras would make sums of its own
             return None
-        return self._method.gradient_accumulation_steps
+        return self.method.gradient_accumulation_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: None) -> None:
@@ -300,17 +300,17 @@ class KFAC(SecondOrderOptimizer):
         """
         if not self.built:
             return {}
-        return self._method.states[0].report.values()
+        return self.method.states[0].report.values()
 
     @property
     def factor_updates(self) -> tf.Variable:
         """Number of factor updates so far."""
-        return self._method.states[0].factor_updates
+        return self.method.states[0].factor_updates
 
     @property
     def inverse_updates(self) -> tf.Variable:
         """Number of steps so far that have renewed decompositions."""
-        return self._method.states[0].inverse_updates
+        return self.method.states[0].inverse_updates
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
         """Returns the bias-corrected averages of the factors.
@@ -330,7 +330,7 @@ class KFAC(SecondOrderOptimizer):
                 f"Optimizer '{self.name}' has no factors yet. Train a step, "
                 "or call `optimizer.build(model.trainable_variables)`."
             )
-        return self._method.factors()
+        return self.method.factors()
 
     def state_bytes(self) -> dict[str, int]:
         """Returns the bytes of this worker's curvature state.

@@ -91,22 +91,18 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             with keras.name_scope(self.name):
                 self.build(trainable_variables)
         scale = tf.convert_to_tensor(own_value(self.dynamic_scale))
-        before = self._skipped()
+        job = self.inner_optimizer.method.job
+        skipped = job.own(job.skipped)
+        before = tf.convert_to_tensor(skipped)
         self.inner_optimizer.apply(
             [None if g is None else keras.ops.divide(g, scale) for g in grads],
             trainable_variables,
         )
-        self._adapt(scale, self._overflowed(before))
+        self._adapt(scale, self._anywhere(skipped > before))
 
-    def _skipped(self) -> tf.Tensor:
-        """Number of steps that this replica has skipped."""
-        job = self.inner_optimizer.method.job
-        return tf.convert_to_tensor(job.own(job.skipped))
-
-    def _overflowed(self, before: tf.Tensor) -> tf.Tensor:
+    def _anywhere(self, overflowed: tf.Tensor) -> tf.Tensor:
         """True if this step was skipped; the same on every replica."""
         job = self.inner_optimizer.method.job
-        overflowed = self._skipped() > before
         replicas = job.topology.replicas
         if len(self.inner_optimizer.method.peers(job.rank)) == replicas:
             return overflowed

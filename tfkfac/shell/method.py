@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfkfac.compat.graphs import Tracked
-from tfkfac.saving.entries import Contents, Entry
+from tfkfac.saving.entries import Contents
 from tfkfac.shell.arguments import Argument, Hyperparameter
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step
@@ -86,17 +86,13 @@ class Method(abc.ABC):
         """The replicas that a replica shares a mean loss with: all."""
         return tuple(range(self.job.topology.replicas))
 
-    @abc.abstractmethod
     def agreement(self) -> dict[str, Any]:
         """Facts that all workers must have in common, by name, for JSON."""
+        return {}
 
-    def entries(self) -> list[Entry]:
-        """The state to save where every replica has the same."""
-        return []
-
+    @abc.abstractmethod
     def contents(self, rank: int) -> Contents:
         """The state to save of a replica of this process."""
-        return Contents(self.entries())
 
     @abc.abstractmethod
     def events(self) -> list[tuple[str, tf.Variable]]:

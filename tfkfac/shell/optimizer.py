@@ -59,7 +59,7 @@ class SecondOrderOptimizer(KerasOptimizer):
     ) -> None:
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = check_inner(inner_optimizer)
-        self._method = method
+        self.method = method
         self._scaling = LossScaling(name)
         self.max_skipped_steps = max_skipped_steps
         self._job: Job | None = None
@@ -79,15 +79,10 @@ class SecondOrderOptimizer(KerasOptimizer):
             value = check_count("max_skipped_steps", value, 1)
         self._max_skipped_steps = value
 
-    @property
-    def method(self) -> Method:
-        """The method, which changes the gradients."""
-        return self._method
-
     def _arguments(self) -> dict[str, Any]:
         """The method's arguments, by name."""
         own = {"max_skipped_steps": self.max_skipped_steps}
-        return own | self._method.arguments()
+        return own | self.method.arguments()
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor.
@@ -163,7 +158,7 @@ class SecondOrderOptimizer(KerasOptimizer):
         self._check_owner(model)
         check_settings(model, loss_scaler)
         self._check_variables(model)
-        detach(model, self._method)
+        detach(model, self.method)
         self._scaling.know(loss_scaler)
         if self._job is None:
             self._job = Job(
@@ -173,9 +168,9 @@ class SecondOrderOptimizer(KerasOptimizer):
         LossTap.open(model)
         BeforeTap.open(model)
         MetricsTap.open(model)
-        self._method.attach(self._job)
+        self.method.attach(self._job)
         if self.built:
-            self._method.create()
+            self.method.create()
         return self
 
     def bound_model(self) -> keras.Model:
@@ -226,7 +221,7 @@ class SecondOrderOptimizer(KerasOptimizer):
         if self.built:
             return
         job = self._bound_job()
-        for parameter in self._method.hyperparameters():
+        for parameter in self.method.hyperparameters():
             parameter.build()
         job.create()
         if job.topology.replicas > len(job.topology.local):
@@ -234,7 +229,7 @@ class SecondOrderOptimizer(KerasOptimizer):
                 processes = job.among_processes("agreement")
                 check_agreement(self.description(), processes)
         # Its collectives are the same on all that have agreed.
-        self._method.create()
+        self.method.create()
         self.inner_optimizer.build(list(variables))
         self._is_building = True
         super().build(list(variables))
@@ -243,8 +238,9 @@ class SecondOrderOptimizer(KerasOptimizer):
 
     def build_in_scope(self, variables: Sequence[keras.Variable]) -> None:
         """Builds as Keras' `apply` does, below the optimizer's name."""
-        with keras.name_scope(self.name):
-            self.build(variables)
+        if not self.built:
+            with keras.name_scope(self.name):
+                self.build(variables)
 
     def description(self) -> dict[str, Any]:
         """Facts that all workers must agree on, by name, for JSON."""
@@ -259,7 +255,7 @@ class SecondOrderOptimizer(KerasOptimizer):
             "inner optimizer": type(inner).__name__,
             **{f"inner optimizer's {k}": v for k, v in settings.items()},
             "shapes of the weights": [list(v.shape) for v in weights],
-            **self._method.agreement(),
+            **self.method.agreement(),
             **describe_model(model),
         }
 
@@ -286,7 +282,7 @@ class SecondOrderOptimizer(KerasOptimizer):
         batch = LossTap.open(job.model).take_last(LossBatch())
         before = BeforeTap.open(job.model).take_last([])
         step = Step(job, list(grads), variables, batch, job.group(), before)
-        job.together(lambda: self._method.run(step))
+        job.together(lambda: self.method.run(step))
         MetricsTap.open(job.model).note(job.own(job.streaks).left_out)
         if tf.executing_eagerly():
             self.check_skipped_steps()
@@ -310,7 +306,7 @@ class SecondOrderOptimizer(KerasOptimizer):
         if job is None or job.topology.replicas == 1:
             return loss
         self.build_in_scope(job.model.trainable_variables)
-        return weigh_loss(loss, job, self._method.peers(job.rank))
+        return weigh_loss(loss, job, self.method.peers(job.rank))
 
     # -------------------------------------------------------------- saving
     def gather_state(self) -> None:
@@ -387,17 +383,17 @@ class SecondOrderOptimizer(KerasOptimizer):
         """
         self._check_built()
         events = [f"{text}: {count}" for text, count in self.events().items()]
-        print_fn("\n".join([*self._method.summary(), *events]))
+        print_fn("\n".join([*self.method.summary(), *events]))
 
     def state_bytes(self) -> dict[str, int]:
         """Returns the bytes of this replica's curvature state by kind."""
         self._check_built()
-        return self._method.state_bytes()
+        return self.method.state_bytes()
 
     def communication_bytes(self) -> dict[str, dict[str, int]]:
         """Returns the bytes that this replica receives, by kind of step."""
         self._check_built()
-        return self._method.communication_bytes()
+        return self.method.communication_bytes()
 
     def events(self) -> dict[str, int]:
         """Returns what has gone wrong so far, and how often.
@@ -414,7 +410,7 @@ class SecondOrderOptimizer(KerasOptimizer):
             return {}
         skipped = self._bound_job().skipped[0]
         events = [("steps skipped, gradients not finite", skipped)]
-        events += self._method.events()
+        events += self.method.events()
         counts = {text: int(count.numpy()) for text, count in events}
         return {text: count for text, count in counts.items() if count}
 
