@@ -1,7 +1,7 @@
 """K-FAC as a preconditioner in front of any Keras optimizer."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Never, Self, TypeAlias
+from typing import Any, Never, TypeAlias
 
 import keras
 import numpy as np
@@ -246,24 +246,23 @@ class KFAC(SecondOrderOptimizer):
         super().__init__(inner, method, name, max_skipped_steps)
 
     @classmethod
-    def from_config(
-        cls,
-        config: dict[str, Any],
-        custom_objects: dict[str, Any] | None = None,
-    ) -> Self:
-        """Creates an optimizer from its config, also that of an older file.
-
-        Args:
-            config: What `get_config` has returned.
-            custom_objects: Classes and functions by the names in the config.
-
-        Raises:
-            TypeError: If the config is no dict.
-            ValueError: If an entry is not allowed.
-        """
-        if isinstance(config, dict) and "symmetric_communication" in config:
-            config = _nested(config)
-        return super().from_config(config, custom_objects)
+    def _today(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """The config of a file from before `Distribution`, as it is now."""
+        if "symmetric_communication" not in config:
+            return config
+        config = dict(config)
+        distribution = Distribution(
+            config.pop("distribution"),
+            config.pop("gradient_worker_fraction"),
+            config.pop("assignment"),
+            config.pop("symmetric_communication"),
+            config.pop("factor_dtype"),
+            config.pop("inverse_dtype"),
+        )
+        fraction = config.pop("quadratic_batch_fraction")
+        if fraction is not None:
+            config["step"] = QuadraticStep(fraction)
+        return {**config, "distribution": distribution}
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
@@ -363,20 +362,3 @@ class KFAC(SecondOrderOptimizer):
         arguments = super()._arguments()
         rules = [serialize_skip_rule(one) for one in arguments["skip_layers"]]
         return arguments | {"skip_layers": rules}
-
-
-def _nested(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a file from before `Distribution`, as it is now."""
-    config = dict(config)
-    distribution = Distribution(
-        config.pop("distribution"),
-        config.pop("gradient_worker_fraction"),
-        config.pop("assignment"),
-        config.pop("symmetric_communication"),
-        config.pop("factor_dtype"),
-        config.pop("inverse_dtype"),
-    )
-    fraction = config.pop("quadratic_batch_fraction")
-    if fraction is not None:
-        config["step"] = QuadraticStep(fraction)
-    return {**config, "distribution": distribution}

@@ -102,7 +102,11 @@ class SecondOrderOptimizer(KerasOptimizer):
         config: dict[str, Any],
         custom_objects: dict[str, Any] | None = None,
     ) -> Self:
-        """Creates an optimizer from its config.
+        """Creates an optimizer from its config, also that of an older file.
+
+        Args:
+            config: What `get_config` has returned.
+            custom_objects: Classes and functions by the names in the config.
 
         Raises:
             TypeError: If the config is no dict.
@@ -115,9 +119,14 @@ class SecondOrderOptimizer(KerasOptimizer):
             )
         arguments = {
             name: restore_value(name, value, custom_objects)
-            for name, value in config.items()
+            for name, value in cls._today(config).items()
         }
         return cls(**arguments)
+
+    @classmethod
+    def _today(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """The config of an older file, as it is now."""
+        return config
 
     # ----------------------------------------------------------- the model
     def attach(
