@@ -90,13 +90,7 @@ def step_over_nccl(kind: str, optimizer: str) -> dict[str, Any]:
         a GPU could not do; and the bytes said to be received.
     """
     graph, model = graph_over_nccl(kind, optimizer, [5, 5])
-    definition = graph.as_graph_def()
-    functions = {f.signature.name: f for f in definition.library.function}
-    bodies = [definition.node, *(f.node_def for f in functions.values())]
-    found = {
-        "collectives": 0,
-        "pairs": 0,
-        "unordered": [],
+    return audit(graph) | {
         "not on a GPU": without_gpu_kernel(graph),
         "added up": {
             tf.as_dtype(node.attr["T"].type).name
@@ -105,9 +99,6 @@ def step_over_nccl(kind: str, optimizer: str) -> dict[str, Any]:
         },
         "bytes": model.optimizer.communication_bytes(),
     }
-    for nodes in bodies:
-        audit(nodes, functions, found)
-    return found
 
 
 def graph_over_nccl(
@@ -129,36 +120,46 @@ def on_gpus(of: tf.distribute.Strategy) -> Topology:
     return dataclasses.replace(find_topology(of), hint="nccl")
 
 
-def audit(
-    nodes: Any, functions: Mapping[str, Any], found: dict[str, Any]
-) -> None:
-    """Adds what is found in one graph or function."""
-    by_device = collections.defaultdict(list)
-    for node in nodes:
-        if holds_collective(node, functions):
-            by_device[node.device].append(node)
-            found["collectives"] += is_collective(node)
-    parents = parents_of(nodes)
-    for ours in by_device.values():
-        for first, second in itertools.combinations(ours, 2):
-            found["pairs"] += 1
-            if not (
-                second.name in ancestors(first.name, parents)
-                or first.name in ancestors(second.name, parents)
-            ):
-                found["unordered"].append((first.op, second.op))
+def bodies_of(graph: tf.Graph) -> tuple[list[Any], Mapping[str, Any]]:
+    """The nodes of a graph and of each of its functions, and these by name."""
+    definition = graph.as_graph_def()
+    functions = {f.signature.name: f for f in definition.library.function}
+    nodes = [f.node_def for f in functions.values()]
+    return [definition.node, *nodes], functions
+
+
+def audit(graph: tf.Graph) -> dict[str, Any]:
+    """How many collectives a graph has, and which of them no path orders."""
+    collectives, pairs, unordered = 0, 0, []
+    bodies, functions = bodies_of(graph)
+    for nodes in bodies:
+        by_device = collections.defaultdict(list)
+        for node in nodes:
+            if holds(node, functions, is_collective):
+                by_device[node.device].append(node)
+                collectives += is_collective(node)
+        parents = parents_of(nodes)
+        for ours in by_device.values():
+            for first, second in itertools.combinations(ours, 2):
+                pairs += 1
+                if not (
+                    second.name in ancestors(first.name, parents)
+                    or first.name in ancestors(second.name, parents)
+                ):
+                    unordered.append((first.op, second.op))
+    return {"collectives": collectives, "pairs": pairs, "unordered": unordered}
 
 
 def is_collective(node: Any) -> bool:
     return str(node.op).startswith("Collective") and "Group" not in node.op
 
 
-def holds_collective(node: Any, functions: Mapping[str, Any]) -> bool:
-    """Whether a node is a collective or calls a function that has one."""
-    if is_collective(node):
-        return True
-    return any(
-        holds_collective(inner, functions)
+def holds(
+    node: Any, functions: Mapping[str, Any], wanted: Callable[[Any], bool]
+) -> bool:
+    """Whether a node is of a kind or calls a function that has one."""
+    return wanted(node) or any(
+        holds(inner, functions, wanted)
         for name in functions.keys() & functions_of(node)
         for inner in functions[name].node_def
     )
@@ -202,27 +203,19 @@ def waits(
 ) -> dict[str, Any]:
     """Traces a step in which each tensor has a message of its own.
 
-    The order that NCCL needs is in it: all that may have to wait does.
-
-    Args:
-        kind: Of the strategy.
-        optimizer: Name of the optimizer.
-        hidden: Units of the hidden layers.
-        kernel: The operation that a piece of work is known by.
+    The order that NCCL needs is in it: all that may have to wait does. A piece
+    of work is known by an operation.
 
     Returns:
         The branches with both; and collectives that no path orders.
     """
     with mock.patch.object(collectives, "BUCKET_BYTES", 1):
-        graph = graph_over_nccl(kind, optimizer, hidden)[0].as_graph_def()
-    functions = {f.signature.name: f for f in graph.library.function}
-    order: dict[str, Any] = {"collectives": 0, "pairs": 0, "unordered": []}
-    branches = []
-    audit(graph.node, functions, order)
-    for function in functions.values():
-        audit(function.node_def, functions, order)
-        branches += branches_of(function.node_def, functions, kernel)
-    return {"branches": branches, "unordered": order["unordered"]}
+        graph = graph_over_nccl(kind, optimizer, hidden)[0]
+    (_, *bodies), functions = bodies_of(graph)
+    branches = [
+        b for one in bodies for b in branches_of(one, functions, kernel)
+    ]
+    return {"branches": branches, "unordered": audit(graph)["unordered"]}
 
 
 def branches_of(
@@ -233,7 +226,9 @@ def branches_of(
     for node in nodes:
         if is_collective(node):
             messages[node.device].append(node.name)
-        elif holds(node, functions, kernel):
+        elif not holds(node, functions, is_collective) and holds(
+            node, functions, lambda inner: inner.op == kernel
+        ):
             work[node.device].add(node.name)
     parents = parents_of(nodes)
     return [
@@ -244,17 +239,6 @@ def branches_of(
         for device, sent in messages.items()
         if device in work
     ]
-
-
-def holds(node: Any, functions: Mapping[str, Any], kernel: str) -> bool:
-    """Whether a node is of a kind, or calls a function with it alone."""
-    if holds_collective(node, functions):
-        return False
-    return node.op == kernel or any(
-        holds(inner, functions, kernel)
-        for name in functions.keys() & functions_of(node)
-        for inner in functions[name].node_def
-    )
 
 
 # ------------------------------------------------- several devices a process

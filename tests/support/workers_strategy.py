@@ -25,12 +25,6 @@ def regression(rows: int, seed: int = 0) -> tuple[Any, Any]:
     return x, np.tanh(x[:, :3] * x[:, 1:])
 
 
-OPTIMIZERS = {
-    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-    "adam": lambda: keras.optimizers.Adam(0.01),
-}
-
-
 def as_dataset(*arrays: Any) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(arrays).batch(BATCH)
 
@@ -39,7 +33,7 @@ def as_dataset(*arrays: Any) -> tf.data.Dataset:
 def prepared(kind: str | None, name: str) -> tuple[Any, list[Any]]:
     """A model built and compiled, and the values of all its variables."""
     with scope(kind):
-        model = build_two_heads() if name == "two heads" else build(name)
+        model = MODELS[name]()
         model.optimizer.build(model.trainable_variables)
     return model, [v.numpy() for v in state(model)]
 
@@ -56,7 +50,7 @@ def fresh(kind: str | None, name: str) -> Any:
     return model
 
 
-def build(optimizer: str) -> Any:
+def build_regression() -> Any:
     model = keras.Sequential(
         [
             keras.Input((4,)),
@@ -64,20 +58,20 @@ def build(optimizer: str) -> Any:
             keras.layers.Dense(3),
         ]
     )
-    model.compile(OPTIMIZERS[optimizer](), "mse", metrics=["mae"])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(optimizer, "mse", metrics=["mae"])
     return model
 
 
 def train(
     kind: str | None,
-    optimizer: str = "sgd",
     rows: int = 24,
     dataset: bool = False,
     validate: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Fits, evaluates and predicts with a small regression model."""
-    model = fresh(kind, optimizer)
+    model = fresh(kind, "regression")
     x, y = regression(rows)
     pairs: Any = (x, y)
     validation: Any = regression(11, seed=1)
@@ -142,6 +136,9 @@ def build_two_heads() -> Any:
         metrics={"number": ["mae"], "label": ["accuracy"]},
     )
     return model
+
+
+MODELS = {"regression": build_regression, "two heads": build_two_heads}
 
 
 def train_structures(kind: str | None, rows: int = 16) -> dict[str, Any]:

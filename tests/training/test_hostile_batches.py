@@ -1,5 +1,6 @@
 """Batches that nobody should train on: an error, or weights that are finite."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from keras.optimizers import SGD
 
 import tfkfac
+from tests.support.marks import with_slow
 from tests.support.small import CLASSES, FEATURES, data, loss, mlp
 
 GOOD = 8, FEATURES
@@ -30,6 +32,13 @@ NUMBERS = st.sampled_from(
 )
 LABELS = st.sampled_from([0, 1, CLASSES - 1])
 WEIGHTS = st.sampled_from([None, 0.0, 1.0, -1.0, np.nan, np.inf, 1e30])
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "kfac": lambda: tfkfac.KFAC(factor_update_interval=1),
+    "quadratic": lambda: tfkfac.KFAC(step="quadratic"),
+    # Adam by itself turns into NaN where a gradient's square overflows.
+    "fosi": lambda: tfkfac.FOSI(SGD(0.01), warmup_steps=1),
+    "gauss_newton": tfkfac.GaussNewton,
+}
 _KEPT: dict[str, Any] = {}
 
 
@@ -37,14 +46,7 @@ def trained(name: str) -> Any:
     """A model after three good steps; one for all examples."""
     if name not in _KEPT:
         model = mlp()
-        optimizer = {
-            "kfac": lambda: tfkfac.KFAC(factor_update_interval=1),
-            "quadratic": lambda: tfkfac.KFAC(step="quadratic"),
-            # Adam by itself turns into NaN where a gradient's square overflows.
-            "fosi": lambda: tfkfac.FOSI(SGD(0.01), warmup_steps=1),
-            "gauss_newton": tfkfac.GaussNewton,
-        }[name]()
-        model.compile(optimizer, loss(), run_eagerly=True)
+        model.compile(OPTIMIZERS[name](), loss(), run_eagerly=True)
         for _ in range(3):
             model.train_on_batch(*data())
         _KEPT[name] = model, model.get_weights()
@@ -53,7 +55,18 @@ def trained(name: str) -> Any:
     return model
 
 
-def attempt(name: str, chosen: Any) -> None:
+@pytest.mark.parametrize(
+    "name",
+    with_slow(OPTIMIZERS, "quadratic", "fosi", "gauss_newton"),
+)
+@settings(
+    max_examples=6,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+)
+@given(chosen=st.data())
+def test_batches(name: str, chosen: Any) -> None:
     model = trained(name)
     shape, dtype = chosen.draw(SHAPES), chosen.draw(DTYPES)
     x = np.random.default_rng(0).normal(size=shape)
@@ -72,27 +85,3 @@ def attempt(name: str, chosen: Any) -> None:
     assert all(np.isfinite(value).all() for value in model.get_weights())
     model.train_on_batch(*data())
     assert all(np.isfinite(value).all() for value in model.get_weights())
-
-
-@settings(
-    max_examples=6,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    derandomize=True,
-)
-@given(st.data())
-def test_batches(chosen: Any) -> None:
-    attempt("kfac", chosen)
-
-
-@pytest.mark.slow
-@settings(
-    max_examples=24,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-@given(
-    st.sampled_from(["kfac", "quadratic", "fosi", "gauss_newton"]), st.data()
-)
-def test_more_batches(name: str, chosen: Any) -> None:
-    attempt(name, chosen)

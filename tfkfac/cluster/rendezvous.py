@@ -13,7 +13,7 @@ import errno
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tfkfac.cluster.channel import Line, Message
 from tfkfac.cluster.config import Cluster, split_address
@@ -24,6 +24,9 @@ from tfkfac.cluster.config import Cluster, split_address
 _LOOK = 0.1
 _MANNERS = 1.0
 _PATIENCE = 5.0
+
+
+WaitingFor = Callable[[Sequence[int]], None]  # some that are missing
 
 
 class RefusedError(ValueError):
@@ -43,55 +46,48 @@ def wait_for_all(cluster: Cluster, timeout: float | None) -> dict[int, Line]:
     """
     if len(cluster.addresses) == 1:
         return {}
-    clock = _Clock(cluster, timeout)
+    waiting_for = _waiting(cluster, timeout)
     if cluster.index == 0:
-        return _receive_all(cluster, clock)
-    return {0: _report_to_first(cluster, clock)}
+        return _receive_all(cluster, waiting_for)
+    return {0: _report_to_first(cluster, waiting_for)}
 
 
-class _Clock:
-    """The time of waiting, with its messages and its end."""
+def _waiting(cluster: Cluster, timeout: float | None) -> WaitingFor:
+    """Begins to wait: says now and then for whom, and raises at the end."""
+    start, remind = time.monotonic(), _PATIENCE
 
-    def __init__(self, cluster: Cluster, timeout: float | None) -> None:
-        self._cluster = cluster
-        self._timeout = timeout
-        self._start = time.monotonic()
-        self._next = _PATIENCE
-
-    def waiting_for(self, missing: Sequence[int]) -> None:
-        """Prints now and then which workers are missing.
-
-        Raises:
-            TimeoutError: If the time is over.
-        """
-        names = ", ".join(self._cluster.name(i) for i in missing)
-        passed = time.monotonic() - self._start
-        if self._timeout is not None and passed > self._timeout:
+    def waiting_for(missing: Sequence[int]) -> None:
+        nonlocal remind
+        names = ", ".join(cluster.name(i) for i in missing)
+        passed = time.monotonic() - start
+        if timeout is not None and passed > timeout:
             raise TimeoutError(
-                f"Worker {self._cluster.index} has waited {self._timeout:g} "
-                f"seconds for {names}. Start every worker with the same "
-                "cluster in `TF_CONFIG` and an index of its own; argument "
+                f"Worker {cluster.index} has waited {timeout:g} seconds for "
+                f"{names}. Start every worker with the same cluster in "
+                "`TF_CONFIG` and an index of its own; argument "
                 "`start_timeout` of the strategy is how long they wait."
             )
-        if passed > self._next:
-            self._next = passed + max(self._next, 6 * _PATIENCE)
+        if passed > remind:
+            remind = passed + max(remind, 6 * _PATIENCE)
             print(
-                f"tfkfac: worker {self._cluster.index} is waiting for {names} "
+                f"tfkfac: worker {cluster.index} is waiting for {names} "
                 f"({passed:.0f} s)",
                 file=sys.stderr,
                 flush=True,
             )
 
+    return waiting_for
+
 
 # ------------------------------------------------------------ the first worker
-def _receive_all(cluster: Cluster, clock: _Clock) -> dict[int, Line]:
+def _receive_all(cluster: Cluster, waiting_for: WaitingFor) -> dict[int, Line]:
     """Waits for the others; lets them go on, or tells them why not."""
     present: dict[int, Line] = {}
     everyone = range(1, len(cluster.addresses))
     with _listen(cluster) as server, contextlib.ExitStack() as lines:
         try:
             while missing := [i for i in everyone if i not in present]:
-                clock.waiting_for(missing)
+                waiting_for(missing)
                 _send_all(present, {"missing": missing})
                 new = _accept(server)
                 for i in [i for i, line in present.items() if line.closed]:
@@ -170,7 +166,7 @@ def _send_all(lines: Mapping[int, Line], message: Message) -> None:
 
 
 # ------------------------------------------------------------ the other workers
-def _report_to_first(cluster: Cluster, clock: _Clock) -> Line:
+def _report_to_first(cluster: Cluster, waiting_for: WaitingFor) -> Line:
     """Connects with the first worker and waits until all may go on."""
     address = split_address(cluster.addresses[0])
     hello = {"worker": cluster.index, "cluster": list(cluster.addresses)}
@@ -184,14 +180,14 @@ def _report_to_first(cluster: Cluster, clock: _Clock) -> Line:
                 line = Line(connection, _PATIENCE)
                 stack.callback(line.close)
                 line.send(hello)
-                if _may_go_on(line, clock):
+                if _may_go_on(line, waiting_for):
                     stack.pop_all()
                     return line
-        clock.waiting_for([0])
+        waiting_for([0])
         time.sleep(_LOOK)
 
 
-def _may_go_on(line: Line, clock: _Clock) -> bool:
+def _may_go_on(line: Line, waiting_for: WaitingFor) -> bool:
     """True if the first worker lets this one go on; False if it is gone."""
     while (message := line.receive()) is not None:
         if "go" in message:
@@ -200,5 +196,5 @@ def _may_go_on(line: Line, clock: _Clock) -> bool:
             raise RefusedError(message["refused"])
         if "timeout" in message:
             raise TimeoutError(message["timeout"])
-        clock.waiting_for(message.get("missing", [0]))
+        waiting_for(message.get("missing", [0]))
     return False

@@ -126,7 +126,8 @@ class FOSIMethod(Method):
                 step, state, self.rate, self.momentum, self.learning_rate_clip
             ).make()
 
-        step.apply_if_finite(direction)
+        step.check_finite()
+        step.apply(direction)
 
     # --------------------------------------------------- binding and state
     @override

@@ -255,7 +255,8 @@ class BesideSteps(Estimator):
             return Update(step.gradients)
 
         tf.cond(begins, begin, lambda: tf.constant(0))
-        step.apply_if_finite(direction)
+        step.check_finite()
+        step.apply(direction)
 
     def _accelerate(
         self,

@@ -164,7 +164,8 @@ class GaussNewtonMethod(Method):
             state.note(found, residuals, self.job.name)
             return Update(moved(found.change))
 
-        step.apply_if_finite(direction)
+        step.check_finite()
+        step.apply(direction)
 
     def withhold_gradients(
         self, step: Step, loss: tf.Tensor

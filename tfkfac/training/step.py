@@ -159,16 +159,6 @@ class Step:
         self._is_reduced = True
         return sums
 
-    def apply_if_finite(self, direction: Callable[[], Update]) -> None:
-        """Lets the inner optimizer take the step, or skips it as a whole.
-
-        `direction` runs only if all gradients are finite, on every replica of
-        the group or on none. Collectives are legal in it; what it needs of
-        the batch and of the layers' records must be taken before.
-        """
-        self.check_finite()
-        self.apply(direction)
-
     def check_finite(self) -> None:
         """Finds out whether the step can be done.
 
@@ -191,7 +181,12 @@ class Step:
         when(skipped, skip)
 
     def apply(self, direction: Callable[[], Update]) -> None:
-        """Lets the inner optimizer take the step if it is finite."""
+        """Lets the inner optimizer take the step if it is finite.
+
+        `direction` then runs on every replica of the group, else on none.
+        Collectives are legal in it; what it needs of the batch and of the
+        layers' records must be taken before.
+        """
 
         def update() -> None:
             self._apply_inner(direction())
