@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import tfkfac
-from tests.support.small import compiled_mlp, kfac_of
+from tests.support.small import compiled_mlp, curvature, kfac_of, mlp
 from tfkfac.saving.entries import STATE, Entry, Region, Spread
 from tfkfac.saving.store import Saved, load_state, save_state
 
@@ -76,32 +76,27 @@ def test_nothing_is_assigned_if_anything_differs() -> None:
     assert [float(e.variable[0]) for e in new] == [-1.0, -1.0]
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        (["0", "1"], "another optimizer"),
-        (["iteration"], "another optimizer"),
-        (["00000:factor_updates:", "00001:factor_A:a|b"], "earlier version"),
-        (["replicated:factor_updates:", "owned:x:dense"], "earlier version"),
-    ],
-)
-def test_other_stores(keys: list[str], words: str) -> None:
+def test_other_stores() -> None:
     """The optimizer starts anew and says why."""
     optimizer = kfac_of(compiled_mlp())
-    with pytest.warns(UserWarning, match=rf"'kfac'.*{words}.*anew"):
-        optimizer.load_own_variables(dict.fromkeys(keys, np.array(7)))
-    assert int(optimizer.factor_updates) == 0
+    for words, *keys in (
+        ("another optimizer", "0", "1"),
+        ("another optimizer", "iteration"),
+        ("earlier version", "00000:factor_updates:", "00001:factor_A:a|b"),
+        ("earlier version", "replicated:factor_updates:", "owned:x:dense"),
+    ):
+        with pytest.warns(UserWarning, match=rf"'kfac'.*{words}.*anew"):
+            optimizer.load_own_variables(dict.fromkeys(keys, np.array(7)))
+        assert int(optimizer.factor_updates) == 0
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_directions_do_not_depend_on_the_layout(layout: str) -> None:
     """`V^T` of 3 directions and 53 weights, without padding."""
-    model = compiled_mlp()
     optimizer = tfkfac.FOSI(layout=layout, num_largest=3)
+    model = mlp()
     model.compile(optimizer, "mse")
-    store: dict[str, Any] = {}
-    optimizer.save_own_variables(store)
-    assert {k: v.shape for k, v in store.items() if v.ndim} == {
+    assert {k: v.shape for k, v in curvature(optimizer).items() if v.ndim} == {
         "state:directions:": (3, 53),
         "state:ritz_values:": (3,),
         "state:momentum:": (3,),
@@ -114,16 +109,13 @@ WHOLE = np.arange(1.0, 11.0).reshape(2, 5)
 
 def slices(workers: int, length: int) -> dict[int, list[Entry]]:
     """Equal slices of the last axis; the last ones end in zeros."""
+    starts = [min(rank * length, 5) for rank in range(workers)]
+    zeros = tf.zeros([2, length], tf.float64)
     return {
         rank: [
-            Entry(
-                "a",
-                "x",
-                tf.Variable(tf.zeros([2, length], tf.float64)),
-                region=Region((2, 5), (0, min(rank * length, 5))),
-            )
+            Entry("a", "x", tf.Variable(zeros), region=Region((2, 5), place))
         ]
-        for rank in range(workers)
+        for rank, place in enumerate((0, start) for start in starts)
     }
 
 
@@ -149,10 +141,10 @@ def test_slices_are_of_one_whole(workers: int, length: int) -> None:
     assert store["state:x:a"].tolist() == WHOLE.tolist()
 
 
-def spread_numbers(numbers: list[float], spread: Spread) -> Any:
+def numbers(values: list[float], spread: Spread) -> dict[int, list[Entry]]:
     return {
-        rank: [Entry("a", "x", tf.Variable(number), spread)]
-        for rank, number in enumerate(numbers)
+        rank: [Entry("a", "x", tf.Variable(value), spread)]
+        for rank, value in enumerate(values)
     }
 
 
@@ -175,13 +167,13 @@ def test_numbers_of_workers(
 ) -> None:
     """Sums stay what they are; of clocks all get the latest."""
     store: dict[str, Any] = {}
-    save_state(store, spread_numbers(before, spread), len(before))
-    new = spread_numbers([-1.0] * len(after), spread)
+    save_state(store, numbers(before, spread), len(before))
+    new = numbers([-1.0] * len(after), spread)
     assert everywhere(store, new) == after
 
 
 def test_clocks_of_owners_for_workers_that_share_one() -> None:
-    new = spread_numbers([0.0, 0.0], Spread.REPLICATED)
+    new = numbers([0.0, 0.0], Spread.REPLICATED)
     assert everywhere({"state:x:a": np.array([2.0, 5.0])}, new) == [5.0, 5.0]
 
 

@@ -25,31 +25,23 @@ def is_running(process: int) -> bool:
     return True
 
 
-def test_values_by_worker() -> None:
-    values = run(target("describe"), 1, "a", workers=3)
-    assert [index for index, *_ in values] == [0, 1, 2]
-    assert [args for _, _, args, _ in values] == [(1, "a")] * 3
-    assert not any(is_running(process) for _, process, *_ in values)
-
-
 def test_cases_share_processes() -> None:
+    """Until the shape changes, or a case fails."""
     with Pool() as pool:
-        first, second, other = (
-            pool.run("", Case(target("describe"), (), kwargs), shape).get()
-            for kwargs, shape in (
-                ({"b": 2}, Shape()),
-                ({}, Shape()),
-                ({}, Shape(workers=3)),
-            )
-        )
-        assert first[0][3] == {"b": 2}
-        processes = [[w[1] for w in values] for values in (first, second)]
-        assert processes[0] == processes[1]
-        assert len(other) == 3
-        assert not any(is_running(process) for process in processes[0])
-        assert pool.run("", Case(target("fail")), Shape(workers=3)).complaint
-        (last, *_) = pool.run("", Case(target("describe")), Shape(3)).get()
-        assert last[1] not in [w[1] for w in other]
+
+        def describe(shape: Shape, *args: Any) -> list[Any]:
+            return pool.run("", Case(target("describe"), args), shape).get()
+
+        first, second = describe(Shape(), 1, "a"), describe(Shape())
+        assert [w[0] for w in first] == [0, 1]
+        assert [w[2] for w in first] == [(1, "a")] * 2
+        processes = [w[1] for w in first]
+        assert [w[1] for w in second] == processes
+        other = describe(Shape(3))
+        assert [w[0] for w in other] == [0, 1, 2]
+        assert not any(is_running(process) for process in processes)
+        assert pool.run("", Case(target("fail")), Shape(3)).complaint
+        assert describe(Shape(3))[0][1] != other[0][1]
 
 
 def test_config(monkeypatch: pytest.MonkeyPatch) -> None:
