@@ -116,23 +116,15 @@ def test_arguments_of_the_inner_optimizer(make: Any, name: str) -> None:
 
 
 # -------------------------------------------------------- one inside another
-@pytest.mark.parametrize("make", CLASSES)
-def test_not_inside_a_multi_optimizer(make: Any) -> None:
-    inside = {".*first/.*": make(name="inside")}
-    optimizer = keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(SGD(0.1), inside)
-    )
-    with pytest.raises(ValueError, match=r"'inside'.*a part of the gradients"):
-        small().compile(optimizer, "mse")
-
-
-def test_not_inside_a_multi_optimizer_that_asks_a_function() -> None:
-    """Which is asked in the first step only."""
-    kfac = tfkfac.KFAC()
-    model = small()
-    model.compile(keras.optimizers.MultiOptimizer(lambda v: kfac), "mse")
-    with pytest.raises(ValueError, match="cannot be inside a `MultiOptim"):
-        model.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
+def test_not_inside_a_multi_optimizer() -> None:
+    """Which makes or asks for its optimizers in the first step."""
+    multi, kfac = keras.optimizers.MultiOptimizer, tfkfac.KFAC()
+    first = keras.optimizers.OptimizerMap(SGD(0.1), {".*first/.*": kfac})
+    for optimizer in (multi(first), multi(lambda variable: kfac)):
+        model = small()
+        model.compile(optimizer, "mse", run_eagerly=True)
+        with pytest.raises(ValueError, match="cannot be inside a `MultiOptim"):
+            model.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
 
 
 # ------------------------------------------------------------ of a subclass

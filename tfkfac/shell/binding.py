@@ -6,12 +6,11 @@ hook there calls `attach`.
 """
 
 import weakref
-from typing import Any
 
 import keras
 
 from tfkfac.capture.walk import detach, unbuilt
-from tfkfac.compat.optimizers import build_once, parts_of_multi_optimizer
+from tfkfac.compat.optimizers import build_once
 from tfkfac.compat.overrides import drop_from, keep_on
 from tfkfac.shell.loss_scale import undo_overflows
 from tfkfac.shell.optimizer import SecondOrderOptimizer
@@ -28,7 +27,6 @@ def bind(model: keras.Model) -> None:
     scaler = None
     if isinstance(outer, keras.optimizers.LossScaleOptimizer):
         outer, scaler = outer.inner_optimizer, outer
-    check_alone(outer)
     previous = drop_from(model, _BOUND)
     if previous is not None and previous() is not outer:
         # It may be gone already, but its taps are not.
@@ -46,20 +44,3 @@ def bind(model: keras.Model) -> None:
                 # Weights in files are for an optimizer that is built.
                 with model.distribute_strategy.scope():
                     build_once(scaler, model.trainable_variables)
-
-
-def check_alone(optimizer: Any) -> None:
-    """Refuses an optimizer of ours that gets a part of the gradients.
-
-    Raises:
-        ValueError: If `optimizer` is a `MultiOptimizer` that holds one.
-    """
-    for inner in parts_of_multi_optimizer(optimizer) or ():
-        if isinstance(inner, SecondOrderOptimizer):
-            raise ValueError(
-                f"Optimizer '{inner.name}' must not be inside a "
-                "`MultiOptimizer`, which gives each optimizer a part of the "
-                "gradients: its steps are of all weights of a model together. "
-                "Compile the model with it alone; what it leaves out goes to "
-                f"its inner optimizer. Received: optimizer={optimizer}"
-            )
