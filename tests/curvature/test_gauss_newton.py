@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.curvature_models import ZOO, noise, ready, weight_count
+from tests.support.curvature_models import (
+    ZOO,
+    differences,
+    noise,
+    ready,
+    split,
+    weight_count,
+)
 from tests.support.dtypes import floats
 from tests.support.marks import with_slow
 from tests.support.reference import Array
@@ -15,13 +22,6 @@ from tfkfac.loss.batch import training_call
 
 DIRECTIONS = 3
 FEW = ("conv_strides", "batch")
-
-
-def split(model: Any, vector: Array) -> list[Array]:
-    shapes = [tuple(v.shape) for v in model.trainable_variables]
-    ends = np.cumsum([np.prod(s, dtype=int) for s in shapes])[:-1]
-    parts = np.split(vector, ends)
-    return [p.reshape(s) for p, s in zip(parts, shapes, strict=True)]
 
 
 def form(model: Any, vectors: Array, x: Any, y: Any, **kwargs: Any) -> Array:
@@ -43,30 +43,6 @@ def form(model: Any, vectors: Array, x: Any, y: Any, **kwargs: Any) -> Array:
     return np.asarray(compute())
 
 
-def outputs_at(model: Any, change: Array, x: Any) -> Array:
-    """The model's outputs at other weights; changes no state."""
-    before = [np.array(v) for v in model.variables]
-    for v, part in zip(
-        model.trainable_variables, split(model, change), strict=True
-    ):
-        v.assign(np.asarray(v) + part)
-    found = np.asarray(model(x, training=True))
-    for variable, value in zip(model.variables, before, strict=True):
-        variable.assign(value)
-    return found
-
-
-def tangents(model: Any, vectors: Array, x: Any, step: float = 1e-6) -> Array:
-    """J d by central differences, for each row d."""
-    return np.stack(
-        [
-            (outputs_at(model, step * d, x) - outputs_at(model, -step * d, x))
-            / (2 * step)
-            for d in vectors
-        ]
-    )
-
-
 @pytest.mark.parametrize(
     "case", with_slow(ZOO, *(case for case in ZOO if case not in FEW))
 )
@@ -79,6 +55,8 @@ def test_every_layer(case: str) -> None:
         got = form(model, vectors, x, y)
         for v, old in zip(model.variables, before, strict=True):
             np.testing.assert_array_equal(np.asarray(v), old)
-        pushed = tangents(model, vectors, x).reshape(DIRECTIONS, -1)
+        pushed = differences(
+            model, lambda: np.asarray(model(x, training=True)), vectors, 1e-6
+        ).reshape(DIRECTIONS, -1)
     want = 2 / pushed.shape[1] * pushed @ pushed.T
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-8)

@@ -20,9 +20,11 @@ from tests.support.curvature_models import (
     network,
     noise,
     ready,
+    split,
     weight_count,
 )
 from tests.support.harness import randomize
+from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tests.support.small import loss
 from tfkfac.curvature import hessian_vector_product, lanczos
@@ -63,10 +65,10 @@ def test_oracle() -> None:
         np.testing.assert_allclose(got, products, rtol=0, atol=2e-6 * scale)
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_oracle_lanczos(graph: bool) -> None:
+def test_oracle_lanczos() -> None:
     model, want = oracle_model(), oracle()
 
+    @tf.function
     def pairs() -> Any:
         return lanczos(
             lambda v: hessian_vector_product(model, want["x"], want["y"], v),
@@ -77,7 +79,7 @@ def test_oracle_lanczos(graph: bool) -> None:
             num_largest=4,
         )
 
-    values, vectors = tf.function(pairs)() if graph else pairs()
+    values, vectors = pairs()
     true = want["lanczos24/eigenvalues"]
     np.testing.assert_allclose(values, true, rtol=0, atol=2e-6 * true[-1])
     overlap = np.sum(vectors.numpy() * want["lanczos24/eigenvectors"], 0)
@@ -90,34 +92,18 @@ def test_forms() -> None:
     columns = noise(weight_count(model), 3)
     many = hessian_vector_product(model, x, y, columns)
     assert many.shape == columns.shape
-    for i, column in enumerate(columns.T):
-        one = hessian_vector_product(model, x, y, column)
-        assert one.shape == column.shape
-        np.testing.assert_allclose(many[:, i], one, rtol=1e-4, atol=1e-5)
-        again = hessian_vector_product(model, x, y, column[:, None])
-        np.testing.assert_array_equal(again[:, 0], one)
-        shapes = [v.shape for v in model.trainable_variables]
-        sizes = np.cumsum([np.prod(s, dtype=int) for s in shapes])
-        parts = [
-            part.reshape(shape)
-            for part, shape in zip(
-                np.split(column, sizes[:-1]), shapes, strict=True
-            )
-        ]
-        for form in (list, tuple):
-            images = hessian_vector_product(model, x, y, form(parts))
-            assert [tuple(t.shape) for t in images] == shapes
-            np.testing.assert_array_equal(flat(images), one)
-
-
-def test_dtypes_of_vectors() -> None:
-    model, x, y = ready()
-    vector = np.arange(weight_count(model)) % 3
-    want = hessian_vector_product(model, x, y, vector.astype("float32"))
-    for other in (vector, vector * 1.0, vector * tf.constant(1.0, tf.float16)):
-        got = hessian_vector_product(model, x, y, other)
-        assert got.dtype == tf.float32
-        np.testing.assert_array_equal(got, want)
+    column = columns[:, 0]
+    one = hessian_vector_product(model, x, y, column)
+    assert one.shape == column.shape
+    np.testing.assert_allclose(many[:, 0], one, rtol=1e-4, atol=1e-5)
+    again = hessian_vector_product(model, x, y, column.astype(float)[:, None])
+    assert again.dtype == tf.float32
+    np.testing.assert_array_equal(again[:, 0], one)
+    parts = split(model, column)
+    for form in (list, tuple):
+        images = hessian_vector_product(model, x, y, form(parts))
+        assert [t.shape for t in images] == [p.shape for p in parts]
+        np.testing.assert_array_equal(flat(images), one)
 
 
 def test_one_mask_for_all_columns() -> None:
@@ -169,7 +155,6 @@ def test_new_weights_loss_and_freezing() -> None:
     model.set_weights([2 * w for w in weights])
     assert abs(hessian() - first).max() > 0.1
     model.set_weights(weights)
-    np.testing.assert_array_equal(hessian(), first)
     model.layers[1].trainable = False
     last = weight_count(model)
     frozen = hessian(last)
@@ -178,8 +163,6 @@ def test_new_weights_loss_and_freezing() -> None:
     np.testing.assert_array_equal(hessian(), first)
     model.compile("sgd", "huber")
     assert abs(hessian() - first).max() > 0.1
-    model.compile("sgd", "mse")
-    np.testing.assert_array_equal(hessian(), first)
 
 
 def assert_allclose(got: Any, want: Array, tolerance: float) -> None:
@@ -187,9 +170,11 @@ def assert_allclose(got: Any, want: Array, tolerance: float) -> None:
     np.testing.assert_allclose(got / scale, want / scale, atol=tolerance)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize(
+    "policy", with_slow(["mixed_bfloat16", "mixed_float16"], "mixed_bfloat16")
+)
 def test_mixed_precision(policy: str) -> None:
-    """Finite, float32, and what the same float32 model gives."""
+    """Finite, float32, and near to what the same float32 model gives."""
 
     def product(dtype: str) -> Any:
         stack = [
@@ -223,14 +208,13 @@ def up(interpolation: str, **kwargs: Any) -> layers.Layer:
     return layers.UpSampling2D(2, interpolation=interpolation, **kwargs)
 
 
-@pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize(
-    "layer",
+    ("layer", "columns"),
     [
-        functools.partial(NoSecond, name="unusual"),
-        functools.partial(NoSecond, name="unusual_1"),
-        functools.partial(up, "bicubic", name="resized"),
-        functools.partial(layers.Dense, 3, activation="softsign"),
+        (functools.partial(NoSecond, name="unusual"), 1),
+        (functools.partial(NoSecond, name="unusual_1"), 2),
+        (functools.partial(up, "bicubic", name="resized"), 2),
+        (functools.partial(layers.Dense, 3, activation="softsign"), 1),
     ],
 )
 def test_no_second_derivative(layer: Any, columns: int) -> None:
@@ -273,9 +257,9 @@ def test_wrong_models() -> None:
             hessian_vector_product(other, x, y, vector)
 
 
-@pytest.mark.parametrize(
-    "vectors",
-    [
+def test_wrong_vectors() -> None:
+    model, x, y = ready()
+    for vectors in (
         noise(25),
         noise(1, 26),
         noise(26, 1, 1),
@@ -283,11 +267,6 @@ def test_wrong_models() -> None:
         [noise(3, 4)],
         [noise(4, 3), noise(4), noise(4, 2), noise(2)],
         [1.0] * 26,
-    ],
-)
-def test_wrong_vectors(vectors: Any) -> None:
-    model, x, y = ready()
-    with pytest.raises(ValueError, match="`vectors`"):
-        hessian_vector_product(model, x, y, vectors)
-    # A refused call leaves nothing behind.
-    assert hessian_vector_product(model, x, y, noise(26)).shape == (26,)
+    ):
+        with pytest.raises(ValueError, match="`vectors`"):
+            hessian_vector_product(model, x, y, vectors)

@@ -6,15 +6,18 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import constraints, layers
 from keras.optimizers import SGD, Adam
 
+from tests.support.dtypes import floats
 from tests.support.fosi_reference import (
     BETAS,
     CLASSES,
     FEATURES,
     HIDDEN,
     ROWS,
+    SIZE,
     Fosi,
     Network,
     Record,
@@ -29,8 +32,11 @@ from tests.support.fosi_reference import (
     sgd,
     small,
 )
+from tests.support.marks import with_slow
 from tests.support.reference import Array
-from tests.support.small import assert_same, curvature, slots
+from tfkfac.fosi.layouts import LAYOUTS
+from tfkfac.fosi.update import is_plain_sgd
+from tfkfac.training.job import Job
 
 Maker = Callable[[], Any]
 NEVER = 100
@@ -38,7 +44,6 @@ NEVER = 100
 
 # ------------------------------------------------------- before the first time
 PLAIN: dict[str, Maker] = {
-    "sgd": lambda: SGD(0.1, clipnorm=0.3),
     "adam": lambda: Adam(0.03, weight_decay=0.1, clipvalue=0.1),
     "averages": lambda: SGD(
         0.1, 0.9, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3
@@ -49,9 +54,9 @@ PLAIN: dict[str, Maker] = {
 }
 
 
-@pytest.mark.parametrize("inner", PLAIN)
+@pytest.mark.parametrize("inner", with_slow(PLAIN, "adam"))
 def test_warmup_is_the_inner_optimizer(inner: str) -> None:
-    """To the last bit, with a constraint on a layer."""
+    """To the last bit, with a constraint on a layer; its state is shown."""
     x, y = data()
     paths = []
     for wrap in (False, True):
@@ -63,35 +68,12 @@ def test_warmup_is_the_inner_optimizer(inner: str) -> None:
         paths.append(fit(model, x, y, 7))
         paths.append([np.array(v) for v in model.optimizer.variables])
     np.testing.assert_array_equal(paths[2], paths[0])
-    assert len(paths[3]) == len(paths[1])
     for got, want in zip(paths[3], paths[1], strict=True):
         np.testing.assert_array_equal(got, want)
     assert len(np.unique(paths[0], axis=0)) > 3
 
 
-def test_warmup_with_sparse_gradients() -> None:
-    """As above, but for the order in which equal rows are added."""
-    x = np.array([[0, 1, 1], [2, 2, 2], [3, 4, 0], [1, 0, 3]])
-    paths = []
-    for wrap in (False, True):
-        keras.utils.set_random_seed(0)
-        optimizer = SGD(0.1, 0.9)
-        if wrap:
-            optimizer = small(optimizer, warmup_steps=NEVER)
-        stack = [
-            keras.Input((3,), dtype="int32"),
-            layers.Embedding(5, 2),
-            layers.Flatten(),
-            layers.Dense(CLASSES),
-        ]
-        model = keras.Sequential(stack)
-        model.compile(optimizer, loss())
-        paths.append(fit(model, x, np.array([0, 1, 1, 0]), 4))
-    assert_path(paths[1], paths[0], 1e-5)
-
-
-@pytest.mark.parametrize("inner", ["sgd", "adam"])
-def test_no_curvature_is_the_inner_optimizer(inner: str) -> None:
+def test_no_curvature_is_the_inner_optimizer() -> None:
     """A loss linear in the weights: the Hessian is zero, and never NaN."""
     x, y = data()
 
@@ -104,33 +86,14 @@ def test_no_curvature_is_the_inner_optimizer(inner: str) -> None:
         model = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(2)])
         for v in model.trainable_variables:
             v.assign(np.ones(v.shape))
-        optimizer = PLAIN[inner]()
+        optimizer: Any = SGD(0.1, clipnorm=0.3)
         if wrap:
-            optimizer = small(
-                optimizer,
-                num_smallest=1,
-                warmup_steps=0,
-                learning_rate_clip=3.0,
-            )
+            options = {"warmup_steps": 0, "learning_rate_clip": 3.0}
+            optimizer = small(optimizer, num_smallest=1, **options)
         model.compile(optimizer, linear)
         paths.append(fit(model, x, target, 4))
     np.testing.assert_array_equal(paths[1], paths[0])
     assert optimizer.spectrum().size == 0
-
-
-def test_slots_see_the_split_gradient_only(double: None) -> None:
-    """With all directions nothing is left for the inner optimizer."""
-    x = np.random.default_rng(0).normal(size=(8, 3))
-    model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
-    optimizer = small(
-        SGD(0.1, 0.9), num_largest=4, warmup_steps=0, alpha=0.5, momentum=0.0
-    )
-    model.compile(optimizer, "mse")
-    model.train_on_batch(x, x[:, :1] + x[:, 1:2] ** 2)
-    velocities = optimizer.variables[2:]
-    assert len(velocities) == 2
-    for v in velocities:
-        np.testing.assert_allclose(np.array(v), 0, atol=1e-14)
 
 
 # ---------------------------------------------------------------- accumulation
@@ -140,31 +103,9 @@ ACCUMULATING: dict[str, tuple[Callable[..., Any], Any]] = {
 }
 
 
-def test_accumulation_of_equal_batches(double: None) -> None:
-    """Is no accumulation, and intervals count updates."""
-    x, y = data()
-    make, _ = ACCUMULATING["sgd"]
-    model, twin = mlp(), mlp()
-    model.compile(fosi(make(gradient_accumulation_steps=2)), loss())
-    twin.compile(fosi(make()), loss())
-    got = fit(model, np.concatenate([x, x]), np.concatenate([y, y]), 7)
-    want = fit(twin, x, y, 7)
-    assert_path(got[::2], want, 1e-6)
-    np.testing.assert_array_equal(got[1::2], got[:-1:2])
-    assert int(model.optimizer.iterations) == 7
-    new, old = curvature(model.optimizer), curvature(twin.optimizer)
-    for name, value in old.items():
-        # Signs of directions are free; without accumulation, SGD's momentum is
-        # known in them.
-        if name.split(":")[1] not in ("directions", "inner_momentum"):
-            np.testing.assert_allclose(
-                abs(new[name]), abs(value), rtol=1e-6, err_msg=name
-            )
-
-
-@pytest.mark.parametrize("inner", ACCUMULATING)
-def test_accumulation_of_different_batches(inner: str, double: None) -> None:
-    """The gradient is their mean, the curvature that of the first."""
+@pytest.mark.parametrize("inner", with_slow(ACCUMULATING, "adam"))
+def test_accumulation(inner: str, double: None) -> None:
+    """The gradient is the batches' mean, the curvature that of the first."""
     make, rule = ACCUMULATING[inner]
     x, y = data(2 * ROWS)
     model = mlp()
@@ -175,6 +116,8 @@ def test_accumulation_of_different_batches(inner: str, double: None) -> None:
     want = program.run(whole.gradient, first.hessian, got[0], 8)
     assert program.estimated == [2, 5]
     assert_path(got[::2], want, 1e-6)
+    np.testing.assert_array_equal(got[1::2], got[:-1:2])
+    assert int(model.optimizer.iterations) == 8
 
 
 # ------------------------------------------------------------- after the split
@@ -207,39 +150,117 @@ def test_averages_and_constraints(double: None) -> None:
     assert (want[1:, constrained] == 0).any()
 
 
-def test_clipping_is_of_the_split_gradient(double: None) -> None:
-    """The Newton part has its own scale and is not clipped."""
+# ----------------------------------------------------------------- plain SGD
+SUMS: dict[str, Maker] = {
+    "sgd": lambda: SGD(0.1),
+    "nesterov": lambda: SGD(0.1, 0.9, True),
+    "no decay": lambda: SGD(0.1, weight_decay=0.0),
+    "averages": lambda: SGD(0.1, 0.9, use_ema=True),
+}
+OTHERS: dict[str, Maker] = {
+    "decay": lambda: SGD(0.1, weight_decay=0.1),
+    "clipnorm": lambda: SGD(0.1, clipnorm=1.0),
+    "clipvalue": lambda: SGD(0.1, clipvalue=1.0),
+    "global clipnorm": lambda: SGD(0.1, global_clipnorm=1.0),
+    "accumulation": lambda: SGD(0.1, gradient_accumulation_steps=2),
+    "a kind of SGD": lambda: type("Other", (SGD,), {})(0.1),
+    "adam": lambda: Adam(0.1),
+}
+
+
+def test_which_changes_are_sums_of_gradients() -> None:
+    """Not those that are rounded: they are not orthogonal to anything."""
+    for name, make in (SUMS | OTHERS).items():
+        assert is_plain_sgd(Job("fosi", mlp(), make())) == (name in SUMS), name
+    for dtype in ("bfloat16", "float16"):
+        with floats(dtype):
+            assert not is_plain_sgd(Job("fosi", mlp(), SGD(0.1)))
+
+
+def momentum_of(optimizer: Any) -> Array:
+    """SGD's."""
+    momenta = optimizer.inner_optimizer.momentums
+    return np.concatenate([np.ravel(b) for b in momenta])
+
+
+@pytest.mark.parametrize("layout", with_slow(LAYOUTS, "columns"))
+def test_momentum_stays_out_of_new_directions(layout: str) -> None:
+    """In float32, with Nesterov's momentum of the directions before, and `s`.
+
+    Without Newton steps no weight moves in the directions at all.
+    """
     x, y = data()
     model = mlp()
-    model.compile(fosi(SGD(0.1, global_clipnorm=0.05)), loss())
+    options = {"num_smallest": 1, "learning_rate_clip": 2.0, "layout": layout}
+    optimizer = fosi(SGD(0.1, 0.9, True), alpha=0.0, **options)
+    model.compile(optimizer, loss())
+    before, seen = flat(model), set()
+    for count in range(10):
+        model.train_on_batch(x, y)
+        change, before = flat(model) - before, flat(model)
+        length = np.linalg.norm(change)
+        assert length > 1e-3
+        if count < 2:
+            continue
+        rows = optimizer.method.states[0].subspace.directions.numpy()
+        rounding = 3e-7 * np.abs(before).max()
+        np.testing.assert_allclose(rows @ change, 0, atol=rounding)
+        # The momentum itself has much of what it had before.
+        slots = momentum_of(optimizer)
+        assert np.abs(rows @ slots).max() > 1e-2 * np.linalg.norm(slots)
+        seen.add(rows.tobytes())
+    assert len(seen) == 3
+
+
+@pytest.mark.slow
+def test_gradients_of_some_weights_between(double: None) -> None:
+    """A momentum of theirs has parts in directions that do not change."""
+    x, y = data()
+    model = mlp()
+    optimizer = fosi(SGD(0.1, 0.9))
+    model.compile(optimizer, loss())
+    weights = model.trainable_variables
+    start, path = flat(model), [flat(model)]
+    optimizer.build(weights)
+
+    @tf.function
+    def train(trained: tuple[int, ...]) -> None:
+        with tf.GradientTape() as tape:
+            value = model.compute_loss(x, y, model(x, training=True))
+        chosen = [weights[i] for i in trained]
+        optimizer.apply(tape.gradient(value, chosen), chosen)
+
+    for count in range(10):
+        train((2, 3) if count % 3 == 1 else (0, 1, 2, 3))
+        path.append(flat(model))
+        subspace = optimizer.method.states[0].subspace
+        inside = subspace.directions.numpy() @ momentum_of(optimizer)
+        known = subspace.inner_momentum.numpy()
+        np.testing.assert_allclose(known, inside, atol=1e-14)
+        assert count < 2 or np.abs(inside).max() > 1e-4
+    network = Network(x, y)
+    # The hidden layer is frozen in a third of the steps.
+    hidden = np.arange(SIZE) < SIZE - (HIDDEN + 1) * CLASSES
+
+    def mask() -> Array:
+        return ~(hidden & (program.number % 3 == 1))
+
+    def gradient(w: Array) -> Array:
+        return mask() * network.gradient(w)
 
     def rule(g: Array, w: Array, slots: dict[str, Array], t: int) -> Array:
-        return -0.1 * g * min(1.0, 0.05 / np.linalg.norm(g))
+        old = slots.get("v", np.zeros_like(g))
+        slots["v"] = np.where(mask(), 0.9 * old - 0.1 * g, old)
+        return mask() * slots["v"]
 
-    network = Network(x, y)
-    start = flat(model)
-    want = Fosi(rule).run(network.gradient, network.hessian, start, 8)
-    assert_path(fit(model, x, y, 8), want, 1e-6)
+    last = start
 
+    def finish(w: Array, t: int) -> Array:
+        nonlocal last
+        last = np.where(mask(), w, last)
+        return last
 
-def test_state_is_the_inner_optimizers() -> None:
-    """Variables, rate and clock are shown; directions are not among them."""
-    x, y = data()
-    model = mlp()
-    optimizer = small(Adam(0.03))
-    model.compile(optimizer, loss())
-    fit(model, x, y, 3)
-    shown = [
-        v is w
-        for v, w in zip(
-            optimizer.variables,
-            optimizer.inner_optimizer.variables,
-            strict=True,
-        )
-    ]
-    assert all(shown)
-    assert len(shown) == 2 + 2 * 4
-    assert int(optimizer.iterations) == 3
-    before = slots(optimizer)
-    optimizer.set_weights([np.array(v) for v in optimizer.variables])
-    assert_same(slots(optimizer), before)
+    program = Fosi(rule, finish=finish)
+    want = program.run(gradient, network.hessian, start, 10)
+    assert program.estimated == [2, 5, 8]
+    assert_path(np.stack(path), want, 1e-6)

@@ -1,12 +1,11 @@
 """MR-DHO2: accelerators work out the curvature while workers train.
 
-Every job is compared with a simulation that does the same schedule one step
-after the other, `fosi_simulation`. All is in float64; what differs is the
-rounding of differences.
+Jobs are compared with the NumPy program, which does the same schedule one step
+after the other. All is in float64.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,25 +14,79 @@ import pytest
 import tfkfac
 from tests.support import workers_fosi
 from tests.support.cluster import Pool
-from tests.support.jobs import replicas_of
-from tests.support.multirole_cases import (
-    CASES,
-    EVALUATED,
-    JOBS,
-    REFUSED,
-    count_workers,
-    names,
-    options_of,
-    simulated,
-    steps_of,
-)
+from tests.support.fosi_reference import Fosi, Network, data
+from tests.support.jobs import Jobs, replicas_of
+from tests.support.reference import Array
 from tests.support.weights import distance
-from tests.support.workers_fosi import DEFAULTS
-
-CLOSE = 1e-6  # of the distance that all weights travelled
-VALUES = 1e-5  # of the largest Ritz value
+from tests.support.worker_parts import FEEDS, shares
+from tests.support.workers_fosi import DEFAULTS, HIDDEN, SIZE, reference
 
 Results = Callable[[str], list[Any]]
+
+# -------------------------------------------------------------------- jobs
+JOBS = Jobs(workers_fosi)
+# Name: the arguments of `workers_fosi.train`.
+CASES: dict[str, dict[str, Any]] = {}
+# Estimations begin at updates 2, 5 and 8, a third of them beside each step;
+# their results are in use from update 5 and 8 on.
+OPTIONS = {
+    "model": "network",
+    "accelerator_fraction": 0.5,
+    "update_interval": 3,
+    "warmup_steps": 2,
+    "lanczos_steps": SIZE,
+    "evaluated": 2,
+}
+
+
+def add(
+    where: str,
+    layout: str,
+    final: str,
+    inner: str,
+    what: str = "",
+    slow: bool = True,
+    **kwargs: Any,
+) -> None:
+    name = f"{where}: {', '.join(filter(None, (layout, final, inner, what)))}"
+    kwargs |= {"layout": layout, "final_update": final, "inner": inner}
+    CASES[name] = OPTIONS | kwargs
+    JOBS.add(name, "train", slow=slow, **CASES[name])
+
+
+add("two", "columns", "paper", "sgd", slow=False)
+add("four", "rows", "stale", "adam", slow=False)
+add("two", "rows", "stale", "sgd")
+# The estimation that began at update 2 is not done at the end of the interval,
+# which is shorter from update 3 on, and longer from update 5 on.
+changes_ = {3: {"update_interval": 2}, 5: {"update_interval": 4}}
+add("two", "columns", "stale", "sgd", "changed interval", changes=changes_)
+# Step and replica of a batch of NaN. An estimation begins in step 5; if it is
+# skipped, then the accelerators still use its batch.
+add("two", "rows", "stale", "sgd", "NaN at begin", poison=(5, 0))
+add("two", "rows", "stale", "sgd", "blind", poison=(5, 1))
+for fraction_, layout_, final_ in [
+    (0.25, "rows", "paper"),
+    (0.75, "columns", "stale"),
+]:
+    what_ = f"{fraction_} accelerators"
+    add("four", layout_, final_, "sgd", what_, accelerator_fraction=fraction_)
+add("mirrored", "columns", "paper", "adam")
+
+# Synchronised moments are of the workers, or of the accelerators.
+NORM: dict[str, Any] = {"model": "batch_norm", "inner": "plain"}
+for where_ in ("four", "mirrored"):
+    JOBS.add(
+        f"{where_}: moments",
+        "train",
+        slow=True,
+        feed=FEEDS["even"]()[:5],
+        **NORM,
+        accelerator_fraction=0.5,
+        update_interval=3,
+    )
+REFUSED = (0.2, 0.8)
+JOBS.add("mirrored: refused", "fractions_refused", REFUSED)
 
 
 @pytest.fixture
@@ -42,189 +95,154 @@ def results(pool: Pool) -> Results:
     return functools.partial(JOBS.results, pool)
 
 
+def count_workers(name: str) -> int:
+    count = replicas_of(name)
+    return count - round(CASES[name]["accelerator_fraction"] * count)
+
+
+@functools.cache
+def expected(name: str) -> tuple[Fosi, Array]:
+    """The program, and the weights at first and after each step."""
+    replicas, workers = replicas_of(name), count_workers(name)
+    kwargs = {k: v for k, v in CASES[name].items() if k != "model"}
+    roles = range(workers), range(workers, replicas)
+    return reference(replicas, *roles, **kwargs)
+
+
+def by_rank(results: list[Any], what: str) -> list[tuple[int, Any]]:
+    """Something that each replica has, with its rank."""
+    return [
+        (rank, value)
+        for process in results
+        for rank, value in zip(process["ranks"], process[what], strict=True)
+    ]
+
+
+def flat(weights: list[Array]) -> list[Array]:
+    return [np.concatenate([np.ravel(w) for w in weights])]
+
+
 # ----------------------------------------------------------------- results
 @pytest.mark.parametrize("name", JOBS.params(CASES))
-def test_weights(results: Results, name: str) -> None:
-    want = simulated(name)
-    weights = want.objective.split(want.weights)
-    for process in results(name):
-        travelled = distance(weights, process["start"])
-        assert travelled > 0.1
-        assert distance(process["weights"], weights) <= CLOSE * travelled
-
-
-@pytest.mark.parametrize("name", JOBS.params(names(poison=False)))
-def test_moving_statistics(results: Results, name: str) -> None:
-    """The first worker's, also on the accelerators."""
-    workers = count_workers(name)
-    for process in results(name):
-        if process["ranks"][0] in (0, *range(workers, replicas_of(name))):
-            for got, want in zip(
-                process["statistics"], simulated(name).statistics, strict=True
-            ):
-                np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", JOBS.params(CASES))
-def test_same_bits_at_the_end_of_epochs(results: Results, name: str) -> None:
-    """All that a model has, of the first worker and of accelerators.
-
-    Other workers may have their own moving statistics.
-    """
-    by_rank = {
-        rank: [epoch[place] for epoch in process["epochs"]]
-        for process in results(name)
-        for place, rank in enumerate(process["ranks"])
-    }
-    assert len(by_rank) == replicas_of(name)
-    own = options_of(name)["model"] == "plain_norm"
-    for rank, epochs in by_rank.items():
-        assert len(epochs) == 3
-        for got, want in zip(epochs, by_rank[0], strict=True):
-            for one, other in zip(got, want, strict=True):
-                own_statistics = own and 0 < rank < count_workers(name)
-                if not (own_statistics and one.shape == (2,)):
-                    np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("name", JOBS.params(CASES))
-def test_ritz_values(results: Results, name: str) -> None:
-    """The same bits on all workers; accelerators keep none."""
-    want = simulated(name).estimate
-    assert want is not None
-    by_rank: dict[int, Any] = {}
-    for process in results(name):
-        by_rank |= zip(process["ranks"], process["ritz_values"], strict=True)
-        first = process["ritz_values"][0]
-        shown = np.zeros([0]) if first is None else first
-        np.testing.assert_array_equal(process["spectrum"], shown)
-    for rank, values in by_rank.items():
-        if rank >= count_workers(name):
+def test_training(results: Results, name: str) -> None:
+    """The weights, to the bit on all replicas, and what they are made of."""
+    program, path = expected(name)
+    assert program.values is not None
+    processes, workers = results(name), count_workers(name)
+    blind, bad = "blind" in name, "poison" in CASES[name]
+    travelled = distance([path[-1]], [path[0]])
+    assert travelled > 0.1
+    for process in processes:
+        away = distance(flat(process["weights"]), [path[-1]])
+        assert away <= 1e-7 * travelled
+        assert process["iterations"] == len(path) - 1 - (bad and not blind)
+    for _, variables in by_rank(processes, "variables"):
+        for got, want in zip(
+            variables, processes[0]["variables"][0], strict=True
+        ):
+            np.testing.assert_array_equal(got, want)
+    for rank, values in by_rank(processes, "ritz_values"):
+        if rank >= workers:  # accelerators keep none
             assert values is None
             continue
-        np.testing.assert_array_equal(values, by_rank[0])
-        off = np.abs(values - want.values).max()
-        assert off <= VALUES * np.abs(want.values).max()
+        np.testing.assert_array_equal(values, processes[0]["spectrum"])
+        off = np.abs(values - program.values).max()
+        assert off <= 1e-7 * np.abs(program.values).max()
+    for what, want in [("failures", int(blind)), ("skipped", bad - blind)]:
+        for rank, count in by_rank(processes, what):
+            assert count == (want if rank < workers else 0)
 
 
-@pytest.mark.parametrize("name", JOBS.params(CASES))
-def test_counts(results: Results, name: str) -> None:
-    want = simulated(name)
-    assert want.estimations > 0
-    bad = int("poison" in options_of(name))
-    for process in results(name):
-        assert process["iterations"] == want.clock
-        for place, rank in enumerate(process["ranks"]):
-            works = rank < count_workers(name)
-            seen = [
-                process[k][place]
-                for k in ("estimations", "failures", "skipped")
-            ]
-            blind = "blind" in name
-            assert seen == (
-                [want.estimations, want.failures, bad - blind]
-                if works
-                else [0, 0, 0]
-            )
-            assert want.failures == blind
-
-
-# ----------------------------------------------------------------- metrics
-@pytest.mark.parametrize("name", JOBS.params(names(poison=False)))
+@pytest.mark.parametrize(
+    "name", JOBS.params(n for n in CASES if "poison" not in CASES[n])
+)
 def test_metrics(results: Results, name: str) -> None:
     """Means over the rows of all replicas, at the weights of their step."""
-    first, *others = results(name)
-    for other in others:
-        assert other["history"] == first["history"]
-    losses, hits, rows = np.transpose(simulated(name).steps)
-    begin = 0
-    for logs, length in zip(first["history"], (3, 3, 4), strict=True):
-        epoch = slice(begin, begin + length)
-        total = rows[epoch].sum()
-        assert logs["loss"] == pytest.approx(losses[epoch].sum() / total, 1e-6)
-        assert logs["accuracy"] == pytest.approx(hits[epoch].sum() / total)
-        begin += length
+    _, path = expected(name)
+    x, y = data(160)
+    steps = [
+        [row for own in step for row in own]
+        for step in shares(FEEDS["uneven"](), replicas_of(name))
+    ]
+
+    def means(pairs: Iterator[tuple[Array, list[int]]]) -> dict[str, Any]:
+        made = [
+            (batch.losses(w), batch.hits(w))
+            for w, rows in pairs
+            for batch in [Network(x[rows], y[rows], HIDDEN)]
+        ]
+        loss, accuracy = (
+            np.concatenate(part).mean() for part in zip(*made, strict=True)
+        )
+        return {"loss": pytest.approx(loss, 1e-6), "accuracy": accuracy}
+
+    for process in results(name):
+        assert process["logs"] == means(zip(path, steps, strict=False))
+        end = ((path[-1], rows) for rows in steps[:2])
+        assert process["evaluation"] == means(end)
 
 
-@pytest.mark.parametrize("name", JOBS.params(names("evaluated")))
-def test_evaluate(results: Results, name: str) -> None:
-    """The same everywhere right after `fit`, and right."""
-    first, *others = results(name)
-    for other in others:
-        assert other["evaluation"] == first["evaluation"]
-    if options_of(name)["model"] != "mlp":
-        return
-    want, rows = simulated(name), []
-    for step in steps_of(name)[:EVALUATED]:
-        rows += [row for own in step for row in own]
-    point = want.objective.at(want.weights, rows, want.statistics)
-    assert first["evaluation"]["loss"] == pytest.approx(point.loss, 1e-6)
-    assert first["evaluation"]["accuracy"] == pytest.approx(
-        point.hits / len(rows)
-    )
+@pytest.mark.parametrize(
+    "name", JOBS.params(["four: moments", "mirrored: moments"])
+)
+def test_synchronised_moments(results: Results, name: str) -> None:
+    """Workers do not see the accelerators' rows, nor these the workers'."""
+    feed = FEEDS["even"]()
+    trained = [[*step[:2], [], []] for step in feed]
+    estimated = [*trained[:2], [[], [], *feed[2][2:]]]
+    plain = workers_fosi.train(None, feed=trained[:5], warmup_steps=9, **NORM)
+    single = workers_fosi.train(None, feed=estimated, **NORM)
+    travelled = distance(plain["weights"], plain["start"])
+    values = [*plain["weights"], *plain["statistics"]]
+    for process in results(name):
+        own = [*process["weights"], *process["statistics"]]
+        assert distance(own, values) <= 1e-9 * travelled
+        if (found := process["ritz_values"][0]) is not None:
+            np.testing.assert_allclose(found, single["spectrum"], rtol=1e-8)
 
 
 # ----------------------------------------------------------------- reports
 @pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_reports(results: Results, name: str) -> None:
-    """Shares of waiting; when the first estimation has come, it is not said."""
+    """Workers keep directions, accelerators the basis, and get weights."""
+    options = DEFAULTS | CASES[name]
+    replicas, workers = replicas_of(name), count_workers(name)
+    vector, paper = 8 * SIZE, options["final_update"] == "paper"
+    shape: Any = (3, -(-SIZE // workers))
+    if options["layout"] == "columns":
+        shape = (-(-3 // workers), SIZE)
     for process in results(name):
-        idle = process["idle_share"]
-        assert idle.shape == (replicas_of(name),)
+        idle, kept = process["idle_share"], process["state_bytes"]
+        assert idle.shape == (replicas,)
         assert np.all((idle >= 0) & (idle <= 1))
         assert np.any(idle > 0)
-        assert "the first" not in process["summary"]
-
-
-@pytest.mark.parametrize("name", JOBS.params(CASES))
-def test_state(results: Results, name: str) -> None:
-    """Workers keep directions, accelerators the basis."""
-    options = DEFAULTS | options_of(name)
-    workers = count_workers(name)
-    accelerators = replicas_of(name) - workers
-    for process in results(name):
-        size = sum(w.size for w in process["weights"])
-        shape: Any = (3, -(-size // workers))
-        if options["layout"] == "columns":
-            shape = (-(-3 // workers), size)
-        shapes = [
-            shape if rank < workers else None for rank in process["ranks"]
-        ]
+        assert not any("the first" in line for line in process["summary"])
+        shapes = [shape if r < workers else None for r in process["ranks"]]
         assert process["shapes"] == shapes
         # Of the first replica of the process, which has trained.
-        kept, slices = process["state_bytes"], -(-size // accelerators)
         assert kept["total"] == process["kept_bytes"]
-        assert kept["counters"] == 8 * (6 + 1 + 2 * replicas_of(name) + 2)
-        vector, paper = 8 * size, options["final_update"] == "paper"
+        assert kept["counters"] == 8 * (6 + 1 + 2 * replicas + 2)
+        plain, moved = (
+            process["communication_bytes"][kind]
+            for kind in ("plain", "estimation")
+        )
         if process["ranks"][0] < workers:
             assert kept["basis"] == 0
             assert kept["directions"] >= 8 * np.prod(shape)
             assert kept["copies"] == 2 * vector * paper
+            assert moved["lanczos"] == moved["weights"] == 0
+            assert moved["directions"] > 0
+            if paper:
+                nothing = dict.fromkeys(moved, 0)
+                assert plain == nothing | {"gradients": moved["gradients"]}
         else:
-            assert kept["basis"] >= 8 * options["lanczos_steps"] * slices
+            slices = -(-SIZE // (replicas - workers))
+            assert kept["basis"] >= 8 * SIZE * slices
             assert kept["directions"] == 0
             # The weights, and a batch of some rows.
             assert kept["copies"] > vector
-
-
-@pytest.mark.parametrize("name", JOBS.params(CASES))
-def test_traffic(results: Results, name: str) -> None:
-    """Accelerators get weights and no gradients."""
-    for process in results(name):
-        moved = process["communication_bytes"]["estimation"]
-        works = process["ranks"][0] < count_workers(name)
-        variables = [*process["weights"], *process["statistics"]]
-        if works:
-            assert moved["lanczos"] == moved["weights"] == 0
-            assert moved["directions"] > 0
-            if options_of(name)["final_update"] == "paper":
-                assert process["communication_bytes"]["plain"] == {
-                    **dict.fromkeys(moved, 0),
-                    "gradients": moved["gradients"],
-                }
-        else:
             assert moved["gradients"] == moved["projections"] == 0
-            assert moved["weights"] == sum(v.nbytes for v in variables)
+            assert moved["weights"] == vector
             assert moved["directions"] == 0
 
 
@@ -241,18 +259,12 @@ def test_when_the_first_estimation_comes() -> None:
 
 
 # ---------------------------------------------------------------- refusals
-@pytest.mark.parametrize("name", JOBS.params(REFUSED))
-def test_fractions_that_leave_out_a_role(results: Results, name: str) -> None:
-    """Already `compile` says so, on every process."""
-    for messages in results(name):
-        for message, fraction, missing in zip(
-            messages, REFUSED[name], ("accelerator", "worker"), strict=True
-        ):
-            assert f"accelerator_fraction={fraction}" in message
-            assert f"no {missing}" in message
-
-
-@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9, 1.0])
-def test_one_device_is_not_enough(fraction: float) -> None:
-    (message,) = workers_fosi.fractions_refused(None, [fraction])
-    assert f"accelerator_fraction={fraction}" in message
+def test_fractions_that_leave_out_a_role(results: Results) -> None:
+    """Already `compile` says so; one device is never enough."""
+    (messages,) = results("mirrored: refused")
+    alone = workers_fosi.fractions_refused(None, [0.1, 0.9])
+    for message, missing in zip(
+        messages + alone, ["accelerator", "worker"] * 2, strict=True
+    ):
+        assert "Received: accelerator_fraction=0." in message
+        assert f"no {missing}" in message

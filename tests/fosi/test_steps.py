@@ -1,22 +1,25 @@
 """FOSI's steps against a NumPy program with exact Hessians."""
 
-import functools
 import pathlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import pytest
 from keras import layers
-from keras.optimizers import SGD, Adam, AdamW, RMSprop
+from keras.optimizers import SGD, Adam, AdamW
+from keras.optimizers.schedules import ExponentialDecay, PolynomialDecay
 
 from tests.support.fosi_reference import (
     BETAS,
+    ROWS,
     SIZE,
     Fosi,
     Network,
     Rule,
     adam,
+    assert_follows,
     assert_path,
     data,
     fit,
@@ -24,54 +27,22 @@ from tests.support.fosi_reference import (
     fosi,
     loss,
     mlp,
-    rmsprop,
     sgd,
 )
 from tests.support.marks import with_slow
 from tests.support.reference import Array
 
 ORACLE = pathlib.Path(__file__).parents[1] / "data" / "fosi_mlp.npz"
-STEPS = 10
-INNERS: dict[str, tuple[Any, Rule]] = {
-    "sgd": (lambda: SGD(0.1), sgd(0.1)),
-    "momentum": (lambda: SGD(0.1, 0.9), sgd(0.1, 0.9)),
-    "nesterov": (lambda: SGD(0.1, 0.9, True), sgd(0.1, 0.9, True)),
-    "adam": (lambda: Adam(0.03, **BETAS), adam(0.03)),
-    "rmsprop": (lambda: RMSprop(0.01), rmsprop(0.01)),
-    "adamw": (lambda: AdamW(0.03, 0.3, **BETAS), adam(0.03, 0.3)),
-}
-
-
-@functools.cache
-def oracle() -> dict[str, Array]:
-    with np.load(ORACLE) as arrays:
-        return {k: arrays[k] for k in arrays.files}
-
-
-def both(
-    inner: str,
-    options: dict[str, Any],
-    settings: dict[str, Any],
-    steps: int = STEPS,
-) -> tuple[Any, Array, Fosi, Array]:
-    """Optimizer and path of FOSI; the reference's program and path."""
-    make, rule = INNERS[inner]
-    x, y = data()
-    model, optimizer = mlp(), fosi(make(), **options)
-    model.compile(optimizer, loss())
-    network, program = Network(x, y), Fosi(rule, **settings)
-    start = flat(model).astype("float64")
-    want = program.run(network.gradient, network.hessian, start, steps)
-    return optimizer, fit(model, x, y, steps), program, want
 
 
 # -------------------------------------------------------------- the reference
 def test_reference_hessian() -> None:
     """Complex steps give the stored Hessian and gradient."""
-    m = oracle()
+    with np.load(ORACLE) as arrays:
+        m = {k: arrays[k] for k in arrays.files}
     names = [k for k in m if k.startswith("weights0/")]
     w = np.concatenate([m[k].ravel().astype("float64") for k in names])
-    network = Network(m["x"], m["y"], hidden=16)
+    network = Network(m["x"].astype("float64"), m["y"], hidden=16)
     np.testing.assert_allclose(network.gradient(w), m["gradient"], atol=1e-14)
     np.testing.assert_allclose(network.hessian(w), m["hessian"], atol=1e-13)
 
@@ -86,34 +57,125 @@ def test_case_is_not_trivial(double: None) -> None:
 
 
 # --------------------------------------------------------------- trajectories
-@pytest.mark.parametrize(
-    "inner", with_slow(INNERS, "adam", "nesterov", "rmsprop", "adamw")
-)
-def test_trajectory(inner: str, double: None) -> None:
-    optimizer, got, program, want = both(inner, {}, {})
-    assert program.estimated == [2, 5, 8]
-    assert_path(got, want, 1e-6)
-    assert optimizer.spectrum().dtype == np.float64
-    np.testing.assert_allclose(optimizer.spectrum(), program.values, rtol=1e-7)
+def clipped(g: Array, w: Array, slots: dict[str, Array], t: int) -> Array:
+    return -0.1 * g * min(1.0, 0.05 / np.linalg.norm(g))
 
 
-def test_trajectory_in_single_precision() -> None:
-    """With directions of negative curvature too."""
-    _, got, _, want = both("momentum", {"num_smallest": 1}, {"num_smallest": 1})
-    assert got.dtype == np.float32
-    assert_path(got, want, 1e-4)
+def decayed(g: Array, w: Array, slots: dict[str, Array], t: int) -> Array:
+    move = sgd(0.1, 0.9)(np.clip(g, -0.05, 0.05), w, slots, t)
+    return move - 0.1 * 0.3 * w
 
 
-def test_negative_curvature(double: None) -> None:
-    """Newton steps go downhill there."""
-    _, got, program, want = both(
-        "momentum",
+def slowing(g: Array, w: Array, slots: dict[str, Array], t: int) -> Array:
+    return sgd(0.1 * (1 - (t - 1) / 12), 0.9)(g, w, slots, t)
+
+
+class Case(NamedTuple):
+    """An inner optimizer, and arguments of `FOSI` and of its program."""
+
+    inner: Callable[[], Any]
+    rule: Rule
+    options: Any = {}  # noqa: RUF012 (never changed)
+    settings: Any = {}  # noqa: RUF012
+    estimated: Any = [2, 5, 8]  # noqa: RUF012
+
+
+def in_two(t: Any) -> Any:
+    return 2 if t < 6 else 3
+
+
+CASES = {
+    # Newton steps go downhill where the curvature is negative.
+    "momentum": Case(
+        lambda: SGD(0.1, 0.9),
+        sgd(0.1, 0.9),
         {"num_smallest": 2, "alpha": 0.1},
         {"num_smallest": 2, "alpha": lambda t: 0.1},
-    )
-    assert program.values is not None
-    assert program.values[0] < 0
-    assert_path(got, want, 1e-6)
+    ),
+    "adam": Case(lambda: Adam(0.03, **BETAS), adam(0.03)),
+    "adamw": Case(lambda: AdamW(0.03, 0.3, **BETAS), adam(0.03, 0.3)),
+    # The rate is clipped for SGD alone.
+    "nesterov, rate": Case(
+        lambda: SGD(0.1, 0.9, True),
+        sgd(0.1, 0.9, True),
+        {"learning_rate_clip": 2.5, "warmup_steps": 0},
+        {"clip": 2.5, "warmup": 0},
+        [0, 3, 6, 9],
+    ),
+    "adam, rate": Case(
+        lambda: Adam(0.03, **BETAS), adam(0.03), {"learning_rate_clip": 2.5}
+    ),
+    # The Newton part has its own scale and is not clipped.
+    "clipping": Case(lambda: SGD(0.1, global_clipnorm=0.05), clipped),
+    "decay": Case(
+        lambda: SGD(0.1, 0.9, weight_decay=0.3, clipvalue=0.05), decayed
+    ),
+    "one": Case(
+        lambda: SGD(0.1),
+        sgd(0.1),
+        {"update_interval": None},
+        {"interval": lambda t: 10**6},
+        [2],
+    ),
+    # A number follows the inner rate, anything else is left alone.
+    "rate of time": Case(
+        lambda: SGD(PolynomialDecay(0.1, 12, 0.0), 0.9),
+        slowing,
+        {},
+        {"alpha": lambda t: 0.5 * (1 - t / 12)},
+    ),
+    "schedule": Case(
+        lambda: SGD(PolynomialDecay(0.1, 12, 0.0), 0.9),
+        slowing,
+        {"alpha": ExponentialDecay(0.5, 4, 0.5), "update_interval": 4},
+        {"alpha": lambda t: 0.5 * 0.5 ** (t / 4), "interval": lambda t: 4},
+        [2, 6],
+    ),
+    "callable": Case(
+        lambda: SGD(0.1, 0.9),
+        sgd(0.1, 0.9),
+        {
+            "alpha": lambda t: 0.5 / (1.0 + t),
+            "update_interval": in_two,
+            "momentum": 0.5,
+        },
+        {
+            "alpha": lambda t: 0.5 / (1 + t),
+            "interval": in_two,
+            "momentum": 0.5,
+        },
+        [2, 4, 8],
+    ),
+}
+QUICK = "momentum", "nesterov, rate", "adam", "rate of time", "callable"
+
+
+@pytest.mark.parametrize(
+    "name", with_slow(CASES, *(case for case in CASES if case not in QUICK))
+)
+def test_trajectory(name: str, double: None) -> None:
+    case = CASES[name]
+    program = Fosi(case.rule, **case.settings)
+    optimizer = fosi(case.inner(), **case.options)
+    assert_follows(optimizer, program)
+    assert program.estimated == case.estimated
+    assert int(optimizer.estimations) == len(case.estimated)
+    values = optimizer.spectrum()
+    assert values.dtype == np.float64
+    np.testing.assert_allclose(values, program.values, rtol=1e-7)
+    assert (max(program.scales) > 1.5) == (name == "nesterov, rate")
+
+
+def test_single_precision() -> None:
+    program = Fosi(sgd(0.1, 0.9), num_smallest=1)
+    assert_follows(fosi(SGD(0.1, 0.9), num_smallest=1), program, rtol=1e-4)
+
+
+def test_sample_weights(double: None) -> None:
+    """Are part of the loss, and of its Hessian."""
+    program = Fosi(sgd(0.1), warmup=1)
+    weight = np.linspace(0, 2, ROWS)
+    assert_follows(fosi(SGD(0.1), warmup_steps=1), program, 6, weight=weight)
 
 
 def test_only_smallest(double: None) -> None:
@@ -122,82 +184,12 @@ def test_only_smallest(double: None) -> None:
     x, y = data()
     model, network = mlp(), Network(x, y)
     model.compile(fosi(SGD(0.1), **options), loss())
-    start = flat(model)
     got = fit(model, x, y, 4)
     values, vectors = np.linalg.eigh(network.hessian(got[2]))
     g, V = network.gradient(got[2]), vectors[:, :2]
     c = V.T @ g
     want = -0.1 * (g - V @ c) - 0.05 * V @ (c / np.abs(values[:2]))
     np.testing.assert_allclose(got[3] - got[2], want, rtol=0, atol=1e-8)
-    np.testing.assert_array_equal(got[0], start)
-
-
-@pytest.mark.parametrize("inner", ["nesterov", "adam"])
-def test_learning_rate_clip(inner: str, double: None) -> None:
-    """It scales the steps of SGD; those of Adam are left alone."""
-    limit = 1.0 if inner == "adam" else 2.5
-    options = {"learning_rate_clip": 2.5, "warmup_steps": 0}
-    _, got, program, want = both(inner, options, {"clip": limit, "warmup": 0})
-    assert program.estimated == [0, 3, 6, 9]
-    if inner == "adam":
-        assert set(program.scales) == {1.0}
-    else:
-        assert max(program.scales) > 1.5
-    assert_path(got, want, 1e-6)
-
-
-def diagonal_step(curvature: list[float], **options: Any) -> Array:
-    """A step from weights of 1, where the gradient is the curvature."""
-    model = keras.Sequential(
-        [keras.Input((4,)), layers.Dense(1, use_bias=False)]
-    )
-    model.layers[0].set_weights([np.ones((4, 1))])
-    own = {"lanczos_steps": 4, "warmup_steps": 0, "alpha": 0.25}
-    model.compile(fosi(SGD(0.1), **own, **options), "mse")
-    x, y = np.eye(4) * np.sqrt(2), np.zeros((4, 1))
-    model.train_on_batch(x, y, sample_weight=np.array(curvature))
-    return 1 - flat(model)
-
-
-def test_learning_rate_clip_of_negative_curvature(double: None) -> None:
-    """A negative curvature among the largest: `s` is the limit."""
-    options = {"num_largest": 3, "learning_rate_clip": 1.5}
-    got = diagonal_step([3.0, 1.0, -1.0, -2.0], **options)
-    want = [0.25, 0.25, -0.25, -1.5 * 0.1 * 2]
-    np.testing.assert_allclose(got, want, rtol=1e-7)
-
-
-def test_weak_directions(double: None) -> None:
-    """Those below a thousandth of the largest curvature, of either sign."""
-    got = diagonal_step([1.0, -1.1e-3, 0.9e-3, -0.9e-3], num_largest=4)
-    want = [0.25, -0.25, 0.9e-4, -0.9e-4]
-    np.testing.assert_allclose(got, want, rtol=1e-7)
-
-
-# ------------------------------------------------------------ hyperparameters
-@pytest.mark.parametrize("kind", ["schedule", "callable"])
-def test_alpha_and_interval_of_time(kind: str, double: None) -> None:
-    """Of the iteration; momentum is its own number."""
-    if kind == "schedule":
-        decay = keras.optimizers.schedules.ExponentialDecay(0.5, 4, 0.5)
-        options: dict[str, Any] = {"alpha": decay, "update_interval": 4}
-        settings: dict[str, Any] = {"alpha": lambda t: 0.5 * 0.5 ** (t / 4)}
-        settings["interval"] = lambda t: 4
-    else:
-        options = {
-            "alpha": lambda t: 0.5 / (1.0 + t),
-            "update_interval": lambda t: 2 if t < 6 else 3,
-        }
-        settings = {
-            "alpha": lambda t: 0.5 / (1 + t),
-            "interval": lambda t: 2 if t < 6 else 3,
-        }
-    options |= {"warmup_steps": 1, "momentum": 0.5}
-    settings |= {"warmup": 1, "momentum": 0.5}
-    _, got, program, want = both("momentum", options, settings, steps=11)
-    expected = [1, 5, 9] if kind == "schedule" else [1, 3, 5, 7, 10]
-    assert program.estimated == expected
-    assert_path(got, want, 1e-6)
 
 
 def test_changed_numbers(double: None) -> None:
@@ -225,25 +217,57 @@ def test_changed_numbers(double: None) -> None:
     assert_path(got, want, 1e-6)
 
 
+@pytest.mark.slow
 def test_more_directions_than_weights(double: None) -> None:
     """A warning; those without curvature are the inner optimizer's."""
-    settings = {"num_largest": SIZE, "warmup": 1, "momentum": 0.0}
-    options: dict[str, Any] = {**settings, "num_largest": 99}
-    options |= {"warmup_steps": options.pop("warmup"), "lanczos_steps": None}
+    program = Fosi(adam(0.03), num_largest=SIZE, warmup=1, momentum=0.0)
+    options = {"num_largest": 99, "warmup_steps": 1, "momentum": 0.0}
+    optimizer = fosi(Adam(0.03, **BETAS), lanczos_steps=None, **options)
     with pytest.warns(UserWarning, match=f"uses {SIZE} directions, not 99"):
-        optimizer, got, program, want = both("adam", options, settings)
+        assert_follows(optimizer, program)
     assert program.values is not None
     sizes = np.abs(program.values)
     shares = sizes / sizes.max()
     assert 2 < np.sum(shares <= 1e-3) < SIZE - 3
     assert not ((shares > 5e-4) & (shares < 2e-3)).any()
-    assert_path(got, want, 1e-6)
     assert optimizer.spectrum().shape == (SIZE,)
 
 
 # ------------------------------------------------------------------ quadratic
+@pytest.mark.parametrize(
+    ("curvature", "options", "want"),
+    [
+        # A negative curvature among the largest: `s` is the limit.
+        (
+            [3.0, 1.0, -1.0, -2.0],
+            {"num_largest": 3, "learning_rate_clip": 1.5},
+            [0.25, 0.25, -0.25, -1.5 * 0.1 * 2],
+        ),
+        # Weak ones, below a thousandth of the largest, of either sign.
+        (
+            [1.0, -1.1e-3, 0.9e-3, -0.9e-3],
+            {"num_largest": 4},
+            [0.25, -0.25, 0.9e-4, -0.9e-4],
+        ),
+    ],
+)
+def test_diagonal_curvature(
+    curvature: list[float], options: Any, want: list[float], double: None
+) -> None:
+    """A step from weights of 1, where the gradient is the curvature."""
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(1, use_bias=False)]
+    )
+    model.layers[0].set_weights([np.ones((4, 1))])
+    own = {"lanczos_steps": 4, "warmup_steps": 0, "alpha": 0.25}
+    model.compile(fosi(SGD(0.1), **own, **options), "mse", run_eagerly=True)
+    x, y = np.eye(4) * np.sqrt(2), np.zeros((4, 1))
+    model.train_on_batch(x, y, sample_weight=np.array(curvature))
+    np.testing.assert_allclose(1 - flat(model), want, rtol=1e-7)
+
+
 def least_squares(
-    num_largest: int, start: float, rank: int = 5, **options: Any
+    inner: Any, num_largest: int, start: float, rank: int = 5, **options: Any
 ) -> tuple[Any, Array, Array]:
     """A model of one unit, whose loss is quadratic."""
     rng = np.random.default_rng(0)
@@ -252,7 +276,9 @@ def least_squares(
     model = keras.Sequential([keras.Input((5,)), layers.Dense(1, name="unit")])
     model.layers[0].set_weights([np.full((5, 1), start), np.ones(1)])
     own = {"warmup_steps": 0, "lanczos_steps": 6, "update_interval": 1}
-    optimizer = fosi(SGD(1e-3), num_largest=num_largest, **own, **options)
+    optimizer = fosi(
+        inner, num_largest=num_largest, momentum=0.0, **own, **options
+    )
     model.compile(optimizer, "mse")
     return model, x, y
 
@@ -260,7 +286,7 @@ def least_squares(
 @pytest.mark.parametrize("num_largest", [2, 6])
 def test_newton_step_is_exact(num_largest: int, double: None) -> None:
     """One step lands on the minimiser in the span of the directions."""
-    model, x, y = least_squares(num_largest, 2.0, alpha=1.0, momentum=0.0)
+    model, x, y = least_squares(SGD(1e-3), num_largest, 2.0, alpha=1.0)
     model.train_on_batch(x, y)
     ones = np.hstack([x, np.ones((20, 1))])
     _, vectors = np.linalg.eigh(ones.T @ ones)
@@ -277,12 +303,8 @@ def test_newton_step_is_exact(num_largest: int, double: None) -> None:
 @pytest.mark.parametrize("inner", ["sgd", "adam"])
 def test_more_directions_than_rank(inner: str) -> None:
     """The inverse of no curvature must not get in: the loss only falls."""
-    model, x, y = least_squares(5, 1.0, rank=1, momentum=0.0)
     make = SGD(1e-3) if inner == "sgd" else Adam(1e-3)
-    optimizer = fosi(
-        make, num_largest=5, warmup_steps=0, update_interval=1, momentum=0.0
-    )
-    model.compile(optimizer, "mse")
+    model, x, y = least_squares(make, 5, 1.0, rank=1)
     history = [model.evaluate(x, y, verbose=0)]
     for _ in range(6):
         model.train_on_batch(x, y)

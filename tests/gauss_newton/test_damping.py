@@ -3,14 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfkfac
-from tests.support.dtypes import floats
-from tests.support.marks import with_slow
 from tfkfac.gauss_newton.solve import (
     LARGEST,
     ParameterSpace,
@@ -98,10 +94,8 @@ def test_failures_grow_the_damping() -> None:
     np.testing.assert_allclose(found.change, step(dampings[first]), rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", with_slow(["1e9", "nan", "inf"], "1e9", "inf"))
-def test_a_step_that_is_no_descent_is_not_taken(name: str) -> None:
-    value = float(name)
-
+@pytest.mark.parametrize("value", [1e9, float("nan")])
+def test_a_step_that_is_no_descent_is_not_taken(value: float) -> None:
     def wall(change: Any) -> Any:
         here = tf.reduce_all(change == 0)
         return tf.where(here, quadratic(change), value)
@@ -133,26 +127,3 @@ def test_the_rate_multiplies_the_step() -> None:
         found.actual, (np.sum(RESIDUALS**2) - after) / 2, rtol=1e-10
     )
     np.testing.assert_allclose(found.predicted, found.actual, rtol=1e-10)
-
-
-@pytest.mark.slow
-def test_at_the_floor_a_step_is_one_try() -> None:
-    """A linear model is solved at once; then 20 steps are 20 tries."""
-    with floats("float64"):
-        x = RNG.normal(size=(30, 3))
-        y = x @ [[1.0], [2.0], [3.0]] + RNG.normal(size=(30, 1))
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        optimizer: Any = tfkfac.GaussNewton()
-        model.compile(optimizer, "mse")
-        data = tf.data.Dataset.from_tensors((x, y)).repeat(60)
-        model.fit(data, verbose=0)
-        (state,) = optimizer.method.states
-        before = int(state.tries.numpy())
-        model.fit(data.take(20), verbose=0)
-        assert int(state.tries.numpy()) - before <= 21
-        assert int(state.settled.numpy()) > 20
-        assert int(state.rejected.numpy()) == 0
-        ones = np.concatenate([x, np.ones((30, 1))], 1)
-        want = np.linalg.lstsq(ones, y)[0].ravel()
-        got = np.concatenate([np.ravel(v) for v in model.get_weights()])
-        np.testing.assert_allclose(got, want, rtol=1e-7)

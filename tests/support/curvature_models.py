@@ -157,13 +157,20 @@ def weight_count(model: Any) -> int:
     return sum(int(np.prod(v.shape)) for v in model.trainable_variables)
 
 
+def split(model: Any, vector: Array) -> list[Array]:
+    """The parts of a flat vector that belong to the variables."""
+    shapes = [tuple(v.shape) for v in model.trainable_variables]
+    ends = np.cumsum([np.prod(s, dtype=int) for s in shapes])[:-1]
+    parts = np.split(vector, ends)
+    return [p.reshape(s) for p, s in zip(parts, shapes, strict=True)]
+
+
 def flat(tensors: Any) -> Array:
     return np.concatenate([np.ravel(np.asarray(t)) for t in tensors])
 
 
 def slope(model: Any, x: Any, y: Any, sample_weight: Any = None) -> Array:
-    """The gradient of the compiled loss, from a tape; changes no state."""
-    before = [np.array(v) for v in model.variables]
+    """The gradient of the compiled loss, from a tape."""
     with tf.GradientTape() as tape:
         outputs = model(x, training=True)
         loss = model.compute_loss(
@@ -171,38 +178,32 @@ def slope(model: Any, x: Any, y: Any, sample_weight: Any = None) -> Array:
         )
     values = [v.value for v in model.trainable_variables]
     gradients = tape.gradient(loss, values, unconnected_gradients="zero")
-    for variable, value in zip(model.variables, before, strict=True):
-        variable.assign(value)
     return flat([tf.convert_to_tensor(g) for g in gradients])
 
 
-def shifted(model: Any, change: Array, *batch: Any) -> Array:
-    """The gradient at other weights."""
-    variables = model.trainable_variables
-    before = [np.array(v) for v in variables]
-    sizes = np.cumsum([v.size for v in before])[:-1]
-    for v, old, part in zip(
-        variables, before, np.split(change, sizes), strict=True
-    ):
-        v.assign(old + part.reshape(old.shape))
-    gradient = slope(model, *batch)
-    for variable, old in zip(variables, before, strict=True):
-        variable.assign(old)
-    return gradient
+def differences(
+    model: Any, function: Callable[[], Array], rows: Array, step: float
+) -> Array:
+    """Derivatives of a function of the weights along rows, by differences.
+
+    Central ones; no state changes.
+    """
+
+    def at(change: Array) -> Array:
+        before = [np.array(v) for v in model.variables]
+        changes = split(model, change)
+        for v, part in zip(model.trainable_variables, changes, strict=True):
+            v.assign(np.asarray(v) + part)
+        found = function()
+        for variable, value in zip(model.variables, before, strict=True):
+            variable.assign(value)
+        return found
+
+    return np.stack([(at(step * d) - at(-step * d)) / (2 * step) for d in rows])
 
 
 def difference_products(
     model: Any, columns: Array, *batch: Any, step: float = 1e-5
 ) -> Array:
-    """The Hessian times columns, by central differences."""
-    return np.stack(
-        [
-            (
-                shifted(model, step * column, *batch)
-                - shifted(model, -step * column, *batch)
-            )
-            / (2 * step)
-            for column in columns.T
-        ],
-        axis=1,
-    )
+    """The Hessian times columns."""
+    return differences(model, lambda: slope(model, *batch), columns.T, step).T

@@ -6,7 +6,7 @@ the models at the end.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import keras
@@ -38,22 +38,35 @@ class Network:
     hidden: int = HIDDEN
     weight: Array | None = None
 
-    def gradient(self, w: Array) -> Array:
-        """Analytic in the weights, so that they may be complex."""
-        x = self.x.astype("float64")
-        (rows, n), k = x.shape, int(self.y.max()) + 1
+    def forward(self, w: Array) -> tuple[Array, Array, Array]:
+        """Hidden units, the matrix above them, and probabilities."""
+        n = self.x.shape[1]
+        k = (len(w) - (n + 1) * self.hidden) // (self.hidden + 1)
         sizes = np.cumsum([n * self.hidden, self.hidden, self.hidden * k])
         first, bias, second, offset = np.split(w, sizes)
         second = second.reshape(self.hidden, k)
-        a = np.tanh(x @ first.reshape(n, self.hidden) + bias)
+        a = np.tanh(self.x @ first.reshape(n, self.hidden) + bias)
         z = a @ second + offset
         e = np.exp(z - z.real.max(axis=1, keepdims=True))
-        g = e / e.sum(axis=1, keepdims=True) - np.eye(k)[self.y]
-        scale = np.ones(rows) if self.weight is None else self.weight
-        g = g * scale[:, None] / rows
+        return a, second, e / e.sum(axis=1, keepdims=True)
+
+    def gradient(self, w: Array) -> Array:
+        """Analytic in the weights, so that they may be complex."""
+        a, second, p = self.forward(w)
+        scale = 1.0 if self.weight is None else self.weight[:, None]
+        g = (p - np.eye(p.shape[1])[self.y]) * scale / len(self.x)
         h = g @ second.T * (1 - a**2)
-        parts = [(x.T @ h).ravel(), h.sum(0), (a.T @ g).ravel(), g.sum(0)]
-        return np.concatenate(parts)
+        parts = [self.x.T @ h, h.sum(0), a.T @ g, g.sum(0)]
+        return np.concatenate([np.ravel(part) for part in parts])
+
+    def losses(self, w: Array) -> Array:
+        """The loss of each row."""
+        p = self.forward(w)[2]
+        return -np.log(p[np.arange(len(p)), self.y])
+
+    def hits(self, w: Array) -> Array:
+        """True for each row that is classified rightly."""
+        return self.forward(w)[2].argmax(1) == self.y
 
     def hessian(self, w: Array) -> Array:
         """By complex steps: exact to rounding."""
@@ -83,8 +96,10 @@ def sgd(rate: float, momentum: float = 0.0, nesterov: bool = False) -> Rule:
 BETAS = {"beta_1": 0.875, "beta_2": 0.96875}
 
 
-def adam(rate: float, decay: float = 0.0) -> Rule:
-    first, second = BETAS.values()
+def adam(
+    rate: float, decay: float = 0.0, betas: Iterable[float] = BETAS.values()
+) -> Rule:
+    first, second = betas
 
     def rule(g: Array, w: Array, slots: dict[str, Array], t: int) -> Array:
         m = first * slots.get("m", np.zeros_like(g)) + (1 - first) * g
@@ -96,19 +111,16 @@ def adam(rate: float, decay: float = 0.0) -> Rule:
     return rule
 
 
-def rmsprop(rate: float) -> Rule:
-    def rule(g: Array, w: Array, slots: dict[str, Array], t: int) -> Array:
-        v = 0.9 * slots.get("v", np.zeros_like(g)) + 0.1 * g**2
-        slots["v"] = v
-        return -rate * g / np.sqrt(v + 1e-7)
-
-    return rule
-
-
 # ----------------------------------------------------------------- FOSI
 @dataclasses.dataclass
 class Fosi:
-    """FOSI with exact Hessians. `at` maps a step to what is in force then."""
+    """FOSI with exact Hessians. Functions of an update say what holds then.
+
+    With `iterations`, accelerators estimate beside the steps: so many Lanczos
+    iterations are spread over an interval, and their directions are in use
+    from its end on (MR-DHO2). The published end of an interval is equation 17:
+    `is_paper`. The gradients of steps in `skipped` are not finite.
+    """
 
     inner: Rule
     num_largest: int = 3
@@ -119,6 +131,10 @@ class Fosi:
     momentum: float = 0.9
     clip: float = 1.0
     finish: Callable[[Array, int], Array] = lambda w, t: w
+    iterations: int = 0
+    is_paper: bool = False
+    skipped: Container[int] = ()
+    number: int = 0  # of the step that is made
     scales: list[float] = dataclasses.field(default_factory=list)
     estimated: list[int] = dataclasses.field(default_factory=list)
     values: Array | None = None
@@ -126,41 +142,84 @@ class Fosi:
     def run(
         self,
         gradient: Callable[[Array], Array],
-        hessian: Callable[[Array], Array],
+        hessian: Callable[[Array], Array | None],
         w: Array,
         steps: int,
     ) -> Array:
-        """Returns the weights at first and after each step."""
-        V, c = np.zeros((len(w), 0)), np.zeros(0)
+        """Returns the weights at first and after each step.
+
+        A Hessian is None where there is none to be known.
+        """
         slots: dict[str, Array] = {}
-        path = [w]
-        for t in range(steps):
-            since = t - self.warmup
-            if since == 0 or (since > 0 and since % self.interval(t) == 0):
-                new = self._directions(hessian(w))
-                c = new.T @ (V @ c)
-                V = new
+        V, c = np.zeros((len(w), 0)), np.zeros(0)
+        path, t, last, done = [w], 0, -1, 0
+        found, start, total = None, w, np.zeros_like(w)
+        for self.number in range(steps):
+            every = self.interval(t)
+            begins = self._is_due(t, every) and t != last and not done
+            if begins:
+                last, found = t, hessian(w)
+                start, total = w, np.zeros_like(w)
                 self.estimated.append(t)
-            g = gradient(w)
-            inside = V.T @ g
-            d = self.inner(g - V @ inside, w, slots, t + 1)
-            if self.values is not None:
-                c = self.momentum * c + inside
-                d = self._scale() * (d - V @ (V.T @ d))
-                d = d - self.alpha(t) * V @ (c / np.abs(self.values))
-            w = self.finish(w + d, t)
+                if not self.iterations:
+                    V, c = self._replace(found, V, c)
+            if self.iterations and (begins or done):
+                target = -(-self.iterations * (t - last + 1) // every)
+                most = done - (-self.iterations // self.interval(0))
+                done = min(max(target, done), most, self.iterations)
+            if self.number not in self.skipped:
+                g = gradient(w)
+                if self.is_paper:
+                    total = total + g
+                    d = self.inner(g, w, slots, t + 1)
+                else:
+                    d, c = self._split(g, V, c, w, slots, t)
+                w = self.finish(w + d, t)
+                t += 1
+            ends = self._is_due(t, every) and t != last
+            if self.iterations and done == self.iterations and ends:
+                V, c = self._replace(found, V, c)
+                done = 0
+                if self.is_paper and self.values is not None:
+                    o, p = w - start, V.T @ total / np.abs(self.values)
+                    # The projector is a matrix made from V alone.
+                    o = o - V @ np.linalg.pinv(V) @ o
+                    w = start - self.alpha(t) * V @ p + o
             path.append(w)
         return np.stack(path)
 
-    def _directions(self, hessian: Array) -> Array:
-        """Both ends of the spectrum; columns of weak ones are zero."""
+    def _is_due(self, t: int, every: int) -> bool:
+        return t >= self.warmup and (t - self.warmup) % every == 0
+
+    def _split(
+        self, g: Array, V: Array, c: Array, w: Array, slots: Any, t: int
+    ) -> tuple[Array, Array]:
+        """The change of the weights, and the momentum of its Newton part."""
+        inside = V.T @ g
+        d = self.inner(g - V @ inside, w, slots, t + 1)
+        if self.values is None:
+            return d, c
+        c = self.momentum * c + inside
+        d = self._scale() * (d - V @ (V.T @ d))
+        return d - self.alpha(t) * V @ (c / np.abs(self.values)), c
+
+    def _replace(
+        self, hessian: Array | None, V: Array, c: Array
+    ) -> tuple[Array, Array]:
+        """Both ends of the spectrum, and the momentum in their directions.
+
+        Columns of weak ones are zero.
+        """
+        if hessian is None:
+            return V, c
         values, vectors = np.linalg.eigh(hessian)
-        low = list(range(self.num_smallest))
         n = len(values)
-        keep = [*low, *range(n - self.num_largest, n)]
+        ends = range(self.num_smallest), range(n - self.num_largest, n)
+        keep = [place for end in ends for place in end]
         self.values = values[keep]
         sizes = np.abs(self.values)
-        return np.asarray(vectors[:, keep] * (sizes > WEAK * sizes.max()))
+        new = vectors[:, keep] * (sizes > WEAK * sizes.max())
+        return new, new.T @ (V @ c)
 
     def _scale(self) -> float:
         assert self.values is not None
@@ -184,13 +243,15 @@ def loss() -> Any:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def mlp(kind: Any = keras.Sequential, **kwargs: Any) -> Any:
+def mlp(
+    kind: Any = keras.Sequential, hidden: int = HIDDEN, **kwargs: Any
+) -> Any:
     """The network as a Keras model; always the same weights."""
     rng = np.random.default_rng(10)
     model = kind(
         [
             keras.Input((FEATURES,)),
-            layers.Dense(HIDDEN, activation="tanh", name="hidden"),
+            layers.Dense(hidden, activation="tanh", name="hidden"),
             layers.Dense(CLASSES, name="logits", **kwargs),
         ],
         name="mlp",
@@ -264,3 +325,19 @@ def assert_path(got: Array, want: Array, rtol: float) -> None:
         travelled = np.linalg.norm(want[t] - want[0])
         error = np.linalg.norm(got[t] - want[t])
         assert error <= rtol * travelled, (t, error / travelled)
+
+
+def assert_follows(
+    optimizer: Any,
+    program: Fosi,
+    steps: int = 10,
+    rtol: float = 1e-6,
+    weight: Array | None = None,
+) -> Any:
+    """Trains a model on all rows in each step, as a program; returns it."""
+    (x, y), model = data(), mlp()
+    model.compile(optimizer, loss())
+    rows, start = Network(x, y, weight=weight), flat(model).astype("float64")
+    want = program.run(rows.gradient, rows.hessian, start, steps)
+    assert_path(fit(model, x, y, steps, sample_weight=weight), want, rtol)
+    return model

@@ -1,11 +1,11 @@
 """What the tests of FOSI under several replicas run, alone and on workers.
 
-`train` runs one small job, in one or several calls of `fit`, and returns all
-there is to know about it. The same function gives what a single process gets,
-which sees each step's rows of all workers as one batch.
+`train` runs one small job and returns all there is to know about it. The same
+function gives what a single process gets, which sees each step's rows of all
+workers as one batch; `reference` is what NumPy makes of the model "network".
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,14 +13,17 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
-from tests.support import worker_parts
+from tests.support import fosi_reference, worker_parts
 from tests.support.dtypes import floats
+from tests.support.fosi_reference import Fosi, Network
 from tests.support.reference import Array
 from tests.support.strategies import copies, local_ranks, strategy
 from tests.support.worker_parts import (
     CLASSES,
     FEEDS,
+    MOMENTUM,
     RATE,
+    Feed,
     images,
     sentences,
     shares,
@@ -28,14 +31,17 @@ from tests.support.worker_parts import (
 from tests.support.workers_modes import dataset
 
 Changes = Mapping[int, Mapping[str, Any]]
-Fits = Sequence[tuple[int, int]]
 
 # ------------------------------------------------------------------ models
-LARGE = 20_000  # weights
+HIDDEN, SIZE = 3, 17  # weights that neither 2 nor 4 divides
+
+
+def network() -> keras.Model:
+    """The one that the reference knows."""
+    return fosi_reference.mlp(hidden=HIDDEN)
 
 
 def mlp() -> keras.Model:
-    """Of 165 weights, which neither 2 nor 4 divides."""
     return keras.Sequential(
         [
             keras.Input((5, 5, 2)),
@@ -46,17 +52,10 @@ def mlp() -> keras.Model:
     )
 
 
-def plain_norm() -> keras.Model:
-    return convolution(layers.BatchNormalization(momentum=0.5, name="norm"))
-
-
 def batch_norm() -> keras.Model:
-    return convolution(
-        layers.BatchNormalization(momentum=0.5, synchronized=True, name="norm")
+    norm = layers.BatchNormalization(
+        momentum=0.5, synchronized=True, name="norm"
     )
-
-
-def convolution(norm: layers.Layer) -> keras.Model:
     return keras.Sequential(
         [
             keras.Input((5, 5, 2)),
@@ -69,12 +68,8 @@ def convolution(norm: layers.Layer) -> keras.Model:
     )
 
 
-def large() -> keras.Model:
-    return keras.Sequential([keras.Input((199,)), layers.Dense(100)])
-
-
 MODELS: dict[str, Callable[[], keras.Model]] = {
-    **{f.__name__: f for f in (mlp, plain_norm, batch_norm, large)},
+    **{f.__name__: f for f in (network, mlp, batch_norm)},
     "text": worker_parts.text,
 }
 
@@ -83,10 +78,16 @@ INNERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
     **worker_parts.INNERS,
     "plain": lambda: keras.optimizers.SGD(RATE),
     "decaying": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.PolynomialDecay(RATE, 12, 0.0), 0.5
+        keras.optimizers.schedules.PolynomialDecay(RATE, 12, 0.0), MOMENTUM
     ),
 }
-# Few Lanczos steps: their number does not matter where two jobs do the same.
+RULES = {
+    "plain": fosi_reference.sgd(RATE),
+    "sgd": fosi_reference.sgd(RATE, MOMENTUM),
+    "adam": fosi_reference.adam(
+        worker_parts.ADAM_RATE, betas=worker_parts.BETAS
+    ),
+}
 DEFAULTS: dict[str, Any] = {
     "num_largest": 2,
     "num_smallest": 1,
@@ -98,23 +99,18 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-class Observer(keras.callbacks.Callback):
-    """Changes the optimizer between steps, and looks at ends of epochs."""
+class Changer(keras.callbacks.Callback):
+    """Changes the optimizer between steps, and counts these."""
 
-    def __init__(self, kind: str | None, changes: Changes) -> None:
+    def __init__(self, changes: Changes) -> None:
         super().__init__()
-        self.kind = kind
         self.changes = changes
         self.steps = 0
-        self.copies: list[list[list[Array]]] = []
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         for name, value in self.changes.get(self.steps, {}).items():
             setattr(self.model.optimizer, name, value)
         self.steps += 1
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.copies.append(copies(self.kind, self.model.variables))
 
 
 # ---------------------------------------------------------------- training
@@ -122,82 +118,47 @@ def train(
     kind: str | None,
     model: str,
     inner: str = "sgd",
-    feed: str = "uneven",
-    dtype: str = "float64",
+    feed: str | Feed = "uneven",
     poison: tuple[int, int] | None = None,
-    without: int | None = None,
     changes: Changes | None = None,
-    fits: Fits | None = None,
     evaluated: int = 0,
     eager: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Trains a new model on the steps of a feed.
+    """Trains a new model in float64 on the steps of a feed.
 
     Args:
         kind: "multi", "mirrored", or None for a single process.
         model: One of `MODELS`.
         inner: One of `INNERS`.
-        feed: One of `FEEDS`.
-        dtype: Keras' default dtype.
+        feed: One of `FEEDS`, or the rows of each quarter of the workers.
         poison: Step, and the worker whose rows are NaN in it.
-        without: A step to leave out.
         changes: Values for the optimizer's attributes before a step.
-        fits: Epochs and steps of each for each call of `fit`.
         evaluated: Number of steps whose rows are for `evaluate`.
         eager: Whether to run without a graph.
         **options: Arguments of `FOSI`.
     """
-    steps = shares(FEEDS[feed](), strategy(kind).num_replicas_in_sync)
-    if without is not None:
-        del steps[without]
-    observer = Observer(kind, changes or {})
-    with floats(dtype):
-        network = compiled(kind, model, inner, options)
-        network.run_eagerly = eager
-        rows = data(model, dtype)
-        start = [v.numpy() for v in network.trainable_variables]
-        fits = fits or [(1, len(steps))]
-        history = run_fits(network, rows, steps, fits, poison, observer)
-        batches = dataset(kind, *rows, steps[:evaluated], None)
-        found = {
-            "start": start,
-            "history": history,
-            "evaluation": evaluated
-            and run_evaluate(network, batches, evaluated),
-            "epochs": observer.copies,
-        }
-    return found | describe(kind, network)
+    rows = FEEDS[feed]() if isinstance(feed, str) else feed
+    steps = shares(rows, strategy(kind).num_replicas_in_sync)
+    with floats("float64"):
+        trained = compiled(kind, model, inner, options)
+        trained.run_eagerly = eager
+        xy = data(model)
+        start = [v.numpy() for v in trained.trainable_variables]
+        batches = dataset(kind, *xy, steps, poison)
+        logs = run_fit(trained, batches, len(steps), Changer(changes or {}))
+        batches = dataset(kind, *xy, steps[:evaluated], None)
+        evaluation = evaluated and trained.evaluate(
+            batches, steps=evaluated, return_dict=True, verbose=0
+        )
+    found = {"start": start, "logs": logs, "evaluation": evaluation}
+    return found | describe(kind, trained)
 
 
-def run_evaluate(network: Any, batches: Any, length: int) -> dict[str, float]:
-    return network.evaluate(batches, steps=length, return_dict=True, verbose=0)
-
-
-def run_fits(
-    network: Any,
-    rows: tuple[Array, Array],
-    steps: list[Any],
-    fits: Fits,
-    poison: tuple[int, int] | None,
-    observer: Observer,
-) -> list[dict[str, float]]:
-    """One call of `fit` after the other; the metrics of all epochs."""
-    history, begin = [], 0
-    for epochs, length in fits:
-        end = begin + epochs * length
-        bad = poison and (poison[0] - begin, poison[1])
-        batches = dataset(observer.kind, *rows, steps[begin:end], bad)
-        history += run_fit(network, batches, epochs, length, observer)
-        begin = end
-    return history
-
-
-def data(model: str, dtype: str) -> tuple[Array, Array]:
-    if model == "text":
-        return sentences()
-    x, y = images()
-    return x.astype(dtype), y
+def data(model: str) -> tuple[Array, Array]:
+    if model == "network":
+        return fosi_reference.data(160)
+    return sentences() if model == "text" else images()
 
 
 def compiled(
@@ -205,28 +166,79 @@ def compiled(
 ) -> Any:
     with strategy(kind).scope():
         keras.utils.set_random_seed(0)
-        network = MODELS[model]()
-        network.compile(
+        made = MODELS[model]()
+        made.compile(
             tfkfac.FOSI(INNERS[inner](), **(DEFAULTS | dict(options))),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
-    return network
+    return made
 
 
 def run_fit(
-    network: Any, batches: Any, epochs: int, length: int, observer: Observer
-) -> list[dict[str, float]]:
-    """The metrics of each epoch."""
-    logs = network.fit(
+    model: Any, batches: Any, length: int, changer: Changer
+) -> dict[str, float]:
+    """The metrics of one epoch."""
+    history = model.fit(
         batches,
-        epochs=epochs,
         steps_per_epoch=length,
         shuffle=False,
         verbose=0,
-        callbacks=[observer],
+        callbacks=[changer],
     ).history
-    return [{k: v[i] for k, v in logs.items()} for i in range(epochs)]
+    return {name: values[0] for name, values in history.items()}
+
+
+def reference(
+    replicas: int,
+    trainers: Iterable[int],
+    estimators: Iterable[int],
+    inner: str = "sgd",
+    poison: tuple[int, int] | None = None,
+    changes: Changes | None = None,
+    **options: Any,
+) -> tuple[Fosi, Array]:
+    """The NumPy program of a job with "network", and its path.
+
+    Some replicas train, and the Hessian is that of some.
+    """
+    options = DEFAULTS | options
+    steps = shares(FEEDS["uneven"](), replicas)
+    step, bad = poison or (-1, -1)
+    intervals = [options["update_interval"]] * (len(steps) + 1)
+    for begin, values in (changes or {}).items():
+        intervals[begin:] = [values["update_interval"]] * len(intervals)
+    beside = set(trainers) != set(estimators)
+    program = Fosi(
+        RULES[inner],
+        options["num_largest"],
+        options["num_smallest"],
+        lambda t: options["alpha"],
+        intervals.__getitem__,
+        options["warmup_steps"],
+        clip=1.0 if inner == "adam" else options["learning_rate_clip"],
+        iterations=options["lanczos_steps"] if beside else 0,
+        is_paper=options.get("final_update") == "paper",
+        skipped={step} if bad in trainers else (),
+    )
+
+    def part(members: Iterable[int]) -> Network | None:
+        rows = [row for m in members for row in steps[program.number][m]]
+        blind = program.number == step and bad in members
+        return None if blind or not rows else Network(x[rows], y[rows], HIDDEN)
+
+    def gradient(w: Array) -> Array:
+        known = part(trainers)
+        return 0 * w if known is None else known.gradient(w)
+
+    def hessian(w: Array) -> Array | None:
+        known = part(estimators)
+        return None if known is None else known.hessian(w)
+
+    with floats("float64"):
+        x, y = data("network")
+        start = fosi_reference.flat(network())
+    return program, program.run(gradient, hessian, start, len(steps))
 
 
 def told(kind: str | None) -> list[int]:
@@ -243,37 +255,41 @@ def describe(kind: str | None, model: Any) -> dict[str, Any]:
     optimizer = model.optimizer
     text: list[str] = []
     optimizer.summary(print_fn=text.append)
-    kept = [s.subspace for s in optimizer.method.states]
+    states = optimizer.method.states
+    kept = [s.subspace for s in states]
     return {
         "ranks": local_ranks(kind),
         "weights": [v.numpy() for v in model.trainable_variables],
         "statistics": [v.numpy() for v in model.non_trainable_variables],
+        "variables": copies(kind, model.variables),
         "copies": copies(kind, [*model.variables, *optimizer.variables]),
         "iterations": int(optimizer.iterations.numpy()),
         "skipped": [int(v) for v in optimizer.method.job.skipped],
-        "estimations": [int(s.estimations) for s in optimizer.method.states],
-        "failures": [int(s.failures) for s in optimizer.method.states],
+        "estimations": [int(s.estimations) for s in states],
+        "failures": [int(s.failures) for s in states],
         "ritz_values": [s and s.ritz_values.numpy() for s in kept],
         "shapes": [s and tuple(s.directions.shape) for s in kept],
         "spectrum": optimizer.spectrum(),
         "state_bytes": optimizer.state_bytes(),
-        "kept_bytes": sum(
-            bytes_of(v) for v in variables_in(optimizer.method.states[0])
-        ),
+        "kept_bytes": sum(map(bytes_of, variables_in(states[0]).values())),
         "communication_bytes": optimizer.communication_bytes(),
         "idle_share": optimizer.idle_share(),
-        "summary": "\n".join(text),
+        "summary": [" ".join(li.split()) for li in text[0].splitlines()],
     }
 
 
-def variables_in(thing: Any) -> list[Any]:
-    """All variables in an object's attributes, lists and tuples."""
+def variables_in(thing: Any) -> dict[int, Any]:
+    """All variables in an object's attributes, lists and tuples, each once."""
     if isinstance(thing, tf.Variable):
-        return [thing]
-    parts = list(thing) if isinstance(thing, (list, tuple)) else []
-    if type(thing).__module__.startswith("tfkfac.fosi"):
-        parts += vars(thing).values()
-    return [v for part in parts for v in variables_in(part)]
+        return {id(thing): thing}
+    parts: Any = []
+    if isinstance(thing, (list, tuple)):
+        parts = thing
+    elif isinstance(thing, dict):
+        parts = thing.values()
+    elif type(thing).__module__.startswith("tfkfac.fosi"):
+        parts = vars(thing).values()
+    return {k: v for part in parts for k, v in variables_in(part).items()}
 
 
 def bytes_of(variable: tf.Variable) -> int:
@@ -289,16 +305,16 @@ def disagreement(
 ) -> tuple[str, int]:
     """What is said when workers have other settings, after how many steps."""
     (rank,) = local_ranks(kind)
-    observer = Observer(kind, {})
+    changer = Changer({})
     steps = shares(FEEDS["even"](), strategy(kind).num_replicas_in_sync)
     with floats("float64"):
-        batches = dataset(kind, *data("mlp", "float64"), steps, None)
+        batches = dataset(kind, *data("mlp"), steps, None)
         try:
-            network = compiled(kind, "mlp", "sgd", {argument: values[rank]})
-            run_fit(network, batches, 1, len(steps), observer)
+            model = compiled(kind, "mlp", "sgd", {argument: values[rank]})
+            run_fit(model, batches, len(steps), changer)
         except ValueError as error:
-            return str(error), max(observer.steps - 1, 0)
-    return "", observer.steps
+            return str(error), max(changer.steps - 1, 0)
+    return "", changer.steps
 
 
 def fractions_refused(
@@ -314,13 +330,3 @@ def fractions_refused(
         else:
             found.append("")
     return found
-
-
-def traffic(kind: str | None, layout: str) -> dict[str, dict[str, int]]:
-    """What a step of a large model moves; not trained."""
-    with strategy(kind).scope():
-        network = large()
-        network.compile(tfkfac.FOSI(num_largest=10, layout=layout), "mse")
-    assert network.count_params() == LARGE
-    assert tf.distribute.get_replica_context() is not None
-    return network.optimizer.communication_bytes()

@@ -16,7 +16,7 @@ import tfkfac
 from tests.support import worker_parts
 from tests.support.dtypes import floats
 from tests.support.reference import Array
-from tests.support.strategies import copies, local_ranks, strategy
+from tests.support.strategies import copies, strategy
 from tests.support.worker_parts import FEEDS, shares
 from tests.support.workers_modes import dataset
 
@@ -56,35 +56,30 @@ class Noted(keras.callbacks.Callback):
 def train(
     kind: str | None,
     model: str,
-    feed: str = "uneven",
-    dtype: str = "float64",
     poison: tuple[int, int] | None = None,
     without: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Trains a new model for the steps of a feed.
+    """Trains a new model in float64 for the steps of an uneven feed.
 
     Args:
         kind: "multi", "mirrored", or None for a single process.
         model: One of `MODELS`.
-        feed: One of `FEEDS`.
-        dtype: Keras' default dtype.
         poison: Step, and the worker whose rows are NaN in it.
         without: A step to leave out.
         **options: Arguments of `GaussNewton`.
     """
     workers = strategy(kind).num_replicas_in_sync
-    with floats(dtype):
+    with floats("float64"):
         with strategy(kind).scope():
             keras.utils.set_random_seed(0)
             network: Any = MODELS[model]()
             optimizer = tfkfac.GaussNewton(**options)
             network.compile(optimizer, LOSSES[model]())
         x, y = worker_parts.images()
-        x = x.astype(dtype)
         if model == "regression":
             y = targets(x)
-        steps = shares(FEEDS[feed](), workers)
+        steps = shares(FEEDS["uneven"](), workers)
         if without is not None:
             del steps[without]
         start, noted = network.get_weights(), Noted()
@@ -105,8 +100,6 @@ def train(
             "previous": [s.previous.numpy() for s in states],
             "skipped": [int(s.numpy()) for s in optimizer._job.skipped],
             "bytes": optimizer.communication_bytes(),
-            "summary": workers_summary(optimizer),
-            "local": local_ranks(kind),
         }
 
 
@@ -114,12 +107,6 @@ def targets(x: Array) -> Array:
     rng = np.random.default_rng(1)
     flat = x.reshape(len(x), -1)
     return np.tanh(flat @ rng.normal(size=(flat.shape[1], 2)))
-
-
-def workers_summary(optimizer: Any) -> str:
-    lines: list[str] = []
-    optimizer.summary(print_fn=lines.append)
-    return "\n".join(lines)
 
 
 def refusal(kind: str | None) -> str:

@@ -16,16 +16,14 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.model_taps import ForwardCall
-from tfkfac.compat.graphs import (
-    Sum,
-    exact_second_derivatives,
-    operation_without_gradient,
-)
+from tfkfac.compat.graphs import Sum, exact_second_derivatives
 from tfkfac.compat.losses import in_place_of, logits_of
 from tfkfac.curvature.hessian import (
     count_operations,
-    no_second_derivative,
+    dense,
+    naming_layers,
     refuse_silent_zeros,
+    tape,
 )
 from tfkfac.loss.batch import replay_loss
 from tfkfac.loss.terms import LossTerms
@@ -45,24 +43,11 @@ def gauss_newton_form(
     shares: Sequence[tf.Tensor] = (),
     whole: Sequence[LossTerms] = (),
 ) -> tf.Tensor:
-    """Returns `d_i^T (J^T H J) d_j` of some directions.
+    """The symmetric float64 matrix `d_i^T (J^T H J) d_j` of some directions.
 
     One forward pass, and for each direction about another one. No state
-    changes; see `replay_loss`, also for the arguments.
-
-    Args:
-        model: A compiled model.
-        call: How to call it.
-        arguments: Those of its `compute_loss`.
-        variables: The weights.
-        values: The point, a tensor for each of them.
-        directions: The directions, each a tensor for each of them.
-        total: Differentiable sum over the replicas, for synchronised layers.
-        shares: This replica's weights of the losses in the mean.
-        whole: The terms of the whole batch, if this is of some examples.
-
-    Returns:
-        Symmetric float64 matrix, as many rows as directions.
+    changes; see `replay_loss`, also for the other arguments. `total` is a
+    differentiable sum over the replicas, for synchronised layers.
 
     Raises:
         NotImplementedError: If an operation of the model or its loss has no
@@ -70,10 +55,7 @@ def gauss_newton_form(
     """
     first = count_operations()
     with exact_second_derivatives(total):
-        with (
-            tape() as network,
-            tape(persistent=True) as twice,
-        ):
+        with tape() as network, tape(persistent=True) as twice:
             network.watch(values)
             with tape() as once:
                 reading = Reading(once, twice)
@@ -88,16 +70,16 @@ def gauss_newton_form(
                     reading.cut,
                 )
             slopes = once.gradient(loss, reading.leaves)
-        read_ones = [i for i, slope in enumerate(slopes) if slope is not None]
+        read = [slope is not None for slope in slopes]
+        if not any(read):
+            return tf.zeros([len(directions)] * 2, tf.float64)
         outputs, leaves, slopes = (
-            [found[i] for i in read_ones]
+            list(itertools.compress(found, read))
             for found in (reading.outputs, reading.leaves, slopes)
         )
-        if not outputs:  # nothing is read
-            return tf.zeros([len(directions)] * 2, tf.float64)
         push = jacobian_product(network, outputs, values)
         refuse_silent_zeros(model, first)
-        try:
+        with naming_layers(model):
             tangents = [
                 [
                     tf.cast(t, x.dtype)
@@ -114,15 +96,7 @@ def gauss_newton_form(
                 )
                 for one in tangents
             ]
-        except LookupError as error:
-            kind = operation_without_gradient(error)
-            raise no_second_derivative(model, kind) from error
     return symmetric_products(tangents, images)
-
-
-def tape(persistent: bool = False) -> tf.GradientTape:
-    """A tape of what is watched alone."""
-    return tf.GradientTape(persistent, watch_accessed_variables=False)
 
 
 class Reading:
@@ -177,10 +151,7 @@ def jacobian_product(
     dual = [tf.zeros_like(output) for output in outputs]
     with tape(persistent=True) as backward:
         backward.watch(dual)
-        pulled = network.gradient(outputs, values, output_gradients=dual)
-        pulled = [
-            None if p is None else tf.convert_to_tensor(p) for p in pulled
-        ]
+        pulled = dense(network.gradient(outputs, values, output_gradients=dual))
 
     def product(direction: Direction) -> list[tf.Tensor]:
         present = [
@@ -203,13 +174,11 @@ def symmetric_products(
     left: Sequence[Sequence[tf.Tensor]], right: Sequence[Sequence[tf.Tensor]]
 ) -> tf.Tensor:
     """The inner products of lists of tensors, of which `(i, j) = (j, i)`."""
-    size = len(left)
+    places = range(len(left))
     found: dict[tuple[int, int], tf.Tensor] = {}
-    for i, j in itertools.combinations_with_replacement(range(size), 2):
+    for i, j in itertools.combinations_with_replacement(places, 2):
         found[i, j] = found[j, i] = inner_product(left[i], right[j])
-    return tf.stack(
-        [tf.stack([found[i, j] for j in range(size)]) for i in range(size)]
-    )
+    return tf.stack([tf.stack([found[i, j] for j in places]) for i in places])
 
 
 def inner_product(left: Direction, right: Direction) -> tf.Tensor:
@@ -241,13 +210,11 @@ def penalty_form(
                 for i, x in zip(places, points, strict=True)
             ]
         slopes = once.gradient(penalties, points)
-    images = [
-        [
-            None
-            if d is None or slope is None
-            else twice.gradient(slope, x, output_gradients=d)
-            for d, slope, x in zip(direction, slopes, points, strict=True)
-        ]
-        for direction in own
-    ]
+
+    def image(d: Any, slope: Any, x: tf.Tensor) -> tf.Tensor | None:
+        if d is None or slope is None:
+            return None
+        return twice.gradient(slope, x, output_gradients=d)
+
+    images = [list(map(image, direction, slopes, points)) for direction in own]
     return symmetric_products(own, images)

@@ -1,7 +1,8 @@
 """The Hessian of a Keras model's loss, as an operator."""
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -25,48 +26,32 @@ def hessian_operator(
     model: keras.Model,
     call: ForwardCall,
     arguments: dict[str, Any],
-    variables: Sequence[keras.Variable],
     values: Sequence[tf.Tensor],
     total: Sum = tf.identity,
     shares: Sequence[tf.Tensor] = (),
 ) -> Product:
-    """Differentiates the loss once and returns the product with its Hessian.
+    """Product of a flat vector with the Hessian of a compiled model's loss.
 
     The forward and the first backward pass are done here, once. A product is
     one more pass backward through both (reverse over reverse).
 
-    Args:
-        model: A compiled model.
-        call: How to call it.
-        arguments: Those of its `compute_loss`.
-        variables: The weights.
-        values: The point, a tensor for each of them.
-        total: Differentiable sum over the replicas, for synchronised layers.
-        shares: This replica's weights of the losses in the mean.
-
-    Returns:
-        Function of a flat vector.
+    The values are those of all trainable variables; `total` is a
+    differentiable sum over the replicas, for synchronised layers. For the other
+    arguments see `replay_loss`.
     """
+    variables = model.trainable_variables
     space = flat_space(variables)
     first = count_operations()
-    with (
-        tf.GradientTape(
-            persistent=True, watch_accessed_variables=False
-        ) as outer,
-        exact_second_derivatives(total),
-    ):
+    with tape(persistent=True) as outer, exact_second_derivatives(total):
         outer.watch(values)
-        with tf.GradientTape(watch_accessed_variables=False) as inner:
+        with tape() as inner:
             inner.watch(values)
             loss = replay_loss(
                 model, call, arguments, variables, values, shares
             )
         slopes = inner.gradient(loss, values)
         # Sparse gradients become dense, so that a product can meet them.
-        slopes = [
-            None if g is None else tf.convert_to_tensor(g) for g in slopes
-        ]
-
+        slopes = dense(slopes)
     refuse_silent_zeros(model, first)
 
     def product(vector: tf.Tensor) -> tf.Tensor:
@@ -75,19 +60,25 @@ def hessian_operator(
             for g, v in zip(slopes, space.split(vector), strict=True)
             if g is not None
         ]
-        try:
+        with naming_layers(model):
             images = outer.gradient(
                 [g for g, _ in present],
                 list(values),
                 output_gradients=[v for _, v in present],
             )
-        except LookupError as error:
-            kind = operation_without_gradient(error)
-            raise no_second_derivative(model, kind) from error
-        dense = [None if h is None else tf.convert_to_tensor(h) for h in images]
-        return space.join(dense)
+        return space.join(dense(images))
 
     return product
+
+
+def tape(persistent: bool = False) -> tf.GradientTape:
+    """A tape of what is watched alone."""
+    return tf.GradientTape(persistent, watch_accessed_variables=False)
+
+
+def dense(gradients: Sequence[Any]) -> list[tf.Tensor | None]:
+    """Gradients as dense tensors; None where there is none."""
+    return [None if g is None else tf.convert_to_tensor(g) for g in gradients]
 
 
 def flat_space(variables: Sequence[keras.Variable]) -> FlatSpace:
@@ -118,6 +109,16 @@ def refuse_silent_zeros(model: keras.Model, first: int) -> None:
         kind = operation.type
         if kind.endswith(("Grad", "Gradient")) and is_constant_to_tapes(kind):
             raise no_second_derivative(model, kind)
+
+
+@contextlib.contextmanager
+def naming_layers(model: keras.Model) -> Iterator[None]:
+    """Names the layer of an operation that has no second derivative."""
+    try:
+        yield
+    except LookupError as error:
+        kind = operation_without_gradient(error)
+        raise no_second_derivative(model, kind) from error
 
 
 def no_second_derivative(model: keras.Model, kind: str) -> NotImplementedError:

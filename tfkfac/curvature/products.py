@@ -71,12 +71,9 @@ def lanczos(
     Raises:
         ValueError: If an argument is not allowed.
     """
-    for name, value, least in (
-        ("size", size, 1),
-        ("steps", steps, 1),
-        ("num_smallest", num_smallest, 0),
-    ):
-        check_count(name, value, least)
+    check_count("size", size, 1)
+    check_count("steps", steps, 1)
+    check_count("num_smallest", num_smallest, 0)
     most = min(steps, size)
     if num_largest is None:
         num_largest = max(min(10, most - num_smallest), 0)
@@ -198,13 +195,11 @@ def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
         arguments = {"x": x, "y": y, "sample_weight": weight}
         if loss_takes_training(model):
             arguments["training"] = True
-        variables = model.trainable_variables
         product = hessian_operator(
             model,
             training_call(model, x),
             arguments,
-            variables,
-            [tf.identity(v.value) for v in variables],
+            [tf.identity(v.value) for v in model.trainable_variables],
         )
         if rows.shape[0] == 1:
             return product(rows[0])[None]

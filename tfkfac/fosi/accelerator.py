@@ -1,5 +1,6 @@
 """The state of an accelerator, whose estimation spans many steps."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,97 +21,56 @@ from tfkfac.saving.entries import Entry, Region, Spread
 from tfkfac.saving.slots import Slots
 
 
-class HeldBatch:
-    """A batch in variables, so that later steps can use it.
-
-    Args:
-        structure: Any nest of tensors and constants. Only its form is kept.
-    """
-
-    def __init__(self, structure: Any) -> None:
-        leaves = tf.nest.flatten(structure, expand_composites=True)
-        self._variables = [
-            held_variable(leaf) if tf.is_tensor(leaf) else None
-            for leaf in leaves
-        ]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the batch that is held, none before the first."""
-        return sum(
-            size_in_bytes(variable.read_value())
-            for variable in self._variables
-            if variable is not None
-        )
-
-    def serialized(self) -> list[Any]:
-        """The tensors of the batch, each in TensorFlow's own form."""
-        return [
-            tf.io.serialize_tensor(variable.read_value()).numpy()
-            for variable in self._variables
-            if variable is not None
-        ]
-
-    def restore(self, serialized: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Takes its tensors from the first of some; returns the others."""
-        rest = list(serialized)
-        with tf.init_scope():
-            for variable in self._variables:
-                if variable is not None and rest:
-                    variable.assign(
-                        tf.io.parse_tensor(rest.pop(0), variable.dtype)
-                    )
-        return rest
-
-    def hold(self, structure: Any) -> None:
-        """Copies the current batch."""
-        leaves = tf.nest.flatten(structure, expand_composites=True)
-        for variable, leaf in zip(self._variables, leaves, strict=True):
-            if variable is not None:
-                variable.assign(leaf)
-
-    def get(self, structure: Any) -> Any:
-        """Returns the batch that is held, in the form of the current one."""
-        leaves = tf.nest.flatten(structure, expand_composites=True)
-        values = [
-            leaf if variable is None else tf.convert_to_tensor(variable)
-            for variable, leaf in zip(self._variables, leaves, strict=True)
-        ]
-        return tf.nest.pack_sequence_as(
-            structure, values, expand_composites=True
-        )
-
-
 class HeldBatches:
-    """A held batch of each form that there has been.
+    """The last batch of each form that there has been, for later steps.
 
-    They are saved as one vector of numbers; what is restored becomes those of
-    the first forms there are.
+    A batch is any nest of tensors and constants, of which the tensors are
+    held. They are saved as one vector of numbers; what is restored becomes
+    those of the first forms there are.
     """
 
     # Of what is saved, as of a variable.
     shape, dtype = tf.TensorShape([None]), tf.int32
 
     def __init__(self) -> None:
-        self._held: list[tuple[Any, HeldBatch]] = []
+        self._held: dict[str, list[tf.Variable | None]] = {}
         self._restored: list[tf.Tensor] = []
+
+    def _tensors(self) -> list[tf.Tensor]:
+        """All tensors that are held."""
+        every = itertools.chain(*self._held.values())
+        return [v.read_value() for v in every if v is not None]
 
     @property
     def bytes(self) -> int:
-        """Bytes of the batches."""
-        return sum(held.bytes for _, held in self._held)
+        """Bytes of the batches, none before the first."""
+        return sum(map(size_in_bytes, self._tensors()))
 
-    def of(self, current: Any) -> HeldBatch:
-        """The variables for batches of a form, made when it is new."""
-        leaves = tf.nest.flatten(current, expand_composites=True)
-        form = [describe(leaf) for leaf in leaves]
-        for known, held in self._held:
-            if known == form:
-                return held
-        held = HeldBatch(current)
-        self._held.append((form, held))
-        self._restored = held.restore(self._restored)
-        return held
+    def _pairs(self, batch: Any) -> list[tuple[tf.Variable | None, Any]]:
+        """Leaves of a batch, with variables of its form for the tensors."""
+        leaves = tf.nest.flatten(batch, expand_composites=True)
+        form = repr([describe(leaf) for leaf in leaves])
+        if form not in self._held:
+            held = [
+                held_variable(x) if tf.is_tensor(x) else None for x in leaves
+            ]
+            self._restore(held)
+            self._held[form] = held
+        return list(zip(self._held[form], leaves, strict=True))
+
+    def hold(self, batch: Any) -> None:
+        """Copies the current batch."""
+        for variable, leaf in self._pairs(batch):
+            if variable is not None:
+                variable.assign(leaf)
+
+    def get(self, batch: Any) -> Any:
+        """Returns the batch that is held of the form of the current one."""
+        values = [
+            leaf if variable is None else tf.convert_to_tensor(variable)
+            for variable, leaf in self._pairs(batch)
+        ]
+        return tf.nest.pack_sequence_as(batch, values, expand_composites=True)
 
     def entry(self, name: str, part: str) -> Entry:
         """The entry to save, of a part of the state."""
@@ -118,7 +78,7 @@ class HeldBatches:
 
     def numpy(self) -> np.ndarray:
         """The batches as a vector of numbers."""
-        leaves = [v for _, held in self._held for v in held.serialized()]
+        leaves = [tf.io.serialize_tensor(x).numpy() for x in self._tensors()]
         packed = tf.io.serialize_tensor(tf.constant(leaves, tf.string)).numpy()
         # Not all that carries numbers between workers carries bytes.
         missing = -len(packed) % 4
@@ -136,7 +96,7 @@ class HeldBatches:
         try:
             end = len(data) - data[0]
             packed = tf.io.parse_tensor(data[4:end], tf.string)
-            leaves = tf.unstack(packed)
+            self._restored = tf.unstack(packed)
         except (
             IndexError,
             ValueError,
@@ -145,9 +105,16 @@ class HeldBatches:
             raise ValueError(
                 f"A saved batch cannot be read: {error}"
             ) from error
-        for _, held in self._held:
-            leaves = held.restore(leaves)
-        self._restored = leaves
+        for held in self._held.values():
+            self._restore(held)
+
+    def _restore(self, held: list[tf.Variable | None]) -> None:
+        """Gives variables the first of the tensors that are restored."""
+        with tf.init_scope():
+            for variable in held:
+                if variable is not None and self._restored:
+                    packed = self._restored.pop(0)
+                    variable.assign(tf.io.parse_tensor(packed, variable.dtype))
 
 
 def size_in_bytes(tensor: tf.Tensor) -> int:
@@ -168,10 +135,14 @@ def held_variable(tensor: tf.Tensor) -> tf.Variable:
     return state_variable(nothing, tensor.dtype, "held", any_rows)
 
 
-def point(
+# Arguments of a model's call and of its loss, and this replica's shares.
+LossPoint = tuple[Any, ...]
+
+
+def loss_point(
     batch: LossBatch, call: ForwardCall, shares: Sequence[tf.Tensor]
-) -> tuple[Any, ...]:
-    """The arguments of the loss of a batch, and this replica's shares."""
+) -> LossPoint:
+    """The point of a batch at which a loss is differentiated."""
     arguments = {k: v for k, v in batch.arguments.items() if k != "y_pred"}
     return call.args, call.kwargs, arguments, tuple(shares)
 
@@ -186,11 +157,7 @@ def describe(leaf: Any) -> Any:
 class Accelerator(Slots):
     """A Lanczos iteration that is done a few steps at a time.
 
-    Args:
-        geometry: Sizes.
-        count: Number of accelerators.
-        index: The place of this one among them.
-        part: The part of the state that it is.
+    It is a part of the state, of the accelerator of some index among all.
     """
 
     def __init__(
@@ -233,43 +200,32 @@ class Accelerator(Slots):
         return [*super().entries(), self._batch]
 
     def begin(
-        self,
-        batch: LossBatch,
-        call: ForwardCall,
-        weights: tf.Tensor,
-        shares: Sequence[tf.Tensor],
-        estimation: Estimation,
+        self, current: LossPoint, weights: tf.Tensor, estimation: Estimation
     ) -> None:
-        """Holds weights, batch and shares, and starts at them."""
+        """Holds the point and the weights, and starts there."""
         self.weights.assign(weights)
-        current = point(batch, call, shares)
-        self._held.of(current).hold(current)
+        self._held.hold(current)
         iteration = estimation.iteration(tf.identity)
         self._assign(iteration.begin(estimation.start(), self.geometry.steps))
 
     def advance(
         self,
         model: keras.Model,
-        batch: LossBatch,
-        call: ForwardCall,
-        shares: Sequence[tf.Tensor],
+        current: LossPoint,
         estimation: Estimation,
         progress: tf.Tensor,
         target: tf.Tensor,
     ) -> None:
         """Does the iterations from `progress` up to `target`."""
-        weights = model.trainable_variables
-        current = point(batch, call, shares)
-        held = self._held.of(current)
-        args, kwargs, arguments, held_shares = held.get(current)
+        space = flat_space(model.trainable_variables)
+        args, kwargs, arguments, shares = self._held.get(current)
         local = hessian_operator(
             model,
             ForwardCall(args, kwargs, None),
             arguments,
-            weights,
-            flat_space(weights).split(tf.convert_to_tensor(self.weights)),
+            space.split(tf.convert_to_tensor(self.weights)),
             estimation.differentiable_sum,
-            held_shares,
+            shares,
         )
         iteration = estimation.iteration(local)
         basis, tridiagonal, candidate = self._state()

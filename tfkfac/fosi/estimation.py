@@ -1,7 +1,7 @@
 """The Lanczos estimation of the extreme curvature, and when it is done."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -16,7 +16,7 @@ from tfkfac.distributed.collectives import (
     gradient_bytes,
 )
 from tfkfac.fosi.layouts import Geometry, Layout
-from tfkfac.fosi.schedule import Search
+from tfkfac.fosi.schedule import Timing
 from tfkfac.fosi.subspace import Inner, State, Subspace
 from tfkfac.fosi.update import adopt, has_momentum, is_plain_sgd
 from tfkfac.linalg.lanczos import (
@@ -34,12 +34,10 @@ from tfkfac.training.step import Step
 
 
 class Spectrum(NamedTuple):
-    """The result of an estimation.
+    """Ritz values `(r,)`, and this worker's slices of the Ritz vectors.
 
-    Attributes:
-        values: Ritz values `(r,)`, ascending, the same bits on every worker;
-            NaN if the estimation failed.
-        rows: This worker's slices `(r, n / C)` of the Ritz vectors.
+    The values are ascending, the same bits on every worker, and NaN if the
+    estimation failed; the slices are rows `(r, n / C)`.
     """
 
     values: tf.Tensor
@@ -50,13 +48,9 @@ class Estimation:
     """The distributed Lanczos of one replica (DHO2, algorithm 2).
 
     Each replica keeps a slice of every row of the basis. The operator is the
-    mean of the replicas' local Hessians, each by its share of the examples: a
-    local one alone would not be the same on all, and not symmetric.
-
-    Args:
-        geometry: Sizes.
-        group: The replicas that take part.
-        seed: Seed of the start vector.
+    mean of the local Hessians of the replicas of a group, each by its share of
+    the examples: a local one alone would not be the same on all, and not
+    symmetric.
     """
 
     def __init__(
@@ -93,9 +87,9 @@ class Estimation:
 
     def start(self) -> tf.Tensor:
         """Returns the slice of the start vector."""
-        return self.draw(tf.constant(-1))
+        return self.draw(-1)
 
-    def draw(self, index: tf.Tensor) -> tf.Tensor:
+    def draw(self, index: int | tf.Tensor) -> tf.Tensor:
         """Returns the slice of a random vector with norm of about 1."""
         vector = random_vector(self.geometry.size, self._seed, index + 1)
         own = self.shards.own(vector, self.group.rank)
@@ -116,8 +110,7 @@ class Estimation:
     def run(self, local: Product) -> Spectrum:
         """Does the whole estimation."""
         iteration = self.iteration(local)
-        made = iteration.run(self.start(), self.geometry.steps)
-        return self.spectrum(*made)
+        return self.spectrum(*iteration.run(self.start(), self.geometry.steps))
 
 
 def estimation_bytes(geometry: Geometry, replicas: int) -> int:
@@ -137,21 +130,14 @@ Train = Callable[[Step, State, Callable[[], None]], None]
 
 
 class Estimator:
-    """All replicas train, and estimate together before a step (DHO2).
-
-    Args:
-        search: The directions that are sought, and when.
-
-    Attributes:
-        job: What it is attached to.
-        states: Those of the replicas of this process.
-    """
+    """All replicas train, and estimate together before a step (DHO2)."""
 
     job: Job
     states: Sequence[State] = ()
 
-    def __init__(self, search: Search) -> None:
-        self.search = search
+    def __init__(self, timing: Timing, seed: int) -> None:
+        self.timing = timing
+        self.seed = seed
 
     def attach(self, job: Job) -> None:
         """Binds it to a job, whose model may not be built yet."""
@@ -191,37 +177,34 @@ class Estimator:
 
     def estimate(self, step: Step, state: State, call: ForwardCall) -> None:
         """A Lanczos estimation at the current weights, if it is due."""
-        clock = self.job.clock
+        job, group, clock = self.job, step.group, self.job.clock
+        layout = state.layout
 
         def update() -> tf.Tensor:
-            geometry, group = state.layout.geometry, step.group
-            estimation = Estimation(geometry, group, self.search.seed)
-            model = self.job.model
-            weights = model.trainable_variables
+            estimation = Estimation(layout.geometry, group, self.seed)
             # The loss has its share before it is differentiated: through
             # synchronised layers the Hessian has parts of other losses.
             local = hessian_operator(
-                model,
+                job.model,
                 call,
                 dict(step.batch.arguments),
-                weights,
-                [tf.identity(v.value) for v in weights],
+                [tf.identity(v.value) for v in job.model.trainable_variables],
                 estimation.differentiable_sum,
                 step.loss.shares,
             )
             found = estimation.run(local)
-            part = state.layout.arrange(found.rows, group)
-            adopt(state, found.values, part, group, self.job)
+            part = layout.arrange(found.rows, group)
+            adopt(state, found.values, part, group, job)
             return state.last.assign(clock)
 
-        due = self.search.timing.begins(clock, state)
-        last = state.last
+        # As a `tf.cond`: rounding depends on how a graph is optimised.
+        due, last = self.timing.begins(clock, state), state.last
         tf.cond(due, in_graph(update), lambda: tf.convert_to_tensor(last))
 
     # ----------------------------------------------------------- reporting
     def first(self, updates: int) -> str:
         """The time of the first estimation; empty after that."""
-        warmup = self.search.timing.first(self.states)
+        warmup = self.timing.first(self.states)
         if updates > warmup:
             return ""
         return f"the first before update {warmup + 1:,}"
@@ -240,41 +223,45 @@ class Estimator:
 
     def state_bytes(self, layout: Layout) -> dict[str, int]:
         """Bytes that this replica keeps, by kind."""
-        rank, geometry = self.job.topology.local[0], layout.geometry
         with planned():
-            state = self.new(rank, layout)
+            state = self.new(self.job.topology.local[0], layout)
         kinds = {
             "directions": state.subspace.bytes if state.subspace else 0,
-            "basis": geometry.steps * layout.elements.length * layout.item,
-            "copies": 0,
+            **self.beside_bytes(state),
             "counters": state.bytes,
         }
         return kinds | {"total": sum(kinds.values())}
 
+    def beside_bytes(self, state: Any) -> dict[str, int]:
+        """Bytes of an estimation's basis, and of copies for it."""
+        layout = state.layout
+        basis = layout.geometry.steps * layout.slices.length * layout.item
+        return {"basis": basis, "copies": 0}
+
     def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
         """Bytes that this replica receives, by kind of step."""
-        plain = self.plain_bytes(layout)
+        plain, estimation = self.traffic(layout)
         return {
             "warmup": plain | {"projections": 0},
             "plain": plain,
-            "estimation": plain
-            | {
-                "lanczos": estimation_bytes(layout.geometry, layout.workers),
-                "directions": layout.arrangement_bytes()
-                + Subspace.carrying_bytes(layout, self.inner()),
-            },
+            "estimation": plain | estimation,
         }
 
-    def plain_bytes(self, layout: Layout) -> dict[str, int]:
-        """Bytes that a replica that trains receives without an estimation."""
+    def traffic(self, layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes of a step without an estimation; other ones of one with it."""
         job = self.job
         weights = job.model.trainable_variables
         gradients = gradient_bytes(weights, job.topology.hint)
         projections = layout.projection_bytes(is_plain_sgd(job))
-        return {
+        plain = {
             "gradients": all_reduce_bytes(gradients, layout.workers),
             "projections": Subspace.bound_bytes(layout) + projections,
             "lanczos": 0,
             "directions": 0,
             "weights": 0,
+        }
+        carrying = Subspace.carrying_bytes(layout, self.inner())
+        return plain, {
+            "lanczos": estimation_bytes(layout.geometry, layout.workers),
+            "directions": layout.arrangement_bytes + carrying,
         }

@@ -26,14 +26,8 @@ def hand_over(
 ) -> tuple[tf.Tensor, tf.Tensor] | None:
     """Sends each worker its part of the Ritz vectors, and all Ritz values.
 
-    Args:
-        spectrum: On an accelerator, its Ritz pairs (slices).
-        layout: The parts that workers keep.
-        roles: The roles of the replicas.
-        everyone: The collectives of the whole job.
-
-    Returns:
-        On a worker, the values and its part of V^T; None on accelerators.
+    On an accelerator it takes the slices that this has, and returns None; on a
+    worker it returns the values and its part of V^T.
     """
     dtype, rank = layout.geometry.dtype, everyone.rank
     first = roles.accelerators[0]
@@ -133,10 +127,6 @@ class FinalUpdate(Slots):
     optimizer went in it, and `p` the sum of its gradients, the weights become
     `c - alpha V (V^T p / |lambda|) + o - V V^T o`: what the inner optimizer
     moved in the directions is taken back.
-
-    Args:
-        geometry: Sizes.
-        part: The part of the state that it is.
     """
 
     def __init__(self, geometry: Geometry, part: str) -> None:
@@ -154,10 +144,6 @@ class FinalUpdate(Slots):
         """Begins an interval at some weights."""
         self.start.assign(weights)
         self.gradient_sum.assign(tf.zeros_like(weights))
-
-    def add(self, gradient: tf.Tensor) -> None:
-        """Adds the gradient of a step."""
-        self.gradient_sum.assign_add(gradient)
 
     def move(
         self,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
+from typing_extensions import override
 
 from tfkfac.distributed.collectives import Communicator, all_reduce_bytes
 from tfkfac.linalg.vectors import padded_size, row_products
@@ -17,6 +18,8 @@ from tfkfac.saving.entries import Region
 
 class Shards:
     """Slices of equal length of a vector, by rank; the last end in zeros.
+
+    If there is a single one, every rank has it.
 
     Args:
         size: Length of the vector.
@@ -33,7 +36,7 @@ class Shards:
 
     def range(self, rank: int) -> slice:
         """The elements of a slice; may be none."""
-        start = min(rank * self.length, self.size)
+        start = min(rank % self.count * self.length, self.size)
         return slice(start, min(start + self.length, self.size))
 
     @property
@@ -47,7 +50,7 @@ class Shards:
         Those of `(..., whole)`, which end in zeros, need no copy.
         """
         if vector.shape[-1] == self.whole:
-            start = rank * self.length
+            start = rank % self.count * self.length
             return vector[..., start : start + self.length]
         part = vector[..., self.range(rank)]
         missing = self.length - part.shape[-1]
@@ -90,19 +93,12 @@ _TINY = 1e-30
 
 
 class Split(NamedTuple):
-    """A gradient g, split.
+    """A gradient g, split."""
 
-    Attributes:
-        inside: The own coefficients `c = V^T g`.
-        rest: `g - V c`.
-        sound: Whether V can be right, the same on all workers.
-        moved: `V p`, if there are moves.
-    """
-
-    inside: tf.Tensor
-    rest: tf.Tensor
-    sound: tf.Tensor
-    moved: tf.Tensor | None = None
+    inside: tf.Tensor  # the own coefficients `c = V^T g`
+    rest: tf.Tensor  # `g - V c`
+    sound: tf.Tensor  # whether V can be right, the same on all workers
+    moved: tf.Tensor | None = None  # `V p`, if there are moves
 
 
 def adds_up(whole: tf.Tensor, inside: tf.Tensor, rest: tf.Tensor) -> tf.Tensor:
@@ -137,21 +133,13 @@ _NUMBERS = 2  # see `numbers_of`
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Sizes of a subspace.
+    """Sizes of a subspace."""
 
-    Attributes:
-        size: Number of weights, n.
-        largest: Number of directions of largest curvature, k.
-        smallest: Number of directions of smallest curvature, l.
-        steps: Lanczos steps.
-        dtype: Dtype of vectors.
-    """
-
-    size: int
-    largest: int
-    smallest: int
-    steps: int
-    dtype: tf.DType
+    size: int  # number of weights, n
+    largest: int  # number of directions of largest curvature, k
+    smallest: int  # and of smallest curvature, l
+    steps: int  # of Lanczos
+    dtype: tf.DType  # of vectors
 
     @property
     def directions(self) -> int:
@@ -169,27 +157,56 @@ class Layout(abc.ABC):
     Args:
         geometry: Sizes.
         workers: Number of workers that share the directions.
+        columns: The slices of the directions that they keep.
+        elements: The slices of their elements.
+
+    Attributes:
+        slices: A worker's slice of a vector, as Lanczos leaves it.
+        reduces_gradients: Whether `project_out` takes a worker's own gradient.
+        length: Length of vectors, with zeros at the end, that spares copies.
+        coefficients_bytes: Bytes that a worker receives in `coefficients`.
+        combine_bytes: Those in `combine`, for each of the coefficients.
+        arrangement_bytes: Those in `arrange`.
     """
 
-    def __init__(self, geometry: Geometry, workers: int) -> None:
+    reduces_gradients: bool
+    length: int
+    coefficients_bytes: int
+    combine_bytes: int
+    arrangement_bytes: int
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        workers: int,
+        columns: Shards,
+        elements: Shards,
+    ) -> None:
         self.geometry = geometry
         self.workers = workers
-        self.elements = geometry.slices(workers)
-        self.columns = Shards(geometry.directions, workers)
+        self.columns = columns
+        self.elements = elements
+        self.slices = geometry.slices(workers)
+        self.item = int(geometry.dtype.size)
 
     @property
-    @abc.abstractmethod
     def shape(self) -> tuple[int, int]:
         """Shape of a worker's part of V^T."""
+        return self.columns.length, self.elements.length
 
-    @abc.abstractmethod
     def own(self, numbers: tf.Tensor, rank: int) -> tf.Tensor:
         """Those of r numbers that go with this worker's coefficients."""
+        return self.columns.own(numbers, rank)
 
-    @property
-    def reduces_gradients(self) -> bool:
-        """True if `project_out` takes a worker's own gradient."""
-        return False
+    def part(self, rank: int) -> tuple[slice, slice]:
+        """The directions, and the elements of them, that a worker keeps."""
+        return self.columns.range(rank), self.elements.range(rank)
+
+    def regions(self, rank: int) -> tuple[Region, Region]:
+        """Regions of a worker's part in V^T, and of its numbers among all r."""
+        first, start = (part.start for part in self.part(rank))
+        r, n = self.geometry.directions, self.geometry.size
+        return Region((r, n), (first, start)), Region((r,), (first,))
 
     @abc.abstractmethod
     def project_out(
@@ -210,16 +227,12 @@ class Layout(abc.ABC):
             healthy: Whether what this worker has besides V can be right.
         """
 
-    @property
-    def length(self) -> int:
-        """Length of vectors, with zeros at the end, that spares copies."""
-        return self.geometry.size
-
-    @abc.abstractmethod
     def coefficients(
         self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
     ) -> tf.Tensor:
         """`V^T x` of a vector that all workers have."""
+        own = self.elements.own(vector, group.rank)
+        return row_products(directions, own)
 
     @abc.abstractmethod
     def combine(
@@ -235,26 +248,6 @@ class Layout(abc.ABC):
         """A worker's part, from the slices `(r, n / C)` Lanczos leaves."""
 
     @abc.abstractmethod
-    def part(self, rank: int) -> tuple[slice, slice]:
-        """The directions, and the elements of them, that a worker keeps."""
-
-    def regions(self, rank: int) -> tuple[Region, Region]:
-        """Regions of a worker's part in V^T, and of its numbers among all r."""
-        first, start = (part.start for part in self.part(rank))
-        r, n = self.geometry.directions, self.geometry.size
-        return Region((r, n), (first, start)), Region((r,), (first,))
-
-    @property
-    @abc.abstractmethod
-    def coefficients_bytes(self) -> int:
-        """Bytes that a worker receives in `coefficients`."""
-
-    @property
-    @abc.abstractmethod
-    def combine_bytes(self) -> int:
-        """Bytes that a worker receives in `combine`, for each coefficients."""
-
-    @abc.abstractmethod
     def projection_bytes(self, moves: bool) -> int:
         """Bytes that a worker receives for the projections of a step.
 
@@ -264,16 +257,7 @@ class Layout(abc.ABC):
                 `combine` of two.
         """
 
-    @abc.abstractmethod
-    def arrangement_bytes(self) -> int:
-        """Bytes that a worker receives in `arrange`."""
-
-    @property
-    def item(self) -> int:
-        """Bytes of a number."""
-        return int(self.geometry.dtype.size)
-
-    def _reduce_bytes(self, count: int) -> int:
+    def reduce_bytes(self, count: int) -> int:
         """Bytes that a worker receives in a sum of some numbers."""
         return all_reduce_bytes(count * self.item, self.workers)
 
@@ -286,11 +270,17 @@ class RowsLayout(Layout):
     gathering the split gradient is the second half of their all-reduce.
     """
 
-    @property
-    def reduces_gradients(self) -> bool:
-        """See `Layout.reduces_gradients`."""
-        return self.workers > 1
+    def __init__(self, geometry: Geometry, workers: int) -> None:
+        columns = Shards(geometry.directions, 1)
+        super().__init__(geometry, workers, columns, geometry.slices(workers))
+        self.reduces_gradients = workers > 1
+        self.length = self.elements.whole
+        self.coefficients_bytes = self.reduce_bytes(geometry.directions)
+        # Whatever is combined.
+        self.combine_bytes = self.elements.length * (workers - 1) * self.item
+        self.arrangement_bytes = 0
 
+    @override
     def project_out(
         self,
         directions: tf.Tensor,
@@ -299,7 +289,6 @@ class RowsLayout(Layout):
         moves: Moves | None = None,
         healthy: tf.Tensor | bool = True,
     ) -> Split:
-        """See `Layout.project_out`."""
         own = self.elements.reduce(gradient, group)
         inside, numbers = group.all_reduce(
             [row_products(directions, own), numbers_of(own, healthy)]
@@ -311,64 +300,32 @@ class RowsLayout(Layout):
         fits = adds_up(numbers[0], square(inside), rest)
         return Split(inside, rest, fits & tf.equal(numbers[1], 0), *moved)
 
-    @property
-    def length(self) -> int:
-        """See `Layout.length`: whole slices."""
-        return self.elements.whole
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """See `Layout.shape`."""
-        return self.geometry.directions, self.elements.length
-
-    def own(self, numbers: tf.Tensor, rank: int) -> tf.Tensor:
-        """See `Layout.own`: every worker has all coefficients."""
-        return numbers
-
+    @override
     def coefficients(
         self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
     ) -> tf.Tensor:
-        """See `Layout.coefficients`."""
-        own = self.elements.own(vector, group.rank)
-        (total,) = group.all_reduce([row_products(directions, own)])
+        own = super().coefficients(directions, vector, group)
+        (total,) = group.all_reduce([own])
         return total
 
+    @override
     def combine(
         self,
         directions: tf.Tensor,
         weights: Sequence[tf.Tensor],
         group: Communicator,
     ) -> tf.Tensor:
-        """See `Layout.combine`."""
         own = tf.matmul(tf.add_n(list(weights))[None], directions)[0]
         return self.elements.gather(own, group)
 
+    @override
     def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
-        """See `Layout.arrange`: nothing moves."""
         return rows
 
-    def part(self, rank: int) -> tuple[slice, slice]:
-        """See `Layout.part`."""
-        return slice(0, self.geometry.directions), self.elements.range(rank)
-
-    @property
-    def coefficients_bytes(self) -> int:
-        """See `Layout.coefficients_bytes`: a sum of r numbers."""
-        return self._reduce_bytes(self.geometry.directions)
-
-    @property
-    def combine_bytes(self) -> int:
-        """A gather of n numbers, whatever is combined."""
-        return self.elements.length * (self.workers - 1) * self.item
-
+    @override
     def projection_bytes(self, moves: bool) -> int:
-        """A gather of n, and one or two sums of r numbers, with two more."""
         sums = (2 - moves) * self.coefficients_bytes
-        return self.combine_bytes + sums + self._reduce_bytes(_NUMBERS)
-
-    def arrangement_bytes(self) -> int:
-        """See `Layout.arrangement_bytes`."""
-        return 0
+        return self.combine_bytes + sums + self.reduce_bytes(_NUMBERS)
 
 
 class ColumnsLayout(Layout):
@@ -377,10 +334,17 @@ class ColumnsLayout(Layout):
     Every product with V is a sum over the workers of vectors of length n.
     """
 
-    @property
-    def _whole(self) -> Shards:
-        return self.geometry.slices(1)
+    def __init__(self, geometry: Geometry, workers: int) -> None:
+        columns = Shards(geometry.directions, workers)
+        super().__init__(geometry, workers, columns, geometry.slices(1))
+        self.reduces_gradients = False
+        self.length = geometry.size
+        self.coefficients_bytes = 0
+        self.combine_bytes = self.reduce_bytes(geometry.size)
+        part = columns.length * self.slices.length
+        self.arrangement_bytes = part * (workers - 1) * self.item
 
+    @override
     def project_out(
         self,
         directions: tf.Tensor,
@@ -389,12 +353,11 @@ class ColumnsLayout(Layout):
         moves: Moves | None = None,
         healthy: tf.Tensor | bool = True,
     ) -> Split:
-        """See `Layout.project_out`."""
         inside = self.coefficients(directions, gradient, group)
         images = combinations(directions, inside, moves)
         cut, *moved, numbers = group.all_reduce(
             [
-                *(self._whole.gather(x, group) for x in images),
+                *(self.elements.gather(x, group) for x in images),
                 numbers_of(inside, healthy),
             ]
         )
@@ -402,34 +365,20 @@ class ColumnsLayout(Layout):
         fits = adds_up(square(gradient), numbers[0], rest)
         return Split(inside, rest, fits & tf.equal(numbers[1], 0), *moved)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """See `Layout.shape`."""
-        return self.columns.length, self._whole.length
-
-    def own(self, numbers: tf.Tensor, rank: int) -> tf.Tensor:
-        """See `Layout.own`."""
-        return self.columns.own(numbers, rank)
-
-    def coefficients(
-        self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
-    ) -> tf.Tensor:
-        """See `Layout.coefficients`: those of the own directions."""
-        return row_products(directions, self._whole.own(vector, 0))
-
+    @override
     def combine(
         self,
         directions: tf.Tensor,
         weights: Sequence[tf.Tensor],
         group: Communicator,
     ) -> tf.Tensor:
-        """See `Layout.combine`: one sum over the workers for each."""
         sums = []
         for one in weights:
             own = tf.matmul(one[None], directions)[0]
-            sums += group.all_reduce([self._whole.gather(own, group)])
+            sums += group.all_reduce([self.elements.gather(own, group)])
         return tf.add_n(sums)
 
+    @override
     def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
         """See `Layout.arrange`: the re-partition (DHO2, figure 4)."""
         if self.workers == 1:
@@ -442,31 +391,12 @@ class ColumnsLayout(Layout):
         received = group.all_to_all(tf.stack(parts))
         whole = tf.transpose(received, [1, 0, 2])
         flat = tf.reshape(whole, [self.columns.length, -1])
-        return self._whole.own(flat[:, : self.geometry.size], 0)
+        return self.elements.own(flat[:, : self.geometry.size], 0)
 
-    def part(self, rank: int) -> tuple[slice, slice]:
-        """See `Layout.part`."""
-        return self.columns.range(rank), slice(0, self.geometry.size)
-
-    @property
-    def coefficients_bytes(self) -> int:
-        """See `Layout.coefficients_bytes`: nothing moves."""
-        return 0
-
-    @property
-    def combine_bytes(self) -> int:
-        """See `Layout.combine_bytes`: a sum of n numbers."""
-        return self._reduce_bytes(self.geometry.size)
-
+    @override
     def projection_bytes(self, moves: bool) -> int:
-        """Two or three sums of n numbers, with two more."""
         sums = (3 - moves) * self.combine_bytes
-        return sums + self._reduce_bytes(_NUMBERS)
-
-    def arrangement_bytes(self) -> int:
-        """See `Layout.arrangement_bytes`."""
-        part = self.columns.length * self.elements.length
-        return part * (self.workers - 1) * self.item
+        return sums + self.reduce_bytes(_NUMBERS)
 
 
 def numbers_of(part: tf.Tensor, healthy: tf.Tensor | bool) -> tf.Tensor:
@@ -475,7 +405,7 @@ def numbers_of(part: tf.Tensor, healthy: tf.Tensor | bool) -> tf.Tensor:
     return tf.stack([square(part), ill])
 
 
-LAYOUTS: dict[str, type[Layout]] = {
+LAYOUTS: dict[str, Callable[[Geometry, int], Layout]] = {
     "rows": RowsLayout,
     "columns": ColumnsLayout,
 }

@@ -1,5 +1,6 @@
 """FOSI and DHO2, step by step."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,14 @@ from typing_extensions import override
 from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.compat.graphs import Tracked
+from tfkfac.curvature.hessian import flat_space
 from tfkfac.fosi.estimation import Estimator
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
 from tfkfac.fosi.multirole import BesideSteps
-from tfkfac.fosi.schedule import NewtonRate, Search, Timing, Warmup
+from tfkfac.fosi.schedule import NewtonRate, Timing, warmup_of
 from tfkfac.fosi.subspace import State
 from tfkfac.fosi.update import SplitUpdate
+from tfkfac.linalg.lanczos import default_steps
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.arguments import Argument, Tunable
 from tfkfac.shell.method import Method
@@ -25,35 +28,6 @@ from tfkfac.training.step import Step, Update
 
 # Steps between estimations where accelerators make them.
 _ACCELERATED_INTERVAL = 800
-
-
-def describe(
-    title: str,
-    geometry: Geometry,
-    estimations: str,
-    state: dict[str, int],
-    distribution: Sequence[tuple[str, str]],
-    spectrum: np.ndarray,
-) -> list[str]:
-    """Returns the lines of the summary of an optimizer."""
-    rows = [
-        ("Weights", f"{geometry.size:,}"),
-        (
-            "Directions",
-            f"{geometry.largest} of largest and {geometry.smallest} of "
-            "smallest curvature",
-        ),
-        ("Lanczos steps", str(geometry.steps)),
-        ("Estimations", estimations),
-        ("State: directions", bytes_text(state["directions"])),
-        ("State: Lanczos basis", bytes_text(state["basis"])),
-        ("State: copies", bytes_text(state["copies"])),
-        *distribution,
-    ]
-    if len(spectrum):
-        text = ", ".join(f"{value:.4g}" for value in spectrum)
-        rows.append(("Ritz values", text))
-    return [title, "", *table(("", "Value"), rows)]
 
 
 class FOSIMethod(Method):
@@ -77,27 +51,18 @@ class FOSIMethod(Method):
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__(arguments)
-        is_beside_steps = self.accelerator_fraction > 0
-        if is_beside_steps and self.update_interval.get() is None:
+        fraction = self.accelerator_fraction
+        if fraction > 0 and self.update_interval.get() is None:
             self.update_interval = _ACCELERATED_INTERVAL
-        self.search = Search(
-            self.num_largest,
-            self.num_smallest,
-            self.lanczos_steps,
-            self.seed,
-            Timing(self.warmup_steps, self.update_interval),
-        )
+        timing = Timing(self.warmup_steps, self.update_interval)
         self.rate = NewtonRate(self.alpha)
-        self._warmup = Warmup()
-        self.estimator = Estimator(self.search)
-        if is_beside_steps:
+        self.estimator = Estimator(timing, self.seed)
+        if fraction > 0:
             self.estimator = BesideSteps(
-                self.search,
-                self.accelerator_fraction,
-                self.final_update,
-                self.rate,
+                timing, self.seed, fraction, self.final_update, self.rate
             )
         self._geometry: Geometry | None = None
+        self._told_warmup = -1
 
     @property
     def states(self) -> Sequence[State]:
@@ -132,9 +97,20 @@ class FOSIMethod(Method):
     # --------------------------------------------------- binding and state
     @override
     def expect(self, steps: int | None) -> None:
-        """Warms up for a share of the run, where none is given."""
-        if self.warmup_steps is None:
-            self._warmup.expect(self.job, self.states, steps)
+        """Warms up for a share of the run, unless that is known or over."""
+        known = [
+            max(int(state.warmup.numpy()), int(state.last.numpy())) >= 0
+            for state in self.states[:1]
+        ]
+        if self.warmup_steps is None and not any(known):
+            self._told_warmup = warmup_of(self.job, self.states, steps)
+            self._tell_warmup()
+
+    def _tell_warmup(self) -> None:
+        """Tells the states of the warm-up, once there are any."""
+        with tf.init_scope():
+            for state in self.states:
+                state.warmup.assign(self._told_warmup)
 
     @override
     def attach(self, job: Job) -> None:
@@ -145,7 +121,18 @@ class FOSIMethod(Method):
     @property
     def geometry(self) -> Geometry:
         """Sizes, of the state if there is any, else of the model."""
-        return self._geometry or self.search.geometry(self.job)
+        return self._geometry or self._find_geometry()
+
+    def _find_geometry(self) -> Geometry:
+        """Sizes; never more directions or steps than weights."""
+        space = flat_space(self.job.model.trainable_variables)
+        largest = min(self.num_largest, space.size)
+        smallest = min(self.num_smallest, space.size - largest)
+        steps = self.lanczos_steps
+        if steps is None:
+            steps = default_steps(space.size, largest + smallest)
+        steps = min(steps, space.size)
+        return Geometry(space.size, largest, smallest, steps, space.dtype)
 
     def make_layout(self) -> Layout:
         """The layout of the directions."""
@@ -154,12 +141,19 @@ class FOSIMethod(Method):
 
     @override
     def create(self) -> Sequence[Tracked]:
-        geometry = self.search.geometry(self.job)
+        geometry = self._find_geometry()
+        asked = self.num_largest + self.num_smallest
         if geometry != self._geometry:
-            self.search.warn_if_fewer(self.job, geometry)
+            if geometry.directions < asked:
+                warnings.warn(
+                    f"Model '{self.job.model.name}' has {geometry.size} "
+                    f"weights: optimizer '{self.job.name}' uses "
+                    f"{geometry.directions} directions, not {asked}.",
+                    stacklevel=2,
+                )
             self._geometry = geometry
             self.estimator.create(self.make_layout())
-            self._warmup.begin(self.states)
+            self._tell_warmup()
         return self.states
 
     @override
@@ -193,25 +187,34 @@ class FOSIMethod(Method):
 
     @override
     def summary(self) -> list[str]:
-        inner = type(self.job.inner_optimizer).__name__
-        title = (
-            f"FOSI '{self.job.name}' of model '{self.job.model.name}': Newton "
-            f"steps in the directions, {inner} on the rest"
-        )
+        job, geometry, state = self.job, self.geometry, self.state_bytes()
         made = int(self.states[0].estimations.numpy()) if self.states else 0
-        first = self.estimator.first(int(self.job.clock))
-        estimations = f"{made}, {first}" if first else str(made)
-        rows = self.estimator.rows()
-        if self.job.topology.replicas > 1:
-            rows.insert(2, ("Layout", self.layout))
-        return describe(
-            title,
-            self.geometry,
-            estimations,
-            self.state_bytes(),
-            rows,
-            self.spectrum(),
+        first = self.estimator.first(int(job.clock))
+        beside = self.estimator.rows()
+        if job.topology.replicas > 1:
+            beside.insert(2, ("Layout", self.layout))
+        rows = [
+            ("Weights", f"{geometry.size:,}"),
+            (
+                "Directions",
+                f"{geometry.largest} of largest and {geometry.smallest} of "
+                "smallest curvature",
+            ),
+            ("Lanczos steps", str(geometry.steps)),
+            ("Estimations", f"{made}, {first}" if first else str(made)),
+            ("State: directions", bytes_text(state["directions"])),
+            ("State: Lanczos basis", bytes_text(state["basis"])),
+            ("State: copies", bytes_text(state["copies"])),
+            *beside,
+        ]
+        if len(values := self.spectrum()):
+            text = ", ".join(f"{value:.4g}" for value in values)
+            rows.append(("Ritz values", text))
+        title = (
+            f"FOSI '{job.name}' of model '{job.model.name}': Newton steps in "
+            f"the directions, {type(job.inner_optimizer).__name__} on the rest"
         )
+        return [title, "", *table(("", "Value"), rows)]
 
     @override
     def state_bytes(self) -> dict[str, int]:

@@ -17,11 +17,12 @@ from tfkfac.capture.model_taps import (
 )
 from tfkfac.capture.walk import walk
 from tfkfac.checks import is_number
+from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import in_graph, own_copy, stamp_time
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.distributed.topology import Roles, assign_roles
-from tfkfac.fosi.accelerator import Accelerator
+from tfkfac.fosi.accelerator import Accelerator, loss_point
 from tfkfac.fosi.estimation import (
     Estimation,
     Estimator,
@@ -37,7 +38,7 @@ from tfkfac.fosi.handover import (
     wire_type,
 )
 from tfkfac.fosi.layouts import Layout
-from tfkfac.fosi.schedule import NewtonRate, Search
+from tfkfac.fosi.schedule import NewtonRate, Timing
 from tfkfac.fosi.subspace import State, Subspace
 from tfkfac.fosi.update import (
     add_to_weights,
@@ -47,7 +48,6 @@ from tfkfac.fosi.update import (
 )
 from tfkfac.loss.batch import find_call
 from tfkfac.saving.entries import Contents
-from tfkfac.saving.slots import planned
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 
@@ -121,12 +121,6 @@ class BesideSteps(Estimator):
     At the end of every step all replicas meet: the accelerators get the
     weights and all other variables of the model from the first worker, so that
     metrics, evaluation and saving are right on every replica.
-
-    Args:
-        search: Which directions are sought, and when.
-        fraction: Share of the replicas that are accelerators.
-        final_update: What workers do with an estimation, "stale" or "paper".
-        rate: Learning rate of the Newton steps.
     """
 
     roles: Roles
@@ -134,12 +128,13 @@ class BesideSteps(Estimator):
 
     def __init__(
         self,
-        search: Search,
+        timing: Timing,
+        seed: int,
         fraction: float,
         final_update: str,
         rate: NewtonRate,
     ) -> None:
-        super().__init__(search)
+        super().__init__(timing, seed)
         self.fraction = fraction
         self.final_update = final_update
         self._rate = rate
@@ -164,11 +159,9 @@ class BesideSteps(Estimator):
         key = (id(self), replica_id())
         groups = current_store(store)
         if key not in groups:
-            groups[key] = self._among_peers(self.job.group("moments"))
+            everyone = self.job.group("moments")
+            groups[key] = everyone.among(self.peers(everyone.rank))
         return differentiable_sum(groups[key], value)
-
-    def _among_peers(self, everyone: Communicator) -> Communicator:
-        return everyone.among(self.roles.peers(everyone.rank))
 
     @override
     def count_trainers(self, replicas: int) -> int:
@@ -199,7 +192,7 @@ class BesideSteps(Estimator):
         model, state = self.job.model, self.job.own(self.states)
         calls = ForwardTap.open(model).take()
         everyone = step.group
-        mine = step.among(self.roles.peers(everyone.rank))
+        mine = step.among(self.peers(everyone.rank))
         begins, target = self._schedule(state)
         if state.accelerator is not None:
             call = find_call(model, step.batch, calls)
@@ -224,12 +217,12 @@ class BesideSteps(Estimator):
         """
         clock = self.job.clock
         idle = tf.equal(state.progress, 0)
-        begins = self.search.timing.begins(clock, state) & idle
+        begins = self.timing.begins(clock, state) & idle
         state.last.assign(tf.where(begins, clock, state.last))
         iterations = state.layout.geometry.steps
         steps = tf.constant(iterations, tf.int64)
         elapsed = clock - state.last + 1
-        interval = self.search.timing.interval.at(clock)
+        interval = self.timing.interval.at(clock)
         target = tf.minimum(-(-steps * elapsed // interval), steps)
         target = tf.where(begins | ~idle, target, 0)
         most = state.progress + self._most_iterations(iterations)
@@ -237,7 +230,7 @@ class BesideSteps(Estimator):
 
     def _most_iterations(self, steps: int) -> int:
         """Largest number of iterations beside one step, of all `steps`."""
-        interval = self.search.timing.interval.get()
+        interval = self.timing.interval.get()
         return math.ceil(steps / interval) if is_number(interval) else steps
 
     def _train_and_sum(
@@ -245,16 +238,12 @@ class BesideSteps(Estimator):
     ) -> None:
         """The inner optimizer's step; the gradient is remembered."""
         step.reduce()
-
-        def begin() -> tf.Tensor:
-            final.begin(flat_weights(self.job.model))
-            return tf.constant(0)
+        when(begins, lambda: final.begin(flat_weights(self.job.model)))
 
         def direction() -> Update:
-            final.add(flat_gradient(step))
+            final.gradient_sum.assign_add(flat_gradient(step))
             return Update(step.gradients)
 
-        tf.cond(begins, begin, lambda: tf.constant(0))
         step.check_finite()
         step.apply(direction)
 
@@ -267,30 +256,22 @@ class BesideSteps(Estimator):
         target: tf.Tensor,
     ) -> None:
         """An accelerator's part of a step: some Lanczos iterations."""
-        accelerator = state.accelerator
+        accelerator, model = state.accelerator, self.job.model
         assert accelerator is not None
         geometry = state.layout.geometry
-        estimation = Estimation(geometry, step.group, self.search.seed)
-        shares = step.loss.shares
+        estimation = Estimation(geometry, step.group, self.seed)
+        current = loss_point(step.batch, call, step.loss.shares)
 
-        def begin() -> tf.Tensor:
-            weights = flat_weights(self.job.model)
-            accelerator.begin(step.batch, call, weights, shares, estimation)
-            return tf.constant(0)
+        def begin() -> None:
+            accelerator.begin(current, flat_weights(model), estimation)
 
         def advance() -> tf.Tensor:
-            accelerator.advance(
-                self.job.model,
-                step.batch,
-                call,
-                shares,
-                estimation,
-                tf.convert_to_tensor(state.progress),
-                target,
-            )
+            done = tf.convert_to_tensor(state.progress)
+            accelerator.advance(model, current, estimation, done, target)
             return tf.constant(0)
 
-        tf.cond(begins, in_graph(begin), lambda: tf.constant(0))
+        when(begins, in_graph(begin))
+        # As a `tf.cond`: rounding depends on how a graph is optimised.
         due = target > state.progress
         tf.cond(due, in_graph(advance), lambda: tf.constant(0))
 
@@ -327,21 +308,21 @@ class BesideSteps(Estimator):
     ) -> None:
         """At the end of an interval workers take over what was found."""
         geometry = state.layout.geometry
-        ends = self.search.timing.ends(self.job.clock, state)
+        ends = self.timing.ends(self.job.clock, state)
         ends &= tf.equal(state.progress, geometry.steps)
 
-        def take_over() -> tf.Tensor:
+        def take_over() -> None:
             spectrum = None
             if state.accelerator is not None:
-                estimation = Estimation(geometry, peers, self.search.seed)
+                estimation = Estimation(geometry, peers, self.seed)
                 spectrum = state.accelerator.spectrum(estimation)
             found = hand_over(spectrum, state.layout, self.roles, everyone)
             if found is not None:
                 adopt(state, *found, peers, self.job)
                 self._final_update(state, peers)
-            return state.progress.assign(0)
+            state.progress.assign(0)
 
-        tf.cond(ends, take_over, lambda: tf.convert_to_tensor(state.progress))
+        when(ends, take_over)
 
     def _final_update(self, state: RoleState, group: Communicator) -> None:
         """The end of an interval for workers, as published."""
@@ -373,7 +354,7 @@ class BesideSteps(Estimator):
     @override
     def first(self, updates: int) -> str:
         """See `Estimator.first`: at the end of the first interval."""
-        timing = self.search.timing
+        timing = self.timing
         end, interval = timing.first(self.states), timing.interval.get()
         if is_number(interval):
             end += int(interval)
@@ -400,45 +381,36 @@ class BesideSteps(Estimator):
         return np.asarray(idle / np.maximum(whole, 1e-9))
 
     @override
-    def state_bytes(self, layout: Layout) -> dict[str, int]:
-        kinds = super().state_bytes(layout)
-        with planned():
-            state = self.new(self.job.topology.local[0], layout)
+    def beside_bytes(self, state: RoleState) -> dict[str, int]:
         basis = copies = 0
         if state.final_update is not None:
             copies = state.final_update.bytes
         if state.accelerator is not None:
-            copies = layout.geometry.size * layout.item
+            copies = state.layout.geometry.size * state.layout.item
             basis = state.accelerator.bytes - copies
             for one in self.states[:1]:  # of this replica
                 assert one.accelerator is not None
                 copies += one.accelerator.batch_bytes
-        kinds |= {"basis": basis, "copies": copies, "total": 0}
-        return kinds | {"total": sum(kinds.values())}
+        return {"basis": basis, "copies": copies}
 
     @override
-    def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
+    def traffic(self, layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
         rank = self.job.topology.local[0]
-        plain = self.plain_bytes(layout)
-        estimation = {}
-        if self.roles.trains(rank):
-            carrying = Subspace.carrying_bytes(layout, self.inner())
-            pieces = piece_bytes(layout, self.roles, rank)
-            estimation["directions"] = pieces + carrying
-            if self.final_update == "paper":
-                plain["projections"] = 0
-                estimation["projections"] = FinalUpdate.moving_bytes(layout)
-        else:
+        plain, _ = super().traffic(layout)
+        if not self.roles.trains(rank):
             plain = dict.fromkeys(plain, 0)
             plain["weights"] = sum(
                 math.prod(v.shape) * wire_type(v).size
                 for v in all_variables(self.job.model)
             )
             estimating = len(self.roles.accelerators)
-            lanczos = estimation_bytes(layout.geometry, estimating)
-            estimation["lanczos"] = lanczos
-        return {
-            "warmup": plain | {"projections": 0},
-            "plain": plain,
-            "estimation": plain | estimation,
-        }
+            return plain, {
+                "lanczos": estimation_bytes(layout.geometry, estimating)
+            }
+        carrying = Subspace.carrying_bytes(layout, self.inner())
+        pieces = piece_bytes(layout, self.roles, rank)
+        estimation = {"directions": pieces + carrying}
+        if self.final_update == "paper":
+            plain["projections"] = 0
+            estimation["projections"] = FinalUpdate.moving_bytes(layout)
+        return plain, estimation

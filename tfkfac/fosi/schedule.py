@@ -1,17 +1,13 @@
-"""The directions that are sought, when, and the rate of their Newton steps."""
+"""The times of estimations, and the rate of Newton steps."""
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Sequence
 
 import tensorflow as tf
 
 from tfkfac.checks import is_number
-from tfkfac.curvature.hessian import flat_space
-from tfkfac.fosi.layouts import Geometry
 from tfkfac.fosi.subspace import State
-from tfkfac.linalg.lanczos import default_steps
 from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.training.job import Job
 
@@ -25,16 +21,10 @@ RETRY = 100
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """The times of estimations, in updates of the weights.
+    """The times of estimations, in updates of the weights."""
 
-    Attributes:
-        warmup_steps: Updates before the first estimation; None is a share of
-            the run.
-        interval: Updates between estimations; None is a single one.
-    """
-
-    warmup_steps: int | None
-    interval: Hyperparameter
+    warmup_steps: int | None  # None is a share of the run
+    interval: Hyperparameter  # None is a single estimation
 
     def first(self, states: Sequence[State]) -> int:
         """The warm-up as far as it is known."""
@@ -68,84 +58,25 @@ class Timing:
         return clock - tf.where(told < 0, unknown, told)
 
 
-class Warmup:
-    """Derives the warm-up from the length of the run, once."""
+def warmup_of(job: Job, states: Sequence[State], steps: int | None) -> int:
+    """The warm-up of a run of some steps, of which all workers are told.
 
-    def __init__(self) -> None:
-        self._told = -1
-
-    def expect(
-        self, job: Job, states: Sequence[State], steps: int | None
-    ) -> None:
-        """Derives the warm-up, unless it is known or over."""
-        for state in states[:1]:
-            if max(int(state.warmup.numpy()), int(state.last.numpy())) >= 0:
-                return
-        told = -1
-        if steps is not None:
-            inner = job.inner_optimizer
-            updates = steps // (inner.gradient_accumulation_steps or 1)
-            told = math.ceil(WARMUP_SHARE * updates)
-        if job.topology.replicas > len(job.topology.local):
-            # Workers that disagree would wait for each other for ever.
-            told = _of_first_process(job, told) if states else -1
-        self._told = told
-        self.begin(states)
-
-    def begin(self, states: Sequence[State]) -> None:
-        """Gives new states what was told before they were there."""
-        with tf.init_scope():
-            for state in states:
-                state.warmup.assign(self._told)
-
-
-def _of_first_process(job: Job, value: int) -> int:
-    """A number of the first of several processes; all of them ask."""
-    processes = job.among_processes("run length")
-    with tf.device("CPU:0"):
-        gathered = processes.all_gather(tf.constant([value], tf.int64))
-    return int(gathered[0, 0])
-
-
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """The directions that are sought, and when.
-
-    Attributes:
-        num_largest: Number of directions of largest curvature.
-        num_smallest: Number of directions of smallest curvature.
-        lanczos_steps: Products of an estimation; None is the default.
-        seed: Seed of the start vector.
-        timing: When they are estimated.
+    It is -1 if nobody knows the steps, or a worker has no state to keep it in.
     """
-
-    num_largest: int
-    num_smallest: int
-    lanczos_steps: int | None
-    seed: int
-    timing: Timing
-
-    def geometry(self, job: Job) -> Geometry:
-        """Sizes; never more directions or steps than weights."""
-        space = flat_space(job.model.trainable_variables)
-        largest = min(self.num_largest, space.size)
-        smallest = min(self.num_smallest, space.size - largest)
-        steps = self.lanczos_steps
-        if steps is None:
-            steps = default_steps(space.size, largest + smallest)
-        steps = min(steps, space.size)
-        return Geometry(space.size, largest, smallest, steps, space.dtype)
-
-    def warn_if_fewer(self, job: Job, geometry: Geometry) -> None:
-        """Warns if the model has fewer directions than were asked for."""
-        asked = self.num_largest + self.num_smallest
-        if geometry.directions < asked:
-            warnings.warn(
-                f"Model '{job.model.name}' has {geometry.size} weights: "
-                f"optimizer '{job.name}' uses {geometry.directions} "
-                f"directions, not {asked}.",
-                stacklevel=2,
-            )
+    told = -1
+    if steps is not None:
+        inner = job.inner_optimizer
+        updates = steps // (inner.gradient_accumulation_steps or 1)
+        told = math.ceil(WARMUP_SHARE * updates)
+    if job.topology.replicas == len(job.topology.local):
+        return told
+    if not states:
+        return -1
+    # Workers that disagree would wait for each other for ever.
+    with tf.device("CPU:0"):
+        own = tf.constant([told], tf.int64)
+        gathered = job.among_processes("run length").all_gather(own)
+    return int(gathered[0, 0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,12 +86,9 @@ class NewtonRate:
     It is multiplied by that of the step over the largest so far: of a rate
     that decays, the first. Over the first in any case it would leave all
     bounds where a rate is warmed up from nearly nothing.
-
-    Attributes:
-        alpha: The number, or a schedule or callable, which is the rate itself.
     """
 
-    alpha: Hyperparameter
+    alpha: Hyperparameter  # a schedule or callable is the rate itself
 
     def note(self, job: Job, state: State) -> None:
         """Remembers the largest learning rate, once in every step."""

@@ -21,30 +21,20 @@ _MEMORY = 0.99
 
 
 class Inner(NamedTuple):
-    """The kind of the inner optimizer.
-
-    Attributes:
-        accumulates: Whether it accumulates gradients.
-        has_momentum: Whether it is plain SGD with momentum.
-    """
+    """The kind of the inner optimizer."""
 
     accumulates: bool = False
-    has_momentum: bool = False
+    has_momentum: bool = False  # and is plain SGD
 
 
 class Subspace(Slots):
     """The directions of extreme curvature that one worker keeps.
 
-    Args:
-        layout: Which part of them.
-        inner: What the inner optimizer is like.
-        rank: The worker, among those that share the directions.
-
     Attributes:
         directions: The own part of V^T.
         ritz_values: All their curvatures, ascending.
-        momentum: The own coefficients of the Newton steps' momentum.
         square: Mean square of the Newton steps' lengths.
+        momentum: The own coefficients of the Newton steps' momentum.
         accumulated: Those of gradients, where they are accumulated.
         inner_momentum: Those `V^T b` of plain SGD's momentum b.
     """
@@ -55,6 +45,10 @@ class Subspace(Slots):
         self.layout = layout
         geometry, (place, own) = layout.geometry, layout.regions(rank)
         dtype, count = geometry.dtype, layout.shape[:1]
+
+        def coefficients(name: str) -> tf.Variable:
+            return self.slot(name, count, dtype, region=own)
+
         self.directions = self.slot(
             "directions", layout.shape, dtype, region=place
         )
@@ -64,16 +58,12 @@ class Subspace(Slots):
         self.square = self.slot(
             "square", dtype=dtype, least=0, derive=lambda read: 0.0
         )
-        self.momentum = self.slot("momentum", count, dtype, region=own)
+        self.momentum = coefficients("momentum")
         self.accumulated = self.inner_momentum = None
         if inner.accumulates:
-            self.accumulated = self.slot(
-                "accumulated", count, dtype, region=own
-            )
+            self.accumulated = coefficients("accumulated")
         if inner.has_momentum:
-            self.inner_momentum = self.slot(
-                "inner_momentum", count, dtype, region=own
-            )
+            self.inner_momentum = coefficients("inner_momentum")
 
     @staticmethod
     def carrying_bytes(layout: Layout, inner: Inner) -> int:
@@ -195,11 +185,8 @@ def is_strong(values: tf.Tensor) -> tf.Tensor:
 class State(Slots):
     """The curvature state of one replica.
 
-    Args:
-        layout: How the directions are shared.
-        subspace: The directions; None on an accelerator.
-
     Attributes:
+        subspace: The directions; None on an accelerator.
         estimations: Number of estimations so far.
         last: The update before which the last one was done or begun; -1 if
             there was none.

@@ -11,7 +11,7 @@ from tfkfac.compat.graphs import own_copy
 from tfkfac.compat.optimizers import sgd_momenta
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.fosi.layouts import Split, finite_or_nothing
+from tfkfac.fosi.layouts import Moves, finite_or_nothing
 from tfkfac.fosi.schedule import NewtonRate
 from tfkfac.fosi.subspace import State
 from tfkfac.training.guards import count_each
@@ -48,7 +48,7 @@ def has_momentum(job: Job) -> bool:
 
 
 def flat_momentum(job: Job, length: int) -> tf.Tensor | None:
-    """SGD's momentum as a vector that ends in zeros; None if it has none."""
+    """Plain SGD's momentum as a vector that ends in zeros; None without."""
     if not has_momentum(job):
         return None
     weights = job.model.trainable_variables
@@ -64,8 +64,6 @@ def adopt(
     job: Job,
 ) -> None:
     """Uses new directions from now on, if they are any good."""
-    subspace = state.subspace
-    assert subspace is not None
     # The same bits on every replica, so all take the same branch.
     finite = tf.reduce_all(tf.math.is_finite(values))
     count_each(
@@ -77,20 +75,16 @@ def adopt(
     # An empty batch has no curvature; what is known of others is kept.
     usable = finite & tf.reduce_any(values != 0)
 
-    def replace() -> tf.Tensor:
+    def replace() -> None:
         momentum = flat_momentum(job, state.layout.length)
-        subspace.replace(values, part, group, momentum)
-        return state.estimations.assign_add(1)
+        state.existing_subspace.replace(values, part, group, momentum)
+        state.estimations.assign_add(1)
 
-    count = state.estimations
-    tf.cond(usable, replace, lambda: tf.convert_to_tensor(count))
+    when(usable, replace)
 
 
 def flat_gradient(step: Step, length: int | None = None) -> tf.Tensor:
-    """The gradients of a step as a vector, zero where there is none.
-
-    It ends in zeros if a length is given.
-    """
+    """The gradients of a step as a vector, zero where there is none."""
     weights = step.job.model.trainable_variables
     present = [g for g in step.gradients if g is not None]
     ordered: list[tf.Tensor | None] = [None] * len(weights)
@@ -116,10 +110,6 @@ def add_to_weights(
         own_copy(weights[i].value).assign_add(parts[i])
 
 
-# Splits a flat gradient.
-Divide = Callable[[tf.Tensor], Split]
-
-
 @dataclasses.dataclass(frozen=True)
 class SplitUpdate:
     """An update of FOSI (algorithm 3), of a replica that trains.
@@ -132,29 +122,22 @@ class SplitUpdate:
     times. That of plain SGD is a sum of gradients, and `g - V c` has nothing
     in the directions: in them d is the part of SGD's momentum, which is from
     before the last estimation and decays, and V is read twice.
-
-    Attributes:
-        step: The step, among those that train.
-        state: What this replica keeps.
-        rate: Learning rate of the Newton steps.
-        momentum: Momentum of the Newton steps.
-        rate_clip: Largest factor s on the inner optimizer's change.
     """
 
-    step: Step
+    step: Step  # among those that train
     state: State
     rate: NewtonRate
-    momentum: float
-    rate_clip: float
+    momentum: float  # of the Newton steps
+    rate_clip: float  # largest factor s on the inner optimizer's change
 
     def make(self) -> Update:
         """Splits the gradients; the rest follows the inner optimizer."""
         if self._knows_change():
-            _, rest = self._split(self._divide_and_move)
+            _, rest = self._split(self._moves)
             if not self._scales_rate():
                 return Update(rest)
             return Update(rest, self._after(self._stretch))
-        inside, rest = self._split(self._divide)
+        inside, rest = self._split()
         self._accumulate(inside)
         return Update(rest, self._after(lambda d: self._correct(d, inside)))
 
@@ -165,8 +148,8 @@ class SplitUpdate:
         return everywhere and is_plain_sgd(self.step.job)
 
     # ---------------------------------------------------------- the gradient
-    def _split(self, divide: Divide) -> tuple[tf.Tensor, Gradients]:
-        """Splits the gradient g.
+    def _split(self, moves: Moves | None = None) -> tuple[tf.Tensor, Gradients]:
+        """Splits the gradient g, and does the moves in the directions.
 
         Returns:
             `c = V^T g`, and `g - V c` for the inner optimizer. Without
@@ -182,7 +165,12 @@ class SplitUpdate:
         nothing = tf.zeros_like(state.existing_subspace.momentum)
 
         def project() -> list[tf.Tensor]:
-            found = divide(flat_gradient(step, state.layout.length))
+            gradient = flat_gradient(step, state.layout.length)
+            subspace = state.existing_subspace
+            found = subspace.project_out(gradient, step.group, moves)
+            if moves is not None:
+                model, move = step.job.model, found.moved
+                when(found.sound, lambda: add_to_weights(model, move))
             whole = space.split(found.rest)
             parts = [found.inside, *(whole[i] for i in order)]
             return [found.sound, *(tf.identity(x) for x in parts)]
@@ -198,53 +186,38 @@ class SplitUpdate:
         known = state.estimations > 0
         # The same on every replica, as what it is made of is.
         sound, *found = tf.cond(known, project, without)
-        self._drop(known & ~sound)
+        wrong = known & ~sound
+        count_each(
+            wrong,
+            state.forgotten,
+            [step.job.name],
+            "the directions of curvature are not orthonormal or not finite; "
+            "they are dropped, and sought anew.",
+        )
+        when(wrong, state.forget)
         inside, *parts = tf.cond(sound, lambda: found, keep)
         rest = iter(parts)
         return inside, [
             None if g is None else next(rest) for g in step.gradients
         ]
 
-    def _drop(self, wrong: tf.Tensor) -> None:
-        """Drops directions that cannot be right."""
-        count_each(
-            wrong,
-            self.state.forgotten,
-            [self.step.job.name],
-            "the directions of curvature are not orthonormal or not finite; "
-            "they are dropped, and sought anew.",
-        )
-        when(wrong, self.state.forget)
-
-    def _divide(self, gradient: tf.Tensor) -> Split:
-        """Splits a flat gradient."""
-        subspace = self.state.existing_subspace
-        return subspace.project_out(gradient, self.step.group)
-
     # -------------------------------------------------------------- plain SGD
-    def _divide_and_move(self, gradient: tf.Tensor) -> Split:
-        """Splits a flat gradient, and does all that is done in the directions.
+    def _moves(self, inside: tf.Tensor) -> tf.Tensor:
+        """All that is done in the directions, of coefficients `c = V^T g`.
 
         SGD's momentum `b` becomes `mu b - rate (g - V c)`. So V^T b becomes
         `mu V^T b`, and is V^T d; with Nesterov's momentum that is `mu` times
         it.
         """
         inner = self.step.job.inner_optimizer
-        subspace, group = self.state.existing_subspace, self.step.group
-
-        def moves(inside: tf.Tensor) -> tf.Tensor:
-            move = -self._newton(inside)
-            if (kept := subspace.inner_momentum) is not None:
-                projected = kept.assign(inner.momentum * kept)
-                if inner.nesterov:
-                    projected = inner.momentum * projected
-                move -= self._rate_scale() * projected
-            return finite_or_nothing(move)  # no element of V p is larger
-
-        found = subspace.project_out(gradient, group, moves)
-        model = self.step.job.model
-        when(found.sound, lambda: add_to_weights(model, found.moved))
-        return found
+        move = -self._newton(inside)
+        kept = self.state.existing_subspace.inner_momentum
+        if kept is not None:
+            projected = kept.assign(inner.momentum * kept)
+            if inner.nesterov:
+                projected = inner.momentum * projected
+            move -= self._rate_scale() * projected
+        return finite_or_nothing(move)  # no element of V p is larger
 
     def _stretch(self, change: tf.Tensor) -> tf.Tensor:
         """The correction of a change d that has its part in V already."""
@@ -261,26 +234,24 @@ class SplitUpdate:
     def _after(
         self, added: Callable[[tf.Tensor], tf.Tensor]
     ) -> Callable[[], None]:
-        """The addition to the weights after the inner optimizer has moved them.
+        """The addition to the weights after the inner optimizer's change d.
 
-        Its change d of the weights is read off them: the difference to what
-        they were before.
+        That is the difference to what they were before.
         """
-        model, estimations = self.step.job.model, self.state.estimations
+        model = self.step.job.model
         weights = model.trainable_variables
         space, length = flat_space(weights), self.state.layout.length
         order = places_of(self.step, weights)
         before = [tf.identity(v.value) for v in weights]
 
-        def add() -> tf.Tensor:
+        def add() -> None:
             changes = map(tf.subtract, [v.value for v in weights], before)
             change = space.join(list(changes), length)
             # Weights without a gradient stay as they are.
             add_to_weights(model, finite_or_nothing(added(change)), order)
-            return tf.constant(0)
 
         def after() -> None:
-            tf.cond(estimations > 0, add, lambda: tf.constant(0))
+            when(self.state.estimations > 0, add)
 
         return after
 

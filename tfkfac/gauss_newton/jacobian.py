@@ -15,6 +15,7 @@ from tfkfac.capture.model_taps import ForwardCall, paused
 from tfkfac.capture.walk import walk
 from tfkfac.compat.losses import logits_of
 from tfkfac.compat.models import kept_losses
+from tfkfac.curvature.hessian import dense, tape
 from tfkfac.gauss_newton.residuals import Read
 from tfkfac.linalg.symmetric import band_shapes, bands, from_bands
 from tfkfac.linalg.vectors import FlatSpace
@@ -32,25 +33,15 @@ _CONVOLUTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Jacobian:
-    """The Jacobian of the residuals of a batch, examples by examples.
-
-    Attributes:
-        model: The model.
-        call: How to call it.
-        weights: The weights that it is with respect to.
-        values: Their values.
-        space: The space of the flat vectors of these.
-        reads: What the losses read of the outputs.
-        block: Number of examples whose rows are made at once.
-    """
+    """The Jacobian of the residuals of a batch, examples by examples."""
 
     model: keras.Model
     call: ForwardCall
-    weights: Sequence[keras.Variable]
-    values: Sequence[tf.Tensor]
-    space: FlatSpace
-    reads: Sequence[Read]
-    block: int
+    weights: Sequence[keras.Variable]  # that it is with respect to
+    values: Sequence[tf.Tensor]  # of these
+    space: FlatSpace  # of the flat vectors of these
+    reads: Sequence[Read]  # of the outputs, by the losses
+    block: int  # number of examples whose rows are made at once
 
     @property
     def size(self) -> int:
@@ -80,11 +71,7 @@ class Jacobian:
             own = tf.reshape(slopes[first:end], [-1, 1])
             gradient += tf.matmul(flat(plain), own, transpose_a=True)[:, 0]
             new = bands(flat(rows))
-            return (
-                end,
-                gradient,
-                *(s + a for s, a in zip(sums, new, strict=True)),
-            )
+            return end, gradient, *map(tf.add, sums, new)
 
         nothing = [tf.zeros(shape, dtype) for shape in band_shapes(size)]
         _, gradient, *sums = tf.while_loop(
@@ -111,7 +98,7 @@ class Jacobian:
         sizes = [read.size for read in self.reads]
         parts = tf.split(plain, sizes, 1) if len(sizes) > 1 else [plain]
         made = [
-            read.root.part(first, end).times(part)
+            read.root.times(part, first, end)
             for read, part in zip(self.reads, parts, strict=True)
         ]
         return tf.concat(made, 1) if len(made) > 1 else made[0]
@@ -141,51 +128,53 @@ class Jacobian:
         self, leaves: Any, seed: tf.Tensor, values: Sequence[tf.Tensor]
     ) -> tf.Tensor:
         """The gradient of the outputs of one example, times a seed."""
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(values)
+        with tape() as back:
+            back.watch(values)
             outputs = self._outputs([leaf[None] for leaf in leaves], values)
-        slopes = tape.gradient(outputs, values, output_gradients=seed)
-        return self.space.join(
-            [None if g is None else tf.convert_to_tensor(g) for g in slopes]
-        )
+        slopes = back.gradient(outputs, values, output_gradients=seed)
+        return self.space.join(dense(slopes))
 
     def _outputs(
         self, own: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
     ) -> tf.Tensor:
         """The outputs that the losses read, as one vector."""
-        args, kwargs = arguments_of(self.call, own)
         mapping = list(zip(self.weights, values, strict=True))
-        with (
-            paused(),
-            kept_losses(self.model),
-            keras.StatelessScope(mapping, collect_losses=True),
-        ):
-            outputs = keras.tree.flatten(self.model(*args, **kwargs))
-        read = [
-            logits_of(outputs[one.position])
-            if one.is_logits
-            else outputs[one.position]
-            for one in self.reads
-        ]
-        parts = [tf.cast(tf.reshape(t, [-1]), self.space.dtype) for t in read]
+        outputs = keras.tree.flatten(
+            outputs_at(self.model, self.call, own, mapping)
+        )
+        parts = []
+        for read in self.reads:
+            output = outputs[read.position]
+            found = logits_of(output) if read.is_logits else output
+            parts.append(tf.cast(tf.reshape(found, [-1]), self.space.dtype))
         return tf.concat(parts, 0)
 
 
 def leaves_of(call: ForwardCall) -> tuple[list[Any], list[int]]:
     """The arguments of a call, and which of them have examples."""
     leaves = keras.tree.flatten((call.args, call.kwargs))
-    batches = [i for i, leaf in enumerate(leaves) if has_examples(leaf)]
-    count = leaves[batches[0]].shape[0] if batches else None
-    own = [i for i in batches if leaves[i].shape[0] == count]
-    return leaves, own
+    shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
+    batches = [i for i, shape in enumerate(shapes) if len(shape) > 0]
+    return leaves, [i for i in batches if shapes[i][0] == shapes[batches[0]][0]]
 
 
-def arguments_of(call: ForwardCall, own: Sequence[tf.Tensor]) -> Any:
-    """The arguments of a call, with others for those that have examples."""
+def outputs_at(
+    model: keras.Model,
+    call: ForwardCall,
+    own: Sequence[tf.Tensor],
+    mapping: Sequence[tuple[keras.Variable, tf.Tensor]],
+) -> Any:
+    """The outputs of a call with other examples, at values of some weights."""
     leaves, examples = leaves_of(call)
     for place, leaf in zip(examples, own, strict=True):
         leaves[place] = leaf
-    return keras.tree.pack_sequence_as((call.args, call.kwargs), leaves)
+    args, kwargs = keras.tree.pack_sequence_as((call.args, call.kwargs), leaves)
+    with (
+        paused(),
+        kept_losses(model),
+        keras.StatelessScope(mapping, collect_losses=True),
+    ):
+        return model(*args, **kwargs)
 
 
 def activations(model: keras.Model, call: ForwardCall) -> int:
@@ -197,15 +186,9 @@ def activations(model: keras.Model, call: ForwardCall) -> int:
         return 0  # those of a few examples, not of all in a block
 
     def forward(*own: tf.Tensor) -> Any:
-        args, kwargs = arguments_of(call, own)
         # Tensors: a tape of the model's own would watch variables.
         mapping = [(v, tf.identity(v.value)) for v in model.trainable_variables]
-        with (
-            paused(),
-            kept_losses(model),
-            keras.StatelessScope(mapping, collect_losses=True),
-        ):
-            return model(*args, **kwargs)
+        return outputs_at(model, call, own, mapping)
 
     leaves, examples = leaves_of(call)
     one = [
@@ -242,10 +225,12 @@ def needs_loop(model: keras.Model) -> bool:
     recurrent layers with a mask, or with weights before them.
     """
     layers = [node.layer for node in walk(model)]
+    convolutions = [x for x in layers if isinstance(x, _CONVOLUTIONS)]
+    if any(layer.groups > 1 for layer in convolutions):
+        return True
     recurrent = [x for x in layers if isinstance(x, keras.layers.RNN)]
-    grouped = [x for x in layers if isinstance(x, _CONVOLUTIONS)]
     if not recurrent:
-        return any(layer.groups > 1 for layer in grouped)
+        return False
     masks = any(
         getattr(layer, "mask_zero", False)
         or isinstance(layer, keras.layers.Masking)
@@ -254,15 +239,9 @@ def needs_loop(model: keras.Model) -> bool:
     own = {id(v) for v in recurrent[0].trainable_variables}
     before = layers[: layers.index(recurrent[-1])]
     others = [v for x in before for v in x.trainable_variables]
-    depends = any(id(v) not in own for v in others)
-    return masks or depends or any(layer.groups > 1 for layer in grouped)
+    return masks or any(id(v) not in own for v in others)
 
 
 def flat(rows: tf.Tensor) -> tf.Tensor:
     """Rows `(examples, outputs, n)` as a matrix."""
     return tf.reshape(rows, [-1, rows.shape[-1]])
-
-
-def has_examples(leaf: Any) -> bool:
-    """True if an argument of a model may have examples."""
-    return hasattr(leaf, "shape") and len(leaf.shape) > 0

@@ -1,5 +1,6 @@
 """Exact Gauss-Newton, step by step."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -50,6 +51,8 @@ from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step, Update, places_of
 
+# Residuals that are shown before a step has shown its own.
+EXAMPLES = (100, 1_000, 10_000, 100_000)
 # Of the last step, as `last_step` has them.
 _NAMES = (
     "damping",
@@ -63,10 +66,6 @@ _NAMES = (
 
 class State(Slots):
     """The state of one replica, the same on all.
-
-    Args:
-        damping: The initial damping.
-        space: The space of the weights.
 
     Attributes:
         damping: That of the next step, float64.
@@ -113,9 +112,8 @@ class State(Slots):
     def last_step(self) -> dict[str, float]:
         """The numbers of the last step; empty before the first."""
         numbers = [float(v) for v in self.last.numpy()]
-        if math.isnan(numbers[-1]):
-            return {}
-        return dict(zip(_NAMES, numbers, strict=True))
+        known = not math.isnan(numbers[-1])
+        return dict(zip(_NAMES, numbers, strict=True)) if known else {}
 
 
 class GaussNewtonMethod(Method):
@@ -139,28 +137,32 @@ class GaussNewtonMethod(Method):
     # ------------------------------------------------------------ the step
     @override
     def run(self, step: Step) -> None:
-        """One step (see `gauss_newton/solve.py` and `damping.py`)."""
+        """One step (see `gauss_newton/solve.py`)."""
         step.note_losses("its Hessian is taken for the identity")
         objective = Objective.of(step, self.space)
-        self.measure(objective)
-        residuals = self.outputs * objective.examples
+        self.outputs = outputs_of(step.batch.terms)
+        self.activations = activations(self.job.model, objective.call)
+        residuals: Any = self.outputs * objective.examples
         spaces = self.spaces(objective, residuals)
-        with tf.control_dependencies(self.checks(spaces, residuals)):
+        # In the space of the parameters their number does not matter.
+        checks: list[tf.Operation] = []
+        if PARAMETERS not in spaces and not isinstance(residuals, int):
+            checks = [self.limits.check_residuals(residuals)]
+        with tf.control_dependencies(checks):
             point = objective.point(self.limits.block // self.outputs)
         state = self.job.own(self.states)
-        ways = {
-            PARAMETERS: lambda: self.among_weights(objective, point, state),
-            RESIDUALS: lambda: self.among_residuals(objective, point, state),
-        }
         moved = self.withhold_gradients(step, point.loss)
+        ways = [
+            functools.partial(self.tries, space, objective, point, state)
+            for space in spaces
+        ]
 
         def direction() -> Update:
-            if len(spaces) == 1:
-                found = ways[spaces[0]]()
+            if len(ways) == 1:
+                found = ways[0]()
             else:
                 most = min(self.space.size - 1, self.limits.most_residuals())
-                few = residuals <= most
-                found = tf.cond(few, ways[RESIDUALS], ways[PARAMETERS])
+                found = tf.cond(residuals <= most, *ways)
             state.note(found, residuals, self.job.name)
             return Update(moved(found.change))
 
@@ -184,38 +186,14 @@ class GaussNewtonMethod(Method):
 
         return gradients
 
-    def among_weights(
-        self, objective: Objective, point: Point, state: State
-    ) -> Search:
-        """J^T J and J^T r -> [all-reduce] -> tries."""
-        matrix, gradient = point.jacobian.squares()
-        matrix, gradient, before = objective.total(matrix, gradient, point.loss)
-        ridge = self.ridge()
-        diagonal = tf.linalg.diag_part(matrix) + ridge
-        equations = ParameterSpace(
-            tf.linalg.set_diag(matrix, diagonal),
-            gradient + ridge * self.space.join(point.jacobian.values),
-        )
-        return self.tries(objective, equations, before, state)
-
-    def among_residuals(
-        self, objective: Objective, point: Point, state: State
-    ) -> Search:
-        """J J^T -> tries."""
-        jacobian = point.jacobian
-        residuals = [read.residuals() for read in jacobian.reads]
-        flat = tf.reshape(tf.concat(residuals, 1), [-1])
-        equations = ResidualSpace(jacobian.rows(), flat)
-        return self.tries(objective, equations, point.loss, state)
-
     def tries(
-        self,
-        objective: Objective,
-        equations: NormalEquations,
-        before: tf.Tensor,
-        state: State,
+        self, space: str, objective: Objective, point: Point, state: State
     ) -> Search:
-        """Tries dampings until a step lowers the loss."""
+        """Tries dampings in a space until a step lowers the loss."""
+        if space == RESIDUALS:
+            equations, before = self.among_residuals(point), point.loss
+        else:
+            equations, before = self.among_weights(objective, point)
         rate = tf.cast(self.job.inner_optimizer.learning_rate, tf.float64)
         return search(
             equations,
@@ -228,25 +206,38 @@ class GaussNewtonMethod(Method):
             objective.precision,
         )
 
-    def ridge(self) -> tf.Tensor:
-        """The Hessian of the L2 penalties, a diagonal."""
-        penalties = [
-            2 * l2_of(v) * tf.ones(v.shape, self.space.dtype)
-            for v in self.job.model.trainable_variables
-        ]
-        return self.space.join(penalties)
+    def among_weights(
+        self, objective: Objective, point: Point
+    ) -> tuple[NormalEquations, tf.Tensor]:
+        """J^T J and J^T r, and the loss, of all replicas."""
+        matrix, gradient = point.jacobian.squares()
+        matrix, gradient, before = objective.total(matrix, gradient, point.loss)
+        # The Hessian of the L2 penalties, a diagonal.
+        ridge = self.space.join(
+            [
+                2 * l2_of(v) * tf.ones(v.shape, self.space.dtype)
+                for v in self.job.model.trainable_variables
+            ]
+        )
+        diagonal = tf.linalg.diag_part(matrix) + ridge
+        equations = ParameterSpace(
+            tf.linalg.set_diag(matrix, diagonal),
+            gradient + ridge * self.space.join(point.jacobian.values),
+        )
+        return equations, before
 
-    def measure(self, objective: Objective) -> None:
-        """Notes what a step takes by the call of the model that it is of."""
-        self.outputs = outputs_of(objective.step.batch.terms)
-        self.activations = activations(self.job.model, objective.call)
+    def among_residuals(self, point: Point) -> NormalEquations:
+        """J J^T and r."""
+        jacobian = point.jacobian
+        residuals = [read.residuals() for read in jacobian.reads]
+        flat = tf.reshape(tf.concat(residuals, 1), [-1])
+        return ResidualSpace(jacobian.rows(), flat)
 
     def spaces(
         self, objective: Objective, residuals: int | tf.Tensor
     ) -> tuple[str, ...]:
-        """The space, or both, that a step may be solved in."""
-        job = self.job
-        replicas = job.topology.replicas
+        """The space that a step may be solved in, or both, residuals first."""
+        replicas = self.job.topology.replicas
         # Replicas must not decide by their own number of examples.
         is_known = isinstance(residuals, int) and replicas == 1
         terms = objective.step.batch.terms
@@ -254,20 +245,8 @@ class GaussNewtonMethod(Method):
             self.limits,
             self.solve,
             residuals if is_known else None,
-            why_only_parameters(job.model, replicas, terms),
+            why_only_parameters(self.job.model, replicas, terms),
         )
-
-    def checks(
-        self, spaces: Sequence[str], residuals: int | tf.Tensor
-    ) -> list[tf.Operation]:
-        """Checks that the rows wait for, lest they are too many.
-
-        In the space of the parameters, the only one of several replicas, their
-        number does not matter.
-        """
-        if PARAMETERS in spaces or isinstance(residuals, int):
-            return []
-        return [self.limits.check_residuals(residuals)]
 
     # --------------------------------------------------- binding and state
     @override
@@ -285,13 +264,8 @@ class GaussNewtonMethod(Method):
     def limits(self) -> Limits:
         """Sizes of the matrices."""
         most = MOST_BYTES if self.max_bytes is None else self.max_bytes
-        return Limits(
-            self.space.size,
-            self.space.dtype,
-            most,
-            self.outputs,
-            self.activations,
-        )
+        n, dtype = self.space.size, self.space.dtype
+        return Limits(n, dtype, most, self.outputs, self.activations)
 
     @override
     def create(self) -> Sequence[Tracked]:
@@ -324,7 +298,7 @@ class GaussNewtonMethod(Method):
 
     @override
     def summary(self) -> list[str]:
-        job, last = self.job, self.last_step()
+        job, last, limits = self.job, self.last_step(), self.limits
         state = bytes_text(self.state_bytes()["total"])
         only = why_only_parameters(job.model, job.topology.replicas)
         solve = self.solve if only is None else PARAMETERS
@@ -341,20 +315,23 @@ class GaussNewtonMethod(Method):
                 f"{int(job.clock)} steps."
             )
         titles += self.job.losses.lines()
-        residuals = int(last["residuals"]) if last else None
-        return describe(titles, self.limits, solve, residuals)
+        rows = []
+        for m in [int(last["residuals"])] if last else EXAMPLES:
+            space = limits.space(solve, m)
+            need = bytes_text(limits.bytes(space, m))
+            allowed = "" if limits.allows(space, m) else " (too large)"
+            rows.append((f"{m:,}", space, need + allowed))
+        header = ("Residuals m", "Space", "Bytes of a step")
+        return [*titles, "", *table(header, rows)]
 
     @override
     def state_bytes(self) -> dict[str, int]:
         space = self.space
-        previous = space.size * space.dtype.size
         with planned():
             total = State(self.damping, space).bytes
-        return {
-            "previous_step": previous,
-            "counters": total - previous,
-            "total": total,
-        }
+        previous = space.size * space.dtype.size
+        counters = total - previous
+        return {"previous_step": previous, "counters": counters, "total": total}
 
     @override
     def communication_bytes(self) -> dict[str, dict[str, int]]:
@@ -366,27 +343,5 @@ class GaussNewtonMethod(Method):
             "losses": 2 * tf.float64.size,
         }
         workers = self.job.topology.replicas
-        return {
-            "plain": {
-                name: all_reduce_bytes(value, workers)
-                for name, value in kinds.items()
-            }
-        }
-
-
-# Batches that are shown before a step has shown its own.
-EXAMPLES = (100, 1_000, 10_000, 100_000)
-
-
-def describe(
-    titles: Sequence[str], limits: Limits, solve: str, residuals: int | None
-) -> list[str]:
-    """Returns the lines of the summary of an optimizer."""
-    rows = []
-    for m in EXAMPLES if residuals is None else (residuals,):
-        space = limits.space(solve, m)
-        need = bytes_text(limits.bytes(space, m))
-        allowed = "" if limits.allows(space, m) else " (too large)"
-        rows.append((f"{m:,}", space, need + allowed))
-    header = ("Residuals m", "Space", "Bytes of a step")
-    return [*titles, "", *table(header, rows)]
+        plain = {k: all_reduce_bytes(v, workers) for k, v in kinds.items()}
+        return {"plain": plain}

@@ -7,8 +7,10 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.model_taps import ForwardCall, ForwardTap, paused
+from tfkfac.curvature.gauss_newton import Reading
+from tfkfac.curvature.hessian import tape
 from tfkfac.gauss_newton.jacobian import Jacobian
-from tfkfac.gauss_newton.residuals import Leaves, read_outputs
+from tfkfac.gauss_newton.residuals import read_outputs
 from tfkfac.gauss_newton.support import check_call
 from tfkfac.linalg.symmetric import pack, unpack
 from tfkfac.linalg.vectors import FlatSpace
@@ -17,32 +19,20 @@ from tfkfac.training.step import Step
 
 
 class Point(NamedTuple):
-    """The loss of this replica's examples where a step begins.
+    """The loss of this replica's examples where a step begins."""
 
-    Attributes:
-        loss: The loss, a float64 scalar.
-        jacobian: The Jacobian of its residuals.
-    """
-
-    loss: tf.Tensor
-    jacobian: Jacobian
+    loss: tf.Tensor  # a float64 scalar
+    jacobian: Jacobian  # of its residuals
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The loss of the batch of a step.
-
-    Attributes:
-        step: The step.
-        call: How the model is called, and what it returned.
-        arguments: Those of `compute_loss`.
-        space: The space of the flat vectors of all trainable weights.
-    """
+    """The loss of the batch of a step."""
 
     step: Step
-    call: ForwardCall
-    arguments: dict[str, Any]
-    space: FlatSpace
+    call: ForwardCall  # with what the model returned
+    arguments: dict[str, Any]  # of `compute_loss`
+    space: FlatSpace  # of the flat vectors of all trainable weights
 
     @classmethod
     def of(cls, step: Step, space: FlatSpace) -> "Objective":
@@ -85,17 +75,22 @@ class Objective:
         model, dtype = self.step.job.model, self.space.dtype
         values = [tf.identity(v.value) for v in self.weights]
         mapping = list(zip(self.weights, values, strict=True))
-        with tf.GradientTape(
-            persistent=True, watch_accessed_variables=False
-        ) as tape:
-            leaves = Leaves(tape)
-            outputs = leaves.cut(self.call.outputs)
+        with tape(persistent=True) as back:
+            flat = keras.tree.flatten(self.call.outputs)
+            readings = [Reading(back) for _ in flat]
+            outputs = keras.tree.pack_sequence_as(
+                self.call.outputs,
+                [
+                    r.cut(output)
+                    for r, output in zip(readings, flat, strict=True)
+                ],
+            )
             with paused(), keras.StatelessScope(mapping, collect_losses=True):
                 loss = loss_of_outputs(
                     model, self.arguments, outputs, self.step.loss.shares
                 )
-        slopes = leaves.slopes(loss)
-        reads = read_outputs(self.step, self.call, leaves, slopes, dtype)
+        slopes = back.gradient(loss, [r.leaves for r in readings])
+        reads = read_outputs(self.step, self.call, readings, slopes, dtype)
         jacobian = Jacobian(
             model, self.call, self.weights, values, self.space, reads, block
         )
@@ -103,18 +98,13 @@ class Objective:
 
     def loss_after(self, change: tf.Tensor) -> tf.Tensor:
         """The loss of all replicas after a change of the weights."""
-        values = [
-            v.value + part
-            for v, part in zip(
-                self.weights, self.space.split(change), strict=True
-            )
-        ]
+        weights, parts = self.weights, self.space.split(change)
         loss = replay_loss(
             self.step.job.model,
             self.call,
             self.arguments,
-            self.weights,
-            values,
+            weights,
+            [v.value + part for v, part in zip(weights, parts, strict=True)],
             self.step.loss.shares,
         )
         (total,) = self.step.group.all_reduce([number(loss)])

@@ -28,13 +28,11 @@ class DiagonalRoot(NamedTuple):
 
     diagonal: tf.Tensor
 
-    def part(self, first: tf.Tensor, end: tf.Tensor) -> "DiagonalRoot":
-        """That of some examples."""
-        return DiagonalRoot(self.diagonal[first:end])
-
-    def times(self, rows: tf.Tensor) -> tf.Tensor:
-        """`B^T` times rows `(examples, outputs, n)`."""
-        return self.diagonal[:, :, None] * rows
+    def times(
+        self, rows: tf.Tensor, first: tf.Tensor, end: tf.Tensor
+    ) -> tf.Tensor:
+        """`B^T` times rows `(examples, outputs, n)` of some examples."""
+        return self.diagonal[first:end, :, None] * rows
 
     def residuals(self, slopes: tf.Tensor) -> tf.Tensor:
         """Solves `B r = slopes`, both `(examples, outputs)`."""
@@ -46,15 +44,13 @@ class TermRoot(NamedTuple):
 
     columns: tf.Tensor
 
-    def part(self, first: tf.Tensor, end: tf.Tensor) -> "TermRoot":
-        """That of some examples."""
-        return TermRoot(self.columns[first:end])
-
-    def times(self, rows: tf.Tensor) -> tf.Tensor:
-        """`B^T` times rows."""
+    def times(
+        self, rows: tf.Tensor, first: tf.Tensor, end: tf.Tensor
+    ) -> tf.Tensor:
+        """`B^T` times rows of some examples."""
         _, terms, size, _ = self.columns.shape
         by_term = tf.reshape(rows, [-1, terms, size, rows.shape[-1]])
-        made = tf.matmul(self.columns, by_term, transpose_a=True)
+        made = tf.matmul(self.columns[first:end], by_term, transpose_a=True)
         return tf.reshape(made, [-1, terms * size, rows.shape[-1]])
 
     def residuals(self, slopes: tf.Tensor) -> tf.Tensor:
@@ -70,62 +66,36 @@ Root = DiagonalRoot | TermRoot
 
 
 class Read(NamedTuple):
-    """The output of the model that one loss reads.
+    """The output of the model that one loss reads."""
 
-    Attributes:
-        position: Which of the model's outputs it is.
-        is_logits: Whether it is the logits behind that.
-        output: Its value.
-        slopes: Gradient of the loss there, `(examples, outputs)`.
-        root: Root of the Hessian there.
-        size: Number of outputs of an example.
-    """
-
-    position: int
-    is_logits: bool
-    output: tf.Tensor
-    slopes: tf.Tensor
-    root: Root
-    size: int
+    position: int  # among the model's outputs
+    is_logits: bool  # whether it is the logits behind that output
+    output: tf.Tensor  # its value
+    slopes: tf.Tensor  # gradient of the loss there, `(examples, outputs)`
+    root: Root  # of the Hessian there
+    size: int  # number of outputs of an example
 
     def residuals(self) -> tf.Tensor:
         """r, `(examples, outputs)`."""
         return self.root.residuals(self.slopes)
 
 
-class Leaves:
-    """Cuts a model's outputs off from the model, to differentiate the loss.
-
-    Args:
-        tape: What watches them.
-    """
-
-    def __init__(self, tape: tf.GradientTape) -> None:
-        self._tape = tape
-        self.readings: list[Reading] = []
-
-    def cut(self, outputs: Any) -> Any:
-        """Returns what the loss takes for the outputs."""
-        return keras.tree.map_structure(self._cut_one, outputs)
-
-    def _cut_one(self, output: Any) -> Any:
-        reading = Reading(self._tape)
-        self.readings.append(reading)
-        return reading.cut(output)
-
-    def slopes(self, loss: tf.Tensor) -> list[list[tf.Tensor | None]]:
-        """Gradients at the logits, if there are any, and at the outputs."""
-        return self._tape.gradient(loss, [r.leaves for r in self.readings])
-
-
 def read_outputs(
     step: Step,
     call: ForwardCall,
-    leaves: Leaves,
+    readings: Sequence[Reading],
     slopes: Sequence[Sequence[tf.Tensor | None]],
     dtype: tf.DType,
 ) -> list[Read]:
-    """Finds what each loss of a step reads."""
+    """Finds what each loss of a step reads.
+
+    Args:
+        step: The step.
+        call: The call of the model, with its outputs.
+        readings: A reading of each output.
+        slopes: Gradients of the loss at the leaves of these.
+        dtype: Dtype of the weights' vectors.
+    """
     flat = keras.tree.flatten(call.outputs)
     position = {id(output): i for i, output in enumerate(flat)}
     terms, replicas = step.loss.losses, step.job.topology.replicas
@@ -135,25 +105,16 @@ def read_outputs(
         output = output_of(one)
         assert isinstance(output, Output)
         place = position[id(output.predictions)]
-        behind, here = leaves.readings[place].leaves, slopes[place]
+        # The logits, if there are any, come before the output.
+        behind, here = readings[place].leaves, slopes[place]
         chosen = next(i for i, slope in enumerate(here) if slope is not None)
         is_logits = chosen < len(behind) - 1
         size = math.prod(behind[chosen].shape[1:])
-        reads.append(
-            Read(
-                place,
-                is_logits,
-                behind[chosen],
-                tf.reshape(tf.cast(here[chosen], dtype), [-1, size]),
-                root_of(
-                    output,
-                    tf.cast(behind[chosen], dtype),
-                    is_logits,
-                    scale_of(one, share, replicas),
-                ),
-                size,
-            )
-        )
+        slope = tf.reshape(tf.cast(here[chosen], dtype), [-1, size])
+        scale = scale_of(one, share, replicas)
+        values = tf.cast(behind[chosen], dtype)
+        root = root_of(output, values, is_logits, scale)
+        reads.append(Read(place, is_logits, behind[chosen], slope, root, size))
     return reads
 
 

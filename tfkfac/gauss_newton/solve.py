@@ -38,15 +38,10 @@ from tfkfac.linalg.vectors import row_products
 
 
 class NormalEquations(abc.ABC):
-    """The model of the loss of one step.
+    """The model of the loss of one step."""
 
-    Attributes:
-        gradient: g.
-        scale: Mean of the diagonal of `K^T K + R`, the unit of the damping.
-    """
-
-    gradient: tf.Tensor
-    scale: tf.Tensor
+    gradient: tf.Tensor  # g
+    scale: tf.Tensor  # mean diagonal of `K^T K + R`, the unit of the damping
 
     @abc.abstractmethod
     def step(self, shift: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
@@ -58,12 +53,7 @@ class NormalEquations(abc.ABC):
 
 
 class ParameterSpace(NormalEquations):
-    """By a matrix of the weights.
-
-    Args:
-        matrix: `K^T K + R`, `(n, n)`.
-        gradient: g.
-    """
+    """By a matrix of the weights, `K^T K + R`, `(n, n)`."""
 
     def __init__(self, matrix: tf.Tensor, gradient: tf.Tensor) -> None:
         self.matrix = matrix
@@ -81,12 +71,7 @@ class ParameterSpace(NormalEquations):
 
 
 class ResidualSpace(NormalEquations):
-    """By a matrix of the residuals.
-
-    Args:
-        rows: K, `(m, n)`.
-        residuals: r.
-    """
+    """By a matrix of the residuals, `K K^T`, of the rows K, `(m, n)`."""
 
     def __init__(self, rows: tf.Tensor, residuals: tf.Tensor) -> None:
         self.rows = rows
@@ -135,26 +120,17 @@ _ROUNDINGS = 8
 class Search(NamedTuple):
     """The outcome of the tries of a step.
 
-    Attributes:
-        damping: That of the next try, or of the next step, float64.
-        growth: What another failure multiplies it by.
-        tries: Number of tries, int32.
-        change: The step, zero if none is taken.
-        used: The damping of the last try.
-        predicted: How much less the model says the loss is after it.
-        actual: How much less it is.
-        accepted: Whether a step is taken.
-        settled: Whether the loss is so near to its minimum that no
-            reduction can be seen in its digits.
+    It is settled if the loss is so near to its minimum that no reduction can be
+    seen in its digits.
     """
 
-    damping: tf.Tensor
-    growth: tf.Tensor
-    tries: tf.Tensor
-    change: tf.Tensor
-    used: tf.Tensor
-    predicted: tf.Tensor
-    actual: tf.Tensor
+    damping: tf.Tensor  # of the next try, or of the next step, float64
+    growth: tf.Tensor  # that another failure multiplies it by
+    tries: tf.Tensor  # number, int32
+    change: tf.Tensor  # the step, zero if none is taken
+    used: tf.Tensor  # damping of the last try
+    predicted: tf.Tensor  # reduction of the loss that the model says
+    actual: tf.Tensor  # reduction of the loss
     accepted: tf.Tensor
     settled: tf.Tensor
 
@@ -171,21 +147,14 @@ def search(
 ) -> Search:
     """Tries dampings, at most `max_tries`, until a step lowers the loss.
 
-    Collectives are legal in `loss`: all replicas make the same tries.
-
-    Args:
-        equations: The model of the loss.
-        loss: The loss after a change of the weights, float64.
-        before: The loss without.
-        damping: The damping of the first try.
-        momentum: What the first try is pulled to, a multiple of the step
-            before; the others are not.
-        rate: The learning rate, which multiplies a step.
-        max_tries: Number of tries.
-        precision: The dtype that the loss is computed in.
+    The first one alone is pulled to `momentum`, a multiple of the step before.
+    `loss` after a change of the weights is computed in `precision`, and is
+    float64, as it is `before`. Collectives are legal in it: all replicas make
+    the same tries.
     """
     gradient, dtype = equations.gradient, equations.gradient.dtype
     floor = _ROUNDINGS * rounding(precision) * tf.abs(before)
+    least = 1e-14 if dtype == tf.float64 else 1e-8  # a matrix' rounding
 
     def attempt(index: tf.Tensor, last: Search) -> Search:
         shift = tf.cast(last.damping, dtype) * equations.scale
@@ -204,7 +173,7 @@ def search(
         factor = tf.where(accepted, factor, last.growth)
         factor = tf.where(settled, tf.ones_like(factor), factor)
         return Search(
-            tf.clip_by_value(last.damping * factor, least(dtype), LARGEST),
+            tf.clip_by_value(last.damping * factor, least, LARGEST),
             2 * last.growth,
             last.tries + 1,
             tf.where(accepted, change, tf.zeros_like(change)),
@@ -234,8 +203,3 @@ def search(
         0,
         max_tries,
     )
-
-
-def least(dtype: tf.DType) -> float:
-    """The least damping: about the rounding of a matrix of that dtype."""
-    return 1e-14 if dtype == tf.float64 else 1e-8

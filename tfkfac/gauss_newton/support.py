@@ -132,26 +132,21 @@ def check_call(
                 "`train_step` does."
             )
         assert one.call is not None
-        warn_of_rounding(model, one.call.loss)
+        exact = any(v.dtype == "float64" for v in model.trainable_variables)
+        if exact and (loss := one.call.loss).dtype != "float64":
+            warnings.warn(
+                f"Loss '{loss.name}' of model '{model.name}' is computed in "
+                f"{loss.dtype}, whose rounding ends the steps, though weights "
+                "are float64. Call `keras.config.set_floatx('float64')` first, "
+                'or compile with a loss of `dtype="float64"`.',
+                stacklevel=2,
+            )
         if not predictions.shape[1:].is_fully_defined():
             raise ValueError(
                 "`GaussNewton` needs a fixed number of outputs for each "
                 f"example. Received: outputs of shape {predictions.shape} of "
                 f"model '{model.name}'."
             )
-
-
-def warn_of_rounding(model: keras.Model, loss: keras.losses.Loss) -> None:
-    """Warns of a loss in float32 of weights in float64."""
-    exact = any(v.dtype == "float64" for v in model.trainable_variables)
-    if exact and loss.dtype != "float64":
-        warnings.warn(
-            f"Loss '{loss.name}' of model '{model.name}' is computed in "
-            f"{loss.dtype}, whose rounding ends the steps, though weights are "
-            "float64. Call `keras.config.set_floatx('float64')` first, or "
-            'compile with a loss of `dtype="float64"`.',
-            stacklevel=2,
-        )
 
 
 def changed_layers(model: keras.Model, call: ForwardCall) -> list[str]:
@@ -224,22 +219,13 @@ _NEED = "{}"
 
 
 class Limits(NamedTuple):
-    """Sizes of a step.
+    """Sizes of a step."""
 
-    Attributes:
-        weights: Number of weights, n.
-        dtype: Dtype of the matrices.
-        most: Most bytes.
-        outputs: Number of outputs of an example.
-        activations: Numbers that the model makes of an example, once for each
-            output.
-    """
-
-    weights: int
-    dtype: tf.DType
-    most: int
-    outputs: int = 1
-    activations: int = 0
+    weights: int  # number, n
+    dtype: tf.DType  # of the matrices
+    most: int  # bytes
+    outputs: int = 1  # of an example
+    activations: int = 0  # of an example, once for each output
 
     def bytes(self, space: str, residuals: int) -> int:
         """Bytes of a step at work, the model's passes for its rows included."""
@@ -269,25 +255,13 @@ class Limits(NamedTuple):
         return self.bytes(space, residuals) <= self.most
 
     def most_residuals(self) -> int:
-        """The largest number that can be solved for in their own space."""
-        low, high = 0, self.most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.allows(RESIDUALS, middle):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        """The largest number m that can be solved for in their own space.
 
-    def check(self, space: str, residuals: int) -> None:
-        """Refuses a step that is too large.
-
-        Raises:
-            ValueError: If it is.
+        It is the largest with `a m^2 + b m <= c`.
         """
-        if not self.allows(space, residuals):
-            need = bytes_text(self.bytes(space, residuals))
-            raise ValueError(self._refusal(space, need))
+        a, b = _MATRICES, self._row(RESIDUALS)
+        c = self.most // self.dtype.size
+        return (math.isqrt(b * b + 4 * a * c) - b) // (2 * a)
 
     def check_residuals(self, residuals: tf.Tensor) -> tf.Operation:
         """Refuses a number of residuals in their own space when it is known."""
@@ -295,7 +269,7 @@ class Limits(NamedTuple):
         numbers = _MATRICES * m * m + m * self._row(RESIDUALS)
         size, unit = unit_of(self.most)
         need = tf.cast(self.dtype.size * numbers, tf.float64) / size
-        before, after = self._refusal(RESIDUALS, _NEED).split(_NEED)
+        before, after = self.refusal(RESIDUALS, _NEED).split(_NEED)
         text = [before, tf.strings.as_string(need, 2), f" {unit}", after]
         return refuse(m > self.most_residuals(), tf.strings.join(text))
 
@@ -303,7 +277,7 @@ class Limits(NamedTuple):
         """Numbers of a row while it is made."""
         return _COPIES[space] * self.weights + self.activations
 
-    def _refusal(self, space: str, need: str) -> str:
+    def refusal(self, space: str, need: str) -> str:
         """Why a step is too large, and what to do."""
         smaller = (
             "`batch_size` (a step on fewer residuals than weights is solved "
@@ -340,6 +314,9 @@ def choose_spaces(
             return RESIDUALS, PARAMETERS
         return (RESIDUALS,)  # the number is checked when it is known
     space = limits.space(solve, residuals or 0)
-    if residuals is not None or space == PARAMETERS:
-        limits.check(space, limits.block if residuals is None else residuals)
+    if residuals is None and space == PARAMETERS:
+        residuals = limits.block
+    if residuals is not None and not limits.allows(space, residuals):
+        need = bytes_text(limits.bytes(space, residuals))
+        raise ValueError(limits.refusal(space, need))
     return (space,)
