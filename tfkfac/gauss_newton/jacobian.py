@@ -153,7 +153,7 @@ class Jacobian:
 def leaves_of(call: ForwardCall) -> tuple[list[Any], list[int]]:
     """The arguments of a call, and which of them have examples."""
     leaves = keras.tree.flatten((call.args, call.kwargs))
-    shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
+    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in leaves]
     batches = [i for i, shape in enumerate(shapes) if len(shape) > 0]
     return leaves, [i for i in batches if shapes[i][0] == shapes[batches[0]][0]]
 
