@@ -6,9 +6,6 @@ NCCL pairs the calls of devices by their order, which nothing here can run:
 that they have one is read off the graphs.
 """
 
-from typing import Any
-from unittest import mock
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -60,37 +57,6 @@ def test_a_model_of_one_layer_trains(pool: Pool, job: str) -> None:
     for ours, theirs in zip(first, second, strict=True):
         np.testing.assert_array_equal(ours, theirs)
         assert np.isfinite(ours).all()
-
-
-def test_a_part_of_a_group_has_its_token() -> None:
-    """Or the collectives of both would not be ordered among each other."""
-    token = tf.Variable(0.0)
-    part = Communicator(2, 4, "scope", token=token).among((0, 2))
-    assert (part.rank, part.size) == (1, 2)
-    assert part._token is token
-
-
-@pytest.mark.parametrize(
-    ("hint", "wire"), [("nccl", tf.float32), ("auto", tf.bfloat16)]
-)
-@pytest.mark.parametrize("given", [None, tf.bfloat16])
-def test_bfloat16_is_not_added_up_over_nccl(
-    hint: str, wire: tf.DType, given: tf.DType | None
-) -> None:
-    """Whether tensors have that dtype or are to be sent in it."""
-    sent: list[tf.DType] = []
-
-    def reduce(input: tf.Tensor, **_: Any) -> tf.Tensor:
-        sent.append(input.dtype)
-        return 2 * input
-
-    dtypes = [tf.bfloat16] * 2 if given is None else [tf.float32, tf.float64]
-    tensors = [tf.constant([1.0, 2.5], d) for d in dtypes]
-    with mock.patch.object(tf.raw_ops, "CollectiveReduce", reduce):
-        sums = Communicator(0, 2, "scope", hint).all_reduce(tensors, given)
-    assert sent == [wire]
-    assert [t.dtype for t in sums] == [t.dtype for t in tensors]
-    np.testing.assert_array_equal(tf.cast(sums[0], tf.float32), [2.0, 5.0])
 
 
 def test_no_two_reductions_share_a_scope() -> None:

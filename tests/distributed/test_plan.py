@@ -159,7 +159,7 @@ class TestPlan:
     @pytest.mark.parametrize(
         ("mode", "arguments", "message"),
         [
-            ("mem_opt", {"fraction": 0.5}, "must be None unless"),
+            ("mem_opt", {"fraction": 0.5}, "with it alone"),
             ("hybrid_opt", {"fraction": None}, "must be given with"),
             ("magic", {}, "`distribution` must be one of"),
             ("mem_opt", {"policy": "magic"}, "`assignment` must be one of"),
@@ -203,9 +203,15 @@ class TestAssign:
         bound = (4 * workers - 1) * best
         assert 3 * workers * makespan(costs, chosen, workers) <= bound
 
-    def test_costly_first_ties_by_order(self) -> None:
+    def test_by_hand(self) -> None:
+        """The costly first, ties by their order."""
         assert assign([5, 5, 9, 5], 2, "compute") == (1, 1, 0, 0)
         assert assign([1, 1, 1], 3, "memory") == (0, 1, 2)
+        assert assign([9, 1, 1, 1, 1], 3, "round_robin") == (0, 1, 2, 0, 1)
+        assert sorted(assign([3, 2], 8, "compute")) == [0, 1]
+        assert assign([], 2, "compute") == ()
+        with pytest.raises(ValueError, match=r"`workers`.*workers=0"):
+            assign([1], 0, "compute")
 
     def test_every_turn_is_balanced(self) -> None:
         """By hand: without turns, both nines would have one worker each."""
@@ -216,17 +222,6 @@ class TestAssign:
         # Memory is held over all turns.
         memory = assign(costs, 2, "memory")
         assert assign(costs, 2, "memory", turns) == memory
-
-    def test_round_robin(self) -> None:
-        assert assign([9, 1, 1, 1, 1], 3, "round_robin") == (0, 1, 2, 0, 1)
-
-    def test_more_workers_than_pieces(self) -> None:
-        assert sorted(assign([3, 2], 8, "compute")) == [0, 1]
-        assert assign([], 2, "compute") == ()
-
-    def test_no_workers(self) -> None:
-        with pytest.raises(ValueError, match=r"`workers`.*workers=0"):
-            assign([1], 0, "compute")
 
 
 class TestGradientWorkers:

@@ -1,4 +1,5 @@
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,6 +53,9 @@ def test_peers_have_the_same_role() -> None:
 
 
 def test_members_are_numbered_within_their_group() -> None:
+    """And keep the token, which orders the collectives of both."""
+    token = tf.Variable(0.0)
     for rank, place in [(2, 0), (4, 2)]:
-        part = Communicator(rank, 5, "scope").among((2, 3, 4))
+        part = Communicator(rank, 5, "scope", token=token).among((2, 3, 4))
         assert (part.rank, part.size) == (place, 3)
+        assert part._token is token

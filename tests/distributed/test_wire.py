@@ -15,7 +15,6 @@ from tfkfac.distributed.collectives import (
     Item,
     all_reduce_bytes,
     broadcast_items,
-    bundles,
     rounds,
 )
 
@@ -67,20 +66,6 @@ def test_members_get_what_the_root_has(sent: list[Item]) -> None:
         assert received == sum(
             math.prod(item.spec.shape) * item.spec.dtype.size for item in others
         )
-
-
-@given(items())
-def test_bundles(sent: list[Item]) -> None:
-    """One message for all with the same way; none for who needs none."""
-    found = bundles(sent)
-    together = [item for bundle in found.values() for item in bundle]
-    assert sorted(i.layer for i in together) == [
-        i.layer for i in sent if len(i.members) > 1
-    ]
-    for (root, members), bundle in found.items():
-        assert all((i.root, i.members) == (root, members) for i in bundle)
-    ways = [(i.root, i.members) for i in sent if len(i.members) > 1]
-    assert list(found) == list(dict.fromkeys(ways))
 
 
 def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,6 @@ def check_agreement(
 
     Every worker has to call it; each of them raises.
 
-    Args:
-        description: Anything that JSON can hold, by name.
-        communicator: The collectives of this process with the others.
-
     Raises:
         ValueError: If descriptions differ. The message says where.
     """
@@ -44,16 +40,9 @@ def check_agreement(
 def exchange(
     description: Mapping[str, Any], communicator: Communicator
 ) -> list[dict[str, Any]]:
-    """Descriptions of all workers.
+    """Descriptions by worker, of anything that JSON can hold.
 
     Every worker has to call it.
-
-    Args:
-        description: Anything that JSON can hold, by name.
-        communicator: The collectives of this process with the others.
-
-    Returns:
-        The descriptions by worker.
     """
     own = encode(description)
     # On GPUs too: no kernel of theirs knows what is sent.

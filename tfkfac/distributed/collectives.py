@@ -24,7 +24,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -112,28 +112,43 @@ class Communicator:
         """
         if self.size == 1 or not tensors:
             return list(tensors)
-        everyone = tuple(range(self.size))
         results: list[tf.Tensor] = []
 
         def wire(own: tf.DType) -> tf.DType:
             return sum_dtype(dtype or own, self._hint)
 
         for bucket in split_buckets(tensors, wire):
-            flat = flatten(bucket, wire)
-            group, instance = self._keys("reduce", everyone, 0, flat)
-            reduce = functools.partial(
+            total = self._among_all(
+                "reduce",
                 tf.raw_ops.CollectiveReduce,
+                flatten(bucket, wire),
+                merge_op="Add",
+                final_op="Id",
+                subdiv_offsets=[0],
+            )
+            results += unflatten(total, bucket)
+        return results
+
+    def _among_all(
+        self,
+        kind: str,
+        operation: Callable[..., tf.Tensor],
+        flat: tf.Tensor,
+        **arguments: Any,
+    ) -> tf.Tensor:
+        """Makes a collective of all members of the group."""
+        everyone = tuple(range(self.size))
+        group, instance = self._keys(kind, everyone, 0, flat)
+        return self._launch(
+            lambda: operation(
                 input=flat,
                 group_size=self.size,
                 group_key=group,
                 instance_key=instance,
-                merge_op="Add",
-                final_op="Id",
-                subdiv_offsets=[0],
                 communication_hint=self._hint,
+                **arguments,
             )
-            results += unflatten(self._launch(reduce), bucket)
-        return results
+        )
 
     def broadcast(
         self,
@@ -141,7 +156,6 @@ class Communicator:
         like: Sequence[tf.TensorSpec],
         root: int,
         members: tuple[int, ...],
-        dtype: tf.DType | None = None,
     ) -> list[tf.Tensor] | None:
         """Sends tensors from one member to some others.
 
@@ -150,25 +164,19 @@ class Communicator:
             like: Their shapes and dtypes.
             root: The member that sends.
             members: Those that send and receive, in ascending order.
-            dtype: Dtype on the wire; None is each tensor's own.
 
         Returns:
-            The tensors on those members, as they came off the wire (on the
-            root too, so that all have the same bits); None on others.
+            The tensors on those members; None on others.
         """
         results: list[tf.Tensor] = []
-        start = 0
-
-        def wire(own: tf.DType) -> tf.DType:
-            return dtype or own
-
-        for bucket in split_buckets(like, wire):
+        rest = iter(tensors or ())
+        for bucket in split_buckets(like):
             mine = None
-            if self.rank == root and tensors is not None:
-                part = tensors[start : start + len(bucket)]
-                mine = flatten(part, wire)
-            start += len(bucket)
-            flat = self._broadcast_flat(mine, bucket, root, members, dtype)
+            if self.rank == root:
+                mine = flatten(list(itertools.islice(rest, len(bucket))))
+            size = sum(math.prod(spec.shape) for spec in bucket)
+            spec = tf.TensorSpec([size], bucket[0].dtype)
+            flat = self._broadcast_flat(mine, spec, root, members)
             if flat is not None:
                 results += unflatten(flat, bucket)
         return results if self.rank in members else None
@@ -176,62 +184,50 @@ class Communicator:
     def _broadcast_flat(
         self,
         flat: tf.Tensor | None,
-        bucket: Sequence[tf.TensorSpec],
+        spec: tf.TensorSpec,
         root: int,
         members: tuple[int, ...],
-        dtype: tf.DType | None,
     ) -> tf.Tensor | None:
-        wire = dtype or bucket[0].dtype
-        size = sum(math.prod(spec.shape) for spec in bucket)
-        spec = tf.TensorSpec([size], wire)
         group, instance = self._keys("broadcast", members, root, spec)
         if self.rank not in members:
             return None
         # The broadcast operations do not know bfloat16; its bits travel as
         # float16's.
-        carrier = tf.float16 if wire == tf.bfloat16 else wire
+        is_carried = spec.dtype == tf.bfloat16
         arguments = {
             "group_size": len(members),
             "group_key": group,
             "instance_key": instance,
-            "shape": [size],
+            "shape": list(spec.shape),
             "communication_hint": self._hint,
         }
         if self.rank == root:
-            sent = tf.bitcast(flat, carrier) if carrier != wire else flat
+            sent = tf.bitcast(flat, tf.float16) if is_carried else flat
             send = tf.raw_ops.CollectiveBcastSend
             self._launch(functools.partial(send, input=sent, **arguments))
             return flat
+        arguments["T"] = tf.float16 if is_carried else spec.dtype
         receive = tf.raw_ops.CollectiveBcastRecv
-        received = self._launch(
-            functools.partial(receive, T=carrier, **arguments)
-        )
-        return tf.bitcast(received, wire) if carrier != wire else received
+        received = self._launch(functools.partial(receive, **arguments))
+        return tf.bitcast(received, spec.dtype) if is_carried else received
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """Stacks a tensor of static shape from all members, by rank."""
         if self.size == 1:
             return tensor[None]
         flat = tf.reshape(tensor, [1, -1])
-        everyone = tuple(range(self.size))
-        group, instance = self._keys("gather", everyone, 0, flat)
-        gather = functools.partial(
+        gathered = self._among_all(
+            "gather",
             tf.raw_ops.CollectiveGather,
-            input=flat,
-            group_size=self.size,
-            group_key=group,
-            instance_key=instance,
+            flat,
             shape=[self.size, flat.shape[1]],
-            communication_hint=self._hint,
         )
-        gathered = self._launch(gather)
         return tf.reshape(gathered, [self.size, *tensor.shape])
 
     def reduce_scatter(self, parts: tf.Tensor) -> tf.Tensor:
-        """Adds up tensors over the group and leaves each member its part.
+        """Adds up tensors of static shape; each member gets its part.
 
-        Args:
-            parts: `(size, ...)`, of static shape, a part for each member.
+        They are `(size, ...)`, a part for each member.
         """
         if self._one_process:
             (total,) = self.all_reduce([parts])
@@ -239,28 +235,18 @@ class Communicator:
         return tf.reduce_sum(self.all_to_all(parts), 0)
 
     def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Exchanges parts: part `i` of member `j` becomes part `j` of `i`.
-
-        Args:
-            tensor: `(size, ...)`, of static shape, a part for each member.
-        """
+        """Exchanges parts: part `i` of member `j` becomes part `j` of `i`."""
         if self.size == 1:
             return tensor
         if self._one_process:
             return self.all_gather(tensor)[:, self.rank]
-        flat = tf.reshape(tensor, [self.size, -1])
-        everyone = tuple(range(self.size))
-        group, instance = self._keys("all to all", everyone, 0, flat)
-        exchange = functools.partial(
+        received = self._among_all(
+            "all to all",
             tf.raw_ops.CollectiveAllToAllV2,
-            input=flat,
-            group_size=self.size,
-            group_key=group,
-            instance_key=instance,
+            tf.reshape(tensor, [self.size, -1]),
             ordering_token=[],
-            communication_hint=self._hint,
         )
-        return tf.reshape(self._launch(exchange), tensor.shape)
+        return tf.reshape(received, tensor.shape)
 
     def _keys(
         self,
@@ -347,7 +333,7 @@ def unflatten(
 
 # ------------------------------------------------------- messages of items
 class Packable(Protocol):
-    """A tensor's layout, which knows what of it has to travel."""
+    """A tensor's layout, which knows what of it has to travel: a `Part`."""
 
     @property
     def shape(self) -> tuple[int, ...]:

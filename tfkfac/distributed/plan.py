@@ -61,17 +61,6 @@ class Mode:
     reduces_factors: bool = True
     policy: str = "compute"
 
-    def count(self, workers: int, fraction: float | None) -> int:
-        """Number of gradient workers of a layer."""
-        if self.gradient_workers == "fraction":
-            assert fraction is not None
-            return gradient_workers(workers, fraction)
-        return workers if self.gradient_workers == "all" else 1
-
-    def splits_layers(self, count: int, workers: int) -> bool:
-        """True if the factors of a layer may have different owners."""
-        return self.reduces_factors and count == workers
-
 
 # Distributed K-FAC (optimised; layer-wise), KAISA, DP-KFAC.
 MODES: dict[str, Mode] = {
@@ -100,13 +89,7 @@ class LayerPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Placement of all layers on the workers.
-
-    Attributes:
-        mode: The distribution mode.
-        workers: Number of workers.
-        layers: Who does what for each layer.
-    """
+    """Placement of all layers on the workers."""
 
     mode: Mode
     workers: int
@@ -207,16 +190,15 @@ def plan_layers(
         ValueError: If an argument is not allowed.
     """
     check_choice("distribution", mode, tuple(MODES))
-    _check_fraction(mode, fraction)
     chosen = MODES[mode]
     if policy is None:
         policy = chosen.policy
-    count = chosen.count(workers, fraction)
+    count = _count_gradient_workers(mode, workers, fraction)
     work = [
         {name: cost(factor, policy) for name, factor in layer.items()}
         for layer in shapes
     ]
-    if chosen.splits_layers(count, workers) and not whole_layers:
+    if chosen.reduces_factors and count == workers and not whole_layers:
         owners = _assign_factors(work, workers, policy, turns)
     else:
         owners = _assign_layers(work, workers, policy, turns)
@@ -329,15 +311,6 @@ def assign(
 
     Where the work is done in turns, with all workers waiting for each other
     after each, `compute` balances every turn, and the whole among equals.
-
-    Args:
-        costs: Cost of every piece.
-        workers: Number of workers.
-        policy: One of `POLICIES`.
-        turns: The turn of every piece; None is a single turn.
-
-    Returns:
-        The worker of every piece.
     """
     check_count("workers", workers, 1)
     check_choice("assignment", policy, POLICIES)
@@ -363,15 +336,8 @@ def assign(
 def gradient_workers(workers: int, fraction: float) -> int:
     """Number of gradient workers of a layer, `max(1, fraction * workers)`.
 
-    Args:
-        workers: Number of workers.
-        fraction: The share of them, in (0, 1].
-
-    Returns:
-        A whole number that divides `workers`.
-
     Raises:
-        ValueError: If there is none.
+        ValueError: If that is no whole number that divides `workers`.
     """
     check_count("workers", workers, 1)
     if not is_number(fraction) or not 0 < fraction <= 1:
@@ -396,16 +362,17 @@ def _fractions(workers: int) -> str:
     return ", ".join("1" if n == workers else f"{n}/{workers}" for n in counts)
 
 
-def _check_fraction(mode: str, fraction: float | None) -> None:
-    wanted = MODES[mode].gradient_workers == "fraction"
-    if wanted and fraction is None:
+def _count_gradient_workers(
+    mode: str, workers: int, fraction: float | None
+) -> int:
+    """Number of gradient workers of a layer."""
+    wanted = MODES[mode].gradient_workers
+    if wanted == "fraction" and fraction is not None:
+        return gradient_workers(workers, fraction)
+    if wanted == "fraction" or fraction is not None:
         raise ValueError(
             "Argument `gradient_worker_fraction` must be given with "
-            f"distribution={mode!r}. Received: gradient_worker_fraction=None"
+            "distribution='hybrid_opt', and with it alone. Received: "
+            f"distribution={mode!r}, gradient_worker_fraction={fraction!r}"
         )
-    if fraction is not None and not wanted:
-        raise ValueError(
-            "Argument `gradient_worker_fraction` must be None unless "
-            f"distribution='hybrid_opt'. Received: distribution={mode!r}, "
-            f"gradient_worker_fraction={fraction!r}"
-        )
+    return workers if wanted == "all" else 1

@@ -42,13 +42,19 @@ class Part:
         return packed
 
     @property
+    def axes(self) -> list[int]:
+        """The axes of what may be of any size beside the rest."""
+        return list(range(len(self.shape)))
+
+    @property
     def scale_shape(self) -> tuple[int, ...]:
         """Shape of what `largest` returns."""
-        return (1,) * len(self.shape)
+        sizes = enumerate(self.shape)
+        return tuple(1 if i in self.axes else size for i, size in sizes)
 
     def largest(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns the largest absolute entry, in a shape to divide by."""
-        return tf.reduce_max(tf.abs(value), keepdims=True)
+        """Returns the largest absolute entries, in a shape to divide by."""
+        return tf.reduce_max(tf.abs(value), self.axes, keepdims=True)
 
     def identity(self, dtype: tf.DType) -> tf.Tensor:
         """The value that leaves a gradient as it is."""
@@ -81,13 +87,8 @@ class MatrixPart(Part):
 
     @property
     @override
-    def scale_shape(self) -> tuple[int, ...]:
-        return (*self.shape[:-2], 1, 1)
-
-    @override
-    def largest(self, value: tf.Tensor) -> tf.Tensor:
-        """One for each matrix: those of a stack may be of any size."""
-        return tf.reduce_max(tf.abs(value), [-2, -1], keepdims=True)
+    def axes(self) -> list[int]:
+        return super().axes[-2:]  # of each matrix
 
     @override
     def identity(self, dtype: tf.DType) -> tf.Tensor:
@@ -160,12 +161,13 @@ class Factor(abc.ABC):
 
         Of a stack, the products of all with a vector each.
         """
-        return self.size**2
+        return self.elements
 
     @property
-    @abc.abstractmethod
     def text(self) -> str:
         """The kind and its size, for a table."""
+        stack = "".join(f"{count} of " for count in self.stack_shape)
+        return f"{stack}{self.size} x {self.size}"
 
     # ------------------------------------------------------------- what it is
     @abc.abstractmethod

@@ -27,16 +27,8 @@ def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
 
     Random rows of the cosine transform of a vector with random signs (Halko,
     Martinsson & Tropp, 2011, section 4.6). They are the same on every worker
-    and in every run. A graph holds the few random numbers; the matrix is
-    computed.
-
-    Args:
-        size: Number of rows.
-        rank: Number of columns, less than `size`.
-        dtype: Dtype of the result.
-
-    Returns:
-        A matrix `(size, rank)`.
+    and in every run. A graph holds the few random numbers; the matrix, of
+    `(size, rank)` with fewer columns than rows, is computed.
     """
     signs, frequencies = _random_transform(size, rank)
     # As whole numbers: a float32 knows no angle of a million turns.
@@ -63,16 +55,13 @@ def nystroem_half(
     """A matrix `F` with `F F^T` near the positive semi-definite `M`.
 
     If the rank of `M` is no larger than the number of columns, `F F^T` is `M`
-    to rounding; in any case it is not above `M`.
+    to rounding; in any case it is not above `M`. It is not finite if the
+    product is not, or far from that with a positive semi-definite matrix.
 
     Args:
         product: `M Omega`, `(..., n, r)`.
         columns: `Omega`, `(n, r)`.
         precision: Dtype in which the product was made.
-
-    Returns:
-        `F`, of the shape of `product`; not finite if that is not, or far from
-        the product with a positive semi-definite matrix.
     """
     core = tf.matmul(columns, product, transpose_a=True)
     # Directions below the noise are left out: that of rounding, and that of
@@ -149,8 +138,7 @@ class LowRank(Factor):
     @property
     @override
     def text(self) -> str:
-        count = "".join(f"{count} of " for count in self.stack_shape)
-        return f"{count}{self.size} x {self.size}, rank {self.rank}"
+        return f"{super().text}, rank {self.rank}"
 
     # ------------------------------------------------------------- what it is
     @override

@@ -30,11 +30,6 @@ class _Matrices(Factor, abc.ABC):
     def operations(self) -> int:
         return self.elements * self.size
 
-    @property
-    @override
-    def multiplications(self) -> int:
-        return self.elements
-
     @override
     def mean_eigenvalue(self, value: tf.Tensor) -> tf.Tensor:
         return mean_eigenvalue(value)
@@ -111,11 +106,6 @@ class Dense(_Matrices):
 
     size: int
 
-    @property
-    @override
-    def text(self) -> str:
-        return f"{self.size} x {self.size}"
-
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
         # Of any size in a function that equal blocks have in common.
@@ -140,11 +130,6 @@ class Stack(_Matrices):
     @override
     def stack_shape(self) -> tuple[int, ...]:
         return (self.count,)
-
-    @property
-    @override
-    def text(self) -> str:
-        return f"{self.count} of {self.size} x {self.size}"
 
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
@@ -178,11 +163,6 @@ class Diagonal(Factor):
     @property
     @override
     def operations(self) -> int:
-        return self.size
-
-    @property
-    @override
-    def multiplications(self) -> int:
         return self.size
 
     @property

@@ -44,10 +44,7 @@ class ActiveBlock:
 def observe(step: Step, state: State, by_rows: bool) -> list[ActiveBlock]:
     """The blocks of a step, with what their layers left behind.
 
-    Args:
-        step: The step.
-        state: What this replica keeps.
-        by_rows: True if gradients may be kept as the rows they are made of.
+    Gradients may be kept as the rows they are made of if `by_rows` is true.
     """
     layers = active_blocks(step, state)
     report_unexplained(layers, state.counters)
@@ -212,17 +209,7 @@ def batch_statistics(
     sharing: str,
     fraction: float | None,
 ) -> Statistics:
-    """Statistics of this replica's batch, by position.
-
-    Args:
-        layers: The blocks of the step.
-        step: The step.
-        choice: The type of the Fisher matrix.
-        state: This replica's state.
-        plan: Who observes what.
-        sharing: The argument `weight_sharing`.
-        fraction: Share of the examples to take, or None.
-    """
+    """Statistics of a fraction of this replica's batch, by position."""
     if step.loss.terms is None:
         summed = looks_summed(layers, step.row_scale())
         state.report.note_sum(summed, step.job.name)

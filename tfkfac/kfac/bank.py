@@ -87,14 +87,11 @@ class State(Tracked):
     """The curvature state of one worker.
 
     Attributes:
-        preconditioners: What it keeps of each block, in order.
-        counters: What has happened to them.
-        factor_updates: Number of factor updates so far.
-        inverse_updates: Number of steps that have renewed decompositions.
+        preconditioners: Factors and decompositions of each block, in order.
         pending: The micro-batches of the next step, if there are any.
-        report: Numbers of the last step.
         previous: The update before, if the next one is made of it.
         damping: The damping, if it adapts.
+        inverse_updates: Number of steps that have renewed decompositions.
     """
 
     def __init__(self) -> None:
@@ -123,18 +120,15 @@ class State(Tracked):
             )
             for i, block in enumerate(placement.blocks)
         )
-        for kept, block in zip(
-            self.preconditioners, placement.blocks, strict=True
-        ):
+        old = {id(p): i for i, p in enumerate(before)}
+        stay = {}
+        for i, block in enumerate(placement.blocks):
+            kept = self.preconditioners[i]
             kept.block = block  # of this registry, whose summary it is in
+            if id(kept) in old:
+                stay[i] = old[id(kept)]
         paths = tuple(block.path for block in placement.blocks)
         if self.counters.paths != paths:
-            old = {id(p): i for i, p in enumerate(before)}
-            stay = {
-                i: old[id(p)]
-                for i, p in enumerate(self.preconditioners)
-                if id(p) in old
-            }
             counters = Counters(paths)
             counters.take(self.counters, stay)
             self.counters = counters

@@ -147,13 +147,8 @@ class Exchange:
     ) -> dict[int, Parts]:
         """Sends the parts made by owners to the gradient workers.
 
-        Args:
-            communicator: This worker's collectives.
-            parts: The parts that this worker has made, by layer.
-            layers: All layers that take part in the step.
-
-        Returns:
-            The parts this worker needs, by layer.
+        Given those that this worker has made, by layer, and all layers that
+        take part in the step, returns those that it needs.
         """
         items = self._part_items(layers)
         part_of = {

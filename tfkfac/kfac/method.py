@@ -15,6 +15,7 @@ from tfkfac.compat.graphs import Tracked
 from tfkfac.distributed.collectives import gradient_bytes
 from tfkfac.factors import Limit
 from tfkfac.fisher.types import EMPIRICAL, TYPES, Choice, choose_type
+from tfkfac.kfac import report
 from tfkfac.kfac.active import (
     ActiveBlock,
     Statistics,
@@ -46,15 +47,6 @@ from tfkfac.kfac.precondition import (
     renew_unsound,
 )
 from tfkfac.kfac.quadratic import Sample, quadratic_step
-from tfkfac.kfac.report import (
-    Advice,
-    coverage_warning,
-    describe,
-    fisher_text,
-    solver_warning,
-    title,
-    unseen_loss_warning,
-)
 from tfkfac.kfac.settings import (
     as_distribution,
     check_batch_fraction,
@@ -102,7 +94,7 @@ class KFACMethod(Method):
         self._quadratic = quadratic_rule(self.step)
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
-        self._advice = Advice()
+        self._advice = report.Advice()
         self._choice: Choice | None = None
 
     # ------------------------------------------------------------ the step
@@ -115,7 +107,7 @@ class KFACMethod(Method):
         layers = observe(step, own, not whole and self.placement.takes_rows)
         step.note_losses("its unit is 1, its Fisher matrix the empirical one")
         if not self.job.terms_of(step.batch):
-            self._advice.give(self.job, unseen_loss_warning(self.job))
+            self._advice.give(self.job, report.unseen_loss_warning(self.job))
         statistics = self.statistics(layers, step)
         sample = Sample.of(step) if self._quadratic is not None else None
         if own.pending is None:
@@ -276,12 +268,7 @@ class KFACMethod(Method):
     ) -> tf.Tensor:
         """Owners decompose -> gradient workers receive, turn by turn.
 
-        Args:
-            layers: The blocks of one stage.
-            step: The step.
-            due: A bool for each turn, true if it has come.
-            asked: A bool for each block, true if it does not wait for its turn.
-            damping: The damping.
+        Blocks of one stage, whose turns are due or who asked not to wait.
 
         Returns:
             Scalar bool, true if any block was decomposed.
@@ -328,11 +315,7 @@ class KFACMethod(Method):
         sample: Sample | None,
         damping: tf.Tensor,
     ) -> Gradients:
-        """The kl clip, or the least value of the quadratic model.
-
-        Returns:
-            All gradients for the inner optimizer.
-        """
+        """Gradients for the inner optimizer: clipped, or by the model."""
         state, clock = self.job.own(self.states), self.job.clock
         if sample is not None:
             assert self._quadratic is not None
@@ -357,7 +340,9 @@ class KFACMethod(Method):
             PullbackTap.open(job.model)
         if self._quadratic is not None:
             ForwardTap.open(job.model)
-        self._advice.give(job, solver_warning(job.model, SOLVERS[self.solver]))
+        self._advice.give(
+            job, report.solver_warning(job.model, SOLVERS[self.solver])
+        )
 
     @property
     def placement(self) -> Placement:
@@ -375,7 +360,7 @@ class KFACMethod(Method):
         self._placer.measure(self.job)
         self._placement = None  # what was seen before the model was built
         placement = self.placement
-        warning = coverage_warning(placement.registry, self.job)
+        warning = report.coverage_warning(placement.registry, self.job)
         self._advice.give(self.job, warning)
         self._advice.announce(self.job, placement.registry)
         known = dict(zip(self.job.topology.local, self.states, strict=False))
@@ -410,14 +395,14 @@ class KFACMethod(Method):
     @override
     def summary(self) -> list[str]:
         placement = self.placement  # which fills the placer's lines
-        titles = [
-            title(self.job, self.solver, self._quadratic is not None),
-            fisher_text(self.fisher, self._choice),
+        notes = [
+            report.fisher_text(self.fisher, self._choice),
             *self.job.losses.lines(),
             *self._placer.lines,
         ]
-        return describe(
-            placement, self.states, titles, self._quadratic is not None
+        is_quadratic = self._quadratic is not None
+        return report.describe(
+            self.job, placement, self.states, notes, is_quadratic
         )
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:

@@ -102,11 +102,8 @@ class Placement:
     ) -> dict[str, int]:
         """Bytes of the curvature state of a worker.
 
-        Args:
-            rank: The worker.
-            accumulated: Bytes of the gradients that it adds up over
-                micro-batches; None if it does not.
-            previous: Bytes of the update before; None if it is not kept.
+        Beside it those of the gradients that it adds up over micro-batches,
+        and of the update before, if it keeps these.
         """
         state = Loads(self.plan).state(self.sizes)
         sizes = {kind: int(sums[rank]) for kind, sums in state.items()}
@@ -124,12 +121,7 @@ class Placement:
     def communication_bytes(
         self, rank: int, gradient_bytes: int
     ) -> dict[str, dict[str, int]]:
-        """Bytes that a worker receives in each kind of step, by message.
-
-        Args:
-            rank: The worker.
-            gradient_bytes: Those of all gradients of the model.
-        """
+        """Bytes that a worker receives in each kind of step, by message."""
         received = Loads(self.plan).received(self.sizes, gradient_bytes)
         bytes_ = {kind: int(sums[rank]) for kind, sums in received.items()}
         left_out = {

@@ -53,8 +53,25 @@ def precondition_matrices(
     exchange: Exchange,
     damping: tf.Tensor,
 ) -> list[Preconditioned]:
-    """The P of blocks without rows: the same bits on all workers."""
-    plain, own = _apply_own(layers, step)
+    """The P of blocks without rows: the same bits on all workers.
+
+    All workers have the W, those with decompositions make the P.
+    """
+    scales = _casts(_inverse(step.loss.unit), layers)
+    matrices = each(
+        [one.block.to_matrix for one in layers],
+        [[step.gradients[k] for k in one.indices] for one in layers],
+        like=[_form("matrix", one) for one in layers],
+    )
+    kept = [one.state.decomposition for one in layers]
+    applied = each(Decomposition.precondition, kept, matrices, scales)
+    plain = [
+        matrix * scale if both is None else both[0]
+        for matrix, scale, both in zip(matrices, scales, applied, strict=True)
+    ]
+    _set_shapes(layers, plain)
+    own = [both and both[1] for both in applied]
+    _set_shapes(layers, own)
     places = [one.position for one in layers]
     made = {i: P for i, P in zip(places, own, strict=True) if P is not None}
     shared = exchange.share_gradients(step.group, made, places)
@@ -70,29 +87,6 @@ def precondition_matrices(
         Preconditioned(one, MatrixGradient(new), product, flag)
         for one, (new, product, flag) in zip(layers, finished, strict=True)
     ]
-
-
-def _apply_own(
-    layers: Sequence[ActiveBlock], step: Step
-) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
-    """The W of all blocks, and P of those whose decompositions are here."""
-    casts = _casts(_inverse(step.loss.unit), layers)
-    scales = [casts[one.block.dtype] for one in layers]
-    matrices = each(
-        [one.block.to_matrix for one in layers],
-        [[step.gradients[k] for k in one.indices] for one in layers],
-        like=[_form("matrix", one) for one in layers],
-    )
-    kept = [one.state.decomposition for one in layers]
-    applied = each(Decomposition.precondition, kept, matrices, scales)
-    plain = [
-        matrix * scale if both is None else both[0]
-        for matrix, scale, both in zip(matrices, scales, applied, strict=True)
-    ]
-    own = [both and both[1] for both in applied]
-    _set_shapes(layers, plain)
-    _set_shapes(layers, own)
-    return plain, own
 
 
 def _set_shapes(
@@ -135,7 +129,10 @@ def precondition_rows(
         pairs = zip(parts, gradients, strict=True)
         inner = [part.rows.inner(new) for part, new in pairs]
         products = step.group.all_reduce(inner)
-    return list(map(Preconditioned, layers, gradients, products, sound))
+    return [
+        Preconditioned(*one)
+        for one in zip(layers, gradients, products, sound, strict=True)
+    ]
 
 
 # W and P of a block, in one form.
@@ -246,11 +243,11 @@ def _inverse(unit: tf.Tensor) -> tf.Tensor:
     return tf.math.divide_no_nan(tf.ones_like(unit), unit)
 
 
-def _casts(
-    number: tf.Tensor, layers: Sequence[ActiveBlock]
-) -> dict[tf.DType, tf.Tensor]:
-    """A number in the dtypes of the blocks, once in each."""
-    return {d: tf.cast(number, d) for d in {one.block.dtype for one in layers}}
+def _casts(number: tf.Tensor, layers: Sequence[ActiveBlock]) -> list[tf.Tensor]:
+    """A number in the dtype of each block, made once for all of a dtype."""
+    dtypes = [one.block.dtype for one in layers]
+    casts = {dtype: tf.cast(number, dtype) for dtype in set(dtypes)}
+    return [casts[dtype] for dtype in dtypes]
 
 
 def put_back(
@@ -259,11 +256,10 @@ def put_back(
     """Puts preconditioned gradients, times a factor, in their places."""
     replaced = list(gradients)
     layers = [one.layer for one in made]
-    casts = _casts(factor, layers)
     parts = each(
         [_weights(one) for one in layers],
         [one.gradient for one in made],
-        [casts[one.block.dtype] for one in layers],
+        _casts(factor, layers),
         like=[
             _form("weights", one.layer)
             if isinstance(one.gradient, MatrixGradient)

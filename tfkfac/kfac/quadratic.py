@@ -139,13 +139,7 @@ def quadratic_step(
 ) -> Gradients:
     """The step that minimises the quadratic model, if it holds what it says.
 
-    Args:
-        step: The step, its gradients reduced.
-        made: What is preconditioned of them.
-        sample: The batch.
-        fraction: Share of it that the Gauss-Newton matrix is of, or None.
-        state: What this replica keeps.
-        damping: The damping.
+    Its Gauss-Newton matrix is of a fraction of the sample.
 
     Returns:
         The gradients for an inner optimizer that is plain SGD.
@@ -234,10 +228,7 @@ def propose(
     previous: Previous,
     damping: tf.Tensor,
 ) -> Proposal:
-    """Returns the update that minimises the quadratic model.
-
-    Its Gauss-Newton matrix is of the sample.
-    """
+    """Returns the update that minimises the quadratic model."""
     weights = step.job.model.trainable_variables
     places = places_of(step, weights)
     named = search_directions(step, made, previous, places)

@@ -130,16 +130,23 @@ _LEFT_BY_MODEL = "Moved along their gradients, by a step size of their own:"
 
 
 def describe(
+    job: Job,
     placement: Placement,
     states: Sequence[State],
-    titles: Sequence[str],
+    notes: Sequence[str],
     is_quadratic: bool,
 ) -> list[str]:
-    """Returns the lines of the summary of an optimizer, after some titles.
+    """Returns the lines of the summary, with notes after the first.
 
     Before training there are no states.
     """
-    lines = [*titles, ""]
+    inner = type(job.inner_optimizer).__name__
+    title = (
+        f"K-FAC '{job.name}' of model '{job.model.name}': solver "
+        f"{placement.solver.name}, inner optimizer {inner}"
+    )
+    steps = ", steps by the quadratic model" * is_quadratic
+    lines = [title + steps, *notes, ""]
     rows = [
         block_row(placement, states, i)
         for i, block in enumerate(placement.blocks)
@@ -155,23 +162,20 @@ def describe(
     if placement.registry.left:
         lines += ["", _LEFT_BY_MODEL if is_quadratic else _LEFT]
         rows = [
-            row for left in placement.registry.left for row in left_rows(left)
+            (
+                left.path or "(model)",
+                variable.name,
+                f"{count_weights([variable]):,}",
+                left.reason,
+            )
+            for left in placement.registry.left
+            for variable in left.variables
         ]
         lines += table(("Layer", "Variable", "Weights", "Reason"), rows)
     lines += ["", totals(placement)]
     if states and states[0].damping is not None:
         lines.append(states[0].damping.text())
     return lines
-
-
-def title(job: Job, solver: str, is_quadratic: bool) -> str:
-    """The first line."""
-    inner = type(job.inner_optimizer).__name__
-    text = (
-        f"K-FAC '{job.name}' of model '{job.model.name}': solver {solver}, "
-        f"inner optimizer {inner}"
-    )
-    return text + ", steps by the quadratic model" * is_quadratic
 
 
 def fisher_text(wanted: str | None, choice: Choice | None) -> str:
@@ -187,26 +191,20 @@ def block_row(
 ) -> tuple[str, ...]:
     """One line of the table of blocks; the bytes are this worker's."""
     block, rank = placement.blocks[layer], placement.topology.local[0]
-    row = (
+    row = [
         block.path,
         block.kind,
         *(factor_text(block, name, states) for name in ("A", "G")),
         f"{count_weights(block.variables):,}",
         bytes_text(placement.kept_bytes(rank, layer)),
-    )
-    if placement.topology.replicas == 1:
-        return row
-    plan = placement.plan.layers[layer]
-    owners = sorted(set(plan.owners.values()))
-    names = [
-        f"{name}: {owner}" if len(owners) > 1 else str(owner)
-        for name, owner in plan.owners.items()
     ]
-    return (
-        *row,
-        ", ".join(dict.fromkeys(names)),
-        ", ".join(map(str, plan.gradient_workers)),
-    )
+    if placement.topology.replicas > 1:
+        plan = placement.plan.layers[layer]
+        owners = dict.fromkeys(map(str, plan.owners.values()))
+        if len(owners) > 1:
+            owners = {f"{k}: {owner}": None for k, owner in plan.owners.items()}
+        row += [", ".join(owners), ", ".join(map(str, plan.gradient_workers))]
+    return tuple(row)
 
 
 def factor_text(block: Block, name: str, states: Sequence[State]) -> str:
@@ -221,19 +219,6 @@ def factor_text(block: Block, name: str, states: Sequence[State]) -> str:
                 share = float(kind.explained(kept.values()[name]))
                 return f"{kind.text} ({share:.0%} of trace)"
     return kind.text
-
-
-def left_rows(left: Leftover) -> list[tuple[str, ...]]:
-    """One line for each variable of a layer without a block."""
-    return [
-        (
-            left.path or "(model)",
-            variable.name,
-            f"{count_weights([variable]):,}",
-            left.reason,
-        )
-        for variable in left.variables
-    ]
 
 
 def totals(placement: Placement) -> str:
