@@ -7,6 +7,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 from typing_extensions import override
@@ -15,10 +16,10 @@ from tfkfac.blocks import Block, LayerGradient, MatrixGradient, Statistic
 from tfkfac.compat.functions import Kind, Member, when
 from tfkfac.factors import Factor, Tensors, kind_of
 from tfkfac.linalg.tensors import all_finite, select
-from tfkfac.saving.entries import Entry, Read, Spread
+from tfkfac.saving.entries import Read, Spread
 from tfkfac.saving.slots import Slots
 from tfkfac.solvers import Solver
-from tfkfac.training.accumulation import PENDING, Accumulation
+from tfkfac.training.accumulation import Accumulation
 from tfkfac.training.job import Job
 
 
@@ -241,7 +242,17 @@ class Pending(Accumulation):
     ) -> None:
         super().__init__(steps, job)
         self._blocks = dict(blocks)
-        self._statistics = [StatisticSums(block) for block in blocks.values()]
+        self._totals = [
+            [self._sum(b, name, kind.shape) for name, kind in b.factors.items()]
+            for b in blocks.values()
+        ]
+        self._counts = [
+            self._sum(b, "counts", [len(b.factors)]) for b in blocks.values()
+        ]
+
+    def _sum(self, block: Block, name: str, shape: Sequence[int]) -> Any:
+        fields: Any = {"spread": Spread.PARTIAL, "is_finite": False}
+        return self.slot(name, shape, block.dtype, layer=block.path, **fields)
 
     def is_for(self, blocks: Mapping[int, Block]) -> bool:
         """True if these are the blocks, as far as sums of theirs go."""
@@ -253,60 +264,30 @@ class Pending(Accumulation):
         self, statistics: Mapping[int, Mapping[str, Statistic]]
     ) -> tf.Tensor:
         """Adds the statistics of a micro-batch, by position."""
-        for position, sums in zip(self._blocks, self._statistics, strict=True):
-            if position in statistics:
-                sums.add(statistics[position])
+        for i, block, totals, counts in self._rows():
+            if i in statistics:
+                new = [statistics[i][name] for name in block.factors]
+                for total, one in zip(totals, new, strict=True):
+                    total.assign_add(one.total)
+                counts.assign_add(tf.stack([one.count for one in new]))
         return tf.constant(0)
 
     def statistics(self) -> dict[int, dict[str, Statistic]]:
         """The statistics that have been added, by position."""
-        pairs = zip(self._blocks, self._statistics, strict=True)
-        return {position: sums.values() for position, sums in pairs}
+        found = {}
+        for i, block, totals, counts in self._rows():
+            numbers = tf.unstack(tf.convert_to_tensor(counts))
+            sums = map(Statistic, map(tf.convert_to_tensor, totals), numbers)
+            found[i] = dict(zip(block.factors, sums, strict=True))
+        return found
 
-    @override
-    def reset(self) -> None:
-        super().reset()
-        for sums in self._statistics:
-            sums.reset()
-
-    @override
-    def entries(self) -> list[Entry]:
-        sums = [entry for one in self._statistics for entry in one.entries()]
-        return [*super().entries(), *sums]
-
-
-class StatisticSums(Slots):
-    """Sums of the statistics of one block."""
-
-    def __init__(self, block: Block) -> None:
-        super().__init__(
-            "statistics",
-            layer=block.path,
-            spread=Spread.PARTIAL,
-            part=PENDING,
-            is_finite=False,
-        )
-        kinds, dtype = block.factors, block.dtype
-        self._names = tuple(kinds)
-        self._totals = [
-            self.slot(name, kind.shape, dtype) for name, kind in kinds.items()
-        ]
-        self._counts = self.slot("counts", [len(kinds)], dtype)
-
-    def add(self, statistics: Mapping[str, Statistic]) -> None:
-        """Adds those of a micro-batch."""
-        for name, total in zip(self._names, self._totals, strict=True):
-            total.assign_add(statistics[name].total)
-        self._counts.assign_add(
-            tf.stack([statistics[name].count for name in self._names])
-        )
-
-    def values(self) -> dict[str, Statistic]:
-        """Sums by name."""
-        totals = map(tf.convert_to_tensor, self._totals)
-        counts = tf.unstack(tf.convert_to_tensor(self._counts))
-        sums = map(Statistic, totals, counts)
-        return dict(zip(self._names, sums, strict=True))
+    def _rows(self) -> Iterator[tuple[int, Block, list[Any], Any]]:
+        """Position and block of each, its totals and counts."""
+        pairs = zip(self._totals, self._counts, strict=True)
+        for (i, block), (totals, counts) in zip(
+            self._blocks.items(), pairs, strict=True
+        ):
+            yield i, block, totals, counts
 
 
 @contextlib.contextmanager

@@ -270,7 +270,9 @@ class AdaptiveDamping(Slots):
         self.value = self.slot("damping", (), "float64", rule.initial)
         self.rejected = self.slot("rejected_steps")
         self.again = self.slot("looks_again")
-        self.trusted = self.slot("trusted_reduction", (), "float64", math.inf)
+        self.trusted = self.slot(
+            "trusted_reduction", (), "float64", math.inf, is_finite=False
+        )
 
     def is_due(self, clock: tf.Tensor, predicted: tf.Tensor) -> tf.Tensor:
         """True if the update after `clock` others is to be verified."""
