@@ -26,22 +26,6 @@ from tfkfac.compat.graphs import (
 # ---------------------------------------------------------------- variables
 @contract(
     "compat.graphs.state_variable",
-    "A `ResourceVariable` does not become a mirrored variable.",
-)
-def test_variables_are_not_mirrored() -> None:
-    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
-    with strategy.scope():
-        mirrored = tf.Variable(1.0)
-        own = state_variable(1.0, "float64", "own")
-    assert hasattr(mirrored, "_get_on_device_or_primary")
-    assert not hasattr(own, "_get_on_device_or_primary")
-    assert isinstance(own, tf.Variable)
-    assert (own.dtype, own.trainable) == (tf.float64, False)
-    assert own.name.startswith("own")
-
-
-@contract(
-    "compat.graphs.state_variable",
     "A `ResourceVariable` can be made in a trace, and saved in a checkpoint.",
 )
 def test_variables_made_in_a_trace(tmp_path: Any) -> None:

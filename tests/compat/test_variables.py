@@ -18,6 +18,7 @@ from tfkfac.compat.graphs import (
     own_copy,
     repeat,
     set_row,
+    state_variable,
     written_variables,
 )
 
@@ -95,17 +96,19 @@ def test_checkpoints_follow_modules(tmp_path: pathlib.Path) -> None:
 
 @contract(
     "compat.graphs.own_copy",
-    "A mirrored variable has `_get_on_device_or_primary`, others do not.",
+    "A mirrored variable has `_get_on_device_or_primary`; others do not, nor "
+    "does a `ResourceVariable` become one.",
 )
 def test_own_copy() -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     with strategy.scope():
         mirrored = tf.Variable(1.0)
+        own = state_variable(1.0, "float64", "own")
     (copy,) = strategy.experimental_local_results(mirrored)
     assert copy is not mirrored
     assert strategy.run(lambda: own_copy(mirrored) is copy)
-    plain = tf.Variable(1.0)
-    assert own_copy(plain) is plain
+    assert own_copy(own) is own
+    assert (own.dtype, own.trainable) == (tf.float64, False)
 
 
 WRITTEN = "compat.graphs.written_variables"

@@ -42,6 +42,14 @@ def test_links_to_files(name: str) -> None:
         assert (path.parent / link).exists(), link
 
 
+def test_modules_that_are_named_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`(?:tfkfac/)?([a-z_]+/(?:[a-z_]+\.py)?)`", text))
+    assert "kfac/method.py" in named
+    for name in named:
+        assert (ROOT / "tfkfac" / name).exists() or (ROOT / name).exists(), name
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None
