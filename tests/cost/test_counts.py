@@ -65,6 +65,14 @@ def test_bytes_by_hand(mode: str, gradient_workers: int, solver: str) -> None:
     assert total("factor", "factors") == 2 * (WORKERS - 1) * reduced
 
 
+def test_no_layer_is_no_byte() -> None:
+    """Of a model that K-FAC leaves alone."""
+    built = keras.Sequential([keras.Input((2,)), layers.Activation("tanh")])
+    placement = attached(built).method.placement
+    assert set(placement.state_bytes(0).values()) == {0}
+    assert placement.communication_bytes(0, 0)["plain"]["gradients"] == 0
+
+
 # -------------------------------------------------------------- operations
 def convolutional() -> Any:
     return keras.Sequential(

@@ -8,7 +8,7 @@ import pytest
 
 import time_to_target
 from targets import study
-from targets.run import Run, plan
+from targets.run import Run
 
 
 @pytest.mark.parametrize(
@@ -29,26 +29,6 @@ def test_refused(
     with pytest.raises(SystemExit):
         time_to_target.parse_arguments(arguments)
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "problem,method,length,steps,batch",
-    [
-        ("autoencoder", "adam", "half", 960, 125),
-        # A quarter of four epochs of 60,000 images.
-        ("autoencoder", "kfac", "full", 120, 500),
-        # Two thirds of three.
-        ("cnn", "kfac", "full", 480, 250),
-        ("transformer", "kfac", "half", 250, 32),
-        ("mlp", "kfac", "double", 360, 500),
-        ("mlp", "fosi-adam", "full", 1440, 125),
-    ],
-)
-def test_schedules(
-    problem: str, method: str, length: str, steps: int, batch: int
-) -> None:
-    run = next(plan(problem, "full", "digits", [method], [length], [0], 1))
-    assert (run.count_steps(), run.batch) == (steps, batch)
 
 
 def test_known_results_are_not_measured_again(

@@ -305,8 +305,8 @@ class Estimator(Loads):
             candidate,
             stages,
             max((made + sent for made, sent in turns), default=0.0),
-            {kind: round(sums.max()) for kind, sums in received.items()},
-            {kind: round(sums.max()) for kind, sums in state.items()},
+            {kind: int(sums.max()) for kind, sums in received.items()},
+            {kind: int(sums.max()) for kind, sums in state.items()},
         )
 
     def _first_order(self) -> float:

@@ -111,7 +111,8 @@ class Loads:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._columns = [layer.gradient_workers[0] for layer in plan.layers]
+        columns = [layer.gradient_workers[0] for layer in plan.layers]
+        self._columns = np.array(columns, np.int64)
 
     def owned(self, values: Sequence[Mapping[str, float]]) -> Numbers:
         """Sums of numbers of factors over those that each worker owns."""
