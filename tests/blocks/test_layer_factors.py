@@ -1,7 +1,8 @@
-"""Factors of every layer type against float64 NumPy references.
+"""Factors of a training step against float64 NumPy references.
 
 The model under test is one layer with the loss on its output, so inputs and
-pre-activation gradients are known in closed form.
+pre-activation gradients are known in closed form. Linear layers of all types
+are in `test_every_layer.py`.
 """
 
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers
 
 from tests.support.harness import (
@@ -21,75 +21,35 @@ from tests.support.harness import (
     train_once,
     weights_of,
 )
-from tests.support.layer_cases import EMBEDDING, LINEAR, NORMS, make_input
+from tests.support.layer_cases import NORMS, PRELU, make_input
 from tests.support.layer_models import (
-    activation_name,
     expected_factors,
     expected_rows,
     one_layer,
+    per_example,
     per_example_norm_gradients,
     targets,
 )
 from tests.support.layer_views import (
-    ConvView,
-    DepthwiseView,
-    View,
     normalized,
     view_of,
 )
-from tests.support.reference import Array, append_one, factors, gradient
+from tests.support.reference import append_one, factors
 
-SHARING = ["expand", "reduce"]
 BATCH = 4
-
-
-def check_reference(
-    view: View, model: Any, x: Array, y: Array, a: Array, g: Array
-) -> None:
-    """The rows reproduce the layer's gradient as Keras computes it."""
-    mean = [gradient(*pair) for pair in zip(a, g, strict=True)]
-    want = view.matrix(keras_gradients(model, x, y))
-    assert_close(np.stack(mean), want, 1e-5, "gradient from the rows")
 
 
 # ---------------------------------------------------------- linear layers
 @pytest.mark.parametrize(
-    ("case", "sharing"),
+    ("where", "kind", "eager"),
     [
-        ("dense_rank3", "reduce"),
-        ("conv1d_causal_strided", "expand"),
-        ("conv2d_groups", "reduce"),
-        ("depthwise2d_same_strided", "expand"),
-        ("einsum_heads", "expand"),
-        ("embedding_sequence", "average"),
+        ("fused", "tanh", True),
+        ("fused", "relu", False),
+        ("separate", "tanh", False),
+        ("separate", "relu", True),
+        ("none", None, True),
     ],
 )
-def test_linear_layer(case: str, sharing: str) -> None:
-    """In a training step; all layers are in `test_every_layer.py`."""
-    factory, shape = LINEAR[case]
-    layer = factory(name="block")
-    model = one_layer(layer, shape)
-    x = make_input(case, shape, BATCH)
-    y = targets(model, x)
-    view, curve = view_of(layer), activation_name(layer)
-    a, g = expected_rows(view, weights_of(model), x, y, curve)
-    check_reference(view, model, x, y, a, g)
-    step = train_once(model, x, y, weight_sharing=sharing)
-    assert len(step.factors) == 1
-    check_factors(step.of("block"), *expected_factors(view, a, g, sharing))
-
-
-@pytest.mark.parametrize(
-    ("where", "kind"),
-    [
-        ("fused", "tanh"),
-        ("fused", "relu"),
-        ("separate", "tanh"),
-        ("separate", "relu"),
-        ("none", None),
-    ],
-)
-@pytest.mark.parametrize("eager", [True, False])
 def test_activation_position(where: str, kind: str | None, eager: bool) -> None:
     """G is taken before the activation, wherever that one stands."""
     layer = layers.Conv1D(
@@ -124,69 +84,39 @@ def test_activation_layer_object_and_callable() -> None:
         check_factors(step.of("block"), *factors(a[:, None], g[:, None]))
 
 
-@pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize(
-    ("rank", "kwargs", "shape"),
+    ("sharing", "rank", "options", "shape"),
     [
-        (1, {"kernel_size": 3, "padding": "same"}, (6, 3)),
-        (2, {"kernel_size": 3, "padding": "same", "strides": 2}, (5, 4, 2)),
-        (
-            2,
-            {"kernel_size": 2, "depth_multiplier": 2, "use_bias": False},
-            (4, 4, 2),
-        ),
+        ("expand", 1, {"padding": "same"}, (6, 3)),
+        ("reduce", 2, {"padding": "same", "strides": 2}, (5, 4, 2)),
+        ("expand", 2, {"depth_multiplier": 2}, (4, 4, 2)),
     ],
 )
 def test_separable(
-    rank: int, kwargs: Any, shape: tuple[int, ...], sharing: str
+    sharing: str, rank: int, options: Any, shape: tuple[int, ...]
 ) -> None:
-    """Two blocks: one per input channel, then a 1x1 convolution."""
-    suffix = f"{rank}D"
-    layer = getattr(layers, "SeparableConv" + suffix)(
-        3, activation="tanh", name="separable", **kwargs
-    )
-    model = one_layer(layer, shape)
+    """Its blocks are those of the two convolutions that it stands for."""
+    whole = getattr(layers, f"SeparableConv{rank}D")
+    first = getattr(layers, f"DepthwiseConv{rank}D")
+    second = getattr(layers, f"Conv{rank}D")
+    models = [
+        one_layer(
+            whole(3, 3, activation="tanh", name="both", **options), shape
+        ),
+        keras.Sequential(
+            [
+                keras.Input(shape),
+                first(3, use_bias=False, name="first", **options),
+                second(3, 1, activation="tanh", name="second"),
+            ]
+        ),
+    ]
+    models[1].set_weights(models[0].get_weights())
     x = make_input("", shape, BATCH)
-    y = targets(model, x).astype(np.float64)
-    weights = weights_of(model)
-
-    # The same two linear maps as layers of their own, for their views.
-    both = dict(kwargs)
-    use_bias = both.pop("use_bias", True)
-    first = getattr(layers, "DepthwiseConv" + suffix)(use_bias=False, **both)
-    first.build((None, *shape))
-    middle = first.compute_output_shape((None, *shape))
-    second = getattr(layers, "Conv" + suffix)(3, 1, use_bias=use_bias)
-    second.build(middle)
-    views = DepthwiseView(first), ConvView(second)
-
-    a1 = views[0].rows(x.astype(np.float64))
-    h = np.einsum("gnsi,gio->gnso", a1, views[0].matrix(weights[:1]))
-    # Channel c, multiplier q is output channel c * multiplier + q.
-    h = np.moveaxis(h, 0, 2).reshape(BATCH, *middle[1:])
-    a2 = views[1].rows(h)
-    matrix = views[1].matrix(weights[1:])
-    out = np.tanh(np.einsum("gnsi,gio->gnso", a2, matrix))
-    assert_close(
-        out[0].reshape(y.shape),
-        np.asarray(model(x)),
-        1e-5,
-        "forward pass",
-    )
-    g2 = (out - views[1].split(y)) * (1 - out**2)
-    back = np.einsum("nso,io->nsi", g2[0], matrix[0, : h.shape[-1]])
-    g1 = views[0].split(back.reshape(h.shape))
-
-    step = train_once(model, x, y.astype("float32"), weight_sharing=sharing)
-    assert len(step.factors) == 2
-    check_factors(
-        step.of("depthwise/separable"),
-        *expected_factors(views[0], a1, g1, sharing),
-    )
-    check_factors(
-        step.of("pointwise/separable"),
-        *expected_factors(views[1], a2, g2, sharing),
-    )
+    y = targets(models[0], x)
+    one, two = (train_once(m, x, y, weight_sharing=sharing) for m in models)
+    check_factors(one.of("depthwise/both"), *two.of("first").values())
+    check_factors(one.of("pointwise/both"), *two.of("second").values())
 
 
 def test_embedding_counts() -> None:
@@ -199,19 +129,6 @@ def test_embedding_counts() -> None:
         model = one_layer(layers.Embedding(4, 2, name="block"), (3,))
         step = train_once(model, x, targets(model, x), weight_sharing=sharing)
         assert_close(step.of("block")["A"], want, 1e-6)
-
-
-def test_embedding_one_token() -> None:
-    """Tokens without a sequence axis: one position per example."""
-    factory, _ = EMBEDDING["embedding_sequence"]
-    layer = factory(name="block")
-    model = one_layer(layer, ())
-    x = np.array([1, 5, 1, 0], "int32")
-    y = targets(model, x)
-    a, g = expected_rows(view_of(layer), weights_of(model), x, y, None)
-    step = train_once(model, x, y)
-    want = expected_factors(view_of(layer), a, g, "expand")
-    check_factors(step.of("block"), *want)
 
 
 # ---------------------------------------------------------- normalisation
@@ -242,99 +159,88 @@ def test_normalization_reference_is_keras() -> None:
 
 
 # -------------------------------------------------------------- attention
-def attention_rows(
-    weights: dict[str, Array],
-    x: Array,
-    memory: Array,
-    y: Array,
-    repeats: int,
-    gate: bool = False,
-) -> dict[str, tuple[Array, Array]]:
-    """Inputs and pre-activation gradients of the projections, by tape."""
-    w = {k: tf.constant(v) for k, v in weights.items()}
-    q = tf.einsum("bqm,muh->bquh", x, w["query/kernel"]) + w["query/bias"]
-    k = tf.einsum("bkm,mvh->bkvh", memory, w["key/kernel"]) + w["key/bias"]
-    v = tf.einsum("bkm,mvh->bkvh", memory, w["value/kernel"])
-    v += w["value/bias"]
-    z = {"query": q, "key": k, "value": v}
-    if gate:
-        e = tf.einsum("bqm,muh->bquh", x, w["gate/kernel"])
-        z["gate"] = e + w["gate/bias"]
-    inputs = {"query": x, "gate": x, "key": memory, "value": memory}
-    with tf.GradientTape() as tape:
-        tape.watch(z)
-        keys = tf.repeat(z["key"], repeats, axis=2)
-        values = tf.repeat(z["value"], repeats, axis=2)
-        scores = tf.einsum("bquh,bkuh->buqk", z["query"], keys)
-        scores = tf.nn.softmax(scores / np.sqrt(q.shape[-1]), axis=-1)
-        mixed = tf.einsum("buqk,bkuh->bquh", scores, values)
-        if gate:
-            mixed *= tf.sigmoid(z["gate"])
-        out = tf.einsum("bquh,uhm->bqm", mixed, w["attention_output/kernel"])
-        out += w["attention_output/bias"]
-        loss = 0.5 * tf.reduce_sum(tf.square(out - y))
-    grads = tape.gradient(loss, z)
-    rows = {}
-    for name, g in grads.items():
-        rows[name] = inputs[name], g.numpy().reshape(*g.shape[:2], -1)
-    heads = mixed.numpy()
-    rows["attention_output"] = (
-        heads.reshape(*heads.shape[:2], -1),
-        out.numpy() - y,
-    )
-    return rows
-
-
-def attention_model(kind: str) -> tuple[Any, Any, int]:
-    # Only multi-head attention takes a memory of another width.
-    width = 6 if kind == "multi_head" else 4
-    x, memory = keras.Input((3, 4)), keras.Input((5, width))
-    if kind == "multi_head":
-        layer = layers.MultiHeadAttention(2, 3, name="attention")
-        out = layer(x, memory)
-        repeats = 1
-    else:
-        layer = layers.GroupQueryAttention(
-            3, 4, 2, use_gate=kind == "gated", name="attention"
-        )
-        out = layer(x, memory)
-        repeats = 2
-    model = keras.Model([x, memory], out)
-    randomize(model)
-    return model, layer, repeats
-
-
-@pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("kind", ["multi_head", "grouped_query", "gated"])
-def test_attention(kind: str, sharing: str) -> None:
-    """Projections of cross attention; the key's reduced G is zero."""
-    model, layer, repeats = attention_model(kind)
-    x = make_input("", (3, 4), 3)
-    memory = make_input("", model.input_shape[1][1:], 3, seed=5)
-    y = targets(model, [x, memory])
-    weights = {
-        "/".join(v.path.split("/")[-2:]): np.asarray(v, np.float64)
-        for v in layer.trainable_variables
+def test_attention(kind: str) -> None:
+    """Projections of cross attention, where reduced G is that of biases.
+
+    A is of the queries or the memory, but for the output's.
+    """
+
+    def build(dtype: str) -> Any:
+        if kind == "multi_head":
+            # Only this one takes a memory of another width.
+            layer, width = layers.MultiHeadAttention(2, 3, dtype=dtype), 6
+        else:
+            gate, width = kind == "gated", 4
+            layer = layers.GroupQueryAttention(
+                3, 4, 2, use_gate=gate, dtype=dtype
+            )
+        inputs = [keras.Input((3, 4)), keras.Input((5, width))]
+        model = keras.Model(inputs, layer(*inputs))
+        randomize(model)
+        return model
+
+    twin = build("float64")
+    x, memory = (make_input("", shape[1:], 3) for shape in twin.input_shape)
+    y = targets(twin, [x, memory])
+    grads = {
+        path.split("/")[-2]: gradient
+        for path, gradient in per_example(twin, [x, memory], y).items()
+        if path.endswith("bias")
     }
-    rows = attention_rows(
-        weights,
-        x.astype(np.float64),
-        memory.astype(np.float64),
-        y.astype(np.float64),
-        repeats,
-        kind == "gated",
-    )
-    step = train_once(model, [x, memory], y, weight_sharing=sharing)
-    assert len(step.factors) == len(rows)
-    for name, (a, g) in rows.items():
-        block = step.of(f"attention/{name}")
-        A, G = factors(append_one(a), g, sharing)
-        assert_close(block["A"], A, FACTOR_RTOL, f"A of {name}")
-        if name == "key" and sharing == "reduce":
+    model = build("float32")
+    step = train_once(model, [x, memory], y, weight_sharing="reduce")
+    assert len(step.factors) == len(grads)
+    for name, gradient in grads.items():
+        block, b = step.of(name), gradient.reshape(3, -1)
+        G = b.T @ b / 3
+        if name == "key":
             # Softmax does not see a shift of all keys.
             assert np.abs(G).max() < 1e-20
             assert np.abs(block["G"]).max() < 1e-9
         else:
             assert_close(block["G"], G, 3e-5, f"G of {name}")
+        if name != "attention_output":
+            inputs = memory if name in ("key", "value") else x
+            a = append_one(inputs.mean(1, dtype=np.float64))
+            assert_close(block["A"], a.T @ a / 3, FACTOR_RTOL, f"A of {name}")
     for value in step.after:
         assert np.isfinite(value).all()
+
+
+# ------------------------------------------------------------------- PReLU
+@pytest.mark.parametrize(
+    ("case", "solver"),
+    zip(PRELU, ["inverse", "eigen"] * len(PRELU), strict=False),
+)
+def test_slopes(case: str, solver: str) -> None:
+    """G and the step, which divides by the damped diagonal."""
+    factory, shape = PRELU[case]
+    model = one_layer(factory(name="block"), shape)
+    x = make_input("", shape, BATCH)
+    y = targets(model, x)
+    (u,) = per_example(model, x, y).values()
+    u = u.reshape(BATCH, -1)
+    step = train_once(model, x, y, solver=solver, damping=0.2)
+    block = step.of("block")
+    assert set(block) == {"G"}
+    diagonal = np.mean(u**2, axis=0)
+    assert_close(block["G"], diagonal, 1e-5, "G")
+    want = u.mean(0) / (diagonal + 0.2)
+    assert_close(step.delta[0].ravel(), want, 1e-5, "step")
+
+
+def test_slopes_as_the_activation_of_a_layer() -> None:
+    """Both have a block, and the layer's G is before its activation."""
+    prelu = layers.PReLU(name="slopes")
+    dense = layers.Dense(3, activation=prelu, name="dense")
+    model = one_layer(dense, (4,))
+    x = make_input("", (4,), BATCH)
+    y = targets(model, x)
+    gradients = per_example(model, x, y)
+    slopes, biases = (gradients[v.path] for v in (prelu.alpha, dense.bias))
+    step = train_once(model, x, y, eager=False)
+    G = np.mean(slopes**2, axis=0)
+    assert_close(step.of("slopes")["G"], G, 1e-5, "G of the slopes")
+    G = biases.T @ biases / BATCH
+    assert_close(step.of("dense")["G"], G, 1e-5, "G of the layer")

@@ -15,13 +15,14 @@ import tfkfac
 from tests.support.harness import (
     assert_close,
     check_factors,
+    flat,
     keras_gradients,
     train_once,
     weights_of,
 )
 from tests.support.layer_cases import make_input
 from tests.support.layer_models import one_layer, targets
-from tests.support.reference import append_one, factors
+from tests.support.reference import Array, append_one, factors
 from tests.support.small import FEATURES, Scale
 from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
 from tfkfac.blocks import MatrixBlock, Rows, fold_positions, registry
@@ -74,18 +75,6 @@ class SquareBlock(MatrixBlock):
 
 
 # -------------------------------------------------------------------- like
-def test_a_class_that_is_like_another() -> None:
-    """The factors of a subclass with its own call are those of Dense."""
-    tfkfac.register_block(Doubled, like=layers.Dense)
-    model = one_layer(Doubled(3, activation="tanh", name="block"), (2, 4))
-    x = make_input("", (2, 4), BATCH)
-    y = targets(model, x)
-    a = append_one(x.astype(np.float64))
-    out = np.tanh(a @ np.vstack(weights_of(model)))
-    step = train_once(model, x, y)
-    check_factors(step.of("block"), *factors(a, (out - y) * (1 - out**2)))
-
-
 def test_a_class_with_the_same_attributes() -> None:
     """Its gradient is taken before its activation; it needs no bias."""
     tfkfac.register_block(Linear, like=layers.Dense)
@@ -98,12 +87,6 @@ def test_a_class_with_the_same_attributes() -> None:
     step = train_once(model, x, y)
     a = x.astype(np.float64)
     check_factors(step.of("block"), *factors(a[:, None], g[:, None]))
-
-
-def test_like_a_registered_class() -> None:
-    tfkfac.register_block(Linear, like=layers.Dense)
-    tfkfac.register_block(Doubled, like=Linear)
-    assert registry.block_types(Doubled(2)) == {"": DenseBlock}
 
 
 def test_an_own_normalisation() -> None:
@@ -139,33 +122,28 @@ def test_a_class_without_the_attributes() -> None:
 
 
 # ------------------------------------------------------------------- block
-def documented_example() -> tuple[Any, int]:
-    """Runs the example of `register_block`; its layer, and how long it is."""
+def test_documented_example() -> None:
+    """G is the Fisher matrix of the gains, and the step is its inverse's."""
     text = inspect.getdoc(tfkfac.register_block)
     assert text is not None
-    code = textwrap.dedent(text.split("```python\n")[1].split("```")[0])
     names: dict[str, Any] = {"keras": keras, "tf": tf, "tfkfac": tfkfac}
-    exec(code, names)
-    return names["Scale"], len(code.splitlines())
-
-
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_documented_example(sharing: str) -> None:
-    """G is the Fisher matrix of the gains, and the step is its inverse's."""
-    layer_class, lines = documented_example()
-    assert lines < 30
-    model = one_layer(layer_class(name="block"), (3, 4))
+    exec(textwrap.dedent(text.split("```python\n")[1].split("```")[0]), names)
+    model = one_layer(names["Scale"](name="block"), (3, 4))
     x = make_input("", (3, 4), BATCH)
     y = targets(model, x)
     (gain,) = weights_of(model)
     u = np.sum(x * (x * gain - y), axis=1)
-    step = train_once(model, x, y, weight_sharing=sharing, damping=0.1)
-    block = step.of("block")
-    assert set(block) == {"G"}
+    step = train_once(model, x, y, weight_sharing="reduce", damping=0.1)
+    check_fisher(step, u)
+
+
+def check_fisher(step: Any, u: Array) -> None:
+    """G is of the gradients of single examples; it is inverted in a step."""
+    assert set(step.of("block")) == {"G"}
     fisher = u.T @ u / BATCH
-    assert_close(block["G"], fisher, 1e-5, "G")
-    want = np.linalg.solve(fisher + 0.1 * np.eye(4), u.mean(0))
-    assert_close(step.delta[0], want, 1e-4, "step")
+    assert_close(step.of("block")["G"], fisher, 1e-5, "G")
+    want = np.linalg.solve(fisher + 0.1 * np.eye(len(fisher)), u.mean(0))
+    assert_close(flat(step.delta), want, 1e-4, "step")
 
 
 def test_block_of_a_kernel() -> None:
@@ -208,32 +186,15 @@ def test_several_weights() -> None:
     gain, shift = weights_of(model)
     g = x * gain + shift - y
     u = np.concatenate([(x * g).sum(1), g.reshape(BATCH, -1)], -1)
-    for part, want in zip(
-        np.split(u.mean(0), [3]), keras_gradients(model, x, y), strict=True
-    ):
-        assert_close(part, want.ravel(), 1e-5, "gradient")
-    step = train_once(model, x, y, damping=0.1)
-    fisher = u.T @ u / BATCH
-    assert_close(step.of("block")["G"], fisher, 1e-5, "G")
-    want = np.linalg.solve(fisher + 0.1 * np.eye(9), u.mean(0))
-    got = np.concatenate([d.ravel() for d in step.delta])
-    assert_close(got, want, 1e-4, "step")
+    check_fisher(train_once(model, x, y, damping=0.1), u)
 
 
 # ------------------------------------------------------------- whose it is
-def test_registered_before_built_in() -> None:
-    tfkfac.register_block(layers.Dense, block=SquareBlock)
-    assert registry.block_types(layers.Dense(2)) == {"": SquareBlock}
+def test_whose_blocks_a_layer_has() -> None:
+    """The last registration's, before built-in ones; subclasses' too.
 
-
-def test_the_last_registration_counts() -> None:
-    tfkfac.register_block(Square, like=layers.Dense)
-    tfkfac.register_block(Square, block=SquareBlock)
-    assert registry.block_types(Square(2)) == {"": SquareBlock}
-
-
-def test_subclasses_of_registered_classes() -> None:
-    """Covered unless they change the call."""
+    Unless these change the call.
+    """
 
     class Same(Doubled):
         pass
@@ -242,9 +203,14 @@ def test_subclasses_of_registered_classes() -> None:
         def call(self, x: Any, training: Any = None) -> Any:
             return 2 * super().call(x)
 
+    tfkfac.register_block(Doubled, block=SquareBlock)
     tfkfac.register_block(Doubled, like=layers.Dense)
-    assert registry.block_types(Same(2)) == {"": DenseBlock}
+    tfkfac.register_block(Linear, like=Doubled)
+    for layer in (Doubled(2), Linear(), Same(2)):
+        assert registry.block_types(layer) == {"": DenseBlock}
     assert registry.block_types(Other(2)) == {}
+    tfkfac.register_block(layers.Dense, block=SquareBlock)
+    assert registry.block_types(layers.Dense(2)) == {"": SquareBlock}
 
 
 @pytest.mark.filterwarnings("ignore:Model .* has no layer that K-FAC")
@@ -267,60 +233,33 @@ class Unfinished(tfkfac.blocks.PerExampleBlock):
     """Without its kind and all that is abstract."""
 
 
+BOTH = {"like": layers.Dense, "block": SquareBlock}
+ONE_OF = r"One of the arguments `like` and `block` must be given"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("cls", "options", "error", "message"),
     [
+        (layers.Dense(2), {}, TypeError, r"`layer_class` .*Received: layer_c"),
+        (int, {}, TypeError, r"`layer_class` .*Received: .*<class 'int'>"),
+        (Square, {}, ValueError, ONE_OF),
+        (Square, BOTH, ValueError, ONE_OF),
+        (Square, {"like": layers.LSTM}, ValueError, r"of Dense, .*like=.*LSTM"),
+        (Square, {"like": "Dense"}, ValueError, r"`like` .*: like='Dense'"),
+        (Square, {"block": layers.Dense}, TypeError, r"`block` must be a sub"),
         (
-            {"layer_class": layers.Dense(2), "like": layers.Dense},
-            TypeError,
-            r"`layer_class` must be a subclass of `keras.layers.Layer`. Rec",
-        ),
-        (
-            {"layer_class": int, "block": SquareBlock},
-            TypeError,
-            r"`layer_class` must be.*Received: layer_class=<class 'int'>",
-        ),
-        (
-            {"layer_class": Square},
-            ValueError,
-            r"One of the arguments `like` and `block` must be given",
-        ),
-        (
-            {
-                "layer_class": Square,
-                "like": layers.Dense,
-                "block": SquareBlock,
-            },
-            ValueError,
-            r"One of the arguments `like` and `block` must be given",
-        ),
-        (
-            {"layer_class": Square, "like": layers.LSTM},
-            ValueError,
-            r"`like` must be .* one of Dense, Conv1D.*Received: like=.*LSTM",
-        ),
-        (
-            {"layer_class": Square, "like": "Dense"},
-            ValueError,
-            r"`like` must be .*Received: like='Dense'",
-        ),
-        (
-            {"layer_class": Square, "block": layers.Dense},
-            TypeError,
-            r"`block` must be a subclass of `tfkfac.blocks.Block`. Received",
-        ),
-        (
-            {"layer_class": Square, "block": Unfinished},
+            Square,
+            {"block": Unfinished},
             TypeError,
             r"which lacks example_gradients, variables, kind",
         ),
     ],
 )
 def test_errors(
-    arguments: dict[str, Any], error: type[Exception], message: str
+    cls: Any, options: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        tfkfac.register_block(**arguments)
+        tfkfac.register_block(cls, **options)
     assert not registry._registered
 
 

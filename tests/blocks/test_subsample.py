@@ -1,15 +1,15 @@
 """Statistics of a part of a batch: `factor_batch_fraction`."""
 
+import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
 
+from tests.factors.test_declared import ALL, seen
 from tests.support.harness import (
     assert_close,
     check_factors,
@@ -18,8 +18,6 @@ from tests.support.harness import (
     weights_of,
 )
 from tests.support.layer_cases import (
-    NORMS,
-    PRELU,
     make_input,
 )
 from tests.support.layer_models import (
@@ -29,12 +27,14 @@ from tests.support.layer_models import (
     targets,
 )
 from tests.support.layer_views import view_of
-from tests.support.reference import Array
+from tests.support.reference import Array, append_one
 from tfkfac.blocks import Record
 from tfkfac.blocks.dense import EinsumDenseBlock
+from tfkfac.blocks.registry import build_registry
 from tfkfac.blocks.statistics import (
     Examples,
     Subsample,
+    View,
     batch_statistics,
     choose_subsample,
 )
@@ -88,101 +88,49 @@ def measured(size: int, turn: int, workers: int = 1) -> list[int]:
     return sorted(examples.of(tf.range(size)).numpy().tolist())
 
 
-@pytest.mark.parametrize(
-    ("size", "workers", "count"),
-    [
-        (1000, 1, 250),
-        (256, 1, 64),
-        (100, 1, 64),
-        (64, 1, 64),
-        (8, 1, 8),
-        (0, 1, 0),
-        (64, 4, 16),
-        (12, 4, 12),
-    ],
-)
-def test_a_quarter_but_no_small_batch(
-    size: int, workers: int, count: int
-) -> None:
+def test_a_quarter_but_no_small_batch() -> None:
     """At least 64 of all workers together."""
-    assert len(measured(size, 0, workers)) == count
+    sizes = [1000, 256, 100, 64, 8, 0]
+    counts = [len(measured(size, 0)) for size in sizes]
+    assert counts == [250, 64, 64, 64, 8, 0]
+    assert [len(measured(size, 0, 4)) for size in (64, 12)] == [16, 12]
 
 
-@pytest.mark.parametrize("size", [32, 96, 128, 192, 1024])
 @pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("turn", [0, 3])
-def test_workers_take_what_one_process_takes(
-    size: int, workers: int, turn: int
-) -> None:
+def test_workers_take_what_one_process_takes(workers: int) -> None:
     """Where the shares are whole: no number of 96 examples is."""
-    share = size // workers
-    together = [
-        rank * share + i
-        for rank in range(workers)
-        for i in measured(share, turn, workers)
-    ]
-    if size == 96:
-        assert len(together) == len(measured(size, turn))
-    else:
-        assert together == measured(size, turn)
+    for size, turn in itertools.product([32, 96, 128, 192, 1024], [0, 3]):
+        share = size // workers
+        together = [
+            rank * share + i
+            for rank in range(workers)
+            for i in measured(share, turn, workers)
+        ]
+        if size == 96:
+            assert len(together) == len(measured(size, turn))
+        else:
+            assert together == measured(size, turn)
 
 
 # ---------------------------------------------------------- every layer type
 BATCH, FRACTION = 6, 1 / 3
 
 
-def averaged(
-    model: Any, x: Array, y: Array, turns: int, **options: Any
-) -> dict[str, Array]:
-    """Mean of the statistics of several steps at the same weights."""
-    optimizer = compiled(
-        model, inner=0.0, factor_decay=0.0, damping=1.0, **options
-    )
-    weights = model.get_weights()
-    found = []
-    for _ in range(turns):
-        model.train_on_batch(x, y)
-        model.set_weights(weights)  # moving averages too
-        found.append(find(optimizer.factors(), "block"))
-    return {k: np.mean([f[k] for f in found], 0) for k in found[0]}
-
-
-def timed(inner: Callable[..., Any]) -> Callable[..., Any]:
-    def make(name: str) -> Any:
-        return layers.TimeDistributed(inner(name=name), name="each")
-
-    return make
-
-
-CASES = {
-    **NORMS,
-    **PRELU,
-    "timed": (timed(lambda name: layers.Dense(3, "tanh", name=name)), (2, 4)),
-}
-CHEAP = ["batch_image", "layer_sequence", "prelu_image", "timed"]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(c, marks=[] if c in CHEAP else [pytest.mark.slow])
-        for c in CASES
-    ],
-)
+@pytest.mark.parametrize("case", ALL)
 def test_no_bias(case: str) -> None:
     """Over its turns, the parts come to the whole batch."""
-    factory, shape = CASES[case]
-    x = make_input(case, shape, BATCH)
-    results = []
-    for options in ({"factor_batch_fraction": FRACTION}, {}):
-        keras.utils.set_random_seed(0)
-        model = one_layer(factory(name="block"), shape)
-        turns = 3 if options else 1
-        results.append(averaged(model, x, targets(model, x), turns, **options))
-    got, want = results
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert_close(got[name], value, 1e-5, name)
+    model, records, _ = seen(case)
+    for block in build_registry(model, ()).blocks:
+        layers = {0: (block, records)}
+        view = View("reduce", terms=tf.constant(4, block.dtype))
+        want = batch_statistics(layers, view)[0]
+        halves = [
+            batch_statistics(layers, view._replace(part=part(0.5, turn)))[0]
+            for turn in range(2)
+        ]
+        for name, (total, _) in want.items():
+            mean = np.mean([half[name].total for half in halves], 0)
+            assert_close(mean, total, 1e-5, name)
 
 
 def test_a_record_with_its_examples_elsewhere() -> None:
@@ -192,20 +140,13 @@ def test_a_record_with_its_examples_elsewhere() -> None:
     layer.build((BATCH, BATCH, 3))
     block = EinsumDenseBlock(layer, "block")
     rng = np.random.default_rng(0)
-    x, g = (
-        rng.normal(size=(BATCH, BATCH, 3)),
-        rng.normal(size=(BATCH, BATCH, 2)),
-    )
+    x, g = (rng.normal(size=(BATCH, BATCH, n)) for n in (3, 2))
     record = Record(tf.constant(x, "float32"), tf.constant(g, "float32"))
     terms = tf.constant(6.0)
     for turn in range(3):
         rows = [turn, turn + 3]
-        found = batch_statistics(
-            {0: (block, [record])},
-            "expand",
-            terms=terms,
-            part=part(FRACTION, turn),
-        )[0]
+        view = View("expand", terms=terms, part=part(FRACTION, turn))
+        found = batch_statistics({0: (block, [record])}, view)[0]
         want_a = np.einsum("nsi,nsj->ij", x[rows], x[rows]) / 12
         want_g = np.einsum("sni,snj->ij", g[:, rows], g[:, rows]) / 2
         for name, want in (("A", want_a), ("G", want_g)):
@@ -215,8 +156,7 @@ def test_a_record_with_its_examples_elsewhere() -> None:
 
 
 # ------------------------------------------------------------- with the rest
-@pytest.mark.parametrize("eager", [True, False])
-def test_sample_weights(eager: bool) -> None:
+def test_sample_weights() -> None:
     """What has no loss does not count, of those that are taken."""
     layer = layers.Dense(3, activation="tanh", name="block")
     model = one_layer(layer, (2, 4))
@@ -228,7 +168,7 @@ def test_sample_weights(eager: bool) -> None:
     g = g * weight[:, None, None]
     rows = [0, 2, 4]
     optimizer = compiled(
-        model, inner=0.0, eager=eager, factor_batch_fraction=0.5, factor_decay=0
+        model, inner=0.0, eager=False, factor_batch_fraction=0.5, factor_decay=0
     )
     model.train_on_batch(x, y, sample_weight=weight)
     want = expected_factors(view, a[:, rows], g[:, rows], "expand")
@@ -240,16 +180,18 @@ def test_sample_weights(eager: bool) -> None:
     check_factors(find(optimizer.factors(), "block"), *want)
 
 
+def dense(size: int) -> tuple[Any, list[Array], list[Array]]:
+    """A model of one layer, with its data, and its rows of a and g."""
+    model = one_layer(layers.Dense(3, name="block"), (4,))
+    x = make_input("", (4,), size)
+    y = targets(model, x)
+    a = append_one(x.astype(np.float64))
+    return model, [x, y], [a, a @ np.vstack(weights_of(model)) - y]
+
+
 def test_micro_batches() -> None:
     """Of each its own part; they are added up in units of examples."""
-    layer = layers.Dense(3, name="block")
-    model = one_layer(layer, (4,))
-    x = make_input("", (4,), 7)
-    y = targets(model, x)
-    a, g = (
-        r[0, :, 0]
-        for r in expected_rows(view_of(layer), weights_of(model), x, y, None)
-    )
+    model, (x, y), rows_of_all = dense(7)
     optimizer = compiled(
         model, gradient_accumulation_steps=2, factor_batch_fraction=0.25
     )
@@ -257,20 +199,13 @@ def test_micro_batches() -> None:
         model.train_on_batch(x[rows], y[rows])
     # The one row of the first, and of the other six the first and fourth.
     weights = np.array([1, 3, 0, 0, 3, 0, 0])
-    want = [(r * weights[:, None]).T @ r / 7 for r in (a, g)]
+    want = [(r * weights[:, None]).T @ r / 7 for r in rows_of_all]
     check_factors(find(optimizer.factors(), "block"), *want)
 
 
 def test_in_fit_with_a_ragged_last_batch() -> None:
     """The number of rows is known in the step only."""
-    layer = layers.Dense(3, name="block")
-    model = one_layer(layer, (4,))
-    x = make_input("", (4,), 9)
-    y = targets(model, x)
-    a, g = (
-        r[0, :, 0]
-        for r in expected_rows(view_of(layer), weights_of(model), x, y, None)
-    )
+    model, (x, y), rows_of_all = dense(9)
     optimizer = compiled(
         model,
         inner=0.0,
@@ -281,6 +216,6 @@ def test_in_fit_with_a_ragged_last_batch() -> None:
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     want = [
         (r[[0, 4]].T @ r[[0, 4]] / 2 + 2 * r[[8]].T @ r[[8]]) / 3
-        for r in (a, g)
+        for r in rows_of_all
     ]
     check_factors(find(optimizer.factors(), "block"), *want)

@@ -1,6 +1,6 @@
 """A layer at each time step has the factors of one on sequences."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -10,8 +10,6 @@ import tensorflow as tf
 from keras import layers
 
 from tests.support.harness import (
-    CURVES,
-    SLOPES,
     assert_close,
     check_factors,
     compiled,
@@ -21,8 +19,9 @@ from tests.support.harness import (
     train_once,
     weights_of,
 )
-from tests.support.layer_cases import make_input
+from tests.support.layer_cases import LINEAR, make_input
 from tests.support.layer_models import (
+    activation_name,
     expected_factors,
     expected_rows,
     targets,
@@ -30,7 +29,6 @@ from tests.support.layer_models import (
 from tests.support.layer_views import view_of
 from tests.support.reference import Array, append_one, factors
 
-SHARING = ["expand", "reduce"]
 BATCH, TIME = 4, 3
 
 
@@ -43,31 +41,39 @@ def distributed(layer: Any, *shape: int | None) -> Any:
     return model
 
 
-def dense_rows(
-    model: Any, x: Array, y: Array, activation: str | None
-) -> tuple[Array, Array]:
-    """a and g of a dense layer on sequences."""
-    a = append_one(x.astype(np.float64))
-    z = a @ np.vstack(weights_of(model))
-    if activation == "softmax":
-        out = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
-        back = out * (out - y)
-        return a, back - out * back.sum(-1, keepdims=True)
-    out = CURVES[activation](z)
-    return a, (out - y) * SLOPES[activation](out)
-
-
-@pytest.mark.parametrize("sharing", SHARING)
-@pytest.mark.parametrize("activation", [None, "tanh", "softmax"])
-def test_dense(activation: str | None, sharing: str) -> None:
-    layer = layers.Dense(3, activation=activation, name="block")
-    model = distributed(layer, TIME, 4)
-    x = make_input("", (TIME, 4), BATCH)
-    y = targets(model, x)
-    a, g = dense_rows(model, x, y, activation)
-    step = train_once(model, x, y, weight_sharing=sharing)
-    assert list(step.factors) == ["each/block"]
-    check_factors(step.of("block"), *factors(a, g, sharing))
+@pytest.mark.parametrize(
+    ("make", "options", "rtol"),
+    [
+        (partial(layers.Dense, 3), {"weight_sharing": "reduce"}, 1e-5),
+        (
+            partial(layers.Dense, 3, activation="tanh"),
+            {"factor_batch_fraction": 0.5},
+            1e-5,
+        ),
+        (partial(layers.Dense, 3, activation="softmax"), {}, 1e-5),
+        # Pre-activations are computed in the precision of the weights.
+        (
+            partial(layers.Dense, 3, "tanh", dtype="mixed_bfloat16"),
+            {},
+            2e-2,
+        ),
+        (layers.LayerNormalization, {}, 1e-5),
+    ],
+)
+def test_as_on_sequences(make: Any, options: Any, rtol: float) -> None:
+    """The factors and the step."""
+    found = []
+    for wrap in (layers.TimeDistributed, lambda layer: layer):
+        layer = wrap(make(name="block"))
+        model = keras.Sequential([keras.Input((TIME, 4)), layer])
+        randomize(model)
+        x = make_input("", (TIME, 4), BATCH)
+        found.append(train_once(model, x, targets(model, x), **options))
+    got, want = found
+    for name, value in want.of("block").items():
+        assert_close(got.of("block")[name], value, rtol, name)
+    for mine, his in zip(got.delta, want.delta, strict=True):
+        assert_close(mine, his, 10 * rtol, "step")
 
 
 def test_time_steps_of_unknown_number() -> None:
@@ -78,7 +84,9 @@ def test_time_steps_of_unknown_number() -> None:
     # Keras 3.15 counts the steps by the examples there.
     x = make_input("", (TIME, 4), TIME)
     y = targets(model, x)
-    a, g = dense_rows(model, x, y, "tanh")
+    a = append_one(x.astype(np.float64))
+    out = np.tanh(a @ np.vstack(weights_of(model)))
+    g = (out - y) * (1 - out**2)
 
     @tf.function(input_signature=[tf.TensorSpec((None, None, 4))])
     def step(x: tf.Tensor) -> None:
@@ -92,34 +100,6 @@ def test_time_steps_of_unknown_number() -> None:
     check_factors(find(optimizer.factors(), "block"), *factors(a, g))
 
 
-def test_the_same_step_as_on_sequences() -> None:
-    deltas = []
-    for wrap in (layers.TimeDistributed, lambda layer: layer):
-        layer = layers.Dense(3, activation="tanh", name="block")
-        model = keras.Sequential([keras.Input((TIME, 4)), wrap(layer)])
-        randomize(model)
-        x = make_input("", (TIME, 4), BATCH)
-        deltas.append(train_once(model, x, targets(model, x)).delta)
-    for got, want in zip(*deltas, strict=True):
-        assert_close(got, want, 1e-4, "step")
-
-
-def test_mixed_precision() -> None:
-    """Pre-activations are computed in the precision of the weights."""
-    layer = layers.Conv1D(
-        3, 2, activation="tanh", dtype="mixed_bfloat16", name="block"
-    )
-    model = distributed(layer, TIME, 4, 2)
-    x = make_input("", (TIME, 4, 2), BATCH)
-    y = targets(model, x)
-    a, g = expected_rows(
-        view_of(layer), weights_of(model), images(x), images(y), "tanh"
-    )
-    step = train_once(model, x, y)
-    want = expected_factors(view_of(layer), steps(a), steps(g), "expand")
-    check_factors(step.of("block"), *want, rtol=2e-2)
-
-
 def images(x: Array) -> Array:
     """The time steps as examples."""
     return x.reshape(-1, *x.shape[2:])
@@ -131,60 +111,28 @@ def steps(rows: Array) -> Array:
     return rows.reshape(groups, BATCH, -1, features)
 
 
-LINEAR: dict[str, tuple[Callable[[], Any], tuple[int, ...], str | None]] = {
-    "conv": (
-        lambda: layers.Conv2D(
-            2, 2, padding="same", activation="relu", name="block"
-        ),
-        (3, 2, 2),
-        "relu",
-    ),
-    "depthwise": (
-        lambda: layers.DepthwiseConv1D(2, activation="tanh", name="block"),
-        (4, 2),
-        "tanh",
-    ),
-    "einsum": (
-        lambda: layers.EinsumDense(
-            "abc,cd->abd", (None, 2), bias_axes="d", name="block"
-        ),
-        (2, 3),
-        None,
-    ),
-    "embedding": (lambda: layers.Embedding(6, 3, name="block"), (2,), None),
-}
-
-
-@pytest.mark.parametrize("sharing", SHARING)
-@pytest.mark.parametrize("case", LINEAR)
+@pytest.mark.parametrize(
+    ("case", "sharing"),
+    [
+        ("conv2d_same_odd", "expand"),
+        ("depthwise2d_same_strided", "reduce"),
+        ("einsum_sequence", "expand"),
+        ("embedding_sequence", "reduce"),
+    ],
+)
 def test_other_layers(case: str, sharing: str) -> None:
     """Positions are those of all time steps of an example."""
-    factory, shape, curve = LINEAR[case]
-    layer = factory()
+    factory, shape = LINEAR[case]
+    layer = factory(name="block")
     model = distributed(layer, TIME, *shape)
     x = make_input(case, (TIME, *shape), BATCH)
     y = targets(model, x)
     view = view_of(layer)
+    curve = activation_name(layer)
     a, g = expected_rows(view, weights_of(model), images(x), images(y), curve)
     step = train_once(model, x, y, weight_sharing=sharing)
     want = expected_factors(view, steps(a), steps(g), sharing)
     check_factors(step.of("block"), *want)
-
-
-def test_normalization() -> None:
-    """One gradient for an example, whatever the number of steps."""
-    layer = layers.LayerNormalization(center=False, name="block")
-    model = distributed(layer, TIME, 4)
-    x = make_input("", (TIME, 4), BATCH)
-    y = targets(model, x)
-    wide = x.astype(np.float64)
-    mean = wide.mean(-1, keepdims=True)
-    hat = (wide - mean) / np.sqrt(wide.var(-1, keepdims=True) + layer.epsilon)
-    (gamma,) = weights_of(model)
-    u = np.sum((hat * gamma - y) * hat, axis=1)
-    step = train_once(model, x, y)
-    G = np.mean(u**2, axis=0)[:, None, None]
-    assert_close(step.of("block")["G"], G, 1e-5, "G")
 
 
 def test_mask() -> None:

@@ -26,9 +26,9 @@ APPLIED = {
 }
 
 
-def run(applied: Any, eager: bool, layer: Any, shape: tuple[int, ...]) -> Any:
+def run(applied: Any, eager: bool, layer: Any) -> Any:
     """A step with a mixture of the gradients of two losses."""
-    model = keras.Sequential([keras.Input(shape), layer])
+    model = keras.Sequential([keras.Input((3,)), layer])
     randomize(model)
     optimizer = tfkfac.KFAC(keras.optimizers.SGD(0.0)).attach(model)
 
@@ -53,12 +53,20 @@ def run(applied: Any, eager: bool, layer: Any, shape: tuple[int, ...]) -> Any:
     return optimizer
 
 
-@pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("name", list(APPLIED))
+@pytest.mark.parametrize(
+    ("name", "eager"),
+    [
+        ("sum", False),
+        ("first", True),
+        ("second", True),
+        ("sum, clipped", True),
+        ("second, clipped", False),
+    ],
+)
 def test_factors_are_of_what_is_applied(name: str, eager: bool) -> None:
     applied, counted = APPLIED[name]
     layer = layers.Dense(2, name="block")
-    optimizer = run(applied, eager, layer, (3,))
+    optimizer = run(applied, eager, layer)
     a = append_one(X.astype(np.float64))
     out = a @ np.vstack(weights_of(layer))
     g = sum(w * (out - y) for w, y in zip(counted, Y, strict=True))
@@ -67,8 +75,7 @@ def test_factors_are_of_what_is_applied(name: str, eager: bool) -> None:
 
 
 def test_a_gradient_of_something_else_is_said_once(capfd: Any) -> None:
-    layer = layers.Dense(2, name="block")
-    optimizer = run((1, -3), True, layer, (3,))
+    optimizer = run((1, -3), True, layers.Dense(2, name="block"))
     assert "tfkfac: block: the gradient that was" in capfd.readouterr().err
     lines: list[str] = []
     optimizer.summary(print_fn=lines.append)

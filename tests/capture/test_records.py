@@ -23,7 +23,6 @@ from tests.support.small import (
 )
 
 X, Y = data()
-STEPS = 3
 
 
 # -------------------------------------------------------------- records
@@ -83,14 +82,6 @@ def gradient_penalty(model: Any) -> list[Any]:
     return list(outer.gradient(value, model.trainable_variables))
 
 
-def forward_mode(model: Any) -> list[Any]:
-    values = [v.value for v in model.trainable_variables]
-    ones = [tf.ones_like(v) for v in values]
-    with tf.autodiff.ForwardAccumulator(values, ones) as accumulator:
-        outputs = model(X)
-    return [accumulator.jvp(outputs)]
-
-
 def hessian_product(model: Any) -> list[Any]:
     values = [v.value for v in model.trainable_variables]
     ones = [tf.ones_like(v) for v in values]
@@ -98,7 +89,7 @@ def hessian_product(model: Any) -> list[Any]:
         with tf.GradientTape() as tape:
             value = loss()(Y, model(X))
         gradients = tape.gradient(value, values)
-    return [accumulator.jvp(g) for g in gradients]
+    return [accumulator.jvp(g) for g in (value, *gradients)]
 
 
 def jacobians(model: Any) -> list[Any]:
@@ -109,20 +100,14 @@ def jacobians(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "derivative",
-    [
-        gradient_penalty,
-        jacobians,
-        forward_mode,
-        hessian_product,
-    ],
+    "derivative", [gradient_penalty, jacobians, hessian_product]
 )
 def test_taps_are_transparent_to_derivatives(
     derivative: Callable[[Any], list[Any]],
 ) -> None:
     """Equal to the last bit, with and without taps."""
     got, want = derivative(compiled_mlp(eager=True)), derivative(mlp())
-    assert len(want) in (1, 4)
+    assert len(want) in (4, 5)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
         assert np.asarray(b).any()

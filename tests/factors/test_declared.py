@@ -20,7 +20,7 @@ from tests.support.layer_cases import (
 from tests.support.layer_models import one_layer
 from tests.support.marks import with_slow
 from tfkfac.blocks.registry import build_registry
-from tfkfac.blocks.statistics import batch_statistics
+from tfkfac.blocks.statistics import View, batch_statistics
 from tfkfac.capture.taps import Record, Tap
 from tfkfac.factors import Dense, Diagonal, Factor, Limit, LowRank, Stack
 from tfkfac.factors.low_rank import probes
@@ -85,7 +85,7 @@ def test_blocks_declare_what_they_make(case: str, sharing: str) -> None:
     assert kinds == expected_kinds(case)
     for block in blocks:
         factors = block.factors
-        made = batch_statistics({0: (block, records)}, sharing)[0]
+        made = batch_statistics({0: (block, records)}, View(sharing))[0]
         assert set(made) == set(factors)
         for key, statistic in made.items():
             assert statistic.total.shape == factors[key].shape
@@ -122,8 +122,8 @@ def test_blocks_make_sketches_of_wide_factors(case: str, sharing: str) -> None:
     whole = build_registry(model, ()).blocks
     wide = build_registry(model, (), Limit(2, 2)).blocks
     for block, other in zip(whole, wide, strict=True):
-        want = batch_statistics({0: (block, records)}, sharing)[0]
-        got = batch_statistics({0: (other, records)}, sharing)[0]
+        want = batch_statistics({0: (block, records)}, View(sharing))[0]
+        got = batch_statistics({0: (other, records)}, View(sharing))[0]
         for name, kind in other.factors.items():
             (total, count), (matrix, same) = got[name], want[name]
             assert count == same

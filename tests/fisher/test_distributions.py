@@ -21,29 +21,31 @@ P = 1 / (1 + np.exp(-Z))
 DRAWS = 40_000
 
 
-def labels_of_bits(p: Array) -> tuple[Array, Array]:
-    """Every combination of three bits, and its probability."""
-    bits = np.array(np.meshgrid(*[[0, 1]] * 3)).reshape(3, -1).T
-    return bits, np.prod(np.where(bits, p, 1 - p), -1)
+# Every combination of three bits.
+BITS = np.array(np.meshgrid(*[[0, 1]] * 3)).reshape(3, -1).T
+
+
+def fisher(
+    labels: Array,
+    chance: Callable[[Array], Array],
+    slope: Callable[[Array, Array], Array],
+) -> Array:
+    """`E[g g^T]` by enumeration."""
+    slopes = [slope(labels, p) for p in P]
+    return np.stack(
+        [
+            np.einsum("n,ni,nj->ij", chance(p), g, g)
+            for p, g in zip(P, slopes, strict=True)
+        ]
+    )
 
 
 def fisher_of_bits(slope: Callable[[Array, Array], Array]) -> Array:
-    """`E[g g^T]` by enumeration."""
-    found = []
-    for p in P:
-        bits, chance = labels_of_bits(p)
-        g = slope(bits, p)
-        found.append(np.einsum("n,ni,nj->ij", chance, g, g))
-    return np.stack(found)
+    return fisher(BITS, lambda p: np.prod(np.where(BITS, p, 1 - p), -1), slope)
 
 
 def fisher_of_classes(slope: Callable[[Array, Array], Array]) -> Array:
-    found = []
-    for p in P:
-        q = p / p.sum()
-        g = slope(np.eye(3), p)
-        found.append(np.einsum("n,ni,nj->ij", q, g, g))
-    return np.stack(found)
+    return fisher(np.eye(3), lambda p: p / p.sum(), slope)
 
 
 # Outputs, distribution, Fisher matrix.

@@ -1,9 +1,7 @@
 """The ends of spectra: oracle, orthogonality, arguments."""
 
 import functools
-import itertools
 import pathlib
-import resource
 from typing import Any
 
 import numpy as np
@@ -18,14 +16,6 @@ from tfkfac.linalg.lanczos import Lanczos, random_vector
 DATA = pathlib.Path(__file__).parents[1] / "data"
 
 
-STATUS = pathlib.Path("/proc/self/statm")
-
-
-def resident_bytes() -> int:
-    """Memory of this process."""
-    return int(STATUS.read_text().split()[1]) * resource.getpagesize()
-
-
 @functools.cache
 def oracle() -> dict[str, Array]:
     with np.load(DATA / "fosi_quadratic.npz") as data:
@@ -36,8 +26,10 @@ def oracle() -> dict[str, Array]:
 @pytest.mark.parametrize(
     ("dtype", "graph", "steps"),
     [
-        *itertools.product(["float32", "float64"], [False], [32, 56, 60]),
-        pytest.param("float32", True, 32, marks=pytest.mark.slow),
+        ("float32", False, 32),
+        ("float32", True, 56),
+        ("float64", True, 32),
+        ("float64", False, 60),
     ],
 )
 def test_oracle(dtype: str, graph: bool, steps: int) -> None:
@@ -71,16 +63,6 @@ def test_all_ritz_values() -> None:
     np.testing.assert_allclose(values, want, atol=2e-5)
 
 
-def test_graph_is_eager() -> None:
-    matrix = spectrum([3, 2, 1, 0, 0, 0, -1, -2])
-    for kwargs in ({"seed": 1}, {"start_vector": np.eye(8)[0]}):
-        kwargs |= {"num_largest": 3, "num_smallest": 2}
-        eager = run(matrix, 7, **kwargs)
-        graph = run(matrix, 7, graph=True, **kwargs)
-        np.testing.assert_allclose(graph[0], eager[0], atol=1e-6)
-        np.testing.assert_allclose(graph[1], eager[1], atol=1e-5)
-
-
 def test_one_trace() -> None:
     calls = []
 
@@ -91,9 +73,6 @@ def test_one_trace() -> None:
     values, _ = tf.function(lambda: lanczos(product, 12, 10, num_largest=1))()
     assert calls == [(12,)]
     np.testing.assert_allclose(values, [12.0], rtol=1e-3)
-    calls.clear()
-    lanczos(product, 12, 10, num_largest=1)
-    assert calls == [(12,)] * 10
 
 
 # ------------------------------------------------------------------- precision
@@ -121,35 +100,7 @@ def test_orthonormal(top: float) -> None:
     np.testing.assert_allclose(values[-1], top, rtol=1e-6)
 
 
-def products_with_the_basis(matrix: Any, steps: int) -> list[int]:
-    """How many times the whole basis is read in each iteration."""
-    found = [0]
-    operator = tf.constant(matrix, tf.float32)
-
-    def product(v: tf.Tensor) -> tf.Tensor:
-        found.append(0)
-        return tf.linalg.matvec(operator, v)
-
-    def reduce(numbers: tf.Tensor) -> tf.Tensor:
-        # Those of one row, or of the start vector, are single numbers.
-        found[-1] += numbers.shape[0] > 1
-        return numbers
-
-    size = len(matrix)
-    Lanczos(product, size, lambda i: random_vector(size, 0, i + 1), reduce).run(
-        random_vector(size, 0, 0), steps
-    )
-    return found[1:]
-
-
-def test_once_is_enough() -> None:
-    """But for random vectors that lie in the space of the rows by most."""
-    matrix = spectrum(np.arange(-5.0, 35))
-    assert products_with_the_basis(matrix, 30) == [1] * 30
-    assert max(products_with_the_basis(np.eye(8), 16)) == 2
-
-
-@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
 def test_scale(scale: float) -> None:
     """Neither the operator's nor the start vector's matters."""
     matrix = scale * spectrum(np.arange(1.0, 11))
@@ -232,26 +183,3 @@ def test_wrong_arguments(name: str, value: Any, error: type) -> None:
 def test_no_pairs() -> None:
     with pytest.raises(ValueError, match="`num_largest` and `num_smallest`"):
         lanczos(lambda v: v, 5, 5, num_largest=0)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not STATUS.exists(), reason="no /proc")
-def test_the_basis_is_freed() -> None:
-    """It is neither a constant nor a variable of the graph.
-
-    TensorFlow may keep the memory of a first graph for a second one, which
-    needs no more if that is free.
-    """
-    size, steps = 2**17, 100
-    scales = tf.range(1.0, size + 1)
-
-    def estimate() -> Any:
-        return lanczos(lambda v: scales * v, size, steps, num_largest=1)[0]
-
-    first, second = tf.function(estimate), tf.function(estimate)
-    first()
-    first()
-    before = resident_bytes()
-    second()
-    second()
-    assert resident_bytes() - before < 4 * size * steps / 2

@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.marks import with_slow
-from tests.support.spectra import assert_pairs, run, spectrum
+from tests.support.spectra import assert_pairs, operator, run, spectrum
+from tfkfac.curvature import lanczos
 
 NAN, INF = float("nan"), float("inf")
 
@@ -21,52 +22,43 @@ CASES = {
     "clusters": spectrum([1.0] * 4 + [2.0] * 5 + [-1.0] * 3),
     "near_clusters": spectrum(np.repeat([1, 1 + 1e-6, 2, 2 + 1e-5], 3)),
 }
-STARTS = {
-    "random": None,
-    "zero": np.zeros(12),
-    "unit": np.eye(12)[3],
-    "nan": np.full(12, NAN),
-}
+# Of zeros, or what is no number, nothing comes but a random vector.
+STARTS = [np.zeros(12), np.eye(12)[3], np.full(12, NAN)]
 
 
-@pytest.mark.parametrize("start", with_slow(STARTS, "unit", "zero"))
-@pytest.mark.parametrize("case", CASES)
-def test_exhausted(case: str, start: str) -> None:
+@tf.function
+def all_pairs(matrix: tf.Tensor, start: tf.Tensor) -> Any:
     """Twice the size leaves a step for every new beginning."""
-    matrix = CASES[case]
-    values, vectors = run(
-        matrix,
+    return lanczos(
+        operator(matrix),
+        12,
         24,
-        start_vector=STARTS[start],
+        start_vector=start,
         num_smallest=5,
         num_largest=7,
     )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exhausted(case: str) -> None:
+    matrix = CASES[case]
     want = np.linalg.eigvalsh(matrix)
-    np.testing.assert_allclose(values, want, atol=1e-5)
-    assert_pairs(matrix, values, vectors)
-    assert (np.linalg.norm(vectors, axis=0) > 0.5).all()
+    for start in STARTS:
+        found = all_pairs(tf.constant(matrix), tf.constant(start, tf.float32))
+        values, vectors = (t.numpy().astype(np.float64) for t in found)
+        np.testing.assert_allclose(values, want, atol=1e-5)
+        assert_pairs(matrix, values, vectors)
+        assert (np.linalg.norm(vectors, axis=0) > 0.5).all()
 
 
-@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("case", ["zero", "rank_2", "identity", "clusters"])
-def test_exhausted_in_few_steps(case: str, graph: bool) -> None:
+def test_exhausted_in_few_steps(case: str) -> None:
     """What is found is right, and each end comes first."""
     matrix = CASES[case]
-    values, vectors = run(matrix, 9, graph=graph, num_smallest=2, num_largest=2)
+    values, vectors = run(matrix, 9, num_smallest=2, num_largest=2)
     assert_pairs(matrix, values, vectors)
     want = np.linalg.eigvalsh(matrix)[[0, -1]]
     np.testing.assert_allclose(values[[0, -1]], want, atol=1e-5)
-
-
-@pytest.mark.parametrize("position", [0, 3, 5])
-def test_start_is_an_eigenvector(position: int) -> None:
-    matrix = spectrum([-2, -1, 0, 1, 3, 7])
-    start = np.linalg.eigh(matrix)[1][:, position]
-    values, vectors = run(
-        matrix, 12, start_vector=start, num_smallest=3, num_largest=3
-    )
-    np.testing.assert_allclose(values, [-2, -1, 0, 1, 3, 7], atol=1e-5)
-    assert_pairs(matrix, values, vectors)
 
 
 def test_too_few_steps_leave_zeros() -> None:
@@ -80,24 +72,14 @@ def test_too_few_steps_leave_zeros() -> None:
     np.testing.assert_allclose(abs(vectors[:, 1]), start, atol=1e-6)
 
 
-@pytest.mark.parametrize("steps", [1, 3, 10])
+@pytest.mark.parametrize("steps", [1, 10])
 def test_size_one(steps: int) -> None:
     values, vectors = run([[-3.0]], steps)
     np.testing.assert_allclose(values, [-3.0], rtol=1e-6)
     np.testing.assert_allclose(abs(vectors), [[1.0]], rtol=1e-6)
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_more_steps_than_size(graph: bool) -> None:
-    matrix = spectrum([3, 1, -2])
-    values, vectors = run(matrix, 10, graph=graph)
-    np.testing.assert_allclose(values, [-2, 1, 3], atol=1e-5)
-    assert_pairs(matrix, values, vectors)
-
-
-@pytest.mark.parametrize(
-    ("value", "graph"), [(NAN, False), (INF, False), (-INF, False), (NAN, True)]
-)
+@pytest.mark.parametrize(("value", "graph"), [(-INF, False), (NAN, True)])
 def test_not_finite_does_not_raise(value: float, graph: bool) -> None:
     """Neither everywhere nor in one element of the operator."""
     matrix = spectrum([3, 1, -2, 5])
@@ -109,7 +91,7 @@ def test_not_finite_does_not_raise(value: float, graph: bool) -> None:
         assert not np.isfinite(vectors).any()
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(deadline=None, max_examples=10, derandomize=True)
 @given(data=st.data(), size=st.integers(2, 12), seed=st.integers(0, 2**31 - 1))
 def test_random_matrices(data: Any, size: int, seed: int) -> None:
     """As many steps as rows find every pair."""
@@ -127,7 +109,7 @@ def test_random_matrices(data: Any, size: int, seed: int) -> None:
     assert_pairs(matrix, values, vectors)
 
 
-@settings(deadline=None, max_examples=15, derandomize=True)
+@settings(deadline=None, max_examples=6, derandomize=True)
 @given(data=st.data(), size=st.integers(1, 8))
 def test_integer_matrices(data: Any, size: int) -> None:
     """Often singular, with repeated eigenvalues and poor start vectors."""

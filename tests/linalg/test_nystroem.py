@@ -87,14 +87,3 @@ def test_what_is_not_finite_stays_so() -> None:
         product[4, 1] = value
         half = nystroem_half(tf.constant(product), columns, tf.float64)
         assert not np.isfinite(half).all()
-
-
-def test_a_graph_does_not_hold_the_probes() -> None:
-    """It is saved with the model."""
-
-    @tf.function
-    def function() -> tf.Tensor:
-        return probes(5000, 64, tf.float32)
-
-    graph = function.get_concrete_function().graph.as_graph_def()
-    assert graph.ByteSize() < 5000 * 64 / 10

@@ -21,34 +21,31 @@ from tfkfac.linalg.symmetric import (
     unpack,
 )
 
-NAN, INF = float("nan"), float("inf")
 DTYPES = ["float32", "float64"]
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("graph", [True, False])
 @pytest.mark.parametrize(
     "function", [lambda m: eigh(m)[0], lambda m: damped_inverse(m, 0.1)]
 )
 def test_not_finite_comes_out_as_not_finite(
-    function: Callable[[Any], Any], graph: bool, value: float
+    function: Callable[[Any], Any],
 ) -> None:
     """No exception, which would end the training."""
-    matrix = gram(4, 9)
-    matrix[1, 2] = matrix[2, 1] = value
-    run = tf.function(function) if graph else function
-    assert not np.isfinite(run(tf.constant(matrix)).numpy()).all()
+    for value in (np.nan, np.inf, -np.inf):
+        matrix = gram(4, 9)
+        matrix[1, 2] = matrix[2, 1] = value
+        for run in (function, tf.function(function)):
+            assert not np.isfinite(run(tf.constant(matrix)).numpy()).all()
 
 
 # ----------------------------------------------------------------------- eigen
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("size", "rank"), [(1, 1), (2, 1), (6, 9), (30, 4), (300, 40)]
-)
+@pytest.mark.parametrize(("size", "rank"), [(1, 1), (6, 9), (300, 40)])
 def test_eigh(size: int, rank: int, dtype: str) -> None:
     """The matrix again, orthogonal vectors, no negative values."""
-    matrix = gram(size, rank, dtype=dtype)
-    values, vectors = (t.numpy() for t in eigh(tf.constant(matrix)))
+    stack = np.stack([gram(size, rank, i, dtype) for i in range(2)])
+    found = [t.numpy() for t in eigh(tf.constant(stack))]
+    matrix, values, vectors = stack[1], found[0][1], found[1][1]
     assert values.dtype == vectors.dtype == dtype
     assert (values >= 0).all()
     assert (np.diff(values) >= 0).all()
@@ -56,13 +53,6 @@ def test_eigh(size: int, rank: int, dtype: str) -> None:
     assert_close((vectors * values) @ vectors.T, matrix, tolerance)
     assert_close(vectors.T @ vectors, np.eye(size), tolerance)
     assert np.count_nonzero(values > 1e-4 * values[-1]) == min(size, rank)
-
-
-def test_eigh_of_a_batch() -> None:
-    stack = np.stack([gram(3, 9, seed) for seed in range(2)])
-    values, vectors = (t.numpy() for t in eigh(tf.constant(stack)))
-    again = np.einsum("bik,bk,bjk->bij", vectors, values, vectors)
-    assert_close(again, stack, 1e-5)
 
 
 def test_eigh_clamps_what_is_negative() -> None:
@@ -78,19 +68,13 @@ def test_eigh_looks_at_both_halves() -> None:
     np.testing.assert_allclose(values, want, rtol=1e-6)
 
 
-def test_eigh_of_zero() -> None:
-    values, vectors = eigh(tf.zeros([3, 3]))
-    np.testing.assert_array_equal(values, np.zeros(3))
-    assert_close(vectors.numpy().T @ vectors, np.eye(3), 1e-6)
-
-
 # --------------------------------------------------------------------- inverse
 def damping(value: Any, dtype: str = "float32") -> tf.Tensor:
     return tf.constant(value, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 2, 5, 40, 383, 384, 401])
+@pytest.mark.parametrize("size", [1, 5, 383, 384, 401])
 def test_inverse(size: int, dtype: str) -> None:
     matrix = gram(size, 3 * size, dtype=dtype)
     got = damped_inverse(tf.constant(matrix), damping(0.1, dtype)).numpy()
@@ -121,7 +105,7 @@ def test_inverse_under_xla(size: int) -> None:
     assert_close(got, np.linalg.inv(wide + 0.1 * np.eye(size)), 1e-4)
 
 
-@pytest.mark.parametrize("shift", [1e-2, 1e-4, 1e-6, 1e-8])
+@pytest.mark.parametrize("shift", [1e-2, 1e-8])
 def test_large_matrix_is_inverted_as_well_as_by_solving(shift: float) -> None:
     """The errors are those of solving in the same precision.
 
@@ -149,20 +133,10 @@ def test_inverse_of_a_matrix_that_is_not_quite_symmetric() -> None:
     np.testing.assert_allclose(symmetrize(skewed), matrix, atol=1e-6)
 
 
-SINGULAR = [
-    (1, 1),
-    (2, 1),
-    (3, 2),
-    (50, 1),
-    (50, 49),
-    (200, 20),
-    (500, 1),
-    (500, 250),
-]
-
-
-@pytest.mark.parametrize("scale", [1e-12, 1e12])
-@pytest.mark.parametrize(("size", "rank"), SINGULAR)
+@pytest.mark.parametrize(
+    ("size", "rank", "scale"),
+    [(1, 1, 1e12), (3, 2, 1e-12), (50, 49, 1e12), (500, 1, 1e-12)],
+)
 def test_singular_matrix_without_damping(
     size: int, rank: int, scale: float
 ) -> None:
@@ -183,29 +157,7 @@ def test_singular_matrix_without_damping(
     assert np.sum(kept * matrix) > 0.98 * norms
 
 
-@pytest.mark.slow
-def test_rank_one_of_large_size() -> None:
-    """Not one in a hundred may fail."""
-    failed = []
-    for seed in range(100):
-        matrix = tf.constant(gram(500, 1, seed))
-        inverse = damped_inverse(matrix, damping(0.0))
-        if not np.isfinite(np.trace(inverse)):
-            failed.append(seed)
-    assert failed == []
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_constant_inputs(dtype: str) -> None:
-    """All rows alike, far from zero: rank one with large entries."""
-    row = 100 + np.linspace(0, 1, 120).astype(dtype)
-    matrix = np.outer(row, row)
-    for shift in (0.0, 1e-6):
-        got = damped_inverse(tf.constant(matrix), damping(shift, dtype))
-        assert np.isfinite(got.numpy()).all()
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (4, 4), (3, 2, 2)])
+@pytest.mark.parametrize("shape", [(4, 4), (3, 2, 2)])
 def test_zero_matrix(shape: tuple[int, ...]) -> None:
     """Without damping it is left alone, with damping it is the damping's."""
     zeros = tf.zeros(shape)

@@ -10,8 +10,10 @@ NAN, INF = float("nan"), float("inf")
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("way", ["eager", "graph", "xla"])
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [("eager", "float16"), ("graph", "bfloat16"), ("xla", "float32")],
+)
 def test_the_other_one_leaves_no_trace(way: str, dtype: str) -> None:
     """Not even if it is NaN."""
     run = select
@@ -40,10 +42,9 @@ def test_variables_keep_their_values() -> None:
     np.testing.assert_array_equal(kept, new)
 
 
-@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_finite(dtype: str, graph: bool) -> None:
-    check = tf.function(all_finite) if graph else all_finite
+def test_finite(dtype: str) -> None:
+    check = tf.function(all_finite, reduce_retracing=True)
     fine = tf.ones([2, 3], dtype)
     assert bool(check([fine, tf.zeros([0], dtype), fine]))
     for bad in ([NAN, 0], [INF, 1], [-INF, 1], [INF, -INF], [NAN, INF]):

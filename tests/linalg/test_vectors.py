@@ -4,10 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.support.reference import Array
-from tfkfac.curvature import lanczos
-from tfkfac.linalg.lanczos import random_vector
-from tfkfac.linalg.vectors import CHUNK, FlatSpace, padded_size, row_products
+from tfkfac.linalg.vectors import CHUNK, FlatSpace, row_products
 
 SHAPES = [(2, 3), (), (4,), (0, 2), (1, 1, 2)]
 
@@ -27,31 +24,24 @@ def space(dtypes: list[str]) -> FlatSpace:
     return FlatSpace(SHAPES, [tf.as_dtype(d) for d in dtypes])
 
 
-@pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize(
     ("dtypes", "wide"),
     [
-        (["float32"] * 5, "float32"),
         (["bfloat16"] * 5, "float32"),
         (["float16", "float32", "bfloat16", "float32", "float16"], "float32"),
         (["float32", "float64", "float32", "bfloat16", "float32"], "float64"),
     ],
 )
-@pytest.mark.parametrize("length", [None, 13, 16])
-def test_round_trip(
-    dtypes: list[str], wide: str, graph: bool, length: int | None
-) -> None:
+@pytest.mark.parametrize("length", [None, 16])
+def test_round_trip(dtypes: list[str], wide: str, length: int | None) -> None:
     """In row-major order, with zeros at the end up to a length."""
     flat, given = space(dtypes), tensors(dtypes)
-    join, split = flat.join, flat.split
-    if graph:
-        join, split = tf.function(join), tf.function(split)
-    vector = join(given, length)
+    vector = tf.function(flat.join)(given, length)
     assert flat.size == 13
     assert vector.dtype == flat.dtype == wide
     zeros = np.zeros((length or 13) - 13)
     np.testing.assert_array_equal(vector, [*(np.arange(13) / 2), *zeros])
-    for got, want in zip(split(vector), given, strict=True):
+    for got, want in zip(flat.split(vector), given, strict=True):
         assert got.dtype == want.dtype
         assert got.shape == want.shape
         np.testing.assert_array_equal(
@@ -80,15 +70,10 @@ def test_none_is_zero() -> None:
     np.testing.assert_array_equal(vector[11:], [5.5, 6.0])
 
 
-def test_wrong_number_of_tensors() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        space(["float32"] * 5).join(tensors(["float32"] * 5)[:-1])
-
-
 # ------------------------------------------------------------------------ sums
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(
-    "size", [1, 7, CHUNK, CHUNK + 1, 20 * CHUNK, 1_000_003]
+    ("rows", "size"),
+    [(1, 1), (3, CHUNK), (1, CHUNK + 1), (3, 20 * CHUNK), (1, 1_000_003)],
 )
 def test_products(rows: int, size: int) -> None:
     """Of which the first, of a vector with itself, is the hardest."""
@@ -99,40 +84,3 @@ def test_products(rows: int, size: int) -> None:
     scale = np.linalg.norm(exact[0]) * np.linalg.norm(exact, axis=1)
     assert got.dtype == tf.float32
     np.testing.assert_array_less(abs(got - exact @ exact[0]), 3e-7 * scale)
-
-
-@pytest.mark.parametrize(
-    ("size", "want"),
-    [(1, 1), (16_384, 16_384), (16_385, 18_432), (409_600, 409_600)],
-)
-def test_padded_size(size: int, want: int) -> None:
-    assert padded_size(size) == want
-
-
-def ritz_values(diagonal: Array, start: Array, steps: int) -> Array:
-    """All of them, by NumPy in float64."""
-    basis = [start / np.linalg.norm(start)]
-    for _ in range(steps - 1):
-        rest = diagonal * basis[-1]
-        for _ in range(2):
-            rest -= np.stack(basis, 1) @ (np.stack(basis) @ rest)
-        basis.append(rest / np.linalg.norm(rest))
-    rows = np.stack(basis)
-    return np.asarray(np.linalg.eigvalsh((rows * diagonal) @ rows.T))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("graph", [True, False])
-def test_lanczos_of_a_long_diagonal(graph: bool) -> None:
-    size, steps = 10_000_000, 4
-    diagonal = np.linspace(-1, 3, size).astype("float32")
-
-    def run() -> tf.Tensor:
-        return lanczos(lambda v: diagonal * v, size, steps, num_largest=steps)[
-            0
-        ]
-
-    values = tf.function(run)() if graph else run()
-    start = np.asarray(random_vector(size, 0, 0), "float64")
-    want = ritz_values(diagonal.astype("float64"), start, steps)
-    np.testing.assert_allclose(values, want, rtol=0, atol=1e-6 * want[-1])

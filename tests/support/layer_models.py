@@ -4,9 +4,15 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
-from tests.support.harness import CURVES, SLOPES, randomize
+from tests.support.harness import (
+    CURVES,
+    SLOPES,
+    half_squared_error,
+    randomize,
+)
 from tests.support.layer_views import View, feature_rows, normalized
 from tests.support.reference import Array, factors
 
@@ -58,27 +64,35 @@ def expected_factors(
     return (np.diagonal(A) if view.diagonal else A), G
 
 
+def per_example(
+    model: Any, x: Any, y: Array, loss: Any = half_squared_error
+) -> dict[str, Array]:
+    """Gradients of each l_n, `(batch, *shape)`, by path of the variable."""
+    variables = model.trainable_variables
+    found: list[list[Array]] = []
+    for n in range(len(y)):
+        one = tf.nest.map_structure(lambda a, n=n: a[n : n + 1], x)
+        with tf.GradientTape() as tape:
+            value = loss(y[n : n + 1], model(one, training=True))
+        gradients = tape.gradient(value, [v.value for v in variables])
+        found.append([np.asarray(g, np.float64) for g in gradients])
+    stacks = [np.stack(column) for column in zip(*found, strict=True)]
+    return {v.path: g for v, g in zip(variables, stacks, strict=True)}
+
+
 def per_example_norm_gradients(layer: Any, x: Array, y: Array) -> Array:
     """(batch, features, 1 or 2): scale's and offset's l_n gradients."""
-    hat = normalized(layer, x.astype(np.float64))
-    hat_rows = feature_rows(layer, hat)
+    hat = feature_rows(layer, normalized(layer, x.astype(np.float64)))
     target = feature_rows(layer, y.astype(np.float64))
-    gamma: Any = 1.0
-    beta: Any = 0.0
     # RMSNormalization's `scale` is a variable, elsewhere it is a flag.
     scale = getattr(layer, "gamma", getattr(layer, "scale", None))
-    if hasattr(scale, "shape"):
-        gamma = np.asarray(scale, np.float64).reshape(-1)
     offset = getattr(layer, "beta", None)
-    if offset is not None:
-        beta = np.asarray(offset, np.float64).reshape(-1)
-    out = np.tanh(gamma * hat_rows + beta)
+    has_scale, has_offset = hasattr(scale, "shape"), offset is not None
+    gamma = np.ravel(scale).astype(np.float64) if has_scale else 1.0
+    beta = np.ravel(offset).astype(np.float64) if has_offset else 0.0
+    out = np.tanh(gamma * hat + beta)
     g = (out - target) * (1 - out**2)
-    parts = []
-    if hasattr(scale, "shape"):
-        parts.append((g * hat_rows).sum(1))
-    if offset is not None:
-        parts.append(g.sum(1))
+    parts = [(g * hat).sum(1)] * has_scale + [g.sum(1)] * has_offset
     return np.stack(parts, axis=-1)
 
 

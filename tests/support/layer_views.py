@@ -70,47 +70,32 @@ class ConvView(View):
     def __init__(self, layer: keras.Layer) -> None:
         super().__init__(layer)
         self.groups = layer.groups if layer.groups > 1 else None
-        self.count = layer.groups
 
     def inputs(self, x: Array) -> Array:
-        m = self.layer
+        m, count = self.layer, self.groups or 1
         p = patches(x, m.kernel_size, m.strides, m.dilation_rate, m.padding)
-        width = x.shape[-1] // self.count
-        return np.stack(
-            [
-                p[..., i * width : (i + 1) * width].reshape(*p.shape[:2], -1)
-                for i in range(self.count)
-            ]
-        )
+        parts = np.split(p, count, axis=-1)
+        return np.stack([part.reshape(*p.shape[:2], -1) for part in parts])
 
     def kernel_matrix(self, kernel: Array) -> Array:
         flat = kernel.reshape(-1, kernel.shape[-1])
-        return np.stack(np.split(flat, self.count, axis=-1))
-
-    def split(self, z: Array) -> Array:
-        flat = z.reshape(len(z), -1, z.shape[-1])
-        return np.stack(np.split(flat, self.count, axis=-1))
-
-
-class DepthwiseView(View):
-    """Every input channel is a group of its own."""
-
-    def __init__(self, layer: keras.Layer) -> None:
-        super().__init__(layer)
-        self.groups = int(layer.kernel.shape[-2])
-
-    def inputs(self, x: Array) -> Array:
-        m = self.layer
-        p = patches(x, m.kernel_size, m.strides, m.dilation_rate, m.padding)
-        return np.moveaxis(p, -1, 0)
-
-    def kernel_matrix(self, kernel: Array) -> Array:
-        flat = kernel.reshape(-1, *kernel.shape[-2:])
-        return np.moveaxis(flat, 1, 0)
+        return np.stack(np.split(flat, self.groups or 1, axis=-1))
 
     def split(self, z: Array) -> Array:
         flat = z.reshape(len(z), -1, z.shape[-1])
         return np.stack(np.split(flat, self.groups or 1, axis=-1))
+
+
+class DepthwiseView(ConvView):
+    """Every input channel is a group of its own."""
+
+    def __init__(self, layer: keras.Layer) -> None:
+        View.__init__(self, layer)
+        self.groups = int(layer.kernel.shape[-2])
+
+    def kernel_matrix(self, kernel: Array) -> Array:
+        flat = kernel.reshape(-1, *kernel.shape[-2:])
+        return np.moveaxis(flat, 1, 0)
 
 
 class EinsumView(View):
@@ -172,7 +157,7 @@ class EinsumView(View):
         return bias.reshape(self.groups or 1, -1)
 
 
-class EmbeddingView(View):
+class EmbeddingView(DenseView):
     """A dense layer on one-hot tokens; only A's diagonal is kept."""
 
     diagonal = True
@@ -180,12 +165,6 @@ class EmbeddingView(View):
     def inputs(self, x: Array) -> Array:
         tokens = x.astype(int).reshape(len(x), -1)
         return np.eye(self.layer.input_dim)[tokens][None]
-
-    def kernel_matrix(self, kernel: Array) -> Array:
-        return kernel[None]
-
-    def split(self, z: Array) -> Array:
-        return z.reshape(1, len(z), -1, z.shape[-1])
 
 
 def view_of(layer: keras.Layer) -> View:

@@ -11,7 +11,7 @@ from tfkfac.curvature import lanczos
 
 
 def operator(matrix: Any) -> Callable[[tf.Tensor], tf.Tensor]:
-    return lambda v: tf.linalg.matvec(tf.constant(matrix, v.dtype), v)
+    return lambda v: tf.linalg.matvec(tf.cast(matrix, v.dtype), v)
 
 
 def spectrum(values: Any, seed: int = 0) -> Array:

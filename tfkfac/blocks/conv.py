@@ -1,7 +1,7 @@
 """Blocks of convolutions, transposed ones too, of one to three dimensions."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -9,13 +9,20 @@ from typing_extensions import override
 
 from tfkfac.blocks.base import Alike, MatrixBlock, PerExampleBlock
 from tfkfac.blocks.patches import (
+    Geometry,
     channel_grams,
     costs,
     extract_patches,
     is_cheaper,
     patch_gram,
 )
-from tfkfac.blocks.rows import Rows, Statistic, fold_positions, size_of
+from tfkfac.blocks.rows import (
+    Rows,
+    Statistic,
+    fold_axes,
+    fold_positions,
+    size_of,
+)
 from tfkfac.capture.taps import Record
 from tfkfac.compat.functions import shared_call
 from tfkfac.factors import Dense, Stack
@@ -35,8 +42,10 @@ class ConvBlock(MatrixBlock):
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
-        if layer.groups > 1:
-            self.groups = layer.groups
+        self.groups = self._count_groups()
+
+    def _count_groups(self) -> int:
+        return self.layer.groups if self.layer.groups > 1 else 0
 
     def _output_size(self) -> int:
         return self._kernel.shape[-1] // (self.groups or 1)
@@ -45,29 +54,30 @@ class ConvBlock(MatrixBlock):
     def _is_pointwise(self) -> bool:
         """True if patches are the cells of the image, each once."""
         layer = self.layer
-        last = layer.data_format == "channels_last"
+        last = layer.data_format == "channels_last" and not self.groups
         return last and max(*layer.kernel_size, *layer.strides) == 1
 
     @override
     def alike(self, record: Record) -> Alike | None:
         if self._is_pointwise:
             return self.plainly_alike(record)
-        return Alike(_geometry(self), any_size=False)
+        return _equal_shapes(self)
 
     @override
     def rows(self, record: Record) -> Rows:
         inputs = self.cast(record.inputs)
-        g = fold_positions(
-            channels_last(self.layer, self.cast(record.gradient))
-        )
+        g = self._gradients(channels_last(self.layer, record.gradient))
         if self.groups:
             g = split_features(g, self.groups)
         return Rows(
             lambda: self._patches(inputs), g, None, self._gram_of(inputs)
         )
 
+    def _gradients(self, gradient: tf.Tensor) -> tf.Tensor:
+        return fold_positions(self.cast(gradient))
+
     def _patches(self, inputs: tf.Tensor) -> tf.Tensor:
-        if self._is_pointwise and not self.groups:
+        if self._is_pointwise:
             return self.with_bias(fold_positions(inputs))
         slices = conv_slices(self.layer, inputs)
         if self.groups:
@@ -84,66 +94,45 @@ class ConvBlock(MatrixBlock):
         plain = super().input_multiplications(inputs, rows)
         if not _is_image(layer) or not isinstance(self.factors["A"], Dense):
             return plain
-        image = image_shape(layer, inputs)
-        geometry = layer.kernel_size, layer.strides
-        if len(image) > len(inputs):
-            geometry = (1, *layer.kernel_size), (1, *layer.strides)
-        if not is_cheaper(image, *geometry, layer.padding):
+        batch, *rest = inputs
+        if layer.data_format != "channels_last":
+            rest = [*rest[1:], rest[0]]
+        geometry = _image_geometry(layer)
+        image = [batch, *[1] * (3 - len(rest)), *rest]
+        if not is_cheaper(image, geometry):
             return plain
-        return costs(image, *geometry, layer.padding)[0]
+        return costs(image, geometry)[0]
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
         """Function that makes A of correlations, where that is cheaper."""
         layer = self.layer
         if not _is_image(layer) or not isinstance(self.factors["A"], Dense):
             return None
-        images, kernel_size, strides = _as_image(layer, inputs)
-        geometry = kernel_size, strides, layer.padding
-        if not is_cheaper(images.shape, *geometry):
+        images, geometry = _as_image(layer, inputs), _image_geometry(layer)
+        if not is_cheaper(images.shape, geometry):
             return None
         bias = bool(self._bias)
         return lambda: shared_call(
             ("correlation", geometry, bias),
-            lambda images: patch_gram(images, *geometry, bias),
+            lambda images: patch_gram(images, geometry, bias),
             images,
             placed=True,
         )
 
 
-class DepthwiseConvBlock(MatrixBlock):
+class DepthwiseConvBlock(ConvBlock):
     """Depthwise convolution: a pair of small factors for each channel.
 
     Where it can, A is made of each channel's correlation with itself.
     """
 
     kind = "DepthwiseConv"
-    examples_first = True
 
-    def __init__(self, layer: keras.layers.Layer, path: str) -> None:
-        super().__init__(layer, path)
-        self.groups = self._kernel.shape[-2]
+    def _count_groups(self) -> int:
+        return self._kernel.shape[-2]
 
-    @override
-    def alike(self, record: Record) -> Alike | None:
-        return Alike(_geometry(self), any_size=False)
-
-    @override
-    def rows(self, record: Record) -> Rows:
-        inputs = self.cast(record.inputs)
-        g = self._gradients(channels_last(self.layer, record.gradient))
-        return Rows(
-            lambda: self._patches(inputs),
-            split_features(g, self.groups),
-            None,
-            self._gram_of(inputs),
-        )
-
-    def _patches(self, inputs: tf.Tensor) -> tf.Tensor:
-        slices = conv_slices(self.layer, inputs)
-        return self.with_bias(split_channels(slices, self.groups))
-
-    def _gradients(self, gradient: tf.Tensor) -> tf.Tensor:
-        return fold_positions(self.cast(gradient))
+    def _output_size(self) -> int:
+        return self._kernel.shape[-1]
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
         """Function that makes A of correlations, if the layer is such."""
@@ -155,10 +144,10 @@ class DepthwiseConvBlock(MatrixBlock):
             or not isinstance(self.factors["A"], Stack)
         ):
             return None
-        images, kernel_size, _ = _as_image(layer, inputs)
-        return lambda: channel_grams(
-            images, kernel_size, stride, layer.padding, bool(self._bias)
-        )
+        images, geometry = _as_image(layer, inputs), _image_geometry(layer)
+        # The one row of a sequence has any stride.
+        geometry = geometry._replace(strides=(stride, stride))
+        return lambda: channel_grams(images, geometry, bool(self._bias))
 
 
 class SeparableDepthwiseBlock(DepthwiseConvBlock):
@@ -203,33 +192,31 @@ class SeparablePointwiseBlock(MatrixBlock):
         kernel = self.cast(self.layer.depthwise_kernel)
         *_, channels, multiplier = kernel.shape
         taps = tf.unstack(tf.reshape(kernel, [-1, channels, multiplier]))
-        middle = tf.add_n(
-            [
-                part[..., None] * tap
-                for part, tap in zip(slices, taps, strict=True)
-            ]
-        )
-        shape = tf.shape(middle)
-        positions = tf.reduce_prod(shape[1:-2])
-        a = tf.reshape(middle, [shape[0], positions, channels * multiplier])
+        pairs = zip(slices, taps, strict=True)
+        middle = tf.add_n([part[..., None] * tap for part, tap in pairs])
+        a = fold_axes(middle, middle.shape.rank - 3, channels * multiplier)
         gradient = channels_last(self.layer, self.cast(record.gradient))
         return Rows(self.with_bias(a), fold_positions(gradient), None)
 
 
-def _geometry(block: MatrixBlock) -> Hashable:
-    """Key of the statistics of convolutions of equal shapes."""
-    layer = block.layer
-    return (
+def _equal_shapes(block: MatrixBlock) -> Alike:
+    """Kind of the calls of convolutions of equal shapes."""
+    key = (
         type(block),
         block.dtype,
         len(block.variables),
         tuple(block.factors.items()),
-        tuple(layer.kernel_size),
-        tuple(layer.strides),
-        tuple(layer.dilation_rate),
-        layer.padding,
-        layer.data_format,
+        _geometry(block.layer),
+        block.layer.data_format,
     )
+    return Alike(key, any_size=False)
+
+
+def _geometry(layer: keras.layers.Layer) -> Geometry:
+    size, strides, rates = map(
+        tuple, (layer.kernel_size, layer.strides, layer.dilation_rate)
+    )
+    return Geometry(size, strides, layer.padding, rates)
 
 
 def _is_image(layer: keras.layers.Layer) -> bool:
@@ -237,25 +224,17 @@ def _is_image(layer: keras.layers.Layer) -> bool:
     return len(layer.kernel_size) < 3 and max(layer.dilation_rate) == 1
 
 
-def _as_image(
-    layer: keras.layers.Layer, inputs: tf.Tensor
-) -> tuple[tf.Tensor, Sequence[int], Sequence[int]]:
-    """Images, kernel size and strides; a sequence is an image of height 1."""
+def _as_image(layer: keras.layers.Layer, inputs: tf.Tensor) -> tf.Tensor:
+    """Inputs as images; a sequence is an image of height 1."""
     images = channels_last(layer, inputs)
-    if len(layer.kernel_size) == 2:
-        return images, layer.kernel_size, layer.strides
-    return images[:, None], (1, *layer.kernel_size), (1, *layer.strides)
+    return images if len(layer.kernel_size) == 2 else images[:, None]
 
 
-def image_shape(
-    layer: keras.layers.Layer, inputs: Sequence[int | None]
-) -> list[int | None]:
-    """Shape of the images that a layer's inputs are, see `_as_image`."""
-    batch, *rest = inputs
-    if layer.data_format != "channels_last":
-        rest = [*rest[1:], rest[0]]
-    ones = [1] if len(layer.kernel_size) == 1 else []
-    return [batch, *ones, *rest]
+def _image_geometry(layer: keras.layers.Layer) -> Geometry:
+    """Geometry of a layer on such images."""
+    ones = (1,) * (2 - len(layer.kernel_size))
+    size, strides = (*ones, *layer.kernel_size), (*ones, *layer.strides)
+    return Geometry(size, strides, layer.padding)
 
 
 def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
@@ -268,15 +247,10 @@ def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
 
 def conv_slices(layer: keras.layers.Layer, image: tf.Tensor) -> list[tf.Tensor]:
     """Slices of an image under each offset of the layer's kernel."""
-    geometry = (
-        layer.kernel_size,
-        layer.strides,
-        layer.dilation_rate,
-        layer.padding,
-    )
+    geometry = _geometry(layer)
     return shared_call(
         ("patches", geometry),
-        lambda images: extract_patches(images, *geometry),
+        lambda images: extract_patches(images, geometry),
         channels_last(layer, image),
     )
 

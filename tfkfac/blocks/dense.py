@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import string
 from collections.abc import Hashable, Sequence
 
 import keras
@@ -45,63 +46,48 @@ class DenseBlock(MatrixBlock):
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """Labels of an einsum `inputs,kernel->outputs` by their role.
-
-    Attributes:
-        inputs: Labels of the layer's input.
-        kernel: Labels of the kernel.
-        outputs: Labels of the layer's output.
-    """
+    """Labels of an einsum `inputs,kernel->outputs` by their role."""
 
     inputs: str
     kernel: str
     outputs: str
 
     @classmethod
-    def parse(cls, equation: str, rank: int) -> "Labels":
-        """Reads an equation for an input of `rank`, ellipsis written out."""
-        left, outputs = equation.replace(" ", "").split("->")
+    def of(cls, layer: keras.layers.EinsumDense) -> "Labels":
+        """Reads the equation of a layer, ellipsis written out."""
+        equation = layer.equation.replace(" ", "")
+        free = [c for c in string.ascii_uppercase if c not in equation]
+        named = equation.split(",")[0].replace("...", "")
+        dots = "".join(free[: layer.input_spec.ndim - len(named)])
+        left, outputs = equation.replace("...", dots).split("->")
         inputs, kernel = left.split(",")
-        used = set(equation)
-        free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in used]
-        missing = rank - len(inputs.replace("...", ""))
-        dots = "".join(free[:missing])
-        return cls(
-            inputs.replace("...", dots), kernel, outputs.replace("...", dots)
-        )
+        return cls(inputs, kernel, outputs)
 
     @property
     def shared(self) -> str:
         """Batch and positions: in input and output, not in the kernel."""
-        return self._pick(self.inputs, in_kernel=False, in_outputs=True)
+        return _pick(self.inputs, self.outputs, self.kernel)
 
     @property
     def groups(self) -> str:
         """In input, kernel and output: independent parts."""
-        labels = self._pick(self.inputs, in_kernel=True, in_outputs=True)
-        return "".join(c for c in self.kernel if c in labels)
+        both = _pick(self.inputs, self.outputs)
+        return _pick(self.kernel, both)
 
     @property
     def contracted(self) -> str:
         """Input features, in the order of the kernel."""
-        return "".join(
-            c for c in self.kernel if c in self.inputs and c not in self.outputs
-        )
+        return _pick(self.kernel, self.inputs, self.outputs)
 
     @property
     def features(self) -> str:
         """Output features, in the order of the kernel."""
-        return "".join(
-            c for c in self.kernel if c in self.outputs and c not in self.inputs
-        )
+        return _pick(self.kernel, self.outputs, self.inputs)
 
-    def _pick(self, labels: str, in_kernel: bool, in_outputs: bool) -> str:
-        return "".join(
-            c
-            for c in labels
-            if (c in self.kernel) == in_kernel
-            and (c in self.outputs) == in_outputs
-        )
+
+def _pick(labels: str, within: str, besides: str = "") -> str:
+    """The labels that are within some and not in others."""
+    return "".join(c for c in labels if c in within and c not in besides)
 
 
 class EinsumDenseBlock(MatrixBlock):
@@ -117,7 +103,7 @@ class EinsumDenseBlock(MatrixBlock):
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
-        self._labels = _labels(layer)
+        self._labels = Labels.of(layer)
         first = self._labels.inputs[0]
         self.examples_first = self._labels.outputs.startswith(first)
         self._size = dict(
@@ -129,7 +115,7 @@ class EinsumDenseBlock(MatrixBlock):
     @staticmethod
     @override
     def unsupported(layer: keras.layers.Layer) -> str | None:
-        labels = _labels(layer)
+        labels = Labels.of(layer)
         known = labels.groups + labels.contracted + labels.features
         if set(known) != set(labels.kernel) or labels.inputs[0] in known:
             return f"einsum equation {layer.equation!r}"
@@ -171,7 +157,7 @@ class EinsumDenseBlock(MatrixBlock):
     def _bias_labels(self) -> str:
         """Labels of the bias, in the order of the output."""
         own = self._labels.groups + self._labels.features
-        return "".join(c for c in self._labels.outputs if c in own)
+        return _pick(self._labels.outputs, own)
 
     def _bias_shape(self) -> list[int]:
         return [self._size[c] for c in self._bias_labels()]
@@ -221,7 +207,3 @@ class EinsumDenseBlock(MatrixBlock):
 def invert(order: Sequence[int]) -> list[int]:
     """Inverse of a permutation."""
     return sorted(range(len(order)), key=order.__getitem__)
-
-
-def _labels(layer: keras.layers.Layer) -> Labels:
-    return Labels.parse(layer.equation, layer.input_spec.ndim)

@@ -1,6 +1,5 @@
 """Blocks of elementwise weights: normalisation layers and `PReLU`."""
 
-import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -88,11 +87,8 @@ class NormalizationBlock(Block):
             tensors: Mapping[str, tf.Tensor],
             statistics: Sequence[tf.Tensor],
         ) -> tf.Tensor:
-            kwargs = {**plain, **tensors}
-            normalize = functools.partial(
-                self._normalized, inputs, moments or None, kwargs, statistics
-            )
-            return self._sums(gradient, normalize)
+            call = inputs, moments or None, plain | dict(tensors), statistics
+            return self._sums(gradient, lambda: self._normalized(*call))
 
         return Rows(
             None,
@@ -149,13 +145,12 @@ class NormalizationBlock(Block):
     ) -> tf.Tensor:
         """One row an example, whatever the weight sharing."""
         g = self._features_last(self.cast(gradient))
-        parts = []
-        for weight in self._weights:
-            if weight is self._gain:
-                normalized = self.cast(normalize())
-                parts.append(g * self._features_last(normalized))
-            else:
-                parts.append(g)
+        parts = [
+            g * self._features_last(self.cast(normalize()))
+            if weight is self._gain
+            else g
+            for weight in self._weights
+        ]
         # Summed before they are stacked, which copies numbers one by one.
         sums = [tf.reduce_sum(part, 1, keepdims=True) for part in parts]
         return tf.stack(sums, -1)
@@ -164,15 +159,9 @@ class NormalizationBlock(Block):
     def _features(self) -> int:
         return math.prod(self._weights[0].shape)
 
-    def _normalized(
-        self,
-        inputs: tf.Tensor,
-        moments: Sequence[tf.Tensor] | None,
-        kwargs: Mapping[str, Any],
-        statistics: Sequence[tf.Tensor],
-    ) -> tf.Tensor:
+    def _normalized(self, *call: Any) -> tf.Tensor:
         """The normalised input: the output with a scale of one, no offset."""
-        return self._output(True, inputs, moments, kwargs, statistics)
+        return self._output(True, *call)
 
     def _output(
         self,

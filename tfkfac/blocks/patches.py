@@ -11,7 +11,6 @@ With the cells of a stride moved to the channels, a strided convolution is one
 of stride 1 with a smaller kernel.
 """
 
-import abc
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,28 +23,26 @@ from tfkfac.blocks.rows import Statistic, size_of
 from tfkfac.compat.functions import shared_call
 
 
-def extract_patches(
-    inputs: tf.Tensor,
-    kernel_size: Sequence[int],
-    strides: Sequence[int],
-    dilation: Sequence[int],
-    padding: str,
-) -> list[tf.Tensor]:
+class Geometry(NamedTuple):
+    """Geometry of a convolution; the padding is one of Keras'.
+
+    That is "valid", "same" (where an odd cell goes to the end) or "causal".
+    """
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: str
+    dilation: tuple[int, ...] = (1, 1)
+
+
+def extract_patches(inputs: tf.Tensor, geometry: Geometry) -> list[tf.Tensor]:
     """Slices an image once for every offset of a convolution kernel.
 
-    Args:
-        inputs: `(batch, *spatial, channels)` with 1 to 3 spatial dimensions.
-        kernel_size: Size of the kernel in each spatial dimension.
-        strides: Strides of the convolution.
-        dilation: Dilation of the kernel.
-        padding: "valid", "same" (TensorFlow's, where an odd cell goes to the
-            end) or "causal".
-
-    Returns:
-        One tensor `(batch, *outputs, channels)` for each kernel offset, in
-        row-major order of the offsets.
+    Inputs are `(batch, *spatial, channels)` with 1 to 3 spatial dimensions.
+    Each offset has a tensor `(batch, *outputs, channels)`, in row-major order.
     """
-    image, counts = fit(inputs, kernel_size, strides, dilation, padding)
+    kernel_size, strides, _, dilation = geometry
+    image, counts = fit(inputs, geometry)
     starts = [
         [i * rate for i, rate in zip(offset, dilation, strict=True)]
         for offset in np.ndindex(*kernel_size)
@@ -78,20 +75,12 @@ def _slices(
     return parts
 
 
-def fit(
-    inputs: tf.Tensor,
-    kernel_size: Sequence[int],
-    strides: Sequence[int],
-    dilation: Sequence[int],
-    padding: str,
-) -> tuple[tf.Tensor, list[Any]]:
+def fit(inputs: tf.Tensor, geometry: Geometry) -> tuple[tf.Tensor, list[Any]]:
     """Pads or cuts an image to what the patches cover, in whole strides.
 
-    The arguments are those of `extract_patches`.
-
-    Returns:
-        The image, and the number of outputs in each dimension.
+    It comes with the number of outputs in each dimension.
     """
+    kernel_size, strides, padding, dilation = geometry
     index, paddings, outputs = [slice(None)], [(0, 0)], []
     for axis, (size, stride, rate) in enumerate(
         zip(kernel_size, strides, dilation, strict=True), start=1
@@ -102,7 +91,7 @@ def fit(
             index.append(slice(None))
             outputs.append(longer(cells, sum(paddings[-1]) + 1 - extent))
             continue
-        before, count = geometry(cells, extent, stride, padding)
+        before, count = fit_axis(cells, extent, stride, padding)
         rest = (count + (extent - 1) // stride) * stride - before
         index.append(slice(rest))
         paddings.append((before, _larger(rest - cells, 0)))
@@ -119,7 +108,7 @@ def fit(
 
 def ends(extent: int, padding: str) -> tuple[int, int]:
     """Padding before and after where the stride is 1, whatever the size."""
-    before, count = geometry(extent, extent, 1, padding)
+    before, count = fit_axis(extent, extent, 1, padding)
     return before, count - 1 - before
 
 
@@ -128,7 +117,7 @@ def longer(size: Any, by: int) -> Any:
     return size + by if by else size
 
 
-def geometry(
+def fit_axis(
     size: Any, extent: int, stride: int, padding: str
 ) -> tuple[Any, Any]:
     """Padding before, and the output size, of one dimension.
@@ -150,53 +139,19 @@ def _larger(number: Any, least: int) -> Any:
     return tf.maximum(number, least)
 
 
-_ONES = (1, 1)
+class Products:
+    """Sums of the products of all pairs of channels, two dimensions of them.
 
+    They are over positions and examples; images are `(batch, height, width,
+    channels)`.
+    """
 
-class Products(abc.ABC):
-    """Sums of the products of cells, over positions and examples."""
-
-    @abc.abstractmethod
     def at_shifts(self, images: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
         """Products of an image with itself, `sum x[u] x[u + d]`.
 
-        Args:
-            images: `(batch, height, width, channels)`, zero outside.
-            size: Above the absolute values of the shifts `d`, down and right.
-
-        Returns:
-            `(2 down - 1, 2 right - 1, ...)`, a negative shift first.
+        The shifts `d` are below `size`, down and right, in absolute values:
+        `(2 down - 1, 2 right - 1, ...)`, a negative shift first.
         """
-
-    @abc.abstractmethod
-    def of_patches(
-        self, images: tf.Tensor, size: Sequence[int], stride: int = 1
-    ) -> tf.Tensor:
-        """Products of all pairs of offsets of a kernel.
-
-        Args:
-            images: `(batch, height, width, channels)`.
-            size: Height and width of the kernel.
-            stride: Stride in both dimensions.
-
-        Returns:
-            `(height, width, height, width, ...)`.
-        """
-
-    @abc.abstractmethod
-    def as_factor(self, products: tf.Tensor) -> tf.Tensor:
-        """The result of `of_patches` as a matrix, or a stack of them."""
-
-    @abc.abstractmethod
-    def as_row(self, sums: tf.Tensor) -> tf.Tensor:
-        """A sum of patches `(height, width, channels)` in the same order."""
-
-
-class AllChannels(Products):
-    """Products of all pairs of channels, in two more dimensions."""
-
-    @override
-    def at_shifts(self, images: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
         (down, right), channels = size, images.shape[-1]
         paddings = [[0, 0], [0, down - 1], [right - 1, right - 1], [0, 0]]
         half = tf.raw_ops.Conv2DBackpropFilter(
@@ -209,32 +164,36 @@ class AllChannels(Products):
         opposite = tf.reverse(half[1:], [0, 1])
         return tf.concat([opposite, tf.transpose(half, [0, 1, 3, 2])], 0)
 
-    @override
     def of_patches(
         self, images: tf.Tensor, size: Sequence[int], stride: int = 1
     ) -> tf.Tensor:
-        slices = extract_patches(images, size, (stride, stride), _ONES, "valid")
+        """Products of all pairs of offsets of a kernel.
+
+        They are `(height, width, height, width, ...)` with the kernel's size.
+        """
+        geometry = Geometry(tuple(size), (stride, stride), "valid")
+        slices = extract_patches(images, geometry)
         rows = tf.concat(slices, -1)
         rows = tf.reshape(rows, [-1, rows.shape[-1]])
         gram = tf.matmul(rows, rows, transpose_a=True)
         gram = tf.reshape(gram, [*size, images.shape[-1]] * 2)
         return tf.transpose(gram, [0, 1, 3, 4, 2, 5])
 
-    @override
     def as_factor(self, products: tf.Tensor) -> tf.Tensor:
+        """The result of `of_patches` as a matrix, or a stack of them."""
         high, wide, *_, channels = products.shape
         offsets, elements = high * wide, high * wide * channels
         products = tf.reshape(products, [offsets, offsets, channels, channels])
         products = tf.transpose(products, [0, 2, 1, 3])
         return tf.reshape(products, [elements, elements])
 
-    @override
     def as_row(self, sums: tf.Tensor) -> tf.Tensor:
+        """A sum of patches `(height, width, channels)` in the same order."""
         return tf.reshape(sums, [-1])
 
 
 class EachChannel(Products):
-    """Products of each channel with itself, in one more dimension."""
+    """Products of each channel with itself, in one dimension."""
 
     @override
     def at_shifts(self, images: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
@@ -248,7 +207,8 @@ class EachChannel(Products):
     def of_patches(
         self, images: tf.Tensor, size: Sequence[int], stride: int = 1
     ) -> tf.Tensor:
-        slices = extract_patches(images, size, (stride, stride), _ONES, "valid")
+        geometry = Geometry(tuple(size), (stride, stride), "valid")
+        slices = extract_patches(images, geometry)
         rows = self._gradients(images, size, slices, stride)
         return tf.reshape(tf.stack(rows), [*size, *size, -1])
 
@@ -259,10 +219,7 @@ class EachChannel(Products):
         outputs: Sequence[tf.Tensor],
         stride: int,
     ) -> list[tf.Tensor]:
-        """Products of each output with what the kernel sees there.
-
-        They are `(height, width, channels, 1)`.
-        """
+        """Products of outputs with what the kernel sees, `(*size, c, 1)`."""
         sizes = tf.convert_to_tensor([*size, size_of(images, -1), 1])
         return [
             tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
@@ -290,49 +247,28 @@ class EachChannel(Products):
 class Window(NamedTuple):
     """A convolution in two dimensions.
 
-    Attributes:
-        images: `(batch, height, width, channels)`, in each dimension no
-            smaller than what the kernel can overlap of it outside of the
-            outputs.
-        size: Height and width of the kernel.
-        padding: Zeros before and after the image in each dimension.
-        outputs: Height and width of the outputs.
-        stride: 1, but for the patches of each channel offset by offset.
+    In each dimension the images are no smaller than what the kernel can
+    overlap of them outside of the outputs.
     """
 
     images: tf.Tensor
     size: Sequence[int]
     padding: Sequence[tuple[int, int]]
     outputs: Sequence[Any]
-    stride: int = 1
+    stride: int = 1  # but for the patches of each channel offset by offset
 
 
-def patch_gram(
-    images: tf.Tensor,
-    kernel_size: Sequence[int],
-    strides: Sequence[int],
-    padding: str,
-    bias: bool,
-) -> Statistic:
+def patch_gram(images: tf.Tensor, geometry: Geometry, bias: bool) -> Statistic:
     """Sum of `p p^T` over the patches `p` of a convolution.
 
-    Args:
-        images: `(batch, height, width, channels)`.
-        kernel_size: Height and width of the kernel.
-        strides: Strides of the convolution.
-        padding: "valid", "same" or "causal", as in `extract_patches`.
-        bias: True if a patch has a 1 at its end.
-
-    Returns:
-        The sum, a matrix, and the number of patches. The elements of a patch
-        are in the order `(kernel size..., channels)`.
+    The elements of a patch are in the order `(kernel size..., channels)`, with
+    a 1 at the end for a bias.
     """
-    window = _window(images, kernel_size, strides, padding)
-    kind = AllChannels()
+    window, kind = _window(images, geometry), Products()
     statistic = _statistic(kind, _products(kind, window), window, bias)
-    if max(strides) == 1:
+    if max(geometry.strides) == 1:
         return statistic
-    order = _unfolded(kernel_size, strides, images.shape[-1])
+    order = _unfolded(geometry, images.shape[-1])
     if bias:
         order = np.append(order, statistic.total.shape[0] - 1)
     total = tf.gather(tf.gather(statistic.total, order), order, axis=1)
@@ -340,43 +276,26 @@ def patch_gram(
 
 
 def channel_grams(
-    images: tf.Tensor,
-    kernel_size: Sequence[int],
-    stride: int,
-    padding: str,
-    bias: bool,
+    images: tf.Tensor, geometry: Geometry, bias: bool
 ) -> Statistic:
-    """The same for each channel of a depthwise convolution.
-
-    Args:
-        images: `(batch, height, width, channels)`.
-        kernel_size: Height and width of the kernel.
-        stride: Stride in both dimensions.
-        padding: As in `patch_gram`.
-        bias: As in `patch_gram`.
-
-    Returns:
-        The sums, a matrix for each channel, and the number of patches.
-    """
-    strides, kind = (stride, stride), EachChannel()
-    by_shifts = stride == 1 and _is_large(images.shape[1:3], kernel_size)
+    """`patch_gram` of each channel, a matrix of each; the strides are equal."""
+    size, (stride, _), kind = geometry.size, geometry.strides, EachChannel()
+    by_shifts = stride == 1 and _is_large(images.shape[1:3], size)
 
     def grams(images: tf.Tensor) -> Statistic:
         if by_shifts:
-            window = _unpadded(images, kernel_size, padding)
+            window = _unpadded(images, geometry)
             return _statistic(kind, _products(kind, window), window, bias)
         # Where cells would move to other channels: offset by offset.
-        image, outputs = fit(images, kernel_size, strides, (1, 1), padding)
-        window = Window(image, kernel_size, [(0, 0)] * 2, outputs, stride)
-        products = kind.of_patches(image, kernel_size, stride)
+        image, outputs = fit(images, geometry)
+        window = Window(image, size, [(0, 0)] * 2, outputs, stride)
+        products = kind.of_patches(image, size, stride)
         return _statistic(kind, products, window, bias)
 
-    geometry = tuple(kernel_size), stride, padding, bias, by_shifts
-    statistic = shared_call(
-        ("channel grams", geometry), grams, images, any_size=True
-    )
-    size = math.prod(kernel_size) + bias
-    statistic.total.set_shape([images.shape[-1], size, size])
+    signature = "channel grams", geometry, bias, by_shifts
+    statistic = shared_call(signature, grams, images, any_size=True)
+    elements = math.prod(size) + bias
+    statistic.total.set_shape([images.shape[-1], elements, elements])
     return statistic
 
 
@@ -395,48 +314,36 @@ def _statistic(
     return Statistic(total, count)
 
 
-def is_cheaper(
-    shape: Sequence[int | None],
-    kernel_size: Sequence[int],
-    strides: Sequence[int],
-    padding: str,
-) -> bool:
+def is_cheaper(shape: Sequence[int | None], geometry: Geometry) -> bool:
     """True if `patch_gram` takes less time than the patches, see `costs`."""
-    if max(kernel_size) == 1:
+    if max(geometry.size) == 1:
         return False  # the image has the patches
-    by_correlation, by_patches = costs(shape, kernel_size, strides, padding)
+    by_correlation, by_patches = costs(shape, geometry)
     return by_correlation < by_patches
 
 
 def costs(
-    shape: Sequence[int | None],
-    kernel_size: Sequence[int],
-    strides: Sequence[int],
-    padding: str,
+    shape: Sequence[int | None], geometry: Geometry
 ) -> tuple[float, float]:
     """Costs of the sum by `patch_gram`, and by the patches.
 
     It was fitted to 39 convolutions on a CPU (1 to 512 channels,
     images of 2 to 64 cells, kernels of 1 to 7, strides of 1 to 3), in
     multiplications of a large product. The smaller one was not the quicker
-    way only where the two were within a tenth of each other.
-
-    Args:
-        shape: Static shape of the images. An unknown size is taken for 32.
-        kernel_size: Height and width of the kernel.
-        strides: Strides of the convolution.
-        padding: As in `patch_gram`.
+    way only where the two were within a tenth of each other. A size of the
+    images that is not known is taken for 32.
     """
+    kernel_size, strides = geometry.size, geometry.strides
     batch, *cells, channels = [32 if n is None else n for n in shape]
     outputs = [
-        geometry(*sizes, padding)[1]
+        fit_axis(*sizes, geometry.padding)[1]
         for sizes in zip(cells, kernel_size, strides, strict=True)
     ]
     elements = math.prod(kernel_size) * channels
     by_patches = batch * math.prod(outputs) * elements * (elements + 200)
 
     # As in `_window`.
-    size = [-(-k // s) for k, s in zip(kernel_size, strides, strict=True)]
+    size = _in_strides(geometry)
     if max(strides) > 1 or not _is_large(cells, kernel_size):
         cells = [n + k - 1 for n, k in zip(outputs, size, strict=True)]
     channels *= math.prod(strides)
@@ -458,35 +365,35 @@ def _edges(cells: int, outputs: int, kernel: int) -> float:
 
 
 # ---------------------------------------------------- padding and strides
-def _window(
-    images: tf.Tensor,
-    kernel_size: Sequence[int],
-    strides: Sequence[int],
-    padding: str,
-) -> Window:
+def _window(images: tf.Tensor, geometry: Geometry) -> Window:
     """The convolution of stride 1 that has the same patches in its patches.
 
     Its zeros are written out, unless no cell has to move and the image is
     known to be large enough.
     """
-    if max(strides) == 1 and _is_large(images.shape[1:3], kernel_size):
-        return _unpadded(images, kernel_size, padding)
-    image, outputs = fit(images, kernel_size, strides, (1, 1), padding)
-    small = [-(-k // s) for k, s in zip(kernel_size, strides, strict=True)]
+    size, strides = geometry.size, geometry.strides
+    if max(strides) == 1 and _is_large(images.shape[1:3], size):
+        return _unpadded(images, geometry)
+    image, outputs = fit(images, geometry)
+    small = _in_strides(geometry)
     blocks = [n + k - 1 for n, k in zip(outputs, small, strict=True)]
     return Window(_fold(image, blocks, strides), small, [(0, 0)] * 2, outputs)
 
 
-def _unpadded(
-    images: tf.Tensor, kernel_size: Sequence[int], padding: str
-) -> Window:
+def _in_strides(geometry: Geometry) -> list[int]:
+    """Size of a kernel in whole strides."""
+    pairs = zip(geometry.size, geometry.strides, strict=True)
+    return [-(-size // stride) for size, stride in pairs]
+
+
+def _unpadded(images: tf.Tensor, geometry: Geometry) -> Window:
     """A convolution of stride 1 of images that are large enough."""
-    paddings = [ends(kernel, padding) for kernel in kernel_size]
+    paddings = [ends(kernel, geometry.padding) for kernel in geometry.size]
     outputs = [
         longer(size_of(images, axis), sum(paddings[axis - 1]) + 1 - kernel)
-        for axis, kernel in enumerate(kernel_size, start=1)
+        for axis, kernel in enumerate(geometry.size, start=1)
     ]
-    return Window(images, kernel_size, paddings, outputs)
+    return Window(images, geometry.size, paddings, outputs)
 
 
 def _is_large(cells: Sequence[int | None], kernel: Sequence[int]) -> bool:
@@ -509,17 +416,14 @@ def _fold(
     return tf.reshape(image, [batch, rows, columns, high * wide * channels])
 
 
-def _unfolded(
-    kernel_size: Sequence[int], strides: Sequence[int], channels: int
-) -> np.ndarray:
+def _unfolded(geometry: Geometry, channels: int) -> np.ndarray:
     """Positions of a patch's elements in the patch of the folded image."""
-    small = [-(-k // s) for k, s in zip(kernel_size, strides, strict=True)]
-    shape = [*small, *strides, channels]
+    shape = [*_in_strides(geometry), *geometry.strides, channels]
     places = np.arange(np.prod(shape)).reshape(shape)
     places = places.transpose(0, 2, 1, 3, 4)
     (rows, high, columns, wide, _) = places.shape
     places = places.reshape(rows * high, columns * wide, channels)
-    return places[: kernel_size[0], : kernel_size[1]].ravel()
+    return places[: geometry.size[0], : geometry.size[1]].ravel()
 
 
 # --------------------------------------------------------------- stride 1

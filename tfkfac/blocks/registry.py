@@ -37,13 +37,7 @@ from tfkfac.factors import Limit
 
 @dataclasses.dataclass(frozen=True)
 class Leftover:
-    """Trainable variables without a block.
-
-    Attributes:
-        path: Path of the layer that owns them.
-        variables: The variables.
-        reason: Why K-FAC does not precondition them.
-    """
+    """Trainable variables of a layer without a block, and the reason."""
 
     path: str
     variables: tuple[keras.Variable, ...]
@@ -91,13 +85,7 @@ class Registry:
 def tap_layers(
     model: keras.Model, skip_layers: Sequence[SkipRule], owner: object
 ) -> None:
-    """Taps the layers there are, and again when more have been built.
-
-    Args:
-        model: The model.
-        skip_layers: Layers to leave alone.
-        owner: Who wants to know of their calls.
-    """
+    """Taps the layers for an owner, and again when more have been built."""
     for node in walk(model, skip_layers):
         supported = node.layer.trainable and block_types(node.layer)
         if node.reason is None and supported:
@@ -113,15 +101,9 @@ def build_registry(
     skip_layers: Sequence[SkipRule],
     limit: Limit = Block.limit,
 ) -> Registry:
-    """Gives each layer of a built model its blocks.
+    """Gives each layer of a built model its blocks, in the order of layers.
 
-    Args:
-        model: A built model.
-        skip_layers: Layers to leave to the inner optimizer.
-        limit: Limit up to which factors are kept whole.
-
-    Returns:
-        The blocks in the order of the layers, and what is left over.
+    Factors are kept whole up to the limit.
     """
     free = {id(v): v for v in model.trainable_variables}
     blocks: list[Block] = []
@@ -147,8 +129,10 @@ def _blocks_of(
 ) -> tuple[list[Block], str | None]:
     """Makes a layer's blocks and takes their weights out of `free`.
 
-    Returns:
-        The blocks, and the reason if there could have been more.
+    They come with the reason if there could have been more.
+
+    Raises:
+        ValueError: If the layer, of a registered class, has not what it needs.
     """
     blocks: list[Block] = []
     outer = node.distributor
@@ -158,7 +142,15 @@ def _blocks_of(
             reason = reason or TimeDistributedBlock.unsupported(outer)
         if reason is not None:
             return blocks, reason
-        block = _make(kind, node.layer, insert(node.path, prefix))
+        parent, slash, name = node.path.rpartition("/")
+        path = f"{parent}{slash}{prefix}{name}"
+        try:
+            block = kind(node.layer, path)
+        except AttributeError as error:
+            raise ValueError(
+                f"Layer '{path}' has not all that its block, {kind.__name__}, "
+                f"needs: {error}. See `tfkfac.register_block`."
+            ) from error
         block.limit = limit
         if not block.variables:
             continue
@@ -171,21 +163,6 @@ def _blocks_of(
         for variable in block.variables:
             del free[id(variable)]
     return blocks, None
-
-
-def _make(kind: type[Block], layer: keras.layers.Layer, path: str) -> Block:
-    """Makes a block.
-
-    Raises:
-        ValueError: If the layer, of a registered class, has not what it needs.
-    """
-    try:
-        return kind(layer, path)
-    except AttributeError as error:
-        raise ValueError(
-            f"Layer '{path}' has not all that its block, {kind.__name__}, "
-            f"needs: {error}. See `tfkfac.register_block`."
-        ) from error
 
 
 def _why_not(
@@ -207,12 +184,6 @@ def _why_not(
 def count_weights(variables: Sequence[keras.Variable]) -> int:
     """Number of elements of some variables."""
     return sum(math.prod(variable.shape) for variable in variables)
-
-
-def insert(path: str, prefix: str) -> str:
-    """Puts a prefix before the last name of a path."""
-    parent, slash, name = path.rpartition("/")
-    return f"{parent}{slash}{prefix}{name}"
 
 
 # The blocks of a layer type, by the prefix that tells them apart.
@@ -250,12 +221,8 @@ BLOCKS: dict[type[keras.layers.Layer], BlockTypes] = {
     keras.layers.RMSNormalization: {"": NormalizationBlock},
     keras.layers.PReLU: {"": PReLUBlock},
 }
-# The same for layers of packages that need not be there, by package and name.
-NAMED_BLOCKS: dict[tuple[str, str], BlockTypes] = {
-    ("keras_hub", "PositionEmbedding"): {"": PositionEmbeddingBlock},
-}
 # Keras-hub's normalisations: RMS of the last axis, and a scale alone.
-for _name in (
+_RMS_OF_KERAS_HUB = (
     "EdRecRMSNormalization",
     "Gemma3nAudioCumulativeGroupNorm",
     "Gemma3nRMSNorm",
@@ -274,8 +241,15 @@ for _name in (
     "RmsNorm2d",
     "RoformerNorm",
     "T5LayerNorm",
-):
-    NAMED_BLOCKS["keras_hub", _name] = {"": ShiftedNormalizationBlock}
+)
+# The same for layers of packages that need not be there, by package and name.
+NAMED_BLOCKS: dict[tuple[str, str], BlockTypes] = {
+    ("keras_hub", "PositionEmbedding"): {"": PositionEmbeddingBlock},
+    **{
+        ("keras_hub", name): {"": ShiftedNormalizationBlock}
+        for name in _RMS_OF_KERAS_HUB
+    },
+}
 # Classes that users have registered; they go before those above.
 _registered: dict[type[keras.layers.Layer], BlockTypes] = {}
 

@@ -135,13 +135,7 @@ def with_shape(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
 
 
 def fold_axes(tensor: tf.Tensor, shared: int, features: Any) -> tf.Tensor:
-    """Reshapes to `(batch, shared, features)`.
-
-    Args:
-        tensor: Tensor of shape `(batch, shared..., features...)`.
-        shared: Number of axes of positions.
-        features: Number of all features.
-    """
+    """`(batch, shared..., features...)` to `(batch, shared, features)`."""
     positions = tensor.shape[1 : 1 + shared].num_elements()
     if positions:
         return tf.reshape(tensor, [-1, positions, features])

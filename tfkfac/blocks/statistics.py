@@ -32,11 +32,9 @@ _QUARTER, _LEAST = 0.25, 64
 class Subsample(NamedTuple):
     """The part of each batch that statistics are taken of.
 
-    Attributes:
-        fraction: Share of the examples, in (0, 1].
-        turn: Number of parts taken before, int64. The next one has other
-            examples.
-        least: Least number of examples, if there are as many.
+    It is a share of the examples in (0, 1], but at least so many if there are
+    as many. `turn`, int64, is the number of parts taken before: the next one
+    has other examples.
     """
 
     fraction: float
@@ -47,12 +45,10 @@ class Subsample(NamedTuple):
 def choose_subsample(
     fraction: float | None, turn: tf.Tensor, workers: int
 ) -> Subsample | None:
-    """The part of a worker's batch; None is all of it.
+    """The part of a worker's batch, None if it is all of it.
 
-    Args:
-        fraction: Share of the examples; None is the measured part.
-        turn: Number of parts taken before, int64.
-        workers: Number of workers whose statistics are added up.
+    A fraction of None is the measured part, for so many workers whose
+    statistics are added up.
     """
     if fraction is None:
         return Subsample(_QUARTER, turn, math.ceil(_LEAST / workers))
@@ -64,14 +60,8 @@ class Examples:
 
     Not the first ones: batches may be sorted, and the first axis of a layer
     may be time or patches. Turn by turn each example is taken as often as any
-    other, so that what they come to, times `weight`, has no bias.
-
-    Attributes:
-        weight: Number of examples of the batch that each stands for, float64.
-
-    Args:
-        size: Number of examples of the batch.
-        part: The part to take.
+    other, so that what they come to, times `weight`, has no bias. That is the
+    number of examples of the batch that each stands for, float64.
     """
 
     def __init__(self, size: int | tf.Tensor, part: Subsample) -> None:
@@ -96,60 +86,20 @@ class Examples:
             any_size=True,
         )
 
-    def of(self, tensor: tf.Tensor) -> tf.Tensor:
+    def of(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
         """Takes them of a tensor with the batch, or 1 for all, first."""
+        if tensor is None:
+            return None
         taken = shared_call(
             "take examples", _take, tensor, self._indices, any_size=True
         )
         taken.set_shape([None, *tensor.shape[1:]])
         return taken
 
-    def of_optional(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
-        """The same, and None of None."""
-        return None if tensor is None else self.of(tensor)
-
 
 def _take(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
     size = tf.shape(tensor, tf.int64)[0]
     return tf.gather(tensor, indices % tf.maximum(size, 1))
-
-
-def subsample_rows(
-    block: Block, record: Record, part: Subsample
-) -> tuple[Rows, int | tf.Tensor, Examples]:
-    """Rows of some of the examples of a call.
-
-    They are chosen before there are rows, if the record can be taken apart by
-    examples: that is what makes it cheap.
-
-    Args:
-        block: The block.
-        record: The record of the call.
-        part: The part to take.
-
-    Returns:
-        The rows, the number of examples of the whole batch, and the examples
-        that have been taken.
-    """
-    if block.examples_first and _is_plain(record):
-        size = size_of(record.gradient, 0)
-        examples = Examples(size, part)
-        cut = dataclasses.replace(
-            record,
-            inputs=examples.of(record.inputs),
-            gradient=examples.of(record.gradient),
-            mask=examples.of_optional(record.mask),
-        )
-        return block.rows(cut), size, examples
-    rows = block.rows(record)
-    size = size_of(rows.g, 0)
-    examples = Examples(size, part)
-    some = Rows(
-        examples.of_optional(rows.a),
-        examples.of(rows.g),
-        examples.of_optional(rows.mask),
-    )
-    return some, size, examples
 
 
 def _is_plain(record: Record) -> bool:
@@ -164,14 +114,54 @@ def _is_plain(record: Record) -> bool:
 K = TypeVar("K")
 
 
+class View(NamedTuple):
+    """Part and weights of a batch, of which statistics are taken.
+
+    Attributes:
+        sharing: "expand", "reduce" or "average".
+        scale: Factor of the gradients. It makes a term's own gradient of what
+            the tape has seen, the gradient of a mean times some constants.
+        weightless: Bools of shape `(B, positions)`, True where a sample
+            weight is zero. What carries no loss does not count in A.
+        terms: The number `T`. None is the leading dimension of the layer, and
+            the gradients must be multiplied by it besides `scale`.
+        part: The part of the examples that stands for all; None is all.
+        weights: Weight of the Fisher matrix of a term of each loss; empty if
+            there is one loss.
+        unscale: Factor of the gradients before their products are taken,
+            which overflow under a large loss scale; None is 1.
+    """
+
+    sharing: str
+    scale: tf.Tensor | float = 1.0
+    weightless: Sequence[tf.Tensor] = ()
+    terms: tf.Tensor | None = None
+    part: Subsample | None = None
+    weights: Sequence[tf.Tensor] = ()
+    unscale: tf.Tensor | None = None
+
+    def numbers(self) -> dict[str, tf.Tensor]:
+        """Its numbers as tensors, without those that a step does not know."""
+        turn = None if self.part is None else self.part.turn
+        named = {
+            "scale": self.scale,
+            "terms": self.terms,
+            "unscale": self.unscale,
+            "turn": turn,
+        }
+        known = {name: x for name, x in named.items() if x is not None}
+        return {name: tf.convert_to_tensor(x) for name, x in known.items()}
+
+    def with_numbers(self, numbers: Mapping[str, tf.Tensor]) -> "View":
+        """The same view with such tensors in their places."""
+        own, part = dict(numbers), self.part
+        if part is not None:
+            part = part._replace(turn=own.pop("turn"))
+        return self._replace(part=part, **own)
+
+
 def batch_statistics(
-    layers: Mapping[K, tuple[Block, Sequence[Record]]],
-    sharing: str,
-    scale: tf.Tensor | float = 1.0,
-    weightless: Sequence[tf.Tensor] = (),
-    terms: tf.Tensor | None = None,
-    part: Subsample | None = None,
-    unscale: tf.Tensor | None = None,
+    layers: Mapping[K, tuple[Block, Sequence[Record]]], view: View
 ) -> dict[K, dict[str, Statistic]]:
     """Sums the factors of one batch over all recorded calls of each layer.
 
@@ -179,42 +169,22 @@ def batch_statistics(
     `T` terms, "expand" gives `A = 1/(B S) sum a a^T` and `G = T sum c c^T`
     with the gradient `c` of that mean; "reduce" averages `a` and sums `c` over
     the positions first (Eschenhagen et al., 2023). The rows of several calls
-    are pooled. `scale` makes a term's own gradient of what the tape has seen,
-    the gradient of a mean times some constants.
-
-    Args:
-        layers: Blocks, with the records of their calls in this step.
-        sharing: "expand", "reduce" or "average".
-        scale: Factor of the gradients.
-        weightless: Bools of shape `(B, positions)`, True where a sample
-            weight is zero. What carries no loss does not count in A.
-        terms: `T`. None is the leading dimension of the layer, and the
-            gradients must be multiplied by it besides `scale`.
-        part: The part of the examples that stands for all; None is all.
-        unscale: Factor of the gradients before their products
-            are taken, which overflow under a large loss scale. `scale`
-            multiplies the sums of products.
+    are pooled.
 
     Returns:
         Sum and count of each factor by name, for each of the layers.
     """
-    if part is not None:  # what variables hold is read once
-        part = part._replace(turn=tf.convert_to_tensor(part.turn))
-    context = _Context(
-        sharing, tf.convert_to_tensor(scale), terms, part, unscale
-    )
+    if not layers:
+        return {}
+    numbers = view.numbers()  # what variables hold is read once
+    view = view.with_numbers(numbers)
     rows = [
-        _of_call(block, record, context, weightless)
+        _of_call(block, record, view)
         for block, records in layers.values()
         for record in records
     ]
-    functions = [function for function, _, _ in rows]
-    likes = [kind for _, kind, _ in rows]
-    given = [tensors for _, _, tensors in rows]
-    # What is not known is left out.
-    known = tuple(() if t is None else (t,) for t in (terms, unscale))
-    turn = () if part is None else (part.turn,)
-    made = iter(each(functions, given, context.scale, *known, turn, like=likes))
+    functions, likes, given = map(list, zip(*rows, strict=True))
+    made = iter(each(functions, given, numbers, like=likes))
     return {
         key: _pooled(block, list(itertools.islice(made, len(records))))
         for key, (block, records) in layers.items()
@@ -225,46 +195,34 @@ def _pooled(
     block: Block, every: Sequence[dict[str, Statistic]]
 ) -> dict[str, Statistic]:
     """Adds up the calls of a layer."""
-    shapes = block.factor_shapes
-    for one in every:
-        for name, statistic in one.items():
+    shapes, pooled = block.factor_shapes, {}
+    for name in every[0]:
+        own = [one[name] for one in every]
+        for statistic in own:
             statistic.total.set_shape(shapes[name])
-    first, *others = every
-    # The terms of a further call are the same terms.
-    statistics = {"G": Statistic(_added(every, "G"), every[-1]["G"].count)}
-    if "A" in first:
-        count = sum((one["A"].count for one in others), first["A"].count)
-        statistics["A"] = Statistic(_added(every, "A"), count)
-    return statistics
+        total = _added([statistic.total for statistic in own])
+        # The terms of a further call are the same terms.
+        count = own[-1].count
+        if name == "A":
+            count = _added([statistic.count for statistic in own])
+        pooled[name] = Statistic(total, count)
+    return pooled
 
 
 def output_total(
-    block: Block,
-    records: Sequence[Record],
-    sharing: str,
-    part: Subsample | None,
+    block: Block, records: Sequence[Record], view: View
 ) -> tf.Tensor:
     """Sums `g g^T` over the calls of a layer, as `batch_statistics` does."""
     totals = []
     for record in records:
-        rows, _, examples = _rows(block, record, part)
-        total = block.output_statistic(rows.g, sharing)
+        rows, _, examples = _rows(block, record, view.part)
+        total = block.output_statistic(rows.g, view.sharing)
         totals.append(_times(total, _weight(examples, total.dtype)))
     return tf.add_n(totals)
 
 
-class _Context(NamedTuple):
-    """Arguments of `batch_statistics` that all calls of a layer share."""
-
-    sharing: str
-    scale: tf.Tensor
-    terms: tf.Tensor | None
-    part: Subsample | None
-    unscale: tf.Tensor | None
-
-
-def _added(every: Sequence[dict[str, Statistic]], name: str) -> tf.Tensor:
-    first, *others = (one[name].total for one in every)
+def _added(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    first, *others = tensors
     return sum(others, first)
 
 
@@ -273,87 +231,79 @@ _Given = tuple[Any, ...]
 
 
 def _of_call(
-    block: Block,
-    record: Record,
-    context: _Context,
-    weightless: Sequence[tf.Tensor],
+    block: Block, record: Record, view: View
 ) -> tuple[Callable[..., dict[str, Statistic]], Kind | None, _Given]:
     """Function of one call's sums and counts, its kind and first argument."""
-    plain = record.mask is None and not weightless
-    alike, part = block.alike(record) if plain else None, context.part
+    plain = record.mask is None and not view.weightless
+    alike, part = block.alike(record) if plain else None, view.part
     if alike is None:
-        return lambda *_: _sums(block, record, context, weightless), None, ()
+        return lambda *_: _sums(block, record, view), None, ()
 
     def sums(
-        given: _Given,
-        scale: tf.Tensor,
-        terms: Sequence[tf.Tensor],
-        unscale: Sequence[tf.Tensor],
-        turn: Sequence[tf.Tensor],
+        given: _Given, numbers: Mapping[str, tf.Tensor]
     ) -> dict[str, Statistic]:
         inputs, gradient, moments = given
         own = dataclasses.replace(
             record, inputs=inputs, gradient=gradient, moments=moments or None
         )
-        known = _Context(
-            context.sharing,
-            scale,
-            terms[0] if terms else None,
-            None if part is None else part._replace(turn=turn[0]),
-            unscale[0] if unscale else None,
-        )
-        return _sums(block, own, known, ())
+        return _sums(block, own, view.with_numbers(numbers))
 
     taken = None if part is None else (part.fraction, part.least)
-    key = "statistics", alike.key, context.sharing, taken
+    key = "statistics", alike.key, view.sharing, taken
     # Convolutions are placed.
     kind = Kind(key, alike.any_size, placed=not alike.any_size)
     moments = tuple(record.moments or ())
     return sums, kind, (record.inputs, record.gradient, moments)
 
 
-def _sums(
-    block: Block,
-    record: Record,
-    context: _Context,
-    weightless: Sequence[tf.Tensor],
-) -> dict[str, Statistic]:
-    sharing, scale, terms, part, unscale = context
-    rows, size, examples = _rows(block, record, part)
-    count = tf.cast(size if terms is None else terms, block.dtype)
-    factor = tf.cast(scale, block.dtype)
-    if terms is None:
+def _sums(block: Block, record: Record, view: View) -> dict[str, Statistic]:
+    rows, size, examples = _rows(block, record, view.part)
+    terms = size if view.terms is None else view.terms
+    count = tf.cast(terms, block.dtype)
+    factor = tf.cast(view.scale, block.dtype)
+    if view.terms is None:
         factor *= count
     g = rows.g
-    if unscale is not None:
-        g *= tf.cast(unscale, g.dtype)
-    total = block.output_statistic(g, sharing) * tf.square(factor)
+    if view.unscale is not None:
+        g *= tf.cast(view.unscale, g.dtype)
+    total = block.output_statistic(g, view.sharing) * tf.square(factor)
     whole = _weight(examples, block.dtype)
     sums = {"G": Statistic(_times(total, whole), count)}
     if "A" in block.factors:
-        weights = _row_weights(block, rows, weightless, size, examples)
-        new = _input_statistic(block, rows, weights, sharing)
+        weights = _row_weights(block, rows, view.weightless, size, examples)
+        if rows.gram and weights is None and view.sharing == "expand":
+            new = rows.gram()  # all rows count alike
+        else:
+            new = block.input_statistic(rows.a, weights, view.sharing)
         sums["A"] = Statistic(*(_times(t, whole) for t in new))
     return sums
-
-
-def _input_statistic(
-    block: Block, rows: Rows, weights: tf.Tensor | None, sharing: str
-) -> Statistic:
-    """Sums up A, without the rows if all of them count alike."""
-    if rows.gram is not None and weights is None and sharing == "expand":
-        return rows.gram()
-    return block.input_statistic(rows.a, weights, sharing)
 
 
 def _rows(
     block: Block, record: Record, part: Subsample | None
 ) -> tuple[Rows, int | tf.Tensor, Examples | None]:
-    """Rows, the examples of the batch, and those taken if not all are."""
-    if part is not None:
-        return subsample_rows(block, record, part)
+    """Rows, the examples of the batch, and those taken if not all are.
+
+    They are chosen before there are rows, if the record can be taken apart by
+    examples: that is what makes it cheap.
+    """
+    if part is not None and block.examples_first and _is_plain(record):
+        size = size_of(record.gradient, 0)
+        examples = Examples(size, part)
+        cut = dataclasses.replace(
+            record,
+            inputs=examples.of(record.inputs),
+            gradient=examples.of(record.gradient),
+            mask=examples.of(record.mask),
+        )
+        return block.rows(cut), size, examples
     rows = block.rows(record)
-    return rows, size_of(rows.g, 0), None
+    size = size_of(rows.g, 0)
+    if part is None:
+        return rows, size, None
+    examples = Examples(size, part)
+    parts = (examples.of(tensor) for tensor in (rows.a, rows.g, rows.mask))
+    return Rows(*parts), size, examples
 
 
 def _weight(examples: Examples | None, dtype: tf.DType) -> tf.Tensor | None:
@@ -424,15 +374,9 @@ def records_of(
 ) -> tuple[list[Record], tf.Tensor | None]:
     """Returns one record of each call, of the pass that is applied.
 
-    Args:
-        block: The block.
-        calls: Records of the calls of its layer.
-        gradients: The gradients of its weights on this replica. They may be
-            off by a factor, as clipping makes them.
-
-    Returns:
-        The records, and whether they explain the gradients; None if there was
-        no choice.
+    The gradients of the weights may be off by a factor, as clipping makes
+    them. A flag says whether the records explain them; None if there was no
+    choice.
     """
     if all(len(records) == 1 for records in calls):
         return [records[0] for records in calls], None
@@ -454,10 +398,9 @@ def records_of(
 def _compare(
     parts: Sequence[tf.Tensor], gradient: tf.Tensor, choices: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The first choice that makes the gradient, or else its direction.
+    """Place of the first choice that makes the gradient, or its direction.
 
-    Returns:
-        Its place, or that of the nearest, and whether there is one.
+    It is that of the nearest if a flag says that there is none.
     """
     rows = [tf.reshape(part, [1, -1]) for part in (*parts, gradient)]
     matrix = tf.concat(rows, 0)

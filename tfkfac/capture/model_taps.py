@@ -33,10 +33,6 @@ _STORE = "_tfkfac_records"
 _state = threading.local()
 
 
-class TraceStore(dict[tuple[int, int], Any]):
-    """Notes of taps in one graph, by (tap, replica)."""
-
-
 def capturing() -> bool:
     """True if a tape is on and nobody has paused the taps."""
     return not is_paused() and under_tape()
@@ -67,63 +63,82 @@ def replica_id() -> int:
     return 0 if index is None else int(index)
 
 
-def current_store(eager: TraceStore) -> TraceStore:
-    """Returns the store of the current graph, `eager` outside of graphs."""
-    if tf.executing_eagerly():
-        return eager
-    graph = tf.compat.v1.get_default_graph()
-    store = getattr(graph, _STORE, None)
-    if store is None:
-        store = TraceStore()
-        setattr(graph, _STORE, store)
-    return store
-
-
-def visible_stores(eager: TraceStore) -> list[TraceStore]:
-    """Returns the stores whose tensors can be used here.
-
-    Those are the current graph's and, from within a branch of a `tf.cond`,
-    the enclosing graphs'.
-    """
-    if tf.executing_eagerly():
-        return [eager]
-    stores = [getattr(graph, _STORE, None) for graph in open_graphs()]
-    return [store for store in stores if store is not None]
-
-
 N = TypeVar("N")
+# The method that a tap takes the place of.
+Below = Callable[..., Any]
+# Notes in one graph, by (whose, replica).
+_Store = dict[tuple[int, int], list[Any]]
 # Variables of one replica, and their values.
 Values = list[tuple[tf.Variable, tf.Tensor]]
 
 _recording = threading.local()
 
 
-class ModelTap(abc.ABC, Generic[N]):
+class Notes(Generic[N]):
+    """Notes of a tap, for each trace and replica by itself.
+
+    Those of a graph live on it, those of eager execution here.
+    """
+
+    def __init__(self) -> None:
+        self._eager: _Store = {}
+
+    def here(self, replica: int | None = None) -> list[N]:
+        """A replica's notes in the current graph, to be changed in place.
+
+        By default it is the replica that is being traced.
+        """
+        store = self._eager
+        if not tf.executing_eagerly():
+            graph = tf.compat.v1.get_default_graph()
+            if not hasattr(graph, _STORE):
+                setattr(graph, _STORE, {})
+            store = getattr(graph, _STORE)
+        number = replica_id() if replica is None else replica
+        return store.setdefault((id(self), number), [])
+
+    def everywhere(self, and_eager: bool = False) -> list[list[N]]:
+        """This replica's notes whose tensors can be used here, by graph.
+
+        Those are the current graph's, the last, and, from within a branch of a
+        `tf.cond`, the enclosing graphs'; on demand the eager ones too.
+        """
+        graphs = [] if tf.executing_eagerly() else [*open_graphs()][::-1]
+        stores: list[_Store] = [getattr(graph, _STORE, {}) for graph in graphs]
+        if and_eager or not graphs:
+            stores.insert(0, self._eager)
+        key = id(self), replica_id()
+        return [store[key] for store in stores if key in store]
+
+    def noted(self) -> list[N]:
+        """Returns these notes, the last one last."""
+        return [note for notes in self.everywhere() for note in notes]
+
+    def take(self) -> list[N]:
+        """Returns the same, and forgets them."""
+        found = self.noted()
+        for notes in self.everywhere():
+            notes.clear()
+        return found
+
+
+class ModelTap(Notes[N], abc.ABC):
     """Overrides a method of one model to note what it sees.
 
-    Notes are kept by trace and replica, see `TraceStore`.
-
-    Args:
-        model: The model.
-
-    Attributes:
-        method: Name of the method.
-        most: Number of notes that are kept of a step, the last ones. Others,
-            that no step takes, would pile up.
+    The last notes of a step are kept. Others, that no step takes, would pile
+    up.
     """
 
     method: ClassVar[str]
     most: ClassVar[int] = 1
 
     def __init__(self, model: keras.Model) -> None:
+        super().__init__()
         self._model = weakref.ref(model)
-        self._eager = TraceStore()
         self._installed = override(model, self.method, self._call)
 
     @abc.abstractmethod
-    def _call(
-        self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
         """Takes the place of the method, which is `below`."""
 
     @classmethod
@@ -146,23 +161,9 @@ class ModelTap(abc.ABC, Generic[N]):
 
     def note(self, note: N) -> None:
         """Notes something of this replica in the current trace."""
-        store = current_store(self._eager)
-        notes = store.setdefault(self._key(), [])
+        notes = self.here()
         notes.append(note)
         del notes[: -self.most]
-
-    def noted(self) -> list[N]:
-        """Returns this replica's notes of the current trace, the last last."""
-        stores = visible_stores(self._eager)[::-1]  # the innermost graph last
-        key = self._key()
-        return [note for store in stores for note in store.get(key, ())]
-
-    def take(self) -> list[N]:
-        """Returns the same, and forgets them."""
-        notes = self.noted()
-        for store in visible_stores(self._eager):
-            store.pop(self._key(), None)
-        return notes
 
     def take_last(self, default: N) -> N:
         """Takes the last note of this replica; the default if there is none."""
@@ -173,10 +174,6 @@ class ModelTap(abc.ABC, Generic[N]):
     def _attribute(cls) -> str:
         """Name of the attribute of a model that holds the tap."""
         return f"_tfkfac_{cls.__name__}"
-
-    def _key(self) -> tuple[int, int]:
-        """This replica's place in a store."""
-        return id(self), replica_id()
 
 
 # --------------------------------------------------- calls, and the way back
@@ -199,9 +196,7 @@ class ForwardTap(ModelTap[ForwardCall]):
     method = "call"
     most = 32
 
-    def _call(
-        self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
         outputs = below(*args, **kwargs)
         if capturing():
             self.note(ForwardCall(args, kwargs, outputs))
@@ -209,12 +204,7 @@ class ForwardTap(ModelTap[ForwardCall]):
 
 
 class Pullback:
-    """One recorded call of a model.
-
-    Args:
-        outputs: The outputs of the model.
-        tape: The persistent tape that was on.
-    """
+    """One recorded call of a model, on a persistent tape."""
 
     def __init__(self, outputs: Any, tape: tf.GradientTape) -> None:
         self._outputs = {id(t): t for t in keras.tree.flatten(outputs)}
@@ -233,14 +223,9 @@ class Pullback:
     ) -> list[tf.Tensor | None]:
         """Takes gradients at outputs back to pre-activations.
 
-        Args:
-            outputs: Tensors that the model returned.
-            gradients: The gradient at each of them.
-            sources: `Record.output`s of its layers, or None.
-            total: Sum over the replicas, for synchronised layers.
-
-        Returns:
-            The gradient at each source, None where no output depends on it.
+        The sources are the `Record.output`s of its layers, or None. Their
+        gradients are None where no output depends on them. `total` adds up
+        over the replicas, for synchronised layers.
         """
         known = [source for source in sources if source is not None]
         with paused(), summing_replicas(total):
@@ -259,9 +244,7 @@ class PullbackTap(ModelTap[Pullback]):
     method = "call"
     most = 4
 
-    def _call(
-        self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
         if not capturing():
             return below(*args, **kwargs)
         before = getattr(_recording, "tapes", ())
@@ -294,17 +277,14 @@ class BeforeTap(ModelTap[Values]):
 
     method = "call"
 
-    def _call(
-        self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
-        store, key = current_store(self._eager), self._key()
-        model = self._model()
-        if model is not None and capturing() and key not in store:
-            self.note(read(changing_variables(model)))
+    def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
+        notes, model = self.here(), self._model()
+        if model is not None and capturing() and not notes:
+            notes.append(read(changing_variables(model)))
         try:
             return below(*args, **kwargs)
         except BaseException:
-            store.pop(key, None)
+            notes.clear()
             raise
 
 
@@ -318,9 +298,7 @@ class MetricsTap(ModelTap[tf.Variable]):
 
     method = "compute_metrics"
 
-    def _call(
-        self, below: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
         model, noted = self._model(), self.take()
         # The mean of the loss alone is not updated here.
         if model is None or not noted or len(model.metrics) < 2:

@@ -19,19 +19,17 @@ import dataclasses
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfkfac.capture.model_taps import (
-    TraceStore,
+    Notes,
     capturing,
-    current_store,
     is_paused,
     replica_id,
-    visible_stores,
     watch_for_pullbacks,
 )
 from tfkfac.compat.graphs import with_gradient
@@ -73,6 +71,7 @@ class Record:
 
 _TAP = "_tfkfac_tap"
 _HOOK = "_tfkfac_first_call"
+_COPIES = ("Identity", "IdentityN")
 _moments_in_time = itertools.count()
 
 Noter = Callable[[tf.Tensor, tf.Tensor | None], None]
@@ -87,15 +86,11 @@ class Note(NamedTuple):
 
 
 class Tap:
-    """Records the calls of one layer.
-
-    Args:
-        layer: Any Keras layer whose first argument is its input.
-    """
+    """Records the calls of one layer, whose first argument is its input."""
 
     def __init__(self, layer: keras.layers.Layer) -> None:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._eager = TraceStore()
+        self._notes: Notes[Note] = Notes()
         self._moments: dict[int, Any] = {}
         self._names = list(inspect.signature(layer.call).parameters)
         self._overrides = [override(layer, "call", self._call_of(layer))]
@@ -132,17 +127,14 @@ class Tap:
     def calls(layer: keras.layers.Layer) -> list[list[Record]]:
         """Takes this replica's records of a layer from the current trace.
 
-        Returns:
-            The records of each call, in the order in which they came.
+        There are some for each call, in the order in which they came.
         """
         tap = kept_on(layer, _TAP)
         if tap is None:
             return []
-        key = (id(tap), replica_id())
         calls: dict[int, list[Record]] = {}
-        for store in visible_stores(tap._eager):
-            for note in store.pop(key, ()):
-                calls.setdefault(note.called, []).append(note.record)
+        for note in tap._notes.take():
+            calls.setdefault(note.called, []).append(note.record)
         return list(calls.values())
 
     def _call_of(self, layer: keras.layers.Layer) -> Wrapper:
@@ -165,27 +157,26 @@ class Tap:
         rest = dict(zip(self._names, args, strict=False)) | kwargs
         inputs = rest.pop(self._names[0])
         mask = mask_of(inputs)
-        called = next(_moments_in_time)
-        key = (id(self), replica_id())
+        called, replica = next(_moments_in_time), replica_id()
         # Tapes that are kept must not keep the layer: nobody would free both.
-        eager = self._eager
+        own_notes = self._notes
         moments: Any = None  # in forward mode `note` runs during the call
 
         def note(gradient: tf.Tensor, output: tf.Tensor | None) -> None:
-            store = current_store(eager)
-            # What was noted before this call is of an earlier backward pass
-            # that was not for this optimizer (a saliency map, the other half
-            # of a GAN) or of an earlier micro-batch.
-            notes = [note for note in store.get(key, ()) if note.noted > called]
             noted = next(_moments_in_time)
             record = Record(
                 inputs, gradient, mask, rest, moments, noted, output
             )
-            store[key] = [*notes, Note(called, noted, record)]
+            notes = own_notes.here(replica)
+            # What was noted before this call is of an earlier backward pass
+            # that was not for this optimizer (a saliency map, the other half
+            # of a GAN) or of an earlier micro-batch.
+            notes[:] = [note for note in notes if note.noted > called]
+            notes.append(Note(called, noted, record))
 
         with listening(layer, note) as passed:
             outputs = original(*args, **kwargs)
-        moments = self._moments.pop(key[1], None)
+        moments = self._moments.pop(replica, None)
         return outputs if passed else watch(outputs, note)
 
     def _note_moments(self, below: Callable[..., Any], /, *args: Any) -> Any:
@@ -198,14 +189,9 @@ class Tap:
 
 @contextlib.contextmanager
 def listening(layer: keras.layers.Layer, note: Noter) -> Iterator[list[bool]]:
-    """Taps the activation of a layer, if it has one, for one call.
+    """Taps the input of a layer's activation, if it has one, for one call.
 
-    Args:
-        layer: The layer.
-        note: As for `watch`; takes what is at the input of the activation.
-
-    Yields:
-        A list that is not empty once the activation has been called.
+    The list that it yields is not empty once that has been called.
     """
     passed: list[bool] = []
     if getattr(layer, "activation", None) is None:
@@ -247,10 +233,8 @@ def forget_first_call(layer: keras.layers.Layer) -> None:
 def watch(tensor: tf.Tensor, note: Noter) -> tf.Tensor:
     """Identity that calls `note` when a gradient flows back.
 
-    Args:
-        tensor: The tensor.
-        note: Takes the gradient and what this function returned, or None while
-            it has not yet (in forward mode).
+    That takes the gradient and what this function returned, or None while it
+    has not yet (in forward mode).
     """
     made: list[tf.Tensor] = []
 
@@ -264,3 +248,86 @@ def watch(tensor: tf.Tensor, note: Noter) -> tf.Tensor:
     watch_for_pullbacks(watched)
     pass_mask(tensor, watched)
     return watched
+
+
+# ------------------------------------- gradients that are products of records
+def is_product(
+    gradients: Sequence[Any], inputs: Any, gradient: tf.Tensor
+) -> bool:
+    """True if the gradients of a kernel and a bias are `a^T g` and `1^T g`.
+
+    The gradient that is applied may not be the one that flowed back: it may
+    have the term of a regulariser, have been clipped, unscaled or added up by
+    the user. So the graph is looked at. What is not the plain product of a
+    layer's recorded inputs and gradient, and nothing more, is not recognised.
+
+    The first axes of the kernel are those that are contracted with the inputs
+    `a`. There may be no bias. Features are last of `a` and `g`.
+    """
+    tensors = [*gradients, inputs, gradient]
+    if tf.executing_eagerly() or not all(_is_symbolic(t) for t in tensors):
+        return False
+    kernel, *biases = gradients
+    pair = _factors(_source(kernel))
+    if pair is None:
+        return False
+    a, g = (_source(t) for t in pair)
+    output = _source(gradient)
+    return (
+        a is _source(inputs)
+        and g is output
+        and all(_summed(_source(bias)) is output for bias in biases)
+    )
+
+
+def _is_symbolic(tensor: Any) -> bool:
+    """True if it is a dense tensor of a graph."""
+    return isinstance(tensor, tf.Tensor) and tf.is_symbolic_tensor(tensor)
+
+
+def _factors(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
+    """The `a` and `g` of which a tensor is `a^T g`, summed over batches."""
+    operation = tensor.op
+    if operation.type == "MatMul":
+        names = "transpose_a", "transpose_b"
+    else:
+        if operation.type == "Sum" and _is_of_broadcast(operation):
+            operation = operation.inputs[0].op
+        names = "adj_x", "adj_y"
+        if operation.type != "BatchMatMulV2":
+            return None
+    if [operation.get_attr(name) for name in names] != [True, False]:
+        return None
+    a, g = operation.inputs
+    return a, g
+
+
+def _is_of_broadcast(total: tf.Operation) -> bool:
+    """True if a sum is over the batches that shared the kernel."""
+    return bool(total.inputs[1].op.type == "BroadcastGradientArgs")
+
+
+def _summed(tensor: tf.Tensor) -> tf.Tensor | None:
+    """The tensor whose sum over all but the features this is, or None."""
+    if tensor.op.type in ("BiasAddGrad", "Sum"):
+        return _source(tensor.op.inputs[0])
+    return None
+
+
+def _source(tensor: tf.Tensor) -> tf.Tensor:
+    """The origin of a tensor's numbers, with all in the same order."""
+    while True:
+        operation = tensor.op
+        if operation.type in _COPIES:
+            tensor = operation.inputs[tensor.value_index]
+        elif operation.type == "Reshape" or (
+            operation.type == "Transpose" and _keeps_order(operation)
+        ):
+            tensor = operation.inputs[0]
+        else:
+            return tensor
+
+
+def _keeps_order(transpose: tf.Operation) -> bool:
+    order = tf.get_static_value(transpose.inputs[1])
+    return order is not None and list(order) == list(range(len(order)))

@@ -27,7 +27,6 @@ class Node:
     """A layer on the walk through a model.
 
     Attributes:
-        layer: The layer.
         path: Names of the containers and of the layer, joined by "/".
         reason: Why it can have no block, or None.
         distributor: The `TimeDistributed` that calls the layer at each time
@@ -60,9 +59,7 @@ def walk(
 ) -> Iterator[Node]:
     """Yields every layer once, sublayers before their container.
 
-    Args:
-        root: The model. It is yielded last, with an empty path.
-        skip_layers: Names, regular expressions or classes of layers.
+    The root, a model, is the last, with an empty path.
 
     Raises:
         ValueError: If a rule of `skip_layers` matches no layer.
@@ -148,12 +145,7 @@ def unbuilt(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def detach(model: keras.Model, owner: object | None) -> None:
-    """Removes everything that taps a model for somebody.
-
-    Args:
-        model: The model.
-        owner: Whose taps on layers to remove; None for those that are gone.
-    """
+    """Removes an owner's taps of a model; None are those that are gone."""
     for node in walk(model):
         forget_first_call(node.layer)
         release_moments(node.layer)

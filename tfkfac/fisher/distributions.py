@@ -195,10 +195,8 @@ class Poisson(Independent):
 class OneOf(Distribution):
     """One of several distributions, by an index known in the step only.
 
-    Args:
-        among: The distributions.
-        index: Which of them it is, an int32 scalar; their number is none, for
-            which the normal distribution stands.
+    That is an int32 scalar; their number is none of them, for which the normal
+    distribution stands.
     """
 
     def __init__(self, among: Sequence[Distribution], index: tf.Tensor) -> None:
@@ -370,13 +368,10 @@ OutputGradient = Callable[[Distribution, tf.Tensor], tf.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """The predictions that one loss was computed from.
+    """The predictions that one loss was computed from, and their labels'.
 
-    Attributes:
-        predictions: `(examples, positions..., outputs of a term)`.
-        distribution: The distribution of the labels.
-        weights: The weight of each term, to be multiplied with the
-            predictions; None if all are 1.
+    They are `(examples, positions..., outputs of a term)`. Weights, of terms,
+    can be multiplied with them; None if all are 1.
     """
 
     predictions: tf.Tensor
@@ -388,12 +383,8 @@ class Output:
     ) -> tf.Tensor:
         """A gradient at the predictions, or a column of the root there.
 
-        The Fisher matrix of a term counts by its weight, so its root is
-        multiplied by the root of that.
-
-        Args:
-            make: Makes it of the distribution and its outputs.
-            weight: That of the whole loss; None is 1.
+        The Fisher matrix of a term counts by its weight, and by that of the
+        whole loss (None is 1), so its root is multiplied by the root of these.
         """
         outputs = self.predictions
         wide = tf.float64 if outputs.dtype == tf.float64 else tf.float32
@@ -412,12 +403,7 @@ class Output:
         return self.gradient(lambda d, z: d.sample(z, seed), weight)
 
     def column(self, index: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
-        """Column of a root of the Fisher matrix of whole examples.
-
-        Args:
-            index: Its number, below `size`.
-            weight: That of the whole loss; None is 1.
-        """
+        """Column of a root of the Fisher matrix of whole examples."""
         *positions, size = self.predictions.shape[1:].as_list() or [1]
         here = tf.equal(tf.range(math.prod(positions)), index // size)
         here = tf.reshape(here, [1, *positions, 1])
@@ -450,8 +436,7 @@ class Likelihood:
     def applies(self, to_classes: bool) -> tf.Tensor | None:
         """True in a step whose losses are likelihoods; None if they always are.
 
-        Args:
-            to_classes: True if they may be of classes alone.
+        They may be of classes alone only if that is asked for.
         """
         own = [output.distribution for output in self.outputs]
         unknown = [d for d in own if isinstance(d, OneOf)]
@@ -469,15 +454,7 @@ class Likelihood:
 def find_likelihood(
     losses: Sequence[LossTerms], calls: Sequence[Pullback]
 ) -> Likelihood | str:
-    """Finds the distributions of the losses of a step.
-
-    Args:
-        losses: The terms of the losses.
-        calls: The calls of the model.
-
-    Returns:
-        The outputs with their distributions, or the reason why there are none.
-    """
+    """The outputs of the losses of a step, or why there are none."""
     if all(terms.call is None for terms in losses):
         return "no loss was computed by `model.compute_loss`"
     outputs = []

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkfac.blocks import Block, Statistic
-from tfkfac.blocks.statistics import Subsample, batch_statistics, output_total
+from tfkfac.blocks.statistics import View, batch_statistics, output_total
 from tfkfac.capture.model_taps import Pullback
 from tfkfac.capture.taps import Record
 from tfkfac.compat.graphs import Sum
@@ -38,55 +38,17 @@ Layers = Mapping[int, tuple[Block, Sequence[Record]]]
 _MOST_COLUMNS = 1024
 
 
-@dataclasses.dataclass(frozen=True)
-class View:
-    """The part and the weights of a batch, see `batch_statistics`.
-
-    Attributes:
-        sharing: "expand", "reduce" or "average".
-        scale: Factor from a recorded gradient to the term's own.
-        weightless: Where sample weights are zero.
-        terms: Number of terms of the loss, or None.
-        part: The part of the examples, or None.
-        weights: Weight of the Fisher matrix of a term of each loss; empty if
-            there is one loss.
-        unscale: The inverse of the loss scale, if there is one.
-    """
-
-    sharing: str
-    scale: tf.Tensor
-    weightless: Sequence[tf.Tensor]
-    terms: tf.Tensor | None
-    part: Subsample | None
-    weights: Sequence[tf.Tensor]
-    unscale: tf.Tensor | None = None
-
-    def statistics(
-        self, layers: Layers, scale: tf.Tensor | float | None = None
-    ) -> dict[int, dict[str, Statistic]]:
-        """Statistics of blocks, by default with the scale of the loss."""
-        recorded = scale is None
-        return batch_statistics(
-            layers,
-            self.sharing,
-            self.scale if recorded else scale,
-            self.weightless,
-            self.terms,
-            self.part,
-            self.unscale if recorded else None,
-        )
-
-    def weighted(
-        self, outputs: Sequence[Output]
-    ) -> list[tuple[Output, tf.Tensor | None]]:
-        """The outputs with the weights of their losses."""
-        weights = self.weights or [None] * len(outputs)
-        return list(zip(outputs, weights, strict=True))
+def weighted(
+    view: View, outputs: Sequence[Output]
+) -> list[tuple[Output, tf.Tensor | None]]:
+    """The outputs with the weights of their losses."""
+    weights = view.weights or [None] * len(outputs)
+    return list(zip(outputs, weights, strict=True))
 
 
 def empirical(layers: Layers, view: View) -> Statistics:
     """Statistics of the gradients of the loss."""
-    return view.statistics(layers)
+    return batch_statistics(layers, view)
 
 
 def monte_carlo(
@@ -99,16 +61,10 @@ def monte_carlo(
     """Statistics of the gradients that drawn labels make.
 
     A layer that no output depends on, as one that only a loss of its own
-    trains, keeps the gradient of the loss.
-
-    Args:
-        layers: The blocks, with their records.
-        view: How statistics are taken.
-        likelihood: The outputs.
-        seeds: The seed of each output.
-        total: Sum over the replicas, for synchronised layers.
+    trains, keeps the gradient of the loss. Each output has a seed; `total`
+    adds up over the replicas, for synchronised layers.
     """
-    outputs = view.weighted(likelihood.outputs)
+    outputs = weighted(view, likelihood.outputs)
     gradients = [
         output.sample(seed, weight)
         for (output, weight), seed in zip(outputs, seeds, strict=True)
@@ -116,24 +72,24 @@ def monte_carlo(
     pulled = _pull(layers, likelihood, likelihood.outputs, gradients, total)
     drawn = {i: (layers[i][0], records) for i, records in pulled.items()}
     rest = {i: layer for i, layer in layers.items() if i not in pulled}
-    made = view.statistics(drawn, 1.0) | view.statistics(rest)
+    # What drawn labels make is the own gradient of a term.
+    plain = view._replace(scale=1.0, unscale=None)
+    made = batch_statistics(drawn, plain) | batch_statistics(rest, view)
     return {i: made[i] for i in layers}
 
 
 def type2(layers: Layers, view: View, likelihood: Likelihood) -> Statistics:
     """Statistics of the columns of the root of the outputs' Fisher matrix.
 
-    Arguments as of `monte_carlo`.
-
     Raises:
         ValueError: If there are too many outputs, or not a fixed number.
     """
     sums: dict[int, tf.Tensor] = {}
-    for output, weight in view.weighted(likelihood.outputs):
+    for output, weight in weighted(view, likelihood.outputs):
         added = _squares(layers, view, likelihood, output, weight)
         for position, squares in added.items():
             sums[position] = sums.get(position, 0) + squares
-    statistics = view.statistics(layers)
+    statistics = batch_statistics(layers, view)
     for position, total in sums.items():
         made = statistics[position]
         made["G"] = Statistic(total, made["G"].count)
@@ -163,7 +119,7 @@ def _squares(
         pulled = _pull(layers, likelihood, [output], [column], _refuse_sums)
         reached.update(pulled)
         added = [
-            output_total(layers[i][0], pulled[i], view.sharing, view.part)
+            output_total(layers[i][0], pulled[i], view)
             if i in pulled
             else tf.zeros_like(old)
             for i, old in zip(layers, sums, strict=True)
@@ -222,11 +178,9 @@ def _pull(
 
 
 class Choice(NamedTuple):
-    """A type of the Fisher matrix, with its likelihood.
+    """A type of the Fisher matrix, with its likelihood if it needs one.
 
     Attributes:
-        type: Its name.
-        likelihood: The outputs of the step; None if it needs none.
         reason: Why it was chosen; empty if the user did.
         applies: True in a step of this type, where the losses are of the
             likelihood, a scalar bool; else it is empirical. None is always.
@@ -247,14 +201,10 @@ def choose_type(
     losses: Sequence[LossTerms],
     calls: Sequence[Pullback],
 ) -> Choice:
-    """Chooses the type for a step.
+    """Chooses the type for a step, by its losses and the calls of the model.
 
-    Args:
-        wanted: What the user wants, and not "empirical". None is "monte_carlo"
-            where the loss has a distribution and not of classes alone, else
-            "empirical".
-        losses: The terms of the losses of the step.
-        calls: The calls of the model.
+    What the user wants is not "empirical". None is "monte_carlo" where the
+    loss has a distribution and not of classes alone, else "empirical".
 
     Raises:
         ValueError: If it needs a distribution and there is none.

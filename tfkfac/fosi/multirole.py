@@ -11,9 +11,7 @@ from typing_extensions import override
 from tfkfac.capture.model_taps import (
     ForwardCall,
     ForwardTap,
-    TraceStore,
-    current_store,
-    replica_id,
+    Notes,
 )
 from tfkfac.capture.walk import walk
 from tfkfac.checks import is_number
@@ -145,23 +143,24 @@ class BesideSteps(Estimator):
         super().attach(job)
         # A fraction that leaves nobody is refused here, not in the first step.
         self.roles = assign_roles(job.topology.replicas, self.fraction)
-        store = TraceStore()
+        groups: Notes[Communicator] = Notes()
         for node in walk(job.model):
             normalizes = isinstance(node.layer, BatchNormalization)
             if normalizes and node.layer.synchronized:
-                tap_moments(node.layer, lambda x: self._sum_moments(store, x))
+                tap_moments(node.layer, lambda x: self._sum_moments(groups, x))
 
-    def _sum_moments(self, store: TraceStore, value: tf.Tensor) -> tf.Tensor:
+    def _sum_moments(
+        self, groups: Notes[Communicator], value: tf.Tensor
+    ) -> tf.Tensor:
         """Sum of moments over the replicas of the same role."""
         if not self.roles.trains(self.job.rank):
             # Accelerators do no backward pass: nobody would answer in theirs.
             return value * len(self.roles.accelerators)
-        key = (id(self), replica_id())
-        groups = current_store(store)
-        if key not in groups:
+        mine = groups.here()
+        if not mine:
             everyone = self.job.group("moments")
-            groups[key] = everyone.among(self.peers(everyone.rank))
-        return differentiable_sum(groups[key], value)
+            mine.append(everyone.among(self.peers(everyone.rank)))
+        return differentiable_sum(mine[0], value)
 
     @override
     def count_trainers(self, replicas: int) -> int:

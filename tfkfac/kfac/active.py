@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 
 from tfkfac.blocks import Block, RowGradient, Statistic
-from tfkfac.blocks.statistics import choose_subsample, records_of
-from tfkfac.capture.products import is_product
-from tfkfac.capture.taps import Record, Tap
+from tfkfac.blocks.statistics import View, choose_subsample, records_of
+from tfkfac.capture.taps import Record, Tap, is_product
 from tfkfac.compat.optimizers import variable_key
 from tfkfac.distributed.plan import Plan
 from tfkfac.fisher import types
@@ -214,7 +213,7 @@ def batch_statistics(
         summed = looks_summed(layers, step.row_scale())
         state.report.note_sum(summed, step.job.name)
     loss_scale = step.job.scaling.factor()
-    view = types.View(
+    view = View(
         sharing,
         step.loss.row_scale,
         step.batch.weightless,

@@ -47,75 +47,47 @@ def _terms(
 
 
 class Basis(NamedTuple):
-    """Rows of a basis so far, in matrices one below the other.
-
-    Attributes:
-        matrices: All rows.
-        previous: The row before the last.
-    """
+    """All rows of a basis so far, in matrices one below the other."""
 
     matrices: Sequence[tf.Tensor]
-    previous: tf.Tensor
+    previous: tf.Tensor  # the row before the last
 
 
 class Residual(NamedTuple):
-    """A vector after its components along all rows were removed.
-
-    Attributes:
-        image: The vector.
-        square: Its squared norm.
-        is_short: True if that is less than half of what it was before.
-        along: The component along the last row.
-    """
+    """A vector after its components along all rows were removed."""
 
     image: tf.Tensor
-    square: tf.Tensor
-    is_short: tf.Tensor
-    along: tf.Tensor
+    square: tf.Tensor  # its squared norm
+    is_short: tf.Tensor  # if that is less than half of what it was before
+    along: tf.Tensor  # the component along the last row
 
 
 class Candidate(NamedTuple):
     """The next row of the basis, before it is normalised.
 
-    Attributes:
-        vector: A vector orthogonal to all rows; a raw one if `fresh`.
-        length: Its norm.
-        fresh: True if it begins anew after a breakdown.
-        scale: Largest element of the tridiagonal so far.
-        rows: Number of rows that are not zero so far.
+    It is orthogonal to all rows, but for one that begins anew after a
+    breakdown.
     """
 
     vector: tf.Tensor
     length: tf.Tensor
-    fresh: tf.Tensor
-    scale: tf.Tensor
-    rows: tf.Tensor
+    fresh: tf.Tensor  # if it begins anew
+    scale: tf.Tensor  # largest element of the tridiagonal so far
+    rows: tf.Tensor  # number of rows that are not zero so far
 
 
 class Tridiagonal(NamedTuple):
-    """The tridiagonal matrix, or the elements that one iteration adds.
-
-    Attributes:
-        diagonal: Elements of the diagonal.
-        coupling: Those between a row and the next.
-        kept: True for a row that counts; a row of zeros does not.
-    """
+    """The tridiagonal matrix, or the elements that one iteration adds."""
 
     diagonal: tf.Tensor
-    coupling: tf.Tensor
-    kept: tf.Tensor
+    coupling: tf.Tensor  # between a row and the next
+    kept: tf.Tensor  # if a row counts; a row of zeros does not
 
 
 class Krylov(NamedTuple):
-    """State of the iteration between two rows.
+    """State of the iteration between two rows, for a number of steps."""
 
-    Attributes:
-        basis: Rows `(steps, length)`; those to come are zero.
-        tridiagonal: Vectors `(steps,)`.
-        candidate: The next row.
-    """
-
-    basis: tf.Tensor
+    basis: tf.Tensor  # rows `(steps, length)`; those to come are zero
     tridiagonal: Tridiagonal
     candidate: Candidate
 
@@ -154,14 +126,9 @@ class Lanczos:
     def run(
         self, vector: tf.Tensor, steps: int
     ) -> tuple[Tridiagonal, list[tf.Tensor]]:
-        """Does all iterations.
+        """Does all iterations from a start vector (a shard).
 
-        Args:
-            vector: Start vector (a shard).
-            steps: Number of iterations.
-
-        Returns:
-            The tridiagonal matrix, and the rows of the basis in matrices.
+        The rows of the basis are in matrices.
         """
         if tf.executing_eagerly():
             return self._run_eagerly(vector, steps)
@@ -241,11 +208,7 @@ class Lanczos:
     ) -> tuple[Tridiagonal, Candidate]:
         """Does one iteration.
 
-        Args:
-            add: Adds a row to the basis and returns all rows; rows of zeros
-                may follow.
-            candidate: The row, before it is normalised.
-            index: Number of the iteration.
+        `add` adds a row to the basis and returns all; zeros may follow.
         """
         row, image = self._multiply(candidate)
         matrices, previous = add(row)
@@ -335,30 +298,20 @@ def default_steps(size: int, pairs: int) -> int:
 
 
 class RitzPairs(NamedTuple):
-    """Ritz pairs of the ends of a spectrum.
-
-    Attributes:
-        values: Ritz values `(r,)` in float64, ascending.
-        weights: Ritz vectors `(r, steps)` in the basis, in float64.
+    """Ritz pairs of the ends of a spectrum, in float64.
 
     Value and weights of pairs that do not exist, because the iteration found
     fewer, are zero.
     """
 
-    values: tf.Tensor
-    weights: tf.Tensor
+    values: tf.Tensor  # `(r,)`, ascending
+    weights: tf.Tensor  # `(r, steps)`, the vectors in the basis
 
 
 def ritz_pairs(
     tridiagonal: Tridiagonal, num_largest: int, num_smallest: int
 ) -> RitzPairs:
-    """Ritz pairs from both ends of the tridiagonal matrix.
-
-    Args:
-        tridiagonal: The matrix; its last row couples to nothing.
-        num_largest: Number of pairs from the upper end.
-        num_smallest: Number of pairs from the lower end.
-    """
+    """Ritz pairs from both ends of a matrix whose last row is not coupled."""
     diagonal = tf.cast(tridiagonal.diagonal, tf.float64)
     coupling = tf.cast(tridiagonal.coupling[:-1], tf.float64)
     kept = tridiagonal.kept

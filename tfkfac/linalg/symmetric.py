@@ -28,12 +28,8 @@ def eigh(matrix: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
     TensorFlow's CPU kernel raises on a matrix that is not finite, which would
     end training; such a matrix yields NaN here, for the caller to reject.
-
-    Args:
-        matrix: Symmetric matrices of shape `(..., n, n)`.
-
-    Returns:
-        Eigenvalues `(..., n)`, ascending, and eigenvectors as columns.
+    Eigenvalues of symmetric matrices `(..., n, n)` are `(..., n)`, ascending,
+    eigenvectors are columns.
     """
     finite = all_finite([matrix])
     identity = tf.eye(tf.shape(matrix)[-1], dtype=matrix.dtype)
@@ -58,14 +54,8 @@ def damped_inverse(
     times machine epsilon times the trace, so that a singular matrix still has
     an inverse.
     What cannot be factorised comes out as NaN, for the caller to reject.
-
-    Args:
-        matrix: Symmetric matrices of shape `(..., n, n)`.
-        damping: Non-negative numbers of shape `(...,)`, or one for all.
-        large: True if n is at least `LARGE`. None if the static shape tells.
-
-    Returns:
-        Symmetric matrices of shape `(..., n, n)`.
+    Symmetric matrices are `(..., n, n)`, the damping `(...,)` or one for all;
+    if they are `large` (n is at least `LARGE`), None leaves to static shapes.
     """
     diagonal = tf.linalg.diag_part(matrix)
     floor = 4 * rounding(matrix.dtype) * tf.reduce_sum(diagonal, -1)
@@ -138,10 +128,8 @@ def bands(rows: tf.Tensor) -> list[tf.Tensor]:
 
     A band has some rows of the product, from the diagonal on. That saves three
     eighths of the operations, a third of the time for a thousand columns or
-    more. Sums of such products are those of their bands.
-
-    Args:
-        rows: `(m, n)`, n static.
+    more. Sums of such products are those of their bands. The number of columns
+    is static.
     """
     edges = _edges(rows.shape[1])
     return [

@@ -20,9 +20,7 @@ _WHOLE = 2048
 class FlatSpace:
     """The space of vectors that a list of tensors makes, row-major, in order.
 
-    Args:
-        shapes: Shapes of the tensors.
-        dtypes: Their dtypes. The vectors have the widest, at least float32.
+    They have the widest dtype of the tensors', at least float32.
     """
 
     def __init__(
@@ -45,10 +43,7 @@ class FlatSpace:
         """Returns the vector of some tensors; None is zero.
 
         Its length is static, whatever is known of the shapes of the tensors.
-
-        Args:
-            tensors: The tensors.
-            length: Length of the vector, where it is to end in zeros.
+        Up to a larger one that is given it ends in zeros.
         """
         parts = [
             tf.zeros([size], self.dtype)
@@ -61,11 +56,7 @@ class FlatSpace:
         return tf.concat(parts, 0)
 
     def split(self, vector: tf.Tensor) -> list[tf.Tensor]:
-        """Returns the tensors of a vector, in their own dtypes.
-
-        Args:
-            vector: Of the size of the space; zeros may follow.
-        """
+        """Returns the tensors of a vector, behind which may be zeros."""
         # Slices of whole cache lines are views; `tf.split` always copies.
         ends = list(itertools.accumulate(self._sizes))
         return [

@@ -12,14 +12,12 @@ from typing_extensions import override
 from tfkfac.capture.model_taps import (
     ForwardCall,
     ModelTap,
+    Notes,
     capturing,
-    current_store,
     paused,
-    replica_id,
-    visible_stores,
 )
 from tfkfac.compat.graphs import kept_variables
-from tfkfac.compat.losses import LossCall, observed_losses
+from tfkfac.compat.losses import observed_losses
 from tfkfac.compat.models import call_takes_training, kept_losses
 from tfkfac.loss.shares import LossMeasure, shares_of_part, weigh
 from tfkfac.loss.terms import LossTerms, is_open, mean_over, read_terms
@@ -56,7 +54,7 @@ class LossTap(ModelTap[LossBatch]):
 
     def __init__(self, model: keras.Model) -> None:
         self._signature = inspect.signature(model.compute_loss)
-        self._written = object()  # the place of what is noted of variables
+        self._written: Notes[tf.Tensor] = Notes()  # handles of variables
         super().__init__(model)
 
     @override
@@ -70,25 +68,18 @@ class LossTap(ModelTap[LossBatch]):
         model, before = self._model(), self.take()
         arguments = self._signature.bind(*args, **kwargs).arguments
         terms = read_terms(model, calls) if model is not None else ()
-        self._note_written(calls)
+        written = self._written.here()
+        for handle in (handle for call in calls for handle in call.written):
+            if all(handle is not known for known in written):
+                written.append(handle)
         ordinal = before[-1].ordinal + 1 if before else 0
         self.note(loss_batch(arguments, terms, ordinal))
         return loss
 
     def written(self) -> list[tf.Tensor]:
         """Handles of the variables that the losses of this trace write."""
-        stores = visible_stores(self._eager)
-        if self._eager not in stores:
-            stores.append(self._eager)
-        key = id(self._written), replica_id()
-        return [handle for store in stores for handle in store.get(key, ())]
-
-    def _note_written(self, calls: Sequence[LossCall]) -> None:
-        """Notes the variables that losses have written, each once."""
-        store, key = current_store(self._eager), id(self._written)
-        known = store.setdefault((key, replica_id()), [])
-        new = [handle for call in calls for handle in call.written]
-        known += [h for h in new if all(h is not other for other in known)]
+        found = self._written.everywhere(and_eager=True)
+        return [handle for own in found for handle in own]
 
 
 def loss_batch(
@@ -98,11 +89,7 @@ def loss_batch(
 ) -> LossBatch:
     """Reads the batch off a call of `compute_loss`.
 
-    Args:
-        arguments: Its arguments.
-        terms: The terms of the losses that it has called. Without any it is
-            taken for a mean over the examples.
-        ordinal: Number of batches that were seen before in the same step.
+    Without the terms of losses it is taken for a mean over the examples.
     """
     sources = [arguments.get(name) for name in ("x", "y_pred", "y")]
     tensors = [
@@ -174,8 +161,8 @@ def replay_loss(
         model: A compiled model.
         call: The call to repeat.
         arguments: Those of `compute_loss`; `y_pred` is computed anew.
-        variables: Weights.
-        values: Values in their place.
+        variables: Weights that have other `values`.
+        values: These.
         shares: Weights of the losses, see `weigh`.
         whole: The terms of the whole batch, if this is of some examples.
         read: Returns what the loss is to read in the place of the outputs.

@@ -13,6 +13,7 @@ number for all terms, or the values of very few, could be a multiple of
 anything: there the gradients at the outputs are compared, too.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -56,17 +57,11 @@ class Verdict(NamedTuple):
 
 
 class Recognition(NamedTuple):
-    """Comparison of a loss with likelihoods, by one replica's batch.
+    """Comparison of a loss with likelihoods, by one replica's batch."""
 
-    Attributes:
-        names: The likelihoods that it could be of.
-        sums: Of each of them what replicas add up, float64 `(names, 7)`.
-        is_reported: True if users want to know that it is none of them.
-    """
-
-    names: tuple[str, ...]
-    sums: tf.Tensor
-    is_reported: bool = True
+    names: tuple[str, ...]  # of those that it could be of
+    sums: tf.Tensor  # of each what replicas add up, float64 `(names, 7)`
+    is_reported: bool = True  # if it is none of them
 
     def times(self, factor: tf.Tensor) -> "Recognition":
         """That of the loss times a number."""
@@ -74,11 +69,7 @@ class Recognition(NamedTuple):
         return self._replace(sums=self.sums * tf.pow(factor, powers))
 
     def verdict(self, sums: tf.Tensor) -> Verdict:
-        """Decides.
-
-        Args:
-            sums: Those of all replicas, added up.
-        """
+        """Decides by the sums of all replicas, added up."""
         wrong, product, square, spread, values, nll, floor = tf.unstack(
             sums, axis=1
         )
@@ -108,12 +99,10 @@ class _Form(NamedTuple):
     """A likelihood in terms of what a loss has read.
 
     Attributes:
-        name: Its name, of the outputs of the model.
         nll: Of labels and outputs, that of each output or of each term.
         residuals: Of the same mean less label, its gradient at its natural
             parameters.
         slopes: Of outputs and the gradient of the loss there, the latter.
-        of_classes: True if labels are classes.
         by_logits: True if it is of the logits behind the outputs.
     """
 
@@ -179,7 +168,6 @@ _CATEGORICAL_LOGITS = _Form(
     lambda z, g: g,
     of_classes=True,
 )
-_PLAIN = (_NORMAL, _BERNOULLI, _CATEGORICAL)
 _OF_LOGITS = (_BERNOULLI_LOGITS, _CATEGORICAL_LOGITS)
 # Rows of a comparison, fewer if they are long; below so many, gradients too.
 _MOST_ROWS, _MOST_NUMBERS, _FEW = 64, 4096, 4
@@ -187,18 +175,11 @@ _COLUMNS = 7
 
 
 class _Labels(NamedTuple):
-    """Labels of some outputs.
-
-    Attributes:
-        values: The labels, of the shape of the outputs or of their terms.
-        are_classes: True if they are numbers of classes.
-        fit: Scalar bool, whether their shape is what it must be; they are 0
-            where it is not.
-    """
+    """Labels of some outputs, or numbers of the classes of their terms."""
 
     values: tf.Tensor
     are_classes: bool
-    fit: tf.Tensor
+    fit: tf.Tensor  # True if their shape is what it must be; else they are 0
 
 
 def recognise(
@@ -206,13 +187,7 @@ def recognise(
 ) -> Recognition | None:
     """Compares a loss with the likelihoods of labels of its shapes.
 
-    Args:
-        call: A call of the loss.
-        leaves: Its predictions.
-        reduction: The reduction of its values.
-
-    Returns:
-        What this batch says; None if no likelihood can be meant.
+    There is no result if no likelihood can be meant.
     """
     labels = _labels_of(call.y_true, leaves.output)
     if labels is None:
@@ -225,30 +200,20 @@ def recognise(
 
 def _possible(are_classes: bool, have_logits: bool) -> list[_Form]:
     """The likelihoods that a loss may be of, by what it can have read."""
+    forms = [_NORMAL, *_OF_LOGITS, _BERNOULLI, _CATEGORICAL]
     if have_logits:  # that of the probabilities which the model returns
-        plain = {logits: name for name, logits in LOGITS.items()}
         behind = [
-            form._replace(name=plain[form.name], by_logits=True)
-            for form in _OF_LOGITS
+            form._replace(name=name, by_logits=True)
+            for form, name in zip(_OF_LOGITS, LOGITS, strict=True)
         ]
-        forms = [*behind, *_PLAIN]
-    else:
-        forms = [_NORMAL, *_OF_LOGITS, _BERNOULLI, _CATEGORICAL]
+        forms = [*behind, _NORMAL, _BERNOULLI, _CATEGORICAL]
     return [form for form in forms if form.of_classes or not are_classes]
 
 
 class _Trial:
-    """A batch of a loss, in rows: each the outputs of a term.
+    """A batch of a loss, in rows: each the outputs of one of `terms` terms.
 
-    Args:
-        forms: The likelihoods.
-        leaves: The predictions of the loss.
-        reduction: The reduction of its values.
-        labels: The labels.
-
-    Attributes:
-        fit: True if labels, values and outputs are of the same terms.
-        terms: Number of terms.
+    It is `fit` if labels, values and outputs are of the same terms.
     """
 
     def __init__(
@@ -271,13 +236,12 @@ class _Trial:
         there = tf.shape(output)[:axes]
         self.terms = tf.reduce_prod(there)
         self.fit = labels.fit
-        mask = _mask_of(reduction)
         if not self._is_single:
-            self.fit &= _are_equal(tf.shape(values)[:axes], there)
-        if mask is not None and mask.shape.rank == axes:
-            self._mask: tf.Tensor | None = tf.reshape(mask, [-1])
-        else:
-            self._mask = None
+            same = tf.equal(tf.shape(values)[:axes], there)
+            self.fit &= tf.reduce_all(same)
+        mask = _mask_of(reduction)
+        fits = mask is not None and mask.shape.rank == axes
+        self._mask = tf.reshape(mask, [-1]) if fits else None
         self._length = output.shape[axes:].num_elements()
         self._wide = tf.float64 if output.dtype == tf.float64 else tf.float32
 
@@ -321,9 +285,7 @@ class _Trial:
         self, tensor: tf.Tensor, index: tf.Tensor | None = None
     ) -> tf.Tensor:
         """Some rows of a tensor of the shape of the outputs, or all."""
-        rows = tf.reshape(tensor, [self.terms, -1, self._size])
-        if index is not None:
-            rows = tf.gather(rows, index)
+        rows = _some(tf.reshape(tensor, [self.terms, -1, self._size]), index)
         return tf.cast(tf.stop_gradient(rows), self._wide)
 
     def _label_rows(self, index: tf.Tensor | None = None) -> tf.Tensor:
@@ -331,9 +293,7 @@ class _Trial:
         values = self._labels.values
         if not self._labels.are_classes:
             return self._rows(values, index)
-        rows = tf.reshape(values, [self.terms, -1])
-        if index is not None:
-            rows = tf.gather(rows, index)
+        rows = _some(tf.reshape(values, [self.terms, -1]), index)
         rows = tf.cast(tf.stop_gradient(rows), tf.int32)
         return tf.one_hot(rows, self._size, dtype=self._wide)
 
@@ -403,20 +363,12 @@ class _Trial:
             off = tf.reduce_sum(tf.square(g - u * r), -1)
             right = tf.reduce_all(off <= room)
             nll = _total(self._nll(form, y, index))
-            rows.append(
-                [
-                    right,
-                    product,
-                    square,
-                    unit * product,
-                    value,
-                    nll,
-                    self._floor(form, y),
-                ]
-            )
+            found = right, product, square, unit * product, value, nll
+            rows.append([*found, self._floor(form, y)])
         if self._is_single:
             self._of_all(rows)
-        return _stacked(rows)
+        wide = [[tf.cast(x, tf.float64) for x in row] for row in rows]
+        return tf.stack([tf.stack([1 - right, *x]) for right, *x in wide])
 
     def _of_all(self, rows: list[list[Any]]) -> None:
         """Puts the likelihood of all terms where one of some terms is.
@@ -427,31 +379,24 @@ class _Trial:
         flags = tf.stack([row[0] for row in rows])
         first = tf.reduce_min(tf.where(flags, tf.range(number), number))
 
-        def of(form: _Form) -> Callable[[], tf.Tensor]:
-            def total() -> tf.Tensor:
-                z = self._rows(self._read(form))
-                return _total(form.nll(self._label_rows(), z))
+        def nll(form: _Form) -> tf.Tensor:
+            z = self._rows(self._read(form))
+            return _total(form.nll(self._label_rows(), z))
 
-            return total
-
-        def none() -> tf.Tensor:
-            return tf.zeros([], tf.float64)
-
-        total = tf.switch_case(first, [*map(of, self._forms), none])
-        whole = tf.cast(self.terms * self._row_size(), tf.float64)
+        branches = [functools.partial(nll, form) for form in self._forms]
+        none = functools.partial(tf.zeros, [], tf.float64)
+        total = tf.switch_case(first, [*branches, none])
         for place, row in enumerate(rows):
             row[0] = tf.equal(first, place)
             row[5] = total
-            if self._forms[place] is not _NORMAL:
-                row[6] = _ROUNDING * whole
+            row[6] = self._floor(self._forms[place], self._leaves.output)
 
     def _slopes(self) -> dict[bool, tf.Tensor | None]:
         """Gradients at the outputs, and at the logits; None if not there."""
         try:
-            found = self._leaves.slopes(self._reduction.values)
+            output, logits = self._leaves.slopes(self._reduction.values)
         except LookupError:  # TensorFlow has none of an operation of the loss
-            found = None, None
-        output, logits = found
+            return {False: None, True: None}
         if output is not None and logits is not None:
             output = logits = None
         return {
@@ -459,21 +404,12 @@ class _Trial:
             for by_logits, g in ((False, output), (True, logits))
         }
 
-    def _row_size(self) -> tf.Tensor | int:
-        """Number of outputs of a row."""
-        if self._length is not None:
-            return int(self._length)
-        return tf.size(self._leaves.output) // tf.maximum(self.terms, 1)
-
-    def _floor(self, form: _Form, y: tf.Tensor) -> tf.Tensor:
-        """Rounding errors of the likelihood of some rows."""
+    def _floor(self, form: _Form, outputs: tf.Tensor) -> tf.Tensor:
+        """Rounding errors of the likelihood of some outputs."""
         exact = form is _NORMAL
-        return tf.zeros([], tf.float64) if exact else _ROUNDING * _count(y)
-
-
-def _are_equal(shape: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    """True if shapes of as many axes are the same, a scalar bool."""
-    return tf.reduce_all(tf.equal(shape, other))
+        return (
+            tf.zeros([], tf.float64) if exact else _ROUNDING * _count(outputs)
+        )
 
 
 def _mask_of(reduction: Reduction) -> tf.Tensor | None:
@@ -486,6 +422,10 @@ def _mask_of(reduction: Reduction) -> tf.Tensor | None:
     return tf.cast(mask, tf.bool)
 
 
+def _some(rows: tf.Tensor, index: tf.Tensor | None) -> tf.Tensor:
+    return rows if index is None else tf.gather(rows, index)
+
+
 def _count(tensor: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.size(tensor), tf.float64)
 
@@ -494,21 +434,6 @@ def _total(tensor: tf.Tensor) -> tf.Tensor:
     """The sum of a tensor, float64."""
     rows = tf.reduce_sum(tensor, -1) if tensor.shape.rank else tensor
     return tf.reduce_sum(tf.cast(rows, tf.float64))
-
-
-def _stacked(rows: Sequence[Sequence[Any]]) -> tf.Tensor:
-    """The columns of each likelihood; the first says if it is wrong."""
-    return tf.stack(
-        [
-            tf.stack(
-                [
-                    tf.cast(tf.logical_not(right), tf.float64),
-                    *(tf.cast(x, tf.float64) for x in rest),
-                ]
-            )
-            for right, *rest in rows
-        ]
-    )
 
 
 def _labels_of(y_true: Any, outputs: tf.Tensor) -> _Labels | None:

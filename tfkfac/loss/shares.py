@@ -50,23 +50,6 @@ class LossMeasure(NamedTuple):
         return self._replace(share=share, shares=shares)
 
 
-class _Whole(NamedTuple):
-    """One loss of all replicas.
-
-    Attributes:
-        own: The terms of this replica, with the verdict of all.
-        total: Number of terms of all.
-        unit: Unit of the whole. One that depends on a replica's shapes
-            becomes their mean.
-        spread: Ratio of the weights to their squares, summed; None is 1.
-    """
-
-    own: LossTerms
-    total: tf.Tensor
-    unit: tf.Tensor
-    spread: tf.Tensor | None
-
-
 def measure_loss(
     terms: tuple[LossTerms, ...],
     group: Communicator,
@@ -82,67 +65,70 @@ def measure_loss(
 
     Args:
         terms: The terms of this replica's losses; none if they are not known.
-        group: The replicas that the mean is over.
-        replicas: Number of all replicas.
+        group: The replicas that the mean is over, of so many in all.
+        replicas: The number of all.
         is_weighed: True if the loss is weighed before its gradient is taken.
     """
     one = tf.constant(1, tf.float64)
     if not terms:
         scale = replicas / group.size
         share = None if scale == 1 else scale * one
-        return LossMeasure(
-            None,
-            replicas * one,
-            one,
-            tf.constant(False),
-            None,
-            share,
-            () if share is None else (share,),
+        measure = LossMeasure(
+            None, replicas * one, one, tf.constant(False), None
         )
-    wholes = _wholes(terms, group)
-    measures = [_measure_one(loss, replicas, is_weighed) for loss in wholes]
+        return measure.shared(share, () if share is None else (share,))
+    # What the replicas have of each loss is added up in one message.
+    parts = [_parts(loss) for loss in terms]
+    flat = iter(group.all_reduce([x for one in parts for x in one.values()]))
+    sums = [{name: next(flat) for name in one} for one in parts]
+    measures, units = zip(
+        *(
+            _measure_one(loss, found, replicas, is_weighed)
+            for loss, found in zip(terms, sums, strict=True)
+        ),
+        strict=True,
+    )
     main = measures[0]
     if len(terms) > 1:
-        largest = tf.argmax(tf.stack([loss.unit for loss in wholes]))
+        largest = tf.argmax(tf.stack(units))
         fields = zip(*(one[:6] for one in measures), strict=True)
         main = LossMeasure(*(tf.stack(values)[largest] for values in fields))
-        main = LossMeasure(*main[:6], weights=_weights(measures, main))
-    main = main._replace(losses=tuple(loss.own for loss in wholes))
+        weights = (
+            tf.math.divide_no_nan(one.unit * main.total, main.unit * one.total)
+            for one in measures
+        )
+        main = main._replace(weights=tuple(weights))
+    main = main._replace(losses=tuple(one.losses[0] for one in measures))
     if replicas == group.size == 1:
         return main.shared(None)
     shares = [one.share for one in measures if one.share is not None]
     return main.shared(main.share, tuple(shares))
 
 
-def _wholes(terms: tuple[LossTerms, ...], group: Communicator) -> list[_Whole]:
-    """Adds up what the replicas have of each loss, in one message."""
-    parts = [_parts(loss) for loss in terms]
-    flat = iter(group.all_reduce([x for one in parts for x in one.values()]))
-    sums = [{name: next(flat) for name in one} for one in parts]
-    return [
-        _whole(loss, found) for loss, found in zip(terms, sums, strict=True)
-    ]
-
-
 def _parts(loss: LossTerms) -> dict[str, tf.Tensor]:
     """Numbers of a loss that the replicas add up."""
-    parts = {"count": loss.count}
-    if loss.predictions is not None:
-        parts["predictions"] = loss.predictions
-    if loss.squares is not None:
-        parts["squares"] = loss.squares
-    if not loss.is_fixed:
-        parts["unit"] = loss.count * loss.unit
-    if loss.recognition is not None:
-        parts["recognition"] = loss.recognition.sums
-    return parts
+    found = loss.recognition
+    parts = {
+        "count": loss.count,
+        "predictions": loss.predictions,
+        "squares": loss.squares,
+        "unit": None if loss.is_fixed else loss.count * loss.unit,
+        "recognition": None if found is None else found.sums,
+    }
+    return {name: part for name, part in parts.items() if part is not None}
 
 
-def _whole(own: LossTerms, sums: dict[str, tf.Tensor]) -> _Whole:
-    """One loss of all replicas, by the sums of its numbers."""
-    total, unit, spread = sums["count"], own.unit, None
+def _measure_one(
+    own: LossTerms, sums: dict[str, tf.Tensor], replicas: int, is_weighed: bool
+) -> tuple[LossMeasure, tf.Tensor]:
+    """The measure of one loss, by the sums of its numbers, and its unit.
+
+    One that depends on a replica's shapes is the mean of those of all.
+    """
+    total, unit = sums["count"], own.unit
     if not own.is_fixed:
         unit = tf.math.divide_no_nan(sums["unit"], total)
+    spread = None
     if own.squares is not None:
         spread = tf.math.divide_no_nan(total, sums["squares"])
     if own.recognition is not None:
@@ -156,39 +142,26 @@ def _whole(own: LossTerms, sums: dict[str, tf.Tensor]) -> _Whole:
         own = dataclasses.replace(
             own, count=count, unit=own.unit * verdict.unit, verdict=verdict
         )
-    return _Whole(own, total, unit, spread)
-
-
-def _measure_one(whole: _Whole, replicas: int, is_weighed: bool) -> LossMeasure:
-    """The measure of one loss."""
-    loss, total, unit, spread = whole
-    own, one = replicas * loss.count, tf.ones_like(total)
-    scale = total if is_weighed else own
-    share = tf.math.divide_no_nan(own, total)
-    if loss.summed:
+    ours, one = replicas * own.count, tf.ones_like(total)
+    scale = total if is_weighed else ours
+    share = tf.math.divide_no_nan(ours, total)
+    of_term = unit
+    if own.summed:
         scale, unit, share = one, unit * total, one
     if spread is not None:
         # G = T sum c c^T with the number T = (sum w)^2 / sum w^2 of terms that
         # weigh the same: it is not larger where all weights are.
         scale *= tf.sqrt(spread)
-    return LossMeasure(
-        loss.count,
-        tf.math.divide_no_nan(scale, loss.unit),
+    measure = LossMeasure(
+        own.count,
+        tf.math.divide_no_nan(scale, own.unit),
         unit,
-        tf.constant(loss.summed),
+        tf.constant(own.summed),
         total,
         share,
+        losses=(own,),
     )
-
-
-def _weights(
-    measures: list[LossMeasure], main: LossMeasure
-) -> tuple[tf.Tensor, ...]:
-    """Weights of the losses' Fisher matrices, see `LossMeasure`."""
-    return tuple(
-        tf.math.divide_no_nan(one.unit * main.total, main.unit * one.total)
-        for one in measures
-    )
+    return measure, of_term
 
 
 def weigh(
@@ -198,10 +171,7 @@ def weigh(
 ) -> tf.Tensor:
     """Weighs a replica's loss, so that the mean is that over all terms.
 
-    Args:
-        loss: The whole loss.
-        terms: The terms of its parts.
-        shares: The weight of each of them; empty if all are 1.
+    Each of its parts has a share; there are none if all are 1.
     """
     if not shares:
         return loss
@@ -220,12 +190,8 @@ def shares_of_part(
 ) -> Sequence[tf.Tensor]:
     """The weights of losses of some examples that stand for a whole batch.
 
-    A mean stands for itself; a sum grows with the number of terms.
-
-    Args:
-        part: The terms of those examples.
-        whole: The terms of all; none if these are all.
-        shares: The weights of the losses of all; empty if all are 1.
+    A mean stands for itself; a sum grows with the number of terms. There is no
+    `whole` if these examples are all, and no share if all are 1.
     """
     if not any(one.summed for one in whole):
         return shares
@@ -247,11 +213,7 @@ def weighted(tensor: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
 
 
 class LossScaling:
-    """The `LossScaleOptimizer` around an optimizer, if there is one.
-
-    Args:
-        name: The optimizer's name, for messages.
-    """
+    """The `LossScaleOptimizer` around an optimizer, if there is one."""
 
     def __init__(self, name: str) -> None:
         self._name = name

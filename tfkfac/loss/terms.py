@@ -53,10 +53,8 @@ T = TypeVar("T")
 class Known(NamedTuple):
     """Likelihood of a loss, as far as it is known.
 
-    Attributes:
-        likelihood: Its name; None if nobody but the user knows.
-        factor: Its unit if it is the sum over the outputs of a term.
-        is_mean: True if it is the mean over the outputs instead.
+    The factor is its unit if it is the sum over the outputs of a term, or if
+    it is their mean. None is the name of one that only the user knows.
     """
 
     likelihood: str | None
@@ -79,12 +77,9 @@ _TOLERANCE = 1e-3
 
 
 class Unit(NamedTuple):
-    """Unit of a loss: its value over a negative log-likelihood.
+    """Value of a loss of a term over that of its negative log-likelihood.
 
-    Attributes:
-        value: Its value of a term over that of the likelihood.
-        likelihood: The name of the likelihood, if it is known before.
-        recognition: The comparison of the batch, if that decides.
+    That has a name, if it is known before, or a comparison decides.
     """
 
     value: float | tf.Tensor = 1.0
@@ -93,13 +88,9 @@ class Unit(NamedTuple):
 
 
 def declare(loss: Any, factor: float | None, is_mean: bool) -> None:
-    """Declares a loss a likelihood, and its unit, see `Known`.
+    """Declares a class or function of losses a likelihood, see `Known`.
 
-    Args:
-        loss: A class of losses, or a function.
-        factor: Its unit if it is the sum over the outputs of a term; None is
-            that of what it looks like, and 1 else.
-        is_mean: True if it is the mean over the outputs instead.
+    A factor of None is that of what it looks like, and 1 else.
     """
     _declared.add(loss)
     if factor is not None:
@@ -117,11 +108,7 @@ def is_open(loss: keras.losses.Loss) -> bool:
 
 
 def natural_unit(call: LossCall) -> Unit:
-    """Returns the unit of a loss.
-
-    Args:
-        call: A call of it, of which Keras has seen the reduction.
-    """
+    """Unit of a loss, by a call of it of which Keras has seen the reduction."""
     y_pred, reduction = call.y_pred, call.reduction
     if not tf.is_tensor(y_pred) or not y_pred.shape.rank or reduction is None:
         return Unit()
@@ -186,9 +173,6 @@ def is_sum(call: LossCall) -> bool:
     its graph is evaluated on numbers of the right shapes, once and then twice
     over. One with effects (that writes variables, draws random numbers, calls
     Python) is never evaluated, and taken for a mean.
-
-    Args:
-        call: A call of it.
     """
     tensors = call.y_true, call.y_pred
     known = [tf.TensorShape(getattr(t, "shape", None)) for t in tensors]
@@ -253,8 +237,7 @@ class LossTerms:
         part: Its part of the whole loss; None if there is nothing else.
         call: The call of the loss; None if nobody has seen it.
         likelihood: Name of its likelihood, if that is known before.
-        recognition: The batch's word on unit and likelihood, if that
-            decides.
+        recognition: The batch's word on both, if that decides.
         verdict: That of the batches of all replicas, once they have met.
         predictions: `T` where the loss is a likelihood; None is `count`.
         squares: The sum of the squares of the weights of the terms, where
@@ -282,12 +265,7 @@ def mean_over(count: Any) -> LossTerms:
 def read_terms(
     model: keras.Model, calls: Sequence[LossCall]
 ) -> tuple[LossTerms, ...]:
-    """Returns the terms of the losses that a `compute_loss` has called.
-
-    Args:
-        model: The model.
-        calls: The calls of losses in it.
-    """
+    """Returns the terms of the losses that a `compute_loss` has called."""
     compiled = loss_weights(model)
     ours = [call.loss for call in calls] == [loss for loss, _ in compiled]
     weights = [w for _, w in compiled] if ours else [1.0] * len(calls)
@@ -302,30 +280,24 @@ def _terms_of(
     call: LossCall, reduction: Reduction, weight: float | tf.Tensor
 ) -> LossTerms:
     values = reduction.values
-    unit = natural_unit(call)
+    unit, likelihood, recognition = natural_unit(call)
     # A negative weight is the user's own; it does not turn the step around.
-    scale = tf.abs(_wide(weight)) * _wide(unit.value)
+    scale = tf.abs(_wide(weight)) * _wide(unit)
     part = tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype)
-    is_fixed = not (tf.is_tensor(unit.value) or tf.is_tensor(weight))
+    is_fixed = not (tf.is_tensor(unit) or tf.is_tensor(weight))
+    count, squares = _count(reduction) if values.shape.rank else (1, None)
     terms = LossTerms(
-        _wide(1),
+        _wide(count),
         scale,
-        False,
+        values.shape.rank > 0 and reduction.kind in ("sum", "none", None),
         is_fixed,
         part,
         call,
-        unit.likelihood,
-        unit.recognition,
+        likelihood,
+        recognition,
+        squares=squares,
     )
-    if values.shape.rank:
-        count, squares = _count(reduction)
-        return dataclasses.replace(
-            terms,
-            count=count,
-            summed=reduction.kind in ("sum", "none", None),
-            squares=squares,
-        )
-    return _single(terms, call)
+    return terms if values.shape.rank else _single(terms, call)
 
 
 def _single(terms: LossTerms, call: LossCall) -> LossTerms:
@@ -358,18 +330,14 @@ def _count(reduction: Reduction) -> tuple[tf.Tensor, tf.Tensor | None]:
 
     And the sum of squares of weights, if it is the sum of these.
     """
-    values, weights, mask = (
-        reduction.values,
-        reduction.weights,
-        reduction.mask,
-    )
+    weights, mask = reduction.weights, reduction.mask
     valid = None if mask is None else _wide(mask)
     if reduction.kind == "mean_with_sample_weight" and weights is not None:
         own = _wide(weights)
         if valid is not None:
             own *= tf.reshape(valid, tf.shape(own))
         return tf.reduce_sum(own), tf.reduce_sum(tf.square(own))
-    count = _wide(tf.size(values))
+    count = _wide(tf.size(reduction.values))
     if valid is None:
         return count, None
     valid_ones = tf.reduce_sum(valid)
