@@ -249,7 +249,9 @@ def test_averages_replace_the_weights_after_fit() -> None:
     )
     seen: list[Array] = []
     watch = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda *_: seen.append(model.get_weights()[0])
+        on_train_batch_end=lambda batch, logs: seen.append(
+            model.get_weights()[0]
+        )
     )
     model.fit(X, Y, batch_size=4, verbose=0, callbacks=[watch])
     average = seen[0]
