@@ -78,23 +78,6 @@ def round_trip(optimizer: Any, **kwargs: Any) -> Any:
     return copy
 
 
-# Those of NumPy are numbers.
-NUMBERS: dict[str, Any] = {
-    "damping": np.float32(0.25),
-    "kl_clip": np.int64(2),
-    "factor_update_interval": np.int32(7),
-    "inverse_update_interval": 11,
-    "factor_decay": np.float64(0.5),
-    "solver": "eigen",
-    "weight_sharing": "reduce",
-    "distribution": "mem_opt",
-    "max_factor_dim": 100,
-    "factor_rank": 8,
-    "factor_batch_fraction": 0.25,
-    "name": "other",
-}
-
-
 DISTRIBUTION = tfkfac.Distribution(
     "hybrid_opt", 0.25, "memory", True, "bfloat16", "bfloat16"
 )
@@ -232,8 +215,13 @@ def test_get_config_is_from_config() -> None:
         keras.optimizers.Adam(
             CosineDecay(0.5, 10), clipnorm=1.0, weight_decay=0.5, use_ema=True
         ),
+        # Those of NumPy are numbers.
+        damping=np.float32(0.25),
+        kl_clip=np.int64(2),
+        factor_update_interval=np.int32(7),
+        factor_decay=np.float64(0.5),
         skip_layers=[layers.Dense],
-        **NUMBERS,
+        name="other",
     )
     for copy in (
         tfkfac.KFAC.from_config(optimizer.get_config()),

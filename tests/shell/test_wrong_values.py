@@ -1,10 +1,11 @@
-"""Wrong values of arguments: refused in Keras' words, with what was received.
+"""Values of arguments: wrong ones are refused, with what was received.
 
 Each argument has a row: what it must be, and which of `VALUES` it takes. A
 new one without a row is a failure.
 """
 
 import inspect
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +46,7 @@ def or_none(row: tuple[str, tuple[Any, ...]]) -> tuple[str, tuple[Any, ...]]:
 
 def one_of(*names: str, none: bool = False) -> tuple[str, tuple[Any, ...]]:
     words = r"one of \(.*" + ".*".join(map(repr, names))
-    return words, (None,) if none else ()
+    return words, (None, *names) if none else names
 
 
 INNER = "a Keras optimizer"
@@ -141,14 +142,21 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("owner", TAKES)
 def test_values(owner: Any) -> None:
-    """At construction, in Keras' words, with the value received."""
+    """At construction, in Keras' words, with the value received.
+
+    Those that are taken go through a config.
+    """
     names = set(inspect.signature(owner.__init__).parameters)
     assert names - {"self", "name", "unknown"} == set(TAKES[owner])
     for name, (words, accepted) in TAKES[owner].items():
-        for value in VALUES:
+        for value in [*VALUES, *accepted]:
             arguments = {name: value, **BESIDE.get(name, {})}
             if takes(accepted, value):
-                owner(**arguments)
+                config = owner(**arguments).get_config()
+                copy = owner.from_config(json.loads(json.dumps(config)))
+                assert copy.get_config() == config
+                if name != "inner_optimizer":
+                    assert config.get(name, value) == value
                 continue
             with pytest.raises((TypeError, ValueError)) as caught:
                 owner(**arguments)
