@@ -1,63 +1,13 @@
-"""FOSI's configs, files and reports."""
+"""FOSI's files and reports."""
 
-import json
-from typing import Any
-
-import keras
 import numpy as np
 import pytest
-from keras.optimizers import SGD, Adam
-from keras.optimizers.schedules import ExponentialDecay
 
-import tfkfac
 from tests.support.fosi_reference import SIZE, data, loss, mlp, small
 from tests.support.reference import Array
 from tests.support.small import curvature, summary_text
 
 X, Y = data()
-
-
-# ------------------------------------------------------------------- configs
-SETTINGS: dict[str, Any] = {
-    "num_largest": 4,
-    "num_smallest": 3,
-    "alpha": 0.25,
-    "update_interval": 7,
-    "warmup_steps": 5,
-    "lanczos_steps": 9,
-    "momentum": 0.5,
-    "learning_rate_clip": 3.0,
-    "layout": "columns",
-    "accelerator_fraction": 0.25,
-    "final_update": "paper",
-    "seed": 11,
-    "max_skipped_steps": 6,
-    "name": "other",
-}
-
-
-def test_config() -> None:
-    """Every argument goes through JSON; the inner optimizer too."""
-    optimizer = tfkfac.FOSI(SGD(0.3, 0.8, True), **SETTINGS)
-    config = json.loads(json.dumps(optimizer.get_config()))
-    assert set(config) == {*SETTINGS, "inner_optimizer"}
-    for name, value in SETTINGS.items():
-        assert config[name] == value
-    copy = tfkfac.FOSI.from_config(config)
-    assert copy.get_config() == optimizer.get_config()
-    assert isinstance(copy.inner_optimizer, SGD)
-    inner = copy.inner_optimizer.get_config()
-    assert inner == SGD(0.3, 0.8, True).get_config() | {"name": inner["name"]}
-
-
-def test_config_of_a_schedule() -> None:
-    optimizer = tfkfac.FOSI(alpha=ExponentialDecay(0.5, 4, 0.9))
-    whole = keras.optimizers.serialize(optimizer)
-    assert whole["registered_name"] == "tfkfac>FOSI"
-    copy = keras.optimizers.deserialize(whole)
-    assert isinstance(copy.inner_optimizer, Adam)
-    assert copy.alpha.get_config() == optimizer.alpha.get_config()
-    assert copy.get_config() == optimizer.get_config()
 
 
 # --------------------------------------------------------------------- files

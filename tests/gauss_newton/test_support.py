@@ -129,24 +129,6 @@ def test_no_loss_scale() -> None:
         )
 
 
-def test_config() -> None:
-    optimizer: Any = tfkfac.GaussNewton(
-        0.5, momentum=0.25, solve="residuals", max_tries=3, max_bytes=10**6,
-        learning_rate=0.5, max_skipped_steps=4, name="mine",
-    )  # fmt: skip
-    config = optimizer.get_config()
-    assert config == {
-        "damping": 0.5, "momentum": 0.25, "solve": "residuals",
-        "max_tries": 3, "max_bytes": 10**6, "learning_rate": 0.5,
-        "max_skipped_steps": 4, "name": "mine",
-    }  # fmt: skip
-    other = tfkfac.GaussNewton.from_config(config)
-    assert other.get_config() == config
-    with pytest.raises(AttributeError, match="damping"):
-        optimizer.damping = 1.0
-    assert isinstance(keras.optimizers.get("gaussnewton"), tfkfac.GaussNewton)
-
-
 # ------------------------------------------------------------------ limits
 def test_limits_are_known_before_training() -> None:
     """n weights: 3 n^2 + 2 m n numbers; 3 m^2 + 3 m n for fewer residuals."""

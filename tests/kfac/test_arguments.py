@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from keras.optimizers.schedules import CosineDecay, PolynomialDecay
+from keras.optimizers.schedules import CosineDecay
 
 import tfkfac
 from tests.support.small import compiled_mlp, loss, mlp
@@ -25,41 +24,7 @@ def test_skip_rule_that_matches_nothing() -> None:
         assert repr(rule) in str(caught.value)
 
 
-# -------------------------------------------------------------- what is meant
-def test_defaults() -> None:
-    """The measured recipe; a change of it must be on purpose."""
-    optimizer = tfkfac.KFAC()
-    config = optimizer.get_config()
-    inner = config.pop("inner_optimizer")
-    want = {
-        "name": "kfac",
-        "damping": 0.01,
-        "solver": "inverse",
-        "factor_decay": 0.95,
-        "factor_update_interval": None,
-        "inverse_update_interval": None,
-        "kl_clip": 0.02,
-        "weight_sharing": "expand",
-        "factor_batch_fraction": None,
-        "distribution": "comm_opt",
-        "step": "inner",
-        "max_factor_dim": 640,
-        "factor_rank": 64,
-        "skip_layers": [],
-    }
-    assert {name: config[name] for name in want} == want
-    assert inner["class_name"] == "SGD"
-    assert inner["config"]["learning_rate"] == pytest.approx(0.1)
-    assert inner["config"]["momentum"] == 0.5
-    assert inner["config"]["nesterov"] is False
-
-
 # ------------------------------------------------------------ through a config
-@keras.saving.register_keras_serializable(package="tests")
-def registered(iteration: Any) -> Any:
-    return 3.0 + 0.0 * iteration
-
-
 @keras.saving.register_keras_serializable(package="tests")
 class RegisteredDense(layers.Dense):
     pass
@@ -136,34 +101,6 @@ def test_values_set_later_are_in_the_config() -> None:
         optimizer.kl_clip = 0.5
         copy = round_trip(optimizer)
         assert (copy.damping, copy.kl_clip) == (0.75, 0.5)
-
-
-SCHEDULED = [
-    "damping",
-    "kl_clip",
-    "factor_update_interval",
-    "inverse_update_interval",
-]
-
-
-def of_a_caller(iteration: Any) -> Any:
-    return 4.0 + 0.0 * iteration
-
-
-@pytest.mark.parametrize("name", SCHEDULED)
-def test_schedules_and_functions(name: str) -> None:
-    """What a file can hold is saved in silence; other functions are told."""
-    schedule = PolynomialDecay(8.0, 10, 2.0, power=2.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        copy = getattr(round_trip(tfkfac.KFAC(**{name: schedule})), name)
-        assert type(copy) is PolynomialDecay
-        assert copy.get_config() == schedule.get_config()
-        copy = round_trip(tfkfac.KFAC(**{name: registered}))
-        assert getattr(copy, name) is registered
-    for function in (of_a_caller, lambda i: 4.0):
-        with pytest.raises(ValueError, match=f"`{name}`.*LearningRateSchedule"):
-            tfkfac.KFAC(**{name: function}).get_config()
 
 
 def test_other_functions_are_refused_when_saving(tmp_path: Path) -> None:

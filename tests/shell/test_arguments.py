@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ from keras import layers
 from keras.optimizers.schedules import ExponentialDecay
 
 import tfkfac
+from tfkfac.shell.arguments import Tunable
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 CLASSES = [tfkfac.KFAC, tfkfac.FOSI]
@@ -18,6 +20,12 @@ CLASSES = [tfkfac.KFAC, tfkfac.FOSI]
 
 def schedule() -> ExponentialDecay:
     return ExponentialDecay(0.5, 1, 0.5)
+
+
+def round_trip(optimizer: Any) -> Any:
+    """Through JSON, as in a file."""
+    text = json.dumps(keras.optimizers.serialize(optimizer))
+    return keras.optimizers.deserialize(json.loads(text))
 
 
 def small() -> Any:
@@ -60,9 +68,7 @@ def test_a_schedule_is_a_learning_rate() -> None:
         (tfkfac.KFAC(learning_rate=schedule()), SGD),
         (tfkfac.FOSI(schedule()), Adam),
     ):
-        text = json.dumps(keras.optimizers.serialize(optimizer))
-        copy = keras.optimizers.deserialize(json.loads(text))
-        for each in (optimizer, copy):
+        for each in (optimizer, round_trip(optimizer)):
             assert type(each.inner_optimizer) is kind
             assert float(each.learning_rate) == pytest.approx(0.5)
             each.inner_optimizer.iterations.assign(2)
@@ -125,6 +131,115 @@ def test_not_inside_a_multi_optimizer() -> None:
         model.compile(optimizer, "mse", run_eagerly=True)
         with pytest.raises(ValueError, match="cannot be inside a `MultiOptim"):
             model.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
+
+
+# ------------------------------------------------------- defaults, schedules
+DEFAULTS: dict[Any, dict[str, Any]] = {
+    tfkfac.KFAC: {
+        "damping": 0.01,
+        "kl_clip": 0.02,
+        "step": "inner",
+        "fisher": None,
+        "solver": "inverse",
+        "distribution": "comm_opt",
+        "factor_update_interval": None,
+        "inverse_update_interval": None,
+        "factor_decay": 0.95,
+        "factor_batch_fraction": None,
+        "weight_sharing": "expand",
+        "max_factor_dim": 640,
+        "factor_rank": 64,
+        "skip_layers": [],
+        "gradient_accumulation_steps": None,
+        "max_skipped_steps": None,
+        "name": "kfac",
+    },
+    tfkfac.FOSI: {
+        "num_largest": 5,
+        "num_smallest": 0,
+        "alpha": 0.1,
+        "update_interval": None,
+        "warmup_steps": None,
+        "lanczos_steps": None,
+        "momentum": 0.9,
+        "learning_rate_clip": 1.0,
+        "layout": "rows",
+        "accelerator_fraction": 0.0,
+        "final_update": "stale",
+        "seed": 0,
+        "max_skipped_steps": None,
+        "name": "fosi",
+    },
+    tfkfac.GaussNewton: {
+        "damping": 1e-3,
+        "momentum": 0.5,
+        "solve": "auto",
+        "max_tries": 6,
+        "max_bytes": None,
+        "learning_rate": 1.0,
+        "max_skipped_steps": None,
+        "name": "gauss_newton",
+    },
+}
+TUNABLE = [
+    (kind, name)
+    for kind in DEFAULTS
+    for name, field in kind.method_type.fields().items()
+    if isinstance(field, Tunable)
+]
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_defaults(kind: Any) -> None:
+    """The measured recipes; a change of one must be on purpose."""
+    config = kind().get_config()
+    config.pop("inner_optimizer", None)
+    assert config == DEFAULTS[kind]
+
+
+@keras.saving.register_keras_serializable(package="tests")
+def registered(iteration: Any) -> Any:
+    return 3.0 + 0.0 * iteration
+
+
+def of_a_caller(iteration: Any) -> Any:
+    return 4.0 + 0.0 * iteration
+
+
+@pytest.mark.parametrize(("kind", "name"), TUNABLE)
+def test_schedules_and_functions(kind: Any, name: str) -> None:
+    """What a file can hold is saved in silence; other functions are told."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy = getattr(round_trip(kind(**{name: schedule()})), name)
+        assert type(copy) is ExponentialDecay
+        assert copy.get_config() == schedule().get_config()
+        copy = round_trip(kind(**{name: registered}))
+        assert getattr(copy, name) is registered
+    for function in (of_a_caller, lambda i: 4.0):
+        with pytest.raises(ValueError, match=f"`{name}`.*LearningRateSchedule"):
+            kind(**{name: function}).get_config()
+
+
+def fails(iteration: Any) -> Any:
+    raise KeyError(iteration)
+
+
+@pytest.mark.parametrize(("kind", "name"), TUNABLE)
+def test_the_first_value_of_a_callable(kind: Any, name: str) -> None:
+    for function, received in (
+        (lambda _: float("nan"), "returns nan"),
+        (lambda _: float("inf"), "returns inf"),
+        (lambda _: -1.0, "returns -1.0"),
+        (lambda _: [1.0, 2.0], r"returns \[1. 2.\]"),
+        (lambda _: "x", "raises"),
+        (lambda _: None, "raises"),
+        (lambda: 1.0, "raises"),
+        (fails, "raises KeyError"),
+    ):
+        message = rf"Argument `{name}` must return .*{received}.* iteration 0"
+        with pytest.raises(ValueError, match=message):
+            small().compile(kind(**{name: function}), "mse")
 
 
 # ------------------------------------------------------------ of a subclass
