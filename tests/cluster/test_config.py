@@ -7,7 +7,12 @@ import pytest
 import tensorflow as tf
 
 import tfkfac
-from tfkfac.cluster.config import Cluster, from_resolver, read_tf_config
+from tfkfac.cluster.config import (
+    Cluster,
+    from_resolver,
+    read_tf_config,
+    split_address,
+)
 
 TWO = ["host0:2222", "host1:2223"]
 
@@ -38,11 +43,10 @@ def test_what_is_found(text: str, found: Cluster | None) -> None:
     assert read_tf_config(text) == found
 
 
-def test_own_port() -> None:
-    """Also of an IPv6 address."""
-    found = Cluster(("[::1]:80", "host:2222"), 0)
-    assert found.own_port == 80
-    assert found.name(1) == "worker 1 at host:2222"
+def test_addresses() -> None:
+    assert split_address("[::1]:80") == ("::1", 80)
+    found = Cluster(tuple(TWO), 0)
+    assert found.name(1) == "worker 1 at host1:2223"
 
 
 @pytest.mark.parametrize(

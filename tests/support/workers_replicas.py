@@ -49,7 +49,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "schedule": lambda: kfac(damping=loud_damping),
     "gauss-newton": tfkfac.GaussNewton,
     "fosi": fosi,
-    "columns": lambda: fosi(layout="columns"),
     "accelerator": lambda: fosi(accelerator_fraction=0.5),
 }
 

@@ -133,26 +133,23 @@ class CurvatureLogger(keras.callbacks.Callback):
             passed = time.perf_counter() - self._at
             yield Value("seconds_per_step", passed / steps)
         yield Value("skipped_steps", int(optimizer.skipped_steps))
-        if isinstance(optimizer, KFAC | GaussNewton):
-            for name, value in optimizer.last_step.items():
-                yield Value(name, value)
-        if isinstance(optimizer, KFAC):
-            yield from self._of_kfac(optimizer)
-        elif isinstance(optimizer, FOSI):
+        if isinstance(optimizer, FOSI):
             for i, value in enumerate(optimizer.spectrum()):
                 yield Value(f"ritz_value_{i}", float(value))
             for rank, share in enumerate(optimizer.idle_share()):
                 yield Value(f"idle_share_{rank}", float(share))
-
-    def _of_kfac(self, optimizer: KFAC) -> Iterator[Value]:
-        yield Value("factor_updates", int(optimizer.factor_updates))
-        yield Value("inverse_updates", int(optimizer.inverse_updates))
+        if not isinstance(optimizer, KFAC | GaussNewton):
+            return
         did = optimizer.last_step
-        if self.layers and "damping" in did:
-            for path, factors in optimizer.factors().items():
-                trace, condition = layer_curvature(factors, did["damping"])
-                yield Value("trace", trace, path)
-                yield Value("condition", condition, path)
+        yield from (Value(name, value) for name, value in did.items())
+        if isinstance(optimizer, KFAC):
+            yield Value("factor_updates", int(optimizer.factor_updates))
+            yield Value("inverse_updates", int(optimizer.inverse_updates))
+            if self.layers and "damping" in did:
+                for path, factors in optimizer.factors().items():
+                    trace, condition = layer_curvature(factors, did["damping"])
+                    yield Value("trace", trace, path)
+                    yield Value("condition", condition, path)
 
     # --------------------------------------------------------------- files
     def _open(self, directory: pathlib.Path) -> None:

@@ -22,11 +22,6 @@ class Cluster:
     addresses: tuple[str, ...]
     index: int
 
-    @property
-    def own_port(self) -> int:
-        """The port at which this process is reached."""
-        return split_address(self.addresses[self.index])[1]
-
     def name(self, index: int) -> str:
         """The name of a worker in messages."""
         return f"worker {index} at {self.addresses[index]}"

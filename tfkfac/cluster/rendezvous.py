@@ -89,10 +89,10 @@ def _receive_all(cluster: Cluster, waiting_for: WaitingFor) -> dict[int, Line]:
             while missing := [i for i in everyone if i not in present]:
                 waiting_for(missing)
                 _send_all(present, {"missing": missing})
-                new = _accept(server)
                 for i in [i for i, line in present.items() if line.closed]:
                     present.pop(i).close()
-                if new is not None:
+                with contextlib.suppress(TimeoutError):
+                    new = Line(server.accept()[0], _MANNERS)
                     lines.callback(new.close)
                     _admit(new, cluster, present)
         except (RefusedError, TimeoutError) as error:
@@ -131,13 +131,14 @@ def _admit(line: Line, cluster: Cluster, present: dict[int, Line]) -> None:
 def _listen(cluster: Cluster) -> Iterator[socket.socket]:
     """The own port, once a process of an earlier job has left it."""
     deadline = time.monotonic() + _PATIENCE
+    _, port = split_address(cluster.addresses[0])
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     server = None
     while server is None:
         try:
             server = socket.create_server(
-                ("", cluster.own_port), family=family, dualstack_ipv6=dual
+                ("", port), family=family, dualstack_ipv6=dual
             )
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
@@ -151,13 +152,6 @@ def _listen(cluster: Cluster) -> Iterator[socket.socket]:
     with server:
         server.settimeout(_LOOK)
         yield server
-
-
-def _accept(server: socket.socket) -> Line | None:
-    try:
-        return Line(server.accept()[0], _MANNERS)
-    except TimeoutError:
-        return None
 
 
 def _send_all(lines: Mapping[int, Line], message: Message) -> None:

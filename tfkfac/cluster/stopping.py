@@ -49,7 +49,9 @@ class Stopping(Listener):
             self._done += 1
             if self._own is None or self._done < self._own:
                 return False
-            self._changed.wait_for(self._is_settled)
+            self._changed.wait_for(
+                lambda: self._is_alone or self._promises.keys() == self._workers
+            )
             if self._is_alone:  # the next collective says why
                 return False
             is_last = self._done == max(self._promises.values())
@@ -57,9 +59,6 @@ class Stopping(Listener):
                 self._own = None
                 self._promises.clear()
             return is_last
-
-    def _is_settled(self) -> bool:
-        return self._is_alone or self._promises.keys() == self._workers
 
     @override
     def hear(self, sender: int, message: Message) -> None:
