@@ -126,29 +126,6 @@ def test_projections(
         assert abs(received * ITEM - reported) <= 4 * ITEM * workers
 
 
-@names
-@pytest.mark.parametrize("workers", [1, 2])
-def test_long_vectors(name: str, workers: int) -> None:
-    """In float32, a gradient along the directions, of like numbers."""
-    size = 1_000_003
-    layout = LAYOUTS[name](Geometry(size, 2, 0, 2, tf.float32), workers)
-    whole = np.zeros([2, size], "float32")
-    whole[:, ::2] = whole[0, 1::2] = size**-0.5
-    gradient = whole[0] / layout.workers**layout.reduces_gradients
-
-    def work(group: Any) -> tuple[Array, Array]:
-        part = tf.constant(own_part(layout, whole, group.rank), tf.float32)
-        inside = layout.project_out(part, tf.constant(gradient), group).inside
-        again = layout.coefficients(part, tf.constant(whole[0]), group)
-        return inside.numpy(), again.numpy()
-
-    exact = whole.astype("float64") @ whole[0]
-    for rank, ((inside, again), _) in enumerate(run_together(workers, work)):
-        want = layout.own(tf.constant(exact), rank)
-        np.testing.assert_allclose(inside, want, rtol=3e-6)
-        np.testing.assert_allclose(again, want, rtol=3e-6)
-
-
 @pytest.mark.parametrize("workers", [2, 4])
 def test_rows_move_a_third(workers: int) -> None:
     """Of what whole directions do, of ten of a large model."""

@@ -14,7 +14,7 @@ import pytest
 import tfkfac
 from tests.support import workers_fosi
 from tests.support.cluster import Pool
-from tests.support.fosi_reference import Fosi, Network, data
+from tests.support.fosi_reference import Fosi, Network, data, mlp
 from tests.support.jobs import Jobs, replicas_of
 from tests.support.reference import Array
 from tests.support.weights import distance
@@ -85,8 +85,6 @@ for where_ in ("four", "mirrored"):
         accelerator_fraction=0.5,
         update_interval=3,
     )
-REFUSED = (0.2, 0.8)
-JOBS.add("mirrored: refused", "fractions_refused", REFUSED)
 
 
 @pytest.fixture
@@ -219,8 +217,6 @@ def test_reports(results: Results, name: str) -> None:
         assert not any("the first" in line for line in process["summary"])
         shapes = [shape if r < workers else None for r in process["ranks"]]
         assert process["shapes"] == shapes
-        # Of the first replica of the process, which has trained.
-        assert kept["total"] == process["kept_bytes"]
         assert kept["counters"] == 8 * (6 + 1 + 2 * replicas + 2)
         plain, moved = (
             process["communication_bytes"][kind]
@@ -258,13 +254,9 @@ def test_when_the_first_estimation_comes() -> None:
     assert first(1201) == ""
 
 
-# ---------------------------------------------------------------- refusals
-def test_fractions_that_leave_out_a_role(results: Results) -> None:
-    """Already `compile` says so; one device is never enough."""
-    (messages,) = results("mirrored: refused")
-    alone = workers_fosi.fractions_refused(None, [0.1, 0.9])
-    for message, missing in zip(
-        messages + alone, ["accelerator", "worker"] * 2, strict=True
-    ):
-        assert "Received: accelerator_fraction=0." in message
-        assert f"no {missing}" in message
+def test_one_device_is_not_enough() -> None:
+    """Already `compile` says so."""
+    for fraction, missing in ((0.1, "accelerator"), (0.9, "worker")):
+        message = f"no {missing}.*accelerator_fraction={fraction}"
+        with pytest.raises(ValueError, match=message):
+            mlp().compile(tfkfac.FOSI(accelerator_fraction=fraction), "mse")

@@ -5,11 +5,10 @@ function gives what a single process gets, which sees each step's rows of all
 workers as one batch; `reference` is what NumPy makes of the model "network".
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras import layers
 
 import tfkfac
@@ -28,7 +27,7 @@ from tests.support.worker_parts import (
     sentences,
     shares,
 )
-from tests.support.workers_modes import dataset
+from tests.support.workers_modes import Setter, dataset
 
 Changes = Mapping[int, Mapping[str, Any]]
 
@@ -99,20 +98,6 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-class Changer(keras.callbacks.Callback):
-    """Changes the optimizer between steps, and counts these."""
-
-    def __init__(self, changes: Changes) -> None:
-        super().__init__()
-        self.changes = changes
-        self.steps = 0
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        for name, value in self.changes.get(self.steps, {}).items():
-            setattr(self.model.optimizer, name, value)
-        self.steps += 1
-
-
 # ---------------------------------------------------------------- training
 def train(
     kind: str | None,
@@ -146,11 +131,18 @@ def train(
         xy = data(model)
         start = [v.numpy() for v in trained.trainable_variables]
         batches = dataset(kind, *xy, steps, poison)
-        logs = run_fit(trained, batches, len(steps), Changer(changes or {}))
+        logs = trained.fit(
+            batches,
+            steps_per_epoch=len(steps),
+            shuffle=False,
+            verbose=0,
+            callbacks=[Setter(changes or {})],
+        ).history
         batches = dataset(kind, *xy, steps[:evaluated], None)
         evaluation = evaluated and trained.evaluate(
             batches, steps=evaluated, return_dict=True, verbose=0
         )
+    logs = {name: value for name, (value,) in logs.items()}
     found = {"start": start, "logs": logs, "evaluation": evaluation}
     return found | describe(kind, trained)
 
@@ -173,20 +165,6 @@ def compiled(
             metrics=["accuracy"],
         )
     return made
-
-
-def run_fit(
-    model: Any, batches: Any, length: int, changer: Changer
-) -> dict[str, float]:
-    """The metrics of one epoch."""
-    history = model.fit(
-        batches,
-        steps_per_epoch=length,
-        shuffle=False,
-        verbose=0,
-        callbacks=[changer],
-    ).history
-    return {name: values[0] for name, values in history.items()}
 
 
 def reference(
@@ -271,62 +249,7 @@ def describe(kind: str | None, model: Any) -> dict[str, Any]:
         "shapes": [s and tuple(s.directions.shape) for s in kept],
         "spectrum": optimizer.spectrum(),
         "state_bytes": optimizer.state_bytes(),
-        "kept_bytes": sum(map(bytes_of, variables_in(states[0]).values())),
         "communication_bytes": optimizer.communication_bytes(),
         "idle_share": optimizer.idle_share(),
         "summary": [" ".join(li.split()) for li in text[0].splitlines()],
     }
-
-
-def variables_in(thing: Any) -> dict[int, Any]:
-    """All variables in an object's attributes, lists and tuples, each once."""
-    if isinstance(thing, tf.Variable):
-        return {id(thing): thing}
-    parts: Any = []
-    if isinstance(thing, (list, tuple)):
-        parts = thing
-    elif isinstance(thing, dict):
-        parts = thing.values()
-    elif type(thing).__module__.startswith("tfkfac.fosi"):
-        parts = vars(thing).values()
-    return {k: v for part in parts for k, v in variables_in(part).items()}
-
-
-def bytes_of(variable: tf.Variable) -> int:
-    array = variable.numpy()
-    if array.dtype == object:
-        return sum(map(len, array.ravel()))
-    return int(array.nbytes)
-
-
-# ---------------------------------------------------------------- refusals
-def disagreement(
-    kind: str, argument: str, values: Sequence[Any]
-) -> tuple[str, int]:
-    """What is said when workers have other settings, after how many steps."""
-    (rank,) = local_ranks(kind)
-    changer = Changer({})
-    steps = shares(FEEDS["even"](), strategy(kind).num_replicas_in_sync)
-    with floats("float64"):
-        batches = dataset(kind, *data("mlp"), steps, None)
-        try:
-            model = compiled(kind, "mlp", "sgd", {argument: values[rank]})
-            run_fit(model, batches, len(steps), changer)
-        except ValueError as error:
-            return str(error), max(changer.steps - 1, 0)
-    return "", changer.steps
-
-
-def fractions_refused(
-    kind: str | None, fractions: Sequence[float]
-) -> list[str]:
-    """What `compile` says to fractions of accelerators."""
-    found = []
-    for fraction in fractions:
-        try:
-            compiled(kind, "mlp", "sgd", {"accelerator_fraction": fraction})
-        except ValueError as error:
-            found.append(str(error))
-        else:
-            found.append("")
-    return found

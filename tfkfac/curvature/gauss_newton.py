@@ -102,12 +102,7 @@ def gauss_newton_form(
 class Reading:
     """The outputs that a loss reads of a model, and their logits if any.
 
-    Attributes:
-        outputs: Tensors of the model.
-        leaves: In their place, what the loss depends on, in float32 or wider.
-
-    Args:
-        tapes: What watches the leaves.
+    In their place there are leaves, in float32 or wider, which tapes watch.
     """
 
     def __init__(self, *tapes: tf.GradientTape) -> None:

@@ -19,12 +19,8 @@ from tfkfac.saving.entries import Region
 class Shards:
     """Slices of equal length of a vector, by rank; the last end in zeros.
 
-    If there is a single one, every rank has it.
-
-    Args:
-        size: Length of the vector.
-        count: Number of slices.
-        padded: Gives the length of a slice, from the least that is enough.
+    If there is a single one, every rank has it. `padded` gives the length of a
+    slice, from the least that is enough.
     """
 
     def __init__(
@@ -154,23 +150,14 @@ class Geometry:
 class Layout(abc.ABC):
     """The part of the directions V that a worker keeps, as rows of V^T.
 
-    Args:
-        geometry: Sizes.
-        workers: Number of workers that share the directions.
-        columns: The slices of the directions that they keep.
-        elements: The slices of their elements.
-
-    Attributes:
-        slices: A worker's slice of a vector, as Lanczos leaves it.
-        reduces_gradients: Whether `project_out` takes a worker's own gradient.
-        length: Length of vectors, with zeros at the end, that spares copies.
-        coefficients_bytes: Bytes that a worker receives in `coefficients`.
-        combine_bytes: Those in `combine`, for each of the coefficients.
-        arrangement_bytes: Those in `arrange`.
+    Of some workers, each keeps a slice of the directions ("columns") and of
+    their elements; "slices" are those of vectors that Lanczos leaves.
     """
 
-    reduces_gradients: bool
-    length: int
+    reduces_gradients: bool  # if `project_out` takes a worker's own gradient
+    length: int  # of vectors, with zeros at the end, that spares copies
+    # Bytes that a worker receives in the methods; `combine_bytes` for each of
+    # the coefficients.
     coefficients_bytes: int
     combine_bytes: int
     arrangement_bytes: int
@@ -219,12 +206,8 @@ class Layout(abc.ABC):
     ) -> Split:
         """Splits the gradient g into `c = V^T g` and `g - V c`.
 
-        Args:
-            directions: The own part of V^T. It is read twice.
-            gradient: g; the own one, if the layout `reduces_gradients`.
-            group: The workers that share the directions.
-            moves: Function of the own coefficients c that returns others p.
-            healthy: Whether what this worker has besides V can be right.
+        The own part of V^T is read twice. Moves take the own coefficients c to
+        others p. What a worker has besides V is healthy if it can be right.
         """
 
     def coefficients(
@@ -251,10 +234,8 @@ class Layout(abc.ABC):
     def projection_bytes(self, moves: bool) -> int:
         """Bytes that a worker receives for the projections of a step.
 
-        Args:
-            moves: True for `project_out` with moves; else they are those of
-                `project_out`, of `coefficients` of the change, and of
-                `combine` of two.
+        Those of `project_out` with moves, or without and then those of
+        `coefficients` of the change, and of `combine` of two.
         """
 
     def reduce_bytes(self, count: int) -> int:

@@ -120,10 +120,6 @@ class FOSIMethod(Method):
 
     @property
     def geometry(self) -> Geometry:
-        """Sizes, of the state if there is any, else of the model."""
-        return self._geometry or self._find_geometry()
-
-    def _find_geometry(self) -> Geometry:
         """Sizes; never more directions or steps than weights."""
         space = flat_space(self.job.model.trainable_variables)
         largest = min(self.num_largest, space.size)
@@ -141,7 +137,7 @@ class FOSIMethod(Method):
 
     @override
     def create(self) -> Sequence[Tracked]:
-        geometry = self._find_geometry()
+        geometry = self.geometry
         asked = self.num_largest + self.num_smallest
         if geometry != self._geometry:
             if geometry.directions < asked:

@@ -56,12 +56,10 @@ class RoleState(State):
     Attributes:
         accelerator: The iteration under way; None on workers.
         progress: Number of its iterations done; 0 when none is under way.
-        final_update: What workers remember of an interval for the published
-            final update; None without it.
+        final_update: Only for the published final update, on workers.
         part: The part of the state that an estimation under way is.
         times: Idle and all seconds of each replica `(replicas, 2)`.
-        arrived: When this replica last came to the meeting that ends a step.
-        left: When it last left it.
+        arrived, left: When this replica last did at the end of a step.
     """
 
     def __init__(
@@ -209,10 +207,8 @@ class BesideSteps(Estimator):
         """The part of the estimation that is done beside this step.
 
         The iterations are spread evenly over the interval. Every replica
-        keeps the same count of them.
-
-        Returns:
-            Whether an estimation begins, and the iterations to have done.
+        keeps the same count of them. Returns whether an estimation begins, and
+        the iterations to have done.
         """
         clock = self.job.clock
         idle = tf.equal(state.progress, 0)
@@ -224,13 +220,11 @@ class BesideSteps(Estimator):
         interval = self.timing.interval.at(clock)
         target = tf.minimum(-(-steps * elapsed // interval), steps)
         target = tf.where(begins | ~idle, target, 0)
-        most = state.progress + self._most_iterations(iterations)
+        most = iterations  # beside one step
+        if is_number(every := self.timing.interval.get()):
+            most = math.ceil(iterations / every)
+        most += state.progress
         return begins, tf.clip_by_value(target, state.progress, most)
-
-    def _most_iterations(self, steps: int) -> int:
-        """Largest number of iterations beside one step, of all `steps`."""
-        interval = self.timing.interval.get()
-        return math.ceil(steps / interval) if is_number(interval) else steps
 
     def _train_and_sum(
         self, step: Step, final: FinalUpdate, begins: tf.Tensor
@@ -318,20 +312,17 @@ class BesideSteps(Estimator):
             found = hand_over(spectrum, state.layout, self.roles, everyone)
             if found is not None:
                 adopt(state, *found, peers, self.job)
-                self._final_update(state, peers)
+                if state.final_update is not None:
+                    weights = flat_weights(self.job.model)
+                    alpha = self._rate.at(self.job, state)
+                    subspace = state.existing_subspace
+                    move = state.final_update.move(
+                        weights, subspace, tf.cast(alpha, weights.dtype), peers
+                    )
+                    add_to_weights(self.job.model, move)
             state.progress.assign(0)
 
         when(ends, take_over)
-
-    def _final_update(self, state: RoleState, group: Communicator) -> None:
-        """The end of an interval for workers, as published."""
-        if state.final_update is None:
-            return
-        weights = flat_weights(self.job.model)
-        alpha = tf.cast(self._rate.at(self.job, state), weights.dtype)
-        subspace = state.existing_subspace
-        move = state.final_update.move(weights, subspace, alpha, group)
-        add_to_weights(self.job.model, move)
 
     def _send_weights(self, state: RoleState, everyone: Communicator) -> None:
         """Gives the accelerators the first worker's variables."""

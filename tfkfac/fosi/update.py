@@ -151,10 +151,8 @@ class SplitUpdate:
     def _split(self, moves: Moves | None = None) -> tuple[tf.Tensor, Gradients]:
         """Splits the gradient g, and does the moves in the directions.
 
-        Returns:
-            `c = V^T g`, and `g - V c` for the inner optimizer. Without
-            directions, or with some that cannot be right, zeros and g as it
-            is.
+        Returns `c = V^T g`, and `g - V c` for the inner optimizer; without
+        directions, or with some that cannot be right, zeros and g as it is.
         """
         step, state = self.step, self.state
         weights = step.job.model.trainable_variables

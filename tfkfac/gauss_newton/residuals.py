@@ -89,12 +89,8 @@ def read_outputs(
 ) -> list[Read]:
     """Finds what each loss of a step reads.
 
-    Args:
-        step: The step.
-        call: The call of the model, with its outputs.
-        readings: A reading of each output.
-        slopes: Gradients of the loss at the leaves of these.
-        dtype: Dtype of the weights' vectors.
+    There are readings of each output of the call, with the slopes of the loss
+    at their leaves. The dtype is that of the weights' vectors.
     """
     flat = keras.tree.flatten(call.outputs)
     position = {id(output): i for i, output in enumerate(flat)}
