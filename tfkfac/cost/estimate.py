@@ -12,8 +12,9 @@ from tfkfac.checks import check_choice, check_count
 from tfkfac.cost.batch import Batch, Network
 from tfkfac.cost.loads import BlockBytes, BlockWork, Loads, Numbers
 from tfkfac.cost.machine import Machine
-from tfkfac.distributed.collectives import BUCKET_BYTES, Wire, gradient_bytes
+from tfkfac.distributed.collectives import BUCKET_BYTES, gradient_bytes
 from tfkfac.distributed.plan import MODES, Plan, plan_layers
+from tfkfac.factors.base import Wire
 from tfkfac.solvers import SOLVERS
 
 # Up to this, in units of the quickest, less memory decides.

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tfkfac.blocks import Block
-from tfkfac.distributed.collectives import Wire, all_reduce_bytes
+from tfkfac.distributed.collectives import all_reduce_bytes
 from tfkfac.distributed.plan import Plan
+from tfkfac.factors.base import Wire
 from tfkfac.solvers import Solver, most_rows
 
 Numbers = np.ndarray  # one of each worker

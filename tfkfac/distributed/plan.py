@@ -177,14 +177,10 @@ def plan_layers(
         mode: One of `MODES`.
         fraction: Share of the workers that are gradient workers of a layer;
             with `hybrid_opt` only, and required there.
-        policy: One of `POLICIES`; None is `round_robin` for
-            `dp_kfac` and `compute` for the others.
+        policy: One of `POLICIES`; None is the mode's.
         whole_layers: True if all factors of a layer have one owner, with
             `comm_opt` too.
         turns: The turn in which each layer is decomposed; None is one turn.
-
-    Returns:
-        A plan for every layer.
 
     Raises:
         ValueError: If an argument is not allowed.

@@ -96,6 +96,30 @@ class MatrixPart(Part):
         return tf.eye(rows, columns, batch_shape=stack, dtype=dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """The form in which parts travel between workers."""
+
+    symmetric: bool = False
+    """True if symmetric matrices travel as triangles."""
+    factor_dtype: tf.DType | None = None
+    """Dtype of statistics; None is their own."""
+    inverse_dtype: tf.DType | None = None
+    """Dtype of decompositions, kept or sent; None is their own."""
+
+    def shape(self, part: Part) -> tuple[int, ...]:
+        """Shape of a tensor on the wire."""
+        return part.packed_shape if self.symmetric else part.shape
+
+    def pack(self, part: Part, value: tf.Tensor) -> tf.Tensor:
+        """A tensor as it travels."""
+        return part.pack(value) if self.symmetric else value
+
+    def unpack(self, part: Part, value: tf.Tensor) -> tf.Tensor:
+        """Inverse of `pack`."""
+        return part.unpack(value) if self.symmetric else value
+
+
 Tensors = Mapping[str, tf.Tensor]
 Side = Literal["left", "right"]
 

@@ -33,12 +33,8 @@ class FactorAverages(Slots, Member):
 
     They are kept in the dtype of the statistics, float32 or better: half
     precision would round away a new batch's share once `1 - decay` of the
-    difference is less than half a unit in the last place.
-
-    Args:
-        block: The block whose factors these are.
-        names: The factors to keep. Of the others only the mean eigenvalue is
-            kept.
+    difference is less than half a unit in the last place. Of factors that are
+    not named only the mean eigenvalue is kept.
     """
 
     held = ("averages", "other_means", "weight")

@@ -47,13 +47,7 @@ FAULTS = {
 
 
 class Preconditioner(Tracked):
-    """Factors and decomposition of one block, as far as a worker has them.
-
-    Attributes:
-        block: The block.
-        factors: The averages of its factors, if the worker keeps any.
-        decomposition: Their decomposition, if it is a gradient worker.
-    """
+    """Averages and decomposition of one block, as far as a worker has them."""
 
     def __init__(
         self,
@@ -324,9 +318,6 @@ class Counters(Slots):
 
     The numbers of all blocks are in one variable of each kind: a step reads
     and raises them all at once.
-
-    Args:
-        paths: The blocks' paths.
 
     Attributes:
         observed: Statistics taken so far.

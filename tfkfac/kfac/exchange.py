@@ -10,7 +10,6 @@ from tfkfac.blocks import Block, Statistic
 from tfkfac.distributed.collectives import (
     Communicator,
     Item,
-    Wire,
     broadcast_items,
     flatten,
     rounds,
@@ -20,6 +19,7 @@ from tfkfac.distributed.collectives import (
 )
 from tfkfac.distributed.plan import Plan
 from tfkfac.factors import Tensors
+from tfkfac.factors.base import Wire
 from tfkfac.solvers import Solver
 
 # Within the range of all dtypes on the wire: float16 ends at 65504.

@@ -35,14 +35,8 @@ def clip_step(
 
     `lr^2 <P, W>` is the squared length of a step in the Fisher metric, about
     twice the change of the model's predictions in nats (Distributed K-FAC,
-    eq. 16). All preconditioned gradients are scaled by the same factor, 1 if
-    there is nothing to clip.
-
-    Args:
-        products: `<P, W>` of each block, of its gradient `W` and the
-            preconditioned one.
-        kl_clip: Largest squared length; None is none.
-        learning_rate: Learning rate of the inner optimizer.
+    eq. 16). All preconditioned gradients P are scaled by the same factor, 1 if
+    there is nothing to clip. The products are `<P, W>` of each block.
     """
     total = tf.abs(tf.reduce_sum(stack_scalars(products)))
     length = tf.square(tf.cast(learning_rate, tf.float64)) * total
@@ -289,11 +283,7 @@ class AdaptiveDamping(Slots):
     ) -> tf.Tensor:
         """Adapts the damping to a step; returns a bool, true if it is accepted.
 
-        Args:
-            before: The loss without it, float64.
-            after: The loss with it.
-            predicted: How much smaller it should be.
-            name: Name of the optimizer.
+        The loss before and after it, and the reduction predicted, are float64.
         """
         rounding = _ROUNDING * tf.abs(before)
         # None is predicted of a learning rate of 2 or more.

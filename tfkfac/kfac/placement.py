@@ -13,10 +13,11 @@ from tfkfac.cost.auto import choose, measure_machine
 from tfkfac.cost.estimate import Workload
 from tfkfac.cost.loads import BlockBytes, Loads
 from tfkfac.cost.machine import Machine
-from tfkfac.distributed.collectives import Wire, sum_dtype
+from tfkfac.distributed.collectives import sum_dtype
 from tfkfac.distributed.plan import MODES, Plan, assign, plan_layers
 from tfkfac.distributed.topology import Topology
 from tfkfac.factors import Limit
+from tfkfac.factors.base import Wire
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.settings import AUTO, Distribution
 from tfkfac.shell.arguments import Hyperparameter
@@ -123,15 +124,11 @@ class Placement:
     ) -> dict[str, dict[str, int]]:
         """Bytes that a worker receives in each kind of step, by message."""
         received = Loads(self.plan).received(self.sizes, gradient_bytes)
-        bytes_ = {kind: int(sums[rank]) for kind, sums in received.items()}
-        left_out = {
-            "plain": ("factors", "decompositions"),
-            "factor": ("decompositions",),
-            "inverse": ("factors",),
-        }
+        every = {kind: int(sums[rank]) for kind, sums in received.items()}
         return {
-            step: bytes_ | dict.fromkeys(kinds, 0)
-            for step, kinds in left_out.items()
+            "plain": every | {"factors": 0, "decompositions": 0},
+            "factor": every | {"decompositions": 0},
+            "inverse": every | {"factors": 0},
         }
 
 
@@ -155,10 +152,7 @@ def steps_between(
 ) -> tf.Tensor:
     """Steps between two updates or two decompositions, a scalar int64.
 
-    Args:
-        interval: The user's interval; None is the measured schedule.
-        measured: `FACTORS` or `INVERSES`.
-        clock: Number of updates of the weights so far.
+    If the user has set no interval it is of the measured schedule.
     """
     if interval.get() is not None:
         return interval.at(clock)
@@ -172,11 +166,9 @@ def take_turns(operations: Sequence[int]) -> tuple[int, ...]:
     """Divides the blocks into turns, so that no step has all decompositions.
 
     There are as few turns as keep each about as short as the largest block
-    allows, a single one for a small model. They are of the blocks alone: the
-    steps of a job must not depend on its number of workers.
-
-    Args:
-        operations: About how many the decompositions of each block take.
+    allows, a single one for a small model. They are of the blocks alone, of
+    the operations that each takes: the steps of a job must not depend on its
+    number of workers.
     """
     limit = _SLACK * max([_WORTH_A_TURN, *operations])
     count, turns = 1, (0,) * len(operations)
@@ -205,12 +197,6 @@ def turns_due(
     They are spread evenly over the interval, so that each comes once in it. A
     turn that would come with a factor update comes one step later, when the
     factors are fresh and the step is free; a single turn is never delayed.
-
-    Args:
-        turns: Number of turns.
-        interval: Steps between decompositions of a block, int64.
-        factor_interval: Steps between updates of the factors, int64.
-        clock: Number of updates of the weights so far.
     """
 
     def occupied(delay: tf.Tensor) -> tf.Tensor:
