@@ -111,7 +111,7 @@ def report_unexplained(
     explained = {one.position: one.explained for one in active}
     if any(flag is not None for flag in explained.values()):
         count_each(
-            tf.logical_not(counters.flags(explained, otherwise=True)),
+            tf.logical_not(counters.flags(explained)),
             counters.unexplained,
             counters.paths,
             "the gradient that was applied is neither the last one that was "

@@ -325,7 +325,6 @@ class Counters(Slots):
         unexplained: Gradients that no recorded pass explains.
         rejected: Statistics that were not finite.
         dropped: Averages that were not finite.
-        failures: Failed decompositions.
         plain: Gradients that were not preconditioned, as the result was wrong.
         told: Numbers of `FAULTS` that the other replicas know of.
         elsewhere: Steps with such a fault on others alone.
@@ -405,12 +404,10 @@ class Counters(Slots):
         """A bool for each block: due or asked for, and with statistics."""
         return tf.logical_and(self.observed > 0, tf.logical_or(due, asked))
 
-    def flags(
-        self, known: Mapping[int, tf.Tensor | None], otherwise: bool
-    ) -> tf.Tensor:
-        """Scalar bools of some blocks, by position, as one vector of all."""
+    def flags(self, known: Mapping[int, tf.Tensor | None]) -> tf.Tensor:
+        """Bools of some blocks, by position, as one vector; true elsewhere."""
         column = [known.get(i) for i in range(len(self.paths))]
-        return flags(column, otherwise)
+        return flags(column, otherwise=True)
 
 
 class Number:

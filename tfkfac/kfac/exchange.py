@@ -18,7 +18,7 @@ from tfkfac.distributed.collectives import (
     unflatten,
 )
 from tfkfac.distributed.plan import Plan
-from tfkfac.factors import Tensors
+from tfkfac.factors import Part, Tensors
 from tfkfac.factors.base import Wire
 from tfkfac.solvers import Solver
 
@@ -43,10 +43,6 @@ class Exchange:
         self._blocks = blocks
         self._solver = solver
         self.wire = wire
-        self._storage = [
-            {name: kind.storage for name, kind in block.factors.items()}
-            for block in blocks
-        ]
 
     # ------------------------------------------------------------- factors
     def reduce_statistics(
@@ -61,55 +57,54 @@ class Exchange:
         """
         if not self.plan.reduces_factors:
             return {i: dict(named) for i, named in statistics.items()}
-        keys = [
-            (i, name)
+        rows = [
+            (i, name, self._blocks[i].factors[name].storage, one)
             for i in sorted(statistics, reverse=True)
-            for name in statistics[i]
+            for name, one in statistics[i].items()
         ]
         specs = [
             tf.TensorSpec(
-                [math.prod(self._total(i, name).shape) + 1],
-                self.wire.factor_dtype or statistics[i][name].total.dtype,
+                [math.prod(self.wire.shape(part)) + 1],
+                self.wire.factor_dtype or one.total.dtype,
             )
-            for i, name in keys
+            for _, _, part, one in rows
         ]
         whole = self.wire.factor_dtype is None
         add_up = self._add_up if whole else self._add_up_in_half
         reduced: dict[int, dict[str, Statistic]] = {}
-        rest = iter(keys)
+        rest = iter(rows)
         for bucket in split_buckets(specs):
-            some = list(itertools.islice(rest, len(bucket)))
-            own = [statistics[i][name] for i, name in some]
-            with tf.name_scope("statistics/" + scope([i for i, _ in some])):
-                sums = add_up(communicator, some, own)
-            for (i, name), one in zip(some, sums, strict=True):
-                reduced.setdefault(i, {})[name] = one
+            some = itertools.islice(rest, len(bucket))
+            layers, names, parts, own = zip(*some, strict=True)
+            with tf.name_scope("statistics/" + scope(layers)):
+                sums = add_up(communicator, parts, own)
+            for i, name, total in zip(layers, names, sums, strict=True):
+                reduced.setdefault(i, {})[name] = total
         return reduced
 
     def _add_up(
         self,
         communicator: Communicator,
-        keys: Sequence[tuple[int, str]],
+        parts: Sequence[Part],
         own: Sequence[Statistic],
     ) -> list[Statistic]:
         """Adds up a bucket: each total with its count behind it."""
-        parts = [self._storage[i][name] for i, name in keys]
         sent = [
             flatten([self.wire.pack(part, one.total), one.count])
             for part, one in zip(parts, own, strict=True)
         ]
         sums = []
-        for key, part, sum_, one in zip(
-            keys, parts, communicator.all_reduce(sent), own, strict=True
-        ):
-            total, count = unflatten(sum_, [self._total(*key), one.count])
+        received = communicator.all_reduce(sent)
+        for part, one, flat in zip(parts, own, received, strict=True):
+            like = tf.TensorSpec(self.wire.shape(part), one.total.dtype)
+            total, count = unflatten(flat, [like, one.count])
             sums.append(Statistic(self.wire.unpack(part, total), count))
         return sums
 
     def _add_up_in_half(
         self,
         communicator: Communicator,
-        keys: Sequence[tuple[int, str]],
+        parts: Sequence[Part],
         own: Sequence[Statistic],
     ) -> list[Statistic]:
         """The same in half precision, where a count has no place.
@@ -117,7 +112,6 @@ class Exchange:
         Totals may overflow or vanish, so they travel in units of the sum of
         all workers' largest entries.
         """
-        parts = [self._storage[i][name] for i, name in keys]
         counts_and_units = communicator.all_reduce(
             [s.count for s in own]
             + [p.largest(s.total) for p, s in zip(parts, own, strict=True)]
@@ -235,9 +229,3 @@ class Exchange:
     def _of(self, layers: Sequence[int]) -> Iterator[tuple[int, Block]]:
         """Some layers, in the plan's order on every worker."""
         return ((i, self._blocks[i]) for i in sorted(layers))
-
-    # ------------------------------------------------------------- packing
-    def _total(self, layer: int, name: str) -> tf.TensorSpec:
-        """A total on the wire, in the dtype of the statistics."""
-        shape = self.wire.shape(self._storage[layer][name])
-        return tf.TensorSpec(shape, self._blocks[layer].dtype)

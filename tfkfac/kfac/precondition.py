@@ -325,7 +325,7 @@ def sound_ones(
 def renew_unsound(counters: Counters, made: Sequence[Preconditioned]) -> None:
     """Counts plain gradients, and has their blocks decomposed anew at once."""
     sound = {one.layer.position: one.sound for one in made}
-    unsound = tf.logical_not(counters.flags(sound, otherwise=True))
+    unsound = tf.logical_not(counters.flags(sound))
     count_each(
         unsound,
         counters.plain,
