@@ -276,11 +276,7 @@ class Factor(abc.ABC):
 
     @abc.abstractmethod
     def rotate(
-        self,
-        eigen: Tensors,
-        matrix: tf.Tensor,
-        side: Side,
-        back: bool = False,
+        self, eigen: Tensors, matrix: tf.Tensor, side: Side, back: bool = False
     ) -> tf.Tensor:
         """Brings a gradient matrix to the eigenbasis, or back from it.
 

@@ -265,11 +265,7 @@ class LowRank(Factor):
 
     @override
     def rotate(
-        self,
-        eigen: Tensors,
-        matrix: tf.Tensor,
-        side: Side,
-        back: bool = False,
+        self, eigen: Tensors, matrix: tf.Tensor, side: Side, back: bool = False
     ) -> tf.Tensor:
         """To `rank` coordinates, and the `size` of what is outside of them."""
         basis = eigen[""]

@@ -85,11 +85,7 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def rotate(
-        self,
-        eigen: Tensors,
-        matrix: tf.Tensor,
-        side: Side,
-        back: bool = False,
+        self, eigen: Tensors, matrix: tf.Tensor, side: Side, back: bool = False
     ) -> tf.Tensor:
         if side == "left":
             return tf.matmul(eigen[""], matrix, transpose_a=not back)
@@ -213,10 +209,6 @@ class Diagonal(Factor):
 
     @override
     def rotate(
-        self,
-        eigen: Tensors,
-        matrix: tf.Tensor,
-        side: Side,
-        back: bool = False,
+        self, eigen: Tensors, matrix: tf.Tensor, side: Side, back: bool = False
     ) -> tf.Tensor:
         return matrix

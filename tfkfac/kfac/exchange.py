@@ -33,22 +33,20 @@ class Exchange:
     """Packs, sends and unpacks tensors by a plan."""
 
     def __init__(
-        self,
-        plan: Plan,
-        blocks: Sequence[Block],
-        solver: Solver,
-        wire: Wire,
+        self, plan: Plan, blocks: Sequence[Block], solver: Solver, wire: Wire
     ) -> None:
         self.plan = plan
         self._blocks = blocks
         self._solver = solver
         self.wire = wire
+        self._storage = [
+            {name: kind.storage for name, kind in block.factors.items()}
+            for block in blocks
+        ]
 
     # ------------------------------------------------------------- factors
     def reduce_statistics(
-        self,
-        communicator: Communicator,
-        statistics: Mapping[int, Statistics],
+        self, communicator: Communicator, statistics: Mapping[int, Statistics]
     ) -> dict[int, dict[str, Statistic]]:
         """Adds up totals and counts over the workers, if the mode does.
 
@@ -58,7 +56,7 @@ class Exchange:
         if not self.plan.reduces_factors:
             return {i: dict(named) for i, named in statistics.items()}
         rows = [
-            (i, name, self._blocks[i].factors[name].storage, one)
+            (i, name, self._storage[i][name], one)
             for i in sorted(statistics, reverse=True)
             for name, one in statistics[i].items()
         ]

@@ -27,9 +27,7 @@ class Clip(NamedTuple):
 
 
 def clip_step(
-    products: Sequence[tf.Tensor],
-    kl_clip: tf.Tensor | None,
-    learning_rate: Any,
+    products: Sequence[tf.Tensor], kl_clip: tf.Tensor | None, learning_rate: Any
 ) -> Clip:
     """`nu = min(1, sqrt(kl_clip / (lr^2 |sum <P, W>|)))`.
 

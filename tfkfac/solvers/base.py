@@ -80,10 +80,7 @@ class Solver(abc.ABC):
 
     @abc.abstractmethod
     def apply(
-        self,
-        factors: Factors,
-        decomposition: Tensors,
-        gradient: LayerGradient,
+        self, factors: Factors, decomposition: Tensors, gradient: LayerGradient
     ) -> LayerGradient:
         """Preconditions the gradient of a layer.
 

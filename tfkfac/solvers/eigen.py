@@ -61,10 +61,7 @@ class EigenSolver(Solver):
 
     @override
     def apply(
-        self,
-        factors: Factors,
-        decomposition: Tensors,
-        gradient: LayerGradient,
+        self, factors: Factors, decomposition: Tensors, gradient: LayerGradient
     ) -> LayerGradient:
         sides = {name: side for name, side in SIDES.items() if name in factors}
         matrix = gradient.matrix

@@ -49,10 +49,7 @@ class InverseSolver(Solver):
 
     @override
     def apply(
-        self,
-        factors: Factors,
-        decomposition: Tensors,
-        gradient: LayerGradient,
+        self, factors: Factors, decomposition: Tensors, gradient: LayerGradient
     ) -> LayerGradient:
 
         def times(name: str, matrix: tf.Tensor, side: Side) -> tf.Tensor:
@@ -62,8 +59,7 @@ class InverseSolver(Solver):
 
         if isinstance(gradient, RowGradient):
             return RowGradient(
-                times("A", gradient.a, "right"),
-                times("G", gradient.g, "right"),
+                times("A", gradient.a, "right"), times("G", gradient.g, "right")
             )
         matrix = gradient.matrix
         for name, side in SIDES.items():
