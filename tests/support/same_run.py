@@ -267,14 +267,6 @@ def by_scaled_loss(case: Case, folder: pathlib.Path) -> Any:
     return fit(model)
 
 
-def by_copied_optimizer(case: Case, folder: pathlib.Path) -> Any:
-    """From its configuration."""
-    model, optimizer = case.network(), case.optimizer()
-    copy = type(optimizer).from_config(optimizer.get_config())
-    model.compile(copy, loss())
-    return fit(model)
-
-
 def by_strategy(make: Callable[[], Any]) -> Callable[..., Any]:
     """Under a strategy of one replica."""
 
@@ -321,7 +313,6 @@ WAYS: dict[str, Way] = {
     "steps": Way(by_options(steps_per_execution=3), 1e-4),
     "eager": Way(by_options(run_eagerly=True), 1e-4),
     "loop": Way(by_loop, 1e-4),
-    "config": Way(by_copied_optimizer),
     "one worker": Way(by_strategy(tfkfac.MultiWorkerMirroredStrategy)),
     "one replica": Way(
         by_strategy(lambda: tf.distribute.MirroredStrategy(["CPU:0"]))
@@ -333,9 +324,6 @@ WAYS: dict[str, Way] = {
     ),
     "loss scale": Way(
         by_scaled_loss, 1e-4, without=(*SCALES, "FOSI accumulated")
-    ),
-    "one device": Way(
-        by_strategy(lambda: tf.distribute.OneDeviceStrategy("CPU:0"))
     ),
 }
 
@@ -387,9 +375,7 @@ QUICK = {
     "loop": "Keras' scale, FOSI",
     "attach": "inverse",
     "loss scale": "inverse, FOSI",
-    "config": "wire, subclassed",
     "one worker": "inverse",
-    "one device": "",
     "one replica": "FOSI",
 }
 

@@ -1,6 +1,5 @@
 """The clusters that jobs of several workers run in."""
 
-import json
 import os
 import time
 from typing import Any
@@ -42,14 +41,6 @@ def test_cases_share_processes() -> None:
         assert not any(is_running(process) for process in processes)
         assert pool.run("", Case(target("fail")), Shape(3)).complaint
         assert describe(Shape(3))[0][1] != other[0][1]
-
-
-def test_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TF_CONFIG", "of another cluster")
-    configs = [json.loads(c) for c in run(target("config"))]
-    assert configs[0]["cluster"] == configs[1]["cluster"]
-    assert len(set(configs[0]["cluster"]["worker"])) == 2
-    assert run(target("config"), workers=1) == [None]
 
 
 def test_failure_names_case_and_shows_its_log() -> None:

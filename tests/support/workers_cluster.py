@@ -16,10 +16,6 @@ def describe(*args: Any, **kwargs: Any) -> Any:
     return index(), os.getpid(), args, kwargs
 
 
-def config() -> str | None:
-    return os.environ.get("TF_CONFIG")
-
-
 def fail(worker: int | None = None) -> str:
     if worker in (None, index()):
         raise RuntimeError(f"told to fail, worker {index()}")
