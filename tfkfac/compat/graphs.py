@@ -208,11 +208,7 @@ def operation_without_gradient(error: LookupError) -> str:
 if TYPE_CHECKING:
 
     class Tracked:
-        """`tf.Module` to a type checker, which takes TensorFlow for `Any`.
-
-        A class below something that is `Any` may have any attribute, so that
-        none of its own would be checked.
-        """
+        """`tf.Module` to a type checker, which would check nothing of it."""
 
         variables: Sequence[tf.Variable]
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     class KerasOptimizer:
         """`keras.optimizers.Optimizer` to a type checker.
 
-        It takes Keras for `Any`, and a class below that may have any
-        attribute, so that none of its own would be checked.
+        It would take Keras' own for `Any`, with any attribute.
         """
 
         name: str
