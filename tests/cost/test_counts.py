@@ -10,7 +10,8 @@ import tfkfac
 from tests.support.placements import SIZES, place
 from tfkfac import cost
 from tfkfac.cost.batch import Batch, Network
-from tfkfac.cost.loads import BlockWork
+from tfkfac.cost.loads import BlockCost
+from tfkfac.distributed.collectives import Wire
 from tfkfac.solvers import SOLVERS
 
 WORKERS = 4
@@ -137,7 +138,7 @@ def test_work_by_hand(solver: str) -> None:
     """Inverses are multiplied with once, eigenbases there and back."""
     times = {"inverse": 1, "eigen": 2}[solver]
     for block in place("comm_opt", 1, "inverse").blocks:
-        work = BlockWork.of(block, SOLVERS[solver](), 1)
+        work = BlockCost.of(block, SOLVERS[solver](), Wire(), 1)
         inputs, outputs, count = SIZES[block.path]
         of_a = {"embedding": inputs * outputs, "norm": 0}.get(
             block.path, inputs**2 * outputs
@@ -155,10 +156,11 @@ def test_few_rows_are_preconditioned_in_place_of_the_matrix() -> None:
     """`N (n^2 + m^2) + N^2 (n + m)` where that is less."""
     built = keras.Sequential([keras.Input((99,)), layers.Dense(100)])
     (block,) = attached(built).method.placement.blocks
-    work = BlockWork.of(block, SOLVERS["inverse"](), 1)
+    work = BlockCost.of(block, SOLVERS["inverse"](), Wire(), 1)
     assert work.apply(3) == 3 * 2 * 100**2 + 3**2 * 200
     assert work.apply(10**6) == 2 * 100**3
-    assert BlockWork.of(block, SOLVERS["eigen"](), 1).apply(3) == 4 * 100**3
+    work = BlockCost.of(block, SOLVERS["eigen"](), Wire(), 1)
+    assert work.apply(3) == 4 * 100**3
 
 
 # ---------------------------------------------------------------- arguments

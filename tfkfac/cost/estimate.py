@@ -10,7 +10,7 @@ from tfkfac.blocks import Block
 from tfkfac.blocks.registry import build_registry
 from tfkfac.checks import check_choice, check_count
 from tfkfac.cost.batch import Batch, Network
-from tfkfac.cost.loads import BlockBytes, BlockWork, Loads, Numbers
+from tfkfac.cost.loads import BlockCost, Loads, Numbers
 from tfkfac.cost.machine import Machine
 from tfkfac.distributed.collectives import BUCKET_BYTES, gradient_bytes
 from tfkfac.distributed.plan import MODES, Plan, plan_layers
@@ -234,10 +234,10 @@ def compare_plans(
     factors = [block.factors for block in load.blocks]
     solvers = {name: SOLVERS[name]() for _, _, name in some}
     costs = {
-        name: (
-            [BlockBytes.of(block, solver, load.wire) for block in load.blocks],
-            [BlockWork.of(block, solver, workers) for block in load.blocks],
-        )
+        name: [
+            BlockCost.of(block, solver, load.wire, workers)
+            for block in load.blocks
+        ]
         for name, solver in solvers.items()
     }
     found = []
@@ -254,7 +254,7 @@ def compare_plans(
         )
         plan = Plan(MODES[one.distribution], workers, layers)
         rate = machine.inverse if solver.is_explicit else machine.eigen
-        estimator = Estimator(plan, load, *costs[one.solver], machine, rate)
+        estimator = Estimator(plan, load, costs[one.solver], machine, rate)
         found.append(estimator.estimate(one))
     return found
 
@@ -269,15 +269,13 @@ class Estimator(Loads):
         self,
         plan: Plan,
         load: Workload,
-        sizes: Sequence[BlockBytes],
-        work: Sequence[BlockWork],
+        costs: Sequence[BlockCost],
         machine: Machine,
         rate: float,
     ) -> None:
         super().__init__(plan)
         self._load = load
-        self._sizes = sizes
-        self._work = work
+        self._costs = costs
         self._machine = machine
         self._rate = rate
         none = [0] * len(load.blocks)
@@ -285,11 +283,11 @@ class Estimator(Loads):
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """The cost of the plan, which is that of a candidate."""
-        received = self.received(self._sizes, self._load.gradients)
-        state = self.state(self._sizes)
+        received = self.received(self._costs, self._load.gradients)
+        state = self.state(self._costs)
         state["total"] = state["factors"] + state["decompositions"]
         turns = [self._turn(turn) for turn in sorted({*self._load.turns})]
-        statistics = sum(one.statistics for one in self._sizes)
+        statistics = sum(one.statistics for one in self._costs)
         stages = {
             "first_order": self._first_order(),
             "gradients": self._all_reduce(self._load.gradients),
@@ -336,7 +334,7 @@ class Estimator(Loads):
         taken: Any = sum(seconds)
         if not plan.mode.reduces_factors:
             taken = self.preconditioned(seconds)  # by the layers' owners
-        kept = self.owned([one.factors for one in self._sizes])
+        kept = self.owned([one.factors for one in self._costs])
         return draw + (taken + self._renewed(kept)).max()
 
     def _renewed(self, size: Any) -> Any:
@@ -352,11 +350,11 @@ class Estimator(Loads):
                 name: here * (count / self._rate + elements * element)
                 for name, (count, elements) in work.decompositions.items()
             }
-            for here, work in zip(mine, self._work, strict=True)
+            for here, work in zip(mine, self._costs, strict=True)
         ]
         renewed = [
             here * one.decomposition
-            for here, one in zip(mine, self._sizes, strict=True)
+            for here, one in zip(mine, self._costs, strict=True)
         ]
         moved = self._renewed(self.preconditioned(renewed))
         made = (self.owned(seconds) + moved).max()
@@ -366,7 +364,7 @@ class Estimator(Loads):
         plan = self.plan
         parts = [
             one.parts if here else {}
-            for here, one in zip(mine, self._sizes, strict=True)
+            for here, one in zip(mine, self._costs, strict=True)
         ]
         needed = self.preconditioned([sum(named.values()) for named in parts])
         received = (needed - self.owned(parts)).max()
@@ -387,9 +385,9 @@ class Estimator(Loads):
         everywhere = self.plan.columns == 1
         work = [
             one.apply(rows) if everywhere else one.precondition
-            for one, rows in zip(self._work, self._batch.rows, strict=True)
+            for one, rows in zip(self._costs, self._batch.rows, strict=True)
         ]
-        clipped = sum(one.gradient for one in self._sizes)
+        clipped = sum(one.gradient for one in self._costs)
         seconds = self.preconditioned([machine.products(w) for w in work])
         return seconds.max() + self._renewed(clipped)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import numpy as np
 
@@ -16,15 +17,21 @@ Numbers = np.ndarray  # one of each worker
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockBytes:
-    """Bytes of one block, whichever workers keep or receive them.
+class BlockCost:
+    """Bytes and multiplications of one block, whichever workers have it.
 
     Attributes:
-        factors: Those of each average that an owner keeps, by name.
-        decomposition: Those that each gradient worker keeps.
-        statistics: Those that all workers add up of a batch.
-        parts: Those that the owner of each factor sends when it is decomposed.
-        gradient: Those of the preconditioned gradient.
+        factors: Bytes of each average that an owner keeps, by name.
+        decomposition: Bytes that each gradient worker keeps.
+        statistics: Bytes that all workers add up of a batch.
+        parts: Bytes that the owner of each factor sends when it is decomposed.
+        gradient: Bytes of the preconditioned gradient.
+        decompositions: About n^3 for each factor, and its elements, by name.
+        precondition: Multiplications of the gradient with the decomposition.
+        largest_rows: Up to how many rows they are preconditioned in its place;
+            0 if never.
+        row: Multiplications of one row, beside the products with other rows.
+        width: Multiplications of two rows that meet in `<P, W>`.
     """
 
     factors: Mapping[str, int]
@@ -32,48 +39,6 @@ class BlockBytes:
     statistics: int
     parts: Mapping[str, int]
     gradient: int
-
-    @classmethod
-    def of(cls, block: Block, solver: Solver, wire: Wire) -> "BlockBytes":
-        """Counts the bytes of a block."""
-        kinds, own = block.factors, block.dtype.size
-        dtype = wire.inverse_dtype or block.dtype
-        kept = solver.kept(kinds).values()
-        statistics = 0
-        for kind in kinds.values():
-            total = math.prod(wire.shape(kind.storage))
-            statistics += total * (wire.factor_dtype or block.dtype).size
-            # And the number of rows, of the block's dtype, and the units of
-            # half precision.
-            units = math.prod(kind.storage.scale_shape)
-            statistics += own * (1 + units * (wire.factor_dtype is not None))
-        parts = {}
-        for name in kinds:
-            sent = solver.parts(kinds, name).values()
-            elements = sum(math.prod(wire.shape(part)) for part in sent)
-            parts[name] = elements * dtype.size
-        return cls(
-            {name: kind.elements * own for name, kind in kinds.items()},
-            sum(part.elements for part in kept) * dtype.size,
-            statistics,
-            parts,
-            math.prod(block.gradient_shape) * own,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockWork:
-    """Multiplications of one block.
-
-    Attributes:
-        decompositions: About n^3 for each factor, and its elements, by name.
-        precondition: Those of the gradient with the decomposition.
-        largest_rows: Up to how many rows they are preconditioned in its place;
-            0 if never.
-        row: Those of one such row, beside the products with other rows.
-        width: Those of two rows that meet in `<P, W>`.
-    """
-
     decompositions: Mapping[str, tuple[int, int]]
     precondition: int
     largest_rows: int
@@ -81,23 +46,44 @@ class BlockWork:
     width: int
 
     @classmethod
-    def of(cls, block: Block, solver: Solver, workers: int) -> "BlockWork":
-        """Counts them for a block whose gradients `workers` add up."""
-        factors = block.factors
+    def of(cls, block: Block, solver: Solver, wire: Wire, workers: int) -> Self:
+        """Counts the cost of a block whose gradients `workers` add up."""
+        factors, own = block.factors, block.dtype.size
+        dtype = wire.inverse_dtype or block.dtype
+        statistics = 0
+        for kind in factors.values():
+            total = math.prod(wire.shape(kind.storage))
+            statistics += total * (wire.factor_dtype or block.dtype).size
+            # And the number of rows, of the block's dtype, and the units of
+            # half precision.
+            units = math.prod(kind.storage.scale_shape)
+            statistics += own * (1 + units * (wire.factor_dtype is not None))
+        parts = {}
+        for name in factors:
+            sent = solver.parts(factors, name).values()
+            elements = sum(math.prod(wire.shape(part)) for part in sent)
+            parts[name] = elements * dtype.size
         *stack, inputs, outputs = block.gradient_shape
         times = {"A": outputs, "G": inputs}
         one = {n: f.multiplications for n, f in factors.items()}
         matrix = sum(one[name] * times[name] for name in factors)
-        rows = 0
-        if solver.takes_rows and not stack and "A" in factors:
-            rows = most_rows(factors, workers)
+        takes_rows = solver.takes_rows and not stack and "A" in factors
+        kept = solver.kept(factors).values()
         return cls(
-            {n: (f.operations, f.elements) for n, f in factors.items()},
+            factors={n: kind.elements * own for n, kind in factors.items()},
+            decomposition=sum(part.elements for part in kept) * dtype.size,
+            statistics=statistics,
+            parts=parts,
+            gradient=math.prod(block.gradient_shape) * own,
+            decompositions={
+                n: (kind.operations, kind.elements)
+                for n, kind in factors.items()
+            },
             # To the eigenbasis and back.
-            matrix if solver.is_explicit else 2 * matrix,
-            rows,
-            sum(one.values()) + (inputs * outputs if workers > 1 else 0),
-            inputs + outputs if workers == 1 else 0,
+            precondition=matrix if solver.is_explicit else 2 * matrix,
+            largest_rows=most_rows(factors, workers) if takes_rows else 0,
+            row=sum(one.values()) + (inputs * outputs if workers > 1 else 0),
+            width=inputs + outputs if workers == 1 else 0,
         )
 
     def apply(self, rows: float) -> float:
@@ -129,32 +115,32 @@ class Loads:
         np.add.at(sums, self._columns, values)
         return np.resize(sums, self.plan.workers)
 
-    def state(self, sizes: Sequence[BlockBytes]) -> dict[str, Numbers]:
+    def state(self, costs: Sequence[BlockCost]) -> dict[str, Numbers]:
         """Bytes of factors and decompositions that each worker keeps."""
-        kept = [one.decomposition for one in sizes]
+        kept = [one.decomposition for one in costs]
         return {
-            "factors": self.owned([one.factors for one in sizes]),
+            "factors": self.owned([one.factors for one in costs]),
             "decompositions": self.preconditioned(kept),
         }
 
     def received(
-        self, sizes: Sequence[BlockBytes], gradients: int
+        self, costs: Sequence[BlockCost], gradients: int
     ) -> dict[str, Numbers]:
         """Bytes of each kind of message that each worker receives.
 
         They come of the bytes of each block, and of all gradients of the model.
         """
         plan = self.plan
-        statistics = plan.reduces_factors * sum(s.statistics for s in sizes)
+        statistics = plan.reduces_factors * sum(s.statistics for s in costs)
         reduced, added = (
             np.full(plan.workers, all_reduce_bytes(size, plan.workers))
             for size in (statistics, gradients)
         )
-        parts = self.preconditioned([sum(s.parts.values()) for s in sizes])
-        here = self.preconditioned([one.gradient for one in sizes])
+        parts = self.preconditioned([sum(s.parts.values()) for s in costs])
+        here = self.preconditioned([one.gradient for one in costs])
         return {
             "gradients": added,
             "factors": reduced,
-            "decompositions": parts - self.owned([s.parts for s in sizes]),
-            "preconditioned_gradients": sum(s.gradient for s in sizes) - here,
+            "decompositions": parts - self.owned([s.parts for s in costs]),
+            "preconditioned_gradients": sum(s.gradient for s in costs) - here,
         }

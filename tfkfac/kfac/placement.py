@@ -11,7 +11,7 @@ from tfkfac.blocks.registry import Registry, build_registry
 from tfkfac.capture.walk import SkipRule
 from tfkfac.cost.auto import choose, measure_machine
 from tfkfac.cost.estimate import Workload
-from tfkfac.cost.loads import BlockBytes, Loads
+from tfkfac.cost.loads import BlockCost, Loads
 from tfkfac.cost.machine import Machine
 from tfkfac.distributed.collectives import sum_dtype
 from tfkfac.distributed.plan import MODES, Plan, assign, plan_layers
@@ -69,7 +69,8 @@ class Placement:
         )
         self.exchange = Exchange(self.plan, registry.blocks, solver, self.wire)
         self.sizes = [
-            BlockBytes.of(block, solver, self.wire) for block in registry.blocks
+            BlockCost.of(block, solver, self.wire, topology.replicas)
+            for block in registry.blocks
         ]
 
     @property
