@@ -11,7 +11,7 @@ from tests.support.placements import SIZES, place
 from tfkfac import cost
 from tfkfac.cost.batch import Batch, Network
 from tfkfac.cost.loads import BlockCost
-from tfkfac.distributed.collectives import Wire
+from tfkfac.factors.base import Wire
 from tfkfac.solvers import SOLVERS
 
 WORKERS = 4
