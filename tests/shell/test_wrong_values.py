@@ -175,7 +175,6 @@ def received(message: str) -> str:
 DENSE = keras.layers.Dense
 WRONG: list[tuple[Any, str, list[Any], str]] = [
     (KFAC, "factor_update_interval", [2.0, np.float32(3)], COUNT[0]),
-    (KFAC, "factor_update_interval", ["adaptive"], "THOR"),
     (KFAC, "inner_optimizer", [DENSE(1), {"class_name": "Foo"}], INNER),
     (KFAC, "inner_optimizer", [{"class_name": "sgd", "config": 5}], INNER),
     (KFAC, "inner_optimizer", [-0.1, NAN, INF], RATE[0]),

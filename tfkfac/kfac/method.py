@@ -48,7 +48,7 @@ from tfkfac.kfac.precondition import (
 )
 from tfkfac.kfac.quadratic import Sample, quadratic_step
 from tfkfac.kfac.settings import (
-    as_distribution,
+    Distribution,
     check_batch_fraction,
     check_distribution,
     check_skip_layers,
@@ -85,8 +85,11 @@ class KFACMethod(Method):
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__(arguments)
+        distribution = self.distribution
+        if isinstance(distribution, str):
+            distribution = Distribution(distribution)
         self._placer = Placer(
-            as_distribution(self.distribution),
+            distribution,
             self.solver,
             self.skip_layers,
             Limit(self.max_factor_dim, self.factor_rank),

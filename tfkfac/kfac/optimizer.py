@@ -21,7 +21,6 @@ from tfkfac.kfac.length import (
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
     Distribution,
-    refuse_adaptive,
     serialize_skip_rule,
 )
 from tfkfac.shell.arguments import (
@@ -241,7 +240,6 @@ class KFAC(SecondOrderOptimizer):
             inner, gradient_accumulation_steps
         )
         check_damping(damping, rule, gradient_accumulation_steps)
-        refuse_adaptive(factor_update_interval)
         method = KFACMethod(locals())
         super().__init__(inner, method, name, max_skipped_steps)
 

@@ -143,11 +143,6 @@ def check_distribution(name: str, value: Any) -> str | Distribution:
     )
 
 
-def as_distribution(value: str | Distribution) -> Distribution:
-    """Returns a `Distribution`, of a mode the plain one."""
-    return Distribution(value) if isinstance(value, str) else value
-
-
 def check_batch_fraction(name: str, value: Any) -> float | None:
     """Returns a share of a batch as a float in (0, 1], or None.
 
@@ -162,23 +157,6 @@ def check_batch_fraction(name: str, value: Any) -> float | None:
             f"Received: {name}={value!r}"
         )
     return float(value)
-
-
-def refuse_adaptive(interval: Any) -> None:
-    """Refuses the former "adaptive" of `factor_update_interval`.
-
-    Raises:
-        ValueError: If it is that.
-    """
-    if isinstance(interval, str) and interval == "adaptive":
-        raise ValueError(
-            "Argument `factor_update_interval` must be an integer of at least "
-            "1, a `LearningRateSchedule` or a callable of the iteration or "
-            "None. The intervals of THOR, which followed the traces of the "
-            "factors, are gone: on two of three problems they gained nothing, "
-            "for 2 to 34 % more time. "
-            f"Received: factor_update_interval={interval!r}"
-        )
 
 
 def check_skip_layers(name: str, value: Any) -> tuple[SkipRule, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 
-from tfkfac.checks import check_count, is_count, is_finite, is_number
+from tfkfac.checks import is_count, is_finite, is_number
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.optimizers import parts_of_multi_optimizer
 
@@ -434,20 +434,16 @@ def check_inner(identifier: Any) -> keras.optimizers.Optimizer:
 
 
 def take_over_accumulation(
-    inner: keras.optimizers.Optimizer, steps: Any
+    inner: keras.optimizers.Optimizer, steps: int | None
 ) -> int | None:
     """Returns the number of micro-batches, the user's or the inner optimizer's.
 
     The inner optimizer does not accumulate any more. None is 1.
 
     Raises:
-        TypeError: If it is no integer.
-        ValueError: If it is less than 2, if both say one, or if the inner
-            optimizer is in use already.
+        ValueError: If both say one, or if the inner optimizer is in use.
     """
     name = "gradient_accumulation_steps"
-    if steps is not None:
-        steps = check_count(name, steps, 2)
     own = inner.gradient_accumulation_steps
     if not own:
         return steps
