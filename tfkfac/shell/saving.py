@@ -229,16 +229,14 @@ def gather_state(
     }
     pieces = exchange_pieces(entries, group)
     needed = ranks_to_join(pieces)
+    keys = [(rank, key) for key, ranks in needed.items() for rank in ranks]
     values: dict[Key, np.ndarray] = {}
     with tf.init_scope(), tf.device("CPU:0"):
-        for sender, keys in _batches(needed, pieces, job.topology):
-            values |= _send(sender, keys, pieces, variables, group)
+        for sender, batch in _batches(keys, pieces, job.topology):
+            values |= _send(sender, batch, pieces, variables, group)
     if group.rank != _CHIEF:
         return None
-    own = job.topology.local
-    for key, ranks in needed.items():
-        for rank in set(ranks) & set(own):
-            values[rank, key] = variables[rank, key].numpy()
+    values |= {one: variables[one].numpy() for one in keys if one in variables}
     return {
         key: join(
             key,
@@ -267,7 +265,7 @@ def exchange_pieces(
 
 
 def _batches(
-    needed: Mapping[str, Sequence[int]],
+    keys: Sequence[Key],
     pieces: Mapping[int, Mapping[str, Piece]],
     topology: Topology,
 ) -> Iterator[tuple[int, list[Key]]]:
@@ -275,17 +273,12 @@ def _batches(
 
     Those of one dtype follow each other: they travel together.
     """
-    by_sender: dict[int, list[Key]] = {}
-    for key, ranks in needed.items():
-        for rank in ranks:
-            sender = topology.process_of(rank)
-            if sender != _CHIEF:
-                by_sender.setdefault(sender, []).append((rank, key))
-    for sender, keys in sorted(by_sender.items()):
-        keys.sort(key=lambda k: (pieces[k[0]][k[1]].dtype, k))
+    for sender in range(_CHIEF + 1, topology.processes):
+        own = [one for one in keys if topology.process_of(one[0]) == sender]
+        own.sort(key=lambda one: (pieces[one[0]][one[1]].dtype, one))
         batch: list[Key] = []
         filled = 0
-        for rank, key in keys:
+        for rank, key in own:
             piece = pieces[rank][key]
             size = int(np.prod(piece.shape)) * tf.as_dtype(piece.dtype).size
             if batch and filled + size > _BYTES:
@@ -293,7 +286,8 @@ def _batches(
                 batch, filled = [], 0
             batch.append((rank, key))
             filled += size
-        yield sender, batch
+        if batch:
+            yield sender, batch
 
 
 def _send(
