@@ -23,9 +23,7 @@ from tfkfac.blocks.rows import (
     RowGradient,
     Rows,
     Statistic,
-    append_one,
     average_positions,
-    stack_bias,
     weigh,
     with_shape,
 )
@@ -309,7 +307,11 @@ class MatrixBlock(Block):
     @override
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
         kernel, *bias = gradients
-        return stack_bias(self._split(kernel), bias, self.dtype)
+        matrix = self.cast(self._split(kernel))
+        if not bias:
+            return matrix
+        row = tf.reshape(bias[0], [*matrix.shape[:-2], 1, matrix.shape[-1]])
+        return tf.concat([matrix, self.cast(row)], -2)
 
     @override
     def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
@@ -330,7 +332,10 @@ class MatrixBlock(Block):
 
     def with_bias(self, a: tf.Tensor) -> tf.Tensor:
         """Appends the bias' 1 to the inputs if there is a bias."""
-        return append_one(a) if self._bias else a
+        if not self._bias:
+            return a
+        paddings = [[0, 0]] * (a.shape.rank - 1) + [[0, 1]]
+        return tf.pad(a, paddings, constant_values=1)
 
     def _split(self, kernel: tf.Tensor) -> tf.Tensor:
         """Kernel to `([groups,] inputs, outputs)`."""

@@ -92,23 +92,6 @@ def average_positions(
     return mean, tf.reduce_sum(tf.cast(positions > 0, dtype))
 
 
-def append_one(rows: tf.Tensor) -> tf.Tensor:
-    """Appends the bias' 1 to each row."""
-    paddings = [[0, 0]] * (rows.shape.rank - 1) + [[0, 1]]
-    return tf.pad(rows, paddings, constant_values=1)
-
-
-def stack_bias(
-    kernel: tf.Tensor, bias: Sequence[tf.Tensor], dtype: tf.DType
-) -> tf.Tensor:
-    """Puts the bias gradient, if any, under a kernel gradient matrix."""
-    kernel = tf.cast(kernel, dtype)
-    if not bias:
-        return kernel
-    row = tf.reshape(bias[0], [*kernel.shape[:-2], 1, kernel.shape[-1]])
-    return tf.concat([kernel, tf.cast(row, dtype)], -2)
-
-
 def fold_positions(tensor: tf.Tensor) -> tf.Tensor:
     """Reshapes `(batch, ..., features)` to `(batch, shared, features)`.
 

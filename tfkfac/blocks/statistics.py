@@ -217,7 +217,7 @@ def output_total(
     for record in records:
         rows, _, examples = _rows(block, record, view.part)
         total = block.output_statistic(rows.g, view.sharing)
-        totals.append(_times(total, _weight(examples, total.dtype)))
+        totals.append(_of_all(total, examples))
     return tf.add_n(totals)
 
 
@@ -267,15 +267,14 @@ def _sums(block: Block, record: Record, view: View) -> dict[str, Statistic]:
     if view.unscale is not None:
         g *= tf.cast(view.unscale, g.dtype)
     total = block.output_statistic(g, view.sharing) * tf.square(factor)
-    whole = _weight(examples, block.dtype)
-    sums = {"G": Statistic(_times(total, whole), count)}
+    sums = {"G": Statistic(_of_all(total, examples), count)}
     if "A" in block.factors:
         weights = _row_weights(block, rows, view.weightless, size, examples)
         if rows.gram and weights is None and view.sharing == "expand":
             new = rows.gram()  # all rows count alike
         else:
             new = block.input_statistic(rows.a, weights, view.sharing)
-        sums["A"] = Statistic(*(_times(t, whole) for t in new))
+        sums["A"] = Statistic(*(_of_all(x, examples) for x in new))
     return sums
 
 
@@ -306,13 +305,11 @@ def _rows(
     return Rows(*parts), size, examples
 
 
-def _weight(examples: Examples | None, dtype: tf.DType) -> tf.Tensor | None:
-    """Factor from a sum over some of the examples to one over all."""
-    return None if examples is None else tf.cast(examples.weight, dtype)
-
-
-def _times(total: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
-    return total if weight is None else total * tf.cast(weight, total.dtype)
+def _of_all(total: tf.Tensor, examples: Examples | None) -> tf.Tensor:
+    """Sum over all examples, where it is one over those that were taken."""
+    if examples is None:
+        return total
+    return total * tf.cast(examples.weight, total.dtype)
 
 
 def _row_weights(

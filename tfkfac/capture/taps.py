@@ -265,7 +265,8 @@ def is_product(
     `a`. There may be no bias. Features are last of `a` and `g`.
     """
     tensors = [*gradients, inputs, gradient]
-    if tf.executing_eagerly() or not all(_is_symbolic(t) for t in tensors):
+    dense = all(isinstance(tensor, tf.Tensor) for tensor in tensors)
+    if not dense or not all(map(tf.is_symbolic_tensor, tensors)):
         return False
     kernel, *biases = gradients
     pair = _factors(_source(kernel))
@@ -280,18 +281,16 @@ def is_product(
     )
 
 
-def _is_symbolic(tensor: Any) -> bool:
-    """True if it is a dense tensor of a graph."""
-    return isinstance(tensor, tf.Tensor) and tf.is_symbolic_tensor(tensor)
-
-
 def _factors(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
     """The `a` and `g` of which a tensor is `a^T g`, summed over batches."""
     operation = tensor.op
     if operation.type == "MatMul":
         names = "transpose_a", "transpose_b"
     else:
-        if operation.type == "Sum" and _is_of_broadcast(operation):
+        if operation.type == "Sum":
+            # Over the batches that shared the kernel.
+            if operation.inputs[1].op.type != "BroadcastGradientArgs":
+                return None
             operation = operation.inputs[0].op
         names = "adj_x", "adj_y"
         if operation.type != "BatchMatMulV2":
@@ -300,11 +299,6 @@ def _factors(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
         return None
     a, g = operation.inputs
     return a, g
-
-
-def _is_of_broadcast(total: tf.Operation) -> bool:
-    """True if a sum is over the batches that shared the kernel."""
-    return bool(total.inputs[1].op.type == "BroadcastGradientArgs")
 
 
 def _summed(tensor: tf.Tensor) -> tf.Tensor | None:

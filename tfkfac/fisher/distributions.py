@@ -96,6 +96,7 @@ class Normal(Independent):
         return tf.ones_like(outputs)
 
 
+@dataclasses.dataclass(frozen=True)
 class Bernoulli(Independent):
     """Zeros and ones.
 
@@ -103,8 +104,7 @@ class Bernoulli(Independent):
         from_logits: True if the outputs are logits, not probabilities of 1.
     """
 
-    def __init__(self, from_logits: bool = False) -> None:
-        self.from_logits = from_logits
+    from_logits: bool = False
 
     @override
     def sample(self, outputs: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
@@ -127,6 +127,7 @@ class Bernoulli(Independent):
         )
 
 
+@dataclasses.dataclass(frozen=True)
 class Categorical(Distribution):
     """One of several classes.
 
@@ -136,9 +137,7 @@ class Categorical(Distribution):
     """
 
     categorical = True
-
-    def __init__(self, from_logits: bool = False) -> None:
-        self.from_logits = from_logits
+    from_logits: bool = False
 
     @override
     def sample(self, outputs: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
