@@ -28,6 +28,7 @@ from tests.support.layer_models import (
     one_layer,
     per_example,
     per_example_norm_gradients,
+    problem,
     targets,
 )
 from tests.support.layer_views import (
@@ -56,9 +57,7 @@ def test_activation_position(where: str, kind: str | None, eager: bool) -> None:
         3, 2, name="block", activation=kind if where == "fused" else None
     )
     after = kind if where == "separate" else None
-    model = one_layer(layer, (5, 2), after)
-    x = make_input("", (5, 2), BATCH)
-    y = targets(model, x)
+    model, x, y = problem(layer, (5, 2), BATCH, after)
     view = view_of(layer)
     a, g = expected_rows(view, weights_of(model), x, y, kind)
     step = train_once(model, x, y, eager=eager)
@@ -69,9 +68,8 @@ def test_activation_layer_object_and_callable() -> None:
     """Activations that are layers or plain functions are fused ones too."""
     for activation in (layers.LeakyReLU(0.3), lambda z: z * z):
         layer = layers.Dense(3, activation=activation, name="block")
-        model = one_layer(layer, (4,))
-        x = make_input("", (4,), BATCH)
-        y = targets(model, x).astype(np.float64)
+        model, x, y = problem(layer, (4,), BATCH)
+        y = y.astype(np.float64)
         kernel, bias = weights_of(model)
         a = append_one(x.astype(np.float64))
         z = a @ np.vstack([kernel, bias])
@@ -136,9 +134,7 @@ def test_embedding_counts() -> None:
 def test_normalization(case: str) -> None:
     factory, shape = NORMS[case]
     layer = factory(name="block")
-    model = one_layer(layer, shape, after="tanh")
-    x = make_input(case, shape, 6)
-    y = targets(model, x)
+    model, x, y = problem(layer, shape, 6, after="tanh")
     u = per_example_norm_gradients(layer, x, y)
     for i, want in enumerate(keras_gradients(model, x, y)):
         assert_close(u.mean(0)[:, i], want.reshape(-1), 3e-5, "gradient")
@@ -216,9 +212,7 @@ def test_attention(kind: str) -> None:
 def test_slopes(case: str, solver: str) -> None:
     """G and the step, which divides by the damped diagonal."""
     factory, shape = PRELU[case]
-    model = one_layer(factory(name="block"), shape)
-    x = make_input("", shape, BATCH)
-    y = targets(model, x)
+    model, x, y = problem(factory(name="block"), shape, BATCH)
     (u,) = per_example(model, x, y).values()
     u = u.reshape(BATCH, -1)
     step = train_once(model, x, y, solver=solver, damping=0.2)
@@ -234,9 +228,7 @@ def test_slopes_as_the_activation_of_a_layer() -> None:
     """Both have a block, and the layer's G is before its activation."""
     prelu = layers.PReLU(name="slopes")
     dense = layers.Dense(3, activation=prelu, name="dense")
-    model = one_layer(dense, (4,))
-    x = make_input("", (4,), BATCH)
-    y = targets(model, x)
+    model, x, y = problem(dense, (4,), BATCH)
     gradients = per_example(model, x, y)
     slopes, biases = (gradients[v.path] for v in (prelu.alpha, dense.bias))
     step = train_once(model, x, y, eager=False)

@@ -21,7 +21,7 @@ from tests.support.harness import (
     weights_of,
 )
 from tests.support.layer_cases import make_input
-from tests.support.layer_models import one_layer, targets
+from tests.support.layer_models import problem, targets
 from tests.support.reference import Array, append_one, factors
 from tests.support.small import FEATURES, Scale
 from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
@@ -78,9 +78,7 @@ class SquareBlock(MatrixBlock):
 def test_a_class_with_the_same_attributes() -> None:
     """Its gradient is taken before its activation; it needs no bias."""
     tfkfac.register_block(Linear, like=layers.Dense)
-    model = one_layer(Linear("tanh", name="block"), (4,))
-    x = make_input("", (4,), BATCH)
-    y = targets(model, x)
+    model, x, y = problem(Linear("tanh", name="block"), (4,), BATCH)
     (kernel,) = weights_of(model)
     out = np.tanh(x @ kernel)
     g = (out - y) * (1 - out**2)
@@ -102,9 +100,7 @@ def test_an_own_normalisation() -> None:
             return self.scale * x / power
 
     tfkfac.register_block(Power, like=layers.RMSNormalization)
-    model = one_layer(Power(name="block"), (3, 4))
-    x = make_input("", (3, 4), BATCH)
-    y = targets(model, x)
+    model, x, y = problem(Power(name="block"), (3, 4), BATCH)
     (scale,) = weights_of(model)
     hat = x / np.abs(x).mean(-1, keepdims=True)
     u = np.sum(hat * (hat * scale - y), axis=1)
@@ -128,9 +124,7 @@ def test_documented_example() -> None:
     assert text is not None
     names: dict[str, Any] = {"keras": keras, "tf": tf, "tfkfac": tfkfac}
     exec(textwrap.dedent(text.split("```python\n")[1].split("```")[0]), names)
-    model = one_layer(names["Scale"](name="block"), (3, 4))
-    x = make_input("", (3, 4), BATCH)
-    y = targets(model, x)
+    model, x, y = problem(names["Scale"](name="block"), (3, 4), BATCH)
     (gain,) = weights_of(model)
     u = np.sum(x * (x * gain - y), axis=1)
     step = train_once(model, x, y, weight_sharing="reduce", damping=0.1)
@@ -148,9 +142,7 @@ def check_fisher(step: Any, u: Array) -> None:
 
 def test_block_of_a_kernel() -> None:
     tfkfac.register_block(Square, block=SquareBlock)
-    model = one_layer(Square(2, name="block"), (3, 4))
-    x = make_input("", (3, 4), BATCH)
-    y = targets(model, x)
+    model, x, y = problem(Square(2, name="block"), (3, 4), BATCH)
     a = append_one(x.astype(np.float64) ** 2)
     g = a @ np.vstack(weights_of(model)) - y
     step = train_once(model, x, y)
@@ -180,9 +172,7 @@ def test_several_weights() -> None:
             return [tf.reduce_sum(record.inputs * g, 1), g]
 
     tfkfac.register_block(Affine, block=AffineBlock)
-    model = one_layer(Affine(name="block"), (2, 3))
-    x = make_input("", (2, 3), BATCH)
-    y = targets(model, x)
+    model, x, y = problem(Affine(name="block"), (2, 3), BATCH)
     gain, shift = weights_of(model)
     g = x * gain + shift - y
     u = np.concatenate([(x * g).sum(1), g.reshape(BATCH, -1)], -1)

@@ -21,6 +21,7 @@ from tests.support.layer_models import (
     expected_factors,
     expected_rows,
     one_layer,
+    problem,
     targets,
 )
 from tests.support.layer_views import view_of
@@ -34,9 +35,7 @@ BATCH = 4
 )
 def test_zero_sample_weights(sharing: str, eager: bool) -> None:
     layer = layers.Dense(3, activation="tanh", name="block")
-    model = one_layer(layer, (2, 4))
-    x = make_input("", (2, 4), 6)
-    y = targets(model, x)
+    model, x, y = problem(layer, (2, 4), 6)
     weight = np.array([1, 0, 2, 0, 1, 0.5], "float32")
     view = view_of(layer)
     a, g = expected_rows(view, weights_of(model), x, y, "tanh")
@@ -170,9 +169,7 @@ def test_positions_without_gradient_still_count() -> None:
 def test_dead_units_still_count() -> None:
     """An example behind a dead ReLU has no gradient but is a row of A."""
     layer = layers.Dense(1, activation="relu", name="block")
-    model = one_layer(layer, (3,))
-    x = make_input("", (3,), 12)
-    y = targets(model, x)
+    model, x, y = problem(layer, (3,), 12)
     a, g = expected_rows(view_of(layer), weights_of(model), x, y, "relu")
     assert 0 < np.count_nonzero(g) < 12
     step = train_once(model, x, y, sample_weight=np.ones(12, "float32"))
@@ -204,9 +201,7 @@ def test_batch_folded_into_positions(weighted: bool) -> None:
 def test_only_applied_gradients_count() -> None:
     """A gradient taken twice, or never applied, leaves no row behind."""
     layer = layers.Dense(2, activation="tanh", name="block")
-    model = one_layer(layer, (3,))
-    x = make_input("", (3,), BATCH)
-    y = targets(model, x)
+    model, x, y = problem(layer, (3,), BATCH)
     a, g = expected_rows(view_of(layer), weights_of(model), x, y, "tanh")
     optimizer = compiled(model)
     # Somebody looks at the gradients of another batch first.

@@ -17,14 +17,10 @@ from tests.support.harness import (
     find,
     weights_of,
 )
-from tests.support.layer_cases import (
-    make_input,
-)
 from tests.support.layer_models import (
     expected_factors,
     expected_rows,
-    one_layer,
-    targets,
+    problem,
 )
 from tests.support.layer_views import view_of
 from tests.support.reference import Array, append_one
@@ -159,9 +155,7 @@ def test_a_record_with_its_examples_elsewhere() -> None:
 def test_sample_weights() -> None:
     """What has no loss does not count, of those that are taken."""
     layer = layers.Dense(3, activation="tanh", name="block")
-    model = one_layer(layer, (2, 4))
-    x = make_input("", (2, 4), BATCH)
-    y = targets(model, x)
+    model, x, y = problem(layer, (2, 4), BATCH)
     weight = np.array([1, 0, 2, 0, 1, 0.5], "float32")
     view = view_of(layer)
     a, g = expected_rows(view, weights_of(model), x, y, "tanh")
@@ -182,9 +176,7 @@ def test_sample_weights() -> None:
 
 def dense(size: int) -> tuple[Any, list[Array], list[Array]]:
     """A model of one layer, with its data, and its rows of a and g."""
-    model = one_layer(layers.Dense(3, name="block"), (4,))
-    x = make_input("", (4,), size)
-    y = targets(model, x)
+    model, x, y = problem(layers.Dense(3, name="block"), (4,), size)
     a = append_one(x.astype(np.float64))
     return model, [x, y], [a, a @ np.vstack(weights_of(model)) - y]
 

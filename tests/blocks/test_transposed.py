@@ -17,7 +17,7 @@ from tests.support.harness import (
     train_once,
 )
 from tests.support.layer_cases import TRANSPOSED, Case, make_input
-from tests.support.layer_models import one_layer, targets
+from tests.support.layer_models import problem, targets
 from tests.support.reference import Array, dense_solve, factors
 from tfkfac.blocks import Block, Record
 from tfkfac.blocks.registry import build_registry
@@ -91,9 +91,7 @@ def test_step_of_several_examples() -> None:
     """P is what the dense matrix of A and G gives, in the kernel's layout."""
     factory, shape = TRANSPOSED["transposed2d_overlap"]
     layer = factory(name="up")
-    model = one_layer(layer, shape)
-    x = make_input("", shape, BATCH)
-    y = targets(model, x)
+    model, x, y = problem(layer, shape, BATCH)
     g = (model(x) - y).numpy().astype(np.float64)
     a, patches = expected_rows(layer, x.astype(np.float64), g)
     step = train_once(model, x, y, solver="eigen", damping=0.3)

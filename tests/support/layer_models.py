@@ -13,6 +13,7 @@ from tests.support.harness import (
     half_squared_error,
     randomize,
 )
+from tests.support.layer_cases import make_input
 from tests.support.layer_views import View, feature_rows, normalized
 from tests.support.reference import Array, factors
 
@@ -36,6 +37,19 @@ def one_layer(
     model = keras.Model(x, y)
     randomize(model)
     return model
+
+
+def problem(
+    layer: keras.Layer,
+    shape: tuple[int, ...],
+    batch: int,
+    after: str | None = None,
+) -> tuple[Any, Array, Array]:
+    """A model of one layer, with inputs and targets."""
+    model = one_layer(layer, shape, after)
+    kind = "embedding" if isinstance(layer, layers.Embedding) else ""
+    x = make_input(kind, shape, batch)
+    return model, x, targets(model, x)
 
 
 def activation_name(layer: keras.Layer) -> str | None:
