@@ -6,14 +6,12 @@ from typing import Any
 
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 from keras import layers
 
 import tfkfac
 from tests.support.harness import assert_close, find
 from tests.support.reference import Array
-from tests.training.test_xla import pretend_gpu
 from tfkfac.kfac.active import label_seeds
 
 RNG = np.random.default_rng(1)
@@ -114,27 +112,6 @@ def test_a_layer_that_no_output_depends_on_keeps_its_gradient() -> None:
     h = X @ kernel
     assert_close(find(found, "side")["G"], h.T @ h / len(X), 2e-5)
     assert_close(find(found, "out")["G"], np.eye(3), 2e-5)
-
-
-@pytest.mark.slow
-def test_xla_compiles_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is drawn with the same result: XLA draws other numbers."""
-    pretend_gpu(monkeypatch)
-    found = {}
-    for fisher in ("empirical", "monte_carlo", "type2"):
-        model = network(dropout=0.0)
-        model.compile(tfkfac.KFAC(fisher=fisher), "mse", jit_compile=True)
-        found[fisher] = np.concatenate(
-            [np.ravel(w) for w in weights_after(model, 2)]
-        )
-    plain = compiled("type2", dropout=0.0)
-    other = weights_after(plain, 2)
-    want = np.concatenate([np.ravel(w) for w in other])
-    assert_close(found["type2"], want, 1e-3)
-    assert np.isfinite(found["monte_carlo"]).all()
-    for other in ("empirical", "type2"):
-        distance = np.linalg.norm(found["monte_carlo"] - found[other])
-        assert distance > 1e-2
 
 
 def test_every_replica_and_micro_batch_has_seeds_of_its_own() -> None:
