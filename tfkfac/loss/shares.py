@@ -27,8 +27,8 @@ class LossMeasure(NamedTuple):
         share: Weight of this replica's gradient in that of the mean over all
             terms, times the number of replicas; None is 1.
         shares: The same for each of the losses; empty if all are 1.
-        weights: Factors of the Fisher matrix of a term of each loss
-            by, so that all add up to `total` times that of the whole loss in
+        weights: Factors of the Fisher matrix of a term of each loss,
+            so that all add up to `total` times that of the whole loss in
             its unit; empty if there is one loss.
         losses: The terms of each loss, with verdicts.
     """
