@@ -167,8 +167,7 @@ def test_errors_in_shared_calls_say_who_called() -> None:
 
 
 @contract(
-    SHARED,
-    "A function that a graph has called does not keep that graph alive.",
+    SHARED, "A function that a graph has called does not keep that graph alive."
 )
 def test_shared_calls_end_with_their_graph() -> None:
     alive = []

@@ -10,13 +10,7 @@ from typing_extensions import override
 
 from tests.support.graphs import called
 from tests.support.harness import assert_close
-from tfkfac.compat.functions import (
-    Kind,
-    Member,
-    each,
-    fields,
-    flags,
-)
+from tfkfac.compat.functions import Kind, Member, each, fields, flags
 
 
 def squares_plus(x: Any, y: Any) -> dict[str, Any]:

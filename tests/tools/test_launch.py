@@ -161,8 +161,7 @@ WAIT_IN_CHILD = (
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, WAIT), (signal.SIGTERM, WAIT_IN_CHILD)],
+    ("number", "code"), [(signal.SIGINT, WAIT), (signal.SIGTERM, WAIT_IN_CHILD)]
 )
 def test_signal_stops_all(number: signal.Signals, code: str) -> None:
     with launched(command(2, code)) as process:

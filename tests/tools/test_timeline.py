@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 
 import timeline
-from timelines.events import (
-    Event,
-    sent_together,
-)
+from timelines.events import Event, sent_together
 
 
 def test_a_message_begins_with_the_last_who_comes() -> None:

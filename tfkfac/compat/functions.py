@@ -440,12 +440,8 @@ def when(predicate: tf.Tensor, do: Callable[[], object]) -> list[tf.Operation]:
     must not wait for each other, so the condition says which ones it only
     reads.
 
-    Args:
-        predicate: Scalar bool.
-        do: What is done. Collectives are legal in it; what it returns is lost.
-
-    Returns:
-        What to wait for until it is done, if anything.
+    Collectives are legal in what is done; what it returns is lost. Returns
+    what to wait for until it is done, if anything.
     """
     if tf.executing_eagerly():
         if predicate:

@@ -82,18 +82,12 @@ def repeat(
 ) -> T:
     """Calls a function for each index of a range; a graph has it once.
 
-    Collectives are legal in it. In a loop they agree across workers by the
-    name of the loop, to which scopes and replicas add prefixes. So the loop
-    is alone in a function of its own.
+    It gets the index, an int32 scalar, and what it returned last: any nest of
+    tensors, of fixed shapes and dtypes. Collectives are legal in it. In a loop
+    they agree across workers by the name of the loop, to which scopes and
+    replicas add prefixes. So the loop is alone in a function of its own.
 
     This relies on names beginning anew in a function.
-
-    Args:
-        body: Function of the index, an int32 scalar, and of what it returned
-            last: any nest of tensors, of fixed shapes and dtypes.
-        state: The nest that it gets first.
-        first: The first index.
-        end: The one after the last.
     """
 
     def loop(state: T, first: tf.Tensor, end: tf.Tensor) -> T:

@@ -160,8 +160,7 @@ _DTYPES = (tf.float32, tf.float64)
 
 @contextlib.contextmanager
 def updates_in_replica(
-    inner: keras.optimizers.Optimizer,
-    after: Callable[[], None] | None = None,
+    inner: keras.optimizers.Optimizer, after: Callable[[], None] | None = None
 ) -> Iterator[None]:
     """Lets an optimizer update this replica's copies of the variables.
 

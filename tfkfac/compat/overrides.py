@@ -61,22 +61,16 @@ class _Stack:
         _set(instance, name, self._function)
 
     @classmethod
-    def of(cls, instance: Any, name: str) -> "_Stack":
-        """Returns the stack of an attribute, made if need be."""
-        function = vars(instance).get(name)
-        stack = getattr(function, _STACK, None)
-        # Somebody else's function may have a copy of the mark.
-        if isinstance(stack, cls) and stack._function is function:
-            return stack
-        return cls(instance, name)
-
-    @classmethod
     def add(
         cls, instance: Any, name: str, wrapper: Wrapper, thread: int | None
     ) -> Override:
         """Puts a function on top of those of an attribute."""
         with _lock:
-            stack = cls.of(instance, name)
+            function = vars(instance).get(name)
+            stack = getattr(function, _STACK, None)
+            # Somebody else's function may have a copy of the mark.
+            if not isinstance(stack, cls) or stack._function is not function:
+                stack = cls(instance, name)
             override = Override(stack, wrapper, thread)
             stack._overrides = (*stack._overrides, override)
             return override
@@ -84,23 +78,17 @@ class _Stack:
     def remove(self, override: Override) -> None:
         """Takes a function away, wherever it is."""
         with _lock:
-            if override not in self._overrides:
+            had = self._overrides
+            self._overrides = tuple(one for one in had if one is not override)
+            # Somebody who has put a function over this one may still call it,
+            # which then is nothing but the original.
+            is_on_top = vars(self._instance).get(self._name) is self._function
+            if self._overrides or not had or not is_on_top:
                 return
-            self._overrides = tuple(
-                o for o in self._overrides if o is not override
-            )
-            if not self._overrides:
-                self._restore()
-
-    def _restore(self) -> None:
-        # Somebody who has put a function over this one may still call it,
-        # which then is nothing but the original.
-        if vars(self._instance).get(self._name) is not self._function:
-            return
-        if self._before is _NOTHING:
-            object.__delattr__(self._instance, self._name)
-        else:
-            _set(self._instance, self._name, self._before)
+            if self._before is _NOTHING:
+                object.__delattr__(self._instance, self._name)
+            else:
+                _set(self._instance, self._name, self._before)
 
     def _dispatcher(self) -> Callable[..., Any]:
         original = self._original

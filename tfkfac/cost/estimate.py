@@ -225,10 +225,7 @@ def candidates(
 
 
 def compare_plans(
-    load: Workload,
-    some: Sequence[Candidate],
-    machine: Machine,
-    workers: int,
+    load: Workload, some: Sequence[Candidate], machine: Machine, workers: int
 ) -> list[Estimate]:
     """Estimates the cost of some distributions of a model over workers."""
     factors = [block.factors for block in load.blocks]
