@@ -1,5 +1,6 @@
 """What compat relies on in Keras optimizers, and where they touch variables."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfkfac
 from tests.compat.contracts import contract
 from tfkfac.compat.optimizers import (
     knows_variable,
@@ -14,6 +16,7 @@ from tfkfac.compat.optimizers import (
     sgd_momenta,
     trainable_variables,
     update_variable,
+    updates_by_step,
     updates_in_replica,
     variable_key,
 )
@@ -148,6 +151,47 @@ def test_all_of_it_within_a_replica(strategy: bool) -> None:
     left = {"_backend_update_step", "_apply_weight_decay"} & {*vars(optimizer)}
     assert not left
     assert "assign_add" not in vars(raw_iterations(optimizer))
+
+
+@contract(
+    "compat.optimizers.updates_by_step",
+    "`update_step` is all of an update, but for a factor in Nadam.",
+)
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        name
+        for name, one in vars(keras.optimizers).items()
+        if isinstance(one, type)
+        and issubclass(one, keras.optimizers.Optimizer)
+        and one is not keras.optimizers.Optimizer
+        and name not in ("LossScaleOptimizer", "MultiOptimizer")
+    ),
+)
+def test_every_optimizer_within_a_replica(name: str) -> None:
+    ends = []
+    for own in (False, True):
+        variables = [keras.Variable(value) for value in START]
+        optimizer = getattr(keras.optimizers, name)(0.1)
+        optimizer.build(variables)
+        assert updates_by_step(optimizer)
+        for step in range(3):
+            with updates_in_replica(optimizer) if own else nullcontext():
+                optimizer.apply(gradients(step))
+        ends.append([np.array(v) for v in variables])
+    for one, other, start in zip(*ends, START, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+        assert not np.array_equal(one, start)
+
+
+def test_an_update_of_its_own_is_seen() -> None:
+    class Counting(keras.optimizers.SGD):
+        def _backend_update_step(self, *args: Any) -> None:
+            super()._backend_update_step(*args)
+
+    assert not updates_by_step(Counting())
+    with pytest.raises(ValueError, match="more in an update than its"):
+        tfkfac.KFAC(Counting())
 
 
 NOISE = [tf.random.stateless_normal([1000], [step, 0]) for step in range(3)]

@@ -1,5 +1,6 @@
 """Arguments: what is refused and how, and the way through a config."""
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -59,7 +60,6 @@ def test_distribution_round_trips() -> None:
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        ("gradient_worker_fraction", "Distribution"),
         ("assignment", "Distribution"),
         ("symmetric_communication", "Distribution(mode, symmetric=0.5)"),
         ("factor_dtype", "Distribution"),
@@ -71,6 +71,21 @@ def test_what_has_moved_says_where(name: str, place: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}` has moved") as caught:
         tfkfac.KFAC(**{name: 0.5})
     assert f"tfkfac.{place}" in str(caught.value)
+
+
+def test_the_fraction_may_stand_beside_its_mode() -> None:
+    flat = {"distribution": "hybrid_opt", "gradient_worker_fraction": 0.25}
+    nested = tfkfac.Distribution("hybrid_opt", gradient_worker_fraction=0.25)
+    assert tfkfac.KFAC(**flat).distribution == nested
+    assert round_trip(tfkfac.KFAC(**flat)).distribution == nested
+    for other in ("comm_opt", nested):
+        with pytest.raises(ValueError, match="`gradient_worker_fraction`"):
+            tfkfac.KFAC(**{**flat, "distribution": other})
+
+
+def test_at_most_twenty_arguments() -> None:
+    names = inspect.signature(tfkfac.KFAC.__init__).parameters
+    assert len(set(names) - {"self", "seldom"}) <= 20
 
 
 # -------------------------------------------------------------- quadratic steps

@@ -16,6 +16,7 @@ import pytest
 
 import tfkfac
 from tests.support.small import compiled_mlp
+from tfkfac.kfac.optimizer import Seldom
 from tfkfac.shell.arguments import Tunable
 
 NAN, INF = float("nan"), float("inf")
@@ -74,6 +75,9 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
             (None, 2),
         ),
         "max_skipped_steps": or_none(COUNT),
+        "rest_optimizer": or_none((INNER, ())),
+        # Of a hybrid alone.
+        "gradient_worker_fraction": or_none((PART_OF_ONE[0], ())),
     },
     PART: {
         "mode": one_of("comm_opt", "dp_kfac"),
@@ -147,7 +151,9 @@ def test_values(owner: Any) -> None:
     Those that are taken go through a config.
     """
     names = set(inspect.signature(owner.__init__).parameters)
-    assert names - {"self", "name", "unknown"} == set(TAKES[owner])
+    if "seldom" in names:
+        names |= set(Seldom.__annotations__)
+    assert names - {"self", "name", "unknown", "seldom"} == set(TAKES[owner])
     for name, (words, accepted) in TAKES[owner].items():
         for value in [*VALUES, *accepted]:
             arguments = {name: value, **BESIDE.get(name, {})}

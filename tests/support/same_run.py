@@ -35,6 +35,7 @@ BESIDE: dict[str, Any] = {
 }
 KFAC: Any = tfkfac.KFAC
 FOSI: Any = tfkfac.FOSI
+PolynomialDecay = keras.optimizers.schedules.PolynomialDecay
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 
 
@@ -100,6 +101,11 @@ OPTIMIZERS: dict[str, Case] = {
     "quadratic": Case(
         lambda: quadratic(
             damping=tfkfac.LevenbergMarquardt(0.1, 2, minimum=1e-3), **EVERY
+        )
+    ),
+    "rest": Case(
+        lambda: KFAC(
+            PolynomialDecay(0.1, 12, 0.01), skip_layers=["logits"], **EVERY
         )
     ),
     "our scale": Case(lambda: tfkfac.LossScaleOptimizer(KFAC(**EVERY), 8.0, 3)),

@@ -58,6 +58,17 @@ def variable_key(
     return optimizer._var_key(variable)
 
 
+def updates_by_step(optimizer: keras.optimizers.Optimizer) -> bool:
+    """True if `update_step` is all that an optimizer does in an update.
+
+    Nadam has one number beside, see `updates_in_replica`. It relies on what
+    others do being in a `_backend_update_step` of their own.
+    """
+    known = (keras.optimizers.Optimizer, keras.optimizers.Nadam)
+    own = type(optimizer)._backend_update_step
+    return own in [one._backend_update_step for one in known]
+
+
 def knows_variable(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> bool:
@@ -78,6 +89,14 @@ def trainable_variables(
     It relies on `_trainable_variables`, which `apply` without variables uses.
     """
     return list(optimizer._trainable_variables)
+
+
+def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """The learning rate as it is kept: a variable, schedule or callable.
+
+    It relies on `_learning_rate`. The public one is a schedule's value.
+    """
+    return optimizer._learning_rate
 
 
 def raw_iterations(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
@@ -187,6 +206,8 @@ def updates_in_replica(
         _: Any, grads: Any, variables: Any, learning_rate: Any
     ) -> None:
         rate = tf.convert_to_tensor(learning_rate)  # read once
+        if isinstance(inner, keras.optimizers.Nadam):
+            move_product(inner)
         for gradient, variable in zip(grads, variables, strict=True):
             update_variable(inner, gradient, variable, rate)
         if after is not None:
@@ -218,6 +239,32 @@ def updates_in_replica(
         ):
             stack.enter_context(overridden(owner, name, function))
         yield
+
+
+def apply_or_count(
+    optimizer: keras.optimizers.Optimizer,
+    pairs: Sequence[tuple[tf.Tensor | None, keras.Variable]],
+) -> None:
+    """Lets an optimizer do a step, which is counted where it has no gradient.
+
+    It relies on `apply` refusing to do a step without any.
+    """
+    if all(gradient is None for gradient, _ in pairs):
+        raw_iterations(optimizer).assign_add(1)
+        return
+    gradients, variables = zip(*pairs, strict=True)
+    optimizer.apply(gradients, variables)
+
+
+def move_product(nadam: keras.optimizers.Nadam) -> None:
+    """Does what Nadam does once in an update, before its `update_step`s.
+
+    It relies on that being a factor for `_u_product`, the product of its
+    momenta so far (Dozat, 2016).
+    """
+    own = own_copy(nadam._u_product.value)
+    step = tf.cast(nadam.iterations, own.dtype) + 1
+    own.assign(own * nadam.beta_1 * (1 - 0.5 * tf.pow(0.96, step)))
 
 
 def update_variable(

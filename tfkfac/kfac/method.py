@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
@@ -381,6 +382,10 @@ class KFACMethod(Method):
 
         self.states = self.job.for_each(make)
         return self.states
+
+    @override
+    def covered(self) -> list[keras.Variable]:
+        return [v for one in self.placement.blocks for v in one.variables]
 
     @override
     def agreement(self) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """K-FAC as a preconditioner in front of any Keras optimizer."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Never, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
+from typing_extensions import Unpack
 
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_range
@@ -22,6 +23,7 @@ from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
     Distribution,
     serialize_skip_rule,
+    with_fraction,
 )
 from tfkfac.shell.arguments import (
     Schedule,
@@ -31,6 +33,7 @@ from tfkfac.shell.arguments import (
     take_over_accumulation,
 )
 from tfkfac.shell.optimizer import SecondOrderOptimizer
+from tfkfac.shell.rest import INNER, choose_rest
 
 Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]
 LearningRate: TypeAlias = float | LearningRateSchedule | Callable[[], float]
@@ -39,7 +42,6 @@ _DAMPING = 0.01
 _MOVED = {
     name: "`distribution=tfkfac.Distribution(mode, " + new + "={!r})`"
     for name, new in {
-        "gradient_worker_fraction": "gradient_worker_fraction",
         "assignment": "assignment",
         "symmetric_communication": "symmetric",
         "factor_dtype": "factor_dtype",
@@ -49,6 +51,13 @@ _MOVED = {
     "quadratic_batch_fraction": "`step=tfkfac.QuadraticStep("
     "batch_fraction={!r})`"
 }
+
+
+class Seldom(TypedDict, total=False):
+    """Arguments of `KFAC` that are seldom given."""
+
+    gradient_worker_fraction: float | None
+    max_skipped_steps: int | None
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -69,8 +78,8 @@ class KFAC(SecondOrderOptimizer):
     are those of the one with the largest unit, its weight included.
 
     Weights without a block (see `summary`) go to the inner optimizer as they
-    are; when these are most of a model, a warning says so. Layer classes of
-    your own get a block by `tfkfac.register_block`.
+    are, or to a rest optimizer; when these are most of a model, a warning says
+    so. Layer classes of your own get a block by `tfkfac.register_block`.
 
     >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 
@@ -78,6 +87,12 @@ class KFAC(SecondOrderOptimizer):
         inner_optimizer: A Keras optimizer, its identifier or config, or a
             float or schedule, the learning rate of `SGD(momentum=0.5)`.
             Defaults to 0.1. See `step` for what "quadratic" needs.
+        rest_optimizer: A Keras optimizer, its name or config, for the weights
+            without a block, which `summary` lists; None is Adam, whose rate is
+            0.001 where the inner optimizer's is largest, and falls with it.
+            "inner" leaves them to the inner optimizer, as the papers do;
+            quadratic steps, which move all weights, allow no other. Defaults
+            to "inner".
         learning_rate: Learning rate of the inner SGD, if there is no other
             `inner_optimizer`: a float, a schedule or a callable.
         momentum: Momentum of the inner SGD, likewise.
@@ -116,8 +131,9 @@ class KFAC(SecondOrderOptimizer):
             Defaults to "inverse".
         distribution: Mode in which the workers of a `tf.distribute` job share
             the work: "comm_opt", "mem_opt", "hybrid_opt", "dp_kfac" or "auto",
-            or a `tfkfac.Distribution`, which says more. Without effect on a
-            single device. Defaults to "comm_opt".
+            or a `tfkfac.Distribution`, which says more. A
+            `gradient_worker_fraction` of "hybrid_opt" may also stand beside
+            it. Without effect on a single device. Defaults to "comm_opt".
         factor_update_interval: Steps between updates of the factors: an
             integer, a schedule or a callable of the iteration. None is every
             step at first, every 5 from step 20, every 20 from step 100.
@@ -192,6 +208,7 @@ class KFAC(SecondOrderOptimizer):
         *,
         learning_rate: LearningRate | None = None,
         momentum: float | None = None,
+        rest_optimizer: Inner | None = INNER,
         damping: Schedule | LevenbergMarquardt = _DAMPING,
         kl_clip: Schedule | None = 0.02,
         step: str | QuadraticStep = "inner",
@@ -207,11 +224,14 @@ class KFAC(SecondOrderOptimizer):
         factor_rank: int = 64,
         skip_layers: Iterable[SkipRule] = (),
         gradient_accumulation_steps: int | None = None,
-        max_skipped_steps: int | None = None,
         name: str = "kfac",
-        **unknown: Never,
+        **seldom: Unpack[Seldom],
     ) -> None:
-        refuse_unknown("KFAC", unknown, keras.optimizers.SGD, _MOVED)
+        max_skipped_steps = seldom.pop("max_skipped_steps", None)
+        fraction = seldom.pop("gradient_worker_fraction", None)
+        refuse_unknown("KFAC", seldom, keras.optimizers.SGD, _MOVED)
+        if fraction is not None:
+            distribution = with_fraction(distribution, fraction)
         if momentum is not None:
             momentum = check_range("momentum", momentum, 0, 1)
         rule = quadratic_rule(check_step("step", step))
@@ -240,8 +260,15 @@ class KFAC(SecondOrderOptimizer):
             inner, gradient_accumulation_steps
         )
         check_damping(damping, rule, gradient_accumulation_steps)
+        rest = choose_rest(rest_optimizer, inner)
+        if rule and rest is not None:
+            raise ValueError(
+                "Argument `rest_optimizer` must be left out with quadratic "
+                "steps, which move all weights. Received: "
+                f"rest_optimizer={rest_optimizer!r} with step={step!r}"
+            )
         method = KFACMethod(locals())
-        super().__init__(inner, method, name, max_skipped_steps)
+        super().__init__(inner, method, name, max_skipped_steps, rest)
 
     @classmethod
     def _today(cls, config: dict[str, Any]) -> dict[str, Any]:
@@ -360,3 +387,14 @@ class KFAC(SecondOrderOptimizer):
         arguments = super()._arguments()
         rules = [serialize_skip_rule(one) for one in arguments["skip_layers"]]
         return arguments | {"skip_layers": rules}
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments of the constructor.
+
+        Raises:
+            ValueError: If one is a function that a file cannot hold.
+        """
+        config, rest = super().get_config(), self.rest_optimizer
+        if rest is not None:
+            config["rest_optimizer"] = keras.saving.serialize_keras_object(rest)
+        return config

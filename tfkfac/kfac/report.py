@@ -92,9 +92,9 @@ def coverage_warning(registry: Registry, job: Job) -> str | None:
         if place < _MOST_NAMED or is_missed(one)
     ]
     named += ["..."] if len(left) > len(named) else []
-    inner = type(job.inner_optimizer).__name__
     return (
-        f"{what}. Its inner optimizer, {inner}, trains the others alone: "
+        f"{what}. Its {', '.join(who_trains_the_rest(job))}, trains the others "
+        "alone: "
         f"{', '.join(named)}. See `optimizer.summary()`; for layers of your "
         "own there is `tfkfac.register_block`."
     )
@@ -125,8 +125,14 @@ def unseen_loss_warning(job: Job) -> str:
     )
 
 
-_LEFT = "Left to the inner optimizer as they are:"
 _LEFT_BY_MODEL = "Moved along their gradients, by a step size of their own:"
+
+
+def who_trains_the_rest(job: Job) -> tuple[str, str]:
+    """Role and class of the optimizer of the weights without a block."""
+    inner, rest = job.inner_optimizer, job.rest_optimizer
+    role = "inner optimizer" if rest is None else "rest optimizer"
+    return role, type(inner if rest is None else rest).__name__
 
 
 def describe(
@@ -160,7 +166,8 @@ def describe(
     else:
         lines.append("No layer is preconditioned.")
     if placement.registry.left:
-        lines += ["", _LEFT_BY_MODEL if is_quadratic else _LEFT]
+        left = f"Left to the {who_trains_the_rest(job)[0]} as they are:"
+        lines += ["", _LEFT_BY_MODEL if is_quadratic else left]
         rows = [
             (
                 left.path or "(model)",

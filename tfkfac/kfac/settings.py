@@ -122,6 +122,21 @@ class Distribution(Settings):
         return self.inverse_dtype and tf.as_dtype(self.inverse_dtype)
 
 
+def with_fraction(distribution: Any, fraction: Any) -> Distribution:
+    """The distribution of a mode and a `gradient_worker_fraction` beside it.
+
+    Raises:
+        ValueError: If they do not fit.
+    """
+    if isinstance(distribution, Distribution):
+        raise ValueError(
+            "Argument `gradient_worker_fraction` must be given inside of "
+            f"`distribution`. Received: gradient_worker_fraction={fraction!r} "
+            f"with distribution={distribution!r}"
+        )
+    return Distribution(distribution, gradient_worker_fraction=fraction)
+
+
 def _check_dtype(name: str, value: Any) -> str | None:
     """Returns the name of a dtype, of TensorFlow's too, or None."""
     value = getattr(value, "name", value)

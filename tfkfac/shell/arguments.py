@@ -13,7 +13,7 @@ from keras.optimizers.schedules import LearningRateSchedule
 
 from tfkfac.checks import is_count, is_finite, is_number
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.optimizers import parts_of_multi_optimizer
+from tfkfac.compat.optimizers import parts_of_multi_optimizer, updates_by_step
 
 # A number, or what gives one for each iteration.
 Schedule: TypeAlias = float | LearningRateSchedule | Callable[[Any], Any]
@@ -400,17 +400,20 @@ def refuse_unknown(
         )
 
 
-def check_inner(identifier: Any) -> keras.optimizers.Optimizer:
-    """Returns the inner optimizer that an argument stands for.
+def check_inner(
+    identifier: Any, name: str = "inner_optimizer"
+) -> keras.optimizers.Optimizer:
+    """Returns the optimizer that an argument `name` stands for.
 
     Raises:
         ValueError: If it is not an optimizer or one that cannot be inside.
     """
+    others = ", or a learning rate: a float (1.0, not 1) or a schedule"
+    others *= name == "inner_optimizer"
     message = (
-        "Argument `inner_optimizer` must be a Keras optimizer, its name or "
-        "config, or a learning rate: a float (1.0, not 1) or a schedule. "
-        f"Received: inner_optimizer={identifier!r} (of type "
-        f"{type(identifier)})"
+        f"Argument `{name}` must be a Keras optimizer, its name or config"
+        f"{others}. "
+        f"Received: {name}={identifier!r} (of type {type(identifier)})"
     )
     try:
         inner = keras.optimizers.get(identifier)
@@ -421,14 +424,14 @@ def check_inner(identifier: Any) -> keras.optimizers.Optimizer:
     why = why_not_inside(inner)
     if why is not None:
         raise ValueError(
-            f"Argument `inner_optimizer` must be a plain optimizer: {why} "
-            f"Received: inner_optimizer={inner}"
+            f"Argument `{name}` must be a plain optimizer: {why} "
+            f"Received: {name}={inner}"
         )
     rate = inner.learning_rate
     if isinstance(rate, keras.Variable) and not is_finite(float(rate.numpy())):
         raise ValueError(
-            "Argument `inner_optimizer` must have a finite learning rate. "
-            f"Received: inner_optimizer.learning_rate={float(rate.numpy())}"
+            f"Argument `{name}` must have a finite learning rate. "
+            f"Received: {name}.learning_rate={float(rate.numpy())}"
         )
     return inner
 
@@ -470,6 +473,11 @@ def why_not_inside(inner: keras.optimizers.Optimizer) -> str | None:
         return (
             f"{type(inner).__name__} is around another itself. It would get "
             "changed gradients, and only the outermost is bound to the model."
+        )
+    if not updates_by_step(inner):
+        return (
+            f"{type(inner).__name__} does more in an update than its "
+            "`update_step`, which is all that one inside does."
         )
     if inner.loss_scale_factor is not None:
         return (

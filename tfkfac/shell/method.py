@@ -4,6 +4,7 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfkfac.compat.graphs import Tracked
@@ -81,6 +82,10 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def run(self, step: Step) -> None:
         """Does one training step."""
+
+    def covered(self) -> list[keras.Variable]:
+        """The weights that a rest optimizer does not get: all."""
+        return list(self.job.model.trainable_variables)
 
     def peers(self, rank: int) -> tuple[int, ...]:
         """The replicas that a replica shares a mean loss with: all."""

@@ -1,5 +1,6 @@
 """The Keras optimizer around another, bound to the model it trains."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -9,7 +10,11 @@ import tensorflow as tf
 from tfkfac.capture.model_taps import BeforeTap, MetricsTap
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.checks import check_count
-from tfkfac.compat.optimizers import KerasOptimizer, knows_variable
+from tfkfac.compat.optimizers import (
+    KerasOptimizer,
+    knows_variable,
+    variable_key,
+)
 from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.compat.saving import is_saving_legacy_file, legacy_variables
 from tfkfac.distributed.agreement import check_agreement
@@ -56,9 +61,11 @@ class SecondOrderOptimizer(KerasOptimizer):
         method: Method,
         name: str,
         max_skipped_steps: int | None = None,
+        rest_optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = check_inner(inner_optimizer)
+        self.rest_optimizer = rest_optimizer
         self.method = method
         self._scaling = LossScaling(name)
         self.max_skipped_steps = max_skipped_steps
@@ -171,7 +178,11 @@ class SecondOrderOptimizer(KerasOptimizer):
         self._scaling.know(loss_scaler)
         if self._job is None:
             self._job = Job(
-                self.name, model, self.inner_optimizer, self._scaling
+                self.name,
+                model,
+                self.inner_optimizer,
+                self._scaling,
+                self.rest_optimizer,
             )
         self._job.loss_terms = loss_terms
         LossTap.open(model)
@@ -215,7 +226,7 @@ class SecondOrderOptimizer(KerasOptimizer):
         new = [
             v.path
             for v in model.trainable_variables
-            if not knows_variable(self.inner_optimizer, v)
+            if not any(knows_variable(one, v) for one in self._optimizers)
         ]
         if self.built and new:
             raise ValueError(
@@ -239,11 +250,24 @@ class SecondOrderOptimizer(KerasOptimizer):
                 check_agreement(self.description(), processes)
         # Its collectives are the same on all that have agreed.
         self.method.create()
-        self.inner_optimizer.build(list(variables))
+        self._build_others(list(variables))
         self._is_building = True
         super().build(list(variables))
         self._is_building = False
         self._saved_state.create(job)
+
+    def _build_others(self, variables: list[keras.Variable]) -> None:
+        """Builds inner and rest optimizer, each for its part."""
+        if self.rest_optimizer is None:
+            self.inner_optimizer.build(variables)
+            return
+        inner = self.inner_optimizer
+        own = {variable_key(inner, v) for v in self.method.covered()}
+        parts: tuple[list[keras.Variable], ...] = [], []
+        for variable in variables:
+            parts[variable_key(inner, variable) in own].append(variable)
+        self.rest_optimizer.build(parts[False])
+        inner.build(parts[True])
 
     def build_in_scope(self, variables: Sequence[keras.Variable]) -> None:
         """Builds as Keras' `apply` does, below the optimizer's name."""
@@ -253,16 +277,23 @@ class SecondOrderOptimizer(KerasOptimizer):
 
     def description(self) -> dict[str, Any]:
         """Facts that all workers must agree on, by name, for JSON."""
-        model, inner = self.bound_model(), self.inner_optimizer
+        model = self.bound_model()
         weights = model.trainable_variables
         arguments = {k: plain(v) for k, v in self._arguments().items()}
-        settings = plain(inner.get_config())
+        others = {}
+        for which, one in zip(
+            ("inner", "rest"), self._optimizers, strict=False
+        ):
+            others[f"{which} optimizer"] = type(one).__name__
+            settings = plain(one.get_config())
+            others |= {
+                f"{which} optimizer's {k}": v for k, v in settings.items()
+            }
         return {
             "TensorFlow and Keras": [tf.__version__, keras.__version__],
             "optimizer": type(self).__name__,
             **{f"argument {name}": value for name, value in arguments.items()},
-            "inner optimizer": type(inner).__name__,
-            **{f"inner optimizer's {k}": v for k, v in settings.items()},
+            **others,
             "shapes of the weights": [list(v.shape) for v in weights],
             **self.method.agreement(),
             **describe_model(model),
@@ -432,7 +463,13 @@ class SecondOrderOptimizer(KerasOptimizer):
                 "train a step first."
             )
 
-    # ------------------------------------------------- the inner optimizer
+    # ------------------------------------------------- the other optimizers
+    @property
+    def _optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """The inner optimizer and, if there is one, the rest optimizer."""
+        rest = self.rest_optimizer
+        return [self.inner_optimizer] + ([] if rest is None else [rest])
+
     @property
     def learning_rate(self) -> Any:
         """The inner optimizer's learning rate."""
@@ -449,11 +486,11 @@ class SecondOrderOptimizer(KerasOptimizer):
 
     @property
     def variables(self) -> list[Any]:
-        """The inner optimizer's variables.
+        """The variables of the inner optimizer, then of the rest optimizer.
 
         In an `.h5` file, that has nothing else of an optimizer, also its state.
         """
-        variables: list[Any] = self.inner_optimizer.variables
+        variables = [v for one in self._optimizers for v in one.variables]
         if is_saving_legacy_file():
             state: dict[str, Any] = {}
             self.save_own_variables(state)
@@ -475,14 +512,18 @@ class SecondOrderOptimizer(KerasOptimizer):
         super().__setattr__(name, value)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the inner optimizer's variables, those of `variables`."""
-        self.inner_optimizer.set_weights(weights)
+        """Sets the variables of the other optimizers, those of `variables`."""
+        values = iter(weights)
+        for one in self._optimizers:
+            one.set_weights(list(itertools.islice(values, len(one.variables))))
 
     def finalize_variable_values(
         self, var_list: Sequence[keras.Variable]
     ) -> None:
-        """Lets the inner optimizer write its averages at the end."""
-        self.inner_optimizer.finalize_variable_values(var_list)
+        """Lets the other optimizers write their averages at the end."""
+        for one in self._optimizers:
+            own = [v for v in var_list if knows_variable(one, v)]
+            one.finalize_variable_values(own)
 
 
 def ours(optimizer: Any) -> SecondOrderOptimizer | None:

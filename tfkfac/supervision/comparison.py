@@ -115,7 +115,7 @@ def _common_variables(optimizer: SecondOrderOptimizer) -> list[keras.Variable]:
     weights = list(job.model.trainable_variables)
     # Accelerators get the weights only.
     if len(method.peers(job.topology.local[0])) == job.topology.replicas:
-        weights += job.inner_optimizer.variables
+        weights += optimizer.variables
     return weights
 
 

@@ -125,9 +125,11 @@ class Job:
         model: keras.Model,
         inner_optimizer: keras.optimizers.Optimizer,
         scaling: LossScaling | None = None,
+        rest_optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
         self.name = name
         self.inner_optimizer = inner_optimizer
+        self.rest_optimizer = rest_optimizer
         self.scaling = LossScaling(name) if scaling is None else scaling
         self.loss_terms: int | Callable[[], tf.Tensor] | None = None
         self.losses = LossLog()

@@ -11,7 +11,12 @@ import tensorflow as tf
 from tfkfac.capture.model_taps import Values, put_back
 from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import of_this_graph
-from tfkfac.compat.optimizers import updates_in_replica, variable_key
+from tfkfac.compat.optimizers import (
+    apply_or_count,
+    knows_variable,
+    updates_in_replica,
+    variable_key,
+)
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.linalg.tensors import all_finite, are_finite
 from tfkfac.loss.batch import LossBatch, LossTap
@@ -235,14 +240,20 @@ class Step:
         return tf.equal(total, 0)
 
     def _apply_inner(self, update: Update) -> None:
-        """The inner optimizer's own step, without a second reduction."""
+        """The steps of inner and rest optimizer, without a second reduction."""
+        inner, rest = self.job.inner_optimizer, self.job.rest_optimizer
         # What is passed on as it is must be of this branch's graph too.
-        gradients = [
-            None if g is None else of_this_graph(g) for g in update.gradients
+        pairs = [
+            (None if g is None else of_this_graph(g), v)
+            for g, v in zip(update.gradients, self.variables, strict=True)
         ]
-        inner = self.job.inner_optimizer
+        if rest is not None:  # first: its rate may follow the inner one's
+            others = [one for one in pairs if knows_variable(rest, one[1])]
+            pairs = [one for one in pairs if not knows_variable(rest, one[1])]
+            with updates_in_replica(rest):
+                apply_or_count(rest, others)
         with updates_in_replica(inner, update.after):
-            inner.apply(gradients, self.variables)
+            apply_or_count(inner, pairs)
 
 
 def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:

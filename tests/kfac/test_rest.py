@@ -1,0 +1,153 @@
+"""Weights without a block have an optimizer of their own."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfkfac
+from tests.support.small import CLASSES, FEATURES, data, loss, mlp
+
+SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
+Decay = keras.optimizers.schedules.PolynomialDecay
+STEPS = 7
+LABELS = ["left", "right"]
+
+
+def towers() -> Any:
+    """Two models that share nothing but the step."""
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((FEATURES,))
+    outputs = [
+        keras.layers.Dense(CLASSES, name=name)(
+            keras.layers.Dense(4, activation="tanh", name=f"{name}_in")(inputs)
+        )
+        for name in LABELS
+    ]
+    return keras.Model(inputs, outputs)
+
+
+def trained(optimizer: Any) -> dict[str, list[np.ndarray]]:
+    """Weights of each tower after some steps."""
+    model = towers()
+    model.compile(optimizer, [loss(), loss()])
+    for step in range(STEPS):
+        x, y = data(16, step)
+        model.train_on_batch(x, [y, y])
+    return {
+        name: [
+            w
+            for layer in model.layers
+            if layer.name.startswith(name)
+            for w in layer.get_weights()
+        ]
+        for name in LABELS
+    }
+
+
+def same(one: Any, other: Any) -> None:
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Adam(0.01, weight_decay=0.02, clipnorm=0.1),
+        lambda: SGD(Decay(0.5, 5), 0.9, nesterov=True),
+        lambda: Adam(0.02, use_ema=True, ema_overwrite_frequency=3),
+    ],
+)
+def test_each_tower_is_trained_as_if_alone(make: Any) -> None:
+    """The rest as by that optimizer alone, the blocks as without a rest."""
+    ours = trained(tfkfac.KFAC(rest_optimizer=make(), skip_layers=["right.*"]))
+    alone = trained(make())
+    blocks = trained(
+        tfkfac.KFAC(rest_optimizer="inner", skip_layers=["right.*"])
+    )
+    same(ours["right"], alone["right"])
+    same(ours["left"], blocks["left"])
+
+
+def test_adam_with_the_shape_of_the_schedule() -> None:
+    """0.001 times the rate over its largest value, here that of step 4."""
+
+    @keras.saving.register_keras_serializable(package="tests")
+    class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
+        def __init__(self, scale: float) -> None:
+            self.scale = scale
+
+        def __call__(self, step: Any) -> Any:
+            step = keras.ops.cast(step, "float32")
+            return self.scale * keras.ops.minimum(step / 4, (8 - step) / 4)
+
+        def get_config(self) -> dict[str, Any]:
+            return {"scale": self.scale}
+
+    ours = trained(
+        tfkfac.KFAC(WarmUp(0.2), rest_optimizer=None, skip_layers=["right.*"])
+    )
+    same(ours["right"], trained(Adam(WarmUp(0.001)))["right"])
+
+
+def test_its_rate_falls_where_a_callback_reduces_the_rate() -> None:
+    model = mlp()
+    model.compile(
+        tfkfac.KFAC(0.2, rest_optimizer=None, skip_layers=["hidden"]), loss()
+    )
+    optimizer = model.optimizer
+    model.fit(*data(16), verbose=0)
+    assert float(optimizer.rest_optimizer.learning_rate) == pytest.approx(1e-3)
+    optimizer.learning_rate = 0.05
+    again = tfkfac.KFAC.from_config(optimizer.get_config())
+    for one in (optimizer, again):
+        rate = float(one.rest_optimizer.learning_rate)
+        assert rate == pytest.approx(2.5e-4)
+    optimizer.learning_rate = 1.0  # more than at first
+    assert float(optimizer.rest_optimizer.learning_rate) == pytest.approx(1e-3)
+
+
+def test_a_model_without_blocks_is_trained_by_the_rest_optimizer() -> None:
+    ours = tfkfac.KFAC(rest_optimizer="nadam", skip_layers=[".*"])
+    found, want = trained(ours), trained("nadam")
+    for name in LABELS:
+        same(found[name], want[name])
+    assert int(ours.iterations) == STEPS
+
+
+def test_summary_names_it() -> None:
+    model = mlp()
+    model.compile(
+        tfkfac.KFAC(rest_optimizer=None, skip_layers=["logits"]), loss()
+    )
+    lines: list[str] = []
+    model.optimizer.summary(lines.append)
+    assert "Left to the rest optimizer as they are:\n" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (1e-3, "must be a Keras optimizer, its name or config. Received"),
+        ("sgdd", "must be a Keras optimizer"),
+        ("kfac", "must be a plain optimizer"),
+        (Adam(float("nan")), "must have a finite learning rate"),
+        (SGD(gradient_accumulation_steps=2), "accumulates no gradients"),
+    ],
+)
+def test_what_cannot_be_it(value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match="`rest_optimizer` .*" + words):
+        tfkfac.KFAC(rest_optimizer=value)
+
+
+def test_it_is_another_than_the_inner_optimizer() -> None:
+    inner = SGD(0.1)
+    with pytest.raises(ValueError, match="another one than"):
+        tfkfac.KFAC(inner, rest_optimizer=inner)
+
+
+def test_quadratic_steps_move_all_weights() -> None:
+    with pytest.raises(ValueError, match="must be left out with quadratic"):
+        tfkfac.KFAC(step="quadratic", rest_optimizer="adam")
+    assert tfkfac.KFAC(step="quadratic").rest_optimizer is None
