@@ -1,6 +1,5 @@
 """State of several workers: saved by one, loaded by any number of them."""
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,14 @@ HALF = {"distribution": "hybrid_opt", "gradient_worker_fraction": 0.5}
 
 @pytest.fixture
 def run(pool: Pool) -> Run:
-    """Calls a function of `workers_saving` on every worker of a cluster."""
+    """Calls a function of `workers_saving` on all workers, None is alone."""
 
-    def run(where: str, function: str, *args: Any, **kwargs: Any) -> list[Any]:
-        target = f"{workers_saving.__name__}:{function}"
+    def run(where: str | None, name: str, *args: Any, **kwargs: Any) -> Any:
+        if where is None:
+            return [getattr(workers_saving, name)(None, *args, **kwargs)]
+        target = f"{workers_saving.__name__}:{name}"
         case = Case(target, (kind_of(where), *args), kwargs)
-        outcome = pool.run(function, case, shape_of(where), TIME_LIMIT)
-        return outcome.get()
+        return pool.run(name, case, shape_of(where), TIME_LIMIT).get()
 
     return run
 
@@ -51,10 +51,7 @@ def test_backup(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "worker", "options"),
-    [
-        ("kfac", 1, {"model": "small"}),
-        ("fosi", 0, {}),
-    ],
+    [("kfac", 1, {"model": "small"}), ("fosi", 0, {})],
 )
 @slow
 def test_one_worker_is_asked_to_end(
@@ -114,18 +111,11 @@ def test_other_workers_and_modes(
     """Up to rounding, the run of one process: all modes are one algorithm."""
     path = str(tmp_path / "state.weights.h5")
     (first, options), (then, others) = saved, loaded
-    call = functools.partial(part_of_run, run)
-    whole = call(None, 0, None, None)
-    call(first, 0, None, path, **options)
-    for weights in call(then, STOP, path, None, **others):
-        travelled = distance(whole[0], weights_at_start())
-        assert distance(weights, whole[0]) <= 2e-7 * travelled
-
-
-def part_of_run(run: Run, where: str | None, *args: Any, **kwargs: Any) -> Any:
-    if where is None:
-        return [workers_saving.part(None, "kfac", *args, **kwargs)]
-    return run(where, "part", "kfac", *args, **kwargs)
+    (whole,) = run(None, "part", "kfac", 0, None, None)
+    run(first, "part", "kfac", 0, None, path, **options)
+    travelled = distance(whole, weights_at_start())
+    for weights in run(then, "part", "kfac", STOP, path, None, **others):
+        assert distance(weights, whole) <= 2e-7 * travelled
 
 
 def weights_at_start() -> list[Any]:
@@ -140,14 +130,13 @@ def test_owners_factors_stay_their_own(
 ) -> None:
     """dp_kfac: of each layer those of its owner, whoever that is then."""
     path = str(tmp_path / "state.weights.h5")
-    options = {"distribution": "dp_kfac"}
-    before = run(saved, "factors", path, None, **options)
-    kept = {layer: f for one in before for layer, f in one.items()}
-    if loaded is None:
-        after = [workers_saving.factors(None, None, path)]
-    else:
-        after = run(loaded, "factors", None, path, **options)
-    found = {layer: f for one in after for layer, f in one.items()}
+    options = {} if loaded is None else {"distribution": "dp_kfac"}
+    before = run(saved, "factors", path, None, distribution="dp_kfac")
+    after = run(loaded, "factors", None, path, **options)
+    kept, found = (
+        {layer: own for one in workers for layer, own in one.items()}
+        for workers in (before, after)
+    )
     assert kept.keys() == found.keys()
     for layer, factors in kept.items():
         for name, factor in factors.items():
@@ -160,7 +149,7 @@ def test_directions_in_another_layout(run: Run, tmp_path: Path) -> None:
     path = str(tmp_path / "state.weights.h5")
     whole, *_ = run("four", "part", "fosi", 0, None, path, layout="rows")
     after = run("two", "part", "fosi", STOP, path, None, layout="columns")
-    after.append(workers_saving.part(None, "fosi", STOP, path, None))
+    after += run(None, "part", "fosi", STOP, path, None)
     size = distance(whole, [0 * w for w in whole])
     assert all(distance(weights, whole) <= 1e-5 * size for weights in after)
 
