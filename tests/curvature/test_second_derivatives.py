@@ -108,7 +108,9 @@ LOSSES: dict[str, tuple[Any, int, Any, Any]] = {
 WEIGHTED = "huber", "sparse_logits", "binary_logits"
 
 
-@pytest.mark.parametrize("case", LOSSES)
+@pytest.mark.parametrize(
+    "case", with_slow(LOSSES, "mae", "log_cosh", "cosine", "sparse", "dense")
+)
 def test_losses(case: str) -> None:
     loss, units, activation, y = LOSSES[case]
     weights = np.arange(ROWS) / 3.0 if case in WEIGHTED else None

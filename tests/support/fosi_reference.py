@@ -138,6 +138,7 @@ class Fosi:
     scales: list[float] = dataclasses.field(default_factory=list)
     estimated: list[int] = dataclasses.field(default_factory=list)
     values: Array | None = None
+    square: float = 0.0  # mean of the Newton steps' squared lengths
 
     def run(
         self,
@@ -199,9 +200,19 @@ class Fosi:
         d = self.inner(g - V @ inside, w, slots, t + 1)
         if self.values is None:
             return d, c
-        c = self.momentum * c + inside
+        c = self.momentum * c + self._bounded(inside, np.abs(self.values))
         d = self._scale() * (d - V @ (V.T @ d))
         return d - self.alpha(t) * V @ (c / np.abs(self.values)), c
+
+    def _bounded(self, inside: Array, sizes: Array) -> Array:
+        """Less of an outlier, ten times as long as the steps before."""
+        square, share = np.sum((inside / sizes) ** 2), 1.0
+        if self.square == 0:
+            self.square = square
+        else:
+            share = min(1.0, 10 * np.sqrt(self.square / max(square, 1e-300)))
+            self.square += 0.01 * (share**2 * square - self.square)
+        return share * inside
 
     def _replace(
         self, hessian: Array | None, V: Array, c: Array
@@ -217,6 +228,7 @@ class Fosi:
         ends = range(self.num_smallest), range(n - self.num_largest, n)
         keep = [place for end in ends for place in end]
         self.values = values[keep]
+        self.square = 0.0
         sizes = np.abs(self.values)
         new = vectors[:, keep] * (sizes > WEAK * sizes.max())
         return new, new.T @ (V @ c)

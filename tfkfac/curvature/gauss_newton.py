@@ -19,9 +19,9 @@ from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.compat.graphs import Sum, exact_second_derivatives
 from tfkfac.compat.losses import in_place_of, logits_of
 from tfkfac.curvature.hessian import (
-    count_operations,
     dense,
     naming_layers,
+    operations,
     refuse_silent_zeros,
     tape,
 )
@@ -53,7 +53,7 @@ def gauss_newton_form(
         NotImplementedError: If an operation of the model or its loss has no
             second derivative. The message names the layer.
     """
-    first = count_operations()
+    first = len(operations())
     with exact_second_derivatives(total):
         with tape() as network, tape(persistent=True) as twice:
             network.watch(values)

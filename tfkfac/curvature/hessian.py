@@ -41,7 +41,7 @@ def hessian_operator(
     """
     variables = model.trainable_variables
     space = flat_space(variables)
-    first = count_operations()
+    first = len(operations())
     with tape(persistent=True) as outer, exact_second_derivatives(total):
         outer.watch(values)
         with tape() as inner:
@@ -89,11 +89,11 @@ def flat_space(variables: Sequence[keras.Variable]) -> FlatSpace:
     )
 
 
-def count_operations() -> int:
-    """Number of operations in the current graph so far."""
+def operations() -> list[tf.Operation]:
+    """The operations of the current graph so far; none of eager code."""
     if tf.executing_eagerly():
-        return 0
-    return len(tf.compat.v1.get_default_graph().get_operations())
+        return []
+    return list(tf.compat.v1.get_default_graph().get_operations())
 
 
 def refuse_silent_zeros(model: keras.Model, first: int) -> None:
@@ -102,10 +102,7 @@ def refuse_silent_zeros(model: keras.Model, first: int) -> None:
     The gradient operation of bilinear resizing, for one, is registered as not
     differentiable, which counts as a derivative of zero.
     """
-    if tf.executing_eagerly():
-        return
-    graph = tf.compat.v1.get_default_graph()
-    for operation in graph.get_operations()[first:]:
+    for operation in operations()[first:]:
         kind = operation.type
         if kind.endswith(("Grad", "Gradient")) and is_constant_to_tapes(kind):
             raise no_second_derivative(model, kind)

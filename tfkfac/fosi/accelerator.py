@@ -232,20 +232,13 @@ class Accelerator(Slots):
         state = Krylov(copied_rows(basis), tridiagonal, candidate)
         self._assign(iteration.advance(state, progress, target))
 
-    def _state(self) -> Krylov:
-        variables = self.basis, self.tridiagonal, self.candidate
-        state: Krylov = tf.nest.map_structure(
-            tf.convert_to_tensor, Krylov(*variables)
-        )
-        return state
+    def _state(self) -> Any:
+        variables = Krylov(self.basis, self.tridiagonal, self.candidate)
+        return tf.nest.map_structure(tf.convert_to_tensor, variables)
 
     def _assign(self, state: Krylov) -> None:
-        variables = self.basis, self.tridiagonal, self.candidate
-        tf.nest.map_structure(
-            lambda variable, value: variable.assign(value),
-            Krylov(*variables),
-            state,
-        )
+        variables = Krylov(self.basis, self.tridiagonal, self.candidate)
+        tf.nest.map_structure(lambda v, x: v.assign(x), variables, state)
 
     def spectrum(self, estimation: Estimation) -> Spectrum:
         """Returns the Ritz pairs when all iterations are done."""

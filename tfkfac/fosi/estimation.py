@@ -143,10 +143,6 @@ class Estimator:
         """Binds it to a job, whose model may not be built yet."""
         self.job = job
 
-    def count_trainers(self, replicas: int) -> int:
-        """Number of replicas, of all, that train and share the directions."""
-        return replicas
-
     def peers(self, rank: int) -> tuple[int, ...]:
         """The replicas that a replica shares a mean loss with."""
         return tuple(range(self.job.topology.replicas))
@@ -157,11 +153,7 @@ class Estimator:
 
     def new(self, rank: int, layout: Layout) -> State:
         """A new state of a replica."""
-        return State(layout, self.new_subspace(layout, rank))
-
-    def new_subspace(self, layout: Layout, rank: int) -> Subspace:
-        """The directions of a replica that trains."""
-        return Subspace(layout, self.inner(), rank)
+        return State(layout, Subspace(layout, self.inner(), rank))
 
     def inner(self) -> Inner:
         """The kind of the inner optimizer."""

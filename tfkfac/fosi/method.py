@@ -131,9 +131,8 @@ class FOSIMethod(Method):
         return Geometry(space.size, largest, smallest, steps, space.dtype)
 
     def make_layout(self) -> Layout:
-        """The layout of the directions."""
-        trainers = self.estimator.count_trainers(self.job.topology.replicas)
-        return LAYOUTS[self.layout](self.geometry, trainers)
+        """The layout of the directions; the first replica always trains."""
+        return LAYOUTS[self.layout](self.geometry, len(self.peers(0)))
 
     @override
     def create(self) -> Sequence[Tracked]:
@@ -176,10 +175,6 @@ class FOSIMethod(Method):
         if subspace is None:
             return np.zeros([0], np.float32)
         return np.asarray(subspace.ritz_values.numpy())
-
-    def idle_share(self) -> np.ndarray:
-        """Share of the time that each replica has waited for the others."""
-        return self.estimator.idle_share()
 
     @override
     def summary(self) -> list[str]:

@@ -161,10 +161,6 @@ class BesideSteps(Estimator):
         return differentiable_sum(mine[0], value)
 
     @override
-    def count_trainers(self, replicas: int) -> int:
-        return len(self.roles.workers)
-
-    @override
     def peers(self, rank: int) -> tuple[int, ...]:
         return self.roles.peers(rank)
 
@@ -174,7 +170,7 @@ class BesideSteps(Estimator):
         part = f"{self.final_update} estimation of {count}"
         subspace = accelerator = final = None
         if self.roles.trains(rank):
-            subspace = self.new_subspace(layout, rank)
+            subspace = Subspace(layout, self.inner(), rank)
             if self.final_update == "paper":
                 final = FinalUpdate(layout.geometry, part)
         else:

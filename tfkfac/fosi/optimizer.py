@@ -225,4 +225,4 @@ class FOSI(SecondOrderOptimizer):
             accelerators.
         """
         self._check_built()
-        return self.method.idle_share()
+        return self.method.estimator.idle_share()
