@@ -49,26 +49,6 @@ def cnn() -> Any:
     )
 
 
-def resnet() -> Any:
-    inputs = keras.Input((8, 8, 1))
-    x = layers.Conv2D(8, 3, padding="same", use_bias=False)(inputs)
-    for filters, stride in ((8, 1), (12, 2)):
-        shortcut = x
-        x = layers.BatchNormalization()(x)
-        x = layers.ReLU()(x)
-        if stride > 1:
-            shortcut = layers.Conv2D(filters, 1, strides=stride)(x)
-        x = layers.Conv2D(
-            filters, 3, strides=stride, padding="same", use_bias=False
-        )(x)
-        x = layers.BatchNormalization()(x)
-        x = layers.ReLU()(x)
-        x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
-        x = layers.Add()([x, shortcut])
-    x = layers.GlobalAveragePooling2D()(layers.BatchNormalization()(x))
-    return keras.Model(inputs, layers.Dense(10)(x))
-
-
 def autoencoder() -> Any:
     sizes = (40, 20, 6, 20, 40)
     return keras.Sequential(
@@ -110,62 +90,24 @@ def test_accuracy(
     assert_sound(kfac_of(model))
 
 
-@pytest.mark.parametrize(
-    "classes", [10, pytest.param(2, marks=pytest.mark.slow)]
-)
 def test_inputs_that_are_not_normalised(
-    classes: int, digits: tuple[Array, Array, Array, Array]
+    digits: tuple[Array, Array, Array, Array],
 ) -> None:
     """Pixels from 0 to 255, a loss of 60 nats at first.
 
-    With labels that are drawn, for two classes the default. Of ten the
-    empirical Fisher matrix has 0.18 of the held-out ones after an epoch.
+    With labels that are drawn. With the empirical Fisher matrix 0.18 of the
+    held-out ones are right after an epoch.
     """
     x, y, *_ = digits
     keras.utils.set_random_seed(0)
+    hidden = [layers.Dense(128, activation="relu") for _ in range(2)]
     model = keras.Sequential(
-        [keras.Input((8, 8, 1)), layers.Flatten()]
-        + [layers.Dense(128, activation="relu") for _ in range(2)]
-        + [layers.Dense(10 if classes == 10 else 1)]
+        [keras.Input((8, 8, 1)), layers.Flatten(), *hidden, layers.Dense(10)]
     )
-    if classes == 10:
-        optimizer = tfkfac.KFAC(fisher="monte_carlo")
-        model.compile(optimizer, loss(), metrics=["accuracy"])
-    else:
-        y = y < 5
-        two = keras.losses.BinaryCrossentropy(from_logits=True)
-        metric = keras.metrics.BinaryAccuracy(threshold=0)
-        model.compile(tfkfac.KFAC(), two, metrics=[metric])
+    optimizer = tfkfac.KFAC(fisher="monte_carlo")
+    model.compile(optimizer, loss(), metrics=["accuracy"])
     model.fit(255 * x, y, batch_size=100, epochs=3, verbose=0)
     assert model.evaluate(255 * x, y, verbose=0)[1] > 0.9
-    assert_sound(kfac_of(model))
-
-
-def test_eigen_solver_trains(
-    digits: tuple[Array, Array, Array, Array],
-) -> None:
-    """Two seeds had 0.04 and 0.05 after four epochs, SGD 0.37 and 0.41."""
-    x, y, *_ = digits
-    keras.utils.set_random_seed(0)
-    model = mlp()
-    model.compile(tfkfac.KFAC(solver="eigen"), loss())
-    history = model.fit(x, y, batch_size=64, epochs=4, verbose=0).history
-    assert history["loss"][-1] < 0.15
-    assert_sound(kfac_of(model))
-
-
-@pytest.mark.slow
-def test_defaults_on_a_residual_network(
-    digits: tuple[Array, Array, Array, Array],
-) -> None:
-    """With batch normalisation: 0.71, then 0.13 (SGD 1.69, then 0.81)."""
-    x, y, *_ = digits
-    keras.utils.set_random_seed(0)
-    model = resnet()
-    model.compile(tfkfac.KFAC(), loss())
-    history = model.fit(x, y, batch_size=64, epochs=2, verbose=0).history
-    assert np.all(np.diff(history["loss"]) < 0)
-    assert history["loss"][-1] < 0.25
     assert_sound(kfac_of(model))
 
 

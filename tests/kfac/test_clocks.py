@@ -198,7 +198,6 @@ def test_learning_rate_callbacks() -> None:
 
 # ------------------------------------------------------------ the inner options
 INNER: dict[str, Callable[[], Any]] = {
-    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05),
     "scheduled": lambda: keras.optimizers.SGD(
         PolynomialDecay(0.2, 3, 0.05),
         momentum=0.9,

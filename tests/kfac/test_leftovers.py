@@ -14,38 +14,16 @@ from tests.support.small import (
     CLASSES,
     LateBuilt,
     Scale,
-    assert_same,
     data,
     gradients_of,
     kfac_of,
     loss,
     mlp,
-    slots,
     summary_text,
 )
 from tests.support.summaries import leftovers_of, sequential
 
 X, Y = data()
-
-
-# -------------------------------------------------- as the inner one would do
-def test_everything_skipped_is_the_inner_optimizer() -> None:
-    """To the last bit, slots included."""
-    runs = []
-    for wrapped in (True, False):
-        optimizer: Any = keras.optimizers.Adam(
-            0.01, use_ema=True, weight_decay=0.01, clipnorm=0.5
-        )
-        if wrapped:
-            optimizer = tfkfac.KFAC(optimizer, skip_layers=[".*"])
-        model = mlp()
-        model.compile(optimizer, loss())
-        model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
-        weights = {str(i): w for i, w in enumerate(model.get_weights())}
-        kept = {k.split("/")[-1]: v for k, v in slots(model.optimizer).items()}
-        runs.append({**weights, **kept})
-    assert_same(*runs)
-    assert not np.array_equal(runs[0]["0"], mlp().get_weights()[0])
 
 
 def test_leftovers_take_the_plain_step() -> None:
