@@ -143,22 +143,6 @@ def test_thawing_what_the_optimizer_was_built_without() -> None:
     assert list(kfac_of(model).factors()) == ["hidden", "logits"]
 
 
-def test_fine_tuning_a_pretrained_part() -> None:
-    """A trained model inside a new one: frozen, then free."""
-    base = mlp()
-    train(base, tfkfac.KFAC())
-    base.trainable = False
-    head = layers.Dense(CLASSES, name="head")
-    model = keras.Sequential([keras.Input((FEATURES,)), base, head])
-    train(model, tfkfac.KFAC())
-    assert list(kfac_of(model).factors()) == ["head"]
-    base.trainable = True
-    train(model, tfkfac.KFAC(1e-3))
-    blocks = kfac_of(model).factors()
-    assert list(blocks) == ["mlp/hidden", "mlp/logits", "head"]
-    assert all(block["G"].any() for block in blocks.values())
-
-
 # ------------------------------------------------------- refused settings
 def test_jit_compile_is_refused() -> None:
     """On a CPU; the message says what to do."""

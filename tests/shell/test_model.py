@@ -10,7 +10,7 @@ from keras import layers
 from keras.optimizers.schedules import CosineDecay
 
 import tfkfac
-from tfkfac.distributed.agreement import find_differences, first_of
+from tfkfac.distributed.agreement import find_differences
 from tfkfac.shell.model import describe_model, plain
 
 KFAC, SGD = tfkfac.KFAC, keras.optimizers.SGD
@@ -103,8 +103,3 @@ def test_what_may_differ() -> None:
     assert plain(values) == ["nan", 2.0, mine.__qualname__, {}, "object"]
     assert plain(np.ones(2)) != plain(np.zeros(2))
     assert plain(np.ones(2)) == plain(np.ones(2))
-
-
-def test_one_difference_is_often_followed_by_others() -> None:
-    assert first_of(list("abc")) == "a; b; c"
-    assert first_of(list("abcdef")) == "a; b; c; d; and 2 more"
