@@ -82,10 +82,6 @@ class LayerPlan:
     receivers: Mapping[int, tuple[int, ...]]
     """The workers to which each gradient worker sends its result."""
 
-    def owned_by(self, worker: int) -> tuple[str, ...]:
-        """Names of the factors that `worker` decomposes."""
-        return tuple(n for n, owner in self.owners.items() if owner == worker)
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -97,7 +93,8 @@ class Plan:
 
     def owns(self, rank: int, layer: int) -> tuple[str, ...]:
         """Names of the factors of a layer that a worker keeps."""
-        return self.layers[layer].owned_by(rank)
+        owners = self.layers[layer].owners
+        return tuple(name for name, owner in owners.items() if owner == rank)
 
     def preconditions(self, rank: int, layer: int) -> bool:
         """True if a worker is a gradient worker of a layer."""

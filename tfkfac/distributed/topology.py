@@ -112,13 +112,10 @@ class Roles:
 
 
 def assign_roles(replicas: int, accelerator_fraction: float) -> Roles:
-    """Roles in which the last replicas are accelerators.
-
-    Their share is rounded to whole replicas.
+    """Roles in which the last replicas, a whole number, are accelerators.
 
     Raises:
-        ValueError: If no worker or, with a fraction above 0, no accelerator
-            is left.
+        ValueError: If one of the roles would be left out.
     """
     if accelerator_fraction == 0:
         return Roles(tuple(range(replicas)))

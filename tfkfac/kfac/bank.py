@@ -392,17 +392,9 @@ class Counters(Slots):
         old = self.decomposed
         old.assign(tf.where(flags, tf.zeros_like(old), old))
 
-    def asked(self) -> tf.Tensor:
-        """A bool for each block, true if it has no decomposition yet."""
-        return tf.equal(self.decomposed, 0)
-
     def without_statistics(self) -> tf.Tensor:
         """A bool for each block, true if it has none yet."""
         return tf.equal(self.observed, 0)
-
-    def to_decompose(self, due: tf.Tensor, asked: tf.Tensor) -> tf.Tensor:
-        """A bool for each block: due or asked for, and with statistics."""
-        return tf.logical_and(self.observed > 0, tf.logical_or(due, asked))
 
     def flags(self, known: Mapping[int, tf.Tensor | None]) -> tf.Tensor:
         """Bools of some blocks, by position, as one vector; true elsewhere."""

@@ -182,7 +182,7 @@ class KFACMethod(Method):
             A bool for each block, true if it is to be decomposed at once.
         """
         counters = self.job.own(self.states).counters
-        asked = counters.asked()
+        asked = tf.equal(counters.decomposed, 0)
         news = [counters.news()] if step.group.size > 1 else []
         first = next((g for g in step.gradients if g is not None), None)
         dtype = tf.float32 if first is None else first.dtype
@@ -297,9 +297,9 @@ class KFACMethod(Method):
     ) -> tf.Tensor:
         """The same of the blocks of one turn, by their positions."""
         state, placement = self.job.own(self.states), self.placement
-        mine = [i in places for i in range(len(placement.blocks))]
-        wanted = state.counters.to_decompose(due, asked) & tf.constant(mine)
-        wanted &= step.finite
+        counters, every = state.counters, range(len(placement.blocks))
+        wanted = (counters.observed > 0) & (due | asked) & step.finite
+        wanted &= tf.constant([i in places for i in every])
 
         def renew() -> None:
             made = state.decompose(places, placement.solver, damping)
