@@ -10,13 +10,13 @@ import tensorflow as tf
 from tfkfac.capture.model_taps import BeforeTap, MetricsTap
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.checks import check_count
+from tfkfac.compat.models import is_saving_legacy_file, legacy_variables
 from tfkfac.compat.optimizers import (
     KerasOptimizer,
     knows_variable,
     variable_key,
 )
 from tfkfac.compat.optimizers import trainable_variables as known_variables
-from tfkfac.compat.saving import is_saving_legacy_file, legacy_variables
 from tfkfac.distributed.agreement import check_agreement
 from tfkfac.loss.batch import LossBatch, LossTap
 from tfkfac.loss.shares import LossScaling

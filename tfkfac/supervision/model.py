@@ -13,13 +13,15 @@ from typing import Any
 import keras
 
 from tfkfac.cluster.watch import find_standstill
-from tfkfac.compat.models import Callbacks, after_compile, around_fit
-from tfkfac.compat.overrides import Override, drop_from, keep_on, override
-from tfkfac.compat.saving import (
+from tfkfac.compat.models import (
+    Callbacks,
     State,
+    after_compile,
+    around_fit,
     carry_in_state_trees,
     legacy_state,
 )
+from tfkfac.compat.overrides import Override, drop_from, keep_on, override
 from tfkfac.shell.binding import bind
 from tfkfac.shell.optimizer import SecondOrderOptimizer, ours
 from tfkfac.supervision.callback import Supervision
