@@ -123,15 +123,23 @@ def check_projection(step: Any, tied: bool, A: Array, G: Array) -> None:
         check_factors(step.factors["reverse/tokens"], A, G)
 
 
-# ------------------------------------------------------------ their own ones
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("kind", "sharing", "eager"), WAYS)
-def test_weights_of_their_own(kind: str, sharing: str, eager: bool) -> None:
-    """A dense block besides that of the lookups, each of its own calls."""
-    model, x, y = language(kind, tie_weights=False)
+def test_factors_and_step(
+    kind: str, sharing: str, eager: bool, tied: bool
+) -> None:
+    """With tied weights the projection's solve the gradient of both uses.
+
+    Else there is a dense block besides that of the lookups, each of its own
+    calls.
+    """
+    model, x, y = language(kind, tied)
     a, g, one_hot, down = rows_of(model, x, y)
-    names = list(weights_by_name(model))
-    place = names.index("reverse_embeddings")
+    name = "embeddings" if tied else "reverse_embeddings"
+    place = list(weights_by_name(model)).index(name)
     mean = gradient_by(a, g)
+    if tied:
+        mean = mean.T + gradient_by(one_hot, down)
     assert_close(mean, keras_gradients(model, x, y)[place], 1e-5, "gradient")
     step = train_once(
         model,
@@ -142,15 +150,22 @@ def test_weights_of_their_own(kind: str, sharing: str, eager: bool) -> None:
         weight_sharing=sharing,
         eager=eager,
     )
-    assert set(step.factors) == {"tokens", "reverse/tokens", "hidden"}
-    own = factors(a, g, sharing)
-    check_factors(step.factors["reverse/tokens"], *own)
-    A, G = factors(one_hot, down, sharing)
-    check_factors(step.factors["tokens"], np.diagonal(A), G)
-    assert_close(step.delta[place], eigen_solve(mean, *own, 0.3), 1e-4, "step")
     assert leftovers_of(model.optimizer) == {}
+    A, G = factors(a, g, sharing)
+    check_projection(step, tied, A, G)
+    paths = {"tokens", "hidden"}
+    if tied:
+        A, G = np.diag(np.diagonal(G)), A
+    else:
+        paths.add("reverse/tokens")
+        lookups = factors(one_hot, down, sharing)
+        diagonal = np.diagonal(lookups[0])
+        check_factors(step.factors["tokens"], diagonal, lookups[1])
+    assert set(step.factors) == paths
+    assert_close(step.delta[place], eigen_solve(mean, A, G, 0.3), 1e-4, "step")
 
 
+# --------------------------------------------------------- one of the two uses
 def test_only_the_projection_is_used() -> None:
     """Its weights have a block, those of the lookups no gradient."""
     tokens = embedding(tie_weights=False)
@@ -164,33 +179,6 @@ def test_only_the_projection_is_used() -> None:
     a = x.astype(np.float64)
     check_factors(step.factors["reverse/tokens"], *factors(a, a @ kernel - y))
     assert not step.delta[0].any()
-
-
-# ---------------------------------------------------------------------- tied
-@pytest.mark.parametrize(("kind", "sharing", "eager"), WAYS)
-def test_tied_weights(kind: str, sharing: str, eager: bool) -> None:
-    """Factors are the projection's; with them the whole gradient is solved."""
-    model, x, y = language(kind, tie_weights=True)
-    a, g, one_hot, down = rows_of(model, x, y)
-    both = gradient_by(a, g).T + gradient_by(one_hot, down)
-    place = list(weights_by_name(model)).index("embeddings")
-    assert_close(both, keras_gradients(model, x, y)[place], 1e-5, "gradient")
-    step = train_once(
-        model,
-        x,
-        y,
-        solver="eigen",
-        damping=0.3,
-        weight_sharing=sharing,
-        eager=eager,
-    )
-    assert set(step.factors) == {"tokens", "hidden"}
-    features, vocabulary = factors(a, g, sharing)
-    diagonal = np.diagonal(vocabulary)
-    check_factors(step.factors["tokens"], diagonal, features)
-    want = eigen_solve(both, np.diag(diagonal), features, 0.3)
-    assert_close(step.delta[place], want, 1e-4, "step")
-    assert leftovers_of(model.optimizer) == {}
 
 
 def test_tied_weights_that_only_look_up() -> None:
