@@ -48,7 +48,7 @@ def tokens(second: Callable[[], Any], **kwargs: Any) -> Callable[[Any], Any]:
 IMAGE, SERIES, TEXT = (5, 4, 2), (4, 3), (6,)
 ACTIVATIONS: Zoo = {
     name: (dense(name), (3,))
-    for name in ("tanh", "gelu", "silu", "softplus", "sigmoid", "softmax")
+    for name in ("tanh", "gelu", "softplus", "softmax")
 }
 SPATIAL: Zoo = {
     "conv_strides": (
@@ -61,13 +61,11 @@ SPATIAL: Zoo = {
         SERIES,
     ),
     "depthwise": (lambda h: layers.DepthwiseConv2D(2)(h), IMAGE),
-    "separable": (lambda h: layers.SeparableConv2D(3, 2)(h), IMAGE),
     "transposed": (
         lambda h: layers.Conv2DTranspose(2, 2, strides=2)(h),
         (3, 2, 2),
     ),
     "max_pooling": (convolved(layers.MaxPooling2D), IMAGE),
-    "average_pooling": (convolved(lambda: layers.AveragePooling2D(2)), IMAGE),
 }
 NORMS: Zoo = {
     "batch": (convolved(layers.BatchNormalization), IMAGE),
@@ -86,21 +84,12 @@ NORMS: Zoo = {
     ),
     "group": (projected(lambda: layers.GroupNormalization(2)), SERIES),
     "rms": (projected(layers.RMSNormalization), SERIES),
-    "unit": (projected(layers.UnitNormalization), SERIES),
 }
 SEQUENCES: Zoo = {
     "attention": (lambda h: layers.MultiHeadAttention(2, 2)(h, h), SERIES),
-    "grouped_attention": (
-        lambda h: layers.GroupQueryAttention(2, 2, 1)(h, h),
-        SERIES,
-    ),
     "lstm": (lambda h: layers.LSTM(2, return_sequences=True)(h), SERIES),
     "gru": (lambda h: layers.GRU(2)(h), SERIES),
     "simple_rnn": (lambda h: layers.SimpleRNN(2)(h), SERIES),
-    "bidirectional": (
-        lambda h: layers.Bidirectional(layers.SimpleRNN(2))(h),
-        SERIES,
-    ),
     "masked_rnn": (
         tokens(lambda: layers.SimpleRNN(2), mask_zero=True),
         TEXT,
