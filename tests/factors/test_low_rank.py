@@ -83,13 +83,14 @@ def test_fewer_rows_than_columns(side: Any) -> None:
         case = Case("wide", count)
         case.matrix = case.exact
         gradient = case.gradient(side)
-        want = case.solution(np.float64(0.1), gradient, side)
+        damping = np.float64(0.1)  # a Python float would be of 32 bits
+        want = case.solution(damping, gradient, side)
         for dtype, tolerance in ((tf.float64, 1e-9), (tf.float32, 1e-4)):
             case.value = case.kind.gram(tf.cast(case.rows, dtype))
             cast = gradient.astype(dtype.as_numpy_dtype)
             for got in (
-                case.by_eigen(0.1, cast, side),
-                case.by_inverse(0.1, cast, side),
+                case.by_eigen(damping, cast, side),
+                case.by_inverse(damping, cast, side),
             ):
                 assert got.dtype == dtype
                 assert_close(got, want, tolerance)
