@@ -14,7 +14,7 @@ import tfkfac
 
 PACKAGE = pathlib.Path(tfkfac.__file__).parent
 # How messages name what a user has misspelt.
-NOT_FOR_USERS = {"seldom", "self", "cls", "unknown"}
+NOT_FOR_USERS = {"self", "cls", "unknown"}
 MODULES = [
     value
     for name in tfkfac.__all__

@@ -175,10 +175,12 @@ class KFAC(SecondOrderOptimizer):
             statistics are added up, and all intervals count steps. None is 1.
             That of the inner optimizer is taken over. It is refused with a
             `damping` that is a `tfkfac.LevenbergMarquardt`.
-        max_skipped_steps: Steps in a row, at least 1, skipped because their
-            gradients were not finite, that end the training with an error on
-            all workers; see `check_skipped_steps`. None is any number.
         name: Name of the optimizer.
+        **seldom: `max_skipped_steps`, the number of steps in a row, at least 1,
+            skipped because their gradients were not finite, that end the
+            training with an error on all workers, see `check_skipped_steps`;
+            None, the default, is any number. And the
+            `gradient_worker_fraction` of "hybrid_opt".
 
     Raises:
         ValueError: If an argument is not allowed.
