@@ -21,7 +21,7 @@ class ShapedRate(LearningRateSchedule):
     """Learning rate that rises and falls as that of another optimizer.
 
     `peak * rate / largest`, at most `peak`, with the rate of the optimizer that
-    is followed.
+    is followed; `peak` while there is none.
 
     Args:
         peak: Learning rate where the other one's is largest.
@@ -54,9 +54,9 @@ class ShapedRate(LearningRateSchedule):
 def choose_rest(
     rest_optimizer: Any, inner: keras.optimizers.Optimizer
 ) -> keras.optimizers.Optimizer | None:
-    """Returns the rest optimizer that a user means; None is the inner one.
+    """Returns the rest optimizer that a user means, None for "inner".
 
-    By default it is Adam, whose rate has the shape of the inner optimizer's.
+    What a user calls None is Adam, whose rate has the shape of the inner one's.
 
     Raises:
         ValueError: If it is not an optimizer, or one that cannot be this.

@@ -7,11 +7,13 @@ class, until it is compiled with another optimizer.
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
+from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.cluster.watch import find_standstill
 from tfkfac.compat.models import (
     Callbacks,
@@ -21,13 +23,14 @@ from tfkfac.compat.models import (
     carry_in_state_trees,
     legacy_state,
 )
+from tfkfac.compat.optimizers import build_once
 from tfkfac.compat.overrides import Override, drop_from, keep_on, override
-from tfkfac.shell.binding import bind
+from tfkfac.shell.loss_scale import undo_overflows
 from tfkfac.shell.optimizer import SecondOrderOptimizer, ours
 from tfkfac.supervision.callback import Supervision
 from tfkfac.training.guards import as_errors
 
-_OVERRIDES = "_tfkfac_supervision"
+_OVERRIDES, _BOUND = "_tfkfac_supervision", "_tfkfac_optimizer"
 
 
 def hook_compile() -> None:
@@ -35,11 +38,41 @@ def hook_compile() -> None:
     after_compile(_after_compile)
 
 
+def _bind(model: keras.Model) -> None:
+    """Attaches the optimizer of a compiled model if it is one of ours.
+
+    A Keras optimizer never learns which model it trains, and `compile` is the
+    one moment that comes before the first trace, also in `load_model`. One of
+    ours that the model was compiled with before is detached.
+    """
+    outer = getattr(model, "optimizer", None)
+    scaler = None
+    if isinstance(outer, keras.optimizers.LossScaleOptimizer):
+        outer, scaler = outer.inner_optimizer, outer
+    previous = drop_from(model, _BOUND)
+    if previous is not None and previous() is not outer:
+        # It may be gone already, but its taps are not.
+        owner = previous()
+        detach(model, None if owner is None else owner.method)
+    if isinstance(outer, SecondOrderOptimizer):
+        outer.attach(model, loss_scaler=scaler)
+        if type(scaler) is keras.optimizers.LossScaleOptimizer:
+            undo_overflows(scaler, outer)
+        keep_on(model, _BOUND, lambda: weakref.ref(outer))
+        if model.built and not unbuilt(model):
+            # Variables created in the first step would cost a second trace.
+            outer.build_in_scope(model.trainable_variables)
+            if scaler is not None:
+                # Weights in files are for an optimizer that is built.
+                with model.distribute_strategy.scope():
+                    build_once(scaler, model.trainable_variables)
+
+
 def _after_compile(model: keras.Model) -> None:
     before = drop_from(model, _OVERRIDES)
     if before is not None:
         before.close()
-    bind(model)
+    _bind(model)
     optimizer = ours(getattr(model, "optimizer", None))
     overrides = _watch(model, optimizer)
     if optimizer is not None:
