@@ -56,6 +56,11 @@ QUICK: Cases = {
         "fisher": "monte_carlo",
         "given_labels": True,
     },
+    "two: mem_opt, rest": {
+        "model": "small",
+        "skip_layers": ("hidden",),
+        "rest_optimizer": None,
+    },
     "two: auto": {"model": "small", "feed": "even"},
     "four: hybrid_opt 1/2, in stages": {"model": "cnn", "solver": "eigen"},
 }
