@@ -344,9 +344,8 @@ class KFACMethod(Method):
             PullbackTap.open(job.model)
         if self._quadratic is not None:
             ForwardTap.open(job.model)
-        self._advice.give(
-            job, report.solver_warning(job.model, SOLVERS[self.solver])
-        )
+        warning = report.solver_warning(job.model, self._placer.solver)
+        self._advice.give(job, warning)
 
     @property
     def placement(self) -> Placement:

@@ -214,6 +214,7 @@ class Placer:
     """Places blocks on workers, once in the mode that "auto" has chosen.
 
     Attributes:
+        solver: The solver.
         lines: Lines of a summary about the choice; none without a choice.
     """
 
@@ -223,9 +224,10 @@ class Placer:
         solver: str,
         skip_layers: Sequence[SkipRule],
         limit: Limit,
+        power: float = 1.0,
     ) -> None:
+        self.solver = SOLVERS[solver](power)
         self._distribution = distribution
-        self._solver = solver
         self._skip_layers = skip_layers
         self._limit = limit
         self._machine: Machine | None = None
@@ -243,11 +245,10 @@ class Placer:
     def place(self, job: Job, *intervals: Hyperparameter) -> Placement:
         """Places the blocks; intervals are of factors and decompositions."""
         registry = build_registry(job.model, self._skip_layers, self._limit)
-        solver = SOLVERS[self._solver]()
         chosen = self._chosen or self._distribution
         if chosen.mode == AUTO:
             plain = dataclasses.replace(chosen, mode="comm_opt")
-            placement = Placement(registry, job.topology, solver, plain)
+            placement = Placement(registry, job.topology, self.solver, plain)
             load = Workload(
                 placement.blocks,
                 placement.turns,
@@ -255,10 +256,11 @@ class Placer:
                 wire=placement.wire,
                 assignment=plain.assignment,
                 first_order=0.0,
+                power=self.solver.power,
             )
             best, self.lines = choose(
                 load,
-                self._solver,
+                self.solver.name,
                 job.topology,
                 self._machine,
                 _steps(*intervals),
@@ -268,7 +270,7 @@ class Placer:
                 mode=best.distribution,
                 gradient_worker_fraction=best.fraction,
             )
-        return Placement(registry, job.topology, solver, chosen)
+        return Placement(registry, job.topology, self.solver, chosen)
 
 
 def _steps(factor: Hyperparameter, inverse: Hyperparameter) -> tuple[int, int]:
