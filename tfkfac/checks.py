@@ -40,6 +40,20 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     return value
 
 
+def check_bool(name: str, value: Any) -> bool:
+    """Returns `value` if it is a bool.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"Argument `{name}` must be True or False. Received: "
+            f"{name}={value!r}"
+        )
+    return value
+
+
 def check_count(name: str, value: Any, least: int = 0) -> int:
     """Returns an integer of at least `least`.
 

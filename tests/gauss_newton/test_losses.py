@@ -11,11 +11,13 @@ from keras import layers
 import tfkfac
 from tests.support.dtypes import floats
 from tests.support.gauss_newton_reference import (
+    Pull,
     Reference,
     Rows,
     get_flat,
     loss_of,
     outputs_and_jacobians,
+    second,
     set_flat,
 )
 from tests.support.harness import randomize
@@ -35,6 +37,11 @@ BITS = RNG.integers(0, 2, (ROWS, 2)).astype(float)
 COUNTS = RNG.integers(0, 5, (ROWS, 2)).astype(float)
 # Of each output its Fisher diagonal and the slope of the loss, both there.
 Curve = Callable[[list[Array]], list[tuple[Array, Array]]]
+# Logits of an output, and the derivatives of those by that.
+Link = tuple[Callable[[Array], Array], Callable[[Array], Array]]
+SAME: Link = (lambda z: z, np.ones_like)
+LOG: Link = (np.log, lambda z: 1 / z)  # but for a constant, which has no weight
+LOGIT: Link = (lambda z: np.log(z / (1 - z)), lambda z: 1 / z / (1 - z))
 
 
 class Case(NamedTuple):
@@ -45,6 +52,7 @@ class Case(NamedTuple):
     curve: Curve
     options: Any = {}  # noqa: RUF012 (never changed)
     weights: Any = None
+    links: tuple[Link, ...] = (SAME,)  # to what is linear in the loss
 
 
 def network(
@@ -133,20 +141,20 @@ CASES = {
     ),
     "softmax": Case(
         network(3, "softmax"), "sparse_categorical_crossentropy", X, CLASSES,
-        categorical(HOT, WEIGHTS), {"solve": "parameters"}, WEIGHTS,
+        categorical(HOT, WEIGHTS), {"solve": "parameters"}, WEIGHTS, (LOG,),
     ),
     "logits": Case(
         network(3), lambda: SPARSE(from_logits=True), X, CLASSES,
-        categorical(HOT, 1.0),
+        categorical(HOT, 1.0), links=(LOG,),
     ),
     "smooth": Case(
         network(3, "softmax"),
         lambda: keras.losses.CategoricalCrossentropy(label_smoothing=0.3),
-        X, HOT, categorical(0.7 * HOT + 0.1, 1.0),
+        X, HOT, categorical(0.7 * HOT + 0.1, 1.0), links=(LOG,),
     ),
     "sigmoid": Case(
         network(2, "sigmoid"), "binary_crossentropy", X, BITS,
-        lambda z: [bernoulli(z[0], BITS, 1 / BITS.size)],
+        lambda z: [bernoulli(z[0], BITS, 1 / BITS.size)], links=(LOGIT,),
     ),
     "counts": Case(network(2, "exponential"), "poisson", X, COUNTS, counts),
     "two outputs": Case(
@@ -154,7 +162,7 @@ CASES = {
         lambda: {"real": "mse", "bits": "binary_crossentropy"},
         X, {"real": REAL, "bits": BITS}, both,
         {"loss_weights": {"real": 3.0, "bits": 0.5}, "solve": "parameters"},
-        {"real": None, "bits": WEIGHTS},
+        {"real": None, "bits": WEIGHTS}, (LOGIT, SAME),
     ),
 }  # fmt: skip
 FEW = ("logits",)
@@ -164,9 +172,7 @@ def rows_of(model: Any, case: Case) -> Rows:
     """Rows and residuals of all outputs, at the probabilities if any."""
 
     def rows(point: Array) -> tuple[Array, Array]:
-        found = outputs_and_jacobians(model, case.x, point)
-        if case.loss is CASES["logits"].loss:
-            found = [probabilities(*one) for one in found]
+        found = outputs(model, case, point)
         curves = case.curve([output for output, _ in found])
         parts = [
             (np.sqrt(f)[..., None] * j, np.divide(q, np.sqrt(f), where=f > 0))
@@ -180,6 +186,39 @@ def rows_of(model: Any, case: Case) -> Rows:
         )  # fmt: skip
 
     return rows
+
+
+def outputs(model: Any, case: Case, point: Array) -> list[tuple[Array, Array]]:
+    """For each output its value, a probability if it is a logit, and J."""
+    found = outputs_and_jacobians(model, case.x, point)
+    if case.loss is CASES["logits"].loss:
+        found = [probabilities(*one) for one in found]
+    return found
+
+
+def pull_of(model: Any, case: Case) -> Pull:
+    """J^T W y'' of all outputs, y being the logits of probabilities.
+
+    With J of the probabilities, `J_y = (dy/dp) J` and `W = F (dp/dy)^2`.
+    """
+
+    def linked(point: Array) -> Array:
+        found = outputs(model, case, point)
+        parts = zip(case.links, found, strict=True)
+        return np.concatenate([link(z).ravel() for (link, _), (z, _) in parts])
+
+    def pull(point: Array, direction: Array) -> Array:
+        found = outputs(model, case, point)
+        curves = case.curve([z for z, _ in found])
+        parts = zip(case.links, curves, found, strict=True)
+        pulls = [
+            (f / slope(z))[..., None] * j
+            for (_, slope), (f, _), (z, j) in parts
+        ]
+        rows = np.concatenate([p.reshape(-1, len(point)) for p in pulls])
+        return rows.T @ second(linked, point, direction)
+
+    return pull
 
 
 def probabilities(logits: Array, jacobian: Array) -> tuple[Array, Array]:
@@ -216,6 +255,7 @@ def test_every_loss(name: str) -> None:
             loss_of(model, case.x, case.y, sample_weight=case.weights),
             rows_of(model, case),
             start,
+            pull_of(model, case),
             ridge=np.concatenate(penalties),
         )
         for _ in range(STEPS):
@@ -225,3 +265,4 @@ def test_every_loss(name: str) -> None:
     assert travelled > 0.1
     assert np.linalg.norm(got - reference.weights) <= 1e-7 * travelled
     assert optimizer.last_step["tries"] == reference.tries[-1]
+    assert any(reference.bent)

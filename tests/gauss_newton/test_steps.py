@@ -11,6 +11,7 @@ from tests.support.gauss_newton_reference import (
     get_flat,
     loss_of,
     squares,
+    squares_pull,
 )
 from tests.support.marks import with_slow
 
@@ -37,7 +38,12 @@ def test_every_layer(case: str) -> None:
             model.train_on_batch(x, y)
             done.append(optimizer.last_step)
         got = get_flat(model)
-        reference = Reference(loss_of(model, x, y), squares(model, x, y), start)
+        reference = Reference(
+            loss_of(model, x, y),
+            squares(model, x, y),
+            start,
+            squares_pull(model, x),
+        )
         for _ in done:
             reference.step()
     want = reference.weights

@@ -22,6 +22,9 @@ from tfkfac.linalg.vectors import FlatSpace
 
 # Fewest rows of a block.
 _LEAST = 256
+# Part of a step that outputs are computed at, on both sides: their second
+# derivatives lose 16 digits over its square, and gain by its square.
+_PART = 0.1
 # Operations that make nothing new.
 _VIEWS = ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient")
 _CONVOLUTIONS = (
@@ -82,6 +85,34 @@ class Jacobian:
         )
         return from_bands(sums), gradient
 
+    def turn(self, change: tf.Tensor) -> tf.Tensor:
+        """`B^T y''`, `(m,)`: the outputs' second derivatives along a change."""
+        outputs = tf.function(self._all_outputs, autograph=False)
+        parts = self.space.split(_PART * change)
+        pairs = list(zip(self.values, parts, strict=True))
+        there = outputs([v + part for v, part in pairs])
+        back = outputs([v - part for v, part in pairs])
+        here = self._joined([read.output for read in self.reads])
+        return self._weighed_all((there - 2 * here + back) / _PART**2)
+
+    def pull(self, vector: tf.Tensor) -> tf.Tensor:
+        """`K^T` times a vector `(m,)`, by one backward pass."""
+        with tape() as back:
+            back.watch(self.values)
+            outputs = self._weighed_all(self._all_outputs(self.values))
+        slopes = back.gradient(outputs, self.values, output_gradients=vector)
+        return self.space.join(dense(slopes))
+
+    def _all_outputs(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
+        """y, `(examples, outputs)`."""
+        leaves, examples = leaves_of(self.call)
+        return self._outputs([leaves[i] for i in examples], values)
+
+    def _weighed_all(self, outputs: tf.Tensor) -> tf.Tensor:
+        """`B^T y`, `(m,)`."""
+        all_ = (tf.constant(0), self.examples)
+        return tf.reshape(self._weighed(outputs[..., None], *all_), [-1])
+
     def _plain(
         self, trace: Callable[..., tf.Tensor], first: tf.Tensor, end: tf.Tensor
     ) -> tf.Tensor:
@@ -131,23 +162,29 @@ class Jacobian:
         with tape() as back:
             back.watch(values)
             outputs = self._outputs([leaf[None] for leaf in leaves], values)
-        slopes = back.gradient(outputs, values, output_gradients=seed)
+        slopes = back.gradient(outputs, values, output_gradients=seed[None])
         return self.space.join(dense(slopes))
 
     def _outputs(
         self, own: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
     ) -> tf.Tensor:
-        """The outputs that the losses read, as one vector."""
+        """The outputs that the losses read, `(examples, outputs)`."""
         mapping = list(zip(self.weights, values, strict=True))
         outputs = keras.tree.flatten(
             outputs_at(self.model, self.call, own, mapping)
         )
-        parts = []
-        for read in self.reads:
-            output = outputs[read.position]
-            found = logits_of(output) if read.is_logits else output
-            parts.append(tf.cast(tf.reshape(found, [-1]), self.space.dtype))
-        return tf.concat(parts, 0)
+        places = [(outputs[read.position], read) for read in self.reads]
+        return self._joined(
+            [logits_of(x) if read.is_logits else x for x, read in places]
+        )
+
+    def _joined(self, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Outputs that the losses read, `(examples, outputs)`."""
+        parts = [
+            tf.cast(tf.reshape(x, [-1, read.size]), self.space.dtype)
+            for x, read in zip(outputs, self.reads, strict=True)
+        ]
+        return tf.concat(parts, 1)
 
 
 def leaves_of(call: ForwardCall) -> tuple[list[Any], list[int]]:

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardTap
 from tfkfac.checks import (
+    check_bool,
     check_choice,
     check_count,
     check_positive,
@@ -125,6 +126,7 @@ class GaussNewtonMethod(Method):
     damping = Argument(check_positive)
     momentum = Argument(check_range, 0, 1)
     solve = Argument(check_choice, SPACES)
+    acceleration = Argument(check_bool)
     max_tries = Argument(check_count, 1)
     max_bytes = Argument(check_count, 1, optional=True)
 
@@ -190,10 +192,17 @@ class GaussNewtonMethod(Method):
         self, space: str, objective: Objective, point: Point, state: State
     ) -> Search:
         """Tries dampings in a space until a step lowers the loss."""
+        jacobian = point.jacobian
+        turn: Callable[[tf.Tensor], tf.Tensor]
         if space == RESIDUALS:
             equations, before = self.among_residuals(point), point.loss
+            turn = jacobian.turn
         else:
             equations, before = self.among_weights(objective, point)
+
+            def turn(change: tf.Tensor) -> tf.Tensor:
+                return objective.sum(jacobian.pull(jacobian.turn(change)))
+
         rate = tf.cast(self.job.inner_optimizer.learning_rate, tf.float64)
         return search(
             equations,
@@ -204,6 +213,7 @@ class GaussNewtonMethod(Method):
             rate,
             self.max_tries,
             objective.precision,
+            turn if self.acceleration else None,
         )
 
     def among_weights(
@@ -341,6 +351,7 @@ class GaussNewtonMethod(Method):
             "curvature": packed_size((size, size)) * wide,
             # Before the step and after its first try.
             "losses": 2 * tf.float64.size,
+            "acceleration": size * wide * self.acceleration,  # of that try
         }
         workers = self.job.topology.replicas
         plain = {k: all_reduce_bytes(v, workers) for k, v in kinds.items()}

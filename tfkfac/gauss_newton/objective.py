@@ -107,7 +107,11 @@ class Objective:
             [v.value + part for v, part in zip(weights, parts, strict=True)],
             self.step.loss.shares,
         )
-        (total,) = self.step.group.all_reduce([number(loss)])
+        return self.sum(number(loss))
+
+    def sum(self, own: tf.Tensor) -> tf.Tensor:
+        """The sum over all replicas."""
+        (total,) = self.step.group.all_reduce([own])
         return total
 
     def total(

@@ -15,6 +15,12 @@ and a step minimises `M(d) + shift/2 |d - start|^2`:
 Without `start` it is the step of Levenberg and Marquardt; with a multiple of
 the step before it is SPRING (Goldshlager, Abrahamsen & Lin, 2024, eq. 8).
 
+The valleys of such losses are curved. Geodesic acceleration (Transtrum &
+Sethna, arXiv 1201.5885, eq. 9) bends a step d by `-1/2 (K^T K + R + shift I)^-1
+K^T y''`, with the second derivatives y'' along d of what the rows K are the
+first ones of, by the same factor. It is left out where it is no small
+correction: where twice its length is more than 0.75 of that of d.
+
 A step tries several dampings, until one lowers the loss, by Nielsen's rule
 (1999; Madsen, Nielsen & Tingleff, Methods for Non-Linear Least Squares
 Problems, 2004, algorithm 3.16). With the ratio of the reduction of the loss to
@@ -43,9 +49,24 @@ class NormalEquations(abc.ABC):
     gradient: tf.Tensor  # g
     scale: tf.Tensor  # mean diagonal of `K^T K + R`, the unit of the damping
 
+    matrix: tf.Tensor  # that is damped
+
+    def factor(self, shift: tf.Tensor) -> tf.Tensor:
+        """The Cholesky factor with a shift; NaN where there is none."""
+        diagonal = tf.linalg.diag_part(self.matrix) + shift
+        damped = tf.linalg.set_diag(self.matrix, diagonal)
+        return tf.linalg.cholesky(damped)
+
     @abc.abstractmethod
-    def step(self, shift: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-        """The step; NaN where the damped matrix cannot be factorised."""
+    def step(self, factor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
+        """The step."""
+
+    @abc.abstractmethod
+    def bend(self, factor: tf.Tensor, turn: tf.Tensor) -> tf.Tensor:
+        """The correction of a step by the second derivatives y'' along it.
+
+        These are `(m,)` in the space of residuals, `K^T y''` in the other.
+        """
 
     @abc.abstractmethod
     def curvature(self, step: tf.Tensor) -> tf.Tensor:
@@ -61,9 +82,13 @@ class ParameterSpace(NormalEquations):
         self.scale = unit(tf.reduce_mean(tf.linalg.diag_part(matrix)))
 
     @override
-    def step(self, shift: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
+    def step(self, factor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
         right = self.gradient + tf.linalg.matvec(self.matrix, start)
-        return start - solve_shifted(self.matrix, shift, right)
+        return start - solve(factor, right)
+
+    @override
+    def bend(self, factor: tf.Tensor, turn: tf.Tensor) -> tf.Tensor:
+        return -solve(factor, turn) / 2
 
     @override
     def curvature(self, step: tf.Tensor) -> tf.Tensor:
@@ -81,10 +106,14 @@ class ResidualSpace(NormalEquations):
         self.scale = unit(tf.linalg.trace(self.matrix) / rows.shape[1])
 
     @override
-    def step(self, shift: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-        right = self.residuals + row_products(self.rows, start)
-        found = solve_shifted(self.matrix, shift, right)
+    def step(self, factor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
+        found = solve(factor, self.residuals + row_products(self.rows, start))
         return start - tf.linalg.matvec(self.rows, found, transpose_a=True)
+
+    @override
+    def bend(self, factor: tf.Tensor, turn: tf.Tensor) -> tf.Tensor:
+        found = solve(factor, turn)
+        return -tf.linalg.matvec(self.rows, found, transpose_a=True) / 2
 
     @override
     def curvature(self, step: tf.Tensor) -> tf.Tensor:
@@ -97,12 +126,8 @@ def unit(mean: tf.Tensor) -> tf.Tensor:
     return tf.where(mean == 0, tf.ones_like(mean), mean)
 
 
-def solve_shifted(
-    matrix: tf.Tensor, shift: tf.Tensor, right: tf.Tensor
-) -> tf.Tensor:
-    """Returns `(matrix + shift I)^-1 right` by Cholesky."""
-    diagonal = tf.linalg.diag_part(matrix) + shift
-    factor = tf.linalg.cholesky(tf.linalg.set_diag(matrix, diagonal))
+def solve(factor: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
+    """Solves for one right-hand side by a Cholesky factor."""
     return tf.linalg.cholesky_solve(factor, right[:, None])[:, 0]
 
 
@@ -112,6 +137,8 @@ def inner(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
 
 
 LARGEST = 1e6
+# Most of the length of a step that twice its bend may have.
+_LONGEST_BEND = 0.75
 _GROWTH = 4.0
 # A reduction of so many roundings of the loss cannot be seen in it.
 _ROUNDINGS = 8
@@ -144,13 +171,15 @@ def search(
     rate: tf.Tensor,
     max_tries: int,
     precision: tf.DType,
+    turn: Callable[[tf.Tensor], tf.Tensor] | None = None,
 ) -> Search:
     """Tries dampings, at most `max_tries`, until a step lowers the loss.
 
     The first one alone is pulled to `momentum`, a multiple of the step before.
     `loss` after a change of the weights is computed in `precision`, and is
-    float64, as it is `before`. Collectives are legal in it: all replicas make
-    the same tries.
+    float64, as it is `before`. `turn` of a step is what `bend` takes; None
+    leaves steps straight. Collectives are legal in both: all replicas make the
+    same tries.
     """
     gradient, dtype = equations.gradient, equations.gradient.dtype
     floor = _ROUNDINGS * rounding(precision) * tf.abs(before)
@@ -159,21 +188,27 @@ def search(
     def attempt(index: tf.Tensor, last: Search) -> Search:
         shift = tf.cast(last.damping, dtype) * equations.scale
         start = tf.where(index > 0, tf.zeros_like(momentum), momentum)
-        change = equations.step(shift, start)
+        factor = equations.factor(shift)
+        change = equations.step(factor, start)
         slope = rate * inner(gradient, change)
-        bend = tf.square(rate) * equations.curvature(change)
-        predicted = -(slope + bend / 2)
+        curve = tf.square(rate) * equations.curvature(change)
+        predicted = -(slope + curve / 2)
+        if turn is not None:
+            # Of second order in the length of the step.
+            bend = tf.cast(rate, dtype) * equations.bend(factor, turn(change))
+            is_small = 2 * tf.norm(bend) <= _LONGEST_BEND * tf.norm(change)
+            change += tf.where(is_small, bend, tf.zeros_like(bend))
         actual = before - loss(tf.cast(rate, dtype) * change)
         # Not if one of them is NaN. A step that leads uphill is none, even if
         # chance has made the loss smaller.
         accepted = (actual > 0) & (predicted > 0) & all_finite([change])
         settled = ~accepted & (predicted >= 0) & (predicted <= floor)
         ratio = tf.minimum(actual / predicted, 1)
-        factor = tf.maximum(1 - (2 * ratio - 1) ** 3, 1 / 3)
-        factor = tf.where(accepted, factor, last.growth)
-        factor = tf.where(settled, tf.ones_like(factor), factor)
+        times = tf.maximum(1 - (2 * ratio - 1) ** 3, 1 / 3)
+        times = tf.where(accepted, times, last.growth)
+        times = tf.where(settled, tf.ones_like(times), times)
         return Search(
-            tf.clip_by_value(last.damping * factor, least, LARGEST),
+            tf.clip_by_value(last.damping * times, least, LARGEST),
             2 * last.growth,
             last.tries + 1,
             tf.where(accepted, change, tf.zeros_like(change)),
