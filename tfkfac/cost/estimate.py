@@ -110,7 +110,6 @@ class Workload:
         passes: Further backward passes where factors are updated.
         first_order: Seconds of a step without K-FAC and collectives; None
             estimates them by the batch and the machine.
-        power: The power of the solvers.
     """
 
     blocks: Sequence[Block]
@@ -121,7 +120,6 @@ class Workload:
     batch: Batch | None = None
     passes: int = 0
     first_order: float | None = None
-    power: float = 1.0
 
 
 def compare(
@@ -187,7 +185,6 @@ def compare(
         work,
         passes,
         first_order,
-        placement.solver.power,
     )
     some = list(candidates(workers, solvers, tuple(MODES)))
     return compare_plans(load, some, machine, workers)
@@ -232,7 +229,7 @@ def compare_plans(
 ) -> list[Estimate]:
     """Estimates the cost of some distributions of a model over workers."""
     factors = [block.factors for block in load.blocks]
-    solvers = {name: SOLVERS[name](load.power) for _, _, name in some}
+    solvers = {name: SOLVERS[name]() for _, _, name in some}
     costs = {
         name: [
             BlockCost.of(block, solver, load.wire, workers)
@@ -253,7 +250,7 @@ def compare_plans(
             load.turns,
         )
         plan = Plan(MODES[one.distribution], workers, layers)
-        rate = machine.eigen if solver.by_eigen else machine.inverse
+        rate = machine.inverse if solver.is_explicit else machine.eigen
         estimator = Estimator(plan, load, costs[one.solver], machine, rate)
         found.append(estimator.estimate(one))
     return found

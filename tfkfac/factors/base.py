@@ -224,14 +224,13 @@ class Factor(abc.ABC):
 
     @abc.abstractmethod
     def inverse(
-        self, value: tf.Tensor, damping: tf.Tensor, power: float = 1.0
+        self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        """Parts of `(F + damping I)^-power`.
+        """Parts of `(F + damping I)^-1`.
 
         Args:
             value: The tensor that stands for `F`.
             damping: Scalar, or of shape `stack_shape`; not negative.
-            power: The power of the inverse.
 
         Returns:
             The parts. They are not finite if there is no inverse.

@@ -204,15 +204,14 @@ class LowRank(Factor):
 
     @override
     def inverse(
-        self, value: tf.Tensor, damping: tf.Tensor, power: float = 1.0
+        self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        """Parts `V` and `c` of `(M + damping I)^-power = c (I - V V^T)`."""
-        key = "sketch's inverse", self, power
-        function = functools.partial(self._inverse, power=power)
-        return shared_call(key, function, value, damping)
+        """Parts `V` and `c` of `(M + damping I)^-1 = c (I - V V^T)`."""
+        key = "sketch's inverse", self
+        return shared_call(key, self._inverse, value, damping)
 
     def _inverse(
-        self, value: tf.Tensor, damping: tf.Tensor, power: float
+        self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
         half, rest = self._split(value)
         trace = self.size * self.mean_eigenvalue(value)
@@ -221,39 +220,16 @@ class LowRank(Factor):
         shift = rest + damping[..., None, None]
         # A matrix of zeros without damping is inverted as the identity.
         shift = tf.where(shift > 0, shift, tf.ones_like(shift))
-        if power == 1:
-            correction = self._correction(half, shift)
-        else:
-            # s^-p - (v + s)^-p of each eigenvalue v, in units of s^-p
-            values, vectors = self._eigen(half)
-            lost = -tf.math.expm1(
-                -power * tf.math.log1p(values / shift[..., 0])
-            )
-            correction = vectors * tf.sqrt(lost)[..., None, :]
-            shift = shift**power
-        return {
-            "": tf.cast(correction, value.dtype),
-            _SCALE: tf.cast(1 / shift, value.dtype),
-        }
-
-    def _correction(self, half: tf.Tensor, shift: tf.Tensor) -> tf.Tensor:
-        """`V` of the inverse itself, by Cholesky."""
         # (F F^T + s I)^-1 = 1/s (I - F (F^T F + s I)^-1 F^T)
         core = tf.matmul(half, half, transpose_a=True)
         core += shift * tf.eye(self.rank, dtype=half.dtype)
         root = tf.linalg.cholesky(core)
         transposed = tf.linalg.matrix_transpose(half)
-        solved = tf.linalg.triangular_solve(root, transposed)
-        return tf.linalg.matrix_transpose(solved)
-
-    def _eigen(self, half: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Eigenvalues of `F F^T`, and eigenvectors, zero if negligible."""
-        squares, turn = eigh(tf.matmul(half, half, transpose_a=True))
-        clear = squares > _NEGLIGIBLE * squares[..., -1:]
-        lengths = tf.where(clear, tf.sqrt(squares), tf.zeros_like(squares))
-        return squares, tf.math.divide_no_nan(
-            tf.matmul(half, turn), lengths[..., None, :]
-        )
+        correction = tf.linalg.triangular_solve(root, transposed)
+        return {
+            "": tf.cast(tf.linalg.matrix_transpose(correction), value.dtype),
+            _SCALE: tf.cast(1 / shift, value.dtype),
+        }
 
     @override
     def multiply(
@@ -275,7 +251,12 @@ class LowRank(Factor):
     def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
         """The eigenvectors of `F F^T` and their eigenvalues, then `rest`."""
         half, rest = self._split(value)
-        squares, vectors = self._eigen(half)
+        squares, turn = eigh(tf.matmul(half, half, transpose_a=True))
+        clear = squares > _NEGLIGIBLE * squares[..., -1:]
+        lengths = tf.where(clear, tf.sqrt(squares), tf.zeros_like(squares))
+        vectors = tf.math.divide_no_nan(
+            tf.matmul(half, turn), lengths[..., None, :]
+        )
         values = tf.concat([squares + rest[..., 0], rest[..., 0]], -1)
         return {
             "": tf.cast(vectors, value.dtype),

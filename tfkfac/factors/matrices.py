@@ -9,13 +9,7 @@ from typing_extensions import override
 
 from tfkfac.compat.functions import shared_call
 from tfkfac.factors.base import VALUES, Factor, MatrixPart, Part, Side, Tensors
-from tfkfac.linalg.symmetric import (
-    LARGE,
-    damped_inverse,
-    damped_power,
-    eigh,
-    mean_eigenvalue,
-)
+from tfkfac.linalg.symmetric import LARGE, damped_inverse, eigh, mean_eigenvalue
 from tfkfac.linalg.tensors import rounding
 
 
@@ -50,15 +44,12 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def inverse(
-        self, value: tf.Tensor, damping: tf.Tensor, power: float = 1.0
+        self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
         large = self.size >= LARGE  # a function of any size cannot see it
-        function = functools.partial(damped_inverse, large=large)
-        if power != 1:
-            function = functools.partial(damped_power, power=power)
         inverse = shared_call(
-            ("damped inverse", large, power),
-            function,
+            ("damped inverse", large),
+            functools.partial(damped_inverse, large=large),
             value,
             damping,
             any_size=True,
@@ -193,14 +184,13 @@ class Diagonal(Factor):
 
     @override
     def inverse(
-        self, value: tf.Tensor, damping: tf.Tensor, power: float = 1.0
+        self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
         floor = rounding(value.dtype) * tf.reduce_max(value)
         shift = tf.maximum(damping, floor)
         # A diagonal of zeros without damping is inverted as the identity.
         shift = tf.where(shift > 0, shift, tf.ones_like(shift))
-        inverse = 1 / (value + shift)
-        return {"": inverse if power == 1 else inverse**power}
+        return {"": 1 / (value + shift)}
 
     @override
     def multiply(

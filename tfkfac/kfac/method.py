@@ -344,8 +344,9 @@ class KFACMethod(Method):
             PullbackTap.open(job.model)
         if self._quadratic is not None:
             ForwardTap.open(job.model)
-        warning = report.solver_warning(job.model, self._placer.solver)
-        self._advice.give(job, warning)
+        self._advice.give(
+            job, report.solver_warning(job.model, SOLVERS[self.solver])
+        )
 
     @property
     def placement(self) -> Placement:

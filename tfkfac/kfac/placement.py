@@ -214,7 +214,6 @@ class Placer:
     """Places blocks on workers, once in the mode that "auto" has chosen.
 
     Attributes:
-        solver: The solver.
         lines: Lines of a summary about the choice; none without a choice.
     """
 
@@ -224,10 +223,9 @@ class Placer:
         solver: str,
         skip_layers: Sequence[SkipRule],
         limit: Limit,
-        power: float = 1.0,
     ) -> None:
-        self.solver = SOLVERS[solver](power)
         self._distribution = distribution
+        self._solver = solver
         self._skip_layers = skip_layers
         self._limit = limit
         self._machine: Machine | None = None
@@ -245,10 +243,11 @@ class Placer:
     def place(self, job: Job, *intervals: Hyperparameter) -> Placement:
         """Places the blocks; intervals are of factors and decompositions."""
         registry = build_registry(job.model, self._skip_layers, self._limit)
+        solver = SOLVERS[self._solver]()
         chosen = self._chosen or self._distribution
         if chosen.mode == AUTO:
             plain = dataclasses.replace(chosen, mode="comm_opt")
-            placement = Placement(registry, job.topology, self.solver, plain)
+            placement = Placement(registry, job.topology, solver, plain)
             load = Workload(
                 placement.blocks,
                 placement.turns,
@@ -256,11 +255,10 @@ class Placer:
                 wire=placement.wire,
                 assignment=plain.assignment,
                 first_order=0.0,
-                power=self.solver.power,
             )
             best, self.lines = choose(
                 load,
-                self.solver.name,
+                self._solver,
                 job.topology,
                 self._machine,
                 _steps(*intervals),
@@ -270,7 +268,7 @@ class Placer:
                 mode=best.distribution,
                 gradient_worker_fraction=best.fraction,
             )
-        return Placement(registry, job.topology, self.solver, chosen)
+        return Placement(registry, job.topology, solver, chosen)
 
 
 def _steps(factor: Hyperparameter, inverse: Hyperparameter) -> tuple[int, int]:

@@ -58,8 +58,13 @@ def damped_inverse(
     if they are `large` (n is at least `LARGE`), None leaves to static shapes.
     """
     diagonal = tf.linalg.diag_part(matrix)
-    shift = _shift(diagonal, damping)
-    damped = tf.linalg.set_diag(symmetrize(matrix), diagonal + shift)
+    floor = 4 * rounding(matrix.dtype) * tf.reduce_sum(diagonal, -1)
+    # A matrix of zeros without damping is inverted as the identity.
+    shift = tf.maximum(damping, floor)
+    shift = tf.where(shift > 0, shift, tf.ones_like(shift))
+    damped = tf.linalg.set_diag(
+        symmetrize(matrix), diagonal + tf.expand_dims(shift, -1)
+    )
     root = tf.linalg.cholesky(damped)
     if large is None:
         large = matrix.shape[-1] >= LARGE
@@ -70,29 +75,6 @@ def damped_inverse(
         # of solving (Higham, 2002, section 14.2).
         return _gram(_inverse(root, _LEVELS), _LEVELS)
     return symmetrize(tf.linalg.cholesky_solve(root, _identity(root)))
-
-
-def damped_power(
-    matrix: tf.Tensor, damping: tf.Tensor, power: float
-) -> tf.Tensor:
-    """Computes `(M + damping I)^-power` by eigen-decomposition.
-
-    Damping, shapes, and what comes of a matrix that is not finite are those of
-    `damped_inverse`. Eigenvalues below zero count as zero.
-    """
-    values, vectors = eigh(matrix)
-    shift = _shift(tf.linalg.diag_part(matrix), damping)
-    half = vectors * tf.expand_dims((values + shift) ** (-power / 2), -2)
-    return symmetrize(tf.matmul(half, half, transpose_b=True))
-
-
-def _shift(diagonal: tf.Tensor, damping: tf.Tensor) -> tf.Tensor:
-    """The damping above rounding, `(..., 1)`, of matrices by diagonals."""
-    floor = 4 * rounding(diagonal.dtype) * tf.reduce_sum(diagonal, -1)
-    # A matrix of zeros without damping is inverted as the identity.
-    shift = tf.maximum(damping, floor)
-    shift = tf.where(shift > 0, shift, tf.ones_like(shift))
-    return tf.expand_dims(shift, -1)
 
 
 def _inverse(lower: tf.Tensor, levels: int) -> tf.Tensor:

@@ -25,12 +25,8 @@ class Solver(abc.ABC):
     The parts of a factor's decomposition are named after it, "A" or "G", and
     the suffix that its kind gives them.
 
-    Args:
-        power: The gradient is multiplied with the damped Fisher matrix to the
-            minus this power: 1 for its inverse, 0.5 for the root of it.
-
     Attributes:
-        name: Its name.
+        name: Its name, which is that of its part of the state in files too.
         whole_layers: Whether all factors of a layer must have one owner.
         takes_rows: Whether `apply` keeps a gradient of rows in that form.
         is_explicit: Whether it inverts factors, by which a gradient is
@@ -41,20 +37,6 @@ class Solver(abc.ABC):
     whole_layers = False
     takes_rows = False
     is_explicit = False
-
-    def __init__(self, power: float = 1.0) -> None:
-        self.power = power
-
-    @property
-    def section(self) -> str:
-        """Name of the decompositions' section in files."""
-        whole = self.power == 1
-        return self.name if whole else f"{self.name}_power_{self.power:g}"
-
-    @property
-    def by_eigen(self) -> bool:
-        """True if factors are decomposed by eigenvalues, not by Cholesky."""
-        return not self.is_explicit or self.power != 1
 
     @abc.abstractmethod
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:

@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 class EigenSolver(Solver):
-    """Preconditions with `(A (x) G + damping I)^-power` exactly.
+    """Preconditions with `(A (x) G + damping I)^-1` exactly.
 
-    `P = Q_A [(Q_A^T W Q_G) * D] Q_G^T` with `D = (v_A v_G^T + damping)^-power`
+    `P = Q_A [(Q_A^T W Q_G) * D] Q_G^T` with `D = 1 / (v_A v_G^T + damping)`
     (Distributed K-FAC, eq. 11-13). `D` is computed with the decomposition and
     kept (KAISA, section 4.4), so a new damping takes effect with the next one.
     """
@@ -57,9 +57,7 @@ class EigenSolver(Solver):
         largest = tf.reduce_max(damped, [-2, -1], keepdims=True)
         damped = tf.maximum(damped, rounding(outer.dtype) * largest)
         damped = tf.where(largest == 0, tf.ones_like(damped), damped)
-        inverse = 1 / damped
-        outer = inverse if self.power == 1 else inverse**self.power
-        return without_values(parts) | {"D": outer}
+        return without_values(parts) | {"D": 1 / damped}
 
     @override
     def apply(

@@ -1,4 +1,4 @@
-"""The explicit solvers: inverses of damped factors, or powers of them."""
+"""The explicit solvers: inverses of damped factors, by Cholesky."""
 
 import tensorflow as tf
 from typing_extensions import override
@@ -12,12 +12,10 @@ _LARGEST_PI = 1e6
 
 
 class InverseSolver(Solver):
-    """Preconditions with `(A + pi sqrt(d) I)^-p W (G + sqrt(d)/pi I)^-p`.
+    """Preconditions with `(A + pi sqrt(d) I)^-1 W (G + sqrt(d)/pi I)^-1`.
 
     `pi^2` is the ratio of the factors' mean eigenvalues (Martens & Grosse,
-    2015, section 6.3; DP-KFAC, eq. 14), `p` the power. A block without A is
-    damped exactly. The inverse is made by Cholesky, other powers by
-    eigen-decomposition.
+    2015, section 6.3; DP-KFAC, eq. 14). A block without A is damped exactly.
     """
 
     name = "inverse"
@@ -39,9 +37,7 @@ class InverseSolver(Solver):
         parts: dict[str, tf.Tensor] = {}
         for name, value in values.items():
             share = self.share(name, means, tf.cast(damping, value.dtype))
-            parts |= with_prefix(
-                name, factors[name].inverse(value, share, self.power)
-            )
+            parts |= with_prefix(name, factors[name].inverse(value, share))
         return parts
 
     def share(self, name: str, means: Tensors, damping: tf.Tensor) -> tf.Tensor:

@@ -10,11 +10,10 @@ from tfkfac.solvers.inverse import InverseSolver
 
 
 class PlainInverseSolver(InverseSolver):
-    """Preconditions with `(A + damping I)^-p W (G + damping I)^-p`.
+    """Preconditions with `(A + damping I)^-1 W (G + damping I)^-1`.
 
-    With the power `p = 1` the explicit inverses of Distributed K-FAC (eq. 9
-    and 10) as printed: both factors get the whole damping, whatever their
-    sizes. It is not the damping
+    The explicit inverses of Distributed K-FAC (eq. 9 and 10) as printed: both
+    factors get the whole damping, whatever their sizes. It is not the damping
     of `A (x) G`, and where one factor is much smaller than the other, as G is
     late in training, it is lost beside it.
     """
