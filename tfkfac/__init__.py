@@ -11,7 +11,11 @@ from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fisher import register_distribution
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
-from tfkfac.kfac.length import LevenbergMarquardt, QuadraticStep
+from tfkfac.kfac.length import (
+    LevenbergMarquardt,
+    QuadraticStep,
+    SpectralStep,
+)
 from tfkfac.kfac.optimizer import KFAC
 from tfkfac.kfac.settings import Distribution
 from tfkfac.shell.loss_scale import LossScaleOptimizer
@@ -27,6 +31,7 @@ __all__ = [
     "LossScaleOptimizer",
     "MultiWorkerMirroredStrategy",
     "QuadraticStep",
+    "SpectralStep",
     "blocks",
     "callbacks",
     "cost",

@@ -83,14 +83,21 @@ class Registry:
 
 
 def tap_layers(
-    model: keras.Model, skip_layers: Sequence[SkipRule], owner: object
+    model: keras.Model,
+    skip_layers: Sequence[SkipRule],
+    owner: object,
+    without: tuple[type[Block], ...] = (),
 ) -> None:
-    """Taps the layers for an owner, and again when more have been built."""
+    """Taps the layers for an owner, and again when more have been built.
+
+    Those of blocks `without` which the owner does are not.
+    """
     for node in walk(model, skip_layers):
-        supported = node.layer.trainable and block_types(node.layer)
-        if node.reason is None and supported:
+        types = block_types(node.layer).values()
+        supported = not all(issubclass(kind, without) for kind in types)
+        if node.reason is None and node.layer.trainable and supported:
             Tap.open(node.tapped, owner)
-    again = functools.partial(tap_layers, model, skip_layers, owner)
+    again = functools.partial(tap_layers, model, skip_layers, owner, without)
     for layer in unbuilt(model):
         if not block_types(layer):
             before_first_call(layer, again)
@@ -100,10 +107,12 @@ def build_registry(
     model: keras.Model,
     skip_layers: Sequence[SkipRule],
     limit: Limit = Block.limit,
+    without: tuple[type[Block], ...] = (),
 ) -> Registry:
     """Gives each layer of a built model its blocks, in the order of layers.
 
-    Factors are kept whole up to the limit.
+    Factors are kept whole up to the limit. Blocks of some classes may be left
+    out.
     """
     free = {id(v): v for v in model.trainable_variables}
     blocks: list[Block] = []
@@ -112,7 +121,7 @@ def build_registry(
         layer, reason = node.layer, node.reason
         new: list[Block] = []
         if reason is None and layer.built and layer.trainable:
-            new, reason = _blocks_of(node, free, limit)
+            new, reason = _blocks_of(node, free, limit, without)
             blocks += new
         rest = [v for v in layer.trainable_variables if id(v) in free]
         for variable in rest:
@@ -125,7 +134,10 @@ def build_registry(
 
 
 def _blocks_of(
-    node: Node, free: dict[int, keras.Variable], limit: Limit
+    node: Node,
+    free: dict[int, keras.Variable],
+    limit: Limit,
+    without: tuple[type[Block], ...],
 ) -> tuple[list[Block], str | None]:
     """Makes a layer's blocks and takes their weights out of `free`.
 
@@ -137,6 +149,8 @@ def _blocks_of(
     blocks: list[Block] = []
     outer = node.distributor
     for prefix, kind in block_types(node.layer).items():
+        if issubclass(kind, without):
+            return blocks, f"steps of this kind leave out {kind.kind}"
         reason = kind.unsupported(node.layer)
         if outer is not None:
             reason = reason or TimeDistributedBlock.unsupported(outer)

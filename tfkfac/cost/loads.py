@@ -46,8 +46,18 @@ class BlockCost:
     width: int
 
     @classmethod
-    def of(cls, block: Block, solver: Solver, wire: Wire, workers: int) -> Self:
-        """Counts the cost of a block whose gradients `workers` add up."""
+    def of(
+        cls,
+        block: Block,
+        solver: Solver,
+        wire: Wire,
+        workers: int,
+        beside: int = 0,
+    ) -> Self:
+        """Counts the cost of a block whose gradients `workers` add up.
+
+        Some numbers travel `beside` the preconditioned one.
+        """
         factors, own = block.factors, block.dtype.size
         dtype = wire.inverse_dtype or block.dtype
         statistics = 0
@@ -74,7 +84,7 @@ class BlockCost:
             decomposition=sum(part.elements for part in kept) * dtype.size,
             statistics=statistics,
             parts=parts,
-            gradient=math.prod(block.gradient_shape) * own,
+            gradient=(math.prod(block.gradient_shape) + beside) * own,
             decompositions={
                 n: (kind.operations, kind.elements)
                 for n, kind in factors.items()

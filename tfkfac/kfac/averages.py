@@ -15,6 +15,7 @@ from typing_extensions import override
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient, Statistic
 from tfkfac.compat.functions import Kind, Member, when
 from tfkfac.factors import Factor, Tensors, kind_of
+from tfkfac.kfac.length import SPECTRAL
 from tfkfac.linalg.tensors import all_finite, select
 from tfkfac.saving.entries import Read, Spread
 from tfkfac.saving.slots import Slots
@@ -223,6 +224,32 @@ class Decomposition(Slots, Member):
         """Returns a gradient matrix times a number, and that preconditioned."""
         plain = MatrixGradient(matrix).scaled(scale)
         return plain.value, self.apply(plain).matrix
+
+
+class Momentum(Slots, Member):
+    """Nesterov momentum of the gradient matrix of one block.
+
+    `M_t = mu M_{t-1} + W_t`; zero at first.
+    """
+
+    held = ("value",)
+
+    def __init__(self, block: Block) -> None:
+        super().__init__("momentum", spread=Spread.OWNED, part=SPECTRAL)
+        self.value = self.slot("momentum", block.gradient_shape, block.dtype)
+
+    @property
+    @override
+    def like(self) -> Kind:
+        return Kind("momentum", any_size=True)
+
+    def add(self, matrix: tf.Tensor, decay: float) -> tf.Tensor:
+        """Takes in a gradient; returns `N_t = W_t + mu M_t`."""
+        total = decay * self.value + matrix
+        # What has overflowed once begins anew.
+        total = select(all_finite([total]), total, matrix)
+        self.value.assign(total)
+        return matrix + decay * total
 
 
 class Pending(Accumulation):

@@ -15,6 +15,7 @@ from tfkfac.factors import Tensors
 from tfkfac.kfac.averages import (
     Decomposition,
     FactorAverages,
+    Momentum,
     Pending,
     memory_of,
     quality,
@@ -22,7 +23,9 @@ from tfkfac.kfac.averages import (
 from tfkfac.kfac.length import (
     ADAPTIVE,
     PREVIOUS,
+    SPECTRAL,
     AdaptiveDamping,
+    LargestRate,
     LevenbergMarquardt,
     Previous,
     StepReport,
@@ -47,7 +50,7 @@ FAULTS = {
 
 
 class Preconditioner(Tracked):
-    """Averages and decomposition of one block, as far as a worker has them."""
+    """Averages, decomposition and momentum of a block that a worker has."""
 
     def __init__(
         self,
@@ -56,22 +59,25 @@ class Preconditioner(Tracked):
         names: Sequence[str],
         preconditions: bool,
         inverse_dtype: tf.DType | None = None,
+        has_momentum: bool = False,
     ) -> None:
         super().__init__(name="preconditioner")
         self.block = block
         self.factors: FactorAverages | None = None
         self.decomposition: Decomposition | None = None
+        self.momentum: Momentum | None = None
         with memory_of(block.path):
             if names:
                 self.factors = FactorAverages(block, names)
             if preconditions:
                 self.decomposition = Decomposition(solver, block, inverse_dtype)
+                self.momentum = Momentum(block) if has_momentum else None
 
     def entries(self) -> list[Entry]:
         """Its variables to save, by the path that the block has now."""
         return [
             dataclasses.replace(entry, layer=self.block.path)
-            for kept in (self.factors, self.decomposition)
+            for kept in (self.factors, self.decomposition, self.momentum)
             if kept is not None
             for entry in kept.entries()
         ]
@@ -85,6 +91,7 @@ class State(Tracked):
         pending: The micro-batches of the next step, if there are any.
         previous: The update before, if the next one is made of it.
         damping: The damping, if it adapts.
+        largest_rate: The largest learning rate, of spectral steps.
         inverse_updates: Number of steps that have renewed decompositions.
     """
 
@@ -96,6 +103,7 @@ class State(Tracked):
         self.report = StepReport()
         self.previous: Previous | None = None
         self.damping: AdaptiveDamping | None = None
+        self.largest_rate: LargestRate | None = None
         self.factor_updates = state_variable(0, "int64", "factor_updates")
         self.inverse_updates = state_variable(0, "int64", "inverse_updates")
 
@@ -111,6 +119,7 @@ class State(Tracked):
                 placement.plan.owns(rank, i),
                 placement.plan.preconditions(rank, i),
                 placement.distribution.storage_dtype,
+                self.largest_rate is not None,
             )
             for i, block in enumerate(placement.blocks)
         )
@@ -138,6 +147,11 @@ class State(Tracked):
         }
         if self.pending is None or not self.pending.is_for(observed):
             self.pending = Pending(steps, job, observed)
+
+    def take_spectral_steps(self, rate: float) -> None:
+        """Makes room for the largest learning rate; momenta are of blocks."""
+        if self.largest_rate is None:
+            self.largest_rate = LargestRate(rate)
 
     def take_quadratic_steps(self, model: keras.Model, damping: Any) -> None:
         """Makes room for the update before, and for damping that adapts."""
@@ -264,6 +278,9 @@ class State(Tracked):
                 entries.append(counters.entry("failures", i, Spread.OWNED))
             entries += one.entries()
         parts = {placement.solver.name: counters.decompose_anew}
+        if self.largest_rate is not None:
+            entries += self.largest_rate.entries()
+            parts[SPECTRAL] = self.forget_momenta
         optional = {
             PENDING: self.pending,
             PREVIOUS: self.previous,
@@ -275,6 +292,14 @@ class State(Tracked):
                 parts[name] = section.reset
         layers = tuple(block.path for block in placement.blocks)
         return Contents(entries, layers, parts)
+
+    def forget_momenta(self) -> None:
+        """Makes the momenta of all blocks zero."""
+        assert self.largest_rate is not None
+        self.largest_rate.reset()
+        for one in self.preconditioners:
+            if one.momentum is not None:
+                one.momentum.reset()
 
     def events(self) -> list[tuple[str, tf.Variable]]:
         """Things that can go wrong, with the number of times that they did."""

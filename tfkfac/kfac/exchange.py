@@ -30,15 +30,24 @@ Parts = dict[str, tf.Tensor]
 
 
 class Exchange:
-    """Packs, sends and unpacks tensors by a plan."""
+    """Packs, sends and unpacks tensors by a plan.
+
+    Some numbers travel `beside` each preconditioned gradient.
+    """
 
     def __init__(
-        self, plan: Plan, blocks: Sequence[Block], solver: Solver, wire: Wire
+        self,
+        plan: Plan,
+        blocks: Sequence[Block],
+        solver: Solver,
+        wire: Wire,
+        beside: int = 0,
     ) -> None:
         self.plan = plan
         self._blocks = blocks
         self._solver = solver
         self.wire = wire
+        self._beside = beside
         self._storage = [
             {name: kind.storage for name, kind in block.factors.items()}
             for block in blocks
@@ -193,30 +202,42 @@ class Exchange:
     def share_gradients(
         self,
         communicator: Communicator,
-        matrices: Mapping[int, tf.Tensor],
+        made: Mapping[int, Sequence[tf.Tensor]],
         layers: Sequence[int],
-    ) -> dict[int, tf.Tensor]:
+    ) -> dict[int, list[tf.Tensor]]:
         """Sends preconditioned gradients from gradient workers to receivers.
 
-        The matrices are those that this worker has computed, by layer; all of
-        them come back.
+        Those that this worker has made, by layer, with the numbers beside
+        them; all of them come back.
         """
         items = self._gradient_items(layers)
         with tf.name_scope("preconditioned"):
             received = broadcast_items(
-                communicator, items, lambda item: matrices[item.layer]
+                communicator, items, lambda item: flatten(made[item.layer])
             )
-        shared = dict(matrices)
-        for (layer, _), value in received.items():
-            shared[layer] = value
+        shared = {i: list(own) for i, own in made.items()}
+        for (layer, _), flat in received.items():
+            shared[layer] = unflatten(flat, self._gradient_specs(layer))
         return shared
+
+    def _gradient_specs(self, layer: int) -> list[tf.TensorSpec]:
+        """A preconditioned gradient and the numbers beside it."""
+        block = self._blocks[layer]
+        shapes = [block.gradient_shape, (self._beside,)]
+        return [
+            tf.TensorSpec(shape, block.dtype)
+            for shape in shapes[: 1 + (self._beside > 0)]
+        ]
 
     def _gradient_items(self, layers: Sequence[int]) -> list[Item]:
         return [
             Item(
                 i,
                 str(root),
-                tf.TensorSpec(block.gradient_shape, block.dtype),
+                tf.TensorSpec(
+                    [math.prod(block.gradient_shape) + self._beside],
+                    block.dtype,
+                ),
                 root,
                 members,
             )

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -59,6 +59,7 @@ _ROUNDING = 1e-6
 # Names of these sections in a saved file.
 ADAPTIVE = "adaptive_damping"
 PREVIOUS = "previous"
+SPECTRAL = "spectral"
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -168,29 +169,94 @@ class QuadraticStep(Settings):
             Hyperparameter("damping", self.damping, also=LevenbergMarquardt)
 
 
-def check_step(name: str, value: Any) -> str | QuadraticStep:
+@keras.saving.register_keras_serializable(package="tfkfac")
+@dataclasses.dataclass(frozen=True)
+class SpectralStep(Settings):
+    """A step along the orthogonalised momentum of the preconditioned gradient.
+
+    For `KFAC(step=...)`. For each block, with its gradient W as a matrix of
+    inputs by outputs:
+
+        M = mu M + W,  N = W + mu M        Nesterov, before it is preconditioned
+        P = A^-1 N G^-1                    as `KFAC` does
+        D = U V^T of P = U S V^T           its polar factor
+
+    so that no direction of a block is longer than another (Muon: Jordan et
+    al., 2024), in blocks of columns of P, by a few polynomials of its singular
+    values (Amsel et al., 2025). Vectors are divided by their norm.
+
+    All D together are multiplied by the number for which the loss decreases,
+    to first order, as much as along a natural gradient step whose length in
+    the Fisher metric is
+
+        kappa s,   kappa = max(0.07, sqrt(0.005 L)),
+
+    where s is the learning rate over the largest one of its schedule and L
+    the negative log-likelihood of a term of the loss. So the learning rate
+    says nothing but the shape of a schedule. `<D, N> / sqrt(<P, N>)` is what that takes, a lower bound of
+    the Fisher length of D by Cauchy and Schwarz; another one is the root of the
+    damping times `|D|^2`, and the larger one counts.
+
+    The inner optimizer must be SGD without momentum. Embeddings, of which
+    each row sees little of the data, are left to the rest optimizer.
+
+    >>> tfkfac.KFAC(step=tfkfac.SpectralStep(momentum=0.95))
+
+    Args:
+        momentum: mu, in [0, 1). Defaults to 0.9.
+        block: Most columns of a block of P, at least 1. None is no limit.
+            Defaults to 32.
+        iterations: Number of polynomials, at least 1. Defaults to 5.
+
+    Raises:
+        ValueError: If an argument is not allowed.
+    """
+
+    momentum: float = 0.9
+    block: int | None = 32
+    iterations: int = 5
+
+    def __post_init__(self) -> None:
+        self._check("momentum", check_range, 0, 1)
+        if self.block is not None:
+            self._check("block", check_count, 1)
+        self._check("iterations", check_count, 1)
+
+
+Rule: TypeAlias = QuadraticStep | SpectralStep
+# Rules of the kinds of steps that have a name; None is the clip.
+RULES: dict[str, type[Rule] | None] = {
+    "inner": None,
+    "quadratic": QuadraticStep,
+    "spectral": SpectralStep,
+}
+
+
+def check_step(name: str, value: Any) -> str | Rule:
     """Returns `value` if it is a kind of step.
 
     Raises:
         ValueError: If it is none.
     """
-    if isinstance(value, QuadraticStep) or value in ("inner", "quadratic"):
+    if isinstance(value, Rule) or (isinstance(value, str) and value in RULES):
         return value
     raise ValueError(
-        f"Argument `{name}` must be one of ('inner', 'quadratic') or a "
-        f"`tfkfac.QuadraticStep`. Received: {name}={value!r}"
+        f"Argument `{name}` must be one of {tuple(RULES)}, a "
+        "`tfkfac.QuadraticStep` or a `tfkfac.SpectralStep`. "
+        f"Received: {name}={value!r}"
     )
 
 
-def quadratic_rule(step: str | QuadraticStep) -> QuadraticStep | None:
-    """Returns the rule that a kind of step stands for; None is "inner"."""
-    if isinstance(step, QuadraticStep):
+def rule_of(step: str | Rule) -> Rule | None:
+    """Returns the rule that a kind of step stands for; None is the clip."""
+    if not isinstance(step, str):
         return step
-    return QuadraticStep() if step == "quadratic" else None
+    rule = RULES[step]
+    return rule and rule()
 
 
 def check_damping(
-    damping: Any, rule: QuadraticStep | None, accumulation: int | None
+    damping: Any, rule: Rule | None, accumulation: int | None
 ) -> None:
     """Refuses a damping that adapts itself where nothing tells it how.
 
@@ -199,12 +265,12 @@ def check_damping(
     """
     if not isinstance(damping, LevenbergMarquardt):
         return
-    if rule is None:
+    if not isinstance(rule, QuadraticStep):
         raise ValueError(
             "Argument `damping` must be a number, a schedule or a callable "
-            "with step='inner': it can adapt itself only where the quadratic "
-            "model has chosen the step and predicts what it does, with "
-            f"step='quadratic'. Received: damping={damping!r}"
+            "without step='quadratic': it can adapt itself only where the "
+            "quadratic model has chosen the step and predicts what it does. "
+            f"Received: damping={damping!r}"
         )
     if accumulation is not None:
         raise ValueError(
@@ -216,26 +282,28 @@ def check_damping(
         )
 
 
-def check_plain(inner: keras.optimizers.Optimizer) -> None:
-    """Refuses inner optimizers that would change a step of the model.
+def check_plain(inner: keras.optimizers.Optimizer, rule: Rule) -> None:
+    """Refuses inner optimizers that would change a step of a rule.
 
     Raises:
-        ValueError: If it is anything but SGD with a learning rate alone.
+        ValueError: If it is anything but SGD with a learning rate alone; a
+            spectral step may have a weight decay beside it.
     """
-    changes = [
-        name
-        for name in (
-            "momentum",
-            "weight_decay",
-            "clipnorm",
-            "clipvalue",
-            "global_clipnorm",
-        )
-        if getattr(inner, name, None)
-    ]
+    is_quadratic = isinstance(rule, QuadraticStep)
+    names = ["momentum", "clipnorm", "clipvalue", "global_clipnorm"]
+    names += ["weight_decay"] * is_quadratic
+    changes = [name for name in names if getattr(inner, name, None)]
     if type(inner) is keras.optimizers.SGD and not changes:
         return
     what = f"{type(inner).__name__}({', '.join(changes)})"
+    if not is_quadratic:
+        raise ValueError(
+            "Argument `inner_optimizer` must be SGD without momentum or "
+            "clipping with step='spectral', which has a length and a momentum "
+            "of its own. An optimizer with a rate that is tuned is the "
+            "`rest_optimizer`, whose schedule the steps follow. "
+            f"Received: inner_optimizer={what}"
+        )
     raise ValueError(
         "Argument `inner_optimizer` must be SGD without momentum, clipping "
         "or weight decay with step='quadratic': the quadratic model chooses "
@@ -396,6 +464,59 @@ class StepReport(Slots):
             return {}
         every = {name: float(v.numpy()) for name, v in self._values.items()}
         return {name: v for name, v in every.items() if not math.isnan(v)}
+
+
+class LargestRate(Slots):
+    """The learning rate that those of spectral steps are shares of.
+
+    A number is what callbacks reduce, before and after a model is saved.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__("rate", part=SPECTRAL)
+        self.value = self.slot("largest_rate", (), "float64", rate)
+
+    def share(self, rate: tf.Tensor) -> tf.Tensor:
+        """A learning rate over the largest one, float64."""
+        return tf.math.divide_no_nan(tf.cast(rate, tf.float64), self.value)
+
+
+# Fisher length of a spectral step: at least so long, or so large a share of
+# the loss that its square is. Measured on tiny models of 13 kinds.
+_LEAST, _SHARE = 0.07, 0.005
+
+
+def spectral_length(
+    products: Sequence[tf.Tensor],
+    squares: Sequence[tf.Tensor],
+    loss: tf.Tensor,
+    damping: tf.Tensor,
+    largest: LargestRate,
+    rate: tf.Tensor,
+) -> Clip:
+    """Length of a spectral step, as `SpectralStep` has it.
+
+    Args:
+        products: `<D, N>` and `<P, N>` of each block.
+        squares: `|D|^2` of each block.
+        loss: The negative log-likelihood L of a term.
+        damping: The damping.
+        largest: The largest learning rate.
+        rate: The learning rate, by which the inner optimizer multiplies.
+
+    Returns:
+        The factor on all D, and the squared length of the step.
+    """
+    numbers = tf.stack([tf.cast(pair, tf.float64) for pair in products])
+    decrease, product = tf.unstack(tf.reduce_sum(numbers, 0))
+    decrease = tf.maximum(decrease, 0)
+    square = tf.math.divide_no_nan(tf.square(decrease), product)
+    bound = tf.reduce_sum(stack_scalars(squares))
+    bound *= tf.cast(damping, tf.float64)
+    kappa = tf.sqrt(tf.maximum(_SHARE * loss, _LEAST**2))
+    length = tf.sqrt(tf.maximum(square, bound))
+    factor = tf.math.divide_no_nan(kappa, length * largest.value)
+    return Clip(factor, tf.square(kappa * largest.share(rate)))
 
 
 class Previous(Slots):

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
 from tfkfac.blocks.registry import tap_layers
 from tfkfac.capture.model_taps import ForwardTap, PullbackTap
 from tfkfac.checks import check_choice, check_count, check_range
@@ -29,9 +30,12 @@ from tfkfac.kfac.averages import Pending
 from tfkfac.kfac.bank import FAULTS, State, kept_factors
 from tfkfac.kfac.length import (
     LevenbergMarquardt,
+    QuadraticStep,
+    SpectralStep,
     check_step,
     clip_step,
-    quadratic_rule,
+    rule_of,
+    spectral_length,
 )
 from tfkfac.kfac.placement import (
     FACTORS,
@@ -42,6 +46,7 @@ from tfkfac.kfac.placement import (
     turns_due,
 )
 from tfkfac.kfac.precondition import (
+    BESIDE,
     Preconditioned,
     precondition,
     put_back,
@@ -57,9 +62,14 @@ from tfkfac.kfac.settings import (
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.arguments import Argument, Tunable
 from tfkfac.shell.method import Method
+from tfkfac.shell.rest import largest_rate
 from tfkfac.solvers import SOLVERS
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step, Update
+
+# Blocks that spectral steps leave out: of a table each row sees little of the
+# data, and orthogonalised it would move as much as one that sees all.
+TABLES = (EmbeddingBlock, PositionEmbeddingBlock)
 
 
 class KFACMethod(Method):
@@ -89,13 +99,18 @@ class KFACMethod(Method):
         distribution = self.distribution
         if isinstance(distribution, str):
             distribution = Distribution(distribution)
+        rule = rule_of(self.step)
+        self._quadratic = rule if isinstance(rule, QuadraticStep) else None
+        self._spectral = rule if isinstance(rule, SpectralStep) else None
+        self._without = () if self._spectral is None else TABLES
         self._placer = Placer(
             distribution,
             self.solver,
             self.skip_layers,
             Limit(self.max_factor_dim, self.factor_rank),
+            self._without,
+            0 if self._spectral is None else BESIDE,
         )
-        self._quadratic = quadratic_rule(self.step)
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
         self._advice = report.Advice()
@@ -106,8 +121,8 @@ class KFACMethod(Method):
     def run(self, step: Step) -> None:
         """One step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
         own = self.job.own(self.states)
-        # Rows alone would not do: the quadratic model needs all gradients.
-        whole = own.pending is not None or self._quadratic is not None
+        # Rows alone would not do: a rule needs the whole gradients.
+        whole = own.pending is not None or rule_of(self.step) is not None
         layers = observe(step, own, not whole and self.placement.takes_rows)
         step.note_losses("its unit is 1, its Fisher matrix the empirical one")
         if not self.job.terms_of(step.batch):
@@ -129,7 +144,7 @@ class KFACMethod(Method):
         """An update of the weights, by gradients still this replica's own."""
         own, clock = self.job.own(self.states), self.job.clock
         damping = own.current_damping(self.damping, clock)
-        asked = self.reduce(step)
+        asked, loss = self.reduce(step)
         # One after the other, and not one within the other: what each of them
         # uses would be passed from branch to branch.
         step.check_finite()
@@ -141,14 +156,15 @@ class KFACMethod(Method):
         def direction() -> Update:
             # Gradient workers apply -> receivers receive, stage by stage.
             exchange = self.placement.exchange
-            made = precondition(first, step, exchange, damping)
+            rule = self._spectral
+            made = precondition(first, step, exchange, damping, rule)
             for stage in others:  # while what those before made is sent
                 renewed.append(self.renew(stage, step, turns, asked, damping))
-                made += precondition(stage, step, exchange, damping)
+                made += precondition(stage, step, exchange, damping, rule)
             any_renewed = tf.cast(tf.reduce_any(renewed), tf.int64)
             own.inverse_updates.assign_add(any_renewed)
             renew_unsound(own.counters, made)
-            return Update(self.choose_length(made, step, sample, damping))
+            return Update(self.choose_length(made, step, sample, damping, loss))
 
         step.apply(direction)
 
@@ -171,7 +187,7 @@ class KFACMethod(Method):
             self.factor_batch_fraction,
         )
 
-    def reduce(self, step: Step) -> tf.Tensor:
+    def reduce(self, step: Step) -> tuple[tf.Tensor, tf.Tensor]:
         """Reduces the gradients, and with them what has to be decomposed.
 
         A worker that keeps decompositions of others' factors cannot make them
@@ -179,17 +195,22 @@ class KFACMethod(Method):
         does that all learn of the faults of the step before.
 
         Returns:
-            A bool for each block, true if it is to be decomposed at once.
+            A bool for each block, true if it is to be decomposed at once, and
+            the mean loss of the group, zero if nobody asks for it.
         """
         counters = self.job.own(self.states).counters
         asked = tf.equal(counters.decomposed, 0)
         news = [counters.news()] if step.group.size > 1 else []
         first = next((g for g in step.gradients if g is not None), None)
         dtype = tf.float32 if first is None else first.dtype
-        sums = step.reduce(*(tf.cast(one, dtype) for one in [asked, *news]))
+        losses = [] if self._spectral is None else [step.own_loss()]
+        beside = [asked, *news, *losses]
+        sums = step.reduce(*(tf.cast(one, dtype) for one in beside))
         for told in news:
             counters.hear(told, anywhere=sums[1] > 0)
-        return sums[0] > 0 if self.placement.plan.shares_clocks else asked
+        loss = sums[-1] if losses else tf.zeros([])
+        wanted = sums[0] > 0 if self.placement.plan.shares_clocks else asked
+        return wanted, tf.cast(loss, tf.float64)
 
     def accumulate(
         self,
@@ -318,8 +339,9 @@ class KFACMethod(Method):
         step: Step,
         sample: Sample | None,
         damping: tf.Tensor,
+        loss: tf.Tensor,
     ) -> Gradients:
-        """Gradients for the inner optimizer: clipped, or by the model."""
+        """Gradients for the inner optimizer, of a length that a rule says."""
         state, clock = self.job.own(self.states), self.job.clock
         if sample is not None:
             assert self._quadratic is not None
@@ -327,11 +349,22 @@ class KFACMethod(Method):
             return quadratic_step(step, made, sample, fraction, state, damping)
         if not made:
             return step.gradients
-        limit = None if self.kl_clip.get() is None else self.kl_clip.at(clock)
         products = [one.product for one in made]
-        rate = self.job.inner_optimizer.learning_rate
-        clip = clip_step(products, limit, rate)
-        state.report.note(clip, damping, self.job.name)
+        rate = tf.cast(self.job.inner_optimizer.learning_rate, tf.float64)
+        if self._spectral is not None:
+            squares = [2 * one.gradient.bound() for one in made]
+            assert state.largest_rate is not None
+            loss = tf.math.divide_no_nan(loss, step.loss.unit)
+            clip = spectral_length(
+                products, squares, loss, damping, state.largest_rate, rate
+            )
+            state.report.assign(length=clip.length, damping=damping)
+        else:
+            limit = (
+                None if self.kl_clip.get() is None else self.kl_clip.at(clock)
+            )
+            clip = clip_step(products, limit, rate)
+            state.report.note(clip, damping, self.job.name)
         return put_back(made, clip.factor, step.gradients)
 
     # --------------------------------------------------- binding and state
@@ -339,7 +372,7 @@ class KFACMethod(Method):
     def attach(self, job: Job) -> None:
         self.job = job
         self._placement = None
-        tap_layers(job.model, self.skip_layers, self)
+        tap_layers(job.model, self.skip_layers, self, self._without)
         if self.fisher != EMPIRICAL:
             PullbackTap.open(job.model)
         if self._quadratic is not None:
@@ -371,6 +404,10 @@ class KFACMethod(Method):
 
         def make(rank: int) -> State:
             state = known.get(rank) or State()
+            if self._spectral is not None:
+                state.take_spectral_steps(
+                    largest_rate(self.job.inner_optimizer)
+                )
             state.fill(placement, rank)
             if self._quadratic is not None:
                 state.take_quadratic_steps(self.job.model, self.damping.get())
@@ -424,6 +461,7 @@ class KFACMethod(Method):
             self.job.topology.local[0],
             None if self.gradient_accumulation_steps is None else size,
             size if self._quadratic is not None else None,
+            self._spectral is not None,
         )
 
     @override

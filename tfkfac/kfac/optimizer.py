@@ -1,5 +1,6 @@
 """K-FAC as a preconditioner in front of any Keras optimizer."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypedDict
 
@@ -7,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
+from keras.saving import serialize_keras_object
 from typing_extensions import Unpack
 
 from tfkfac.capture.walk import SkipRule
@@ -14,10 +16,12 @@ from tfkfac.checks import check_range
 from tfkfac.kfac.length import (
     LevenbergMarquardt,
     QuadraticStep,
+    Rule,
+    SpectralStep,
     check_damping,
     check_plain,
     check_step,
-    quadratic_rule,
+    rule_of,
 )
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
@@ -33,7 +37,7 @@ from tfkfac.shell.arguments import (
     take_over_accumulation,
 )
 from tfkfac.shell.optimizer import SecondOrderOptimizer
-from tfkfac.shell.rest import INNER, choose_rest
+from tfkfac.shell.rest import INNER, choose_rest, follow_rest
 
 Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]
 LearningRate: TypeAlias = float | LearningRateSchedule | Callable[[], float]
@@ -191,7 +195,7 @@ class KFAC(SecondOrderOptimizer):
     # The method's, shown as attributes.
     damping: Schedule | LevenbergMarquardt
     kl_clip: Schedule | None
-    step: str | QuadraticStep
+    step: str | Rule
     fisher: str | None
     solver: str
     distribution: str | Distribution
@@ -210,10 +214,10 @@ class KFAC(SecondOrderOptimizer):
         *,
         learning_rate: LearningRate | None = None,
         momentum: float | None = None,
-        rest_optimizer: Inner | None = INNER,
+        rest_optimizer: Inner | None = None,
         damping: Schedule | LevenbergMarquardt = _DAMPING,
         kl_clip: Schedule | None = 0.02,
-        step: str | QuadraticStep = "inner",
+        step: str | Rule = "inner",
         fisher: str | None = None,
         solver: str = "inverse",
         distribution: str | Distribution = "comm_opt",
@@ -236,48 +240,63 @@ class KFAC(SecondOrderOptimizer):
             distribution = with_fraction(distribution, fraction)
         if momentum is not None:
             momentum = check_range("momentum", momentum, 0, 1)
-        rule = quadratic_rule(check_step("step", step))
+        step = check_step("step", step)
+        rule = rule_of(step)
+        sgd = {"learning_rate": 0.1, "momentum": 0.5}
+        if rule:
+            sgd = {"learning_rate": 1.0, "momentum": 0.0}
+        if isinstance(rule, SpectralStep):
+            if momentum is not None and inner_optimizer is None:
+                if step is rule:
+                    raise ValueError(
+                        "Argument `momentum` must be left out where `step` has "
+                        "a momentum of its own. Received: momentum="
+                        f"{momentum!r} with step={step!r}"
+                    )
+                step = rule = dataclasses.replace(rule, momentum=momentum)
+                momentum = None
+            sgd["learning_rate"] = follow_rest(rest_optimizer) or 1.0
         inner = check_inner(
             choose_inner(
                 inner_optimizer,
                 keras.optimizers.SGD,
-                {"learning_rate": 1.0, "momentum": 0.0}
-                if rule
-                else {"learning_rate": 0.1, "momentum": 0.5},
+                sgd,
                 {"learning_rate": learning_rate, "momentum": momentum},
             )
         )
         if rule:
-            check_plain(inner)
-            if rule.damping is not None:
-                if damping != _DAMPING:
-                    raise ValueError(
-                        "Argument `damping` must be left out where `step` has "
-                        f"a damping of its own. Received: damping={damping!r} "
-                        f"with step={step!r}"
-                    )
-                # Kept in one place, where it can be changed in training.
-                damping, step = rule.damping, QuadraticStep(rule.batch_fraction)
+            check_plain(inner, rule)
+        if isinstance(rule, QuadraticStep) and rule.damping is not None:
+            if damping != _DAMPING:
+                raise ValueError(
+                    "Argument `damping` must be left out where `step` has "
+                    f"a damping of its own. Received: damping={damping!r} "
+                    f"with step={step!r}"
+                )
+            # Kept in one place, where it can be changed in training.
+            damping, step = rule.damping, QuadraticStep(rule.batch_fraction)
         gradient_accumulation_steps = take_over_accumulation(
             inner, gradient_accumulation_steps
         )
         check_damping(damping, rule, gradient_accumulation_steps)
+        if isinstance(rule, QuadraticStep):
+            if rest_optimizer not in (None, INNER):
+                raise ValueError(
+                    "Argument `rest_optimizer` must be left out with quadratic "
+                    "steps, which move all weights. Received: "
+                    f"rest_optimizer={rest_optimizer!r} with step={step!r}"
+                )
+            rest_optimizer = INNER
         rest = choose_rest(rest_optimizer, inner)
-        if rule and rest is not None:
-            raise ValueError(
-                "Argument `rest_optimizer` must be left out with quadratic "
-                "steps, which move all weights. Received: "
-                f"rest_optimizer={rest_optimizer!r} with step={step!r}"
-            )
         method = KFACMethod(locals())
         super().__init__(inner, method, name, max_skipped_steps, rest)
 
     @classmethod
     def _today(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """The config of a file from before `Distribution`, as it is now."""
+        """The config of a file from before, as it is now."""
+        config = {"rest_optimizer": INNER, **config}
         if "symmetric_communication" not in config:
             return config
-        config = dict(config)
         distribution = Distribution(
             config.pop("distribution"),
             config.pop("gradient_worker_fraction"),
@@ -396,7 +415,6 @@ class KFAC(SecondOrderOptimizer):
         Raises:
             ValueError: If one is a function that a file cannot hold.
         """
-        config, rest = super().get_config(), self.rest_optimizer
-        if rest is not None:
-            config["rest_optimizer"] = keras.saving.serialize_keras_object(rest)
-        return config
+        rest = self.rest_optimizer
+        saved = INNER if rest is None else serialize_keras_object(rest)
+        return super().get_config() | {"rest_optimizer": saved}

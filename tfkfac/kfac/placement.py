@@ -1,6 +1,7 @@
 """Placement of the blocks on workers, and the schedule of their renewal."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -28,6 +29,8 @@ from tfkfac.training.job import Job
 class Placement:
     """The blocks of a model on the workers of a job.
 
+    Some numbers travel `beside` each preconditioned gradient.
+
     Attributes:
         turns: The turn in which each block is decomposed.
         sizes: Bytes of each block.
@@ -39,6 +42,7 @@ class Placement:
         topology: Topology,
         solver: Solver,
         distribution: Distribution,
+        beside: int = 0,
     ) -> None:
         self.registry = registry
         self.topology = topology
@@ -67,9 +71,11 @@ class Placement:
             dtype and sum_dtype(dtype, topology.hint),
             distribution.storage_dtype,
         )
-        self.exchange = Exchange(self.plan, registry.blocks, solver, self.wire)
+        self.exchange = Exchange(
+            self.plan, registry.blocks, solver, self.wire, beside
+        )
         self.sizes = [
-            BlockCost.of(block, solver, self.wire, topology.replicas)
+            BlockCost.of(block, solver, self.wire, topology.replicas, beside)
             for block in registry.blocks
         ]
 
@@ -101,11 +107,12 @@ class Placement:
         rank: int,
         accumulated: int | None = None,
         previous: int | None = None,
+        has_momenta: bool = False,
     ) -> dict[str, int]:
         """Bytes of the curvature state of a worker.
 
         Beside it those of the gradients that it adds up over micro-batches,
-        and of the update before, if it keeps these.
+        of the update before, and of momenta, if it keeps these.
         """
         state = Loads(self.plan).state(self.sizes)
         sizes = {kind: int(sums[rank]) for kind, sums in state.items()}
@@ -118,6 +125,12 @@ class Placement:
             )
         if previous is not None:
             sizes["previous_update"] = previous
+        if has_momenta:
+            sizes["momenta"] = sum(
+                math.prod(block.gradient_shape) * block.dtype.size
+                for i, block in enumerate(self.blocks)
+                if self.plan.preconditions(rank, i)
+            )
         return {**sizes, "total": sum(sizes.values())}
 
     def communication_bytes(
@@ -213,6 +226,8 @@ def turns_due(
 class Placer:
     """Places blocks on workers, once in the mode that "auto" has chosen.
 
+    It leaves out the classes of blocks that it is `without`.
+
     Attributes:
         lines: Lines of a summary about the choice; none without a choice.
     """
@@ -223,11 +238,15 @@ class Placer:
         solver: str,
         skip_layers: Sequence[SkipRule],
         limit: Limit,
+        without: tuple[type[Block], ...] = (),
+        beside: int = 0,
     ) -> None:
         self._distribution = distribution
         self._solver = solver
         self._skip_layers = skip_layers
         self._limit = limit
+        self._without = without
+        self._beside = beside
         self._machine: Machine | None = None
         self._chosen: Distribution | None = None
         self.lines: list[str] = []
@@ -242,7 +261,9 @@ class Placer:
 
     def place(self, job: Job, *intervals: Hyperparameter) -> Placement:
         """Places the blocks; intervals are of factors and decompositions."""
-        registry = build_registry(job.model, self._skip_layers, self._limit)
+        registry = build_registry(
+            job.model, self._skip_layers, self._limit, self._without
+        )
         solver = SOLVERS[self._solver]()
         chosen = self._chosen or self._distribution
         if chosen.mode == AUTO:

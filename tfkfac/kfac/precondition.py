@@ -8,13 +8,18 @@ import tensorflow as tf
 from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
 from tfkfac.compat.functions import Kind, each, fields
 from tfkfac.kfac.active import ActiveBlock
-from tfkfac.kfac.averages import Decomposition
+from tfkfac.kfac.averages import Decomposition, Momentum
 from tfkfac.kfac.bank import Counters
 from tfkfac.kfac.exchange import Exchange
-from tfkfac.linalg.tensors import stack_scalars
+from tfkfac.kfac.length import SpectralStep
+from tfkfac.linalg.polar import polar_factors
+from tfkfac.linalg.tensors import all_finite, select, stack_scalars
 from tfkfac.solvers import most_rows
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
+
+# Numbers that travel beside a direction.
+BESIDE = 2
 
 
 class Preconditioned(NamedTuple):
@@ -24,7 +29,7 @@ class Preconditioned(NamedTuple):
     gradient: LayerGradient
     """P."""
     product: tf.Tensor
-    """`<P, W>` with its gradient W."""
+    """`<P, W>` with its gradient W; `<D, N>` and `<P, N>` of a direction D."""
     sound: tf.Tensor
     """False if W is in the place of a P that cannot be right."""
 
@@ -34,17 +39,33 @@ def precondition(
     step: Step,
     exchange: Exchange,
     damping: tf.Tensor,
+    spectral: SpectralStep | None = None,
 ) -> list[Preconditioned]:
     """Gradient workers apply -> receivers receive.
 
     The gradients are reduced. The damping says how long P can be.
     """
+    if spectral is not None:
+        return orthogonalize(layers, step, exchange, spectral)
     by_rows = [one for one in layers if one.rows is not None]
     others = [one for one in layers if one.rows is None]
     return [
         *precondition_rows(by_rows, step, damping),
         *precondition_matrices(others, step, exchange, damping),
     ]
+
+
+def _gradient_matrices(
+    layers: Sequence[ActiveBlock], step: Step
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """The gradients of blocks as matrices, and factors that make them W."""
+    scales = _casts(_inverse(step.loss.unit), layers)
+    matrices = each(
+        [one.block.to_matrix for one in layers],
+        [[step.gradients[k] for k in one.indices] for one in layers],
+        like=[_form("matrix", one) for one in layers],
+    )
+    return matrices, scales
 
 
 def precondition_matrices(
@@ -57,12 +78,7 @@ def precondition_matrices(
 
     All workers have the W, those with decompositions make the P.
     """
-    scales = _casts(_inverse(step.loss.unit), layers)
-    matrices = each(
-        [one.block.to_matrix for one in layers],
-        [[step.gradients[k] for k in one.indices] for one in layers],
-        like=[_form("matrix", one) for one in layers],
-    )
+    matrices, scales = _gradient_matrices(layers, step)
     kept = [one.state.decomposition for one in layers]
     applied = each(Decomposition.precondition, kept, matrices, scales)
     plain = [
@@ -73,12 +89,12 @@ def precondition_matrices(
     own = [both and both[1] for both in applied]
     _set_shapes(layers, own)
     places = [one.position for one in layers]
-    made = {i: P for i, P in zip(places, own, strict=True) if P is not None}
+    made = {i: [P] for i, P in zip(places, own, strict=True) if P is not None}
     shared = exchange.share_gradients(step.group, made, places)
     finished = each(
         _finish_matrix,
         plain,
-        [shared[i] for i in places],
+        [shared[i][0] for i in places],
         damping,
         like=Kind(any_size=True),
     )
@@ -87,6 +103,81 @@ def precondition_matrices(
         Preconditioned(one, MatrixGradient(new), product, flag)
         for one, (new, product, flag) in zip(layers, finished, strict=True)
     ]
+
+
+def orthogonalize(
+    layers: Sequence[ActiveBlock],
+    step: Step,
+    exchange: Exchange,
+    rule: SpectralStep,
+) -> list[Preconditioned]:
+    """The directions D of spectral steps, see `SpectralStep`.
+
+    All workers have the W. Those with decompositions have the momenta N, and
+    make `P = A^-1 N G^-1` and D of them; with D travel `<D, N>` and `<P, N>`.
+    """
+    matrices, scales = _gradient_matrices(layers, step)
+    plain = [W * scale for W, scale in zip(matrices, scales, strict=True)]
+    _set_shapes(layers, plain)
+    own = [i for i, one in enumerate(layers) if one.state.momentum is not None]
+    kept, momenta = [
+        [getattr(layers[i].state, name) for i in own]
+        for name in ("decomposition", "momentum")
+    ]
+    pairs = each(
+        _precondition_momentum,
+        kept,
+        momenta,
+        [plain[i] for i in own],
+        rule.momentum,
+    )
+    N, P = fields(pairs, 2)
+    for matrices in (N, P):
+        _set_shapes([layers[i] for i in own], matrices)
+    directions = polar_factors(P, rule.block, rule.iterations)
+    products = [
+        tf.stack([MatrixGradient(n).inner(MatrixGradient(x)) for x in (d, p)])
+        for d, n, p in zip(directions, N, P, strict=True)
+    ]
+    made = {
+        layers[i].position: [d, both]
+        for i, d, both in zip(own, directions, products, strict=True)
+    }
+    places = [one.position for one in layers]
+    shared = exchange.share_gradients(step.group, made, places)
+    return [
+        _finish_direction(one, W, *shared[one.position])
+        for one, W in zip(layers, plain, strict=True)
+    ]
+
+
+def _precondition_momentum(
+    decomposition: Decomposition,
+    momentum: Momentum,
+    matrix: tf.Tensor,
+    decay: float,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The momentum N of a gradient, and that preconditioned."""
+    total = momentum.add(matrix, decay)
+    return total, decomposition.apply(MatrixGradient(total)).matrix
+
+
+def _finish_direction(
+    one: ActiveBlock, plain: tf.Tensor, direction: tf.Tensor, both: tf.Tensor
+) -> Preconditioned:
+    """A direction D with its two products; W over its norm if D is not finite.
+
+    These are what they would be if the Fisher matrix was the identity.
+    """
+    sound = all_finite([direction, both])
+    norm = tf.norm(plain)
+    unit = tf.math.divide_no_nan(plain, norm)
+    return Preconditioned(
+        one,
+        MatrixGradient(select(sound, direction, unit)),
+        select(sound, both, tf.stack([norm, tf.square(norm)])),
+        sound,
+    )
 
 
 def _set_shapes(

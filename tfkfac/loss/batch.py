@@ -34,6 +34,7 @@ class LossBatch:
         arguments: Arguments of `compute_loss`.
         ordinal: Number of batches that were seen before in the same step.
         measure: Measure of the loss by all replicas, if it has been weighed.
+        value: The loss, divided by the number of replicas as Keras does.
     """
 
     terms: tuple[LossTerms, ...] = ()
@@ -41,6 +42,7 @@ class LossBatch:
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ordinal: int = 0
     measure: LossMeasure | None = None
+    value: tf.Tensor | None = None
 
 
 class LossTap(ModelTap[LossBatch]):
@@ -73,7 +75,8 @@ class LossTap(ModelTap[LossBatch]):
             if all(handle is not known for known in written):
                 written.append(handle)
         ordinal = before[-1].ordinal + 1 if before else 0
-        self.note(loss_batch(arguments, terms, ordinal))
+        batch = loss_batch(arguments, terms, ordinal)
+        self.note(dataclasses.replace(batch, value=loss))
         return loss
 
     def written(self) -> list[tf.Tensor]:

@@ -28,6 +28,7 @@ from tfkfac.shell.model import (
     plain,
     repair_keras,
 )
+from tfkfac.shell.rest import follows
 from tfkfac.shell.saving import SavedState
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, weigh_loss
@@ -183,6 +184,7 @@ class SecondOrderOptimizer(KerasOptimizer):
                 self.inner_optimizer,
                 self._scaling,
                 self.rest_optimizer,
+                follows(self.inner_optimizer),
             )
         self._job.loss_terms = loss_terms
         LossTap.open(model)

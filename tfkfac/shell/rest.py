@@ -77,10 +77,28 @@ def choose_rest(
             f"Argument `rest_optimizer` must be {why}. "
             f"Received: rest_optimizer={rest}"
         )
-    rate = rate_of(rest)
-    if isinstance(rate, ShapedRate):  # of a config, too
-        rate.follow(inner)
+    for one, other in ((rest, inner), (inner, rest)):
+        if follows(one):  # of a config, too
+            rate_of(one).follow(other)
     return rest
+
+
+def follow_rest(rest_optimizer: Any) -> LearningRateSchedule | None:
+    """Returns a rate of 1 times the shape of a schedule that a user gives.
+
+    None where it is not one of the rest optimizer.
+    """
+    rest = rest_optimizer
+    if not isinstance(rest, keras.optimizers.Optimizer):
+        return None
+    if not isinstance(rate_of(rest), LearningRateSchedule) or follows(rest):
+        return None
+    return ShapedRate(1.0, largest_rate(rest))
+
+
+def follows(optimizer: keras.optimizers.Optimizer) -> bool:
+    """True if the learning rate has the shape of another one's."""
+    return isinstance(rate_of(optimizer), ShapedRate)
 
 
 def largest_rate(optimizer: keras.optimizers.Optimizer) -> float:

@@ -116,6 +116,8 @@ class Job:
         empty: And of its last batches that had no examples, if it has peers.
         loss_terms: Number of terms of a loss that nobody sees being computed,
             or a function that returns it.
+        inner_follows: True if the learning rate of the inner optimizer follows
+            that of the rest optimizer, and not the other way round.
         losses: What the losses have been taken for.
     """
 
@@ -126,10 +128,12 @@ class Job:
         inner_optimizer: keras.optimizers.Optimizer,
         scaling: LossScaling | None = None,
         rest_optimizer: keras.optimizers.Optimizer | None = None,
+        inner_follows: bool = False,
     ) -> None:
         self.name = name
         self.inner_optimizer = inner_optimizer
         self.rest_optimizer = rest_optimizer
+        self.inner_follows = inner_follows
         self.scaling = LossScaling(name) if scaling is None else scaling
         self.loss_terms: int | Callable[[], tf.Tensor] | None = None
         self.losses = LossLog()

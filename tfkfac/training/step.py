@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -92,6 +92,16 @@ class Step:
                 is_weighed=False,
             )
         return self._measure
+
+    def own_loss(self) -> tf.Tensor:
+        """This replica's part of the mean loss, float64.
+
+        Of the last of several micro-batches; 0 where nobody sees the loss.
+        """
+        value = self.batch.value
+        if value is None:
+            return tf.zeros([], tf.float64)
+        return weighted(tf.cast(value, tf.float64), self.loss.share)
 
     def row_scale(self) -> tf.Tensor:
         """Factor for recorded gradients, see `LossMeasure`."""
@@ -247,13 +257,17 @@ class Step:
             (None if g is None else of_this_graph(g), v)
             for g, v in zip(update.gradients, self.variables, strict=True)
         ]
-        if rest is not None:  # first: its rate may follow the inner one's
+        tasks: list[Any] = [(inner, pairs, update.after)]
+        if rest is not None:
             others = [one for one in pairs if knows_variable(rest, one[1])]
-            pairs = [one for one in pairs if not knows_variable(rest, one[1])]
-            with updates_in_replica(rest):
-                apply_or_count(rest, others)
-        with updates_in_replica(inner, update.after):
-            apply_or_count(inner, pairs)
+            own = [one for one in pairs if not knows_variable(rest, one[1])]
+            tasks = [(rest, others, None), (inner, own, update.after)]
+        # First the one whose rate may follow the other's, which counts steps.
+        if self.job.inner_follows:
+            tasks.reverse()
+        for optimizer, own, after in tasks:
+            with updates_in_replica(optimizer, after):
+                apply_or_count(optimizer, own)
 
 
 def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:
