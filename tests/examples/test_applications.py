@@ -51,7 +51,7 @@ def test_quick_run(name: str, tmp_path: pathlib.Path) -> None:
     assert record["losses"][-1] < record["losses"][0]
     assert record["state_bytes"]["total"] > 0
     if name == "detection":
-        assert "neck" in said.partition("Left to the inner optimizer")[2]
+        assert "neck" in said.partition("Left to the rest optimizer")[2]
 
 
 @pytest.mark.slow

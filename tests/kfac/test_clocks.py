@@ -274,7 +274,9 @@ def test_constraints_hold() -> None:
 
 def test_variables_are_the_inner_optimizers() -> None:
     """What Keras asks of a wrapped optimizer goes through."""
-    optimizer = kfac_of(compiled_mlp(keras.optimizers.Adam(0.01)))
+    optimizer = kfac_of(
+        compiled_mlp(keras.optimizers.Adam(0.01), rest_optimizer="inner")
+    )
     inner = optimizer.inner_optimizer
     assert optimizer.iterations is inner.iterations
     assert len(optimizer.variables) == 2 + 2 * 4

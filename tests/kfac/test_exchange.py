@@ -199,7 +199,7 @@ def test_receivers_get_the_result_of_their_row(mode: str, workers: int) -> None:
 
     def work(group: Any) -> Any:
         own = {
-            i: matrix(group.rank, i)
+            i: [matrix(group.rank, i)]
             for i in layers
             if placement.plan.preconditions(group.rank, i)
         }
@@ -217,7 +217,7 @@ def test_receivers_get_the_result_of_their_row(mode: str, workers: int) -> None:
             ]
             (sender,) = senders
             assert (i in own) == (sender == rank)
-            np.testing.assert_array_equal(shared[i], matrix(sender, i))
+            np.testing.assert_array_equal(shared[i][0], matrix(sender, i))
         assert received == received_by(
             placement, rank, "preconditioned_gradients"
         )

@@ -41,7 +41,10 @@ def test_leftovers_take_the_plain_step() -> None:
     )
     variables = model.trainable_variables
     optimizer = tfkfac.KFAC(
-        keras.optimizers.SGD(0.1), skip_layers=["tokens", "last"], kl_clip=1e-6
+        keras.optimizers.SGD(0.1),
+        skip_layers=["tokens", "last"],
+        kl_clip=1e-6,
+        rest_optimizer="inner",
     ).attach(model)
     x, y = np.array([[0, 1, 2], [2, 3, 3]]), np.array([0, 1])
 
@@ -68,7 +71,7 @@ def test_leftovers_take_the_plain_step() -> None:
 def test_model_without_a_supported_layer() -> None:
     """A warning that says what happens; then the inner optimizer works."""
     model = sequential(Scale(name="scale"))
-    with pytest.warns(UserWarning, match=r"has no layer that K-FAC.*SGD"):
+    with pytest.warns(UserWarning, match=r"has no layer that K-FAC.*Adam"):
         model.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
     optimizer = kfac_of(model)
     assert "No layer is preconditioned." in summary_text(optimizer)

@@ -72,7 +72,7 @@ def test_low_coverage() -> None:
     (text,) = compiling(model)
     want = (
         f"K-FAC preconditions {100 * dense / total:.1f}% of the weights of "
-        f"model '{model.name}' ({dense} of {total}). Its inner optimizer, SGD, "
+        f"model '{model.name}' ({dense} of {total}). Its rest optimizer, Adam, "
         f"trains the others alone: lstm/lstm_cell ({lstm} weights: used in "
         f"the loop of a LSTM), gru/gru_cell ({gru} weights: used in the loop "
         "of a GRU), scale (2 weights: no block for Scale), .... See "

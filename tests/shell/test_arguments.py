@@ -150,6 +150,7 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
         "learning_rate": 1.0, "max_skipped_steps": None,
     },
 }  # fmt: skip
+RESTS = {tfkfac.KFAC: "Adam"}
 TUNABLE = [
     (kind, name)
     for kind in DEFAULTS
@@ -163,6 +164,8 @@ def test_defaults(kind: Any) -> None:
     """The measured recipes; a change of one must be on purpose."""
     config = kind().get_config()
     config.pop("inner_optimizer", None)
+    rest = config.pop("rest_optimizer", None)
+    assert (rest and rest["class_name"]) == RESTS.get(kind)
     assert config == DEFAULTS[kind]
 
 

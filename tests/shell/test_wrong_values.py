@@ -247,7 +247,7 @@ def test_what_cannot_be_inside_a_quadratic_step() -> None:
 TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     (FOSI, {"num_largest": 0}, "`num_largest` and `num_smallest`"),
     (KFAC, {"inner_optimizer": SGD(0.1, **PARTS), **PARTS}, "of one"),
-    (KFAC, {"damping": RULE()}, "must be a number.*with step='inner'"),
+    (KFAC, {"damping": RULE()}, "must be a number.*without step='quad"),
     (KFAC, {"damping": RULE(), **PARTS, **QUADRATIC}, "must not be a `Leven"),
     (KFAC, {"momentum": 0.5, **QUADRATIC}, r"SGD\(momentum\)"),
     (RULE, {"initial": 1.0, "maximum": 0.5}, "`minimum` and `maximum`"),

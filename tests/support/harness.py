@@ -58,6 +58,7 @@ def compiled(
     if isinstance(inner, float):
         inner = keras.optimizers.SGD(inner)
     kwargs.setdefault("kl_clip", None)
+    kwargs.setdefault("rest_optimizer", "inner")
     kwargs.setdefault("fisher", "empirical")
     kwargs.setdefault("factor_update_interval", 1)
     kwargs.setdefault("inverse_update_interval", 1)

@@ -185,17 +185,19 @@ class SpectralStep(Settings):
     al., 2024), in blocks of columns of P, by a few polynomials of its singular
     values (Amsel et al., 2025). Vectors are divided by their norm.
 
-    All D together are multiplied by the number for which the loss decreases,
-    to first order, as much as along a natural gradient step whose length in
-    the Fisher metric is
+    All D together get the length at which the loss decreases, to first order,
+    as much as along a natural gradient step with a length, in the Fisher
+    metric, of
 
         kappa s,   kappa = max(0.07, sqrt(0.005 L)),
 
     where s is the learning rate over the largest one of its schedule and L
-    the negative log-likelihood of a term of the loss. So the learning rate
-    says nothing but the shape of a schedule. `<D, N> / sqrt(<P, N>)` is what that takes, a lower bound of
-    the Fisher length of D by Cauchy and Schwarz; another one is the root of the
-    damping times `|D|^2`, and the larger one counts.
+    the negative log-likelihood of a term of the loss, 0 if nobody sees it. So
+    a learning rate says nothing but its schedule's shape, and it needs one:
+    at a constant rate these steps do not get shorter by themselves. That
+    length takes `<D, N> / sqrt(<P, N>)`, a lower bound of the Fisher length of
+    D by Cauchy and Schwarz. Another one is the root of the damping times
+    `|D|^2`; the larger one counts.
 
     The inner optimizer must be SGD without momentum. Embeddings, of which
     each row sees little of the data, are left to the rest optimizer.
@@ -251,8 +253,8 @@ def rule_of(step: str | Rule) -> Rule | None:
     """Returns the rule that a kind of step stands for; None is the clip."""
     if not isinstance(step, str):
         return step
-    rule = RULES[step]
-    return rule and rule()
+    kind = RULES[step]
+    return None if kind is None else kind()
 
 
 def check_damping(

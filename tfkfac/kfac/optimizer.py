@@ -81,38 +81,42 @@ class KFAC(SecondOrderOptimizer):
     one loss make the same steps. With several losses, number of terms and unit
     are those of the one with the largest unit, its weight included.
 
-    Weights without a block (see `summary`) go to the inner optimizer as they
-    are, or to a rest optimizer; when these are most of a model, a warning says
-    so. Layer classes of your own get a block by `tfkfac.register_block`.
+    Weights without a block (see `summary`) have an optimizer of their own, the
+    rest optimizer; when these are most of a model, a warning says so. Layer classes of your own get a block by `tfkfac.register_block`.
 
     >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 
     Args:
         inner_optimizer: A Keras optimizer, its identifier or config, or a
             float or schedule, the learning rate of `SGD(momentum=0.5)`.
-            Defaults to 0.1. See `step` for what "quadratic" needs.
+            Defaults to 0.1. See `step` for what the other steps need.
         rest_optimizer: A Keras optimizer, its name or config, for the weights
-            without a block, which `summary` lists; None is Adam, whose rate is
-            0.001 where the inner optimizer's is largest, and falls with it.
-            "inner" leaves them to the inner optimizer, as the papers do;
-            quadratic steps, which move all weights, allow no other. Defaults
-            to "inner".
+            without a block, which `summary` lists. "inner" leaves them to the
+            inner optimizer, as the papers do; quadratic steps move all weights
+            and allow nothing else. None is that with them, and otherwise Adam,
+            whose rate is 0.001 where the inner optimizer's is largest, and
+            falls with it. Defaults to None.
         learning_rate: Learning rate of the inner SGD, if there is no other
             `inner_optimizer`: a float, a schedule or a callable.
-        momentum: Momentum of the inner SGD, likewise.
+        momentum: Momentum of the inner SGD, likewise; of spectral steps.
         damping: Tikhonov damping of the Fisher matrix. A number, a schedule or
             a callable of the iteration; with quadratic steps also a
             `tfkfac.LevenbergMarquardt`, but not with
             `gradient_accumulation_steps`. Defaults to 0.01.
         kl_clip: Largest squared length of a step in the Fisher metric, as a
             number, a schedule or a callable; None switches it off. Without
-            effect with quadratic steps, whose model chooses the length.
+            effect with quadratic and spectral steps, which have a length of
+            their own.
             Defaults to 0.02.
         step: "inner" leaves the length of a step to `kl_clip` and the inner
             optimizer. "quadratic" or a `tfkfac.QuadraticStep` chooses length
             and momentum anew each time, by a quadratic model of the loss; the
             inner optimizer must be SGD with a learning rate alone, by default
-            1.0. Defaults to "inner".
+            1.0. "spectral" or a `tfkfac.SpectralStep` orthogonalises the
+            momentum of the preconditioned gradient and takes nothing of the
+            learning rate but the shape of its schedule, which is that of the
+            `rest_optimizer` if only that has one; the inner optimizer must be
+            SGD without momentum. Defaults to "inner".
         fisher: Whose gradients the factors G are made of, where the loss is
             computed by `model.compute_loss`, as `fit` does. "monte_carlo": of
             labels drawn from the model's own predictions (Martens & Grosse,

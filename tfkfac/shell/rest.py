@@ -109,4 +109,4 @@ def largest_rate(optimizer: keras.optimizers.Optimizer) -> float:
     rate = rate_of(optimizer)
     if isinstance(rate, LearningRateSchedule):
         return max(float(rate(step)) for step in _PROBES)
-    return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+    return float(tf.convert_to_tensor(optimizer.learning_rate))
