@@ -16,12 +16,10 @@ from collections.abc import Mapping
 import keras
 import numpy as np
 
-from targets.data import Data, load
-from targets.problems import PROBLEMS
-from targets.run import Run
-from targets.training import fit
+from targets.data import Data
+from targets.run import FINAL, Run
+from targets.training import Training, load
 
-PROBLEM, SIZE = "autoencoder", "small"
 ADAM_RATE = 2e-3
 # Steps that tell how long one takes.
 TRIAL = 60
@@ -32,17 +30,32 @@ PLOTTED = 10
 
 def main() -> None:
     """Trains, and shows what came out."""
-    data = load("digits", None, PROBLEMS[PROBLEM].count_examples(SIZE))
     adam, kfac = (
-        Run(PROBLEM, SIZE, "digits", method, rate, "full", 0, 1)
-        for method, rate in (("adam", ADAM_RATE), ("kfac", None))
+        Run(
+            FINAL,
+            "autoencoder",
+            "small",
+            "digits",
+            method,
+            rate=rate,
+            rest=None,
+            decay=0.0,
+            batch=batch,
+            share=share,
+            seed=0,
+        )
+        for method, rate, batch, share in (
+            ("adam", ADAM_RATE, 125, 1.0),
+            ("kfac", None, 500, 0.25),
+        )
     )
+    data = load(kfac, None)
     print("An autoencoder of digits, 784-500-250-125-30-125-250-500-784")
     images = {"digits": data.test_x[:PLOTTED, ..., 0]}
     steps = kfac.count_steps()
     seconds, images["K-FAC"] = train("K-FAC", kfac, data, steps)
-    _, trial = fit(adam, data, TRIAL, 1)
-    steps = round(seconds * (TRIAL - 1) / trial.curve[-1]["seconds"])
+    trial = Training(adam, data, steps=TRIAL, evaluations=1).run(adam.seed)
+    steps = round(seconds * (TRIAL - 1) / trial["curve"]["seconds"][-1])
     _, images["Adam"] = train("Adam", adam, data, steps)
     show(images)
     if len(sys.argv) > 1:
@@ -53,16 +66,18 @@ def train(
     name: str, run: Run, data: Data, steps: int
 ) -> tuple[float, np.ndarray]:
     """Trains; returns the seconds, and the first digits as they come out."""
-    model, recorder = fit(run, data, steps, 4)
-    for point in recorder.curve:
+    training = Training(run, data, steps=steps, evaluations=4)
+    curve = training.run(run.seed)["curve"]
+    for step, seconds, error in zip(
+        curve["step"], curve["seconds"], curve["metric"], strict=True
+    ):
         print(
-            f"{name:5}  {point['step']:5.0f} steps  {point['seconds']:5.1f} "
-            f"seconds  squared error of an image {point['metric']:6.2f}",
-            flush=True,
+            f"{name:5}  {step:5.0f} steps  {seconds:5.1f} seconds  squared "
+            f"error of an image {error:6.2f}"
         )
-    logits = model.predict(data.test_x[:PLOTTED], verbose=0)
+    logits = training.model.predict(data.test_x[:PLOTTED], verbose=0)
     outputs = keras.ops.convert_to_numpy(keras.ops.sigmoid(logits))
-    return recorder.curve[-1]["seconds"], outputs.reshape(-1, 28, 28)
+    return curve["seconds"][-1], outputs.reshape(-1, 28, 28)
 
 
 def show(images: Mapping[str, np.ndarray]) -> None:

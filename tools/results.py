@@ -1,21 +1,27 @@
-"""Writes the figures of the documentation from docs/results.json.
+"""Writes the figures of the documentation from the records.
 
     python tools/results.py
 
-All go into docs/pages/results.md, the first table into README.md. A record is a
-study: its tables as they were measured, the command that repeats
-it, the machine, and the commits that its figures came with.
+All go into docs/pages/results.md, the first table into README.md. A record of
+docs/trainings.json is a training of time_to_target.py; one of docs/results.json
+is another study: its tables as they were measured, the command that repeats it,
+the machine, and the commits that its figures came with.
 """
 
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from targets import report
+from targets.report import markdown_table
+from targets.study import Records
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 RECORDS = DOCS / "results.json"
+TRAININGS = DOCS / "trainings.json"
 PAGE = DOCS / "pages" / "results.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
@@ -52,30 +58,24 @@ def with_table(text: str, records: Mapping[str, Any]) -> str:
 
 
 def page(records: Mapping[str, Any]) -> str:
-    """The page of all studies, those of this version first."""
-    studies = records["studies"]
+    """The page of all records."""
     parts = [
-        "<!-- Written by tools/results.py from docs/results.json. -->",
+        "<!-- Written by tools/results.py from the records. -->",
         "# Results",
         *records["about"],
-        *(_study(study, records) for study in studies if "since" not in study),
-        "## Measured with earlier versions",
-        records["earlier"],
-        *(_study(study, records) for study in studies if "since" in study),
+        *report.sections(Records(TRAININGS)),
+        *(_study(study, records) for study in records["studies"]),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _study(study: Mapping[str, Any], records: Mapping[str, Any]) -> str:
     """A section: text, tables, and where the figures come from."""
-    level = "###" if "since" in study else "##"
-    parts = [f"{level} {study['title']}", *study["text"]]
+    parts = [f"## {study['title']}", *study["text"]]
     for table in study.get("tables", []):
         parts.append(markdown_table(table["columns"], table["rows"]))
         parts += [f"*{table['caption']}*"] if "caption" in table else []
     parts += study.get("notes", [])
-    if "since" in study:
-        parts.append(f"Changed since: {study['since']}.")
     if "command" in study:
         parts.append(f"```text\n{study['command']}\n```")
     parts.append(
@@ -83,14 +83,6 @@ def _study(study: Mapping[str, Any], records: Mapping[str, Any]) -> str:
         f"Recorded in: {', '.join(f'`{c}`' for c in study['commits'])}."
     )
     return "\n\n".join(parts)
-
-
-def markdown_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]]
-) -> str:
-    """A table in Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -1,194 +1,167 @@
 """How long optimizers take until a model is as good as it gets with others.
 
-    python tools/time_to_target.py --quick            # small twins, minutes
-    python tools/time_to_target.py --small --json study.json
-    python tools/time_to_target.py --problem autoencoder --data mnist=DIR
-    python tools/time_to_target.py --problem mlp --small --method adam kfac
+    python tools/time_to_target.py --size tiny          # thirteen tiny problems
+    python tools/time_to_target.py --problem mlp cnn --search-size small
+    python tools/time_to_target.py --optimizer my.py:make --problem mlp
+    python tools/time_to_target.py --table              # from the records
 
 The target is the final metric of the best baseline: SGD with momentum, Adam,
-AdamW or Muon, each with four learning rates. All rates decay linearly to 0,
-over schedules of full and half length. K-FAC has its defaults and the guide's
-schedule: half of the baselines' epochs (two thirds for the CNN, a quarter for
-autoencoders), in larger batches; `kfac-quadratic` has the same and no learning
-rate. Each training is a process of its own, in Keras' `fit`. Look at processor
-seconds: the others depend on what else the machine does.
+AdamW or Keras' Muon. Each has four learning rates, three batches and weight
+decays of three effective sizes, chosen with training data that were held out;
+K-FAC has one recipe for all problems, and the same batches and decays. All
+rates fall linearly to 0. Then what was chosen is trained with all training
+data, and measured with the test set.
 
-A study can be continued: what is in the file of --json is not done again.
+Tiny problems say how well a model is learnt: all rates, all seeds, and the
+training loss at the end.
+
+Each setting is a process of its own, in Keras' `fit`, on one thread. Look at
+processor seconds: the others depend on what else the machine does. A study can
+be continued: what is in the file of --json is not done again.
 """
 
 import argparse
-import dataclasses
-import importlib.util
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import results
 from benchmarks.command import positive
-from targets import plots, report, study
-from targets.problems import BASELINES, KFACS, LENGTHS, METHODS, PROBLEMS
-from targets.results import best_rates, compare
-from targets.run import Run, parse_method, plan
+from targets import report, study
+from targets.methods import BASELINES, KFAC, outside, parse
+from targets.plan import Plan
+from targets.problems import SIZES, TINY, problems_of
+from targets.run import Run
+
+METHODS = {
+    TINY: ("adam", "muon", report.TODAY),
+    "full": (*BASELINES, KFAC, "kfac:step=quadratic"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 1 if a training has failed, else 0."""
-    options = parse_arguments(arguments)
-    runs = planned(options)
-    again = {run for run in runs if run.method in options.again}
-    records = [
-        record
-        for record in study.load(options.json)
-        if Run(**record["run"]) not in again
-    ]
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parse_arguments(words)
+    records = study.Records(options.json, words)
+    if options.table:
+        results.main()
+        return 0
+    records.forget(options.again)
     failures: list[str] = []
+    lock = threading.Lock()
 
-    def note(run: Run, record: study.Record) -> None:
-        records.append(record)
-        last = record["curve"][-1]
+    def note(run: Run, result: Mapping[str, Any]) -> None:
+        with lock:
+            records.add(run, result)
+        curve = result["curve"]
         print(
-            f"{run}: {last['metric']:.5g} in {last['cpu_seconds']:.1f} "
-            f"processor seconds ({len(missing)} trainings)",
+            f"{run.phase} {run}: {curve['metric'][-1]} after "
+            f"{curve['cpu_seconds'][-1]} processor seconds",
             flush=True,
         )
-        if options.json:
-            study.save(options.json, records)
 
-    for stage in stages(runs, records, options):
-        missing = study.missing(stage, records)
-        failures += study.train_all(missing, options.data, options.jobs, note)
-    show(options, records)
+    plan = make_plan(options)
+    for stage in plan.stages(records.runs):
+        missing = records.missing(stage)
+        print(f"{len(missing)} trainings", flush=True)
+        failures += study.train_all(
+            missing, options.data, options.files, options.jobs, note
+        )
+    print("\n" + "\n\n".join(report.sections(records)))
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     return int(bool(failures))
 
 
-def planned(options: argparse.Namespace) -> list[Run]:
-    """All trainings that the options ask for."""
-    return [
-        run
-        for problem in options.problem
-        for run in plan(
-            problem,
-            "small" if options.small else "full",
-            study.data_name(problem, options.data),
-            options.method,
-            options.length,
-            options.seeds,
-            options.threads,
-            options.rates,
-            options.quick,
-        )
-    ]
+def make_plan(options: argparse.Namespace) -> Plan:
+    """What the options ask for, without what cannot be run here."""
+    problems = {}
+    for name, problem in problems_of(options.size).items():
+        if name not in (options.problem or problems_of(options.size)):
+            continue
+        if problem.is_here:
+            problems[name] = study.data_name(problem.data, options.data)
+        else:
+            print(f"Left out: {name}, which needs {problem.needs}")
+    grid = {
+        name: getattr(options, name)
+        for name in ("rates", "decays", "batches", "share")
+        if getattr(options, name) is not None
+    }
+    usual = METHODS[TINY if options.size == TINY else "full"]
+    methods = [*options.method, *options.files]
+    return Plan(
+        options.size,
+        options.search_size or options.size,
+        problems,
+        methods or usual,
+        options.seeds or range(3 if options.size == TINY else 5),
+        options.search_seeds,
+        grid,
+    )
 
 
-def stages(
-    runs: Sequence[Run],
-    records: Sequence[study.Record],
-    options: argparse.Namespace,
-) -> Iterator[Sequence[Run]]:
-    """Yields what is trained one after the other.
-
-    With `--search-once` all learning rates with the first seed, then with the
-    others those that were best. Otherwise all at once.
-    """
-    if not options.search_once:
-        yield runs
-        return
-    first = [run for run in runs if run.seed == options.seeds[0]]
-    yield first
-    yield [
-        dataclasses.replace(run, seed=seed)
-        for run in best_rates(first, records)
-        for seed in options.seeds[1:]
-    ]
-
-
-def show(options: argparse.Namespace, records: Sequence[study.Record]) -> None:
-    """Writes all that the options ask for."""
-    compared = [
-        record
-        for record in records
-        if record["run"]["method"] not in options.without
-    ]
-    comparisons = list(compare(compared))
-    print(f"\n{report.markdown(comparisons)}")
-    if options.csv:
-        report.write_csv(options.csv, records)
-    if options.plot:
-        plots.save(options.plot, comparisons)
-
-
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parses and checks the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog="A method is NAME[@FOLDER][:KEY=VALUE...]: its name, the folder "
-        "that its library is imported from, and arguments of its constructor. "
-        f"Names: {', '.join(METHODS)}.",
+        epilog="A method is NAME[:KEY=VALUE...] with arguments of its "
+        f"constructor; names: {', '.join((*BASELINES, KFAC))}. Of kfac, "
+        "step=spectral takes the arguments of SpectralStep too, and rest=adam "
+        "makes Adam, with the rate that was best for it, the rest optimizer.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_study(parser.add_argument_group("what is trained"))
+    add_grid(parser.add_argument_group("what is tried of each method"))
     add_process(parser.add_argument_group("how it is run"))
-    add_output(parser.add_argument_group("output"))
     options = parser.parse_args(arguments)
     options.data = dict(options.data)
-    options.small |= options.quick
-    options.seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
-    options.method = options.method or [
-        name
-        for name in (*BASELINES, *KFACS)
-        if not (options.quick and name == "muon")
-    ]
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs Matplotlib: pip install 'tfkfac[examples]'")
+    options.files = dict(options.optimizer)
+    known = problems_of(options.size)
+    if unknown := set(options.problem) - set(known):
+        parser.error(
+            f"--problem must be of {', '.join(known)}; received "
+            f"{', '.join(sorted(unknown))}"
+        )
+    if options.size == TINY and options.search_size:
+        parser.error("--search-size: tiny problems are not searched")
     return options
 
 
 def add_study(group: argparse._ArgumentGroup) -> None:
     """Adds what is trained."""
+    group.add_argument("--size", choices=SIZES, default="full")
     group.add_argument(
-        "--problem", nargs="+", choices=PROBLEMS, default=list(PROBLEMS)
+        "--search-size",
+        choices=("full", "small"),
+        help="size of the models and data that settings are searched with: "
+        "small has a quarter of the weights and half of the examples "
+        "(default: that of --size)",
+    )
+    group.add_argument(
+        "--problem", nargs="+", default=[], help="default: all of the size"
     )
     group.add_argument(
         "--method",
         nargs="+",
         type=method,
+        default=[],
         metavar="METHOD",
-        help=f"default: {' '.join((*BASELINES, *KFACS))}",
+        help=f"default: {' '.join(METHODS['full'])}; of tiny problems "
+        f"{' '.join(METHODS[TINY])}",
     )
     group.add_argument(
-        "--rates",
+        "--optimizer",
         nargs="+",
-        type=rate,
-        metavar="RATE",
-        help="learning rates of all but K-FAC (default: four of each problem "
-        "and method)",
-    )
-    group.add_argument(
-        "--length",
-        nargs="+",
-        choices=LENGTHS,
-        default=["full", "half"],
-        help="lengths of the schedules (default: full half)",
-    )
-    group.add_argument(
-        "--seeds", nargs="+", type=int, metavar="N", help="default: 0 1 2"
-    )
-    group.add_argument(
-        "--search-once",
-        action="store_true",
-        help="all learning rates with the first seed only, of each method and "
-        "length the best of them with the others",
-    )
-    group.add_argument(
-        "--small",
-        action="store_true",
-        help="twins with a quarter of the weights and half of the examples",
-    )
-    group.add_argument(
-        "--quick",
-        action="store_true",
-        help="small twins, one seed, two rates, no muon: its steps take long",
+        type=file_optimizer,
+        default=[],
+        metavar="FILE:FUNCTION",
+        help="optimizers that the function makes, from a learning_rate (a "
+        "schedule) and a weight_decay (that of Keras, or None); it has Adam's "
+        "rates unless there are --rates",
     )
     group.add_argument(
         "--data",
@@ -196,33 +169,57 @@ def add_study(group: argparse._ArgumentGroup) -> None:
         type=directory,
         default=[],
         metavar="NAME=DIR",
-        help="directories of the idx files of mnist (the autoencoder's) and "
-        "fashion_mnist (the classifiers'); digits of scikit-learn stand in",
+        help="directories of the idx files of mnist and fashion_mnist; digits "
+        "of scikit-learn stand in",
+    )
+
+
+def add_grid(group: argparse._ArgumentGroup) -> None:
+    """Adds what is tried of each method."""
+    group.add_argument("--rates", nargs="+", type=number, metavar="RATE")
+    group.add_argument("--batches", nargs="+", type=positive, metavar="N")
+    group.add_argument(
+        "--decays",
+        nargs="+",
+        type=number,
+        metavar="PART",
+        help="what weight decay takes away over a training; all but the first "
+        "are tried with what was best with it (default: 0 0.05 0.25)",
+    )
+    group.add_argument(
+        "--share",
+        type=number,
+        help="length of the schedule over the problem's epochs (default: 1, "
+        "0.5 for K-FAC)",
+    )
+    group.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="default: 0 to 4; of tiny problems 0 to 2",
+    )
+    group.add_argument(
+        "--search-seeds", nargs="+", type=int, metavar="N", default=[0]
     )
 
 
 def add_process(group: argparse._ArgumentGroup) -> None:
     """Adds how it is run."""
-    for name, text in (
-        ("threads", "those of a process"),
-        ("jobs", "processes at a time"),
-    ):
-        group.add_argument(
-            f"--{name}",
-            type=positive,
-            default=1,
-            metavar="N",
-            help=f"{text} (default: %(default)s)",
-        )
-
-
-def add_output(group: argparse._ArgumentGroup) -> None:
-    """Adds where results go."""
+    group.add_argument(
+        "--jobs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="processes at a time (default: %(default)s)",
+    )
     group.add_argument(
         "--json",
         type=pathlib.Path,
+        default=results.TRAININGS,
         metavar="FILE",
-        help="keeps all results; those it has are not measured again",
+        help="keeps all results; those it has are not measured again (default: "
+        "docs/trainings.json)",
     )
     group.add_argument(
         "--again",
@@ -233,31 +230,31 @@ def add_output(group: argparse._ArgumentGroup) -> None:
         help="measures these methods again",
     )
     group.add_argument(
-        "--without",
-        nargs="+",
-        type=method,
-        default=[],
-        metavar="METHOD",
-        help="leaves methods of the file out of the table",
+        "--table",
+        action="store_true",
+        help="only writes the tables of the documentation from the records",
     )
-    group.add_argument("--csv", type=pathlib.Path, metavar="FILE")
-    group.add_argument("--plot", type=pathlib.Path, metavar="FILE")
 
 
 def method(text: str) -> str:
     """Checks a method."""
-    return parse_method(text).text
+    return parse(text).text
 
 
-def rate(text: str) -> float:
-    """Parses a learning rate."""
+def file_optimizer(text: str) -> tuple[str, str]:
+    """Checks FILE:FUNCTION."""
+    return outside(text)
+
+
+def number(text: str) -> float:
+    """Parses a number that is not negative."""
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
+        value = -1.0
+    if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"must be a number above 0; received {text!r}"
+            f"must be a number of at least 0; received {text!r}"
         )
     return value
 

@@ -1,26 +1,33 @@
 """The command line, which trainings there are, and runs with processes."""
 
 import json
+import math
 import pathlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
 import pytest
 
 import time_to_target
-from targets import study
+from targets import study, training
+from targets.methods import keras_decay
 from targets.run import Run
 
 
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        (["--problem", "gan"], "invalid choice: 'gan'"),
+        (["--problem", "gan"], "--problem must be of autoencoder, mlp"),
+        (["--size", "tiny", "--problem", "resnet20"], "received resnet20"),
         (["--method", "lion"], "'lion' is none of sgd, adam"),
-        (["--method", "fosi-muon"], "'fosi-muon' is none of"),
+        (["--method", "kfac@../old"], "'../old' is no folder"),
         (["--method", "kfac:damping"], "'damping' is not KEY=VALUE"),
-        (["--rates", "0"], "must be a number above 0; received '0'"),
+        (["--rates", "-1"], "must be a number of at least 0; received '-1'"),
         (["--data", "kmnist=/tmp"], "must be mnist or fashion_mnist, = and"),
         (["--data", "mnist=/no/such"], "= and a directory; received"),
+        (["--optimizer", "lion.py:make"], "must be FILE.py:FUNCTION"),
+        (["--size", "tiny", "--search-size", "small"], "are not searched"),
     ],
 )
 def test_refused(
@@ -31,73 +38,154 @@ def test_refused(
     assert message in capsys.readouterr().err
 
 
+class Trained:
+    """What a study would train, with results that are made up."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run] = []
+
+    def __call__(
+        self, runs: Sequence[Run], directory: Any, file: str | None
+    ) -> Iterator[dict[str, Any]]:
+        for run in runs:
+            self.runs.append(run)
+            if run.seed == 13:
+                raise study.FailedError("no luck")
+            # A rate of 0.004, batches of 250 and a decay of 5 % are best.
+            loss = abs(math.log((run.rate or 1.0) / 0.004))
+            loss += abs(run.batch - 250) + abs(100 * run.decay - 5)
+            metric = -loss if run.row.higher_is_better else loss
+            columns = ("step", "seconds", "cpu_seconds", "metric")
+            curve = {key: [1.0] for key in columns} | {"metric": [metric]}
+            yield {"first_step": 1.0, "curve": curve}
+
+    def taken(self) -> list[Run]:
+        runs, self.runs = self.runs, []
+        return runs
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
+    trained = Trained()
+    monkeypatch.setattr(study, "train", trained)
+    return trained
+
+
+def test_settings_are_searched_and_the_best_is_measured(
+    trained: Trained, tmp_path: pathlib.Path
+) -> None:
+    words = ["--problem", "cnn", "--method", "muon", "kfac"]
+    words += ["--search-size", "small", "--seeds", "0", "1"]
+    assert (
+        time_to_target.main([*words, "--json", str(tmp_path / "s.json")]) == 0
+    )
+    runs = trained.taken()
+    search = [run for run in runs if run.phase == "search"]
+    # Four rates and three batches of Muon, three batches of K-FAC, and the two
+    # other decays of both.
+    assert len(search) == 12 + 3 + 2 + 2
+    assert {run.size for run in search} == {"small"}
+    assert {run.seed for run in search} == {0}
+    finals = runs[len(search) :]
+    assert {(run.method, run.seed) for run in finals} == {
+        (method, seed) for method in ("muon", "kfac") for seed in (0, 1)
+    }
+    for run in finals:
+        assert (run.phase, run.size) == ("final", "full")
+        assert (run.batch, run.decay) == (250, 0.05)
+        assert run.rate == (4e-3 if run.method == "muon" else None)
+
+
+def test_the_rest_has_adams_best_rate(
+    trained: Trained, tmp_path: pathlib.Path
+) -> None:
+    words = ["--size", "tiny", "--problem", "cnn", "--seeds", "0", "1"]
+    file = tmp_path / "study.json"
+    assert time_to_target.main([*words, "--json", str(file)]) == 0
+    runs = trained.taken()
+    kfacs = [run for run in runs if run.method.startswith("kfac")]
+    assert len(runs) == 2 * (4 + 4 + 1) and len(kfacs) == 2
+    assert {run.rest for run in kfacs} == {3e-3}
+
+
 def test_known_results_are_not_measured_again(
+    trained: Trained,
     tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A second call with more seeds does these only; --again forgets."""
-    done: list[Run] = []
-
-    def train(run: Run, directory: pathlib.Path | None) -> dict[str, Any]:
-        done.append(run)
-        if run.seed == 13:
-            raise study.FailedError("no luck")
-        point = {"step": 1, "samples": 1, "seconds": 1.0, "cpu_seconds": 2.0}
-        return {
-            "run": run.__dict__,
-            "first_step": {"seconds": 1.0, "cpu_seconds": 1.0},
-            "curve": [{**point, "metric": 0.5}],
-        }
-
-    monkeypatch.setattr(study, "train", train)
     file = tmp_path / "study.json"
-    csv = "--csv", str(tmp_path / "x.csv")
 
-    def call(*arguments: str) -> int:
-        done.clear()
-        shared = "--problem", "mlp", "--method", "adam", "kfac", "--rates", "1"
-        return time_to_target.main(
-            [*shared, *arguments, "--json", str(file), *csv]
-        )
+    def call(*words: str) -> int:
+        shared = "--size", "tiny", "--problem", "cnn", "--method", "adam"
+        return time_to_target.main([*shared, *words, "--json", str(file)])
 
     assert call("--seeds", "0") == 0
-    assert len(done) == 4
+    assert len(trained.taken()) == 4
     assert call("--seeds", "0", "1") == 0
-    assert {run.seed for run in done} == {1} and len(done) == 4
-    assert call("--seeds", "0", "--again", "kfac") == 0
-    assert {run.method for run in done} == {"kfac"} and len(done) == 2
+    assert {run.seed for run in trained.taken()} == {1}
+    assert call("--seeds", "0", "--again", "adam") == 0
+    assert len(trained.taken()) == 4
     assert call("--seeds", "0", "13") == 1
     assert "no luck" in capsys.readouterr().err
-    assert len(json.loads(file.read_text())["runs"]) == 8
-    assert len((tmp_path / "x.csv").read_text().splitlines()) == 1 + 8
+    stored = json.loads(file.read_text())
+    assert len(stored["runs"]) == 4
+    last = stored["environments"][-1]
+    assert last["arguments"][-2:] == ["--json", "study.json"]
+    assert str(tmp_path) not in file.read_text()
+
+
+def test_weight_decay_has_an_effective_size() -> None:
+    """A rate from 0.1 to 0 in 50 steps takes away a quarter of a weight."""
+    steps, rate = 50, 0.1
+    schedule = keras.optimizers.schedules.PolynomialDecay(rate, steps, 0.0)
+    decay = keras_decay(0.25, rate, steps)
+    assert decay is not None
+    left = math.prod(1 - decay * float(schedule(i)) for i in range(steps))
+    assert left == pytest.approx(0.75, rel=0.01)
+    assert keras_decay(0.0, rate, steps) is None
+
+
+def test_seeds_that_share_a_process_do_not_meet() -> None:
+    """One ends as before, whatever has been trained in between."""
+    run = Run(
+        *("final", "regression", "tiny", "drawn", "kfac:rest=adam"),
+        *(None, 0.01, 0.0, 60, 1.0, 0),
+    )
+    data = training.load(run, None)
+    trainer = training.Training(run, data, steps=6, evaluations=2)
+    first, second, again = (trainer.run(seed) for seed in (0, 1, 0))
+    assert first["curve"]["metric"] == again["curve"]["metric"]
+    assert first["curve"]["metric"] != second["curve"]["metric"]
+    assert first["validation"] == again["validation"]
+    start, end = first["curve"]["metric"]
+    assert end < start < 2
+
+
+OUTSIDE = """\
+import keras
+
+def make(learning_rate, weight_decay):
+    assert weight_decay is None
+    return keras.optimizers.Lion(learning_rate)
+"""
 
 
 @pytest.mark.slow
-def test_a_study(
+def test_a_tiny_study(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Real trainings: the curves are whole and an epoch of K-FAC learns."""
-    file, plot = tmp_path / "study.json", tmp_path / "study.png"
-    code = time_to_target.main(
-        [
-            *("--quick", "--problem", "regression"),
-            *("--method", "adam", "kfac", "kfac-quadratic", "--jobs", "2"),
-            *("--json", str(file), "--plot", str(plot)),
-        ]
-    )
-    assert code == 0
+    """Real processes, with an optimizer from outside."""
+    file, outside = tmp_path / "study.json", tmp_path / "mine.py"
+    outside.write_text(OUTSIDE)
+    words = ["--size", "tiny", "--problem", "regression", "--seeds", "0", "1"]
+    words += ["--method", "adam", "kfac:rest=adam", "--jobs", "2"]
+    words += ["--optimizer", f"{outside}:make", "--rates", "0.01"]
+    assert time_to_target.main([*words, "--json", str(file)]) == 0
     records = json.loads(file.read_text())["runs"]
-    assert len(records) == 2 * (2 + 2)
+    assert len(records) == 6
     for record in records:
-        run, curve = Run(**record["run"]), record["curve"]
-        assert len(curve) == 24
-        assert curve[-1]["step"] == run.count_steps()
-        assert curve[-1]["samples"] == run.count_steps() * run.batch
-        assert record["first_step"]["cpu_seconds"] > 0
-        for quantity in ("step", "seconds", "cpu_seconds"):
-            values = [point[quantity] for point in curve]
-            assert values == sorted(values)
-        assert curve[-1]["metric"] < 0.1  # of the variance
-    assert "| kfac |" in capsys.readouterr().out
-    assert plot.stat().st_size > 10_000
+        curve = record["curve"]
+        assert curve["step"] == [300] and curve["cpu_seconds"][0] > 0
+        assert 0 < curve["metric"][0] < record["validation"] < 0.6
+    assert "`mine.py:make=" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.measurement import Row
 from benchmarks.variants import parse
-from results import markdown_table
+from targets.report import markdown_table
 
 MEGABYTE = 1e6
 
@@ -110,8 +110,8 @@ def _align(lines: Sequence[Sequence[str]]) -> str:
 def markdown(rows: Sequence[Row]) -> str:
     """The tables of `tables` in Markdown, with their captions."""
     return "\n\n".join(
-        f"{markdown_table(table['columns'], table['rows'])}\n\n"
-        f"{table['caption']}"
+        markdown_table(table["columns"], table["rows"])
+        + f"\n\n{table['caption']}"
         for table in tables(rows)
     )
 

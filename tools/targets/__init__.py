@@ -1,8 +1,8 @@
 """What tools/time_to_target.py is made of.
 
-The controller (`study`) starts a process for each training (`training`, with
-`data`, `models`, `methods` and `recording`) that is not among the results yet;
-`problems` says what is trained and how long. `results` turns the curves into
-seconds to a target and claims, `report` and `plots` show them. The controller
-does not import TensorFlow.
+The controller does not import TensorFlow: `plan` says which trainings there
+are, of `problems` and `methods`, and `study` starts a process for each setting
+(`training`, with `data`, `tiny`, `models` and `recording`) and keeps the
+records. `results` turns these into seconds to a target and claims, `report`
+into tables.
 """

@@ -2,12 +2,17 @@
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import numpy as np
+from keras import tree
+
+from targets.problems import HELD_OUT
 
 SEQUENCE = 64
 SIDE = 28
-HELD_OUT = 5_000
+# Examples at most that are measured with.
+MEASURED = 5_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,20 +20,30 @@ class Data:
     """Examples to train on, and others to measure with.
 
     Attributes:
-        x: Inputs; pixels are in [0, 1].
-        y: Targets: labels, or numbers for a regression.
-        test_x: Inputs of the held-out examples.
+        x: Inputs, one array or several; pixels are in [0, 1].
+        y: Targets: labels, numbers, or the pixels themselves.
+        test_x: Inputs of the other examples.
         test_y: Their targets.
     """
 
-    x: np.ndarray
+    x: Any
     y: np.ndarray
-    test_x: np.ndarray
+    test_x: Any
     test_y: np.ndarray
+
+    def held_out(self) -> "Data":
+        """The training examples, the last of them to measure with."""
+        first = round(len(self.y) * (1 - HELD_OUT))
+        last = slice(first, first + MEASURED)
+
+        def part(rows: slice) -> tuple[Any, np.ndarray]:
+            return tree.map_structure(lambda a: a[rows], self.x), self.y[rows]
+
+        return Data(*part(slice(first)), *part(last))
 
 
 def load(name: str, directory: pathlib.Path | None, examples: int) -> Data:
-    """Loads data.
+    """Loads the data of the full size.
 
     Args:
         name: "text" (sources of Python's standard library), "arm", or the name
@@ -55,12 +70,11 @@ def idx_images(directory: pathlib.Path, examples: int) -> Data:
     return _images(x[:examples], y[:examples], *read_split(files["test"]))
 
 
-def moved_digits(examples: int) -> Data:
+def moved_digits(examples: int, measured: int = MEASURED) -> Data:
     """Scikit-learn's digits, enlarged and moved about a frame of 28x28."""
     from common import images
 
-    held_out = min(HELD_OUT, examples)
-    digits = images.moved_digits(examples, held_out)
+    digits = images.moved_digits(examples, min(measured, examples))
     train, test = digits.train, digits.test
     return _images(train.x, train.y, test.x, test.y)
 
@@ -74,8 +88,8 @@ def _images(
     return Data(
         pixels(x),
         y.astype("int32"),
-        pixels(test_x[:HELD_OUT]),
-        test_y[:HELD_OUT].astype("int32"),
+        pixels(test_x[:MEASURED]),
+        test_y[:MEASURED].astype("int32"),
     )
 
 
@@ -84,7 +98,7 @@ def characters(examples: int) -> Data:
     from common import text
 
     pieces = text.pieces(text.standard_library(), SEQUENCE + 1)
-    held_out = HELD_OUT // 10
+    held_out = MEASURED // 10
     train, test = pieces[:-held_out][:examples], pieces[-held_out:]
     return Data(train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:])
 
@@ -96,7 +110,7 @@ def arm(examples: int) -> Data:
     accelerations of the joints to torques, in units of their deviation.
     """
     random = np.random.RandomState(0)
-    count = examples + HELD_OUT
+    count = examples + MEASURED
     angles = random.uniform(-np.pi, np.pi, (count, 2))
     motion = random.uniform(-1, 1, (count, 4))
     torques = _torques(angles, 3 * motion[:, :2], 5 * motion[:, 2:])

@@ -1,50 +1,194 @@
-"""The optimizers, their learning rates decaying linearly to 0."""
+"""The optimizers by name, and what is tried of each.
 
+A method is NAME[:KEY=VALUE...] with arguments of the constructor. Those of
+"kfac" may be arguments of `KFAC`, and `step=spectral` takes those of
+`SpectralStep` too; `rest=adam` makes the rest optimizer Adam with the rate that
+was best for Adam itself.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import importlib
+import inspect
+import math
+import pathlib
+import runpy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import keras
-
-from benchmarks.keras_training import FIRST_ORDER_TYPES
-from benchmarks.variants import Variant
+from benchmarks.variants import Variant, parse_any
 from targets.problems import Problem
+from targets.run import Run
+
+BASELINES = ("sgd", "adam", "adamw", "muon")
+KFAC = "kfac"
+OUTSIDE = ".py"  # is in the name of an optimizer from a file
+FIRST_KFAC_RATE = 0.1
 
 
-def make_optimizer(
-    method: Variant, problem: Problem, rate: float | None, steps: int
-) -> Any:
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """What is tried of a method: all rates with all batches, then decays.
+
+    Attributes:
+        rates: First learning rates; None is the optimizer's own.
+        decays: Parts of the weights that weight decay takes away over a
+            training; the others are tried with what was best with the first.
+        share: Length of the schedule over the problem's epochs.
+    """
+
+    rates: Sequence[float | None]
+    decays: Sequence[float] = (0.0, 0.05, 0.25)
+    share: float = 1.0
+
+
+def parse(text: str) -> Variant:
+    """Parses a method.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is none.
+    """
+    variant = parse_any(text)
+    known = (*BASELINES, KFAC)
+    if variant.folder or (
+        variant.name not in known and OUTSIDE not in variant.name
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(known)}"
+        )
+    return variant
+
+
+def outside(text: str) -> tuple[str, str]:
+    """Name and place of an optimizer of FILE:FUNCTION.
+
+    The name tells versions of the file apart.
+
+    Raises:
+        argparse.ArgumentTypeError: If there is no such function.
+    """
+    place, _, function = text.rpartition(":")
+    path = pathlib.Path(place).resolve()
+    if path.suffix != OUTSIDE or not path.is_file():
+        raise argparse.ArgumentTypeError(
+            f"must be FILE.py:FUNCTION; received {text!r}"
+        )
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    return f"{path.name}:{function}={digest}", str(path)
+
+
+def is_baseline(method: str) -> bool:
+    """Whether a method is not one of ours."""
+    return parse(method).name != KFAC
+
+
+def grid_of(method: str, problem: Problem) -> Grid:
+    """What is tried of a method on a problem."""
+    name = parse(method).name
+    if name == KFAC:
+        return Grid((None,), share=0.5)
+    rates = problem.rates.get(name, problem.rates["adam"])
+    if name in ("adam", "adamw"):
+        return Grid(rates, (0.0,) if name == "adam" else (0.05, 0.25))
+    return Grid(rates)
+
+
+def follows_adam(method: str) -> bool:
+    """Whether a method has a rate that was searched for Adam."""
+    return parse(method).arguments.get("rest") == "adam"
+
+
+def keras_decay(part: float, rate: float, steps: int) -> float | None:
+    """The `weight_decay` of Keras that takes away a part of all weights.
+
+    In each step Keras takes away the learning rate times that many of them, and
+    the rates of a schedule that falls linearly to 0 have the sum
+    `rate (steps + 1) / 2`.
+
+    Args:
+        part: What is taken away over the whole training, in [0, 1).
+        rate: First learning rate.
+        steps: Number of steps.
+    """
+    if not part:
+        return None
+    return -math.log1p(-part) / (rate * (steps + 1) / 2)
+
+
+def make_optimizer(run: Run, steps: int, model: Any, path: str | None) -> Any:
     """Makes an optimizer for a training of so many steps.
 
     Args:
-        method: Its name and arguments.
-        problem: What is trained.
-        rate: First learning rate; None is K-FAC's own.
-        steps: Number of steps of the training.
+        run: The training.
+        steps: Number of its steps.
+        model: What is trained.
+        path: The file of an optimizer from outside.
     """
-    if method.name in FIRST_ORDER_TYPES:
-        return FIRST_ORDER_TYPES[method.name](
-            _decaying(rate, steps), **method.arguments
+    import keras
+
+    variant = parse(run.method)
+    if variant.name == KFAC:
+        return _kfac(run, steps, variant.arguments)
+    assert run.rate is not None
+    options = {
+        "learning_rate": _decaying(run.rate, steps),
+        "weight_decay": keras_decay(run.decay, run.rate, steps),
+    }
+    if path is not None:
+        [function] = variant.arguments
+        return runpy.run_path(path)[function](**options)
+    if variant.name == "sgd":
+        options["momentum"] = 0.9
+    if variant.name == "muon":
+        from targets.models import output_layer
+
+        options["adam_weight_decay"] = options["weight_decay"]
+        # As its documentation asks for; embeddings are left out by themselves.
+        options["exclude_layers"] = [f"^{output_layer(model).path}/"]
+    types = {
+        "sgd": keras.optimizers.SGD,
+        "adam": keras.optimizers.Adam,
+        "adamw": keras.optimizers.AdamW,
+        "muon": keras.optimizers.Muon,
+    }
+    return types[variant.name](**{**options, **variant.arguments})
+
+
+def _kfac(run: Run, steps: int, given: Mapping[str, Any]) -> Any:
+    """K-FAC, with a step and a rest optimizer of its own where these are."""
+    import keras
+
+    tfkfac = importlib.import_module("tfkfac")
+    arguments = dict(given)
+    step = arguments.get("step")
+    if step == "quadratic":
+        damping = tfkfac.LevenbergMarquardt()
+        arguments["step"] = tfkfac.QuadraticStep(damping=damping)
+        return tfkfac.KFAC(**arguments)
+    if step == "spectral":
+        names = {*inspect.signature(tfkfac.SpectralStep).parameters}
+        own = {k: arguments.pop(k) for k in names & arguments.keys()}
+        arguments["step"] = tfkfac.SpectralStep(**own)
+    if arguments.pop("rest", None) is not None:
+        assert run.rest is not None
+        arguments["rest_optimizer"] = keras.optimizers.Adam(
+            _decaying(run.rest, steps),
+            weight_decay=keras_decay(run.decay, run.rest, steps),
         )
-    import tfkfac
-
-    if method.name == "kfac":
-        default = float(tfkfac.KFAC().learning_rate)
-        arguments = {**problem.kfac, **method.arguments}
-        return tfkfac.KFAC(_decaying(rate or default, steps), **arguments)
-    if method.name == "kfac-quadratic":
-        arguments = {
-            "damping": tfkfac.LevenbergMarquardt(),
-            **method.arguments,
-        }
-        return tfkfac.KFAC(step="quadratic", **arguments)
-    _, _, base = method.name.partition("-")
-    inner = FIRST_ORDER_TYPES[base](_decaying(rate, steps))
-    return tfkfac.FOSI(inner, **method.arguments)
+    rate = run.rate or FIRST_KFAC_RATE
+    inner = keras.optimizers.SGD(
+        _decaying(rate, steps),
+        momentum=arguments.pop("momentum", 0.5),
+        weight_decay=keras_decay(run.decay, rate, steps),
+    )
+    return tfkfac.KFAC(inner, **arguments)
 
 
-def _decaying(
-    rate: float | None, steps: int
-) -> keras.optimizers.schedules.LearningRateSchedule:
-    assert rate is not None
+def _decaying(rate: float, steps: int) -> Any:
+    """A schedule that falls linearly to 0."""
+    import keras
+
     return keras.optimizers.schedules.PolynomialDecay(
         rate, steps, end_learning_rate=0.0
     )

@@ -1,6 +1,6 @@
 """The models and how good they are, by the name of a problem."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -9,41 +9,45 @@ from keras import layers, ops
 
 from common import networks
 from common.text import CHARACTERS
-from targets.data import SEQUENCE, SIDE, Data
+from targets.data import SEQUENCE, SIDE
+from targets.problems import SIZES, TINY, Problem
+from targets.tiny import WORDS
 
 CLASSES = 10
 IMAGE = (SIDE, SIDE, 1)
-# Rows of the held-out examples that go through the model at a time.
-CHUNK = 500
+# Rows that go through the model at a time where it is measured.
+CHUNK = 512
 
 
-def build(problem: str, shrink: int) -> keras.Model:
-    """Makes a model.
-
-    Args:
-        problem: Name of the problem.
-        shrink: What the widths of its layers are divided by.
-    """
-    return _BUILDERS[problem](shrink)
+def build(problem: str, size: str) -> keras.Model:
+    """Makes a model."""
+    if size == TINY:
+        return _TINY[problem]()
+    return _FULL[problem](SIZES[size])
 
 
-def _deep_mlp(shrink: int) -> keras.Model:
-    """Eight hidden layers."""
-    hidden = (layers.Dense(256 // shrink, "tanh") for _ in range(8))
-    return keras.Sequential(
-        [
-            keras.Input(IMAGE),
-            layers.Flatten(),
-            *hidden,
-            layers.Dense(CLASSES),
-        ]
-    )
+def output_layer(model: keras.Model) -> keras.layers.Layer:
+    """The last layer of a model."""
+    layer = model.layers[-1]
+    return output_layer(layer) if isinstance(layer, keras.Model) else layer
+
+
+# ----------------------------------------------------------------- full size
+def _stack(shape: Sequence[int], *hidden: Any, outputs: int) -> keras.Model:
+    last = layers.Dense(outputs)
+    return keras.Sequential([keras.Input(shape), *hidden, last])
 
 
 def _image_autoencoder(shrink: int) -> keras.Model:
     inputs = keras.Input(IMAGE)
     outputs = networks.autoencoder(shrink)(layers.Flatten()(inputs))
     return keras.Model(inputs, outputs)
+
+
+def _deep_mlp(shrink: int) -> keras.Model:
+    """Eight hidden layers."""
+    hidden = (layers.Dense(256 // shrink, "tanh") for _ in range(8))
+    return _stack(IMAGE, layers.Flatten(), *hidden, outputs=CLASSES)
 
 
 def _transformer(shrink: int) -> keras.Model:
@@ -59,71 +63,253 @@ def _transformer(shrink: int) -> keras.Model:
     return keras.Model(inputs, layers.Dense(CHARACTERS)(x))
 
 
+def _llama(words: int, width: int, tied: bool = False) -> keras.Model:
+    """Two blocks with four heads that share two pairs of keys and values."""
+    from keras_hub import models
+
+    backbone = models.Llama3Backbone(
+        vocabulary_size=words,
+        num_layers=2,
+        num_query_heads=4,
+        num_key_value_heads=2,
+        hidden_dim=width,
+        intermediate_dim=2 * width,
+        tie_word_embeddings=tied,
+    )
+    return models.Llama3CausalLM(backbone=backbone, preprocessor=None)
+
+
 def _regressor(shrink: int) -> keras.Model:
     hidden = (layers.Dense(128 // shrink, "tanh") for _ in range(4))
-    return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(2)])
+    return _stack((6,), *hidden, outputs=2)
 
 
-_BUILDERS: dict[str, Callable[[int], keras.Model]] = {
+class Sampling(layers.Layer):
+    """A draw from a normal distribution, whose divergence it adds to the loss.
+
+    The inputs are means and logarithms of variances, side by side.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(1)
+
+    def call(self, inputs: Any) -> Any:
+        """Returns the draw."""
+        mean, log_variance = ops.split(inputs, 2, axis=-1)
+        variance = ops.exp(log_variance)
+        nats = (variance + ops.square(mean) - 1 - log_variance) / 2
+        self.add_loss(ops.mean(ops.sum(nats, -1)))
+        noise = keras.random.normal(ops.shape(mean), seed=self.seed)
+        return mean + ops.sqrt(variance) * noise
+
+
+def _variational(width: int, code: int) -> list[layers.Layer]:
+    """The hidden layers of a variational autoencoder."""
+    return [
+        layers.Dense(width, "relu"),
+        layers.Dense(2 * code),
+        Sampling(),
+        layers.Dense(width, "relu"),
+    ]
+
+
+_FULL: Mapping[str, Callable[[int], keras.Model]] = {
     "autoencoder": _image_autoencoder,
+    "mlp": _deep_mlp,
     "cnn": lambda shrink: networks.cnn(IMAGE, CLASSES, 32 // shrink),
     "resnet20": lambda shrink: networks.resnet(
         IMAGE, CLASSES, 20, 16 // shrink
     ),
-    "mlp": _deep_mlp,
     "transformer": _transformer,
+    "llama": lambda shrink: _llama(CHARACTERS, 128 // shrink),
     "regression": _regressor,
+    "vae": lambda shrink: _stack(
+        IMAGE,
+        layers.Flatten(),
+        *_variational(400 // shrink, 20),
+        outputs=SIDE * SIDE,
+    ),
 }
 
 
-def loss_of(problem: str) -> keras.losses.Loss:
-    """The loss that is trained on."""
-    if problem == "autoencoder":
-        return keras.losses.BinaryCrossentropy(from_logits=True)
-    if problem == "regression":
-        return keras.losses.MeanSquaredError()
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+# ---------------------------------------------------------------------- tiny
+def _tiny_cnn() -> keras.Model:
+    return _stack(
+        (16, 16, 1),
+        layers.Conv2D(12, 3, activation="relu"),
+        layers.MaxPooling2D(),
+        layers.Conv2D(24, 3, activation="relu"),
+        layers.Flatten(),
+        layers.Dense(48, "relu"),
+        outputs=CLASSES,
+    )
 
 
-def targets_of(problem: str, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
-    """What the outputs are compared with: an autoencoder's own inputs."""
-    return tf.reshape(x, [-1, SIDE * SIDE]) if problem == "autoencoder" else y
+def _tiny_autoencoder() -> keras.Model:
+    first = [layers.Dense(units, "tanh") for units in (64, 32)]
+    last = [layers.Dense(units, "tanh") for units in (32, 64)]
+    return _stack((64,), *first, layers.Dense(8), *last, outputs=64)
+
+
+def _tiny_regressor() -> keras.Model:
+    hidden = (layers.Dense(64, "relu") for _ in range(2))
+    return _stack((6,), *hidden, outputs=1)
+
+
+def _tiny_mlp() -> keras.Model:
+    hidden = (layers.Dense(96, "relu") for _ in range(4))
+    return _stack(IMAGE, layers.Flatten(), *hidden, outputs=CLASSES)
+
+
+def _siamese() -> keras.Model:
+    """The distance of two codes tells whether digits are equal."""
+    code = keras.Sequential([layers.Dense(64, "relu"), layers.Dense(16)])
+    inputs = [keras.Input((64,)), keras.Input((64,))]
+    square = ops.square(code(inputs[0]) - code(inputs[1]))
+    distance = ops.sqrt(ops.sum(square, -1, keepdims=True) + 1e-6)
+    return keras.Model(inputs, layers.Dense(1)(distance))
+
+
+def _lstm() -> keras.Model:
+    embedding = layers.Embedding(50, 16, mask_zero=True)
+    return _stack((20,), embedding, layers.LSTM(24), outputs=2)
+
+
+def _vit() -> keras.Model:
+    from keras_hub import models
+
+    backbone = models.ViTBackbone(
+        image_shape=(16, 16, 3),
+        patch_size=4,
+        num_layers=2,
+        num_heads=2,
+        hidden_dim=64,
+        mlp_dim=128,
+    )
+    return models.ViTImageClassifier(
+        backbone=backbone, num_classes=CLASSES, preprocessor=None
+    )
+
+
+def _bert() -> keras.Model:
+    from keras_hub import models
+
+    backbone = models.BertBackbone(vocabulary_size=60, **_SMALL_BLOCKS)
+    return models.BertTextClassifier(
+        backbone=backbone, num_classes=3, preprocessor=None, dropout=0.0
+    )
+
+
+def _gpt2() -> keras.Model:
+    from keras_hub import models
+
+    backbone = models.GPT2Backbone(vocabulary_size=100, **_SMALL_BLOCKS)
+    return models.GPT2CausalLM(backbone=backbone, preprocessor=None)
+
+
+_SMALL_BLOCKS = {
+    "num_layers": 2,
+    "num_heads": 2,
+    "hidden_dim": 64,
+    "intermediate_dim": 128,
+    "max_sequence_length": 32,
+    "dropout": 0.0,
+}
+
+
+def _mobilenet() -> keras.Model:
+    base = keras.applications.MobileNetV3Small(
+        (32, 32, 3),
+        include_top=False,
+        weights=None,
+        include_preprocessing=False,
+        pooling="avg",
+    )
+    return keras.Sequential([base, layers.Dense(CLASSES)])
+
+
+_TINY: Mapping[str, Callable[[], keras.Model]] = {
+    "cnn": _tiny_cnn,
+    "autoencoder": _tiny_autoencoder,
+    "regression": _tiny_regressor,
+    "mlp": _tiny_mlp,
+    "siamese": _siamese,
+    "vae": lambda: _stack((64,), *_variational(64, 8), outputs=64),
+    "lstm": _lstm,
+    "vit": _vit,
+    "bert": _bert,
+    "gpt2": _gpt2,
+    "llama": lambda: _llama(WORDS, 64),
+    "llama-tied": lambda: _llama(WORDS, 64, tied=True),
+    "mobilenet": _mobilenet,
+}
+
+
+# -------------------------------------------------------- losses and metrics
+@keras.saving.register_keras_serializable(package="targets")
+def summed_pixels(y: Any, logits: Any) -> Any:
+    """Binary cross-entropy of each image, in nats."""
+    return ops.sum(ops.binary_crossentropy(y, logits, from_logits=True), -1)
+
+
+LOSSES: Mapping[str, Callable[[], Any]] = {
+    "classes": lambda: keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True
+    ),
+    "smoothed classes": lambda: keras.losses.CategoricalCrossentropy(
+        from_logits=True, label_smoothing=0.1
+    ),
+    "pixels": lambda: keras.losses.BinaryCrossentropy(from_logits=True),
+    "pairs": lambda: keras.losses.BinaryCrossentropy(from_logits=True),
+    "summed pixels": lambda: summed_pixels,
+    "squares": keras.losses.MeanSquaredError,
+}
+
+
+def targets_of(loss: str, x: Any, y: Any) -> Any:
+    """What the outputs of a batch are compared with."""
+    if loss.endswith("pixels"):
+        return tf.reshape(x, [tf.shape(x)[0], -1])
+    return tf.one_hot(y, CLASSES) if loss.startswith("smoothed") else y
 
 
 def make_measure(
-    problem: str, model: keras.Model, data: Data
+    model: keras.Model, problem: Problem, score: str, x: Any, y: Any
 ) -> Callable[[], float]:
-    """Returns what measures the metric on the held-out examples.
+    """Returns what measures a model.
 
     Not `Model.evaluate`, which would reset what `fit` reports.
+
+    Args:
+        model: The model.
+        problem: What it is trained on.
+        score: "accuracy", "loss", or "pixels", the squared error of an image.
+        x: Inputs of all examples.
+        y: Their targets.
     """
-    held_out = tf.data.Dataset.from_tensor_slices((data.test_x, data.test_y))
-    held_out = held_out.batch(CHUNK, drop_remainder=True).cache()
-    score = _SCORES.get(problem, _accuracy)
+    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(CHUNK).cache()
+    loss = LOSSES[problem.loss]()
+
+    def mean(x: Any, y: Any) -> tf.Tensor:
+        outputs = model(x, training=problem.batch_statistics)
+        targets = targets_of(problem.loss, x, y)
+        if score == "accuracy":
+            right = tf.equal(tf.argmax(outputs, -1, tf.int32), y)
+            return tf.reduce_mean(tf.cast(right, tf.float32))
+        if score == "pixels":
+            errors = tf.square(tf.sigmoid(outputs) - targets)
+            return tf.reduce_mean(tf.reduce_sum(errors, -1))
+        own = tf.add_n([*model.losses, tf.constant(0.0)])
+        return tf.reduce_mean(loss(targets, outputs)) + own
 
     @tf.function
-    def mean() -> tf.Tensor:
+    def measure() -> tf.Tensor:
         total, count = tf.constant(0.0), tf.constant(0.0)
-        for x, y in held_out:
-            outputs = model(x, training=False)
-            total += tf.reduce_mean(score(targets_of(problem, x, y), outputs))
-            count += 1.0
+        for x, y in rows:
+            weight = tf.cast(tf.shape(y)[0], tf.float32)
+            total += weight * mean(x, y)
+            count += weight
         return total / count
 
-    return lambda: float(mean())
-
-
-def _accuracy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    guesses = tf.argmax(logits, -1, tf.int32)
-    return tf.cast(tf.equal(guesses, labels), tf.float32)
-
-
-_SCORES: dict[str, Callable[[Any, Any], Any]] = {
-    "autoencoder": lambda y, logits: tf.reduce_sum(
-        tf.square(tf.sigmoid(logits) - y), -1
-    ),
-    "transformer": lambda y, logits: (
-        tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
-    ),
-    "regression": lambda y, outputs: tf.square(outputs - y),
-}
+    return lambda: float(measure())

@@ -1,148 +1,235 @@
-"""What is trained: how long, in which batches, at which learning rates."""
+"""What is trained: data, loss, epochs, batches, and the rates that are tried.
+
+The models and the data themselves are in `models`, `data` and `tiny`, under the
+same names.
+"""
 
 import dataclasses
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Mapping, Sequence
 
-# What the steps of a schedule are multiplied by.
-LENGTHS = {"quadruple": 4.0, "double": 2.0, "full": 1.0, "half": 0.5}
-# What the widths of the layers are divided by: the twins have about a quarter
-# of the weights, and half of the examples.
-SIZES = {"full": 1, "small": 2}
-BASELINES = ("sgd", "adam", "adamw", "muon")
-# `quadratic` has no learning rate: step and damping follow the quadratic model.
-KFACS = ("kfac", "kfac-quadratic")
-METHODS = (*BASELINES, *KFACS, "fosi-sgd", "fosi-adam")
-
-Rates = tuple[float, float, float, float]
+# What the widths of the layers are divided by. Small twins have about a quarter
+# of the weights, and half of the examples; tiny problems are others.
+SIZES = {"full": 1, "small": 2, "tiny": 1}
+TINY = "tiny"
+# Share of the training examples that a search measures with.
+HELD_OUT = 1 / 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A model, its data, and the baselines' and K-FAC's schedules.
+    """A model, its data, and how it is trained.
 
     Attributes:
-        metric: What is measured on held-out examples.
-        higher_is_better: Whether a larger metric is a better one.
-        data: Name of the data, see `data.load`.
+        metric: What is measured, in words.
+        score: How: "accuracy", "loss" or "pixels", see `models`.
+        data: Name of the data.
         examples: Number of training examples, of the full size.
-        epochs: Epochs of the baselines' full schedule.
-        batch: Examples of a baseline's batch.
-        kfac_share: K-FAC's epochs over those of the baselines.
-        kfac_batch: Examples of a batch of K-FAC's.
-        kfac: Further arguments of `KFAC`.
-        rates: Learning rates of each baseline.
+        epochs: Epochs of a schedule of full length.
+        batches: Numbers of examples of a batch that are tried.
+        rates: Learning rates that are tried, by optimizer.
+        loss: Name of the loss that is trained on, see `models`.
+        augmented: Whether images are shifted and flipped.
+        batch_statistics: Whether normalisations use those of the batch when
+            they are measured with: averages need longer trainings.
+        needs: A package that need not be installed, or "".
+        validation: What else is measured at the end, on examples that were
+            not trained on, or "".
     """
 
     metric: str
+    score: str
     data: str
     examples: int
     epochs: float
-    batch: int
-    kfac_batch: int
-    rates: Mapping[str, Rates]
-    higher_is_better: bool = False
-    kfac_share: float = 0.5
-    kfac: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    batches: Sequence[int]
+    rates: Mapping[str, Sequence[float]]
+    loss: str = "classes"
+    augmented: bool = False
+    batch_statistics: bool = False
+    needs: str = ""
+    validation: str = ""
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a larger metric is a better one."""
+        return self.score == "accuracy"
 
     def count_examples(self, size: str) -> int:
         """Number of training examples."""
         return self.examples // SIZES[size]
 
-    def batch_of(self, is_kfac: bool) -> int:
-        """Examples of a batch."""
-        return self.kfac_batch if is_kfac else self.batch
-
-    def count_steps(self, size: str, length: str, is_kfac: bool) -> int:
-        """Steps of a whole training; its last batches are full ones."""
-        epochs = self.epochs * LENGTHS[length]
-        if is_kfac:
-            epochs *= self.kfac_share
-        examples = epochs * self.count_examples(size)
-        return round(examples / self.batch_of(is_kfac))
+    @property
+    def is_here(self) -> bool:
+        """Whether what it needs is installed."""
+        return (
+            not self.needs or importlib.util.find_spec(self.needs) is not None
+        )
 
 
-def _rates(first: float) -> Rates:
+def problem_of(name: str, size: str) -> Problem:
+    """The problem of a name and a size."""
+    return problems_of(size)[name]
+
+
+def problems_of(size: str) -> Mapping[str, Problem]:
+    """All problems of a size, by name."""
+    return TINY_PROBLEMS if size == TINY else FULL_PROBLEMS
+
+
+def _doubled(first: float) -> Sequence[float]:
     """Four rates, each twice the one before."""
     return first, 2 * first, 4 * first, 8 * first
 
 
-_CLASSIFIER_RATES = {
-    "sgd": _rates(0.02),
-    "adam": _rates(1e-3),
-    "adamw": _rates(1e-3),
-    "muon": _rates(2e-3),
-}
-_DEEP_RATES = {
-    "sgd": _rates(0.01),
-    "adam": _rates(2.5e-4),
-    "adamw": _rates(2.5e-4),
-    "muon": _rates(1e-3),
-}
+def _rates(
+    sgd: float, adam: float = 1e-3, muon: float = 2e-3
+) -> Mapping[str, Sequence[float]]:
+    """The rates of all optimizers, from the smallest of each."""
+    return {
+        "sgd": _doubled(sgd),
+        "adam": _doubled(adam),
+        "muon": _doubled(muon),
+    }
 
-PROBLEMS = {
+
+_IMAGES = (125, 250, 500)
+
+FULL_PROBLEMS = {
     "autoencoder": Problem(
         metric="squared error of an image",
+        score="pixels",
         data="mnist",
         examples=60_000,
         epochs=4,
-        batch=125,
-        kfac_batch=500,
-        kfac_share=0.25,
-        rates={
-            "sgd": _rates(1.0),
-            "adam": _rates(5e-4),
-            "adamw": _rates(5e-4),
-            "muon": _rates(2e-3),
-        },
-    ),
-    "cnn": Problem(
-        metric="accuracy",
-        higher_is_better=True,
-        data="fashion_mnist",
-        examples=60_000,
-        epochs=3,
-        batch=125,
-        kfac_batch=250,
-        kfac_share=2 / 3,
-        rates=_CLASSIFIER_RATES,
-    ),
-    "resnet20": Problem(
-        metric="accuracy",
-        higher_is_better=True,
-        data="fashion_mnist",
-        examples=60_000,
-        epochs=3,
-        batch=125,
-        kfac_batch=250,
-        rates=_CLASSIFIER_RATES,
+        batches=_IMAGES,
+        rates=_rates(sgd=1.0, adam=5e-4),
+        loss="pixels",
     ),
     "mlp": Problem(
         metric="accuracy",
-        higher_is_better=True,
+        score="accuracy",
         data="fashion_mnist",
         examples=60_000,
         epochs=3,
-        batch=125,
-        kfac_batch=500,
-        rates=_DEEP_RATES,
+        batches=_IMAGES,
+        rates=_rates(sgd=0.01, adam=2.5e-4, muon=1e-3),
+    ),
+    "cnn": Problem(
+        metric="accuracy",
+        score="accuracy",
+        data="fashion_mnist",
+        examples=60_000,
+        epochs=3,
+        batches=_IMAGES,
+        rates=_rates(sgd=0.02),
+    ),
+    "resnet20": Problem(
+        metric="accuracy",
+        score="accuracy",
+        data="fashion_mnist",
+        examples=60_000,
+        epochs=3,
+        batches=_IMAGES,
+        rates=_rates(sgd=0.02),
+        loss="smoothed classes",
+        augmented=True,
     ),
     "transformer": Problem(
         metric="nats of a character",
+        score="loss",
         data="text",
         examples=32_000,
         epochs=1,
-        batch=32,
-        kfac_batch=32,
-        kfac={"kl_clip": 0.005},
-        rates={**_CLASSIFIER_RATES, "sgd": _rates(0.05)},
+        batches=(16, 32, 64),
+        rates=_rates(sgd=0.05),
+    ),
+    "llama": Problem(
+        metric="nats of a character",
+        score="loss",
+        data="text",
+        examples=32_000,
+        epochs=1,
+        batches=(16, 32, 64),
+        rates=_rates(sgd=0.05),
+        needs="keras_hub",
     ),
     "regression": Problem(
         metric="unexplained variance",
+        score="loss",
         data="arm",
         examples=20_000,
         epochs=20,
-        batch=100,
-        kfac_batch=250,
-        rates={**_CLASSIFIER_RATES, "sgd": _rates(0.01)},
+        batches=(50, 100, 250),
+        rates=_rates(sgd=0.01),
+        loss="squares",
     ),
+    "vae": Problem(
+        metric="nats of an image, at most",
+        score="loss",
+        data="mnist",
+        examples=60_000,
+        epochs=4,
+        batches=_IMAGES,
+        rates=_rates(sgd=1e-3, adam=5e-4),
+        loss="summed pixels",
+    ),
+}
+
+_TINY_RATES = {
+    "sgd": (0.01, 0.03, 0.1, 0.3),
+    "adam": (1e-3, 3e-3, 1e-2, 3e-2),
+    "muon": (3e-3, 1e-2, 3e-2, 0.1),
+}
+
+
+def _tiny(
+    examples: int,
+    batch: int,
+    epochs: int,
+    data: str = "digits",
+    loss: str = "classes",
+    validation: str = "accuracy",
+    needs: str = "",
+    batch_statistics: bool = False,
+) -> Problem:
+    """A problem of seconds; what is measured is how well it is learnt."""
+    return Problem(
+        metric="training loss",
+        score="loss",
+        validation=validation,
+        data=data,
+        examples=examples,
+        epochs=epochs,
+        batches=(batch,),
+        rates=_TINY_RATES,
+        loss=loss,
+        needs=needs,
+        batch_statistics=batch_statistics,
+    )
+
+
+def _language(examples: int, batch: int, epochs: int) -> Problem:
+    """A language model of keras-hub, on sequences that are drawn."""
+    return _tiny(
+        examples, batch, epochs, "drawn", validation="loss", needs="keras_hub"
+    )
+
+
+TINY_PROBLEMS = {
+    "cnn": _tiny(960, 48, 6),
+    "autoencoder": _tiny(1440, 96, 20, loss="squares", validation="loss"),
+    "regression": _tiny(
+        1200, 60, 15, "drawn", loss="squares", validation="loss"
+    ),
+    "mlp": _tiny(12_000, 120, 3, "fashion_mnist"),
+    "siamese": _tiny(548, 64, 30, loss="pairs", validation="loss"),
+    "vae": _tiny(1440, 96, 20, loss="summed pixels", validation="loss"),
+    "lstm": _tiny(700, 50, 12, "drawn"),
+    "vit": _tiny(600, 50, 8, needs="keras_hub"),
+    "bert": _tiny(1500, 50, 6, "drawn", needs="keras_hub"),
+    "gpt2": _language(600, 50, 6),
+    "llama": _language(1200, 32, 4),
+    "llama-tied": _language(1200, 32, 4),
+    "mobilenet": _tiny(512, 64, 4, batch_statistics=True),
 }

@@ -1,5 +1,6 @@
 """What a training was like: its metric against steps and seconds."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,26 +18,22 @@ class Recorder(keras.callbacks.Callback):
         measure: Returns the metric.
         steps: Number of steps of the training.
         evaluations: Number of times to measure.
-        batch: Examples of a batch.
 
     Attributes:
-        first_step: Seconds and processor seconds of the first step.
-        curve: For each evaluation the steps, samples, seconds and processor
-            seconds so far, and the metric.
+        first_step: Processor seconds of the first step.
+        curve: For each evaluation the number of steps, the seconds and
+            processor seconds so far, and the metric, None if it is not finite.
     """
 
     def __init__(
-        self,
-        measure: Callable[[], float],
-        steps: int,
-        evaluations: int,
-        batch: int,
+        self, measure: Callable[[], float], steps: int, evaluations: int
     ) -> None:
         super().__init__()
-        self.first_step: dict[str, float] = {}
-        self.curve: list[dict[str, float]] = []
+        self.first_step: float | None = None
+        self.curve: dict[str, list[Any]] = {
+            name: [] for name in ("step", "seconds", "cpu_seconds", "metric")
+        }
         self._measure = measure
-        self._batch = batch
         self._due = {
             -(-number * steps // evaluations)
             for number in range(1, evaluations + 1)
@@ -55,20 +52,12 @@ class Recorder(keras.callbacks.Callback):
             return
         self._stop()
         if step == 1:
-            seconds, processor = self._elapsed
-            self.first_step = {"seconds": seconds, "cpu_seconds": processor}
+            self.first_step = _short(self._elapsed[1])
             self._elapsed = (0.0, 0.0)
         if step in self._due:
-            seconds, processor = self._elapsed
-            self.curve.append(
-                {
-                    "step": step,
-                    "samples": step * self._batch,
-                    "seconds": seconds,
-                    "cpu_seconds": processor,
-                    "metric": self._measure(),
-                }
-            )
+            values = (step, *map(_short, (*self._elapsed, self._measure())))
+            for column, value in zip(self.curve.values(), values, strict=True):
+                column.append(value)
         self._started = _now()
 
     def _stop(self) -> None:
@@ -82,3 +71,8 @@ class Recorder(keras.callbacks.Callback):
 
 def _now() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
+
+
+def _short(value: float) -> float | None:
+    """A number with six digits; JSON has none that is not finite."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

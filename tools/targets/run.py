@@ -1,10 +1,10 @@
-"""Which trainings there are."""
+"""A training, told from all others."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
 
-from benchmarks.variants import Variant, check_family, parse_any
-from targets.problems import KFACS, METHODS, PROBLEMS
+from targets.problems import HELD_OUT, Problem, problem_of
+
+SEARCH, FINAL = "search", "final"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,110 +12,55 @@ class Run:
     """A training, told from all others.
 
     Attributes:
-        problem: One of `PROBLEMS`.
+        phase: `SEARCH` measures with a part of the training examples, which is
+            not trained on; `FINAL` trains on all of them and measures with the
+            test set.
+        problem: Name of the problem.
         size: One of `SIZES`.
         data: What it is trained on.
-        method: NAME[@FOLDER][:KEY=VALUE...], see `parse_method`.
-        rate: First learning rate; None is K-FAC's default.
-        length: One of `LENGTHS`.
+        method: The optimizer, see `methods.parse`.
+        rate: First learning rate; None is the optimizer's own.
+        rest: First learning rate of K-FAC's rest optimizer, an Adam; None is
+            the optimizer's own choice.
+        decay: Part of the weights that weight decay takes away over the whole
+            training.
+        batch: Examples of a batch.
+        share: Length of the schedule over the problem's epochs.
         seed: That of weights and batches.
-        threads: Threads of the process.
     """
 
+    phase: str
     problem: str
     size: str
     data: str
     method: str
     rate: float | None
-    length: str
+    rest: float | None
+    decay: float
+    batch: int
+    share: float
     seed: int
-    threads: int
 
     @property
-    def variant(self) -> Variant:
-        """The method, parsed."""
-        return parse_method(self.method)
+    def row(self) -> Problem:
+        """The problem."""
+        return problem_of(self.problem, self.size)
 
     @property
-    def is_kfac(self) -> bool:
-        """Whether K-FAC's batches and epochs are meant."""
-        return self.variant.name in KFACS
-
-    @property
-    def batch(self) -> int:
-        """Examples of a batch."""
-        return PROBLEMS[self.problem].batch_of(self.is_kfac)
+    def setting(self) -> "Run":
+        """The run without its seed."""
+        return dataclasses.replace(self, seed=-1)
 
     def count_steps(self) -> int:
-        """Steps of the whole training."""
-        problem = PROBLEMS[self.problem]
-        return problem.count_steps(self.size, self.length, self.is_kfac)
+        """Steps of the whole training; its batches are full ones."""
+        examples = self.row.count_examples(self.size)
+        if self.phase == SEARCH:
+            examples = round(examples * (1 - HELD_OUT))
+        return round(self.row.epochs * self.share * examples / self.batch)
 
     def __str__(self) -> str:
-        rate = "" if self.rate is None else f" at {self.rate:g}"
-        return (
-            f"{self.problem} ({self.size}, {self.data}), {self.method}{rate}, "
-            f"{self.length} length, seed {self.seed}"
-        )
-
-
-def parse_method(text: str) -> Variant:
-    """Parses a method.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is none.
-    """
-    variant = parse_any(text)
-    check_family(variant.name, variant.name, METHODS)
-    return variant
-
-
-def rates_of(problem: str, method: str) -> Sequence[float | None]:
-    """The learning rates that a method is tried with."""
-    name = parse_method(method).name
-    if name in KFACS:
-        return (None,)
-    return PROBLEMS[problem].rates[name.removeprefix("fosi-")]
-
-
-def plan(
-    problem: str,
-    size: str,
-    data: str,
-    methods: Sequence[str],
-    lengths: Sequence[str],
-    seeds: Sequence[int],
-    threads: int,
-    rates: Sequence[float] | None = None,
-    quick: bool = False,
-) -> Iterator[Run]:
-    """Yields all trainings of a problem, a whole seed after the other.
-
-    Args:
-        problem: One of `PROBLEMS`.
-        size: One of `SIZES`.
-        data: What it is trained on.
-        methods: Methods.
-        lengths: Some of `LENGTHS`.
-        seeds: Seeds.
-        threads: Threads of a process.
-        rates: Learning rates of all methods but K-FAC; None are the problem's.
-        quick: Whether two of these are enough.
-    """
-    for seed in seeds:
-        for method in methods:
-            tried = rates_of(problem, method)
-            if tried != (None,):
-                tried = rates or (tried[1:3] if quick else tried)
-            for rate in tried:
-                for length in lengths:
-                    yield Run(
-                        problem,
-                        size,
-                        data,
-                        method,
-                        rate,
-                        length,
-                        seed,
-                        threads,
-                    )
+        parts = [f"{self.problem} ({self.size}, {self.data}), {self.method}"]
+        parts += [f"rate {self.rate:g}"] if self.rate is not None else []
+        parts += [f"rest {self.rest:g}"] if self.rest is not None else []
+        parts += [f"decay {self.decay:g}"] if self.decay else []
+        return ", ".join([*parts, f"batch {self.batch}", f"seed {self.seed}"])

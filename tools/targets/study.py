@@ -1,106 +1,197 @@
-"""Does the trainings that are not among the results yet, each in a process."""
+"""Trains what is not among the results yet, each setting in a process."""
 
 import concurrent.futures
+import importlib.metadata
 import json
 import os
 import pathlib
+import platform
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.command import machine
 from benchmarks.jobs import TOOLS, common_environment
-from targets.problems import PROBLEMS
 from targets.run import Run
 
-# A run, what the machine was like, and what `training.train` returned.
+# A run, the number of its environment, and what `training.train` has returned.
 Record = dict[str, Any]
+# Data that need no directory.
+EMBEDDED = ("text", "arm", "digits", "drawn")
+PACKAGES = ("tensorflow", "keras", "keras-hub")
 
 
 class FailedError(Exception):
     """A training has ended in an error."""
 
 
-def load(path: pathlib.Path | None) -> list[Record]:
-    """Returns the records of a file, none if there is no such file."""
-    if path is None or not path.exists():
-        return []
-    return json.loads(path.read_text())["runs"]
+class Records:
+    """All results of a file, a line for each.
+
+    Args:
+        path: The file, which need not exist yet.
+        command: Arguments of the command line that results are added by.
+
+    Attributes:
+        environments: What machines and versions there were, and the command.
+        runs: The records.
+    """
+
+    def __init__(
+        self, path: pathlib.Path, command: Sequence[str] | None = None
+    ) -> None:
+        self._path = path
+        self._command = command
+        self.environments: list[dict[str, Any]] = []
+        self.runs: list[Record] = []
+        if path.exists():
+            stored = json.loads(path.read_text())
+            self.environments = stored["environments"]
+            self.runs = stored["runs"]
+
+    def missing(self, runs: Sequence[Run]) -> list[Run]:
+        """The runs that have no record yet."""
+        known = {Run(**record["run"]) for record in self.runs}
+        return [run for run in dict.fromkeys(runs) if run not in known]
+
+    def forget(self, methods: Sequence[str]) -> None:
+        """Drops the records of methods."""
+        self.runs = [r for r in self.runs if r["run"]["method"] not in methods]
+
+    def add(self, run: Run, result: Mapping[str, Any]) -> None:
+        """Adds a record; the file is there as a whole at any time."""
+        assert self._command is not None
+        here = environment(self._command)
+        if here not in self.environments:
+            self.environments.append(here)
+        number = self.environments.index(here)
+        self.runs.append({"run": run.__dict__, "environment": number, **result})
+        parts = [
+            f'"{name}": [\n' + ",\n".join(map(json.dumps, lines)) + "\n]"
+            for name, lines in vars(self).items()
+            if not name.startswith("_")
+        ]
+        new = self._path.with_suffix(".new")
+        new.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+        new.replace(self._path)
 
 
-def save(path: pathlib.Path, records: Sequence[Record]) -> None:
-    """Writes records; a file is there as a whole at any time."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps({"runs": records}, indent=1))
-    new.replace(path)
+def environment(command: Sequence[str]) -> dict[str, Any]:
+    """What figures depend on, without names of machines and folders."""
+    names = re.findall(r"model name\s*: (.*)", _read("/proc/cpuinfo"))
+    return {
+        "script": "tools/time_to_target.py",
+        "arguments": [_without_path(word) for word in command],
+        "tfkfac": _version(),
+        "python": platform.python_version(),
+        **{name: _installed(name) for name in PACKAGES},
+        "processor": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": 1,
+    }
 
 
-def missing(runs: Sequence[Run], records: Sequence[Record]) -> list[Run]:
-    """The runs that have no record yet."""
-    known = {Run(**record["run"]) for record in records}
-    return [run for run in dict.fromkeys(runs) if run not in known]
+def _read(path: str) -> str:
+    return pathlib.Path(path).read_text() if os.path.exists(path) else ""
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _version() -> str:
+    """Version of the library and its last commit; "+" if files differ."""
+    commit = _git("log", "-1", "--format=%h", "--", "tfkfac")
+    differs = "+" * bool(_git("status", "--porcelain", "--", "tfkfac"))
+    return f"{_installed('tfkfac')} {commit}{differs}"
+
+
+def _git(*words: str) -> str:
+    command = ("git", "-C", str(TOOLS.parent), *words)
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _without_path(word: str) -> str:
+    """A word of a command line; of a path there is the last name."""
+    name, equals, path = word.rpartition("=")
+    return f"{name}{equals}{pathlib.PurePath(path).name}"
 
 
 def train_all(
     runs: Sequence[Run],
     directories: Mapping[str, pathlib.Path],
+    files: Mapping[str, str],
     jobs: int,
-    note: Callable[[Run, Record], None],
+    note: Callable[[Run, Mapping[str, Any]], None],
 ) -> list[str]:
-    """Trains, each run in its own process.
+    """Trains; runs that differ in their seeds share a process.
 
     Args:
         runs: What to train.
         directories: Where the idx files of a data set are.
+        files: Those of optimizers from outside, by their names.
         jobs: Number of processes at a time.
         note: Called after each training.
 
     Returns:
         What failed, and its last words.
     """
-    failures = []
+    settings: dict[Run, list[Run]] = {}
+    for run in runs:
+        settings.setdefault(run.setting, []).append(run)
+
+    def train_one(group: Sequence[Run]) -> str | None:
+        first = group[0]
+        directory, file = directories.get(first.data), files.get(first.method)
+        try:
+            results = train(group, directory, file)
+            for run, result in zip(group, results, strict=True):
+                note(run, result)
+        except FailedError as error:
+            return f"{first}:\n{error}"
+        return None
+
     with concurrent.futures.ThreadPoolExecutor(jobs) as executor:
-        begun = {
-            executor.submit(train, run, directories.get(run.data)): run
-            for run in runs
-        }
-        for done in concurrent.futures.as_completed(begun):
-            try:
-                note(begun[done], done.result())
-            except FailedError as error:
-                failures.append(f"{begun[done]}:\n{error}")
-    return failures
+        ended = executor.map(train_one, settings.values())
+        return [failure for failure in ended if failure]
 
 
-def train(run: Run, directory: pathlib.Path | None) -> Record:
-    """Trains in a new process.
+def train(
+    runs: Sequence[Run], directory: pathlib.Path | None, file: str | None
+) -> Iterator[Mapping[str, Any]]:
+    """Trains in a new process; yields what it says of each run.
 
     Raises:
         FailedError: If it fails.
     """
-    task = json.dumps([run.__dict__, directory and str(directory)])
-    folder = run.variant.folder
-    environment = common_environment(run.threads, folder)
-    process = subprocess.run(
-        [sys.executable, "-m", "targets.training", task],
-        cwd=TOOLS,  # it is first on the module path
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
-    if process.returncode:
-        raise FailedError(process.stderr[-2000:])
-    return {
-        "run": run.__dict__,
-        "machine": machine(),
-        **json.loads(process.stdout),
+    task = {
+        "runs": [run.__dict__ for run in runs],
+        "directory": directory and str(directory),
+        "file": file,
     }
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "targets.training", json.dumps(task)],
+            cwd=TOOLS,  # it is first on the module path
+            env={**os.environ, **common_environment(threads=1)},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        assert process.stdout is not None
+        with process.stdout:
+            yield from map(json.loads, process.stdout)
+        if process.wait():
+            log.seek(0)
+            raise FailedError(log.read()[-2000:])
 
 
-def data_name(problem: str, directories: Mapping[str, pathlib.Path]) -> str:
-    """What a problem is trained on, "digits" where its images are missing."""
-    name = PROBLEMS[problem].data
-    if name in directories or name in ("text", "arm"):
-        return name
-    return "digits"
+def data_name(name: str, directories: Mapping[str, pathlib.Path]) -> str:
+    """What is trained on: "digits" stand in for images that are not given."""
+    return name if name in (*directories, *EMBEDDED) else "digits"

@@ -1,88 +1,191 @@
-"""One training in a process of its own, told by its command line.
+"""Trainings of one setting, a seed after the other, in a process of their own.
 
-Its record goes to the standard output as a line of JSON; what else is written
-there goes to the standard error.
+Told by its command line. For each run a line of JSON goes to the standard
+output; what else is written there goes to the standard error.
 """
 
 import json
 import os
 import pathlib
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras import tree
 
-from targets import models
-from targets.data import Data, load
+from targets import data as large
+from targets import models, tiny
+from targets.data import Data
 from targets.methods import make_optimizer
-from targets.problems import PROBLEMS, SIZES
+from targets.problems import TINY
 from targets.recording import Recorder
-from targets.run import Run
+from targets.run import FINAL, SEARCH, Run
 
-EVALUATIONS = 24
-
-
-def train(run: Run, directory: pathlib.Path | None) -> dict[str, Any]:
-    """Trains as a study does.
-
-    Args:
-        run: What is trained, and how.
-        directory: Where the idx files of its images are, if there are any.
-
-    Returns:
-        The curve, and what the first step took.
-    """
-    problem = PROBLEMS[run.problem]
-    data = load(problem.data, directory, problem.count_examples(run.size))
-    _, recorder = fit(run, data, run.count_steps(), EVALUATIONS)
-    return {"first_step": recorder.first_step, "curve": recorder.curve}
-
-
-def fit(
-    run: Run, data: Data, steps: int, evaluations: int
-) -> tuple[keras.Model, Recorder]:
-    """Trains a new model; everything random depends on the seed alone."""
-    problem = PROBLEMS[run.problem]
-    keras.utils.set_random_seed(run.seed)
-    model = models.build(run.problem, SIZES[run.size])
-    optimizer = make_optimizer(run.variant, problem, run.rate, steps)
-    model.compile(optimizer, models.loss_of(run.problem))
-    # Variables made in the first trace would cost Keras' optimizers a second.
-    optimizer.build(model.trainable_variables)
-    measure = models.make_measure(run.problem, model, data)
-    measure()  # traces it
-    recorder = Recorder(measure, steps, evaluations, run.batch)
-    model.fit(
-        batches(run, data),
-        steps_per_epoch=steps,
-        shuffle=False,  # they are already
-        callbacks=[recorder],
-        verbose=0,
-    )
-    return model, recorder
-
-
-def batches(run: Run, data: Data) -> tf.data.Dataset:
-    """Full batches without end, in an order that only the seed determines."""
-    x, y = tf.constant(data.x), tf.constant(data.y)
-    order = tf.data.Dataset.range(len(data.x))
-    order = order.shuffle(len(data.x), seed=run.seed).repeat()
-
-    def batch(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        inputs, labels = tf.gather(x, indices), tf.gather(y, indices)
-        return inputs, models.targets_of(run.problem, inputs, labels)
-
-    return order.batch(run.batch, drop_remainder=True).map(batch).prefetch(2)
+# How often a run is measured: once where it is only searched.
+EVALUATIONS = {SEARCH: 1, FINAL: 24}
+TINY_EVALUATIONS = 1
+# Training examples that a tiny problem is measured with.
+LEARNT = 1024
+SHIFT = 2  # pixels at most
 
 
 def main() -> None:
     """Trains as the command line says."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    run, directory = json.loads(sys.argv[1])
-    path = pathlib.Path(directory) if directory else None
-    print(json.dumps(train(Run(**run), path)), file=answers, flush=True)
+    task = json.loads(sys.argv[1])
+    runs = [Run(**run) for run in task["runs"]]
+    directory = task["directory"] and pathlib.Path(task["directory"])
+    for record in train(runs, directory, task["file"]):
+        print(json.dumps(record), file=answers, flush=True)
+
+
+def train(
+    runs: Sequence[Run], directory: pathlib.Path | None, file: str | None
+) -> Iterator[dict[str, Any]]:
+    """Trains as a study does; yields curve and first step of each run.
+
+    Args:
+        runs: Trainings that differ in their seeds.
+        directory: Where the idx files of its images are, if there are any.
+        file: That of an optimizer from outside.
+    """
+    training = Training(runs[0], load(runs[0], directory), file)
+    for run in runs:
+        yield training.run(run.seed)
+
+
+def load(run: Run, directory: pathlib.Path | None) -> Data:
+    """Loads what a run trains on and measures with."""
+    examples = run.row.count_examples(run.size)
+    if run.size == TINY:
+        return tiny.load(run.problem, directory, examples)
+    data = large.load(run.row.data, directory, examples)
+    return data.held_out() if run.phase == SEARCH else data
+
+
+class Training:
+    """A compiled model that is trained from its beginning again and again.
+
+    Tracing a step takes longer than a tiny training. So all variables are put
+    back where they were, but for weights, which each seed has its own of.
+
+    Args:
+        run: What is trained.
+        data: What it is trained on.
+        file: That of an optimizer from outside.
+        steps: Number of steps; None is that of the run.
+        evaluations: Number of times to measure; None is that of the run.
+
+    Attributes:
+        model: The model.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        data: Data,
+        file: str | None = None,
+        steps: int | None = None,
+        evaluations: int | None = None,
+    ) -> None:
+        self._run, self._data = run, data
+        self._steps = steps or run.count_steps()
+        usual = EVALUATIONS[run.phase]
+        usual = TINY_EVALUATIONS if run.size == TINY else usual
+        self._evaluations = evaluations or usual
+        self.model = models.build(run.problem, run.size)
+        optimizer = make_optimizer(run, self._steps, self.model, file)
+        self.model.compile(optimizer, models.LOSSES[run.row.loss]())
+        # Variables made in the first trace would cost Keras' optimizers a
+        # second one.
+        optimizer.build(self.model.trainable_variables)
+        self._optimizers: dict[Any, dict[str, Any]] = {
+            part: {} for part in _parts(optimizer)
+        }
+        for part, state in self._optimizers.items():
+            part.save_own_variables(state)
+        problem = run.row
+        x, y = data.test_x, data.test_y
+        self._validate = None
+        if problem.validation:
+            self._validate = models.make_measure(
+                self.model, problem, problem.validation, x, y
+            )
+            x, y = tree.map_structure(lambda a: a[:LEARNT], (data.x, data.y))
+        self._measure = models.make_measure(
+            self.model, problem, problem.score, x, y
+        )
+
+    def run(self, seed: int) -> dict[str, Any]:
+        """Trains; everything random depends on the seed alone.
+
+        Returns:
+            The curve, what the first step took, and for tiny problems the
+            metric on other examples.
+        """
+        keras.utils.set_random_seed(seed)
+        fresh = models.build(self._run.problem, self._run.size)
+        self._measure()  # traces it
+        for part, state in self._optimizers.items():
+            part.load_own_variables(state)
+        for own, new in zip(self.model.variables, fresh.variables, strict=True):
+            own.assign(new)
+        recorder = Recorder(self._measure, self._steps, self._evaluations)
+        self.model.fit(
+            batches(self._run, self._data, seed),
+            steps_per_epoch=self._steps,
+            shuffle=False,  # they are already
+            callbacks=[recorder],
+            verbose=0,
+        )
+        record = {"first_step": recorder.first_step, "curve": recorder.curve}
+        if self._validate:
+            record["validation"] = self._validate()
+        return record
+
+
+def _parts(optimizer: Any) -> list[keras.optimizers.Optimizer]:
+    """An optimizer, and those that it has inside."""
+    inside = vars(optimizer).values()
+    kind = keras.optimizers.Optimizer
+    return [optimizer, *(part for part in inside if isinstance(part, kind))]
+
+
+def batches(run: Run, data: Data, seed: int) -> tf.data.Dataset:
+    """Full batches without end, in an order that only the seed determines."""
+    x, y = tree.map_structure(tf.constant, (data.x, data.y))
+    order = tf.data.Dataset.range(len(data.y))
+    order = order.shuffle(len(data.y), seed=seed).repeat()
+    order = order.batch(run.batch, drop_remainder=True)
+
+    def batch(number: tf.Tensor, rows: tf.Tensor) -> tuple[Any, tf.Tensor]:
+        inputs, labels = tree.map_structure(
+            lambda a: tf.gather(a, rows), (x, y)
+        )
+        if run.row.augmented:
+            inputs = moved(inputs, tf.stack([tf.cast(seed, tf.int64), number]))
+        return inputs, models.targets_of(run.row.loss, inputs, labels)
+
+    return order.enumerate().map(batch).prefetch(2)
+
+
+def moved(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
+    """Images shifted by up to two pixels, every other one flipped."""
+    count, rows, columns, _ = images.shape
+    draws = tf.random.stateless_uniform(
+        [count, 2], seed, 0, 2 * SHIFT + 1, tf.int32
+    )
+    flips = tf.random.stateless_uniform([count, 1, 1, 1], seed + 1) < 0.5
+    edge = [SHIFT, SHIFT]
+    images = tf.pad(images, [[0, 0], edge, edge, [0, 0]])
+    down = draws[:, :1] + tf.range(rows)
+    right = draws[:, 1:] + tf.range(columns)
+    images = tf.gather(images, down, axis=1, batch_dims=1)
+    images = tf.gather(images, right, axis=2, batch_dims=1)
+    return tf.where(flips, images[:, :, ::-1], images)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,167 @@
+"""Which trainings there are, a stage after the other.
+
+Of tiny problems all rates are trained with all seeds. Of the others settings
+are searched with a part of the training data, and what was best is trained
+again, with all of them, and measured with the test set.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from targets.methods import Grid, follows_adam, grid_of
+from targets.problems import TINY, problem_of
+from targets.results import finals, loss_of, seconds_of, settings_of
+from targets.run import FINAL, SEARCH, Run
+from targets.study import Record
+
+# Settings whose errors are within so much of the least are equally good: the
+# quickest of them is taken.
+TOLERANCE = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a study is asked for.
+
+    Attributes:
+        size: Size of the problems.
+        search_size: Size that settings are searched at.
+        data: What each problem is trained on, by its name.
+        methods: The methods.
+        seeds: Seeds of what is measured.
+        search_seeds: Seeds of what is searched.
+        grid: What replaces parts of each method's grid; "batches" that of the
+            problems.
+    """
+
+    size: str
+    search_size: str
+    data: Mapping[str, str]
+    methods: Sequence[str]
+    seeds: Sequence[int]
+    search_seeds: Sequence[int]
+    grid: Mapping[str, Any]
+
+    def stages(self, records: Sequence[Record]) -> Iterator[list[Run]]:
+        """Yields what is trained one after the other.
+
+        Args:
+            records: All records, to which those of a stage are added before
+                the next one is asked for.
+        """
+        followers = [name for name in self.methods if follows_adam(name)]
+        others = [name for name in self.methods if name not in followers]
+        for methods in (others, followers):
+            yield list(self._grids(methods, records))
+            if self.size != TINY:
+                yield list(self._decays(methods, records))
+        if self.size != TINY:
+            yield list(self._finals(records))
+
+    def _grids(
+        self, methods: Sequence[str], records: Sequence[Record]
+    ) -> Iterator[Run]:
+        """All rates with all batches."""
+        tiny = self.size == TINY
+        for problem, method in self._pairs(methods):
+            rest = None
+            if follows_adam(method):
+                adam = self.chosen(problem, "adam", records)
+                if adam is None:
+                    continue
+                rest = adam.rate
+            row, grid = (
+                problem_of(problem, self.size),
+                self._grid(problem, method),
+            )
+            for seed in self.seeds if tiny else self.search_seeds:
+                for rate in grid.rates:
+                    for batch in self.grid.get("batches", row.batches):
+                        yield Run(
+                            FINAL if tiny else SEARCH,
+                            problem,
+                            self.search_size,
+                            self.data[problem],
+                            method,
+                            rate,
+                            rest,
+                            0.0 if tiny else grid.decays[0],
+                            batch,
+                            1.0 if tiny else grid.share,
+                            seed,
+                        )
+
+    def _decays(
+        self, methods: Sequence[str], records: Sequence[Record]
+    ) -> Iterator[Run]:
+        """The other decays, with what was best with the first one."""
+        for problem, method in self._pairs(methods):
+            first, *others = self._grid(problem, method).decays
+            best = self.chosen(problem, method, records, first)
+            if best is None:
+                continue
+            for seed in self.search_seeds:
+                for decay in others:
+                    yield dataclasses.replace(best, decay=decay, seed=seed)
+
+    def _finals(self, records: Sequence[Record]) -> Iterator[Run]:
+        """What was best, a whole seed after the other."""
+        for seed in self.seeds:
+            for problem, method in self._pairs(self.methods):
+                best = self.chosen(problem, method, records)
+                if best:
+                    yield dataclasses.replace(
+                        best, phase=FINAL, size=self.size, seed=seed
+                    )
+
+    def chosen(
+        self,
+        problem: str,
+        method: str,
+        records: Sequence[Record],
+        decay: float | None = None,
+    ) -> Run | None:
+        """The best setting of a method, None if there is none yet."""
+        return best_setting(
+            record
+            for record in records
+            if record["run"]["problem"] == problem
+            and record["run"]["method"] == method
+            and record["run"]["size"] == self.search_size
+            and record["run"]["data"] == self.data[problem]
+            and (self.size == TINY or record["run"]["phase"] == SEARCH)
+            and decay in (None, record["run"]["decay"])
+        )
+
+    def _pairs(self, methods: Sequence[str]) -> Iterator[tuple[str, str]]:
+        for problem in self.data:
+            for method in methods:
+                yield problem, method
+
+    def _grid(self, problem: str, method: str) -> Grid:
+        own = grid_of(method, problem_of(problem, self.size))
+        names = {field.name for field in dataclasses.fields(Grid)}
+        given = {k: v for k, v in self.grid.items() if k in names}
+        return dataclasses.replace(own, **given)
+
+
+def best_setting(records: Iterable[Record]) -> Run | None:
+    """The setting that ends best, without a seed.
+
+    Of settings that are equally good the quickest; of tiny problems, whose
+    loss at the end is the result, the best.
+    """
+    settings = settings_of(records)
+    if not settings:
+        return None
+    losses = {
+        run: statistics.fmean(loss_of(run, end) for end in finals(group))
+        for run, group in settings.items()
+    }
+    best = min(losses, key=lambda run: losses[run])
+    if best.size == TINY:
+        return best
+    good = [r for r in losses if losses[r] <= (1 + TOLERANCE) * losses[best]]
+    return min(good or [best], key=lambda run: seconds_of(settings[run]))

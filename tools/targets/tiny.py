@@ -1,0 +1,169 @@
+"""The data of the tiny problems, by their names."""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras import tree
+
+from targets.data import Data, idx_images, moved_digits
+
+WORDS = 2000  # of the Llama
+TRAINED_DIGITS = 1440  # of 1,797
+
+
+def load(name: str, directory: pathlib.Path | None, examples: int) -> Data:
+    """Loads the data of a problem.
+
+    Args:
+        name: Name of the problem.
+        directory: Where the idx files of its images are, if there are any.
+        examples: Number of training examples.
+    """
+    if name == "mlp":
+        return _fashion(directory, examples)
+    if name == "siamese":
+        return _pairs(*_digits())
+    if name in _DIGITS:
+        x, y = _digits()
+        return _split(_DIGITS[name](x, y), examples, TRAINED_DIGITS)
+    drawn = _DRAWN[name](np.random.default_rng(0))
+    return _split(drawn, examples, examples)
+
+
+def _split(pair: tuple[Any, np.ndarray], examples: int, trained: int) -> Data:
+    """The first examples to train on, and those from `trained` on."""
+
+    def part(rows: slice) -> tuple[Any, np.ndarray]:
+        return tree.map_structure(lambda a: a[rows], pair)
+
+    return Data(*part(slice(examples)), *part(slice(trained, None)))
+
+
+def _fashion(directory: pathlib.Path | None, examples: int) -> Data:
+    """Images as vectors; the last 4,000 training images are held out."""
+    held_out = 4_000
+    if directory is None:
+        return moved_digits(examples, held_out)
+    images = idx_images(directory, 60_000)
+    return Data(
+        images.x[:examples],
+        images.y[:examples],
+        images.x[-held_out:],
+        images.y[-held_out:],
+    )
+
+
+def _digits() -> tuple[np.ndarray, np.ndarray]:
+    """Scikit-learn's digits in a fixed order, 8x8 with one channel."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(x))
+    x = (x / 16).astype("float32").reshape(-1, 8, 8, 1)
+    return x[order], y[order].astype("int32")
+
+
+def _enlarged(side: int, channels: int) -> Callable[..., Any]:
+    def enlarge(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        images = tf.image.resize(x, (side, side)).numpy()
+        return np.repeat(images, channels, -1), y
+
+    return enlarge
+
+
+def _own_pixels(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return x.reshape(-1, 64), x.reshape(-1, 64)
+
+
+_DIGITS: dict[str, Callable[..., Any]] = {
+    "cnn": _enlarged(16, 1),
+    "autoencoder": _own_pixels,
+    "vae": _own_pixels,
+    "vit": _enlarged(16, 3),
+    "mobilenet": _enlarged(32, 3),
+}
+
+
+def _pairs(x: np.ndarray, y: np.ndarray) -> Data:
+    """Pairs of digits: all equal ones, and three times as many others."""
+    random = np.random.default_rng(0)
+    x = x.reshape(-1, 64)
+
+    def pairs(rows: slice) -> tuple[Any, np.ndarray]:
+        one, labels = x[rows], y[rows]
+        other = random.permutation(len(one))
+        equal = labels == labels[other]
+        others = np.flatnonzero(~equal)[: 3 * int(equal.sum())]
+        chosen = np.concatenate([np.flatnonzero(equal), others])
+        answers = equal[chosen].astype("float32")[:, None]
+        return (one[chosen], one[other][chosen]), answers
+
+    trained = slice(TRAINED_DIGITS), slice(TRAINED_DIGITS, None)
+    return Data(*pairs(trained[0]), *pairs(trained[1]))
+
+
+def _function(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """A smooth function of six numbers, with noise."""
+    x = random.uniform(-1, 1, (1500, 6)).astype("float32")
+    a, b, c, d, e, f = x.T
+    y = np.sin(3 * a * b) + c**2 - np.exp(d * e) + 0.5 * np.sin(5 * f)
+    y = y + 0.05 * random.normal(size=1500)
+    return x, y.astype("float32")[:, None]
+
+
+def _majority(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Whether more than half of the words are of the second kind."""
+    words = random.integers(1, 50, (900, 20)).astype("int32")
+    lengths = random.integers(8, 21, 900)
+    words[np.arange(20)[None] >= lengths[:, None]] = 0
+    return words, ((words > 25).sum(1) * 2 > lengths).astype("int32")
+
+
+def _counts(random: np.random.Generator) -> tuple[Any, np.ndarray]:
+    """Fewer than four of the first eight words large, four, or more."""
+    words = random.integers(1, 60, (1800, 16)).astype("int32")
+    large = (words[:, :8] > 30).sum(1)
+    y = np.where(large < 4, 0, np.where(large == 4, 1, 2)).astype("int32")
+    return {**_tokens(words), "segment_ids": np.zeros_like(words)}, y
+
+
+def _sums(random: np.random.Generator) -> tuple[Any, np.ndarray]:
+    """Running sums of random steps; the next one is asked for."""
+    steps = random.integers(1, 4, (700, 33))
+    return _next((np.cumsum(steps, 1) % 97).astype("int32"))
+
+
+def _markov(random: np.random.Generator) -> tuple[Any, np.ndarray]:
+    """Sequences in which a word has twenty successors."""
+    successors, count, length = 20, 1264, 33
+    odds = random.dirichlet(np.full(successors, 0.3), size=WORDS)
+    words = random.integers(0, WORDS, (WORDS, successors))
+    text = np.zeros((count, length), "int32")
+    text[:, 0] = random.integers(0, WORDS, count)
+    for place in range(1, length):
+        before = text[:, place - 1]
+        draw = random.uniform(size=count)
+        chosen = (draw[:, None] > odds[before].cumsum(1)).sum(1)
+        text[:, place] = words[before, np.minimum(chosen, successors - 1)]
+    return _next(text)
+
+
+def _next(text: np.ndarray) -> tuple[Any, np.ndarray]:
+    return _tokens(text[:, :-1]), text[:, 1:]
+
+
+def _tokens(words: np.ndarray) -> dict[str, np.ndarray]:
+    return {"token_ids": words, "padding_mask": np.ones_like(words)}
+
+
+_DRAWN: dict[str, Callable[[np.random.Generator], tuple[Any, np.ndarray]]] = {
+    "regression": _function,
+    "lstm": _majority,
+    "bert": _counts,
+    "gpt2": _sums,
+    "llama": _markov,
+    "llama-tied": _markov,
+}
