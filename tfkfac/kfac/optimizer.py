@@ -82,7 +82,8 @@ class KFAC(SecondOrderOptimizer):
     are those of the one with the largest unit, its weight included.
 
     Weights without a block (see `summary`) have an optimizer of their own, the
-    rest optimizer; when these are most of a model, a warning says so. Layer classes of your own get a block by `tfkfac.register_block`.
+    rest optimizer; when these are most of a model, a warning says so. Layer
+    classes of your own get a block by `tfkfac.register_block`.
 
     >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 

@@ -9,7 +9,6 @@ was best for Adam itself.
 import argparse
 import dataclasses
 import hashlib
-import importlib
 import inspect
 import math
 import pathlib
@@ -159,14 +158,17 @@ def _kfac(run: Run, steps: int, given: Mapping[str, Any]) -> Any:
     """K-FAC, with a step and a rest optimizer of its own where these are."""
     import keras
 
-    tfkfac = importlib.import_module("tfkfac")
+    import tfkfac
+
     arguments = dict(given)
     step = arguments.get("step")
     if step == "quadratic":
         damping = tfkfac.LevenbergMarquardt()
         arguments["step"] = tfkfac.QuadraticStep(damping=damping)
         return tfkfac.KFAC(**arguments)
+    rate, momentum = FIRST_KFAC_RATE, 0.5
     if step == "spectral":
+        rate, momentum = 1.0, 0.0  # its own stands in its settings
         names = {*inspect.signature(tfkfac.SpectralStep).parameters}
         own = {k: arguments.pop(k) for k in names & arguments.keys()}
         arguments["step"] = tfkfac.SpectralStep(**own)
@@ -176,10 +178,10 @@ def _kfac(run: Run, steps: int, given: Mapping[str, Any]) -> Any:
             _decaying(run.rest, steps),
             weight_decay=keras_decay(run.decay, run.rest, steps),
         )
-    rate = run.rate or FIRST_KFAC_RATE
+    rate = run.rate or rate
     inner = keras.optimizers.SGD(
         _decaying(rate, steps),
-        momentum=arguments.pop("momentum", 0.5),
+        momentum=momentum,
         weight_decay=keras_decay(run.decay, rate, steps),
     )
     return tfkfac.KFAC(inner, **arguments)
