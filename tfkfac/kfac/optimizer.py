@@ -389,8 +389,8 @@ class KFAC(SecondOrderOptimizer):
 
         Returns:
             The bytes of "factors", "decompositions" and their "total", of the
-            sums for "accumulation" if there is any, and of the
-            "previous_update" with `step="quadratic"`.
+            sums for "accumulation" if there is any, of the "previous_update"
+            with `step="quadratic"`, and of the "momenta" with "spectral".
         """
         return super().state_bytes()
 
