@@ -175,10 +175,10 @@ Y = RNG.normal(size=(8, 2)).astype("float32")
 RATE, DAMPING = 0.5, 0.125
 
 
-def model_of(**options: Any) -> Any:
+def model_of(rate: Any = RATE, **options: Any) -> Any:
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2, name="d")])
     randomize(model)
-    inner = keras.optimizers.SGD(RATE)
+    inner = keras.optimizers.SGD(rate)
     options |= {"damping": DAMPING, "fisher": "empirical"}
     model.compile(tfkfac.KFAC(inner, **options), "mse")
     return model
@@ -215,6 +215,39 @@ def test_the_hint_is_given_once(kl_clip: float, capfd: Any) -> None:
     lines: list[str] = []
     model.optimizer.summary(print_fn=lines.append)
     assert ("kl_clip ruled" in lines[0]) == (kl_clip == 1e-12)
+
+
+Constant = keras.optimizers.schedules.PiecewiseConstantDecay
+
+
+@pytest.mark.parametrize(
+    ("rate", "clip", "told"),
+    [
+        (0.009, 0.02, True),
+        (0.011, 0.02, False),
+        (0.009, 1e-12, False),
+        (Constant([60], [0.001, 0.05]), 0.02, False),  # which warms up
+    ],
+)
+def test_rates_of_adam_are_too_small(
+    rate: Any, clip: float, told: bool, capfd: Any
+) -> None:
+    """In one line, after fifty steps that the clip has not shortened."""
+    model = model_of(rate, kl_clip=clip)
+    data = tf.data.Dataset.from_tensors((X, Y)).repeat()
+    model.fit(data, steps_per_epoch=49, verbose=0)
+    assert "Rates of Adam" not in capfd.readouterr().err
+    model.fit(data, steps_per_epoch=52, verbose=0)
+    assert capfd.readouterr().err.count("Rates of Adam") == told
+
+
+@pytest.mark.parametrize("kind", ["adam", "lion", "muon"])
+def test_adaptive_inner_optimizers(kind: str) -> None:
+    """They undo the preconditioning; the hint names `rest_optimizer`."""
+    model = sequential(layers.Dense(2))
+    texts = compiling(model, inner_optimizer=kind)
+    assert len(texts) == (kind != "muon")
+    assert all("KFAC(rest_optimizer=keras" in text for text in texts)
 
 
 @pytest.mark.parametrize("loss", ["mean", "sum", "token means", "token sums"])

@@ -398,6 +398,10 @@ _NAMES = (
 # little. In healthy runs half of the clip factors are above 0.6 (autoencoders;
 # of classifiers most are 1), on pixels times 4,080 below 0.07.
 _FIRST, _MANY, _LITTLE = 200, 100, 0.25
+# Learning rate of steps that the clip bounds. Below this share of it, where
+# the clip has shortened none of the very first steps, it hardly trains.
+RATE, SMALL = 0.1, 0.1
+_VERY_FIRST = 50
 
 
 class StepReport(Slots):
@@ -407,6 +411,9 @@ class StepReport(Slots):
         steps: Number of steps so far.
         clipped: Number of the first of them that the clip left little of.
         hints: 1 once the hint has been given.
+        shortened: Number of the very first of them that the clip has shortened
+            at all.
+        slow: 1 once it has been said that the learning rate is too small.
         sums: Number of times that the loss has looked like a sum.
         lost: Number of steps whose quadratic model was not finite.
     """
@@ -416,6 +423,8 @@ class StepReport(Slots):
         self.steps = self.slot("reported_steps", saved=False)
         self.clipped = self.slot("clipped_steps", saved=False)
         self.hints = self.slot("clip_hints", saved=False)
+        self.shortened = self.slot("shortened_steps", saved=False)
+        self.slow = self.slot("rate_hints", saved=False)
         self.sums = self.slot("summed_losses", saved=False)
         self.lost = self.slot("lost_models", saved=False)
         self._values = {
@@ -423,8 +432,19 @@ class StepReport(Slots):
             for name in _NAMES
         }
 
-    def note(self, clip: Clip, damping: tf.Tensor, name: str) -> None:
-        """Notes a step of the optimizer of this name."""
+    def note(
+        self,
+        clip: Clip,
+        damping: tf.Tensor,
+        name: str,
+        rate: tf.Tensor | None,
+    ) -> None:
+        """Notes a step of the optimizer of this name.
+
+        There is a learning rate if it may be too small, and SGD's.
+        """
+        if rate is not None:
+            self._note_rate(clip, rate, name)
         length = tf.square(clip.factor) * clip.length
         self.assign(clip_factor=clip.factor, length=length, damping=damping)
         early = self.steps <= _FIRST
@@ -439,6 +459,21 @@ class StepReport(Slots):
             f"{_FIRST} steps. Are the model's inputs normalised? If they "
             'cannot be, try KFAC(fisher="monte_carlo"). A smaller learning '
             "rate or a larger damping may help too; see `optimizer.last_step`.",
+        )
+
+    def _note_rate(self, clip: Clip, rate: tf.Tensor, name: str) -> None:
+        """Says that a learning rate is one of Adam's."""
+        shortened = (self.steps < _VERY_FIRST) & (clip.factor < 1)
+        self.shortened.assign_add(tf.cast(shortened, tf.int64))
+        last = tf.equal(self.steps, _VERY_FIRST - 1)
+        small = tf.cast(rate, tf.float64) < SMALL * RATE
+        count_each(
+            last & tf.equal(self.shortened, 0) & small,
+            self.slow,
+            [name],
+            f"kl_clip has shortened none of the first {_VERY_FIRST} steps, and "
+            f"the learning rate is below {SMALL * RATE:g}. Rates of Adam are "
+            f"too small here: the default is {RATE:g}.",
         )
 
     def assign(self, **values: tf.Tensor) -> None:

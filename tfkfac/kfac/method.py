@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.optimizers.schedules import LearningRateSchedule
 from typing_extensions import override
 
 from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
@@ -14,6 +15,7 @@ from tfkfac.capture.model_taps import ForwardTap, PullbackTap
 from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Tracked
+from tfkfac.compat.optimizers import rate_of
 from tfkfac.distributed.collectives import gradient_bytes
 from tfkfac.factors import Limit
 from tfkfac.fisher.types import EMPIRICAL, TYPES, Choice, choose_type
@@ -29,6 +31,8 @@ from tfkfac.kfac.active import (
 from tfkfac.kfac.averages import Pending
 from tfkfac.kfac.bank import FAULTS, State, kept_factors
 from tfkfac.kfac.length import (
+    RATE,
+    SMALL,
     LevenbergMarquardt,
     QuadraticStep,
     SpectralStep,
@@ -70,6 +74,15 @@ from tfkfac.training.step import Gradients, Step, Update
 # Blocks that spectral steps leave out: of a table each row sees little of the
 # data, and orthogonalised it would move as much as one that sees all.
 TABLES = (EmbeddingBlock, PositionEmbeddingBlock)
+
+
+def may_be_small(job: Job) -> bool:
+    """True if the learning rate could be too small for the inner SGD."""
+    inner = job.inner_optimizer
+    is_sgd = isinstance(inner, keras.optimizers.SGD)
+    # A number may be another one by then.
+    has_schedule = isinstance(rate_of(inner), LearningRateSchedule)
+    return is_sgd and not (has_schedule and largest_rate(inner) >= SMALL * RATE)
 
 
 class KFACMethod(Method):
@@ -364,7 +377,9 @@ class KFACMethod(Method):
                 None if self.kl_clip.get() is None else self.kl_clip.at(clock)
             )
             clip = clip_step(products, limit, rate)
-            state.report.note(clip, damping, self.job.name)
+            small = limit is not None and may_be_small(self.job)
+            shown = rate if small else None
+            state.report.note(clip, damping, self.job.name, shown)
         return put_back(made, clip.factor, step.gradients)
 
     # --------------------------------------------------- binding and state
@@ -377,6 +392,7 @@ class KFACMethod(Method):
             PullbackTap.open(job.model)
         if self._quadratic is not None:
             ForwardTap.open(job.model)
+        self._advice.give(job, report.adaptive_warning(job.inner_optimizer))
         self._advice.give(
             job, report.solver_warning(job.model, SOLVERS[self.solver])
         )

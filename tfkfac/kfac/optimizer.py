@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_range
 from tfkfac.kfac.length import (
+    RATE,
     LevenbergMarquardt,
     QuadraticStep,
     Rule,
@@ -74,6 +75,11 @@ class KFAC(SecondOrderOptimizer):
     Distributed K-FAC, TPDS 2022). Factors and decompositions are renewed on
     clocks of their own. The result, clipped in the metric of the Fisher
     matrix, goes to the inner optimizer.
+
+    A learning rate has the scale of natural gradient steps, 0.1, not that of
+    Adam's: multiply one of these by about 100. Quadratic steps have a length
+    of their own that it multiplies, by 1.0; spectral steps take nothing of it
+    but the shape of its schedule.
 
     Factors, damping and clip are in units of the negative log-likelihood of a
     term of the loss (an example, token or pixel, whatever Keras' mean is over):
@@ -247,7 +253,7 @@ class KFAC(SecondOrderOptimizer):
             momentum = check_range("momentum", momentum, 0, 1)
         step = check_step("step", step)
         rule = rule_of(step)
-        sgd = {"learning_rate": 0.1, "momentum": 0.5}
+        sgd = {"learning_rate": RATE, "momentum": 0.5}
         if rule:
             sgd = {"learning_rate": 1.0, "momentum": 0.0}
         if isinstance(rule, SpectralStep):

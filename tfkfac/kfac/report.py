@@ -125,6 +125,28 @@ def unseen_loss_warning(job: Job) -> str:
     )
 
 
+# Inner optimizers that divide each element by its own size, or keep its sign.
+_O = keras.optimizers
+_ADAPTIVE = (
+    _O.Adam, _O.Adamax, _O.Nadam, _O.Adagrad, _O.Adadelta, _O.RMSprop, _O.Ftrl,
+    _O.Lion, _O.Lamb,
+)  # fmt: skip
+
+
+def adaptive_warning(inner: keras.optimizers.Optimizer) -> str | None:
+    """Returns what to say of an adaptive inner optimizer, or None."""
+    if not isinstance(inner, _ADAPTIVE):
+        return None
+    name = type(inner).__name__
+    return (
+        f"Inside K-FAC {name} scales each element of the preconditioned "
+        "gradient anew, which undoes most of the preconditioning. The default, "
+        "SGD, does not. To go on with a tuned one, let it train the weights "
+        "that K-FAC has no block for: "
+        f"KFAC(rest_optimizer=keras.optimizers.{name}(...))."
+    )
+
+
 _LEFT_BY_MODEL = "Moved along their gradients, by a step size of their own:"
 
 

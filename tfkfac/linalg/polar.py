@@ -31,7 +31,8 @@ def polar_factors(
 
     `U V^T` for a block `U S V^T`, its small singular values excepted, which do
     not come up to 1 in a few iterations. That of a vector is exact. What is
-    zero stays so. Blocks of equal shapes are one batched product.
+    zero stays so; squares must be neither too small nor too large for a number.
+    Blocks of equal shapes are one batched product.
 
     Args:
         matrices: Float tensors `(..., rows, columns)` of known shapes.
@@ -97,25 +98,22 @@ def _whole(blocks: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
     return tf.reshape(flat[..., :columns], shape)
 
 
-def _polar(matrices: tf.Tensor, iterations: int) -> tf.Tensor:
+def _polar(x: tf.Tensor, iterations: int) -> tf.Tensor:
     """Polar factors of `(blocks, rows, columns)`."""
-    # First by the largest element: squares may overflow, or vanish.
-    largest = tf.reduce_max(tf.abs(matrices), [-2, -1], keepdims=True)
-    x = tf.math.divide_no_nan(matrices, largest)
-    x = tf.math.divide_no_nan(x, tf.norm(x, axis=[-2, -1], keepdims=True))
-    rows, columns = matrices.shape[-2:]
-    if 1 in (rows, columns):
-        return x
-    x /= _ROOM
+    rows, columns = x.shape[-2:]
+    wide = rows < columns
     # A polynomial of `x` is `x` times one of its Gram matrix, on the narrow
     # side: `x` itself is in two products, however many iterations there are.
-    wide = rows < columns
     gram = tf.matmul(x, x, transpose_a=not wide, transpose_b=wide)
+    square = tf.linalg.trace(gram)[:, None, None]
+    if 1 in (rows, columns):
+        return tf.math.divide_no_nan(x, tf.sqrt(square))
+    gram = tf.math.divide_no_nan(gram, _ROOM**2 * square)
     one = tf.eye(min(rows, columns), dtype=x.dtype)
-    product = one
+    product = tf.math.divide_no_nan(one, _ROOM * tf.sqrt(square))
     for i in range(iterations):
         a, b, c = _POLYNOMIALS[min(i, len(_POLYNOMIALS) - 1)]
         factor = a * one + b * gram + c * tf.matmul(gram, gram)
         gram = tf.matmul(tf.matmul(factor, gram), factor)
-        product = factor if i == 0 else tf.matmul(product, factor)
+        product = tf.matmul(product, factor)
     return tf.matmul(product, x) if wide else tf.matmul(x, product)

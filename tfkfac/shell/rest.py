@@ -108,5 +108,6 @@ def largest_rate(optimizer: keras.optimizers.Optimizer) -> float:
     """
     rate = rate_of(optimizer)
     if isinstance(rate, LearningRateSchedule):
-        return max(float(rate(step)) for step in _PROBES)
+        with tf.init_scope():
+            return max(float(rate(step)) for step in _PROBES)
     return float(tf.convert_to_tensor(optimizer.learning_rate))

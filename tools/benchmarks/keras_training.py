@@ -127,8 +127,9 @@ def make_optimizer(name: str, arguments: dict[str, Any]) -> Any:
 
     family, _, kind = name.partition("-")
     if family == "kfac":
+        plain = "step" not in arguments
         return tfkfac.KFAC(
-            FIRST_ORDER_TYPES["sgd"](RATE),
+            FIRST_ORDER_TYPES["sgd"](RATE) if plain else None,
             solver=kind,
             factor_update_interval=10,
             inverse_update_interval=100,
