@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 import tfkfac
@@ -107,6 +108,61 @@ def targets(x: Array) -> Array:
     rng = np.random.default_rng(1)
     flat = x.reshape(len(x), -1)
     return np.tanh(flat @ rng.normal(size=(flat.shape[1], 2)))
+
+
+# Of the conditions of `Decay`.
+WEIGHTS = {"seen": 3.0, "both": 0.5}
+
+
+class Decay:
+    """The equation `u' = -rate u`, with an unknown rate; u is exp(-2 x)."""
+
+    def __init__(self) -> None:
+        keras.utils.set_random_seed(1)
+        hidden, last = layers.Dense(3, "tanh"), layers.Dense(1)
+        self.network = keras.Sequential([keras.Input((1,)), hidden, last])
+        self.rate = keras.Variable(1.0, dtype=keras.config.floatx())
+        self.variables = [*self.network.trainable_variables, self.rate]
+        x = [np.linspace(0, 1, n)[:, None] for n in (12, 3, 5)]
+        self.points = {"slope": x[0], "both": x[1], "seen": x[2]}
+        self.residuals = {
+            "slope": self.slope,
+            "both": lambda x: tf.concat([self.error(x)] * 2, 1),
+            "seen": self.error,
+        }
+
+    def error(self, x: Any) -> Any:
+        return self.network(x) - tf.exp(-2 * x)
+
+    def slope(self, x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            u = self.network(x)[:, 0]
+        return tape.gradient(u, x)[:, 0] + self.rate * u
+
+    def minimize(self, optimizer: tfkfac.GaussNewton, **options: Any) -> Any:
+        return optimizer.minimize(
+            self.residuals,
+            self.variables,
+            self.points,
+            weights=WEIGHTS,
+            **options,
+        )
+
+
+def conditions(kind: str | None) -> dict[str, Any]:
+    """Five steps of `minimize`, in float64; points are left over for some."""
+    with floats("float64"), strategy(kind).scope():
+        problem = Decay()
+        start = [np.array(v) for v in problem.variables]
+        optimizer = tfkfac.GaussNewton(solve="parameters")
+        problem.minimize(optimizer, steps=5)
+        return {
+            "start": start,
+            "weights": [np.array(v) for v in problem.variables],
+            "copies": copies(kind, problem.variables),
+            "last": optimizer.last_step,
+        }
 
 
 def refusal(kind: str | None) -> str:

@@ -15,6 +15,11 @@ from tfkfac.compat.overrides import release_moments
 # Layers that call what is inside of them in a loop of their own, where no tap
 # of ours can follow.
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
+_CONVOLUTIONS = (
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+)
 
 # The reason of layers that the user has asked to leave alone.
 SKIPPED = "skip_layers"
@@ -151,3 +156,27 @@ def detach(model: keras.Model, owner: object | None) -> None:
         release_moments(node.layer)
         Tap.close(node.layer, owner)
     ModelTap.close_all(model)
+
+
+def needs_loop(model: keras.Model) -> bool:
+    """True if examples are taken one after the other, which is slow.
+
+    TensorFlow vectorises neither the gradient of grouped convolutions nor
+    recurrent layers with a mask, or with weights before them.
+    """
+    layers = [node.layer for node in walk(model)]
+    convolutions = [x for x in layers if isinstance(x, _CONVOLUTIONS)]
+    if any(layer.groups > 1 for layer in convolutions):
+        return True
+    recurrent = [x for x in layers if isinstance(x, keras.layers.RNN)]
+    if not recurrent:
+        return False
+    masks = any(
+        getattr(layer, "mask_zero", False)
+        or isinstance(layer, keras.layers.Masking)
+        for layer in layers
+    )
+    own = {id(v) for v in recurrent[0].trainable_variables}
+    before = layers[: layers.index(recurrent[-1])]
+    others = [v for x in before for v in x.trainable_variables]
+    return masks or any(id(v) not in own for v in others)

@@ -21,6 +21,8 @@ except ImportError:  # from Keras 3.16 on
 T = TypeVar("T")
 Sum = Callable[[tf.Tensor], tf.Tensor]
 Moments = tuple[tf.Tensor, tf.Tensor]  # mean and variance
+# Operations that make nothing new.
+_VIEWS = ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient")
 
 
 def state_variable(
@@ -141,6 +143,26 @@ def of_this_graph(
     if tensor.graph is tf.compat.v1.get_default_graph():
         return tensor
     return tf.identity(tensor)
+
+
+def numbers_made(
+    function: Callable[..., Any], arguments: Sequence[tf.TensorSpec]
+) -> int:
+    """Number of numbers that a function makes of its arguments.
+
+    Sizes that only a run knows count nothing.
+    """
+    traced = tf.function(function, autograph=False)
+    graph = traced.get_concrete_function(*arguments)
+    known = {given.ref() for given in graph.inputs[: len(arguments)]}
+    count = 0
+    for operation in graph.graph.get_operations():
+        if any(given.ref() in known for given in operation.inputs):
+            known.update(made.ref() for made in operation.outputs)
+            if operation.type not in _VIEWS:
+                sizes = [x.shape.num_elements() for x in operation.outputs]
+                count += sum(size or 0 for size in sizes)
+    return count
 
 
 def in_xla() -> bool:

@@ -1,37 +1,83 @@
-"""Rows of a model's Jacobian, one for each output of each example.
+"""Rows of the residuals' Jacobian, one for each output of each example.
 
-The backward pass of one example is traced once and vectorised over examples
-and outputs, in blocks, so that no more than a block of rows is in memory.
+With a root B of the loss' Hessian at the outputs y that it reads, and `J =
+dy/dw`, these are `K = B^T J`. The residuals r themselves, `B r = dL/dy`, are
+those of least length. The backward pass of one example is traced once and
+vectorised over examples and outputs, in blocks, so that no more than a block of
+rows is in memory.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import ForwardCall, paused
-from tfkfac.capture.walk import walk
+from tfkfac.capture.walk import needs_loop
+from tfkfac.compat.graphs import numbers_made
 from tfkfac.compat.losses import logits_of
-from tfkfac.compat.models import kept_losses
 from tfkfac.curvature.hessian import dense, tape
-from tfkfac.gauss_newton.residuals import Read
+from tfkfac.fisher.roots import Root
 from tfkfac.linalg.symmetric import band_shapes, bands, from_bands
 from tfkfac.linalg.vectors import FlatSpace
+from tfkfac.loss.batch import stateless
 
 # Fewest rows of a block.
 _LEAST = 256
 # Part of a step that outputs are computed at, on both sides: their second
 # derivatives lose 16 digits over its square, and gain by its square.
 _PART = 0.1
-# Operations that make nothing new.
-_VIEWS = ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient")
-_CONVOLUTIONS = (
-    keras.layers.Conv1D,
-    keras.layers.Conv2D,
-    keras.layers.Conv3D,
-)
+
+
+class Read(NamedTuple):
+    """The output of the model that one loss reads."""
+
+    position: int  # among the model's outputs
+    is_logits: bool  # whether it is the logits behind that output
+    output: tf.Tensor  # its value
+    slopes: tf.Tensor  # gradient of the loss there, `(examples, outputs)`
+    root: Root  # of the Hessian there
+    size: int  # number of outputs of an example
+
+
+class Rows(NamedTuple):
+    """Examples of which a function makes outputs, each by itself.
+
+    In `fit` they are those of a call of the model, in `minimize` the points of
+    a condition.
+    """
+
+    # Of some examples, by position among the model's outputs.
+    outputs: Callable[[Sequence[tf.Tensor]], Mapping[int, tf.Tensor]]
+    points: Sequence[tf.Tensor]  # with one batch axis
+    places: Sequence[int]  # positions of its outputs
+    size: int  # number of residuals of an example
+    reads: Sequence[Read] = ()  # of the outputs, by the losses
+
+    @property
+    def examples(self) -> int | tf.Tensor:
+        """Number of examples; a tensor if it is not known before."""
+        size: int | None = self.points[0].shape[0]
+        return tf.shape(self.points[0])[0] if size is None else size
+
+    def joined(self, outputs: Mapping[int, tf.Tensor]) -> tf.Tensor:
+        """Outputs that the losses read, `(examples, size)`."""
+        parts = []
+        for read in self.reads:
+            output = outputs[read.position]
+            found = logits_of(output) if read.is_logits else output
+            parts.append(flat_output(found, read))
+        return tf.concat(parts, 1)
+
+    def weigh(
+        self, rows: tf.Tensor, first: Any = 0, end: tf.Tensor | None = None
+    ) -> tf.Tensor:
+        """`B^T` times rows `(examples, size, n)` of some examples, or all."""
+        end = tf.shape(rows)[0] if end is None else end
+        parts = tf.split(rows, [read.size for read in self.reads], 1)
+        pairs = zip(self.reads, parts, strict=True)
+        return tf.concat([r.root.times(p, first, end) for r, p in pairs], 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,51 +85,57 @@ class Jacobian:
     """The Jacobian of the residuals of a batch, examples by examples."""
 
     model: keras.Model
-    call: ForwardCall
+    rows: Sequence[Rows]
     weights: Sequence[keras.Variable]  # that it is with respect to
     values: Sequence[tf.Tensor]  # of these
     space: FlatSpace  # of the flat vectors of these
-    reads: Sequence[Read]  # of the outputs, by the losses
-    block: int  # number of examples whose rows are made at once
+    block: int  # number of rows that are made at once
 
-    @property
-    def size(self) -> int:
-        """Number of outputs of an example."""
-        return sum(read.size for read in self.reads)
-
-    @property
-    def examples(self) -> tf.Tensor:
-        """Number of examples."""
-        return tf.shape(self.reads[0].output)[0]
-
-    def rows(self) -> tf.Tensor:
+    def whole(self) -> tf.Tensor:
         """K, `(m, n)`."""
-        all_ = (tf.constant(0), self.examples)
-        return flat(self._weighed(self._plain(self._tracing(), *all_), *all_))
+        made = [rows.weigh(self._plain(rows)(0, None)) for rows in self.rows]
+        return tf.concat([flat(own) for own in made], 0)
+
+    def residuals(self) -> tf.Tensor:
+        """r, `(m,)`."""
+        found = [
+            tf.concat([r.root.residuals(r.slopes) for r in rows.reads], 1)
+            for rows in self.rows
+        ]
+        return tf.concat([tf.reshape(own, [-1]) for own in found], 0)
 
     def squares(self) -> tuple[tf.Tensor, tf.Tensor]:
         """`K^T K`, `(n, n)`, and the gradient of the loss, `(n,)`."""
-        trace, examples = self._tracing(), self.examples
         size, dtype = self.space.size, self.space.dtype
-        slopes = tf.concat([read.slopes for read in self.reads], 1)
+        shapes = [size], *band_shapes(size)
+        sums: Sequence[tf.Tensor] = [tf.zeros(s, dtype) for s in shapes]
+        for rows in self.rows:
+            sums = self._add_squares(rows, sums)
+        return from_bands(sums[1:]), sums[0]
+
+    def _add_squares(
+        self, rows: Rows, sums: Sequence[tf.Tensor]
+    ) -> Sequence[tf.Tensor]:
+        """Adds to a gradient and the bands of a matrix, block by block."""
+        plain, examples = self._plain(rows), rows.examples
+        slopes = tf.concat([read.slopes for read in rows.reads], 1)
+        block = max(self.block // rows.size, 1)
 
         def add(first: tf.Tensor, gradient: tf.Tensor, *sums: Any) -> Any:
-            end = tf.minimum(first + self.block, examples)
-            plain = self._plain(trace, first, end)
-            rows = self._weighed(plain, first, end)
+            end = tf.minimum(first + block, examples)
+            made = plain(first, end)
             own = tf.reshape(slopes[first:end], [-1, 1])
-            gradient += tf.matmul(flat(plain), own, transpose_a=True)[:, 0]
-            new = bands(flat(rows))
+            gradient += tf.matmul(flat(made), own, transpose_a=True)[:, 0]
+            new = bands(flat(rows.weigh(made, first, end)))
             return end, gradient, *map(tf.add, sums, new)
 
-        nothing = [tf.zeros(shape, dtype) for shape in band_shapes(size)]
-        _, gradient, *sums = tf.while_loop(
+        _, *sums = tf.while_loop(
             lambda first, *_: first < examples,
             add,
-            (tf.constant(0), tf.zeros([size], dtype), *nothing),
+            (tf.constant(0), *sums),
             parallel_iterations=1,
         )
-        return from_bands(sums), gradient
+        return sums
 
     def turn(self, change: tf.Tensor) -> tf.Tensor:
         """`B^T y''`, `(m,)`: the outputs' second derivatives along a change."""
@@ -92,156 +144,103 @@ class Jacobian:
         pairs = list(zip(self.values, parts, strict=True))
         there = outputs([v + part for v, part in pairs])
         back = outputs([v - part for v, part in pairs])
-        here = self._joined([read.output for read in self.reads])
-        return self._weighed_all((there - 2 * here + back) / _PART**2)
+        here = [
+            tf.concat([flat_output(r.output, r) for r in rows.reads], 1)
+            for rows in self.rows
+        ]
+        ways = zip(there, here, back, strict=True)
+        return self._weigh_all([(p - 2 * y + q) / _PART**2 for p, y, q in ways])
 
     def pull(self, vector: tf.Tensor) -> tf.Tensor:
         """`K^T` times a vector `(m,)`, by one backward pass."""
         with tape() as back:
             back.watch(self.values)
-            outputs = self._weighed_all(self._all_outputs(self.values))
+            outputs = self._weigh_all(self._all_outputs(self.values))
         slopes = back.gradient(outputs, self.values, output_gradients=vector)
         return self.space.join(dense(slopes))
 
-    def _all_outputs(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
-        """y, `(examples, outputs)`."""
-        leaves, examples = leaves_of(self.call)
-        return self._outputs([leaves[i] for i in examples], values)
+    def _weigh_all(self, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
+        """`B^T y`, `(m,)`, of `_all_outputs`."""
+        pairs = zip(self.rows, outputs, strict=True)
+        made = [rows.weigh(y[..., None]) for rows, y in pairs]
+        return tf.concat([tf.reshape(own, [-1]) for own in made], 0)
 
-    def _weighed_all(self, outputs: tf.Tensor) -> tf.Tensor:
-        """`B^T y`, `(m,)`."""
-        all_ = (tf.constant(0), self.examples)
-        return tf.reshape(self._weighed(outputs[..., None], *all_), [-1])
+    def _all_outputs(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The outputs y of each of the rows, `(examples, size)`."""
+        return [self._outputs(r, r.points, values) for r in self.rows]
 
-    def _plain(
-        self, trace: Callable[..., tf.Tensor], first: tf.Tensor, end: tf.Tensor
-    ) -> tf.Tensor:
-        """J of some examples, `(examples, outputs, n)`."""
-        leaves, examples = leaves_of(self.call)
-        own = [leaves[i][first:end] for i in examples]
-        found = trace(own, list(self.values))
-        return tf.reshape(found, [-1, self.size, self.space.size])
+    def _plain(self, rows: Rows) -> Callable[..., tf.Tensor]:
+        """A function of a range of examples: J, `(examples, size, n)`.
 
-    def _weighed(
-        self, plain: tf.Tensor, first: tf.Tensor, end: tf.Tensor
-    ) -> tf.Tensor:
-        """The rows `B^T J` of these examples."""
-        sizes = [read.size for read in self.reads]
-        parts = tf.split(plain, sizes, 1) if len(sizes) > 1 else [plain]
-        made = [
-            read.root.times(part, first, end)
-            for read, part in zip(self.reads, parts, strict=True)
-        ]
-        return tf.concat(made, 1) if len(made) > 1 else made[0]
-
-    def _tracing(self) -> Callable[..., tf.Tensor]:
-        """The function of examples and weights, traced when first called."""
-        seeds = tf.eye(self.size, dtype=self.space.dtype)
+        It is traced when first called.
+        """
+        seeds = tf.eye(rows.size, dtype=self.space.dtype)
         loop, dtype = needs_loop(self.model), self.space.dtype
 
-        def rows(leaves: Any, values: Any) -> tf.Tensor:
-            count = tf.shape(leaves[0])[0]
-            if self.size > 1:
-                leaves = [tf.repeat(leaf, self.size, 0) for leaf in leaves]
-            pairs = (leaves, tf.tile(seeds, [count, 1]))
+        def trace(points: Any, values: Any) -> tf.Tensor:
+            count = tf.shape(points[0])[0]
+            if rows.size > 1:
+                points = [tf.repeat(part, rows.size, 0) for part in points]
+            pairs = (points, tf.tile(seeds, [count, 1]))
 
             def row(pair: Any) -> tf.Tensor:
-                leaves, seed = pair
-                return self._row(leaves, seed, values)
+                points, seed = pair
+                return self._row(rows, points, seed, values)
 
             if loop:
                 return tf.map_fn(row, pairs, fn_output_signature=dtype)
             return tf.vectorized_map(row, pairs)
 
-        return tf.function(rows, autograph=False, reduce_retracing=True)
+        traced = tf.function(trace, autograph=False, reduce_retracing=True)
 
-    def _row(
-        self, leaves: Any, seed: tf.Tensor, values: Sequence[tf.Tensor]
-    ) -> tf.Tensor:
+        def plain(first: Any, end: tf.Tensor | None) -> tf.Tensor:
+            own = [part[first:end] for part in rows.points]
+            found = traced(own, list(self.values))
+            return tf.reshape(found, [-1, rows.size, self.space.size])
+
+        return plain
+
+    def _row(self, rows: Rows, points: Any, seed: Any, values: Any) -> Any:
         """The gradient of the outputs of one example, times a seed."""
         with tape() as back:
             back.watch(values)
-            outputs = self._outputs([leaf[None] for leaf in leaves], values)
+            outputs = self._outputs(rows, [p[None] for p in points], values)
         slopes = back.gradient(outputs, values, output_gradients=seed[None])
         return self.space.join(dense(slopes))
 
     def _outputs(
-        self, own: Sequence[tf.Tensor], values: Sequence[tf.Tensor]
+        self,
+        rows: Rows,
+        points: Sequence[tf.Tensor],
+        values: Sequence[tf.Tensor],
     ) -> tf.Tensor:
-        """The outputs that the losses read, `(examples, outputs)`."""
+        """The outputs of some examples, at values of the weights."""
         mapping = list(zip(self.weights, values, strict=True))
-        outputs = keras.tree.flatten(
-            outputs_at(self.model, self.call, own, mapping)
-        )
-        places = [(outputs[read.position], read) for read in self.reads]
-        return self._joined(
-            [logits_of(x) if read.is_logits else x for x, read in places]
-        )
-
-    def _joined(self, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Outputs that the losses read, `(examples, outputs)`."""
-        parts = [
-            tf.cast(tf.reshape(x, [-1, read.size]), self.space.dtype)
-            for x, read in zip(outputs, self.reads, strict=True)
-        ]
-        return tf.concat(parts, 1)
+        with stateless(self.model, mapping):
+            return rows.joined(rows.outputs(points))
 
 
-def leaves_of(call: ForwardCall) -> tuple[list[Any], list[int]]:
-    """The arguments of a call, and which of them have examples."""
-    leaves = keras.tree.flatten((call.args, call.kwargs))
-    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in leaves]
-    batches = [i for i, shape in enumerate(shapes) if len(shape) > 0]
-    return leaves, [i for i in batches if shapes[i][0] == shapes[batches[0]][0]]
+def flat_output(output: tf.Tensor, read: Read) -> tf.Tensor:
+    """An output as `(examples, outputs)`, in the dtype of the slopes."""
+    return tf.cast(tf.reshape(output, [-1, read.size]), read.slopes.dtype)
 
 
-def outputs_at(
-    model: keras.Model,
-    call: ForwardCall,
-    own: Sequence[tf.Tensor],
-    mapping: Sequence[tuple[keras.Variable, tf.Tensor]],
-) -> Any:
-    """The outputs of a call with other examples, at values of some weights."""
-    leaves, examples = leaves_of(call)
-    for place, leaf in zip(examples, own, strict=True):
-        leaves[place] = leaf
-    args, kwargs = keras.tree.pack_sequence_as((call.args, call.kwargs), leaves)
-    with (
-        paused(),
-        kept_losses(model),
-        keras.StatelessScope(mapping, collect_losses=True),
-    ):
-        return model(*args, **kwargs)
+def activations(model: keras.Model, rows: Rows) -> int:
+    """Numbers that are made of an example in a forward pass.
 
-
-def activations(model: keras.Model, call: ForwardCall) -> int:
-    """Numbers that a model makes of an example in its forward pass.
-
-    Sizes that only a run knows, and what a loop keeps, count nothing.
+    What a loop keeps counts nothing: it is that of a few examples.
     """
     if needs_loop(model):
-        return 0  # those of a few examples, not of all in a block
+        return 0
 
     def forward(*own: tf.Tensor) -> Any:
         # Tensors: a tape of the model's own would watch variables.
         mapping = [(v, tf.identity(v.value)) for v in model.trainable_variables]
-        return outputs_at(model, call, own, mapping)
+        with stateless(model, mapping):
+            return rows.outputs(own)
 
-    leaves, examples = leaves_of(call)
-    one = [
-        tf.TensorSpec((1, *leaves[i].shape[1:]), leaves[i].dtype)
-        for i in examples
-    ]
-    traced = tf.function(forward, autograph=False).get_concrete_function(*one)
-    known = {given.ref() for given in traced.inputs[: len(one)]}
-    count = 0
-    for operation in traced.graph.get_operations():
-        if any(given.ref() in known for given in operation.inputs):
-            known.update(made.ref() for made in operation.outputs)
-            if operation.type not in _VIEWS:
-                sizes = [x.shape.num_elements() for x in operation.outputs]
-                count += sum(size or 0 for size in sizes)
-    return count
+    one = [tf.TensorSpec((1, *x.shape[1:]), x.dtype) for x in rows.points]
+    return numbers_made(forward, one)
 
 
 def block_examples(weights: int, outputs: int, activations: int) -> int:
@@ -253,30 +252,6 @@ def block_examples(weights: int, outputs: int, activations: int) -> int:
     """
     part = 2 * weights / (2 * weights + activations)
     return max(int(max(weights, _LEAST) * part) // outputs, 1)
-
-
-def needs_loop(model: keras.Model) -> bool:
-    """True if examples are taken one after the other, which is slow.
-
-    TensorFlow vectorises neither the gradient of grouped convolutions nor
-    recurrent layers with a mask, or with weights before them.
-    """
-    layers = [node.layer for node in walk(model)]
-    convolutions = [x for x in layers if isinstance(x, _CONVOLUTIONS)]
-    if any(layer.groups > 1 for layer in convolutions):
-        return True
-    recurrent = [x for x in layers if isinstance(x, keras.layers.RNN)]
-    if not recurrent:
-        return False
-    masks = any(
-        getattr(layer, "mask_zero", False)
-        or isinstance(layer, keras.layers.Masking)
-        for layer in layers
-    )
-    own = {id(v) for v in recurrent[0].trainable_variables}
-    before = layers[: layers.index(recurrent[-1])]
-    others = [v for x in before for v in x.trainable_variables]
-    return masks or any(id(v) not in own for v in others)
 
 
 def flat(rows: tf.Tensor) -> tf.Tensor:

@@ -37,7 +37,6 @@ from tfkfac.gauss_newton.support import (
     check_model,
     choose_spaces,
     l2_of,
-    outputs_of,
     train_without_xla,
     why_only_parameters,
 )
@@ -46,6 +45,7 @@ from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.saving.entries import Contents
 from tfkfac.saving.slots import Slots, planned
 from tfkfac.shell.arguments import Argument
+from tfkfac.shell.conditions import Conditions
 from tfkfac.shell.method import Method
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.guards import count_each
@@ -133,6 +133,7 @@ class GaussNewtonMethod(Method):
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__(arguments)
         self.states: tuple[State, ...] = ()
+        self.conditions: Conditions | None = None  # of `minimize`
         # Of an example, once a step has been traced.
         self.outputs, self.activations = 1, 0
 
@@ -142,16 +143,16 @@ class GaussNewtonMethod(Method):
         """One step (see `gauss_newton/solve.py`)."""
         step.note_losses("its Hessian is taken for the identity")
         objective = Objective.of(step, self.space)
-        self.outputs = outputs_of(step.batch.terms)
-        self.activations = activations(self.job.model, objective.call)
-        residuals: Any = self.outputs * objective.examples
+        model, residuals = self.job.model, objective.residuals
+        self.outputs = max(rows.size for rows in objective.rows)
+        self.activations = max(activations(model, r) for r in objective.rows)
         spaces = self.spaces(objective, residuals)
         # In the space of the parameters their number does not matter.
         checks: list[tf.Operation] = []
         if PARAMETERS not in spaces and not isinstance(residuals, int):
             checks = [self.limits.check_residuals(residuals)]
         with tf.control_dependencies(checks):
-            point = objective.point(self.limits.block // self.outputs)
+            point = objective.point(self.limits.block)
         state = self.job.own(self.states)
         moved = self.withhold_gradients(step, point.loss)
         ways = [
@@ -193,9 +194,12 @@ class GaussNewtonMethod(Method):
     ) -> Search:
         """Tries dampings in a space until a step lowers the loss."""
         jacobian = point.jacobian
+        equations: NormalEquations
         turn: Callable[[tf.Tensor], tf.Tensor]
         if space == RESIDUALS:
-            equations, before = self.among_residuals(point), point.loss
+            residuals = jacobian.residuals()
+            equations = ResidualSpace(jacobian.whole(), residuals)
+            before = point.loss
             turn = jacobian.turn
         else:
             equations, before = self.among_weights(objective, point)
@@ -235,13 +239,6 @@ class GaussNewtonMethod(Method):
             gradient + ridge * self.space.join(point.jacobian.values),
         )
         return equations, before
-
-    def among_residuals(self, point: Point) -> NormalEquations:
-        """J J^T and r."""
-        jacobian = point.jacobian
-        residuals = [read.residuals() for read in jacobian.reads]
-        flat = tf.reshape(tf.concat(residuals, 1), [-1])
-        return ResidualSpace(jacobian.rows(), flat)
 
     def spaces(
         self, objective: Objective, residuals: int | tf.Tensor

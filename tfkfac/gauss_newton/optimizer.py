@@ -1,14 +1,23 @@
 """Exact Gauss-Newton as a Keras optimizer."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Never, Self
 
 import keras
+import tensorflow as tf
 from typing_extensions import override
 
+from tfkfac.checks import check_count, check_positive
 from tfkfac.gauss_newton.method import GaussNewtonMethod
 from tfkfac.shell.arguments import check_rate, refuse_unknown
+from tfkfac.shell.conditions import (
+    MOST_STEPS,
+    Conditions,
+    Course,
+    Points,
+    check_conditions,
+)
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 
@@ -46,30 +55,10 @@ class GaussNewton(SecondOrderOptimizer):
     are those of the Fisher matrix at the logits, the generalised
     Gauss-Newton matrix. L2 regularisers are part of the sum of squares.
 
-    For a differential equation, let the model return what the equation says
-    of the network's function, and the labels be the right-hand sides:
-
-    ```python
-    class Laplace(keras.Model):
-        def __init__(self, network):
-            super().__init__()
-            self.network = network
-
-        def call(self, inputs):
-            *x, inside = tf.unstack(inputs, axis=1)  # 1, or 0 on the boundary
-            with tf.GradientTape(persistent=True) as second:
-                second.watch(x)
-                with tf.GradientTape() as first:
-                    first.watch(x)
-                    u = self.network(tf.stack(x, 1))[:, 0]
-                slopes = first.gradient(u, x)
-            bends = [second.gradient(s, c) for s, c in zip(slopes, x)]
-            return (inside * tf.add_n(bends) + (1 - inside) * u)[:, None]
-
-    model.compile(optimizer=tfkfac.GaussNewton(), loss="mse")
-    model.fit(points, right_sides, sample_weight=weights,
-              batch_size=len(points), epochs=500)
-    ```
+    For a differential equation see `minimize`, which trains by conditions of
+    any kind. In `fit` the model has to return what the equation says of the
+    network's function, the labels being the right-hand sides:
+    `examples/poisson.py`.
 
     Refused, with the layer or loss by name, is what has no residuals of single
     examples: batch normalisation in training, dropout, losses added by layers,
@@ -79,7 +68,10 @@ class GaussNewton(SecondOrderOptimizer):
     them over examples.
 
     Under several replicas each makes the rows of its own examples, and their
-    J^T J and J^T r, n (n + 3) / 2 numbers, are added up.
+    J^T J and J^T r, n (n + 3) / 2 numbers, are added up. `state_bytes` has the
+    bytes of the "previous_step" and of "counters", `communication_bytes` those
+    of "gradients", of the "curvature" (J^T J as a triangle) and, with one try,
+    of "losses" and the "acceleration".
 
     Args:
         damping: The initial damping, in units of the mean of the diagonal of
@@ -172,6 +164,94 @@ class GaussNewton(SecondOrderOptimizer):
             )
         return super().attach(model, **kwargs)
 
+    def minimize(
+        self,
+        residuals: Mapping[str, Callable[[tf.Tensor], tf.Tensor]],
+        variables: Sequence[keras.Variable],
+        points: Mapping[str, Any],
+        *,
+        weights: Mapping[str, float] | None = None,
+        steps: int | None = None,
+        seconds: float | None = None,
+        every: int = 1,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
+    ) -> keras.callbacks.History:
+        """Makes the residuals of named conditions small, by `fit`.
+
+        The loss is the sum of `weight mean(r^2)` over the conditions. Another
+        call with the same variables goes on, with other conditions too.
+
+        Args:
+            residuals: For each condition a function of its points, `(batch,
+                ...)`, that returns r, `(batch,)` or `(batch, k)`, in which row
+                i is of point i alone.
+            variables: Whatever is to be found: weights of networks, unknown
+                coefficients.
+            points: For each condition an array of its points, or a function
+                of the number of steps so far that returns one, of the same
+                shape in all calls.
+            weights: Weights of conditions. That of the others is 1.
+            steps: Number of steps. Defaults to None: as many as there is time
+                for.
+            seconds: Wall-clock seconds after which no other step begins, the
+                first trace included. Defaults to None: no limit.
+            every: Steps between calls of the functions in `points`, and those
+                of an epoch, as callbacks know it.
+            callbacks: Callbacks of Keras. Their model is one whose weights are
+                the variables, to be saved with the optimizer's state.
+
+        Returns:
+            The history of the epochs' "loss".
+
+        Raises:
+            ValueError: If an argument is not allowed, if there is neither a
+                number of steps nor of seconds, or if the optimizer belongs to
+                other variables.
+        """
+        weights = {} if weights is None else weights
+        check_conditions(residuals, variables, points, weights)
+        every = check_count("every", every, 1)
+        if steps is None and seconds is None:
+            raise ValueError(
+                "Argument `steps` or `seconds` must be a number. Received: "
+                f"steps={steps}, seconds={seconds}"
+            )
+        steps = MOST_STEPS if steps is None else check_count("steps", steps, 1)
+        if seconds is not None:
+            seconds = check_positive("seconds", seconds)
+        model = self.method.conditions
+        if model is None:
+            model = Conditions(variables)
+        elif list(map(id, model.unknowns)) != list(map(id, variables)):
+            raise ValueError(
+                f"Optimizer '{self.name}' already belongs to other variables. "
+                "Create a new optimizer."
+            )
+        model.residuals = dict(residuals)
+        mse = keras.losses.MeanSquaredError
+        model.compile(
+            self,
+            {name: mse(dtype=model.dtype) for name in residuals},
+            loss_weights={name: weights.get(name, 1.0) for name in residuals},
+        )
+        self.method.conditions, job = model, self._bound_job()
+        topology, step = job.topology, int(self.iterations.numpy())
+        model.points = Points(points, model.dtype, step)
+        if seconds is not None and topology.replicas > len(topology.local):
+            raise ValueError(
+                "Argument `seconds` must be None with several processes, whose "
+                f"clocks differ. Received: seconds={seconds}"
+            )
+        history: keras.callbacks.History = model.fit(
+            model.stand_ins(),
+            steps_per_epoch=every,
+            epochs=-(-steps // every),
+            verbose=0,
+            shuffle=False,
+            callbacks=[*callbacks, Course(steps, seconds, every)],
+        )
+        return history
+
     @property
     def last_step(self) -> dict[str, float]:
         """The numbers of the last step; empty before the first.
@@ -182,29 +262,6 @@ class GaussNewton(SecondOrderOptimizer):
         "residuals", their number, of this replica.
         """
         return self.method.last_step()
-
-    def state_bytes(self) -> dict[str, int]:
-        """Returns the bytes of this replica's state by kind.
-
-        Known before training, for a built model. The matrices live in a step
-        only: `summary` has their bytes.
-
-        Returns:
-            The bytes of the "previous_step", of "counters", and their "total".
-        """
-        return super().state_bytes()
-
-    def communication_bytes(self) -> dict[str, dict[str, int]]:
-        """Returns the bytes that this replica receives in a step.
-
-        Known before training, for a built model.
-
-        Returns:
-            For a "plain" step, the bytes of "gradients", of the "curvature"
-            (J^T J as a triangle), of "losses", one before the step and one
-            for its first try, and of the "acceleration" of that.
-        """
-        return super().communication_bytes()
 
 
 def refuse(unknown: Mapping[str, Any]) -> None:

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import ForwardCall, paused
+from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.capture.walk import walk
 from tfkfac.compat.losses import loss_function
-from tfkfac.compat.models import kept_losses, losing_layers
 from tfkfac.fisher.distributions import output_of
 from tfkfac.gauss_newton.jacobian import block_examples
+from tfkfac.loss.batch import changed_layers
 from tfkfac.loss.terms import LossTerms
 from tfkfac.shell.model import uses_xla
 from tfkfac.shell.tables import bytes_text, unit_of
@@ -105,7 +105,14 @@ def check_call(
                 "of which `GaussNewton` cannot take single examples. "
                 f"Received: {leaf}"
             )
-    for changed in changed_layers(model, call):
+    changed_by_training, losing = changed_layers(model, call)
+    for name in losing:
+        raise ValueError(
+            f"Layer '{name}' of model '{model.name}' adds a loss, whose "
+            "residuals `GaussNewton` does not see. Let the model return "
+            "them as another output, with a loss of its own."
+        )
+    for changed in changed_by_training:
         raise ValueError(
             f"Layer '{changed}' of model '{model.name}' changes its state in "
             "training, as batch statistics and dropout do: its outputs are "
@@ -147,38 +154,6 @@ def check_call(
                 f"example. Received: outputs of shape {predictions.shape} of "
                 f"model '{model.name}'."
             )
-
-
-def changed_layers(model: keras.Model, call: ForwardCall) -> list[str]:
-    """Layers that a call in training changes the state of, by name.
-
-    Raises:
-        ValueError: If one of them adds a loss of its own.
-    """
-    with (
-        paused(),
-        kept_losses(model),
-        keras.StatelessScope(collect_losses=True) as scope,
-    ):
-        model(*call.args, **call.kwargs)
-        for name in losing_layers(model, scope):
-            raise ValueError(
-                f"Layer '{name}' of model '{model.name}' adds a loss, whose "
-                "residuals `GaussNewton` does not see. Let the model return "
-                "them as another output, with a loss of its own."
-            )
-    changed = []
-    for node in walk(model):  # what is inside of a layer comes before it
-        states = node.layer.non_trainable_variables
-        if any(scope.get_current_value(v) is not None for v in states):
-            changed.append(node.layer.name)
-    return changed
-
-
-def outputs_of(terms: Sequence[LossTerms]) -> int:
-    """Number of residuals of an example, for losses that are not refused."""
-    calls = [one.call for one in terms if one.call is not None]
-    return sum(math.prod(call.y_pred.shape[1:]) for call in calls)
 
 
 def why_only_parameters(

@@ -1,8 +1,9 @@
 """The loss batch of a step, and the loss computed anew at given weights."""
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,9 +17,14 @@ from tfkfac.capture.model_taps import (
     capturing,
     paused,
 )
+from tfkfac.capture.walk import walk
 from tfkfac.compat.graphs import kept_variables
 from tfkfac.compat.losses import observed_losses
-from tfkfac.compat.models import call_takes_training, kept_losses
+from tfkfac.compat.models import (
+    call_takes_training,
+    kept_losses,
+    losing_layers,
+)
 from tfkfac.loss.shares import LossMeasure, shares_of_part, weigh
 from tfkfac.loss.terms import LossTerms, is_open, mean_over, read_terms
 
@@ -145,6 +151,35 @@ def find_call(
     )
 
 
+@contextlib.contextmanager
+def stateless(
+    model: keras.Model,
+    mapping: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
+) -> Iterator[keras.StatelessScope]:
+    """A scope in which a model changes no state, at values of some weights."""
+    with (
+        paused(),
+        kept_losses(model),
+        keras.StatelessScope(mapping, collect_losses=True) as scope,
+    ):
+        yield scope
+
+
+def changed_layers(
+    model: keras.Model, call: ForwardCall
+) -> tuple[list[str], list[str]]:
+    """Layers that a call changes the state of, and those that add a loss."""
+    with stateless(model) as scope:
+        model(*call.args, **call.kwargs)
+        losing = losing_layers(model, scope)
+    changed = []
+    for node in walk(model):  # what is inside of a layer comes before it
+        states = node.layer.non_trainable_variables
+        if any(scope.get_current_value(v) is not None for v in states):
+            changed.append(node.layer.name)
+    return changed, list(losing)
+
+
 def replay_loss(
     model: keras.Model,
     call: ForwardCall,
@@ -170,12 +205,7 @@ def replay_loss(
         whole: The terms of the whole batch, if this is of some examples.
         read: Returns what the loss is to read in the place of the outputs.
     """
-    mapping = list(zip(variables, values, strict=True))
-    with (
-        paused(),
-        kept_losses(model),
-        keras.StatelessScope(mapping, collect_losses=True),
-    ):
+    with stateless(model, list(zip(variables, values, strict=True))):
         outputs = model(*call.args, **call.kwargs)
         if read is not None:
             outputs = read(outputs)

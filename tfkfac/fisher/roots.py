@@ -1,26 +1,24 @@
-"""A loss as a sum of squares of residuals, to second order.
+"""Square roots of the Fisher matrix of a loss.
 
 A loss that is `s sum_t w_t nll_t`, with the negative log-likelihoods of its
 terms, has at what it reads of the model the Fisher matrices `s w_t F_t` of the
 terms, which for squares, and for cross-entropies at the logits, are its
-Hessian. With a square root, `s w_t F_t = B B^T`, and J the Jacobian of what is
-read, `B^T J` are the rows of the residuals' Jacobian. The residuals r
-themselves, `B r = dL/dz`, are those of least length.
+Hessian. Of a square root, `s w_t F_t = B B^T`.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import ForwardCall
-from tfkfac.curvature.gauss_newton import Reading
-from tfkfac.fisher import Bernoulli, Categorical, Distribution, Independent
-from tfkfac.fisher.distributions import OneOf, Output, output_of
-from tfkfac.loss.terms import LossTerms
-from tfkfac.training.step import Step
+from tfkfac.fisher.distributions import (
+    Bernoulli,
+    Categorical,
+    Distribution,
+    Independent,
+    OneOf,
+    Output,
+)
 
 
 class DiagonalRoot(NamedTuple):
@@ -63,62 +61,6 @@ class TermRoot(NamedTuple):
 
 
 Root = DiagonalRoot | TermRoot
-
-
-class Read(NamedTuple):
-    """The output of the model that one loss reads."""
-
-    position: int  # among the model's outputs
-    is_logits: bool  # whether it is the logits behind that output
-    output: tf.Tensor  # its value
-    slopes: tf.Tensor  # gradient of the loss there, `(examples, outputs)`
-    root: Root  # of the Hessian there
-    size: int  # number of outputs of an example
-
-    def residuals(self) -> tf.Tensor:
-        """r, `(examples, outputs)`."""
-        return self.root.residuals(self.slopes)
-
-
-def read_outputs(
-    step: Step,
-    call: ForwardCall,
-    readings: Sequence[Reading],
-    slopes: Sequence[Sequence[tf.Tensor | None]],
-    dtype: tf.DType,
-) -> list[Read]:
-    """Finds what each loss of a step reads.
-
-    There are readings of each output of the call, with the slopes of the loss
-    at their leaves. The dtype is that of the weights' vectors.
-    """
-    flat = keras.tree.flatten(call.outputs)
-    position = {id(output): i for i, output in enumerate(flat)}
-    terms, replicas = step.loss.losses, step.job.topology.replicas
-    shares = step.loss.shares or [tf.ones([], tf.float64)] * len(terms)
-    reads = []
-    for one, share in zip(terms, shares, strict=True):
-        output = output_of(one)
-        assert isinstance(output, Output)
-        place = position[id(output.predictions)]
-        # The logits, if there are any, come before the output.
-        behind, here = readings[place].leaves, slopes[place]
-        chosen = next(i for i, slope in enumerate(here) if slope is not None)
-        is_logits = chosen < len(behind) - 1
-        size = math.prod(behind[chosen].shape[1:])
-        slope = tf.reshape(tf.cast(here[chosen], dtype), [-1, size])
-        scale = scale_of(one, share, replicas)
-        values = tf.cast(behind[chosen], dtype)
-        root = root_of(output, values, is_logits, scale)
-        reads.append(Read(place, is_logits, behind[chosen], slope, root, size))
-    return reads
-
-
-def scale_of(terms: LossTerms, share: tf.Tensor, replicas: int) -> tf.Tensor:
-    """The factor of its terms' sum in a replica's loss, see `weigh_loss`."""
-    if terms.summed:
-        return terms.unit
-    return tf.math.divide_no_nan(terms.unit * share, replicas * terms.count)
 
 
 def root_of(

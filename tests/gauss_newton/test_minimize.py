@@ -1,0 +1,239 @@
+"""Named conditions, each at points of its own, against plain NumPy."""
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfkfac
+from tests.support import workers_gauss
+from tests.support.cluster import Pool
+from tests.support.dtypes import floats
+from tests.support.gauss_newton_reference import Reference, second
+from tests.support.jobs import Jobs
+from tests.support.marks import with_slow
+from tests.support.reference import Array
+from tests.support.weights import assert_same_bits, distance
+from tests.support.workers_gauss import WEIGHTS, Decay
+from tfkfac.shell.conditions import Conditions
+
+JOBS = Jobs(workers_gauss)
+JOBS.add("mirrored: conditions", "conditions", slow=True)
+
+
+@pytest.fixture
+def results(pool: Pool) -> Callable[[str], list[Any]]:
+    return functools.partial(JOBS.results, pool)
+
+
+class Stacked:
+    """The conditions of a problem as one vector, of flat weights."""
+
+    def __init__(self, problem: Decay) -> None:
+        self.problem = problem
+        self.start = self.flat()
+
+    def flat(self) -> Array:
+        values = [np.ravel(v) for v in self.problem.variables]
+        return np.concatenate(values).astype(float)
+
+    def set(self, weights: Array) -> None:
+        place = 0
+        for v in self.problem.variables:
+            size = int(np.prod(v.shape))
+            v.assign(np.reshape(weights[place : place + size], v.shape))
+            place += size
+
+    def residuals(self, weights: Array) -> Any:
+        """Half their squares is `sum weight mean(r^2)`."""
+        self.set(weights)
+        parts = []
+        for name, residual in self.problem.residuals.items():
+            r = residual(tf.constant(self.problem.points[name]))
+            scale = np.sqrt(2 * WEIGHTS.get(name, 1) / np.size(r))
+            parts.append(tf.reshape(scale * r, [-1]))
+        return tf.concat(parts, 0)
+
+    def rows(self, weights: Array) -> tuple[Array, Array]:
+        with tf.GradientTape(persistent=True) as tape:
+            r = self.residuals(weights)
+        values = [v.value for v in self.problem.variables]
+        parts = tape.jacobian(r, values, experimental_use_pfor=False)
+        found = [np.reshape(part, [len(r), -1]) for part in parts]
+        return np.concatenate(found, 1), r.numpy()
+
+    def pull(self, weights: Array, direction: Array) -> Array:
+        turn = second(lambda w: self.residuals(w).numpy(), weights, direction)
+        return self.rows(weights)[0].T @ turn
+
+    def reference(self) -> Reference:
+        def loss(weights: Array) -> float:
+            return float(np.sum(self.residuals(weights) ** 2) / 2)
+
+        return Reference(loss, self.rows, self.start, self.pull)
+
+
+@pytest.mark.parametrize(
+    "solve", with_slow(["parameters", "residuals"], "residuals")
+)
+def test_steps(solve: str) -> None:
+    """An unknown coefficient, other numbers of points, `(batch, k)`."""
+    with floats("float64"):
+        problem = Decay()
+        stacked = Stacked(problem)
+        optimizer = tfkfac.GaussNewton(solve=solve)
+        history = problem.minimize(optimizer, steps=4)
+        got = stacked.flat()
+        reference = stacked.reference()
+        first = reference.loss(reference.weights)
+        for _ in range(4):
+            reference.step()
+    travelled = distance(reference.weights, stacked.start)
+    assert travelled > 0.5
+    assert distance(got, reference.weights) <= 1e-7 * travelled
+    assert any(reference.bent)
+    assert optimizer.last_step["tries"] == reference.tries[-1]
+    assert optimizer.last_step["residuals"] == 12 + 2 * 3 + 5
+    assert len(history.history["loss"]) == 4
+    np.testing.assert_allclose(history.history["loss"][0], first)
+
+
+@pytest.mark.slow
+def test_float32_and_an_unknown() -> None:
+    """The decay's rate is 2, and that of the measured values."""
+    problem = Decay()
+    problem.minimize(tfkfac.GaussNewton(), steps=60, every=20)
+    assert problem.variables[-1].dtype == "float32"
+    np.testing.assert_allclose(float(problem.rate), 2.0, rtol=2e-3)
+
+
+class Root:
+    """A root of 1 + the number of steps, at points that are drawn."""
+
+    def __init__(self) -> None:
+        self.level = keras.Variable(0.7)
+        self.drawn: list[int] = []
+
+    def draw(self, step: int) -> Array:
+        self.drawn.append(step)
+        return np.full([3, 1], 1.0 + step)
+
+    def minimize(self, optimizer: Any, **options: Any) -> Any:
+        return optimizer.minimize(
+            {"level": lambda x: self.level**2 - x[:, 0]},
+            [self.level],
+            {"level": self.draw},
+            **options,
+        )
+
+
+@pytest.mark.parametrize("way", with_slow(["backup", "twice"], "twice"))
+def test_all_go_on(way: str, tmp_path: pathlib.Path) -> None:
+    """After a stop, from a backup; and in another call."""
+
+    def run(*steps: int, callbacks: Any = ()) -> Any:
+        problem, optimizer = Root(), tfkfac.GaussNewton()
+        for count in steps:
+            problem.minimize(optimizer, steps=count, callbacks=callbacks)
+        (state,) = optimizer.method.states
+        entries = [entry.variable.numpy() for entry in state.entries()]
+        return [np.array(problem.level), *entries]
+
+    def backup() -> Any:
+        return keras.callbacks.BackupAndRestore(tmp_path / "backup")
+
+    def stop(epoch: int, logs: Any) -> None:
+        if epoch == 3:
+            raise KeyboardInterrupt
+
+    if way == "backup":
+        ends = keras.callbacks.LambdaCallback(on_epoch_begin=stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(6, callbacks=[backup(), ends])
+        got = run(6, callbacks=[backup()])
+    else:
+        got = run(2, 4)
+    for a, b in zip(got, run(6), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_points_that_are_drawn() -> None:
+    """Every second step; the steps follow them."""
+    problem, optimizer, followed = Root(), tfkfac.GaussNewton(1e-6), []
+    follow = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: followed.append(float(problem.level))
+    )
+    problem.minimize(optimizer, steps=9, every=4, callbacks=[follow])
+    assert problem.drawn == [0, 4, 8]
+    assert int(optimizer.iterations) == 9
+    np.testing.assert_allclose(np.square(followed), [1, 5, 9], rtol=0.1)
+
+
+def test_refusals_of_another_call() -> None:
+    """And a step that ends after the seconds is the last one."""
+    problem, optimizer = Root(), tfkfac.GaussNewton()
+    problem.minimize(optimizer, seconds=1e-9)
+    assert int(optimizer.iterations) == 1
+    with pytest.raises(ValueError, match="already belongs to other variables"):
+        Root().minimize(optimizer, steps=1)
+
+
+def test_replicas_share_the_points(results: Any) -> None:
+    """Two that take every other point make the steps of one process."""
+    (worker,) = results("mirrored: conditions")
+    single = workers_gauss.conditions(None)
+    assert_same_bits([{"copies": [c]} for c in worker["copies"]])
+    travelled = distance(single["weights"], single["start"])
+    assert travelled > 0.5
+    away = distance(worker["weights"], single["weights"])
+    assert away <= 1e-10 * travelled
+    for key in ("damping", "tries"):
+        assert worker["last"][key] == pytest.approx(single["last"][key])
+
+
+def residual(points: Any) -> Any:
+    return points[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"residuals": {}}, "`residuals` must have functions by name"),
+        ({"points": {"b": np.ones([2, 1])}}, "must have the names of"),
+        ({"weights": {"b": 1.0}}, "must have the names of"),
+        ({"weights": {"a": -1.0}}, "`weights` must be a number"),
+        ({"variables": []}, "`variables` must be a list of"),
+        ({"variables": [tf.Variable(1.0)]}, "`variables` must be a list of"),
+        ({"steps": None}, "`steps` or `seconds` must be a number"),
+        ({"steps": 0}, "`steps` must be an integer of at least 1"),
+        ({"every": 0}, "`every` must be an integer of at least 1"),
+        ({"seconds": 0}, "`seconds` must be a positive number"),
+        (
+            {"residuals": {"a": lambda points: tf.reduce_sum(points)}},
+            r"Residuals 'a' must have the shape `\(batch,\)`",
+        ),
+    ],
+)
+def test_refused(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "residuals": {"a": residual},
+        "variables": [keras.Variable(1.0)],
+        "points": {"a": np.ones([2, 1])},
+        "steps": 1,
+    }
+    with pytest.raises(ValueError, match=message):
+        tfkfac.GaussNewton().minimize(**(arguments | change))
+
+
+def test_an_unknown_of_less_digits_is_told_of() -> None:
+    """As `keras.Variable(1.0)` is, whatever Keras' default dtype."""
+    with pytest.warns(UserWarning, match=r"is float32.*is float64"):
+        model = Conditions(
+            [keras.Variable(1.0), keras.Variable(1.0, dtype="float64")]
+        )
+    assert model.compute_dtype == "float64"
