@@ -117,38 +117,43 @@ def orthogonalize(
     make `P = A^-1 N G^-1` and D of them; with D travel `<D, N>` and `<P, N>`.
     """
     matrices, scales = _gradient_matrices(layers, step)
-    plain = [W * scale for W, scale in zip(matrices, scales, strict=True)]
+    plain = each(tf.multiply, matrices, scales, like=_ANY)
     _set_shapes(layers, plain)
-    own = [i for i, one in enumerate(layers) if one.state.momentum is not None]
-    kept, momenta = [
-        [getattr(layers[i].state, name) for i in own]
-        for name in ("decomposition", "momentum")
-    ]
-    pairs = each(
+
+    def is_own(one: ActiveBlock) -> bool:
+        return one.state.momentum is not None
+
+    own = list(filter(is_own, layers))
+    made = each(
         _precondition_momentum,
-        kept,
-        momenta,
-        [plain[i] for i in own],
+        [one.state.decomposition for one in own],
+        [one.state.momentum for one in own],
+        [W for one, W in zip(layers, plain, strict=True) if is_own(one)],
         rule.momentum,
     )
-    N, P = fields(pairs, 2)
-    for matrices in (N, P):
-        _set_shapes([layers[i] for i in own], matrices)
-    directions = polar_factors(P, rule.block, rule.iterations)
-    products = [
-        tf.stack([MatrixGradient(n).inner(MatrixGradient(x)) for x in (d, p)])
-        for d, n, p in zip(directions, N, P, strict=True)
-    ]
-    made = {
-        layers[i].position: [d, both]
-        for i, d, both in zip(own, directions, products, strict=True)
-    }
-    places = [one.position for one in layers]
-    shared = exchange.share_gradients(step.group, made, places)
+    N, P = fields(made, 2)
+    for column in (N, P):
+        _set_shapes(own, column)
+    D = polar_factors(P, rule.block, rule.iterations)
+    products = each(_products, D, N, P, like=_ANY)
+    shared = exchange.share_gradients(
+        step.group,
+        {
+            one.position: pair
+            for one, *pair in zip(own, D, products, strict=True)
+        },
+        [one.position for one in layers],
+    )
+    came = [shared[one.position] for one in layers]
+    finished = each(_finish_direction, plain, *fields(came, 2), like=_ANY)
+    _set_shapes(layers, [matrix for matrix, _, _ in finished])
     return [
-        _finish_direction(one, W, *shared[one.position])
-        for one, W in zip(layers, plain, strict=True)
+        Preconditioned(one, MatrixGradient(new), both, flag)
+        for one, (new, both, flag) in zip(layers, finished, strict=True)
     ]
+
+
+_ANY = Kind(any_size=True)
 
 
 def _precondition_momentum(
@@ -162,9 +167,14 @@ def _precondition_momentum(
     return total, decomposition.apply(MatrixGradient(total)).matrix
 
 
+def _products(D: tf.Tensor, N: tf.Tensor, P: tf.Tensor) -> tf.Tensor:
+    """`<D, N>` and `<P, N>`."""
+    return tf.stack([tf.reduce_sum(D * N), tf.reduce_sum(P * N)])
+
+
 def _finish_direction(
-    one: ActiveBlock, plain: tf.Tensor, direction: tf.Tensor, both: tf.Tensor
-) -> Preconditioned:
+    plain: tf.Tensor, direction: tf.Tensor, both: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """A direction D with its two products; W over its norm if D is not finite.
 
     These are what they would be if the Fisher matrix was the identity.
@@ -172,9 +182,8 @@ def _finish_direction(
     sound = all_finite([direction, both])
     norm = tf.norm(plain)
     unit = tf.math.divide_no_nan(plain, norm)
-    return Preconditioned(
-        one,
-        MatrixGradient(select(sound, direction, unit)),
+    return (
+        select(sound, direction, unit),
         select(sound, both, tf.stack([norm, tf.square(norm)])),
         sound,
     )
