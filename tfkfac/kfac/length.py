@@ -8,7 +8,12 @@ from typing import Any, NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfkfac.checks import check_count, check_positive, check_range
+from tfkfac.checks import (
+    check_choice,
+    check_count,
+    check_positive,
+    check_range,
+)
 from tfkfac.kfac.settings import check_batch_fraction
 from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.saving.slots import Slots
@@ -185,9 +190,9 @@ class SpectralStep(Settings):
     al., 2024), in blocks of columns of P, by a few polynomials of its singular
     values (Amsel et al., 2025). Vectors are divided by their norm.
 
-    All D together get the length at which the loss decreases, to first order,
-    as much as along a natural gradient step with a length, in the Fisher
-    metric, of
+    With `length="fisher"` all D together get the length at which the loss
+    decreases, to first order, as much as along a natural gradient step with a
+    length, in the Fisher metric, of
 
         kappa s,   kappa = max(0.07, sqrt(0.005 L)),
 
@@ -199,12 +204,17 @@ class SpectralStep(Settings):
     D by Cauchy and Schwarz. Another one is the root of the damping times
     `|D|^2`; the larger one counts.
 
+    With `length="rms"` the elements of a block's step have the root mean square
+    0.2 times the learning rate, 0.01 by default (Liu et al., 2025: that of
+    Adam's steps). It has to be tuned; from 0.008 to 0.016 were best.
+
     The inner optimizer must be SGD without momentum. Embeddings, of which
     each row sees little of the data, are left to the rest optimizer.
 
     >>> tfkfac.KFAC(step=tfkfac.SpectralStep(momentum=0.95))
 
     Args:
+        length: "fisher" or "rms". Defaults to "fisher".
         momentum: mu, in [0, 1). Defaults to 0.9.
         block: Most columns of a block of P, at least 1. None is no limit.
             Defaults to 32.
@@ -214,11 +224,18 @@ class SpectralStep(Settings):
         ValueError: If an argument is not allowed.
     """
 
+    length: str = "fisher"
     momentum: float = 0.9
     block: int | None = 32
     iterations: int = 5
 
+    @property
+    def rate(self) -> float:
+        """The learning rate if none is given."""
+        return 1.0 if self.length == "fisher" else 0.01
+
     def __post_init__(self) -> None:
+        self._check("length", check_choice, ("fisher", "rms"))
         self._check("momentum", check_range, 0, 1)
         if self.block is not None:
             self._check("block", check_count, 1)
@@ -521,6 +538,8 @@ class LargestRate(Slots):
 # Fisher length of a spectral step: at least so long, or so large a share of
 # the loss that its square is. Measured on tiny models of 13 kinds.
 _LEAST, _SHARE = 0.07, 0.005
+# Root mean square of a step's elements over the learning rate.
+_RMS = 0.2
 
 
 def spectral_length(
@@ -554,6 +573,12 @@ def spectral_length(
     length = tf.sqrt(tf.maximum(square, bound))
     factor = tf.math.divide_no_nan(kappa, length * largest.value)
     return Clip(factor, tf.square(kappa * largest.share(rate)))
+
+
+def rms_factor(square: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+    """Factor that gives a matrix of a squared norm the RMS of `_RMS`."""
+    size = tf.constant(_RMS * math.sqrt(math.prod(shape)), square.dtype)
+    return tf.math.divide_no_nan(size, tf.sqrt(square))
 
 
 class Previous(Slots):

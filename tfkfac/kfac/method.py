@@ -38,6 +38,7 @@ from tfkfac.kfac.length import (
     SpectralStep,
     check_step,
     clip_step,
+    rms_factor,
     rule_of,
     spectral_length,
 )
@@ -362,24 +363,49 @@ class KFACMethod(Method):
             return quadratic_step(step, made, sample, fraction, state, damping)
         if not made:
             return step.gradients
-        products = [one.product for one in made]
-        rate = tf.cast(self.job.inner_optimizer.learning_rate, tf.float64)
         if self._spectral is not None:
-            squares = [2 * one.gradient.bound() for one in made]
-            assert state.largest_rate is not None
-            loss = tf.math.divide_no_nan(loss, step.loss.unit)
-            clip = spectral_length(
-                products, squares, loss, damping, state.largest_rate, rate
-            )
-            state.report.assign(length=clip.length, damping=damping)
-        else:
-            limit = (
-                None if self.kl_clip.get() is None else self.kl_clip.at(clock)
-            )
-            clip = clip_step(products, limit, rate)
-            small = limit is not None and may_be_small(self.job)
-            shown = rate if small else None
-            state.report.note(clip, damping, self.job.name, shown)
+            return self.spectral_gradients(made, step, damping, loss)
+        products = [one.product for one in made]
+        rate = self.job.inner_optimizer.learning_rate
+        limit = None if self.kl_clip.get() is None else self.kl_clip.at(clock)
+        clip = clip_step(products, limit, rate)
+        small = limit is not None and may_be_small(self.job)
+        shown = rate if small else None
+        state.report.note(clip, damping, self.job.name, shown)
+        return put_back(made, clip.factor, step.gradients)
+
+    def spectral_gradients(
+        self,
+        made: Sequence[Preconditioned],
+        step: Step,
+        damping: tf.Tensor,
+        loss: tf.Tensor,
+    ) -> Gradients:
+        """Gradients of a spectral step, of the length that it has."""
+        assert self._spectral is not None
+        state = self.job.own(self.states)
+        squares = [2 * one.gradient.bound() for one in made]
+        if self._spectral.length == "rms":
+            sized = [
+                one._replace(
+                    gradient=one.gradient.scaled(
+                        rms_factor(square, one.layer.block.gradient_shape)
+                    )
+                )
+                for one, square in zip(made, squares, strict=True)
+            ]
+            state.report.assign(damping=damping)
+            return put_back(sized, tf.ones([]), step.gradients)
+        assert state.largest_rate is not None
+        clip = spectral_length(
+            [one.product for one in made],
+            squares,
+            tf.math.divide_no_nan(loss, step.loss.unit),
+            damping,
+            state.largest_rate,
+            self.job.inner_optimizer.learning_rate,
+        )
+        state.report.assign(length=clip.length, damping=damping)
         return put_back(made, clip.factor, step.gradients)
 
     # --------------------------------------------------- binding and state
@@ -487,5 +513,6 @@ class KFACMethod(Method):
         size = gradient_bytes(weights, topology.hint)
         # And a flag of each block, asked or faulty.
         flags = len(self.placement.blocks) * (1 + len(FAULTS))
+        flags += self._spectral is not None  # the loss
         size += flags * int(tf.as_dtype(weights[0].dtype).size)
         return self.placement.communication_bytes(topology.local[0], size)

@@ -266,7 +266,8 @@ class KFAC(SecondOrderOptimizer):
                     )
                 step = rule = dataclasses.replace(rule, momentum=momentum)
                 momentum = None
-            sgd["learning_rate"] = follow_rest(rest_optimizer) or 1.0
+            followed = follow_rest(rest_optimizer, rule.rate)
+            sgd["learning_rate"] = followed or rule.rate
         inner = check_inner(
             choose_inner(
                 inner_optimizer,

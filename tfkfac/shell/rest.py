@@ -83,17 +83,19 @@ def choose_rest(
     return rest
 
 
-def follow_rest(rest_optimizer: Any) -> LearningRateSchedule | None:
-    """Returns a rate of 1 times the shape of a schedule that a user gives.
+def follow_rest(
+    rest_optimizer: Any, peak: float
+) -> LearningRateSchedule | None:
+    """Returns a rate with the shape of the schedule of a rest optimizer.
 
-    None where it is not one of the rest optimizer.
+    None where there is none.
     """
     rest = rest_optimizer
     if not isinstance(rest, keras.optimizers.Optimizer):
         return None
     if not isinstance(rate_of(rest), LearningRateSchedule) or follows(rest):
         return None
-    return ShapedRate(1.0, largest_rate(rest))
+    return ShapedRate(peak, largest_rate(rest))
 
 
 def follows(optimizer: keras.optimizers.Optimizer) -> bool:
