@@ -15,6 +15,7 @@ from typing import Any
 
 from targets import report
 from targets.report import markdown_table
+from targets.results import compare
 from targets.study import Records
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -54,6 +55,8 @@ def with_table(text: str, records: Mapping[str, Any]) -> str:
     _, after = rest.split(END)
     [table] = records["studies"][0]["tables"]
     lines = markdown_table(table["columns"], table["rows"])
+    if comparisons := list(compare(Records(TRAININGS).runs)):
+        lines = markdown_table(*report.summary(comparisons))
     return f"{before}{BEGIN}\n{lines}\n{END}{after}"
 
 

@@ -36,8 +36,8 @@ from targets.problems import SIZES, TINY, problems_of
 from targets.run import Run
 
 METHODS = {
-    TINY: ("adam", "muon", report.TODAY),
-    "full": (*BASELINES, KFAC, "kfac:step=quadratic"),
+    TINY: ("adam", "muon", report.TODAY, "kfac:step=spectral:rest=adam"),
+    "full": (*BASELINES, "kfac:step=inner", "kfac:step=spectral"),
 }
 
 

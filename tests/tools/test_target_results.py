@@ -120,27 +120,38 @@ def test_the_quickest_of_equal_settings_is_chosen() -> None:
     assert best is not None and best.batch == 250
 
 
-def test_the_table_of_tiny_problems() -> None:
+def test_the_table_of_the_readme() -> None:
+    _, [line, mean] = report.summary([*results.compare(cnn_records())])
+    assert line[0] == "cnn, accuracy"
+    assert line[1] == "adam: 0.91 ± 0.014 after 20 s"
+    assert line[2] == "0.275 ± 0.035, **less**"
+    assert mean[-1] == "0.28"
+
+
+def test_the_tables_of_tiny_problems() -> None:
     """Mean losses: Adam 0.3 at its best, Muon 0.1, today's 0.2, ours 0.15."""
     ours = "kfac:step=spectral:rest=adam"
     ends = [
-        ("adam", 0.01, (0.2, 0.3, 0.4)),
-        ("adam", 0.03, (0.5, 0.5, 0.5)),
-        ("muon", 0.01, (0.1, 0.1, 0.1)),
-        (report.TODAY, None, (0.2, 0.21, 0.19)),
-        (ours, None, (0.15, 0.14, 0.16)),
+        ("adam", 0.001, 2.0, (0.2, 0.3, 0.4)),
+        ("adam", 0.03, 2.0, (0.5, 0.5, 0.5)),
+        ("muon", 0.01, 1.0, (0.1, 0.1, 0.1)),
+        (report.TODAY, None, 3.0, (0.2, 0.21, 0.19)),
+        (ours, None, 3.0, (0.15, 0.14, 0.16)),
     ]
     records = [
-        record(method, seed, (1.0, loss), size="tiny", rate=rate)
-        for method, rate, losses in ends
+        record(method, seed, (seconds, loss), size="tiny", rate=rate)
+        | {"validation": 0.5 + loss}
+        for method, rate, seconds, losses in ends
         for seed, loss in enumerate(losses)
     ]
-    _, [line] = report.tiny_table(records)
-    # 0.1 / sqrt(3) = 0.06.
-    assert line[:3] == ["cnn", "0.3 ± 0.06 (0.01)", "0.1 ± 0 (0.01)"]
-    _, [today, line] = report.marks(records)
+    found = report.tiny_ends(records)
+    _, [losses, others] = report.tiny_table(found)
+    # 0.1 / sqrt(3) = 0.06; 0.001 is the smallest rate that is tried.
+    assert losses[1:3] == ["0.3 ± 0.06 (0.001*)", "0.1 ± 0 (0.01)"]
+    assert others[:2] == ["others, accuracy", "0.8"]
+    _, [today, line] = report.marks(found)
     # Differences of 0.05, 0.07, 0.03: 0.05 * sqrt(3) is 4.3 deviations.
     assert line == (
-        *(f"`{ours}`", "1", "1", "0.5 (cnn)", "0.5", "0 of 1", "1, 0"),
+        *(f"`{ours}`", "1", "1", "0.5 (cnn)", "0.5", "0 of 1", "1, 0", "1.5"),
     )
-    assert today[-1] == "0, 0"
+    assert today[-2:] == ("0, 0", "1.5")

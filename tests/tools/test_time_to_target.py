@@ -57,7 +57,7 @@ class Trained:
             metric = -loss if run.row.higher_is_better else loss
             columns = ("step", "seconds", "cpu_seconds", "metric")
             curve = {key: [1.0] for key in columns} | {"metric": [metric]}
-            yield {"first_step": 1.0, "curve": curve}
+            yield {"first_step": 1.0, "curve": curve, "validation": 1.0}
 
     def taken(self) -> list[Run]:
         runs, self.runs = self.runs, []
@@ -104,7 +104,7 @@ def test_the_rest_has_adams_best_rate(
     assert time_to_target.main([*words, "--json", str(file)]) == 0
     runs = trained.taken()
     kfacs = [run for run in runs if run.method.startswith("kfac")]
-    assert len(runs) == 2 * (4 + 4 + 1) and len(kfacs) == 2
+    assert len(runs) == 2 * (4 + 4 + 2) and len(kfacs) == 4
     assert {run.rest for run in kfacs} == {3e-3}
 
 

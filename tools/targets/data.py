@@ -42,18 +42,27 @@ class Data:
         return Data(*part(slice(first)), *part(last))
 
 
+def tokens(words: np.ndarray) -> dict[str, np.ndarray]:
+    """Words as keras-hub's models take them."""
+    return {"token_ids": words, "padding_mask": np.ones_like(words)}
+
+
 def load(name: str, directory: pathlib.Path | None, examples: int) -> Data:
     """Loads the data of the full size.
 
     Args:
-        name: "text" (sources of Python's standard library), "arm", or the name
-            of a set of images.
+        name: "text" (sources of Python's standard library), "tokens" (the same
+            as keras-hub's models take it), "arm", or the name of a set of
+            images.
         directory: Where the images' idx files are; without it digits that are
             embedded in scikit-learn stand in for them.
         examples: Number of training examples.
     """
-    if name == "text":
-        return characters(examples)
+    if name in ("text", "tokens"):
+        data = characters(examples)
+        if name == "text":
+            return data
+        return Data(tokens(data.x), data.y, tokens(data.test_x), data.test_y)
     if name == "arm":
         return arm(examples)
     if directory is None:

@@ -147,7 +147,7 @@ FULL_PROBLEMS = {
     "llama": Problem(
         metric="nats of a character",
         score="loss",
-        data="text",
+        data="tokens",
         examples=32_000,
         epochs=1,
         batches=(16, 32, 64),

@@ -1,7 +1,9 @@
 """The tables."""
 
+import dataclasses
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from targets.results import (
     finals,
     geometric_means,
     judge,
+    seconds_of,
     settings_of,
 )
 from targets.run import Run
@@ -41,12 +44,12 @@ ABOUT = (
     "to AdamW."
 )
 ABOUT_TINY = (
-    "Training loss at the end, on up to 1,024 training examples, mean of the "
-    "seeds with its standard error. Same batches and epochs for all, rates "
-    "falling linearly to 0. Baselines have the best of their rates (*: the "
-    "smallest or the largest of them). `rest=adam` is K-FAC with the Adam that "
-    "was best alone for the weights that it does not cover; nothing else was "
-    "searched."
+    "Training loss at the end, on up to 1,024 training examples: means of the "
+    "seeds with standard errors; over Adam's: geometric means. Same batches "
+    "and epochs for all, rates falling linearly to 0. Baselines have the best "
+    "of their rates (*: the smallest or the largest of them). `rest=adam` is "
+    "K-FAC with the Adam that was best alone for the weights that it does not "
+    "cover; nothing else was searched."
 )
 
 
@@ -59,16 +62,11 @@ def sections(records: Records) -> list[str]:
         parts += [
             markdown_table(*full_table(comparisons)),
             ABOUT,
-            *means(comparisons),
+            *_means(comparisons),
         ]
-    tiny = [r for r in records.runs if r["run"]["size"] == TINY]
-    if tiny:
-        parts += [
-            "## Tiny problems",
-            markdown_table(*tiny_table(tiny)),
-            ABOUT_TINY,
-        ]
-        parts += [markdown_table(*marks(tiny))]
+    if tiny := tiny_ends(records.runs):
+        parts += ["## Tiny problems", markdown_table(*marks(tiny))]
+        parts += [markdown_table(*tiny_table(tiny)), ABOUT_TINY]
     if parts:
         parts += [*_sources(records)]
     return parts
@@ -85,7 +83,8 @@ def markdown_table(
 def _sources(records: Records) -> Iterator[str]:
     """Commands, versions and machines of what is in the tables."""
     yield "All records: `docs/trainings.json`. They are of:"
-    for here in records.environments:
+    for number in sorted({record["environment"] for record in records.runs}):
+        here = records.environments[number]
         versions = ", ".join(
             f"{name} {here[name]}"
             for name in ("tfkfac", "python", "tensorflow", "keras", "keras-hub")
@@ -142,7 +141,7 @@ def _settings(run: Run) -> str:
     return ", ".join([*parts, f"{run.batch}", f"{run.decay:.0%}"])
 
 
-def means(comparisons: Sequence[Comparison]) -> Iterator[str]:
+def _means(comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Yields the geometric mean of each of our methods."""
     for method, (mean, count) in geometric_means(comparisons).items():
         yield (
@@ -151,115 +150,173 @@ def means(comparisons: Sequence[Comparison]) -> Iterator[str]:
         )
 
 
+def summary(comparisons: Sequence[Comparison]) -> Table:
+    """The table of the README: a row for each problem."""
+    methods = dict.fromkeys(
+        row.setting.method
+        for comparison in comparisons
+        for row in comparison.rows
+        if not is_baseline(row.setting.method)
+    )
+    columns = ["problem", "best baseline", *(f"`{m}`" for m in methods)]
+    rows = []
+    for comparison in comparisons:
+        run, best = comparison.best.setting, comparison.best
+        found = {row.setting.method: row for row in comparison.rows}
+        seconds = statistics.fmean(s for s in best.seconds if s is not None)
+        rows.append(
+            [
+                f"{run.problem}, {run.row.metric}",
+                f"{run.method}: {spread(best.finals)} after {seconds:.3g} s",
+                *(_short(found.get(method)) for method in methods),
+            ]
+        )
+    means = geometric_means(comparisons)
+    cells = [f"{means[m][0]:.2f}" if m in means else "" for m in methods]
+    rows.append(["geometric mean of those reached", "", *cells])
+    return columns, rows
+
+
+def _short(row: Row | None) -> str:
+    """Ratio and claim, or how a method ends that does not reach the target."""
+    if row is None:
+        return ""
+    if not row.ratios:
+        return f"not reached: {spread(row.finals)}"
+    return f"{spread(row.ratios)}, {SIGNS[row.claim]}"
+
+
 # ----------------------------------------------------------------------- tiny
-def tiny_table(records: Iterable[Record]) -> Table:
-    """Training losses of all methods."""
-    ends = _tiny_ends(records)
-    methods = list(dict.fromkeys(m for found in ends.values() for m in found))
-    rows = [
-        [problem, *(_end(found.get(method)) for method in methods)]
-        for problem, found in ends.items()
-    ]
-    return ["problem", *(f"`{m}`" for m in methods)], rows
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a method ends on a tiny problem, with the best of its rates.
+
+    Attributes:
+        run: The setting.
+        losses: Training loss, by seed.
+        validation: Metric on other examples, by seed.
+        seconds: Mean processor seconds.
+    """
+
+    run: Run
+    losses: Mapping[int, float]
+    validation: Sequence[float]
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        """Mean training loss."""
+        return statistics.fmean(self.losses.values())
 
 
-def marks(records: Iterable[Record]) -> Table:
+Ends = Mapping[str, Mapping[str, End]]
+
+
+def tiny_ends(records: Iterable[Record]) -> Ends:
+    """The ends by problem and method."""
+    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        run = record["run"]
+        if run["size"] == TINY:
+            groups[run["problem"], run["method"]].append(record)
+    ends: dict[str, dict[str, End]] = {name: {} for name in TINY_PROBLEMS}
+    for (problem, method), found in groups.items():
+        best = best_setting(found)
+        assert best is not None
+        chosen = settings_of(found)[best]
+        seeds = [record["run"]["seed"] for record in chosen]
+        losses = [math.inf if end is None else end for end in finals(chosen)]
+        ends[problem][method] = End(
+            best,
+            dict(zip(seeds, losses, strict=True)),
+            [record["validation"] for record in chosen],
+            seconds_of(chosen),
+        )
+    return {problem: found for problem, found in ends.items() if found}
+
+
+def tiny_table(ends: Ends) -> Table:
+    """Training losses, and below each the metric on other examples."""
+    methods = dict.fromkeys(m for found in ends.values() for m in found)
+    rows: list[Sequence[str]] = []
+    for problem, found in ends.items():
+        row = TINY_PROBLEMS[problem]
+        here = [found.get(method) for method in methods]
+        rows.append([f"{problem}, loss", *map(_loss, here)])
+        rows.append([f"others, {row.validation}", *map(_validation, here)])
+    return ["problem", *(f"`{method}`" for method in methods)], rows
+
+
+def _loss(end: End | None) -> str:
+    """A mean with its standard error, and the rate of a baseline."""
+    if end is None:
+        return ""
+    text = f"{end.mean:.3g}"
+    if len(end.losses) > 1:
+        deviation = statistics.stdev(end.losses.values())
+        text += f" ± {deviation / math.sqrt(len(end.losses)):.1g}"
+    if end.run.rate is None:
+        return text
+    rates = end.run.row.rates.get(end.run.method, (end.run.rate,))
+    edge = "*" * (end.run.rate in (min(rates), max(rates)))
+    return f"{text} ({end.run.rate:g}{edge})"
+
+
+def _validation(end: End | None) -> str:
+    return f"{statistics.fmean(end.validation):.3g}" if end else ""
+
+
+def marks(ends: Ends) -> Table:
     """Each of our methods against Adam, Muon and what is default today."""
-    ends = {
-        problem: {method: end[1] for method, end in found.items()}
-        for problem, found in _tiny_ends(records).items()
-        if "adam" in found
-    }
+    columns = (
+        "method",
+        "problems",
+        f"below Adam (mark: {LEAST_BELOW})",
+        f"most above Adam (mark: {MOST_ABOVE:g} times)",
+        "loss over Adam's",
+        "below Muon",
+        "better and worse than today's step by three standard errors",
+        "seconds over Adam's",
+    )
     ours = dict.fromkeys(
         method
         for found in ends.values()
         for method in found
         if not is_baseline(method)
     )
-    columns = (
-        "method",
-        "problems",
-        f"below Adam (mark: {LEAST_BELOW})",
-        f"most above Adam (mark: {MOST_ABOVE:g} times)",
-        "geometric mean over Adam",
-        "below Muon",
-        "better, worse than today's step by three standard errors",
-    )
-    rows = [_mark(method, ends) for method in ours]
+    rows = []
+    for method in ours:
+        here = [f for f in ends.values() if method in f and "adam" in f]
+        if here:
+            rows.append(_mark(method, here))
     return columns, rows
 
 
-def _mark(
-    method: str, ends: Mapping[str, Mapping[str, Sequence[float]]]
-) -> Sequence[str]:
-    here = {p: found for p, found in ends.items() if method in found}
+def _mark(method: str, here: Sequence[Mapping[str, End]]) -> Sequence[str]:
+    """The row of a method; means of ratios are geometric."""
     ratios = {
-        problem: _ratio(found[method], found["adam"])
-        for problem, found in here.items()
+        f[method].run.problem: f[method].mean / f["adam"].mean for f in here
     }
+    seconds = [f[method].seconds / f["adam"].seconds for f in here]
     worst = max(ratios, key=lambda problem: ratios[problem])
+    muon = [f for f in here if "muon" in f]
     claims: dict[str, list[str]] = {"less": [], "more": [], TIE: []}
-    for problem, found in here.items():
+    for found in here:
         if TODAY in found and method != TODAY:
-            pairs = zip(found[method], found[TODAY], strict=True)
-            claims[judge([a - b for a, b in pairs])].append(problem)
-    muon = [found for found in here.values() if "muon" in found]
-    below = sum(_ratio(f[method], f["muon"]) < 1 for f in muon)
+            own, today = found[method].losses, found[TODAY].losses
+            differences = [own[s] - today[s] for s in own.keys() & today.keys()]
+            claims[judge(differences)].append(found[method].run.problem)
     return (
         f"`{method}`",
         str(len(here)),
         str(sum(ratio < 1 for ratio in ratios.values())),
         f"{ratios[worst]:.3g} ({worst})",
         f"{statistics.geometric_mean(ratios.values()):.2g}",
-        f"{below} of {len(muon)}",
+        f"{sum(f[method].mean < f['muon'].mean for f in muon)} of {len(muon)}",
         f"{len(claims['less'])}, {len(claims['more'])}"
         + f" ({', '.join(claims['more'])})" * bool(claims["more"]),
+        f"{statistics.geometric_mean(seconds):.2g}",
     )
-
-
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return statistics.fmean(ours) / statistics.fmean(theirs)
-
-
-def _tiny_ends(
-    records: Iterable[Record],
-) -> dict[str, dict[str, tuple[Run, Sequence[float]]]]:
-    """By problem and method the best setting, and its losses by seed."""
-    groups: dict[str, dict[str, list[Record]]] = {
-        name: {} for name in TINY_PROBLEMS
-    }
-    for record in records:
-        run = record["run"]
-        if run["size"] == TINY:
-            methods = groups[run["problem"]]
-            methods.setdefault(run["method"], []).append(record)
-    ends: dict[str, dict[str, tuple[Run, Sequence[float]]]] = {}
-    for problem, methods in groups.items():
-        for method, found in methods.items():
-            best = best_setting(found)
-            assert best is not None
-            losses = [
-                math.inf if end is None else end
-                for end in finals(settings_of(found)[best])
-            ]
-            ends.setdefault(problem, {})[method] = best, losses
-    return ends
-
-
-def _end(end: tuple[Run, Sequence[float]] | None) -> str:
-    """A mean with its standard error, and the rate of a baseline."""
-    if end is None:
-        return ""
-    run, losses = end
-    text = f"{statistics.fmean(losses):.3g}"
-    if len(losses) > 1:
-        error = statistics.stdev(losses) / math.sqrt(len(losses))
-        text += f" ± {error:.1g}"
-    if run.rate is None:
-        return text
-    rates = run.row.rates.get(run.method, (run.rate,))
-    edge = "*" * (run.rate in (min(rates), max(rates)))
-    return f"{text} ({run.rate:g}{edge})"
 
 
 def spread(values: Sequence[Any]) -> str:

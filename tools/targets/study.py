@@ -19,7 +19,7 @@ from targets.run import Run
 # A run, the number of its environment, and what `training.train` has returned.
 Record = dict[str, Any]
 # Data that need no directory.
-EMBEDDED = ("text", "arm", "digits", "drawn")
+EMBEDDED = ("text", "tokens", "arm", "digits", "drawn")
 PACKAGES = ("tensorflow", "keras", "keras-hub")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from targets.data import Data, idx_images, moved_digits
+from targets.data import Data, idx_images, moved_digits, tokens
 
 WORDS = 2000  # of the Llama
 TRAINED_DIGITS = 1440  # of 1,797
@@ -127,7 +127,7 @@ def _counts(random: np.random.Generator) -> tuple[Any, np.ndarray]:
     words = random.integers(1, 60, (1800, 16)).astype("int32")
     large = (words[:, :8] > 30).sum(1)
     y = np.where(large < 4, 0, np.where(large == 4, 1, 2)).astype("int32")
-    return {**_tokens(words), "segment_ids": np.zeros_like(words)}, y
+    return {**tokens(words), "segment_ids": np.zeros_like(words)}, y
 
 
 def _sums(random: np.random.Generator) -> tuple[Any, np.ndarray]:
@@ -152,11 +152,7 @@ def _markov(random: np.random.Generator) -> tuple[Any, np.ndarray]:
 
 
 def _next(text: np.ndarray) -> tuple[Any, np.ndarray]:
-    return _tokens(text[:, :-1]), text[:, 1:]
-
-
-def _tokens(words: np.ndarray) -> dict[str, np.ndarray]:
-    return {"token_ids": words, "padding_mask": np.ones_like(words)}
+    return tokens(text[:, :-1]), text[:, 1:]
 
 
 _DRAWN: dict[str, Callable[[np.random.Generator], tuple[Any, np.ndarray]]] = {
