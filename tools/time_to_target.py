@@ -66,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = make_plan(options)
     for stage in plan.stages(records.runs):
         missing = records.missing(stage)
-        print(f"{len(missing)} trainings", flush=True)
+        if missing:
+            print(f"{len(missing)} trainings", flush=True)
         failures += study.train_all(
             missing, options.data, options.files, options.jobs, note
         )

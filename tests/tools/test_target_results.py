@@ -146,8 +146,8 @@ def test_the_tables_of_tiny_problems() -> None:
     ]
     found = report.tiny_ends(records)
     _, [losses, others] = report.tiny_table(found)
-    # 0.1 / sqrt(3) = 0.06; 0.001 is the smallest rate that is tried.
-    assert losses[1:3] == ["0.3 ± 0.06 (0.001*)", "0.1 ± 0 (0.01)"]
+    # 0.1 / sqrt(3) = 0.06.
+    assert losses[1:3] == ["0.3 ± 0.06 (0.001)", "0.1 ± 0 (0.01)"]
     assert others[:2] == ["others, accuracy", "0.8"]
     _, [today, line] = report.marks(found)
     # Differences of 0.05, 0.07, 0.03: 0.05 * sqrt(3) is 4.3 deviations.

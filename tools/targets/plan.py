@@ -2,7 +2,8 @@
 
 Of tiny problems all rates are trained with all seeds. Of the others settings
 are searched with a part of the training data, and what was best is trained
-again, with all of them, and measured with the test set.
+again, with all of them, and measured with the test set. Where the best rate is
+the smallest or the largest, the one beyond it is tried, too.
 """
 
 import dataclasses
@@ -16,6 +17,8 @@ from targets.results import finals, loss_of, seconds_of, settings_of
 from targets.run import FINAL, SEARCH, Run
 from targets.study import Record
 
+# Rates at most that are tried beyond those of the grid.
+MOST_BEYOND = 3
 # Settings whose errors are within so much of the least are equally good: the
 # quickest of them is taken.
 TOLERANCE = 0.01
@@ -55,6 +58,8 @@ class Plan:
         others = [name for name in self.methods if name not in followers]
         for methods in (others, followers):
             yield list(self._grids(methods, records))
+            for _ in range(MOST_BEYOND):
+                yield list(self._beyond(methods, records))
             if self.size != TINY:
                 yield list(self._decays(methods, records))
         if self.size != TINY:
@@ -72,11 +77,9 @@ class Plan:
                 if adam is None:
                     continue
                 rest = adam.rate
-            row, grid = (
-                problem_of(problem, self.size),
-                self._grid(problem, method),
-            )
-            for seed in self.seeds if tiny else self.search_seeds:
+            row = problem_of(problem, self.size)
+            grid = self._grid(problem, method)
+            for seed in self._first_seeds:
                 for rate in grid.rates:
                     for batch in self.grid.get("batches", row.batches):
                         yield Run(
@@ -92,6 +95,32 @@ class Plan:
                             1.0 if tiny else grid.share,
                             seed,
                         )
+
+    def _beyond(
+        self, methods: Sequence[str], records: Sequence[Record]
+    ) -> Iterator[Run]:
+        """The rate beyond the best one, where that is the first or the last."""
+        for problem, method in self._pairs(methods):
+            best = self.chosen(problem, method, records)
+            if best is None or best.rate is None:
+                continue
+            alike = (
+                Run(**r["run"])
+                for r in self._searched(problem, method, records)
+            )
+            rates = sorted(
+                {
+                    run.rate
+                    for run in alike
+                    if run.rate
+                    and dataclasses.replace(run, rate=best.rate).setting == best
+                }
+            )
+            pairs = (rates[:2], rates[:-3:-1]) if len(rates) > 1 else ()
+            for edge, inside in pairs:
+                for seed in self._first_seeds if edge == best.rate else ():
+                    beyond = float(f"{edge * edge / inside:.3g}")
+                    yield dataclasses.replace(best, rate=beyond, seed=seed)
 
     def _decays(
         self, methods: Sequence[str], records: Sequence[Record]
@@ -126,14 +155,28 @@ class Plan:
         """The best setting of a method, None if there is none yet."""
         return best_setting(
             record
-            for record in records
-            if record["run"]["problem"] == problem
-            and record["run"]["method"] == method
-            and record["run"]["size"] == self.search_size
-            and record["run"]["data"] == self.data[problem]
-            and (self.size == TINY or record["run"]["phase"] == SEARCH)
-            and decay in (None, record["run"]["decay"])
+            for record in self._searched(problem, method, records)
+            if decay in (None, record["run"]["decay"])
         )
+
+    def _searched(
+        self, problem: str, method: str, records: Sequence[Record]
+    ) -> Iterator[Record]:
+        """The records of a method that settings are chosen by."""
+        for record in records:
+            run = Run(**record["run"])
+            if (
+                (run.problem, run.method) == (problem, method)
+                and (run.size, run.data)
+                == (self.search_size, self.data[problem])
+                and (self.size == TINY or run.phase == SEARCH)
+            ):
+                yield record
+
+    @property
+    def _first_seeds(self) -> Sequence[int]:
+        """Seeds that all rates are trained with."""
+        return self.seeds if self.size == TINY else self.search_seeds
 
     def _pairs(self, methods: Sequence[str]) -> Iterator[tuple[str, str]]:
         for problem in self.data:

@@ -47,9 +47,9 @@ ABOUT_TINY = (
     "Training loss at the end, on up to 1,024 training examples: means of the "
     "seeds with standard errors; over Adam's: geometric means. Same batches "
     "and epochs for all, rates falling linearly to 0. Baselines have the best "
-    "of their rates (*: the smallest or the largest of them). `rest=adam` is "
-    "K-FAC with the Adam that was best alone for the weights that it does not "
-    "cover; nothing else was searched."
+    "of four rates, and of more if that was the first or the last. `rest=adam` "
+    "is K-FAC with the Adam that was best alone for the weights that it does "
+    "not cover; nothing else was searched."
 )
 
 
@@ -257,9 +257,7 @@ def _loss(end: End | None) -> str:
         text += f" ± {deviation / math.sqrt(len(end.losses)):.1g}"
     if end.run.rate is None:
         return text
-    rates = end.run.row.rates.get(end.run.method, (end.run.rate,))
-    edge = "*" * (end.run.rate in (min(rates), max(rates)))
-    return f"{text} ({end.run.rate:g}{edge})"
+    return f"{text} ({end.run.rate:g})"
 
 
 def _validation(end: End | None) -> str:
