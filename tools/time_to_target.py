@@ -177,8 +177,21 @@ def add_study(group: argparse._ArgumentGroup) -> None:
 
 def add_grid(group: argparse._ArgumentGroup) -> None:
     """Adds what is tried of each method."""
-    group.add_argument("--rates", nargs="+", type=number, metavar="RATE")
-    group.add_argument("--batches", nargs="+", type=positive, metavar="N")
+    group.add_argument(
+        "--rates",
+        nargs="+",
+        type=number,
+        metavar="RATE",
+        help="learning rates of all but K-FAC (default: four of each problem "
+        "and method)",
+    )
+    group.add_argument(
+        "--batches",
+        nargs="+",
+        type=positive,
+        metavar="N",
+        help="default: three of each problem, one if it is tiny",
+    )
     group.add_argument(
         "--decays",
         nargs="+",

@@ -24,6 +24,7 @@ BASELINES = ("sgd", "adam", "adamw", "muon")
 KFAC = "kfac"
 OUTSIDE = ".py"  # is in the name of an optimizer from a file
 FIRST_KFAC_RATE = 0.1
+_RMS_RATES = (0.004, 0.008, 0.016)  # of spectral steps of that length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +85,11 @@ def is_baseline(method: str) -> bool:
 
 def grid_of(method: str, problem: Problem) -> Grid:
     """What is tried of a method on a problem."""
-    name = parse(method).name
+    variant = parse(method)
+    name = variant.name
     if name == KFAC:
-        return Grid((None,), share=0.5)
+        tuned = variant.arguments.get("length") == "rms"
+        return Grid(_RMS_RATES if tuned else (None,), share=0.5)
     rates = problem.rates.get(name, problem.rates["adam"])
     if name in ("adam", "adamw"):
         return Grid(rates, (0.0,) if name == "adam" else (0.05, 0.25))
@@ -168,10 +171,10 @@ def _kfac(run: Run, steps: int, given: Mapping[str, Any]) -> Any:
         return tfkfac.KFAC(**arguments)
     rate, momentum = FIRST_KFAC_RATE, 0.5
     if step == "spectral":
-        rate, momentum = 1.0, 0.0  # its own stands in its settings
         names = {*inspect.signature(tfkfac.SpectralStep).parameters}
         own = {k: arguments.pop(k) for k in names & arguments.keys()}
-        arguments["step"] = tfkfac.SpectralStep(**own)
+        spectral = arguments["step"] = tfkfac.SpectralStep(**own)
+        rate, momentum = spectral.rate, 0.0  # its momentum is in its settings
     if arguments.pop("rest", None) is not None:
         assert run.rest is not None
         arguments["rest_optimizer"] = keras.optimizers.Adam(

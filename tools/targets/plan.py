@@ -186,6 +186,8 @@ class Plan:
     def _grid(self, problem: str, method: str) -> Grid:
         own = grid_of(method, problem_of(problem, self.size))
         names = {field.name for field in dataclasses.fields(Grid)}
+        if own.rates == (None,):  # nothing that could be searched
+            names.remove("rates")
         given = {k: v for k, v in self.grid.items() if k in names}
         return dataclasses.replace(own, **given)
 
