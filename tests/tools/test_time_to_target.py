@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import time_to_target
 from targets import study, training
@@ -167,6 +169,7 @@ def test_seeds_that_share_a_process_do_not_meet() -> None:
 
 OUTSIDE = """\
 import keras
+import numpy as np
 
 def make(learning_rate, weight_decay):
     assert weight_decay is None
@@ -192,3 +195,20 @@ def test_a_tiny_study(
         assert curve["step"] == [300] and curve["cpu_seconds"][0] > 0
         assert 0 < curve["metric"][0] < record["validation"] < 0.6
     assert "`mine.py:make=" in capsys.readouterr().out
+
+
+def test_images_are_shifted_and_flipped() -> None:
+    """Each is one of fifty: five shifts down, five to the right, a mirror."""
+    images = np.random.default_rng(0).uniform(1, 2, (40, 6, 5, 1))
+    found = training.moved(tf.constant(images), tf.constant([3, 4], tf.int64))
+    seen = set()
+    for image, new in zip(images, found.numpy(), strict=True):
+        framed = np.pad(image, [(2, 2), (2, 2), (0, 0)])
+        for down, right, flipped in np.ndindex(5, 5, 2):
+            part = framed[down : down + 6, right : right + 5]
+            if np.array_equal(new, part[:, ::-1] if flipped else part):
+                seen.add((down, right, flipped))
+                break
+        else:
+            pytest.fail("neither shifted nor flipped")
+    assert len(seen) > 15
