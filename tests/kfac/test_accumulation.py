@@ -78,14 +78,16 @@ def assert_same(pieces: Any, whole: Any) -> None:
     assert int(ours.iterations) == STEPS
 
 
-SUM = keras.losses.MeanSquaredError(reduction="sum")
+SUM = keras.losses.MeanSquaredError(reduction="sum", dtype="float64")
 ADAM = keras.optimizers.Adam
 SCALER = keras.optimizers.LossScaleOptimizer
+SPECTRAL = {"inner": lambda: keras.optimizers.SGD(1.0), "step": "spectral"}
 # Arguments of `kfac`, the loss, and what is put around the optimizer.
 CASES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "graph": ({}, "mse", None),
     "eigen": ({"solver": "eigen", "weight_sharing": "reduce"}, SUM, None),
     "scaled": ({"inner": ADAM, "kl_clip": None, "damping": 0.5}, "mse", SCALER),
+    "spectral": (SPECTRAL, SUM, SCALER),
 }
 
 

@@ -111,6 +111,20 @@ def test_its_rate_falls_where_a_callback_reduces_the_rate() -> None:
     assert float(optimizer.rest_optimizer.learning_rate) == pytest.approx(1e-3)
 
 
+def test_rows_that_are_looked_up_twice_have_one_gradient() -> None:
+    """Adam's first step is a thousandth wherever there is one."""
+    tokens = keras.layers.Embedding(5, 2, name="tokens")
+    model = keras.Sequential(
+        [keras.Input((3,)), tokens, keras.layers.Dense(CLASSES)]
+    )
+    model.compile(tfkfac.KFAC(skip_layers=["tokens"]), "mse", run_eagerly=True)
+    before = tokens.get_weights()[0]
+    model.train_on_batch(np.array([[0, 1, 1], [1, 1, 3]]), np.ones((2, 3, 1)))
+    moved = np.abs(tokens.get_weights()[0] - before)
+    want = np.array([1e-3, 1e-3, 0, 1e-3, 0])[:, None]
+    np.testing.assert_allclose(moved, want + 0 * moved, rtol=0.01)
+
+
 def test_a_model_without_blocks_is_trained_by_the_rest_optimizer() -> None:
     ours = tfkfac.KFAC(rest_optimizer="nadam", skip_layers=[".*"])
     found, want = trained(ours), trained("nadam")

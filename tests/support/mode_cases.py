@@ -1,7 +1,10 @@
 """The jobs of the distribution modes, and what they should come to."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from tests.support import definition, workers_modes
 from tests.support.jobs import Jobs, replicas_of
@@ -10,12 +13,15 @@ from tests.support.weights import distance
 from tests.support.worker_parts import (
     ADAM_RATE,
     BETAS,
+    BLOCK,
     DEFAULTS,
     FEEDS,
     MOMENTUM,
     RATE,
+    SPECTRAL_MOMENTUM,
     images,
     shares,
+    warm_up,
 )
 from tfkfac.distributed.plan import LayerPlan, plan_layers
 
@@ -150,6 +156,32 @@ QUADRATIC: Cases = {
         },
     }.items()
 }
+# Spectral steps: an embedding, and what is skipped, are the rest optimizer's.
+SPECTRAL: Cases = {
+    name: {"inner": "multiplier", "step": "exact"} | kwargs
+    for name, kwargs in {
+        "two: mem_opt, spectral": {
+            "model": "cnn",
+            "skip_layers": ("hidden",),
+            "inner": "warm-up",
+        },
+        "two: dp_kfac, spectral": {"model": "cnn", "poison": (3, 1)},
+        "two: comm_opt, spectral, text": {"model": "text", "solver": "eigen"},
+        "two: hybrid_opt 1/2, spectral, accumulation": {
+            **SKETCH,
+            "inner": "multiplier, accumulation",
+        },
+        "two: mem_opt, spectral, half": {"model": "small", **HALF},
+        "four: hybrid_opt 1/2, spectral, in stages": {
+            "model": "cnn",
+            "rest_optimizer": "warm-up",
+            "skip_layers": ("hidden",),
+            "inner": "default",
+        },
+        "four: mem_opt, spectral": {"model": "text"},
+        "mirrored: mem_opt, spectral": {"model": "batch_norm", "feed": "some"},
+    }.items()
+}
 # Decompositions in turns.
 TURNS: Cases = {"two: comm_opt, turns": {"model": "vision"}}
 # Statistics of a part of uneven batches, of 7 rows and 1 row.
@@ -160,7 +192,7 @@ PARTS: Cases = {
         "factor_batch_fraction": 0.25,
     }
 }
-CASES = QUICK | SLOW
+CASES = QUICK | SLOW | SPECTRAL
 _ALL = CASES | QUADRATIC | TURNS | PARTS
 
 
@@ -182,6 +214,7 @@ def train_options(name: str) -> dict[str, Any]:
 
 JOBS = Jobs(workers_modes)
 _QUICK = {*QUICK, *TURNS, *PARTS, next(iter(QUADRATIC))}
+_QUICK |= {*itertools.islice(SPECTRAL, 2)}
 for name_ in _ALL:
     slow_ = name_ not in _QUICK
     JOBS.add(name_, "train", slow=slow_, **train_options(name_))
@@ -213,6 +246,9 @@ def alone(name: str) -> Result:
     return _ALONE[key]
 
 
+LAYERS = "conv", "hidden", "logits"  # of "cnn"
+
+
 def by_definition(
     start: Sequence[Array],
     steps: Sequence[Sequence[Sequence[int]]],
@@ -220,18 +256,31 @@ def by_definition(
     inner: str = "sgd",
     solver: str = "inverse",
     weight_sharing: str = "expand",
+    step: str = "inner",
+    skip_layers: Sequence[str] = (),
+    rest_optimizer: str | None = None,
     **options: Any,
 ) -> list[Array]:
     known = {k: v for k, v in options.items() if k in DEFAULTS}
     update, rate = definition.sgd(RATE, MOMENTUM), RATE
     if inner == "adam":
         update, rate = definition.adam(ADAM_RATE, *BETAS), ADAM_RATE
+    # Either optimizer has the schedule.
+    has_schedule = "warm-up" in (inner, rest_optimizer)
+    shape = (lambda n: float(warm_up(n))) if has_schedule else lambda n: 1.0
+    usual = float(np.float32(1e-3))
+    rest = definition.adam(lambda n: usual * shape(n), 0.9, 0.999)
+    if rest_optimizer is not None:
+        rest = definition.adam(lambda n: ADAM_RATE * shape(n), *BETAS)
+    spectral = definition.Spectral(SPECTRAL_MOMENTUM, BLOCK, shape)
     settings = definition.Settings(
         solver=solver,
         weight_sharing=weight_sharing,
         learning_rate=rate,
         inner=update,
         owners=owners,
+        spectral=spectral if step == "exact" else None,
+        left={LAYERS.index(name): rest for name in skip_layers},
         **(DEFAULTS | known),
     )
     start = [w.astype(float) for w in start]

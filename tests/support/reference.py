@@ -158,3 +158,9 @@ def softmax(logits: Array) -> Array:
 def cross_entropy_gradient(logits: Array, labels: Array) -> Array:
     """d l_n / d logits of the softmax cross-entropy, integer labels."""
     return softmax(logits) - np.eye(logits.shape[-1])[labels]
+
+
+def cross_entropy(logits: Array, labels: Array) -> float:
+    """Mean softmax cross-entropy, integer labels."""
+    rows = range(len(logits))
+    return float(-np.log(softmax(logits)[rows, labels]).mean())

@@ -122,6 +122,26 @@ OPTIMIZERS: dict[str, Case] = {
         lambda: FOSI(Adam(0.03, gradient_accumulation_steps=2), **BESIDE)
     ),
     "GaussNewton": Case(lambda: tfkfac.GaussNewton(), policy="float64"),
+    "spectral": Case(
+        lambda: KFAC(
+            step=tfkfac.SpectralStep(block=2),
+            rest_optimizer=Adam(PolynomialDecay(0.01, 12)),
+            skip_layers=["logits"],
+            **EVERY,
+        ),
+        "functional",
+        "float64",  # where no small direction comes of rounding
+    ),
+    "spectral sums": Case(
+        lambda: KFAC(
+            PolynomialDecay(0.1, 12, 0.01),
+            step="spectral",
+            gradient_accumulation_steps=2,
+            max_factor_dim=4,
+            factor_rank=2,
+            **EVERY,
+        ),
+    ),
 }
 
 
@@ -301,6 +321,8 @@ class Way:
 
 NAMED = ("sequential", "functional", "nested")
 NEEDS_COMPUTE_LOSS = tuple(n for n in OPTIMIZERS if n[:2] in ("FO", "Ga"))
+# Whose steps are others where nobody sees the loss.
+NEEDS_LOSS = tuple(n for n in OPTIMIZERS if n.startswith("spectral"))
 SCALES = ("half", "our scale", "Keras' scale")
 WAYS: dict[str, Way] = {
     ".keras": Way(by_keras_file, models=NAMED),
@@ -311,7 +333,7 @@ WAYS: dict[str, Way] = {
     "state tree": Way(
         by_state_tree,
         models=("sequential", "functional"),
-        without=("GaussNewton",),
+        without=("GaussNewton", "spectral"),
     ),
     "checkpoint": Way(by_checkpoint),
     "train step": Way(by_own_train_step, 1e-4, ("sequential",)),
@@ -326,7 +348,7 @@ WAYS: dict[str, Way] = {
     "attach": Way(
         by_attached_loop,
         1e-4,
-        without=(*SCALES, "quadratic", *NEEDS_COMPUTE_LOSS),
+        without=(*SCALES, "quadratic", *NEEDS_COMPUTE_LOSS, *NEEDS_LOSS),
     ),
     "loss scale": Way(
         by_scaled_loss, 1e-4, without=(*SCALES, "FOSI accumulated")
@@ -370,15 +392,15 @@ def same_run(name: str, way: str, folder: pathlib.Path) -> None:
 # Pairs of every row, for the quick run; those after the semicolon are slow, and
 # so is one of three others.
 QUICK = {
-    ".keras": "narrow, our scale, FOSI accumulated; eigen, quadratic",
+    ".keras": "narrow, our scale, FOSI accumulated, spectral; eigen, quadratic",
     ".h5": "float64, FOSI in columns, wire",
-    ".weights.h5": "subclassed, GaussNewton; Keras' scale",
-    "state tree": "eigen; FOSI",
-    "checkpoint": "accumulated, quadratic; GaussNewton",
+    ".weights.h5": "subclassed, GaussNewton; Keras' scale, spectral",
+    "state tree": "eigen; FOSI, spectral sums",
+    "checkpoint": "accumulated, quadratic, spectral sums; GaussNewton",
     "train step": "inverse, FOSI",
     "batch": "half, drawn",
     "steps": "FOSI; float64",
-    "eager": "quadratic, GaussNewton; FOSI",
+    "eager": "quadratic, GaussNewton; FOSI, spectral",
     "loop": "Keras' scale; FOSI",
     "attach": "inverse",
     "loss scale": "inverse; FOSI",

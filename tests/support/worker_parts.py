@@ -140,6 +140,7 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
 # The same numbers in float32 and float64.
 RATE, MOMENTUM, DAMPING, CLIP, DECAY = 2**-4, 0.5, 2**-4, 2**-6, 0.5
 ADAM_RATE, BETAS = 2**-6, (1 - 2**-3, 1 - 2**-7)
+SPECTRAL_MOMENTUM, BLOCK = 0.75, 4
 
 DEFAULTS = {
     "damping": DAMPING,
@@ -150,9 +151,11 @@ DEFAULTS = {
 }
 
 _SGD, _ADAM = keras.optimizers.SGD, keras.optimizers.Adam
-INNERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+INNERS: dict[str, Callable[[], keras.optimizers.Optimizer | None]] = {
+    "default": lambda: None,
     "sgd": lambda: _SGD(RATE, momentum=MOMENTUM),
     "multiplier": lambda: _SGD(1.0),
+    "warm-up": lambda: _SGD(WarmUp(0.25)),
     "multiplier, accumulation": lambda: _SGD(
         1.0, gradient_accumulation_steps=2
     ),
@@ -180,6 +183,26 @@ INNERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
 }
 
 
+@keras.saving.register_keras_serializable(package="tests")
+class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
+    """From 0 to a rate at step 4, and down again."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, step: Any) -> Any:
+        return self.rate * keras.ops.cast(warm_up(step), "float32")
+
+    def get_config(self) -> dict[str, Any]:
+        return {"rate": self.rate}
+
+
+def warm_up(step: Any) -> Any:
+    """The shape of `WarmUp`."""
+    step = keras.ops.cast(step, "float64")
+    return keras.ops.minimum(step / 4, (12 - step) / 8)
+
+
 def clip_schedule(iteration: Any) -> Any:
     """A callable of the iteration with Python's `if`."""
     if iteration < 4:
@@ -193,4 +216,9 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "damping schedule": lambda: DAMPINGS([2, 6], [1.0, DAMPING, 4.0]),
     "clip schedule": lambda: clip_schedule,
     "adaptive": lambda: tfkfac.LevenbergMarquardt(DAMPING, 2, 0.5),
+    # Of so many polynomials that they are polar factors in float64.
+    "exact": lambda: tfkfac.SpectralStep(
+        momentum=SPECTRAL_MOMENTUM, block=BLOCK, iterations=14
+    ),
+    "warm-up": lambda: _ADAM(WarmUp(ADAM_RATE), *BETAS),
 }

@@ -136,11 +136,11 @@ def train(
 def compiled(
     kind: str | None, model: str, inner: str, options: dict[str, Any]
 ) -> Any:
-    arguments = {
-        name: OBJECTS[value]() if value in OBJECTS else value
-        for name, value in (DEFAULTS | options).items()
-    }
     with strategy(kind).scope():
+        arguments = {
+            name: OBJECTS[value]() if value in OBJECTS else value
+            for name, value in (DEFAULTS | options).items()
+        }
         keras.utils.set_random_seed(0)
         network = MODELS[model]()
         network.compile(
@@ -296,7 +296,13 @@ def kept_bytes(state: Any) -> dict[str, int]:
     if state.pending is not None:
         variables = [v for v in state.pending.variables if v.shape.rank]
         pending["accumulation"] = size(variables)
-    return pending | {
+    momenta = {}
+    if state.largest_rate is not None:
+        found = [p.momentum.variables for p in kept if p.momentum]
+        momenta["momenta"] = sum(map(size, found))
+    return {
+        **pending,
+        **momenta,
         "factors": sum(size(p.factors.averages) for p in kept if p.factors),
         "decompositions": sum(
             size(p.decomposition.tensors) for p in kept if p.decomposition

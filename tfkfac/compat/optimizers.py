@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from tfkfac.compat.graphs import own_copy
+from tfkfac.compat.graphs import in_xla, own_copy
 from tfkfac.compat.overrides import keep_on, overridden, override
 
 if TYPE_CHECKING:
@@ -253,7 +253,24 @@ def apply_or_count(
         raw_iterations(optimizer).assign_add(1)
         return
     gradients, variables = zip(*pairs, strict=True)
-    optimizer.apply(gradients, variables)
+    optimizer.apply(list(map(with_rows_once, gradients)), variables)
+
+
+def with_rows_once(gradient: Any) -> Any:
+    """A sparse gradient in which no row is there twice.
+
+    Keras' Adam squares slices one by one: what an embedding has looked up
+    twice would have another second moment than its gradient has.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    if in_xla():  # which knows no numbers of rows
+        return tf.convert_to_tensor(gradient)
+    rows, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(
+        gradient.values, places, tf.size(rows)
+    )
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
 
 def move_product(nadam: keras.optimizers.Nadam) -> None:

@@ -511,8 +511,8 @@ class KFACMethod(Method):
         weights = self.job.model.trainable_variables
         topology = self.job.topology
         size = gradient_bytes(weights, topology.hint)
-        # And a flag of each block, asked or faulty.
+        # And a flag of each block, asked or faulty, and the loss.
         flags = len(self.placement.blocks) * (1 + len(FAULTS))
-        flags += self._spectral is not None  # the loss
+        flags += self._spectral is not None
         size += flags * int(tf.as_dtype(weights[0].dtype).size)
         return self.placement.communication_bytes(topology.local[0], size)

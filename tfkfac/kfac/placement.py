@@ -289,7 +289,7 @@ class Placer:
                 mode=best.distribution,
                 gradient_worker_fraction=best.fraction,
             )
-        return Placement(registry, job.topology, solver, chosen)
+        return Placement(registry, job.topology, solver, chosen, self._beside)
 
 
 def _steps(factor: Hyperparameter, inverse: Hyperparameter) -> tuple[int, int]:

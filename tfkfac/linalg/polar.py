@@ -19,6 +19,10 @@ _POLYNOMIALS = (
 )
 # The polynomials need values below 1, after rounding too.
 _ROOM = 1.01
+# Polynomials that are applied to a Gram matrix before it is computed anew: its
+# rounding errors, with eigenvalues below 0, grow ten-thousandfold in three of
+# them. TensorFloat-32, that GPUs have for products, allows no more.
+_AT_ONCE = 3
 # A block of columns that is narrower than this share of the widest is not
 # worth it: too few directions of a matrix are told apart.
 _NARROW = 1 / 4
@@ -103,7 +107,7 @@ def _polar(x: tf.Tensor, iterations: int) -> tf.Tensor:
     rows, columns = x.shape[-2:]
     wide = rows < columns
     # A polynomial of `x` is `x` times one of its Gram matrix, on the narrow
-    # side: `x` itself is in two products, however many iterations there are.
+    # side: `x` itself is in two products for some iterations.
     gram = tf.matmul(x, x, transpose_a=not wide, transpose_b=wide)
     square = tf.linalg.trace(gram)[:, None, None]
     if 1 in (rows, columns):
@@ -112,6 +116,10 @@ def _polar(x: tf.Tensor, iterations: int) -> tf.Tensor:
     one = tf.eye(min(rows, columns), dtype=x.dtype)
     product = tf.math.divide_no_nan(one, _ROOM * tf.sqrt(square))
     for i in range(iterations):
+        if i > 0 and i % _AT_ONCE == 0:
+            x = tf.matmul(product, x) if wide else tf.matmul(x, product)
+            gram = tf.matmul(x, x, transpose_a=not wide, transpose_b=wide)
+            product = one
         a, b, c = _POLYNOMIALS[min(i, len(_POLYNOMIALS) - 1)]
         factor = a * one + b * gram + c * tf.matmul(gram, gram)
         gram = tf.matmul(tf.matmul(factor, gram), factor)

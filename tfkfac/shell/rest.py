@@ -109,6 +109,8 @@ def largest_rate(optimizer: keras.optimizers.Optimizer) -> float:
     (A warm-up begins at 0. A number is what callbacks reduce.)
     """
     rate = rate_of(optimizer)
+    if isinstance(rate, ShapedRate):  # of the present step, which may warm up
+        return rate.peak
     if isinstance(rate, LearningRateSchedule):
         with tf.init_scope():
             return max(float(rate(step)) for step in _PROBES)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfkfac.capture.walk import walk
@@ -46,6 +47,13 @@ class Accumulation(Slots):
         # Of terms, and of what the gradients have been multiplied by.
         self.terms = self.slot("terms", dtype="float64")
         self.weight = self.slot("weight", dtype="float64")
+        self.loss = self.slot(
+            "loss",
+            dtype="float64",
+            spread=Spread.PARTIAL,
+            is_finite=False,
+            derive=lambda read: np.float64(0),  # of a file from before
+        )
 
     def add(self, step: Step) -> None:
         """Adds a micro-batch, whose gradients have been weighed."""
@@ -56,6 +64,7 @@ class Accumulation(Slots):
             if gradient is not None:
                 dense = tf.cast(tf.convert_to_tensor(gradient), own.dtype)
                 own.assign_add(weighted(dense, weight))
+        self.loss.assign_add(weighted(step.own_loss(), weight))
         self.terms.assign_add(terms)
         self.weight.assign_add(weight)
         self.count.assign_add(1)
@@ -84,7 +93,8 @@ class Accumulation(Slots):
         measure = LossMeasure(
             loss.terms, loss.row_scale, unit, loss.summed, loss.total
         )
-        batch = dataclasses.replace(step.batch, measure=measure)
+        mean = tf.math.divide_no_nan(tf.convert_to_tensor(self.loss), norm)
+        batch = dataclasses.replace(step.batch, measure=measure, value=mean)
         return dataclasses.replace(step, gradients=gradients, batch=batch)
 
     def _sums_of(self, step: Step) -> list[tf.Variable]:

@@ -96,7 +96,7 @@ class Step:
     def own_loss(self) -> tf.Tensor:
         """This replica's part of the mean loss, float64.
 
-        Of the last of several micro-batches; 0 where nobody sees the loss.
+        It is 0 where nobody sees the loss.
         """
         value = self.batch.value
         if value is None:
