@@ -72,7 +72,8 @@ class Conditions(keras.Model):
         """The residuals at points, `(batch, k)` each, by name."""
         found = {}
         for name, own in points.items():
-            r = tf.convert_to_tensor(self.residuals[name](own))
+            # Of this graph: `tf.gradients` twice is wrong for what is captured.
+            r = tf.convert_to_tensor(self.residuals[name](tf.identity(own)))
             if r.shape.rank not in (1, 2):
                 raise ValueError(
                     f"Residuals '{name}' must have the shape `(batch,)` or "

@@ -1,0 +1,60 @@
+"""Trains a DeepXDE problem (TensorFlow backend) by GaussNewton's `minimize`."""
+
+import copy
+from typing import Any
+
+import deepxde as dde
+import numpy as np
+import tensorflow as tf
+
+import contest
+import tfkfac
+
+VALUED = (dde.icbc.DirichletBC, dde.icbc.NeumannBC, dde.icbc.IC)
+SLOPED = (dde.icbc.NeumannBC, dde.icbc.RobinBC)
+PAIRED = (dde.icbc.PeriodicBC, dde.icbc.Interface2DBC)
+
+
+def conditions(data: Any, network: Any) -> tuple[dict[str, Any], ...]:
+    """Residuals and points of a `dde.data.PDE` or `TimePDE`, by name."""
+
+    def equation(x: Any) -> Any:
+        dde.gradients.clear()
+        return tf.concat([*tf.nest.flatten(data.pde(x, network(x)))], 1)
+
+    residuals, points = {"equation": equation}, {"equation": data.train_x_all}
+    edges = np.split(data.bc_points(), np.cumsum(data.num_bcs)[:-1])
+    for i, (bc, x) in enumerate(zip(data.bcs, edges, strict=True)):
+        residuals[f"{i}"], points[f"{i}"] = boundary(bc, x, network)
+    return residuals, points
+
+
+def boundary(bc: Any, x: Any, network: Any) -> tuple[Any, Any]:
+    """A condition; beside its points stand their values and normals."""
+    if isinstance(bc, PAIRED):
+        raise ValueError(f"{type(bc).__name__} is not of single points.")
+    valued, sloped = isinstance(bc, VALUED), isinstance(bc, SLOPED)
+    values = bc.func(x, 0, len(x), None) if valued else getattr(bc, "values", 0)
+    normals = bc.boundary_normal(x, 0, len(x), None) if sloped else 0 * x
+    column = np.broadcast_to(np.reshape(values, [-1, 1]), [len(x), 1])
+
+    def residual(points: Any) -> Any:
+        inputs, own, normal = tf.split(points, [x.shape[1], 1, x.shape[1]], 1)
+        here = copy.copy(bc)  # at these points alone
+        here.boundary_normal, here.values = (lambda *_: normal), own
+        here.func = (lambda *_: own) if valued else getattr(bc, "func", None)
+        dde.gradients.clear()
+        return here.error(inputs, inputs, network(inputs), 0, None)
+
+    return residual, np.hstack([x, column, normals])
+
+
+if __name__ == "__main__":
+    dde.config.set_default_float("float64")
+    line = dde.geometry.Interval(0, 1)
+    ends = dde.icbc.DirichletBC(line, lambda x: 0 * x, lambda _, on: on)
+    pde, u = (lambda x, y: dde.grad.hessian(y, x) - x), contest.mlp(1, 16)
+    residuals, points = conditions(dde.data.PDE(line, pde, ends, 50, 2), u)
+    optimizer, weights = tfkfac.GaussNewton(), u.trainable_variables
+    optimizer.minimize(residuals, weights, points, steps=100)
+    print(u(np.array([[0.5]])))  # -1/16
