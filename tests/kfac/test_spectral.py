@@ -1,10 +1,12 @@
 """Spectral steps by their definition, and what must not change them."""
 
+import functools
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfkfac
 from tests.support.dtypes import floats
@@ -12,6 +14,15 @@ from tests.support.mode_cases import (
     Result,
     assert_close,
     by_definition,
+)
+from tests.support.reference import Array
+from tests.support.small import (
+    compiled_mlp,
+    curvature,
+    data,
+    gradients_of,
+    mlp,
+    summary_text,
 )
 from tests.support.worker_parts import (
     DEFAULTS,
@@ -71,6 +82,7 @@ LEFT: dict[str, Any] = {"skip_layers": ("hidden",)}
         # The schedule of one optimizer is that of the other.
         ({"inner": "warm-up", **LEFT}, 1),
         ({"rest_optimizer": "warm-up", **LEFT}, 1),
+        ({"rest_optimizer": "warm-up", **LEFT, "step": "rms"}, 1),
     ],
 )
 def test_steps_are_the_definition(
@@ -80,6 +92,11 @@ def test_steps_are_the_definition(
     options = {"inner": "default", "step": "exact"} | options
     want = by_definition(result["start"], STEPS, None, **options)
     assert_close(result, want)
+
+
+@functools.cache
+def plain() -> Result:
+    return trained(kfac())
 
 
 @pytest.mark.parametrize(
@@ -94,25 +111,138 @@ def test_steps_are_the_definition(
 def test_neither_the_rate_nor_the_unit_of_the_loss_matters(
     inner: Any, loss: Any
 ) -> None:
-    """But for the gradients that Adam is given of what is left out."""
-    options = {} if loss is not None else LEFT
-    want = trained(kfac(**options))
-    got = trained(kfac(inner, **options), loss)
-    assert_close(got, want["weights"])
+    got = trained(kfac(inner), loss)
+    assert_close(got, plain()["weights"])
 
 
-def test_half_a_rate_is_half_a_step() -> None:
-    """Of both optimizers, also where a callback sets it after a save."""
+@pytest.mark.parametrize(
+    ("first", "rate", "share"),
+    [(0.25, 0.125, 0.5), (0.25, 0.0, 0), (0.25, 4.0, 1), (0.0, 0.1, 1)],
+)
+def test_a_rate_that_callbacks_set(
+    first: float, rate: float, share: float
+) -> None:
+    """Steps of both optimizers have its share of the first one, at most 1."""
     moves = []
-    for rate in (0.25, 0.125):
-        model = trained(kfac(0.25, **LEFT))["model"]
-        model.optimizer.learning_rate = rate
-        before = model.get_weights()
-        with floats("float64"):
-            x, y = images()
-            model.train_on_batch(x[:8], y[:8])
-        after = model.get_weights()
-        moves.append([a - b for a, b in zip(after, before, strict=True)])
-    for one, other in zip(*moves, strict=True):
-        assert np.abs(one).max() > 1e-5
-        np.testing.assert_allclose(other, one / 2, rtol=1e-6)
+    for start, then in ((first, rate), (0.25, 0.25)):
+        model = mlp()
+        optimizer = tfkfac.KFAC(start, step="spectral", skip_layers=["hidden"])
+        model.compile(optimizer, cross_entropy(), run_eagerly=True)
+        model.train_on_batch(0 * X, Y, np.zeros(len(X)))
+        optimizer.learning_rate = then
+        moves.append(moved(model))
+    for one, whole in zip(*moves, strict=True):
+        assert np.abs(whole).max() > 5e-4
+        np.testing.assert_allclose(one, share * whole, rtol=1e-5, atol=1e-7)
+
+
+# ---------------------------------------------------------------- bad numbers
+X, Y = data()
+LENGTHS = pytest.mark.parametrize("length", ["fisher", "rms"])
+
+
+def moved(model: Any, x: Any = X, weight: Any = None) -> list[Array]:
+    """How far a step goes; weights stay finite."""
+    before = model.get_weights()
+    model.train_on_batch(x, Y, weight)
+    after = model.get_weights()
+    assert all(np.isfinite(w).all() for w in after)
+    return [a - b for a, b in zip(after, before, strict=True)]
+
+
+def state_of(model: Any) -> Any:
+    (state,) = model.optimizer.method.states
+    return state
+
+
+@LENGTHS
+@pytest.mark.parametrize("part", ["decomposition", "momentum"])
+def test_nan_in_the_state(length: str, part: str) -> None:
+    """The plain gradient over its norm, counted; a momentum begins anew."""
+    step = tfkfac.SpectralStep(length, block=None, iterations=7)
+    model = compiled_mlp(step=step, eager=True, fisher="empirical")
+    model.train_on_batch(X, Y)
+    W = gradients_of(model, X, Y)[:2]
+    kept = getattr(state_of(model).preconditioners[0], part)
+    for variable in kept.variables:
+        variable.assign(np.full(variable.shape, np.nan))
+    kernel, bias, *others = moved(model)
+    assert all(np.abs(one).max() > 1e-4 for one in others)
+    events = {}
+    if part == "decomposition":
+        both = np.vstack([kernel, bias]), np.vstack(W)
+        unit, want = (one / np.linalg.norm(one) for one in both)
+        np.testing.assert_allclose(unit, -want, atol=1e-5)
+        events = {"plain gradients in hidden": 1}
+    assert model.optimizer.events() == events
+    moved(model)
+    assert model.optimizer.events() == events
+    assert all(
+        np.isfinite(v).all()
+        for one in state_of(model).preconditioners
+        for v in (*one.decomposition.variables, *one.momentum.variables)
+    )
+
+
+@LENGTHS
+def test_a_batch_that_is_nan_or_weighs_nothing(length: str) -> None:
+    """No step, and no trace in momenta."""
+    step = tfkfac.SpectralStep(length)
+    model = compiled_mlp(step=step, eager=True)
+    assert not any(map(np.any, moved(model, weight=np.zeros(len(X)))))
+    moved(model)
+    before = curvature(model.optimizer)
+    assert not any(map(np.any, moved(model, np.nan * X)))
+    after = curvature(model.optimizer)
+    changed = [k for k, v in after.items() if not np.array_equal(v, before[k])]
+    assert changed == ["state:skipped_steps:"]
+    assert np.abs(moved(model)[0]).max() > 1e-4
+
+
+@LENGTHS
+@pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
+def test_gradients_whose_squares_are_none(length: str, scale: float) -> None:
+    model = mlp()
+    optimizer = tfkfac.KFAC(step=tfkfac.SpectralStep(length)).attach(model)
+    before, weights = model.get_weights(), model.trainable_variables
+    optimizer.apply([scale * g for g in gradients_of(model, X, Y)], weights)
+    goes = [a - b for a, b in zip(model.get_weights(), before, strict=True)]
+    assert np.isfinite(np.concatenate(list(map(np.ravel, goes)))).all()
+    assert np.any(goes[0]) == (1e-20 < scale < 1e20)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_counts_as_none(value: float) -> None:
+    """Under gradients that are."""
+
+    @tf.custom_gradient
+    def unseen(loss: Any) -> Any:
+        return value * loss, lambda upstream: upstream
+
+    model = mlp()
+    optimizer = tfkfac.KFAC(step="spectral")
+    model.compile(
+        optimizer,
+        lambda y, p: unseen(cross_entropy()(y, p)),
+        run_eagerly=True,
+    )
+    moved(model)
+    assert optimizer.last_step["length"] == pytest.approx(0.07**2)
+
+
+# --------------------------------------------------------------- what is said
+def test_summary_says_what_momenta_take() -> None:
+    """As much as the weights; known before the first step."""
+    model = compiled_mlp(step="spectral")
+    optimizer = model.optimizer
+    for _ in range(2):
+        text = summary_text(optimizer)
+        assert "inner optimizer SGD, spectral steps\n" in text
+        assert ", momenta 212 B." in text
+        sizes = optimizer.state_bytes()
+        assert sizes["momenta"] == 4 * model.count_params() == 212
+        model.train_on_batch(X, Y)
+    kept = [one.momentum.value for one in state_of(model).preconditioners]
+    assert sum(v.numpy().nbytes for v in kept) == 212
+    del sizes["total"]
+    assert optimizer.state_bytes()["total"] == sum(sizes.values())

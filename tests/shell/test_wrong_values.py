@@ -27,6 +27,7 @@ GN: Any = tfkfac.GaussNewton
 RULE: Any = tfkfac.LevenbergMarquardt
 PART: Any = tfkfac.Distribution
 STEP: Any = tfkfac.QuadraticStep
+SPECTRAL: Any = tfkfac.SpectralStep
 SCALER: Any = tfkfac.LossScaleOptimizer
 VALUES: list[Any] = [None, True, -1, 0, 1, 2, 0.5, 1.5, NAN, INF, 10**400]
 VALUES += ["x", b"x", [1], {}, 1j, object, np.array([0.1])]
@@ -58,7 +59,7 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
         "momentum": or_none(BELOW_ONE),
         "damping": NUMBER,
         "kl_clip": or_none(POSITIVE),
-        "step": one_of("inner", "quadratic"),
+        "step": one_of("inner", "quadratic", "spectral"),
         "fisher": one_of("empirical", "monte_carlo", "type2", none=True),
         "solver": one_of("eigen", "inverse"),
         "distribution": one_of("comm_opt", "dp_kfac"),
@@ -91,6 +92,12 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
     STEP: {
         "batch_fraction": or_none(PART_OF_ONE),
         "damping": or_none(NUMBER),
+    },
+    SPECTRAL: {
+        "length": one_of("fisher", "rms"),
+        "momentum": BELOW_ONE,
+        "block": or_none(COUNT),
+        "iterations": COUNT,
     },
     RULE: {
         "initial": POSITIVE,
@@ -192,6 +199,7 @@ WRONG: list[tuple[Any, str, list[Any], str]] = [
     (PART, "gradient_worker_fraction", [0.5, 0, "0.5"], r"in \(0, 1\]"),
     (PART, "factor_dtype", ["float64", "int8", 16], "one of"),
     (PART, "inverse_dtype", ["float16"], "'bfloat16' or None.*overflow"),
+    (KFAC, "step", ["natural-ish", SPECTRAL], r"'spectral'\), a `tfkfac.Quad"),
     (FOSI, "lanczos_steps", [4, 20.0], "an integer of at least 5"),
 ]
 
@@ -233,15 +241,36 @@ def test_what_cannot_be_inside(outer: Any) -> None:
             outer(inner)
 
 
-def test_what_cannot_be_inside_a_quadratic_step() -> None:
+@pytest.mark.parametrize("step", ["quadratic", "spectral", SPECTRAL("rms")])
+def test_what_cannot_be_inside_a_step_with_a_rule(step: Any) -> None:
     for inner, words in (
         (SGD(1.0, momentum=0.9), r"SGD without momentum.*SGD\(momentum\)"),
-        (SGD(1.0, weight_decay=0.1), r"SGD\(weight_decay\)"),
+        (SGD(1.0, clipnorm=0.1), r"SGD\(clipnorm\)"),
         (SGD(1.0, global_clipnorm=1.0), r"SGD\(global_clipnorm\)"),
         ("adam", r"inner_optimizer=Adam\(\)"),
     ):
         with pytest.raises(ValueError, match=words):
-            KFAC(inner, **QUADRATIC)
+            KFAC(inner, step=step)
+    decayed = SGD(1.0, weight_decay=0.1)
+    if step != "quadratic":
+        assert KFAC(decayed, step=step).inner_optimizer is decayed
+        return
+    with pytest.raises(ValueError, match=r"SGD\(weight_decay\)"):
+        KFAC(decayed, step=step)
+
+
+@pytest.mark.parametrize("inner", [None, 0.1])
+def test_momentum_of_a_spectral_step(inner: Any) -> None:
+    """That of `KFAC` is that of its step, where it has none of its own."""
+    optimizer = KFAC(inner, momentum=0.5, step="spectral")
+    assert optimizer.step == SPECTRAL(momentum=0.5)
+    assert optimizer.inner_optimizer.momentum == 0
+    with pytest.raises(ValueError, match=r"`momentum` .* where `step` has a"):
+        KFAC(inner, momentum=0.5, step=SPECTRAL())
+    with pytest.raises(
+        ValueError, match=r"`momentum` .* with `inner_optimizer"
+    ):
+        KFAC(SGD(1.0), momentum=0.5, step="spectral")
 
 
 TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
@@ -249,6 +278,7 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     (KFAC, {"inner_optimizer": SGD(0.1, **PARTS), **PARTS}, "of one"),
     (KFAC, {"damping": RULE()}, "must be a number.*without step='quad"),
     (KFAC, {"damping": RULE(), **PARTS, **QUADRATIC}, "must not be a `Leven"),
+    (KFAC, {"damping": RULE(), "step": "spectral"}, "without step='quad"),
     (KFAC, {"momentum": 0.5, **QUADRATIC}, r"SGD\(momentum\)"),
     (RULE, {"initial": 1.0, "maximum": 0.5}, "`minimum` and `maximum`"),
     (KFAC, {"dampening": 0.1}, "unexpected.*'dampening'"),

@@ -178,7 +178,11 @@ SPECTRAL: Cases = {
             "skip_layers": ("hidden",),
             "inner": "default",
         },
-        "four: mem_opt, spectral": {"model": "text"},
+        "four: mem_opt, spectral": {
+            "model": "text",
+            "step": "rms",
+            "inner": "default",
+        },
         "mirrored: mem_opt, spectral": {"model": "batch_norm", "feed": "some"},
     }.items()
 }
@@ -272,14 +276,15 @@ def by_definition(
     rest = definition.adam(lambda n: usual * shape(n), 0.9, 0.999)
     if rest_optimizer is not None:
         rest = definition.adam(lambda n: ADAM_RATE * shape(n), *BETAS)
-    spectral = definition.Spectral(SPECTRAL_MOMENTUM, BLOCK, shape)
+    peak = float(np.float32(0.01)) if step == "rms" else None
+    spectral = definition.Spectral(SPECTRAL_MOMENTUM, BLOCK, shape, peak)
     settings = definition.Settings(
         solver=solver,
         weight_sharing=weight_sharing,
         learning_rate=rate,
         inner=update,
         owners=owners,
-        spectral=spectral if step == "exact" else None,
+        spectral=spectral if step in ("exact", "rms") else None,
         left={LAYERS.index(name): rest for name in skip_layers},
         **(DEFAULTS | known),
     )

@@ -220,5 +220,8 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "exact": lambda: tfkfac.SpectralStep(
         momentum=SPECTRAL_MOMENTUM, block=BLOCK, iterations=14
     ),
+    "rms": lambda: tfkfac.SpectralStep(
+        "rms", momentum=SPECTRAL_MOMENTUM, block=BLOCK, iterations=14
+    ),
     "warm-up": lambda: _ADAM(WarmUp(ADAM_RATE), *BETAS),
 }

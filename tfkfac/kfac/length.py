@@ -18,6 +18,7 @@ from tfkfac.kfac.settings import check_batch_fraction
 from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.arguments import Hyperparameter, Schedule, Settings
+from tfkfac.shell.rest import share_of_largest
 from tfkfac.training.accumulation import names_of
 from tfkfac.training.guards import count_each
 
@@ -196,13 +197,13 @@ class SpectralStep(Settings):
 
         kappa s,   kappa = max(0.07, sqrt(0.005 L)),
 
-    where s is the learning rate over the largest one of its schedule and L
-    the negative log-likelihood of a term of the loss, 0 if nobody sees it. So
-    a learning rate says nothing but its schedule's shape, and it needs one:
-    at a constant rate these steps do not get shorter by themselves. That
-    length takes `<D, N> / sqrt(<P, N>)`, a lower bound of the Fisher length of
-    D by Cauchy and Schwarz. Another one is the root of the damping times
-    `|D|^2`; the larger one counts.
+    where s is the learning rate over the largest one of its schedule, at most
+    1, and L the negative log-likelihood of a term of the loss, 0 if nobody
+    sees it or if it is not finite. So a learning rate says nothing but its
+    schedule's shape, and it needs one: at a constant rate these steps do not
+    get shorter by themselves. That length takes `<D, N> / sqrt(<P, N>)`, a
+    lower bound of the Fisher length of D by Cauchy and Schwarz. Another one is
+    the root of the damping times `|D|^2`; the larger one counts.
 
     With `length="rms"` the elements of a block's step have the root mean square
     0.2 times the learning rate, 0.01 by default (Liu et al., 2025: that of
@@ -530,10 +531,6 @@ class LargestRate(Slots):
         super().__init__("rate", part=SPECTRAL)
         self.value = self.slot("largest_rate", (), "float64", rate)
 
-    def share(self, rate: tf.Tensor) -> tf.Tensor:
-        """A learning rate over the largest one, float64."""
-        return tf.math.divide_no_nan(tf.cast(rate, tf.float64), self.value)
-
 
 # Fisher length of a spectral step: at least so long, or so large a share of
 # the loss that its square is. Measured on tiny models of 13 kinds.
@@ -569,10 +566,14 @@ def spectral_length(
     square = tf.math.divide_no_nan(tf.square(decrease), product)
     bound = tf.reduce_sum(stack_scalars(squares))
     bound *= tf.cast(damping, tf.float64)
+    # Gradients may be finite where the loss is not.
+    loss = tf.where(tf.math.is_finite(loss), loss, tf.zeros_like(loss))
+    rate = tf.cast(rate, tf.float64)
     kappa = tf.sqrt(tf.maximum(_SHARE * loss, _LEAST**2))
+    kappa *= share_of_largest(rate, largest.value)
     length = tf.sqrt(tf.maximum(square, bound))
-    factor = tf.math.divide_no_nan(kappa, length * largest.value)
-    return Clip(factor, tf.square(kappa * largest.share(rate)))
+    factor = tf.math.divide_no_nan(kappa, length * rate)
+    return Clip(factor, tf.square(kappa))
 
 
 def rms_factor(square: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:

@@ -487,9 +487,13 @@ class KFACMethod(Method):
             *self.job.losses.lines(),
             *self._placer.lines,
         ]
-        is_quadratic = self._quadratic is not None
         return report.describe(
-            self.job, placement, self.states, notes, is_quadratic
+            self.job,
+            placement,
+            self.states,
+            notes,
+            rule_of(self.step),
+            self.state_bytes(),
         )
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:

@@ -34,6 +34,7 @@ from tfkfac.shell.arguments import (
     Schedule,
     check_inner,
     choose_inner,
+    is_rate,
     refuse_unknown,
     take_over_accumulation,
 )
@@ -257,7 +258,8 @@ class KFAC(SecondOrderOptimizer):
         if rule:
             sgd = {"learning_rate": 1.0, "momentum": 0.0}
         if isinstance(rule, SpectralStep):
-            if momentum is not None and inner_optimizer is None:
+            has_rate = inner_optimizer is None or is_rate(inner_optimizer)
+            if momentum is not None and has_rate:
                 if step is rule:
                     raise ValueError(
                         "Argument `momentum` must be left out where `step` has "

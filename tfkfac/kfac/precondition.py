@@ -177,14 +177,19 @@ def _finish_direction(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """A direction D with its two products; W over its norm if D is not finite.
 
-    These are what they would be if the Fisher matrix was the identity.
+    These are what they would be if the Fisher matrix was the identity. A W
+    whose square is not finite either makes no step.
     """
     sound = all_finite([direction, both])
     norm = tf.norm(plain)
     unit = tf.math.divide_no_nan(plain, norm)
+    numbers = tf.stack([norm, tf.square(norm)])
+    usable = all_finite([unit, numbers])
+    unit = select(usable, unit, tf.zeros_like(unit))
+    numbers = select(usable, numbers, tf.zeros_like(numbers))
     return (
         select(sound, direction, unit),
-        select(sound, both, tf.stack([norm, tf.square(norm)])),
+        select(sound, both, numbers),
         sound,
     )
 

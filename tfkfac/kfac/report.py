@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
 
@@ -13,6 +13,7 @@ from tfkfac.compat.models import last_layers
 from tfkfac.factors import LowRank
 from tfkfac.fisher.types import Choice
 from tfkfac.kfac.bank import State
+from tfkfac.kfac.length import QuadraticStep, Rule, SpectralStep
 from tfkfac.kfac.placement import Placement
 from tfkfac.shell.model import uses_xla
 from tfkfac.shell.tables import bytes_text, table
@@ -162,18 +163,21 @@ def describe(
     placement: Placement,
     states: Sequence[State],
     notes: Sequence[str],
-    is_quadratic: bool,
+    rule: Rule | None,
+    sizes: Mapping[str, int],
 ) -> list[str]:
     """Returns the lines of the summary, with notes after the first.
 
-    Before training there are no states.
+    Before training there are no states; the sizes of their parts are known.
     """
     inner = type(job.inner_optimizer).__name__
     title = (
         f"K-FAC '{job.name}' of model '{job.model.name}': solver "
         f"{placement.solver.name}, inner optimizer {inner}"
     )
+    is_quadratic = isinstance(rule, QuadraticStep)
     steps = ", steps by the quadratic model" * is_quadratic
+    steps += ", spectral steps" * isinstance(rule, SpectralStep)
     lines = [title + steps, *notes, ""]
     rows = [
         block_row(placement, states, i)
@@ -201,7 +205,7 @@ def describe(
             for variable in left.variables
         ]
         lines += table(("Layer", "Variable", "Weights", "Reason"), rows)
-    lines += ["", totals(placement)]
+    lines += ["", totals(placement, sizes)]
     if states and states[0].damping is not None:
         lines.append(states[0].damping.text())
     return lines
@@ -250,15 +254,18 @@ def factor_text(block: Block, name: str, states: Sequence[State]) -> str:
     return kind.text
 
 
-def totals(placement: Placement) -> str:
+def totals(placement: Placement, sizes: Mapping[str, int]) -> str:
     """The line under the tables."""
     covered = placement.registry.covered
     rest = sum(left.weights for left in placement.registry.left)
     topology = placement.topology
-    state = placement.state_bytes(topology.local[0])
     where = f" of worker {topology.local[0]}" if topology.replicas > 1 else ""
+    parts = [
+        f"{name.replace('_', ' ')} {bytes_text(size)}"
+        for name, size in sizes.items()
+        if name != "total"
+    ]
     return (
         f"Preconditioned weights: {covered:,} of {covered + rest:,}. "
-        f"State{where}: factors {bytes_text(state['factors'])}, "
-        f"decompositions {bytes_text(state['decompositions'])}."
+        f"State{where}: {', '.join(parts)}."
     )

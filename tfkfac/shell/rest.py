@@ -43,12 +43,20 @@ class ShapedRate(LearningRateSchedule):
         if self._followed is None:
             return tf.constant(self.peak)
         rate = tf.cast(self._followed.learning_rate, tf.float32)
-        shape = tf.math.divide_no_nan(rate, tf.constant(self.largest))
-        return self.peak * tf.minimum(shape, 1.0)
+        return self.peak * share_of_largest(rate, tf.constant(self.largest))
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""
         return {"peak": self.peak, "largest": self.largest}
+
+
+def share_of_largest(rate: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
+    """A learning rate over the largest one, at most 1.
+
+    If that is 0, as where a callback warms up a number, any rate is as large.
+    """
+    tiny = tf.constant(1e-30, rate.dtype)
+    return tf.minimum(rate / tf.maximum(largest, tiny), 1.0)
 
 
 def choose_rest(
