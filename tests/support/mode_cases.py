@@ -172,6 +172,7 @@ SPECTRAL: Cases = {
             "inner": "multiplier, accumulation",
         },
         "two: mem_opt, spectral, half": {"model": "small", **HALF},
+        "two: auto, spectral": {"model": "small", "feed": "even"},
         "four: hybrid_opt 1/2, spectral, in stages": {
             "model": "cnn",
             "rest_optimizer": "warm-up",
