@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -160,24 +161,42 @@ def lbfgs(model: keras.Model, batch: Batch, clock: Clock) -> None:
 
 
 def least_squares(
-    residuals: Callable[[], Any],
+    residuals: Mapping[str, Callable[[Any], Any]],
+    points: Mapping[str, Any],
+    roots: Mapping[str, float],
     variables: list[keras.Variable],
     clock: Clock,
 ) -> None:
-    """Makes residuals small by MINPACK, in float64, with exact Jacobians."""
+    """Makes residuals small by MINPACK, in float64, with exact Jacobians.
+
+    Residuals are functions of points, times their roots.
+    """
     from scipy import optimize
 
     values = [v.value for v in variables]
     ends = np.cumsum([int(np.prod(v.shape)) for v in values])
-    vector = tf.function(residuals)
+    fixed = {name: tf.constant(own) for name, own in points.items()}
+
+    def row(name: str, point: Any) -> Any:
+        with tf.GradientTape() as tape:
+            found = tf.reshape(residuals[name](point[None]), [-1])
+        parts = tape.jacobian(found, values, unconnected_gradients="zero")
+        flat = [tf.reshape(part, [tf.size(found), -1]) for part in parts]
+        return roots[name] * tf.concat(flat, 1)
+
+    @tf.function
+    def vector() -> Any:
+        parts = [roots[n] * residuals[n](x) for n, x in fixed.items()]
+        return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
 
     @tf.function
     def rows() -> Any:
-        with tf.GradientTape() as tape:
-            found = residuals()
-        parts = tape.jacobian(found, values, unconnected_gradients="zero")
-        size = tf.size(found)
-        return tf.concat([tf.reshape(part, [size, -1]) for part in parts], 1)
+        parts = [
+            tf.vectorized_map(functools.partial(row, name), own)
+            for name, own in fixed.items()
+        ]
+        size = int(ends[-1])
+        return tf.concat([tf.reshape(part, [-1, size]) for part in parts], 0)
 
     class Ended(Exception):
         pass

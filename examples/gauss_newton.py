@@ -87,17 +87,14 @@ def race(problem: Problem, name: str, seconds: float) -> contest.Race | None:
         return clock.race
     points = {n: p(0) if callable(p) else p for n, p in problem.points.items()}
     weights = {n: problem.weights.get(n, 1.0) for n in points}
-    roots = {n: np.sqrt(weights[n] / len(points[n])) for n in points}
+    of = problem.residuals
+    sizes = {n: np.size(of[n](tf.constant(p))) for n, p in points.items()}
+    roots = {n: np.sqrt(weights[n] / sizes[n]) for n in points}
     if name == contest.LEAST_SQUARES:
-        fixed = {n: tf.constant(p) for n, p in points.items()}
-
-        def residuals() -> Any:
-            of = problem.residuals
-            parts = [roots[n] * of[n](x) for n, x in fixed.items()]
-            return tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
-
-        contest.least_squares(residuals, problem.variables, clock)
+        contest.least_squares(of, points, roots, problem.variables, clock)
         return clock.race
+    if name == TF_LM and any(sizes[n] > len(points[n]) for n in points):
+        return None  # it knows one output alone
     if name == TF_LM:
         return tf_levenberg_marquardt(problem, points, roots, clock)
     zeros = {n: np.zeros([len(p), 1]) for n, p in points.items()}
@@ -113,11 +110,7 @@ def tf_levenberg_marquardt(
     problem: Problem, points: Any, roots: Any, clock: contest.Clock
 ) -> contest.Race | None:
     """That package's `fit`, by Cholesky, on rows of one residual each."""
-    one = all(
-        np.size(problem.residuals[n](tf.constant(p))) == len(p)
-        for n, p in points.items()
-    )
-    if not one or importlib.util.find_spec(TF_LM) is None:
+    if importlib.util.find_spec(TF_LM) is None:
         return None
     from tf_levenberg_marquardt.model import ModelWrapper
 

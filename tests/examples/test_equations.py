@@ -95,7 +95,7 @@ def test_points_by_residual() -> None:
 )
 def test_races(name: str) -> None:
     with floats("float64"):
-        race = gauss_newton.race(equations.PROBLEMS["regression"](), name, 1.0)
+        race = gauss_newton.race(equations.PROBLEMS["regression"](), name, 4.0)
     assert race is not None
-    assert race.seconds[-1] >= 1.0
+    assert race.seconds[-1] >= 4.0
     assert race.errors[-1] < race.errors[0]
