@@ -20,6 +20,7 @@ from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tests.support.weights import assert_same_bits, distance
 from tests.support.workers_gauss import WEIGHTS, Decay
+from tfkfac.gauss_newton import support
 from tfkfac.shell.conditions import Conditions
 
 JOBS = Jobs(workers_gauss)
@@ -81,8 +82,12 @@ class Stacked:
 @pytest.mark.parametrize(
     "solve", with_slow(["parameters", "residuals"], "residuals")
 )
-def test_steps(solve: str) -> None:
-    """An unknown coefficient, other numbers of points, `(batch, k)`."""
+def test_steps(solve: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unknown coefficient, other numbers of points, `(batch, k)`.
+
+    Backward passes are of few examples, in the space of parameters.
+    """
+    monkeypatch.setattr(support, "KEPT", 100)
     with floats("float64"):
         problem = Decay()
         stacked = Stacked(problem)

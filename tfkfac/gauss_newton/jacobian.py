@@ -90,6 +90,7 @@ class Jacobian:
     values: Sequence[tf.Tensor]  # of these
     space: FlatSpace  # of the flat vectors of these
     block: int  # number of rows that are made at once
+    most_examples: int  # of one backward pass
 
     def whole(self) -> tf.Tensor:
         """K, `(m, n)`."""
@@ -152,12 +153,34 @@ class Jacobian:
         return self._weigh_all([(p - 2 * y + q) / _PART**2 for p, y, q in ways])
 
     def pull(self, vector: tf.Tensor) -> tf.Tensor:
-        """`K^T` times a vector `(m,)`, by one backward pass."""
-        with tape() as back:
-            back.watch(self.values)
-            outputs = self._weigh_all(self._all_outputs(self.values))
-        slopes = back.gradient(outputs, self.values, output_gradients=vector)
-        return self.space.join(dense(slopes))
+        """`K^T` times a vector `(m,)`, by one backward pass in blocks."""
+        sizes = [rows.size * rows.examples for rows in self.rows]
+        parts = zip(self.rows, tf.split(vector, sizes), strict=True)
+        return tf.add_n([self._pull(rows, part) for rows, part in parts])
+
+    def _pull(self, rows: Rows, vector: tf.Tensor) -> tf.Tensor:
+        """That of some rows alone."""
+        vector = tf.reshape(vector, [-1, rows.size])
+
+        def add(first: tf.Tensor, total: tf.Tensor) -> Any:
+            end = tf.minimum(first + self.most_examples, rows.examples)
+            own = [part[first:end] for part in rows.points]
+            with tape() as back:
+                back.watch(self.values)
+                outputs = self._outputs(rows, own, self.values)
+                weighed = rows.weigh(outputs[..., None], first, end)[..., 0]
+            slopes = back.gradient(
+                weighed, self.values, output_gradients=vector[first:end]
+            )
+            return end, total + self.space.join(dense(slopes))
+
+        _, total = tf.while_loop(
+            lambda first, _: first < rows.examples,
+            add,
+            (tf.constant(0), tf.zeros([self.space.size], self.space.dtype)),
+            parallel_iterations=1,
+        )
+        return total
 
     def _weigh_all(self, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
         """`B^T y`, `(m,)`, of `_all_outputs`."""

@@ -152,7 +152,8 @@ class GaussNewtonMethod(Method):
         if PARAMETERS not in spaces and not isinstance(residuals, int):
             checks = [self.limits.check_residuals(residuals)]
         with tf.control_dependencies(checks):
-            point = objective.point(self.limits.block)
+            limits = self.limits
+            point = objective.point(limits.block, limits.pass_examples)
         state = self.job.own(self.states)
         moved = self.withhold_gradients(step, point.loss)
         ways = [

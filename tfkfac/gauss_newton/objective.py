@@ -72,10 +72,11 @@ class Objective:
         dtypes = [tf.as_dtype(c.loss.dtype) for c in calls if c is not None]
         return min([self.space.dtype, *dtypes], key=lambda dtype: dtype.size)
 
-    def point(self, block: int) -> Point:
+    def point(self, block: int, most: int) -> Point:
         """The loss at the weights as they are, and the Jacobian there.
 
-        Of the outputs that the training step has computed already.
+        Of the outputs that the training step has computed already. A block has
+        so many rows, and a backward pass `most` examples.
         """
         model, dtype = self.step.job.model, self.space.dtype
         values = [tf.identity(v.value) for v in self.weights]
@@ -101,7 +102,7 @@ class Objective:
             for rows in self.rows
         ]
         jacobian = Jacobian(
-            model, all_, self.weights, values, self.space, block
+            model, all_, self.weights, values, self.space, block, most
         )
         return Point(number(loss), jacobian)
 

@@ -189,6 +189,8 @@ MOST_BYTES = 2**31
 _MATRICES = 3
 # Copies of a row: its parts, and joined; all rows at once are scaled, too.
 _COPIES = {PARAMETERS: 2, RESIDUALS: 3}
+# Numbers that a backward pass may keep: 64 MiB in float64.
+KEPT = 2**23
 # Where a text has the bytes that only a run knows.
 _NEED = "{}"
 
@@ -214,6 +216,11 @@ class Limits(NamedTuple):
         """Rows that are made at once in the space of parameters."""
         examples = block_examples(self.weights, self.outputs, self.activations)
         return examples * self.outputs
+
+    @property
+    def pass_examples(self) -> int:
+        """Examples of one backward pass, so that it keeps few numbers."""
+        return max(KEPT // max(self.activations, 1), 1)
 
     def space(self, solve: str, residuals: int) -> str:
         """The space for a number of residuals: the smaller that is allowed."""
