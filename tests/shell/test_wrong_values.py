@@ -276,6 +276,7 @@ def test_momentum_of_a_spectral_step(inner: Any) -> None:
 TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     (FOSI, {"num_largest": 0}, "`num_largest` and `num_smallest`"),
     (KFAC, {"inner_optimizer": SGD(0.1, **PARTS), **PARTS}, "of one"),
+    (KFAC, {"step": "spectral", "rest_optimizer": "inner"}, "must be an opt"),
     (KFAC, {"damping": RULE()}, "must be a number.*without step='quad"),
     (KFAC, {"damping": RULE(), **PARTS, **QUADRATIC}, "must not be a `Leven"),
     (KFAC, {"damping": RULE(), "step": "spectral"}, "without step='quad"),

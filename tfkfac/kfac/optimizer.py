@@ -301,6 +301,13 @@ class KFAC(SecondOrderOptimizer):
                     f"rest_optimizer={rest_optimizer!r} with step={step!r}"
                 )
             rest_optimizer = INNER
+        elif rule is not None and rest_optimizer == INNER:
+            raise ValueError(
+                "Argument `rest_optimizer` must be an optimizer with spectral "
+                "steps: the inner one has no learning rate for gradients. "
+                f"Received: rest_optimizer={rest_optimizer!r} with "
+                f"step={step!r}"
+            )
         rest = choose_rest(rest_optimizer, inner)
         method = KFACMethod(locals())
         super().__init__(inner, method, name, max_skipped_steps, rest)
