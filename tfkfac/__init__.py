@@ -11,13 +11,13 @@ from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fisher import register_distribution
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
-from tfkfac.kfac.length import (
+from tfkfac.kfac.optimizer import KFAC
+from tfkfac.kfac.settings import (
+    Distribution,
     LevenbergMarquardt,
     QuadraticStep,
     SpectralStep,
 )
-from tfkfac.kfac.optimizer import KFAC
-from tfkfac.kfac.settings import Distribution
 from tfkfac.shell.loss_scale import LossScaleOptimizer
 from tfkfac.supervision.model import hook_compile
 

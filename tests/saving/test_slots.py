@@ -4,7 +4,12 @@ import pathlib
 
 import tensorflow as tf
 
-from tfkfac.kfac.length import AdaptiveDamping, LevenbergMarquardt
+from tfkfac.kfac.length import (
+    AdaptiveDamping,
+)
+from tfkfac.kfac.settings import (
+    LevenbergMarquardt,
+)
 from tfkfac.saving.entries import Region, Spread
 from tfkfac.saving.slots import Slots, planned
 

@@ -26,11 +26,13 @@ from tfkfac.kfac.length import (
     SPECTRAL,
     AdaptiveDamping,
     LargestRate,
-    LevenbergMarquardt,
     Previous,
     StepReport,
 )
 from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.settings import (
+    LevenbergMarquardt,
+)
 from tfkfac.saving.entries import Contents, Entry, Spread
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.arguments import Hyperparameter

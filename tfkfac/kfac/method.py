@@ -33,13 +33,8 @@ from tfkfac.kfac.bank import FAULTS, State, kept_factors
 from tfkfac.kfac.length import (
     RATE,
     SMALL,
-    LevenbergMarquardt,
-    QuadraticStep,
-    SpectralStep,
-    check_step,
     clip_step,
     rms_factor,
-    rule_of,
     spectral_length,
 )
 from tfkfac.kfac.placement import (
@@ -60,9 +55,14 @@ from tfkfac.kfac.precondition import (
 from tfkfac.kfac.quadratic import Sample, quadratic_step
 from tfkfac.kfac.settings import (
     Distribution,
+    LevenbergMarquardt,
+    QuadraticStep,
+    SpectralStep,
     check_batch_fraction,
     check_distribution,
     check_skip_layers,
+    check_step,
+    rule_of,
 )
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.arguments import Argument, Tunable

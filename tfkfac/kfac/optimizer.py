@@ -1,6 +1,5 @@
 """K-FAC as a preconditioner in front of any Keras optimizer."""
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypedDict
 
@@ -15,20 +14,22 @@ from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_range
 from tfkfac.kfac.length import (
     RATE,
+)
+from tfkfac.kfac.method import KFACMethod
+from tfkfac.kfac.settings import (
+    Distribution,
     LevenbergMarquardt,
     QuadraticStep,
     Rule,
     SpectralStep,
     check_damping,
     check_plain,
+    check_rest,
     check_step,
     rule_of,
-)
-from tfkfac.kfac.method import KFACMethod
-from tfkfac.kfac.settings import (
-    Distribution,
     serialize_skip_rule,
     with_fraction,
+    with_momentum,
 )
 from tfkfac.shell.arguments import (
     Schedule,
@@ -260,13 +261,7 @@ class KFAC(SecondOrderOptimizer):
         if isinstance(rule, SpectralStep):
             has_rate = inner_optimizer is None or is_rate(inner_optimizer)
             if momentum is not None and has_rate:
-                if step is rule:
-                    raise ValueError(
-                        "Argument `momentum` must be left out where `step` has "
-                        "a momentum of its own. Received: momentum="
-                        f"{momentum!r} with step={step!r}"
-                    )
-                step = rule = dataclasses.replace(rule, momentum=momentum)
+                step = rule = with_momentum(step, rule, momentum)
                 momentum = None
             followed = follow_rest(rest_optimizer, rule.rate)
             sgd["learning_rate"] = followed or rule.rate
@@ -293,21 +288,9 @@ class KFAC(SecondOrderOptimizer):
             inner, gradient_accumulation_steps
         )
         check_damping(damping, rule, gradient_accumulation_steps)
+        check_rest(rest_optimizer, rule)
         if isinstance(rule, QuadraticStep):
-            if rest_optimizer not in (None, INNER):
-                raise ValueError(
-                    "Argument `rest_optimizer` must be left out with quadratic "
-                    "steps, which move all weights. Received: "
-                    f"rest_optimizer={rest_optimizer!r} with step={step!r}"
-                )
             rest_optimizer = INNER
-        elif rule is not None and rest_optimizer == INNER:
-            raise ValueError(
-                "Argument `rest_optimizer` must be an optimizer with spectral "
-                "steps: the inner one has no learning rate for gradients. "
-                f"Received: rest_optimizer={rest_optimizer!r} with "
-                f"step={step!r}"
-            )
         rest = choose_rest(rest_optimizer, inner)
         method = KFACMethod(locals())
         super().__init__(inner, method, name, max_skipped_steps, rest)

@@ -11,7 +11,9 @@ from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.averages import Decomposition, Momentum
 from tfkfac.kfac.bank import Counters
 from tfkfac.kfac.exchange import Exchange
-from tfkfac.kfac.length import SpectralStep
+from tfkfac.kfac.settings import (
+    SpectralStep,
+)
 from tfkfac.linalg.polar import polar_factors
 from tfkfac.linalg.tensors import all_finite, select, stack_scalars
 from tfkfac.solvers import most_rows
