@@ -13,8 +13,8 @@ from tfkfac.compat.models import last_layers
 from tfkfac.factors import LowRank
 from tfkfac.fisher.types import Choice
 from tfkfac.kfac.bank import State
-from tfkfac.kfac.length import QuadraticStep, Rule, SpectralStep
 from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.settings import QuadraticStep, Rule, SpectralStep
 from tfkfac.shell.model import uses_xla
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.solvers import Solver
