@@ -113,7 +113,7 @@ class KFACMethod(Method):
         distribution = self.distribution
         if isinstance(distribution, str):
             distribution = Distribution(distribution)
-        rule = rule_of(self.step)
+        self._rule = rule = rule_of(self.step)
         self._quadratic = rule if isinstance(rule, QuadraticStep) else None
         self._spectral = rule if isinstance(rule, SpectralStep) else None
         self._without = () if self._spectral is None else TABLES
@@ -136,7 +136,7 @@ class KFACMethod(Method):
         """One step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
         own = self.job.own(self.states)
         # Rows alone would not do: a rule needs the whole gradients.
-        whole = own.pending is not None or rule_of(self.step) is not None
+        whole = own.pending is not None or self._rule is not None
         layers = observe(step, own, not whole and self.placement.takes_rows)
         step.note_losses("its unit is 1, its Fisher matrix the empirical one")
         if not self.job.terms_of(step.batch):
@@ -492,7 +492,7 @@ class KFACMethod(Method):
             placement,
             self.states,
             notes,
-            rule_of(self.step),
+            self._rule,
             self.state_bytes(),
         )
 
