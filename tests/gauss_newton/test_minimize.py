@@ -188,6 +188,7 @@ def test_refusals_of_another_call() -> None:
         Root().minimize(optimizer, steps=1)
 
 
+@pytest.mark.slow
 def test_replicas_share_the_points(results: Any) -> None:
     """Two that take every other point make the steps of one process."""
     (worker,) = results("mirrored: conditions")
