@@ -262,6 +262,9 @@ class LargestRate(Slots):
 # Fisher length of a spectral step: at least so long, or so large a share of
 # the loss that its square is. Measured on tiny models of 13 kinds.
 _LEAST, _SHARE = 0.07, 0.005
+# And so long of each block: the square is a sum over blocks. It is fitted to a
+# MobileNet of 87 blocks, which 0.07 trains too slowly.
+_OF_BLOCK = 0.02
 # Root mean square of a step's elements over the learning rate.
 _RMS = 0.2
 
@@ -296,7 +299,8 @@ def spectral_length(
     # Gradients may be finite where the loss is not.
     loss = tf.where(tf.math.is_finite(loss), loss, tf.zeros_like(loss))
     rate = tf.cast(rate, tf.float64)
-    kappa = tf.sqrt(tf.maximum(_SHARE * loss, _LEAST**2))
+    least = max(_LEAST, _OF_BLOCK * math.sqrt(len(products)))
+    kappa = tf.sqrt(tf.maximum(_SHARE * loss, least**2))
     kappa *= share_of_largest(rate, largest.value)
     length = tf.sqrt(tf.maximum(square, bound))
     factor = tf.math.divide_no_nan(kappa, length * rate)

@@ -360,9 +360,9 @@ class SpectralStep(Settings):
     decreases, to first order, as much as along a natural gradient step with a
     length, in the Fisher metric, of
 
-        kappa s,   kappa = max(0.07, sqrt(0.005 L)),
+        kappa s,   kappa = max(0.07, 0.02 sqrt(B), sqrt(0.005 L)),
 
-    where s is the learning rate over the largest one of its schedule, at most
+    where B is the number of blocks, s the learning rate over the largest one of its schedule, at most
     1, and L the negative log-likelihood of a term of the loss, 0 if nobody
     sees it or if it is not finite. So a learning rate says nothing but its
     schedule's shape, and it needs one: at a constant rate these steps do not
