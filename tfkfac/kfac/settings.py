@@ -362,13 +362,14 @@ class SpectralStep(Settings):
 
         kappa s,   kappa = max(0.07, 0.02 sqrt(B), sqrt(0.005 L)),
 
-    where B is the number of blocks, s the learning rate over the largest one of its schedule, at most
-    1, and L the negative log-likelihood of a term of the loss, 0 if nobody
-    sees it or if it is not finite. So a learning rate says nothing but its
-    schedule's shape, and it needs one: at a constant rate these steps do not
-    get shorter by themselves. That length takes `<D, N> / sqrt(<P, N>)`, a
-    lower bound of the Fisher length of D by Cauchy and Schwarz. Another one is
-    the root of the damping times `|D|^2`; the larger one counts.
+    where B is the number of blocks, s the learning rate over the largest one
+    of its schedule, at most 1, and L the negative log-likelihood of a term of
+    the loss, 0 if nobody sees it or if it is not finite. So a learning rate
+    says nothing but its schedule's shape, and it needs one: at a constant rate
+    these steps do not get shorter by themselves. That length takes
+    `<D, N> / sqrt(<P, N>)`, a lower bound of the Fisher length of D by Cauchy
+    and Schwarz. Another one is the root of the damping times `|D|^2`; the
+    larger one counts.
 
     With `length="rms"` the elements of a block's step have the root mean square
     0.2 times the learning rate, 0.01 by default (Liu et al., 2025: that of
