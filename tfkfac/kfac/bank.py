@@ -30,9 +30,7 @@ from tfkfac.kfac.length import (
     StepReport,
 )
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.settings import (
-    LevenbergMarquardt,
-)
+from tfkfac.kfac.settings import LevenbergMarquardt
 from tfkfac.saving.entries import Contents, Entry, Spread
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.arguments import Hyperparameter
@@ -282,7 +280,7 @@ class State(Tracked):
         parts = {placement.solver.name: counters.decompose_anew}
         if self.largest_rate is not None:
             entries += self.largest_rate.entries()
-            parts[SPECTRAL] = self.forget_momenta
+            parts[SPECTRAL] = self.forget_spectral_steps
         optional = {
             PENDING: self.pending,
             PREVIOUS: self.previous,
@@ -295,8 +293,8 @@ class State(Tracked):
         layers = tuple(block.path for block in placement.blocks)
         return Contents(entries, layers, parts)
 
-    def forget_momenta(self) -> None:
-        """Makes the momenta of all blocks zero."""
+    def forget_spectral_steps(self) -> None:
+        """Makes momenta zero, and the largest rate that of the start."""
         assert self.largest_rate is not None
         self.largest_rate.reset()
         for one in self.preconditioners:

@@ -11,9 +11,7 @@ from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.averages import Decomposition, Momentum
 from tfkfac.kfac.bank import Counters
 from tfkfac.kfac.exchange import Exchange
-from tfkfac.kfac.settings import (
-    SpectralStep,
-)
+from tfkfac.kfac.settings import SpectralStep
 from tfkfac.linalg.polar import polar_factors
 from tfkfac.linalg.tensors import all_finite, select, stack_scalars
 from tfkfac.solvers import most_rows
@@ -22,6 +20,8 @@ from tfkfac.training.step import Gradients, Step
 
 # Numbers that travel beside a direction.
 BESIDE = 2
+# Kind of what does the same for tensors of all sizes.
+_ANY = Kind(any_size=True)
 
 
 class Preconditioned(NamedTuple):
@@ -98,7 +98,7 @@ def precondition_matrices(
         plain,
         [shared[i][0] for i in places],
         damping,
-        like=Kind(any_size=True),
+        like=_ANY,
     )
     _set_shapes(layers, [matrix for matrix, _, _ in finished])
     return [
@@ -153,9 +153,6 @@ def orthogonalize(
         Preconditioned(one, MatrixGradient(new), both, flag)
         for one, (new, both, flag) in zip(layers, finished, strict=True)
     ]
-
-
-_ANY = Kind(any_size=True)
 
 
 def _precondition_momentum(
