@@ -3,7 +3,7 @@
 A method is NAME[:KEY=VALUE...] with arguments of the constructor. Those of
 "kfac" may be arguments of `KFAC`, and `step=spectral` takes those of
 `SpectralStep` too; `rest=adam` makes the rest optimizer Adam with the rate that
-was best for Adam itself.
+was best for Adam itself. With `schedule=constant` rates do not fall.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import inspect
 import math
 import pathlib
 import runpy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.variants import Variant, parse_any
@@ -23,6 +23,7 @@ from targets.run import Run
 BASELINES = ("sgd", "adam", "adamw", "muon")
 KFAC = "kfac"
 OUTSIDE = ".py"  # is in the name of an optimizer from a file
+SCHEDULE = "schedule"  # the argument that is not one of the optimizer's
 FIRST_KFAC_RATE = 0.1
 _RMS_RATES = (0.004, 0.008, 0.016)  # of spectral steps of that length
 
@@ -101,6 +102,11 @@ def follows_adam(method: str) -> bool:
     return parse(method).arguments.get("rest") == "adam"
 
 
+def is_constant(method: str) -> bool:
+    """Whether its learning rate does not fall."""
+    return parse(method).arguments.get(SCHEDULE) == "constant"
+
+
 def keras_decay(part: float, rate: float, steps: int) -> float | None:
     """The `weight_decay` of Keras that takes away a part of all weights.
 
@@ -130,15 +136,18 @@ def make_optimizer(run: Run, steps: int, model: Any, path: str | None) -> Any:
     import keras
 
     variant = parse(run.method)
+    arguments = dict(variant.arguments)
+    make_rate = _constant if is_constant(run.method) else _decaying
+    arguments.pop(SCHEDULE, None)
     if variant.name == KFAC:
-        return _kfac(run, steps, variant.arguments)
+        return _kfac(run, steps, arguments, make_rate)
     assert run.rate is not None
     options = {
-        "learning_rate": _decaying(run.rate, steps),
+        "learning_rate": make_rate(run.rate, steps),
         "weight_decay": keras_decay(run.decay, run.rate, steps),
     }
     if path is not None:
-        [function] = variant.arguments
+        [function] = arguments
         return runpy.run_path(path)[function](**options)
     if variant.name == "sgd":
         options["momentum"] = 0.9
@@ -154,16 +163,20 @@ def make_optimizer(run: Run, steps: int, model: Any, path: str | None) -> Any:
         "adamw": keras.optimizers.AdamW,
         "muon": keras.optimizers.Muon,
     }
-    return types[variant.name](**{**options, **variant.arguments})
+    return types[variant.name](**{**options, **arguments})
 
 
-def _kfac(run: Run, steps: int, given: Mapping[str, Any]) -> Any:
+def _kfac(
+    run: Run,
+    steps: int,
+    arguments: dict[str, Any],
+    make_rate: Callable[[float, int], Any],
+) -> Any:
     """K-FAC, with a step and a rest optimizer of its own where these are."""
     import keras
 
     import tfkfac
 
-    arguments = dict(given)
     step = arguments.get("step")
     if step == "quadratic":
         damping = tfkfac.LevenbergMarquardt()
@@ -178,16 +191,22 @@ def _kfac(run: Run, steps: int, given: Mapping[str, Any]) -> Any:
     if arguments.pop("rest", None) is not None:
         assert run.rest is not None
         arguments["rest_optimizer"] = keras.optimizers.Adam(
-            _decaying(run.rest, steps),
+            make_rate(run.rest, steps),
             weight_decay=keras_decay(run.decay, run.rest, steps),
         )
     rate = run.rate or rate
     inner = keras.optimizers.SGD(
-        _decaying(rate, steps),
+        make_rate(rate, steps),
         momentum=momentum,
         weight_decay=keras_decay(run.decay, rate, steps),
     )
     return tfkfac.KFAC(inner, **arguments)
+
+
+def _constant(rate: float, steps: int) -> float:
+    """No schedule."""
+    del steps
+    return rate
 
 
 def _decaying(rate: float, steps: int) -> Any:
