@@ -23,8 +23,7 @@ from tests.support.small import data, loss, mlp, summary_text
 from tests.support.summaries import sequential
 from tfkfac.blocks.statistics import Subsample
 from tfkfac.capture.model_taps import ForwardCall
-from tfkfac.kfac.length import AdaptiveDamping
-from tfkfac.kfac.quadratic import Sample
+from tfkfac.kfac.quadratic import AdaptiveDamping, Previous, Sample
 
 ROWS, FEATURES, OUTPUTS, DAMPING = 6, 4, 3, 0.05
 RNG = np.random.default_rng(0)
@@ -290,7 +289,7 @@ def test_part_of_the_batch(reduction: str) -> None:
         model.compile(optimizer, loss, run_eagerly=True)
         for step in range(2):
             x, y = RNG.normal(size=(12, FEATURES)), kind.labels(12)
-            before = flat(optimizer.method.states[0].previous.changes)
+            before = flat(optimizer.method.states[0].section(Previous).changes)
             W = gradient_of(model, x, y) / (12 if reduction == "sum" else 1)
             rows = (3 * step + np.arange(3) * 12) // 3
             F = damped(gauss_newton(model, kind, x[rows], y[rows]))
@@ -390,15 +389,15 @@ def test_a_step_that_raises_the_loss_is_rejected(capfd: Any) -> None:
     optimizer.learning_rate = 10.0
     weights = model.get_weights()
     (state,) = optimizer.method.states
-    previous = list(map(np.array, state.previous.changes))
+    previous = list(map(np.array, state.section(Previous).changes))
     inverses = int(optimizer.inverse_updates)
     for rejected in (1, 2):
         model.train_on_batch(x, y)
         np.testing.assert_equal(model.get_weights(), weights)
-        kept = list(map(np.array, state.previous.changes))
+        kept = list(map(np.array, state.section(Previous).changes))
         np.testing.assert_equal(kept, previous)
         assert optimizer.last_step["actual_reduction"] < 0
-        damping = float(state.damping.value)
+        damping = float(state.section(AdaptiveDamping).value)
         assert damping == pytest.approx(0.1 * 4**rejected)
         assert f"steps rejected: {rejected}" in summary_text(optimizer)
     assert int(optimizer.inverse_updates) == inverses + 2

@@ -4,7 +4,7 @@ import pathlib
 
 import tensorflow as tf
 
-from tfkfac.kfac.length import (
+from tfkfac.kfac.quadratic import (
     AdaptiveDamping,
 )
 from tfkfac.kfac.settings import (

@@ -13,7 +13,7 @@ import tfkfac
 from tests.support.dtypes import floats
 from tests.support.harness import half_squared_error
 from tests.support.reference import SOLVES, append_one, clip_factor
-from tfkfac.kfac.length import clip_step
+from tfkfac.kfac.natural import clip_step
 from tfkfac.shell.arguments import Hyperparameter
 
 DAMPING, CLIP = 0.03, 0.007  # neither is exact in binary

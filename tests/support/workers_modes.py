@@ -36,6 +36,7 @@ from tests.support.worker_parts import (
 )
 from tfkfac.distributed import collectives as communication
 from tfkfac.kfac import placement
+from tfkfac.kfac.spectral import LargestRate
 
 
 class Noted(tfkfac.KFAC):
@@ -297,7 +298,7 @@ def kept_bytes(state: Any) -> dict[str, int]:
         variables = [v for v in state.pending.variables if v.shape.rank]
         pending["accumulation"] = size(variables)
     momenta = {}
-    if state.largest_rate is not None:
+    if state.find(LargestRate) is not None:
         found = [p.momentum.variables for p in kept if p.momentum]
         momenta["momenta"] = sum(map(size, found))
     return {

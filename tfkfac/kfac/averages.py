@@ -15,13 +15,15 @@ from typing_extensions import override
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient, Statistic
 from tfkfac.compat.functions import Kind, Member, when
 from tfkfac.factors import Factor, Tensors, kind_of
-from tfkfac.kfac.length import SPECTRAL
 from tfkfac.linalg.tensors import all_finite, select
 from tfkfac.saving.entries import Read, Spread
 from tfkfac.saving.slots import Slots
 from tfkfac.solvers import Solver
 from tfkfac.training.accumulation import Accumulation
 from tfkfac.training.job import Job
+
+# Name of the section of momenta in a saved file.
+SPECTRAL = "spectral"
 
 
 class FactorAverages(Slots, Member):

@@ -1,10 +1,11 @@
 """State of one worker: factors, decompositions and counters of its blocks."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -20,22 +21,11 @@ from tfkfac.kfac.averages import (
     memory_of,
     quality,
 )
-from tfkfac.kfac.length import (
-    ADAPTIVE,
-    PREVIOUS,
-    SPECTRAL,
-    AdaptiveDamping,
-    LargestRate,
-    Previous,
-    StepReport,
-)
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.settings import LevenbergMarquardt
+from tfkfac.kfac.settings import RATE
 from tfkfac.saving.entries import Contents, Entry, Spread
 from tfkfac.saving.slots import Slots
-from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.solvers import Solver
-from tfkfac.training.accumulation import PENDING
 from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 
@@ -47,6 +37,7 @@ FAULTS = {
     "failures": "failed decompositions of",
     "plain": "plain gradients in",
 }
+_Section = TypeVar("_Section", bound=Slots)
 
 
 class Preconditioner(Tracked):
@@ -89,9 +80,7 @@ class State(Tracked):
     Attributes:
         preconditioners: Factors and decompositions of each block, in order.
         pending: The micro-batches of the next step, if there are any.
-        previous: The update before, if the next one is made of it.
-        damping: The damping, if it adapts.
-        largest_rate: The largest learning rate, of spectral steps.
+        sections: What the kind of step keeps.
         inverse_updates: Number of steps that have renewed decompositions.
     """
 
@@ -101,13 +90,21 @@ class State(Tracked):
         self.counters = Counters(())
         self.pending: Pending | None = None
         self.report = StepReport()
-        self.previous: Previous | None = None
-        self.damping: AdaptiveDamping | None = None
-        self.largest_rate: LargestRate | None = None
+        self.sections: tuple[Slots, ...] = ()
         self.factor_updates = state_variable(0, "int64", "factor_updates")
         self.inverse_updates = state_variable(0, "int64", "inverse_updates")
 
-    def fill(self, placement: Placement, rank: int) -> None:
+    def find(self, kind: type[_Section]) -> _Section | None:
+        """The section of a class, None if there is none."""
+        return next((s for s in self.sections if isinstance(s, kind)), None)
+
+    def section(self, kind: type[_Section]) -> _Section:
+        """The section of a class."""
+        found = self.find(kind)
+        assert found is not None
+        return found
+
+    def fill(self, placement: Placement, rank: int, has_momenta: bool) -> None:
         """Makes what is missing for the blocks; keeps what fits."""
         before = self.preconditioners
         known = {same_shape_key(p.block): p for p in before}
@@ -119,7 +116,7 @@ class State(Tracked):
                 placement.plan.owns(rank, i),
                 placement.plan.preconditions(rank, i),
                 placement.distribution.storage_dtype,
-                self.largest_rate is not None,
+                has_momenta,
             )
             for i, block in enumerate(placement.blocks)
         )
@@ -147,18 +144,6 @@ class State(Tracked):
         }
         if self.pending is None or not self.pending.is_for(observed):
             self.pending = Pending(steps, job, observed)
-
-    def take_spectral_steps(self, rate: float) -> None:
-        """Makes room for the largest learning rate; momenta are of blocks."""
-        if self.largest_rate is None:
-            self.largest_rate = LargestRate(rate)
-
-    def take_quadratic_steps(self, model: keras.Model, damping: Any) -> None:
-        """Makes room for the update before, and for damping that adapts."""
-        if self.previous is None:
-            self.previous = Previous(model)
-        if self.damping is None and isinstance(damping, LevenbergMarquardt):
-            self.damping = AdaptiveDamping(damping)
 
     def update_averages(
         self,
@@ -249,14 +234,6 @@ class State(Tracked):
         )
         counters.decomposed.assign_add(tf.cast(wanted, tf.int64))
 
-    def current_damping(
-        self, damping: Hyperparameter, clock: tf.Tensor
-    ) -> tf.Tensor:
-        """The damping, the user's or one that adapts, a float64 scalar."""
-        if self.damping is not None:
-            return tf.convert_to_tensor(self.damping.value)
-        return damping.at(clock)
-
     def contents(self, placement: Placement, rank: int) -> Contents:
         """Entries to be saved, and the sections of a file."""
         plan, counters = placement.plan, self.counters
@@ -277,29 +254,17 @@ class State(Tracked):
             if one.decomposition is not None:
                 entries.append(counters.entry("failures", i, Spread.OWNED))
             entries += one.entries()
-        parts = {placement.solver.name: counters.decompose_anew}
-        if self.largest_rate is not None:
-            entries += self.largest_rate.entries()
-            parts[SPECTRAL] = self.forget_spectral_steps
-        optional = {
-            PENDING: self.pending,
-            PREVIOUS: self.previous,
-            ADAPTIVE: self.damping,
-        }
-        for name, section in optional.items():
-            if section is not None:
-                entries += section.entries()
-                parts[name] = section.reset
+        resets: dict[str, list[Callable[[], None]]] = defaultdict(list)
+        resets[placement.solver.name].append(counters.decompose_anew)
+        pending = [] if self.pending is None else [self.pending]
+        for section in (*pending, *self.sections):
+            entries += section.entries()
+        momenta = [one.momentum for one in self.preconditioners]
+        for slots in (*pending, *self.sections, *filter(None, momenta)):
+            resets[slots.section].append(slots.reset)
         layers = tuple(block.path for block in placement.blocks)
+        parts = {part: _all_of(found) for part, found in resets.items()}
         return Contents(entries, layers, parts)
-
-    def forget_spectral_steps(self) -> None:
-        """Makes momenta zero, and the largest rate that of the start."""
-        assert self.largest_rate is not None
-        self.largest_rate.reset()
-        for one in self.preconditioners:
-            if one.momentum is not None:
-                one.momentum.reset()
 
     def events(self) -> list[tuple[str, tf.Variable]]:
         """Things that can go wrong, with the number of times that they did."""
@@ -308,12 +273,20 @@ class State(Tracked):
             ("times that the loss looked like a sum", self.report.sums),
             ("quadratic models not finite", self.report.lost),
         ]
-        if self.damping is not None:
-            events.append(("steps rejected", self.damping.rejected))
         for i, path in enumerate(self.counters.paths):
             unexplained = Number(self.counters.unexplained, i)
             events.append((f"gradients of other passes in {path}", unexplained))
         return events + self.counters.events()
+
+
+def _all_of(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """A function that makes some calls."""
+
+    def call() -> None:
+        for one in calls:
+            one()
+
+    return call
 
 
 def kept_factors(states: Sequence[State]) -> dict[str, dict[str, np.ndarray]]:
@@ -458,3 +431,132 @@ class Everywhere(NamedTuple):
         """Returns their sum."""
         others = self.elsewhere.numpy()[self.kind, self.place]
         return int(self.own.numpy()[self.place] + others)
+
+
+class Clip(NamedTuple):
+    """Clip of one step."""
+
+    factor: tf.Tensor
+    """Factor on the preconditioned gradients."""
+    length: tf.Tensor
+    """The squared length of the step before."""
+
+
+# What may be said of a step; what is not is NaN.
+_NAMES = (
+    "clip_factor",
+    "length",
+    "damping",
+    "alpha",
+    "alpha_plain",
+    "mu",
+    "predicted_reduction",
+    "actual_reduction",
+)
+# Steps that are looked at, how many of them are many, and what of a step is
+# little. In healthy runs half of the clip factors are above 0.6 (autoencoders;
+# of classifiers most are 1), on pixels times 4,080 below 0.07.
+_FIRST, _MANY, _LITTLE = 200, 100, 0.25
+# Below this share of the default learning rate, where the clip has shortened
+# none of the very first steps, a step hardly trains.
+SMALL = 0.1
+_VERY_FIRST = 50
+
+
+class StepReport(Slots):
+    """Numbers of the last step, in variables of one replica.
+
+    Attributes:
+        steps: Number of steps so far.
+        clipped: Number of the first of them that the clip left little of.
+        hints: 1 once the hint has been given.
+        shortened: Number of the very first of them that the clip has shortened
+            at all.
+        slow: 1 once it has been said that the learning rate is too small.
+        sums: Number of times that the loss has looked like a sum.
+        lost: Number of steps whose quadratic model was not finite.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("report")
+        self.steps = self.slot("reported_steps", saved=False)
+        self.clipped = self.slot("clipped_steps", saved=False)
+        self.hints = self.slot("clip_hints", saved=False)
+        self.shortened = self.slot("shortened_steps", saved=False)
+        self.slow = self.slot("rate_hints", saved=False)
+        self.sums = self.slot("summed_losses", saved=False)
+        self.lost = self.slot("lost_models", saved=False)
+        self._values = {
+            name: self.slot(name, (), "float64", math.nan, saved=False)
+            for name in _NAMES
+        }
+
+    def note(
+        self,
+        clip: Clip,
+        damping: tf.Tensor,
+        name: str,
+        rate: tf.Tensor | None,
+    ) -> None:
+        """Notes a step of the optimizer of this name.
+
+        There is a learning rate if it may be too small, and SGD's.
+        """
+        if rate is not None:
+            self._note_rate(clip, rate, name)
+        length = tf.square(clip.factor) * clip.length
+        self.assign(clip_factor=clip.factor, length=length, damping=damping)
+        early = self.steps <= _FIRST
+        clipped = tf.logical_and(early, clip.factor < _LITTLE)
+        self.clipped.assign_add(tf.cast(clipped, tf.int64))
+        ruled = tf.equal(self.steps, _FIRST) & (self.clipped >= _MANY)
+        count_each(
+            ruled,
+            self.hints,
+            [name],
+            f"kl_clip has left less than {_LITTLE:.0%} of half of the first "
+            f"{_FIRST} steps. Are the model's inputs normalised? If they "
+            'cannot be, try KFAC(fisher="monte_carlo"). A smaller learning '
+            "rate or a larger damping may help too; see `optimizer.last_step`.",
+        )
+
+    def _note_rate(self, clip: Clip, rate: tf.Tensor, name: str) -> None:
+        """Says that a learning rate is one of Adam's."""
+        shortened = (self.steps < _VERY_FIRST) & (clip.factor < 1)
+        self.shortened.assign_add(tf.cast(shortened, tf.int64))
+        last = tf.equal(self.steps, _VERY_FIRST - 1)
+        small = tf.cast(rate, tf.float64) < SMALL * RATE
+        count_each(
+            last & tf.equal(self.shortened, 0) & small,
+            self.slow,
+            [name],
+            f"kl_clip has shortened none of the first {_VERY_FIRST} steps, and "
+            f"the learning rate is below {SMALL * RATE:g}. Rates of Adam are "
+            f"too small here: the default is {RATE:g}.",
+        )
+
+    def assign(self, **values: tf.Tensor) -> None:
+        """Notes numbers of a step, by name."""
+        for name, value in values.items():
+            self._values[name].assign(tf.cast(value, tf.float64))
+        self.steps.assign_add(1)
+
+    def note_sum(self, summed: tf.Tensor | None, name: str) -> None:
+        """Notes whether the loss looks like a sum that is taken for a mean."""
+        if summed is None:
+            return
+        count_each(
+            summed,
+            self.sums,
+            [name],
+            "the loss looks like the sum over the examples, but is taken for "
+            "their mean, which makes steps too short. Divide it by their "
+            "number, or say `optimizer.attach(model, loss_terms=1)`.",
+        )
+
+    def values(self) -> dict[str, float]:
+        """The last step's numbers, by name; none before the first step."""
+        if int(self.steps.numpy()) == 0:
+            return {}
+        every = {name: float(v.numpy()) for name, v in self._values.items()}
+        return {name: v for name, v in every.items() if not math.isnan(v)}

@@ -6,16 +6,13 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.optimizers.schedules import LearningRateSchedule
 from typing_extensions import override
 
-from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
 from tfkfac.blocks.registry import tap_layers
-from tfkfac.capture.model_taps import ForwardTap, PullbackTap
+from tfkfac.capture.model_taps import PullbackTap
 from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Tracked
-from tfkfac.compat.optimizers import rate_of
 from tfkfac.distributed.collectives import gradient_bytes
 from tfkfac.factors import Limit
 from tfkfac.fisher.types import EMPIRICAL, TYPES, Choice, choose_type
@@ -30,13 +27,7 @@ from tfkfac.kfac.active import (
 )
 from tfkfac.kfac.averages import Pending
 from tfkfac.kfac.bank import FAULTS, State, kept_factors
-from tfkfac.kfac.length import (
-    RATE,
-    SMALL,
-    clip_step,
-    rms_factor,
-    spectral_length,
-)
+from tfkfac.kfac.natural import Natural, renew_unsound
 from tfkfac.kfac.placement import (
     FACTORS,
     INVERSES,
@@ -45,14 +36,7 @@ from tfkfac.kfac.placement import (
     steps_between,
     turns_due,
 )
-from tfkfac.kfac.precondition import (
-    BESIDE,
-    Preconditioned,
-    precondition,
-    put_back,
-    renew_unsound,
-)
-from tfkfac.kfac.quadratic import Sample, quadratic_step
+from tfkfac.kfac.quadratic import Quadratic
 from tfkfac.kfac.settings import (
     Distribution,
     LevenbergMarquardt,
@@ -64,26 +48,20 @@ from tfkfac.kfac.settings import (
     check_step,
     rule_of,
 )
+from tfkfac.kfac.spectral import Spectral
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.arguments import Argument, Tunable
 from tfkfac.shell.method import Method
-from tfkfac.shell.rest import largest_rate
 from tfkfac.solvers import SOLVERS
 from tfkfac.training.job import Job
-from tfkfac.training.step import Gradients, Step, Update
+from tfkfac.training.step import Step, Update
 
-# Blocks that spectral steps leave out: of a table each row sees little of the
-# data, and orthogonalised it would move as much as one that sees all.
-TABLES = (EmbeddingBlock, PositionEmbeddingBlock)
-
-
-def may_be_small(job: Job) -> bool:
-    """True if the learning rate could be too small for the inner SGD."""
-    inner = job.inner_optimizer
-    is_sgd = isinstance(inner, keras.optimizers.SGD)
-    # A number may be another one by then.
-    has_schedule = isinstance(rate_of(inner), LearningRateSchedule)
-    return is_sgd and not (has_schedule and largest_rate(inner) >= SMALL * RATE)
+# Kinds of steps, by what says their rules.
+KINDS: Mapping[type, type[Natural]] = {
+    type(None): Natural,
+    QuadraticStep: Quadratic,
+    SpectralStep: Spectral,
+}
 
 
 class KFACMethod(Method):
@@ -113,17 +91,15 @@ class KFACMethod(Method):
         distribution = self.distribution
         if isinstance(distribution, str):
             distribution = Distribution(distribution)
-        self._rule = rule = rule_of(self.step)
-        self._quadratic = rule if isinstance(rule, QuadraticStep) else None
-        self._spectral = rule if isinstance(rule, SpectralStep) else None
-        self._without = () if self._spectral is None else TABLES
+        rule = rule_of(self.step)
+        self._kind = KINDS[type(rule)](rule, self.damping, self.kl_clip)
         self._placer = Placer(
             distribution,
             self.solver,
             self.skip_layers,
             Limit(self.max_factor_dim, self.factor_rank),
-            self._without,
-            0 if self._spectral is None else BESIDE,
+            self._kind.left_out,
+            self._kind.beside,
         )
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
@@ -135,14 +111,13 @@ class KFACMethod(Method):
     def run(self, step: Step) -> None:
         """One step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
         own = self.job.own(self.states)
-        # Rows alone would not do: a rule needs the whole gradients.
-        whole = own.pending is not None or self._rule is not None
+        whole = own.pending is not None or not self._kind.takes_rows
         layers = observe(step, own, not whole and self.placement.takes_rows)
         step.note_losses("its unit is 1, its Fisher matrix the empirical one")
         if not self.job.terms_of(step.batch):
             self._advice.give(self.job, report.unseen_loss_warning(self.job))
         statistics = self.statistics(layers, step)
-        sample = Sample.of(step) if self._quadratic is not None else None
+        sample = self._kind.sample(step)
         if own.pending is None:
             self.update(layers, step, statistics, sample)
         else:
@@ -153,11 +128,11 @@ class KFACMethod(Method):
         layers: Sequence[ActiveBlock],
         step: Step,
         statistics: Callable[[], Statistics],
-        sample: Sample | None = None,
+        sample: Any = None,
     ) -> None:
         """An update of the weights, by gradients still this replica's own."""
-        own, clock = self.job.own(self.states), self.job.clock
-        damping = own.current_damping(self.damping, clock)
+        own, kind = self.job.own(self.states), self._kind
+        damping = kind.damping(own, self.job.clock)
         asked, loss = self.reduce(step)
         # One after the other, and not one within the other: what each of them
         # uses would be passed from branch to branch.
@@ -170,15 +145,16 @@ class KFACMethod(Method):
         def direction() -> Update:
             # Gradient workers apply -> receivers receive, stage by stage.
             exchange = self.placement.exchange
-            rule = self._spectral
-            made = precondition(first, step, exchange, damping, rule)
+            made = kind.directions(first, step, exchange, damping)
             for stage in others:  # while what those before made is sent
                 renewed.append(self.renew(stage, step, turns, asked, damping))
-                made += precondition(stage, step, exchange, damping, rule)
+                made += kind.directions(stage, step, exchange, damping)
             any_renewed = tf.cast(tf.reduce_any(renewed), tf.int64)
             own.inverse_updates.assign_add(any_renewed)
             renew_unsound(own.counters, made)
-            return Update(self.choose_length(made, step, sample, damping, loss))
+            return Update(
+                kind.gradients(made, step, own, damping, loss, sample)
+            )
 
         step.apply(direction)
 
@@ -217,7 +193,7 @@ class KFACMethod(Method):
         news = [counters.news()] if step.group.size > 1 else []
         first = next((g for g in step.gradients if g is not None), None)
         dtype = tf.float32 if first is None else first.dtype
-        losses = [] if self._spectral is None else [step.own_loss()]
+        losses = [step.own_loss()] if self._kind.sees_loss else []
         beside = [asked, *news, *losses]
         sums = step.reduce(*(tf.cast(one, dtype) for one in beside))
         for told in news:
@@ -232,7 +208,7 @@ class KFACMethod(Method):
         step: Step,
         pending: Pending,
         statistics: Callable[[], Statistics],
-        sample: Sample | None,
+        sample: Any,
     ) -> None:
         """Adds a micro-batch to those before; with the last one, updates."""
         step.keep_finite()
@@ -292,10 +268,8 @@ class KFACMethod(Method):
             steps_between(self.factor_update_interval, FACTORS, clock),
             clock,
         )
-        adaptive = self.job.own(self.states).damping
-        if adaptive is not None:  # which has just grown
-            due = [now | (adaptive.again > 0) for now in due]
-        return due
+        at_once = self._kind.wants_renewal(self.job.own(self.states))
+        return due if at_once is None else [now | at_once for now in due]
 
     def renew(
         self,
@@ -347,77 +321,15 @@ class KFACMethod(Method):
         when(any_wanted, renew)
         return any_wanted
 
-    def choose_length(
-        self,
-        made: Sequence[Preconditioned],
-        step: Step,
-        sample: Sample | None,
-        damping: tf.Tensor,
-        loss: tf.Tensor,
-    ) -> Gradients:
-        """Gradients for the inner optimizer, of a length that a rule says."""
-        state, clock = self.job.own(self.states), self.job.clock
-        if sample is not None:
-            assert self._quadratic is not None
-            fraction = self._quadratic.batch_fraction
-            return quadratic_step(step, made, sample, fraction, state, damping)
-        if not made:
-            return step.gradients
-        if self._spectral is not None:
-            return self.spectral_gradients(made, step, damping, loss)
-        products = [one.product for one in made]
-        rate = self.job.inner_optimizer.learning_rate
-        limit = None if self.kl_clip.get() is None else self.kl_clip.at(clock)
-        clip = clip_step(products, limit, rate)
-        small = limit is not None and may_be_small(self.job)
-        shown = rate if small else None
-        state.report.note(clip, damping, self.job.name, shown)
-        return put_back(made, clip.factor, step.gradients)
-
-    def spectral_gradients(
-        self,
-        made: Sequence[Preconditioned],
-        step: Step,
-        damping: tf.Tensor,
-        loss: tf.Tensor,
-    ) -> Gradients:
-        """Gradients of a spectral step, of the length that it has."""
-        assert self._spectral is not None
-        state = self.job.own(self.states)
-        squares = [2 * one.gradient.bound() for one in made]
-        if self._spectral.length == "rms":
-            sized = [
-                one._replace(
-                    gradient=one.gradient.scaled(
-                        rms_factor(square, one.layer.block.gradient_shape)
-                    )
-                )
-                for one, square in zip(made, squares, strict=True)
-            ]
-            state.report.assign(damping=damping)
-            return put_back(sized, tf.ones([]), step.gradients)
-        assert state.largest_rate is not None
-        clip = spectral_length(
-            [one.product for one in made],
-            squares,
-            tf.math.divide_no_nan(loss, step.loss.unit),
-            damping,
-            state.largest_rate,
-            self.job.inner_optimizer.learning_rate,
-        )
-        state.report.assign(length=clip.length, damping=damping)
-        return put_back(made, clip.factor, step.gradients)
-
     # --------------------------------------------------- binding and state
     @override
     def attach(self, job: Job) -> None:
         self.job = job
         self._placement = None
-        tap_layers(job.model, self.skip_layers, self, self._without)
+        tap_layers(job.model, self.skip_layers, self, self._kind.left_out)
         if self.fisher != EMPIRICAL:
             PullbackTap.open(job.model)
-        if self._quadratic is not None:
-            ForwardTap.open(job.model)
+        self._kind.attach(job.model)
         self._advice.give(job, report.adaptive_warning(job.inner_optimizer))
         self._advice.give(
             job, report.solver_warning(job.model, SOLVERS[self.solver])
@@ -446,13 +358,10 @@ class KFACMethod(Method):
 
         def make(rank: int) -> State:
             state = known.get(rank) or State()
-            if self._spectral is not None:
-                state.take_spectral_steps(
-                    largest_rate(self.job.inner_optimizer)
-                )
-            state.fill(placement, rank)
-            if self._quadratic is not None:
-                state.take_quadratic_steps(self.job.model, self.damping.get())
+            state.fill(placement, rank, self._kind.has_momenta)
+            state.sections = state.sections or tuple(
+                self._kind.sections(self.job)
+            )
             if self.gradient_accumulation_steps is not None:
                 state.accumulate(
                     self.gradient_accumulation_steps, placement, rank, self.job
@@ -476,7 +385,12 @@ class KFACMethod(Method):
 
     @override
     def events(self) -> list[tuple[str, tf.Variable]]:
-        return [*self.states[0].events(), *self.job.losses.events()]
+        state = self.states[0]
+        return [
+            *state.events(),
+            *self._kind.events(state),
+            *self.job.losses.events(),
+        ]
 
     # ----------------------------------------------------------- reporting
     @override
@@ -492,7 +406,7 @@ class KFACMethod(Method):
             placement,
             self.states,
             notes,
-            self._rule,
+            self._kind,
             self.state_bytes(),
         )
 
@@ -502,13 +416,14 @@ class KFACMethod(Method):
 
     @override
     def state_bytes(self) -> dict[str, int]:
-        size = gradient_bytes(self.job.model.trainable_variables)
-        return self.placement.state_bytes(
-            self.job.topology.local[0],
-            None if self.gradient_accumulation_steps is None else size,
-            size if self._quadratic is not None else None,
-            self._spectral is not None,
-        )
+        placement, rank = self.placement, self.job.topology.local[0]
+        gradients = gradient_bytes(self.job.model.trainable_variables)
+        sizes = placement.state_bytes(rank)
+        if self.gradient_accumulation_steps is not None:
+            statistics = placement.accumulated_bytes(rank)
+            sizes["accumulation"] = gradients + statistics
+        sizes |= self._kind.bytes(placement, rank, gradients)
+        return {**sizes, "total": sum(sizes.values())}
 
     @override
     def communication_bytes(self) -> dict[str, dict[str, int]]:
@@ -517,6 +432,6 @@ class KFACMethod(Method):
         size = gradient_bytes(weights, topology.hint)
         # And a flag of each block, asked or faulty, and the loss.
         flags = len(self.placement.blocks) * (1 + len(FAULTS))
-        flags += self._spectral is not None
+        flags += self._kind.sees_loss
         size += flags * int(tf.as_dtype(weights[0].dtype).size)
         return self.placement.communication_bytes(topology.local[0], size)

@@ -12,11 +12,9 @@ from typing_extensions import Unpack
 
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_range
-from tfkfac.kfac.length import (
-    RATE,
-)
 from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
+    RATE,
     Distribution,
     LevenbergMarquardt,
     QuadraticStep,

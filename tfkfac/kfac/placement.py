@@ -102,36 +102,27 @@ class Placement:
         factors = sum(sizes.factors[name] for name in plan.owns(rank, layer))
         return factors + sizes.decomposition * plan.preconditions(rank, layer)
 
-    def state_bytes(
-        self,
-        rank: int,
-        accumulated: int | None = None,
-        previous: int | None = None,
-        has_momenta: bool = False,
-    ) -> dict[str, int]:
-        """Bytes of the curvature state of a worker.
-
-        Beside it those of the gradients that it adds up over micro-batches,
-        of the update before, and of momenta, if it keeps these.
-        """
+    def state_bytes(self, rank: int) -> dict[str, int]:
+        """Bytes of factors and decompositions of a worker."""
         state = Loads(self.plan).state(self.sizes)
-        sizes = {kind: int(sums[rank]) for kind, sums in state.items()}
-        if accumulated is not None:
-            sizes["accumulation"] = accumulated + sum(
-                (kind.elements + 1) * block.dtype.size
-                for i, block in enumerate(self.blocks)
-                if self.plan.observes(rank, i)
-                for kind in block.factors.values()
-            )
-        if previous is not None:
-            sizes["previous_update"] = previous
-        if has_momenta:
-            sizes["momenta"] = sum(
-                math.prod(block.gradient_shape) * block.dtype.size
-                for i, block in enumerate(self.blocks)
-                if self.plan.preconditions(rank, i)
-            )
-        return {**sizes, "total": sum(sizes.values())}
+        return {kind: int(sums[rank]) for kind, sums in state.items()}
+
+    def accumulated_bytes(self, rank: int) -> int:
+        """Bytes of the statistics that a worker adds up over micro-batches."""
+        return sum(
+            (kind.elements + 1) * block.dtype.size
+            for i, block in enumerate(self.blocks)
+            if self.plan.observes(rank, i)
+            for kind in block.factors.values()
+        )
+
+    def momentum_bytes(self, rank: int) -> int:
+        """Bytes of the momenta of a worker, beside its decompositions."""
+        return sum(
+            math.prod(block.gradient_shape) * block.dtype.size
+            for i, block in enumerate(self.blocks)
+            if self.plan.preconditions(rank, i)
+        )
 
     def communication_bytes(
         self, rank: int, gradient_bytes: int
@@ -226,7 +217,7 @@ def turns_due(
 class Placer:
     """Places blocks on workers, once in the mode that "auto" has chosen.
 
-    It leaves out the classes of blocks that it is `without`.
+    It leaves out some classes of blocks.
 
     Attributes:
         lines: Lines of a summary about the choice; none without a choice.
@@ -238,14 +229,14 @@ class Placer:
         solver: str,
         skip_layers: Sequence[SkipRule],
         limit: Limit,
-        without: tuple[type[Block], ...] = (),
+        left_out: tuple[type[Block], ...] = (),
         beside: int = 0,
     ) -> None:
         self._distribution = distribution
         self._solver = solver
         self._skip_layers = skip_layers
         self._limit = limit
-        self._without = without
+        self._left_out = left_out
         self._beside = beside
         self._machine: Machine | None = None
         self._chosen: Distribution | None = None
@@ -262,7 +253,7 @@ class Placer:
     def place(self, job: Job, *intervals: Hyperparameter) -> Placement:
         """Places the blocks; intervals are of factors and decompositions."""
         registry = build_registry(
-            job.model, self._skip_layers, self._limit, self._without
+            job.model, self._skip_layers, self._limit, self._left_out
         )
         solver = SOLVERS[self._solver]()
         chosen = self._chosen or self._distribution

@@ -14,12 +14,14 @@ log-likelihood, as the damping of the factors is.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
+from typing_extensions import override
 
 from tfkfac.blocks.statistics import Examples, Subsample, choose_subsample
 from tfkfac.capture.model_taps import ForwardCall, ForwardTap
@@ -33,16 +35,186 @@ from tfkfac.curvature.gauss_newton import (
 )
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.kfac.bank import State
-from tfkfac.kfac.length import AdaptiveDamping, Previous
-from tfkfac.kfac.precondition import Preconditioned, put_back
+from tfkfac.kfac.natural import Natural, Preconditioned, put_back
+from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.settings import LevenbergMarquardt, QuadraticStep
 from tfkfac.linalg.tensors import select
 from tfkfac.loss.batch import find_call, replay_loss
 from tfkfac.loss.terms import LossTerms
+from tfkfac.saving.slots import Slots
+from tfkfac.training.accumulation import names_of
 from tfkfac.training.guards import count_each
+from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step, places_of
 
 # Directions of less curvature than this, relative to the largest, are one.
+_PARALLEL = 1e-6
+# The reduction ratios between which the damping stays.
+_LOW, _HIGH = 1 / 4, 3 / 4
+# A step that is rejected quarters the radius of a trust region, which damping
+# is the inverse of.
+_REJECTED = 4.0
+# A step that predicts over 4x the last verified reduction is verified too.
+_UNUSUAL = 4.0
+# Rounding errors of a loss, relative to it.
 _ROUNDING = 1e-6
+# Names of these sections in a saved file.
+ADAPTIVE = "adaptive_damping"
+PREVIOUS = "previous"
+
+
+class Quadratic(Natural):
+    """Steps that minimise a quadratic model of the loss."""
+
+    title = ", steps by the quadratic model"
+    takes_rows = False
+    rule: QuadraticStep
+
+    @override
+    def sample(self, step: Step) -> Any:
+        return Sample.of(step)
+
+    @override
+    def damping(self, state: State, clock: tf.Tensor) -> tf.Tensor:
+        adaptive = state.find(AdaptiveDamping)
+        if adaptive is None:
+            return super().damping(state, clock)
+        return tf.convert_to_tensor(adaptive.value)
+
+    @override
+    def wants_renewal(self, state: State) -> tf.Tensor | None:
+        adaptive = state.find(AdaptiveDamping)
+        # If it has just grown.
+        return None if adaptive is None else adaptive.again > 0
+
+    @override
+    def gradients(
+        self,
+        made: Sequence[Preconditioned],
+        step: Step,
+        state: State,
+        damping: tf.Tensor,
+        loss: tf.Tensor,
+        sample: Any,
+    ) -> Gradients:
+        fraction = self.rule.batch_fraction
+        return quadratic_step(step, made, sample, fraction, state, damping)
+
+    @override
+    def attach(self, model: keras.Model) -> None:
+        ForwardTap.open(model)
+
+    @override
+    def sections(self, job: Job) -> Sequence[Slots]:
+        damping = self._damping.get()
+        if isinstance(damping, LevenbergMarquardt):
+            return Previous(job.model), AdaptiveDamping(damping)
+        return (Previous(job.model),)
+
+    @override
+    def bytes(
+        self, placement: Placement, rank: int, gradients: int
+    ) -> dict[str, int]:
+        return {"previous_update": gradients}
+
+    @override
+    def events(self, state: State) -> list[tuple[str, tf.Variable]]:
+        adaptive = state.find(AdaptiveDamping)
+        return [("steps rejected", adaptive.rejected)] if adaptive else []
+
+    @override
+    def left_title(self, optimizer: str) -> str:
+        return "Moved along their gradients, by a step size of their own:"
+
+    @override
+    def lines(self, state: State) -> list[str]:
+        adaptive = state.find(AdaptiveDamping)
+        return [adaptive.text()] if adaptive else []
+
+
+class AdaptiveDamping(Slots):
+    """The damping of one replica, the same on all.
+
+    Attributes:
+        value: The damping, float64.
+        rejected: Number of steps rejected.
+        again: 1 after a step that was rejected, else 0.
+        trusted: The reduction predicted of the last accepted step that was
+            looked at, float64; infinite before the first.
+    """
+
+    def __init__(self, rule: LevenbergMarquardt) -> None:
+        super().__init__("damping", part=ADAPTIVE)
+        self.rule = rule
+        self.value = self.slot("damping", (), "float64", rule.initial)
+        self.rejected = self.slot("rejected_steps")
+        self.again = self.slot("looks_again")
+        self.trusted = self.slot(
+            "trusted_reduction", (), "float64", math.inf, is_finite=False
+        )
+
+    def is_due(self, clock: tf.Tensor, predicted: tf.Tensor) -> tf.Tensor:
+        """True if the update after `clock` others is to be verified."""
+        last = tf.equal((clock + 1) % self.rule.every, 0)
+        unusual = predicted > _UNUSUAL * self.trusted
+        return last | unusual | (self.again > 0)
+
+    def judge(
+        self,
+        before: tf.Tensor,
+        after: tf.Tensor,
+        predicted: tf.Tensor,
+        name: str,
+    ) -> tf.Tensor:
+        """Adapts the damping to a step; returns a bool, true if it is accepted.
+
+        The loss before and after it, and the reduction predicted, are float64.
+        """
+        rounding = _ROUNDING * tf.abs(before)
+        # None is predicted of a learning rate of 2 or more.
+        expected = tf.maximum(predicted, 0)
+        ratio = (before - after + rounding) / (expected + rounding)
+        accepted = ratio >= 0  # not if it is NaN
+        step = tf.constant(self.rule.decay**self.rule.every, tf.float64)
+        one = tf.ones_like(step)
+        factor = tf.where(ratio > _HIGH, step, one)
+        factor = tf.where(ratio < _LOW, 1 / step, factor)
+        factor = tf.where(accepted, factor, _REJECTED)
+        self.value.assign(
+            tf.clip_by_value(
+                self.value * factor, self.rule.minimum, self.rule.maximum
+            )
+        )
+        self.again.assign(tf.cast(~accepted, tf.int64))
+        self.trusted.assign(tf.where(accepted, expected, self.trusted))
+        count_each(
+            ~accepted,
+            self.rejected,
+            [name],
+            "a step is rejected, it would raise the loss; the damping grows.",
+        )
+        return accepted
+
+    def text(self) -> str:
+        """A line of the summary."""
+        return f"Damping now {float(self.value.numpy()):.4g}, {self.rule!r}."
+
+
+class Previous(Slots):
+    """The update before, of one replica.
+
+    Attributes:
+        changes: What was added to each trainable weight.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        super().__init__("previous", part=PREVIOUS)
+        self.changes = [
+            self.slot(f"previous_update_{name}", v.shape, v.dtype, layer=path)
+            for v, (path, name) in zip(
+                model.trainable_variables, names_of(model), strict=True
+            )
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +316,7 @@ def quadratic_step(
     Returns:
         The gradients for an inner optimizer that is plain SGD.
     """
-    job, previous = step.job, state.previous
-    assert previous is not None
+    job, previous = step.job, state.section(Previous)
     part = choose_subsample(fraction, job.clock, step.group.size)
     proposal = propose(
         step, made, sample.part(part, job.model.name), previous, damping
@@ -157,8 +328,9 @@ def quadratic_step(
         "the quadratic model of a step is not finite, the weights stay.",
     )
     accepted, actual = tf.constant(True), tf.constant(float("nan"), tf.float64)
-    if state.damping is not None:
-        accepted, actual = look(step, sample, proposal, state.damping)
+    adaptive = state.find(AdaptiveDamping)
+    if adaptive is not None:
+        accepted, actual = look(step, sample, proposal, adaptive)
     changes = [select(accepted, d, tf.zeros_like(d)) for d in proposal.changes]
     for place, change in zip(proposal.places, changes, strict=True):
         own = previous.changes[place]
@@ -328,7 +500,7 @@ class QuadraticModel(NamedTuple):
         values, vectors = tf.linalg.eigh(
             self.form * scale[:, None] * scale[None, :]
         )
-        usable = values > _ROUNDING * tf.reduce_max(values)
+        usable = values > _PARALLEL * tf.reduce_max(values)
         inverse = tf.where(usable, 1 / tf.where(usable, values, 1), 0)
         inside = tf.linalg.matvec(vectors, scale * self.slopes, True)
         return -scale * tf.linalg.matvec(vectors, inverse * inside)

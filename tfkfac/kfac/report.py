@@ -13,8 +13,8 @@ from tfkfac.compat.models import last_layers
 from tfkfac.factors import LowRank
 from tfkfac.fisher.types import Choice
 from tfkfac.kfac.bank import State
+from tfkfac.kfac.natural import Natural
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.settings import QuadraticStep, Rule, SpectralStep
 from tfkfac.shell.model import uses_xla
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.solvers import Solver
@@ -148,9 +148,6 @@ def adaptive_warning(inner: keras.optimizers.Optimizer) -> str | None:
     )
 
 
-_LEFT_BY_MODEL = "Moved along their gradients, by a step size of their own:"
-
-
 def who_trains_the_rest(job: Job) -> tuple[str, str]:
     """Role and class of the optimizer of the weights without a block."""
     inner, rest = job.inner_optimizer, job.rest_optimizer
@@ -163,7 +160,7 @@ def describe(
     placement: Placement,
     states: Sequence[State],
     notes: Sequence[str],
-    rule: Rule | None,
+    kind: Natural,
     sizes: Mapping[str, int],
 ) -> list[str]:
     """Returns the lines of the summary, with notes after the first.
@@ -175,10 +172,7 @@ def describe(
         f"K-FAC '{job.name}' of model '{job.model.name}': solver "
         f"{placement.solver.name}, inner optimizer {inner}"
     )
-    is_quadratic = isinstance(rule, QuadraticStep)
-    steps = ", steps by the quadratic model" * is_quadratic
-    steps += ", spectral steps" * isinstance(rule, SpectralStep)
-    lines = [title + steps, *notes, ""]
+    lines = [title + kind.title, *notes, ""]
     rows = [
         block_row(placement, states, i)
         for i, block in enumerate(placement.blocks)
@@ -192,8 +186,7 @@ def describe(
     else:
         lines.append("No layer is preconditioned.")
     if placement.registry.left:
-        left = f"Left to the {who_trains_the_rest(job)[0]} as they are:"
-        lines += ["", _LEFT_BY_MODEL if is_quadratic else left]
+        lines += ["", kind.left_title(who_trains_the_rest(job)[0])]
         rows = [
             (
                 left.path or "(model)",
@@ -206,9 +199,7 @@ def describe(
         ]
         lines += table(("Layer", "Variable", "Weights", "Reason"), rows)
     lines += ["", totals(placement, sizes)]
-    if states and states[0].damping is not None:
-        lines.append(states[0].damping.text())
-    return lines
+    return lines + (kind.lines(states[0]) if states else [])
 
 
 def fisher_text(wanted: str | None, choice: Choice | None) -> str:

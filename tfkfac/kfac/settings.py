@@ -19,6 +19,8 @@ from tfkfac.distributed.plan import MODES, POLICIES
 from tfkfac.shell.arguments import Hyperparameter, Schedule, Settings
 from tfkfac.shell.rest import INNER
 
+# Default learning rate of natural steps, which the clip bounds.
+RATE = 0.1
 # The mode that the cost model chooses.
 AUTO = "auto"
 # Share of gradient workers between MEM-OPT and COMM-OPT (KAISA, section 5).

@@ -58,6 +58,11 @@ class Slots(Tracked):
         """Bytes of the tensors."""
         return self._declared.bytes
 
+    @property
+    def section(self) -> str:
+        """Section of a file that they are in, "" if it has none."""
+        return self._declared.common.get("part", "")
+
     def entries(self) -> list[Entry]:
         """The variables to save."""
         return list(self._declared.entries)

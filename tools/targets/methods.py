@@ -13,7 +13,7 @@ import inspect
 import math
 import pathlib
 import runpy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.variants import Variant, parse_any

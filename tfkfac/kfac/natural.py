@@ -1,27 +1,36 @@
-"""Gradients of the blocks, preconditioned: as matrices or by their rows."""
+"""Natural gradient steps: gradients, preconditioned and clipped.
+
+They are preconditioned as matrices or by their rows. Other kinds of steps are
+said by what they do otherwise than these.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
+from keras.optimizers.schedules import LearningRateSchedule
 
-from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
+from tfkfac.blocks import Block, LayerGradient, MatrixGradient, RowGradient
 from tfkfac.compat.functions import Kind, each, fields
+from tfkfac.compat.optimizers import rate_of
 from tfkfac.kfac.active import ActiveBlock
-from tfkfac.kfac.averages import Decomposition, Momentum
-from tfkfac.kfac.bank import Counters
+from tfkfac.kfac.averages import Decomposition
+from tfkfac.kfac.bank import SMALL, Clip, Counters, State
 from tfkfac.kfac.exchange import Exchange
-from tfkfac.kfac.settings import SpectralStep
-from tfkfac.linalg.polar import polar_factors
-from tfkfac.linalg.tensors import all_finite, select, stack_scalars
+from tfkfac.kfac.placement import Placement
+from tfkfac.kfac.settings import RATE, Rule
+from tfkfac.linalg.tensors import stack_scalars
+from tfkfac.saving.slots import Slots
+from tfkfac.shell.arguments import Hyperparameter
+from tfkfac.shell.rest import largest_rate
 from tfkfac.solvers import most_rows
 from tfkfac.training.guards import count_each
+from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step
 
-# Numbers that travel beside a direction.
-BESIDE = 2
 # Kind of what does the same for tensors of all sizes.
-_ANY = Kind(any_size=True)
+ANY_SIZE = Kind(any_size=True)
 
 
 class Preconditioned(NamedTuple):
@@ -36,19 +45,153 @@ class Preconditioned(NamedTuple):
     """False if W is in the place of a P that cannot be right."""
 
 
+class Natural:
+    """Steps along the preconditioned gradient that `kl_clip` bounds.
+
+    Attributes:
+        title: What the title of a summary says of these steps.
+        takes_rows: Whether they can do without whole gradients.
+        sees_loss: Whether they need the loss.
+        has_momenta: Whether blocks keep momenta.
+        beside: Count of the numbers that travel beside each direction.
+        left_out: Classes of blocks that they leave to the rest optimizer.
+    """
+
+    title = ""
+    takes_rows = True
+    sees_loss = False
+    has_momenta = False
+    beside = 0
+    left_out: tuple[type[Block], ...] = ()
+
+    def __init__(
+        self, rule: Rule | None, damping: Hyperparameter, clip: Hyperparameter
+    ) -> None:
+        self.rule = rule
+        self._damping = damping
+        self._clip = clip
+
+    # ------------------------------------------------------------ the step
+    def sample(self, step: Step) -> Any:
+        """Takes what is needed of a batch, before anything else is done."""
+
+    def damping(self, state: State, clock: tf.Tensor) -> tf.Tensor:
+        """The damping of this step, a float64 scalar."""
+        return self._damping.at(clock)
+
+    def wants_renewal(self, state: State) -> tf.Tensor | None:
+        """A bool, true if decompositions must not wait for their turn."""
+
+    def directions(
+        self,
+        layers: Sequence[ActiveBlock],
+        step: Step,
+        exchange: Exchange,
+        damping: tf.Tensor,
+    ) -> list[Preconditioned]:
+        """Which way the weights of some blocks are moved."""
+        return precondition(layers, step, exchange, damping)
+
+    def gradients(
+        self,
+        made: Sequence[Preconditioned],
+        step: Step,
+        state: State,
+        damping: tf.Tensor,
+        loss: tf.Tensor,
+        sample: Any,
+    ) -> Gradients:
+        """Gradients for the inner optimizer, of the length of the step.
+
+        Args:
+            made: The directions.
+            step: The step.
+            state: This replica's.
+            damping: The damping.
+            loss: The mean loss of the group, 0 if it is not needed.
+            sample: What was taken of the batch.
+        """
+        if not made:
+            return step.gradients
+        products = [one.product for one in made]
+        rate = step.job.inner_optimizer.learning_rate
+        limit = None
+        if self._clip.get() is not None:
+            limit = self._clip.at(step.job.clock)
+        clip = clip_step(products, limit, rate)
+        small = limit is not None and may_be_small(step.job)
+        shown = rate if small else None
+        state.report.note(clip, damping, step.job.name, shown)
+        return put_back(made, clip.factor, step.gradients)
+
+    # --------------------------------------------------- binding and state
+    def attach(self, model: keras.Model) -> None:
+        """Has what it needs of a model recorded."""
+
+    def sections(self, job: Job) -> Sequence[Slots]:
+        """State that it keeps between steps, of one replica."""
+        return ()
+
+    def bytes(
+        self, placement: Placement, rank: int, gradients: int
+    ) -> dict[str, int]:
+        """Bytes of that state, by what it is; all gradients have so many."""
+        return {}
+
+    def events(self, state: State) -> list[tuple[str, tf.Variable]]:
+        """Things that can go wrong with it, and how often they did."""
+        return []
+
+    # ----------------------------------------------------------- reporting
+    def left_title(self, optimizer: str) -> str:
+        """Title of the weights without a block, which an optimizer trains."""
+        return f"Left to the {optimizer} as they are:"
+
+    def lines(self, state: State) -> list[str]:
+        """Lines at the end of a summary."""
+        return []
+
+
+def may_be_small(job: Job) -> bool:
+    """True if the learning rate could be too small for the inner SGD."""
+    inner = job.inner_optimizer
+    is_sgd = isinstance(inner, keras.optimizers.SGD)
+    # A number may be another one by then.
+    has_schedule = isinstance(rate_of(inner), LearningRateSchedule)
+    return is_sgd and not (has_schedule and largest_rate(inner) >= SMALL * RATE)
+
+
+def clip_step(
+    products: Sequence[tf.Tensor], kl_clip: tf.Tensor | None, learning_rate: Any
+) -> Clip:
+    """`nu = min(1, sqrt(kl_clip / (lr^2 |sum <P, W>|)))`.
+
+    `lr^2 <P, W>` is the squared length of a step in the Fisher metric, about
+    twice the change of the model's predictions in nats (Distributed K-FAC,
+    eq. 16). All preconditioned gradients P are scaled by the same factor, 1 if
+    there is nothing to clip. The products are `<P, W>` of each block.
+    """
+    total = tf.abs(tf.reduce_sum(stack_scalars(products)))
+    length = tf.square(tf.cast(learning_rate, tf.float64)) * total
+    if kl_clip is None:
+        return Clip(tf.ones_like(length), length)
+    clipped = tf.sqrt(
+        tf.math.divide_no_nan(tf.cast(kl_clip, tf.float64), length)
+    )
+    factor = tf.where(length > 0, tf.minimum(clipped, 1.0), 1.0)
+    return Clip(factor, length)
+
+
 def precondition(
     layers: Sequence[ActiveBlock],
     step: Step,
     exchange: Exchange,
     damping: tf.Tensor,
-    spectral: SpectralStep | None = None,
 ) -> list[Preconditioned]:
     """Gradient workers apply -> receivers receive.
 
     The gradients are reduced. The damping says how long P can be.
     """
-    if spectral is not None:
-        return orthogonalize(layers, step, exchange, spectral)
     by_rows = [one for one in layers if one.rows is not None]
     others = [one for one in layers if one.rows is None]
     return [
@@ -57,7 +200,7 @@ def precondition(
     ]
 
 
-def _gradient_matrices(
+def gradient_matrices(
     layers: Sequence[ActiveBlock], step: Step
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """The gradients of blocks as matrices, and factors that make them W."""
@@ -80,16 +223,16 @@ def precondition_matrices(
 
     All workers have the W, those with decompositions make the P.
     """
-    matrices, scales = _gradient_matrices(layers, step)
+    matrices, scales = gradient_matrices(layers, step)
     kept = [one.state.decomposition for one in layers]
     applied = each(Decomposition.precondition, kept, matrices, scales)
     plain = [
         matrix * scale if both is None else both[0]
         for matrix, scale, both in zip(matrices, scales, applied, strict=True)
     ]
-    _set_shapes(layers, plain)
+    set_shapes(layers, plain)
     own = [both and both[1] for both in applied]
-    _set_shapes(layers, own)
+    set_shapes(layers, own)
     places = [one.position for one in layers]
     made = {i: [P] for i, P in zip(places, own, strict=True) if P is not None}
     shared = exchange.share_gradients(step.group, made, places)
@@ -98,102 +241,16 @@ def precondition_matrices(
         plain,
         [shared[i][0] for i in places],
         damping,
-        like=_ANY,
+        like=ANY_SIZE,
     )
-    _set_shapes(layers, [matrix for matrix, _, _ in finished])
+    set_shapes(layers, [matrix for matrix, _, _ in finished])
     return [
         Preconditioned(one, MatrixGradient(new), product, flag)
         for one, (new, product, flag) in zip(layers, finished, strict=True)
     ]
 
 
-def orthogonalize(
-    layers: Sequence[ActiveBlock],
-    step: Step,
-    exchange: Exchange,
-    rule: SpectralStep,
-) -> list[Preconditioned]:
-    """The directions D of spectral steps, see `SpectralStep`.
-
-    All workers have the W. Those with decompositions have the momenta N, and
-    make `P = A^-1 N G^-1` and D of them; with D travel `<D, N>` and `<P, N>`.
-    """
-    matrices, scales = _gradient_matrices(layers, step)
-    plain = each(tf.multiply, matrices, scales, like=_ANY)
-    _set_shapes(layers, plain)
-
-    def is_own(one: ActiveBlock) -> bool:
-        return one.state.momentum is not None
-
-    own = list(filter(is_own, layers))
-    made = each(
-        _precondition_momentum,
-        [one.state.decomposition for one in own],
-        [one.state.momentum for one in own],
-        [W for one, W in zip(layers, plain, strict=True) if is_own(one)],
-        rule.momentum,
-    )
-    N, P = fields(made, 2)
-    for column in (N, P):
-        _set_shapes(own, column)
-    D = polar_factors(P, rule.block, rule.iterations)
-    products = each(_products, D, N, P, like=_ANY)
-    shared = exchange.share_gradients(
-        step.group,
-        {
-            one.position: pair
-            for one, *pair in zip(own, D, products, strict=True)
-        },
-        [one.position for one in layers],
-    )
-    came = [shared[one.position] for one in layers]
-    finished = each(_finish_direction, plain, *fields(came, 2), like=_ANY)
-    _set_shapes(layers, [matrix for matrix, _, _ in finished])
-    return [
-        Preconditioned(one, MatrixGradient(new), both, flag)
-        for one, (new, both, flag) in zip(layers, finished, strict=True)
-    ]
-
-
-def _precondition_momentum(
-    decomposition: Decomposition,
-    momentum: Momentum,
-    matrix: tf.Tensor,
-    decay: float,
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """The momentum N of a gradient, and that preconditioned."""
-    total = momentum.add(matrix, decay)
-    return total, decomposition.apply(MatrixGradient(total)).matrix
-
-
-def _products(D: tf.Tensor, N: tf.Tensor, P: tf.Tensor) -> tf.Tensor:
-    """`<D, N>` and `<P, N>`."""
-    return tf.stack([tf.reduce_sum(D * N), tf.reduce_sum(P * N)])
-
-
-def _finish_direction(
-    plain: tf.Tensor, direction: tf.Tensor, both: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """A direction D with its two products; W over its norm if D is not finite.
-
-    These are what they would be if the Fisher matrix was the identity. A W
-    whose square is not finite either makes no step.
-    """
-    sound = all_finite([direction, both])
-    norm = tf.norm(plain)
-    unit = tf.math.divide_no_nan(plain, norm)
-    numbers = tf.stack([norm, tf.square(norm)])
-    usable = all_finite([unit, numbers])
-    unit = select(usable, unit, tf.zeros_like(unit))
-    numbers = select(usable, numbers, tf.zeros_like(numbers))
-    return (
-        select(sound, direction, unit),
-        select(sound, both, numbers),
-        sound,
-    )
-
-
-def _set_shapes(
+def set_shapes(
     layers: Sequence[ActiveBlock], matrices: Sequence[tf.Tensor | None]
 ) -> None:
     """Says the shapes of gradient matrices that calls have returned."""
