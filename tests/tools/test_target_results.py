@@ -144,7 +144,9 @@ def test_the_tables_of_tiny_problems() -> None:
         for method, rate, seconds, losses in ends
         for seed, loss in enumerate(losses)
     ]
-    found = report.tiny_ends(records)
+    constant = record("adam:schedule=constant", 0, (1.0, 0.9), size="tiny")
+    found = report.tiny_ends([*records, constant])
+    assert [*report.tiny_ends([*records, constant], constant=True)] == ["cnn"]
     _, [losses, others] = report.tiny_table(found)
     # 0.1 / sqrt(3) = 0.06.
     assert losses[1:3] == ["0.3 ± 0.06 (0.001)", "0.1 ± 0 (0.01)"]

@@ -3,7 +3,7 @@
 A method is NAME[:KEY=VALUE...] with arguments of the constructor. Those of
 "kfac" may be arguments of `KFAC`, and `step=spectral` takes those of
 `SpectralStep` too; `rest=adam` makes the rest optimizer Adam with the rate that
-was best for Adam itself. With `schedule=constant` rates do not fall.
+was best for Adam itself. With `schedule=constant` at the end rates do not fall.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from targets.run import Run
 BASELINES = ("sgd", "adam", "adamw", "muon")
 KFAC = "kfac"
 OUTSIDE = ".py"  # is in the name of an optimizer from a file
-SCHEDULE = "schedule"  # the argument that is not one of the optimizer's
+CONSTANT = ":schedule=constant"  # of no optimizer; ends the name of a method
 FIRST_KFAC_RATE = 0.1
 _RMS_RATES = (0.004, 0.008, 0.016)  # of spectral steps of that length
 
@@ -104,7 +104,7 @@ def follows_adam(method: str) -> bool:
 
 def is_constant(method: str) -> bool:
     """Whether its learning rate does not fall."""
-    return parse(method).arguments.get(SCHEDULE) == "constant"
+    return method.endswith(CONSTANT)
 
 
 def keras_decay(part: float, rate: float, steps: int) -> float | None:
@@ -137,8 +137,10 @@ def make_optimizer(run: Run, steps: int, model: Any, path: str | None) -> Any:
 
     variant = parse(run.method)
     arguments = dict(variant.arguments)
-    make_rate = _constant if is_constant(run.method) else _decaying
-    arguments.pop(SCHEDULE, None)
+    make_rate = _decaying
+    if is_constant(run.method):
+        make_rate = _constant
+        del arguments["schedule"]
     if variant.name == KFAC:
         return _kfac(run, steps, arguments, make_rate)
     assert run.rate is not None

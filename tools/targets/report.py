@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from targets.methods import is_baseline
+from targets.methods import CONSTANT, is_baseline, is_constant
 from targets.plan import best_setting
 from targets.problems import TINY, TINY_PROBLEMS
 from targets.results import (
@@ -24,8 +24,10 @@ from targets.results import (
 from targets.run import Run
 from targets.study import Record, Records
 
-# What the default of K-FAC is compared with, and so all other steps.
+# The default of K-FAC, which other steps are compared with: beside the best
+# Adam, and as it is.
 TODAY = "kfac:step=inner:rest=adam"
+_PLAIN = "kfac:step=inner"
 # Marks of a step that may stand in Adam's place with Adam's rate.
 MOST_ABOVE, LEAST_BELOW = 1.02, 11
 
@@ -51,6 +53,11 @@ ABOUT_TINY = (
     "is K-FAC with the Adam that was best alone for the weights that it does "
     "not cover; nothing else was searched."
 )
+ABOUT_CONSTANT = (
+    "The same at rates that do not fall, as where an optimizer is given by its "
+    "name: Keras' Adam at its default of 0.001, K-FAC with all its defaults. "
+    "Spectral steps do not get shorter by themselves, the default ones do."
+)
 
 
 def sections(records: Records) -> list[str]:
@@ -67,6 +74,13 @@ def sections(records: Records) -> list[str]:
     if tiny := tiny_ends(records.runs):
         parts += ["## Tiny problems", markdown_table(*marks(tiny))]
         parts += [markdown_table(*tiny_table(tiny)), ABOUT_TINY]
+    if tiny := tiny_ends(records.runs, constant=True):
+        parts += ["## Tiny problems, constant rates"]
+        parts += [
+            markdown_table(*marks(tiny)),
+            markdown_table(*tiny_table(tiny)),
+        ]
+        parts += [ABOUT_CONSTANT]
     if parts:
         parts += [*_sources(records)]
     return parts
@@ -212,13 +226,14 @@ class End:
 Ends = Mapping[str, Mapping[str, End]]
 
 
-def tiny_ends(records: Iterable[Record]) -> Ends:
-    """The ends by problem and method."""
+def tiny_ends(records: Iterable[Record], constant: bool = False) -> Ends:
+    """The ends by problem and method, at falling rates or at constant ones."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         run = record["run"]
-        if run["size"] == TINY:
-            groups[run["problem"], run["method"]].append(record)
+        if run["size"] == TINY and is_constant(run["method"]) == constant:
+            method = run["method"].removesuffix(CONSTANT)
+            groups[run["problem"], method].append(record)
     ends: dict[str, dict[str, End]] = {name: {} for name in TINY_PROBLEMS}
     for (problem, method), found in groups.items():
         best = best_setting(found)
@@ -300,8 +315,9 @@ def _mark(method: str, here: Sequence[Mapping[str, End]]) -> Sequence[str]:
     muon = [f for f in here if "muon" in f]
     claims: dict[str, list[str]] = {"less": [], "more": [], TIE: []}
     for found in here:
-        if TODAY in found and method != TODAY:
-            own, today = found[method].losses, found[TODAY].losses
+        other = found.get(TODAY, found.get(_PLAIN))
+        if other not in (None, found[method]):
+            own, today = found[method].losses, other.losses
             differences = [own[s] - today[s] for s in own.keys() & today.keys()]
             claims[judge(differences)].append(found[method].run.problem)
     return (
@@ -310,7 +326,8 @@ def _mark(method: str, here: Sequence[Mapping[str, End]]) -> Sequence[str]:
         str(sum(ratio < 1 for ratio in ratios.values())),
         f"{ratios[worst]:.3g} ({worst})",
         f"{statistics.geometric_mean(ratios.values()):.2g}",
-        f"{sum(f[method].mean < f['muon'].mean for f in muon)} of {len(muon)}",
+        f"{sum(f[method].mean < f['muon'].mean for f in muon)} of {len(muon)}"
+        * bool(muon),
         f"{len(claims['less'])}, {len(claims['more'])}"
         + f" ({', '.join(claims['more'])})" * bool(claims["more"]),
         f"{statistics.geometric_mean(seconds):.2g}",
