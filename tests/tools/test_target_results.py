@@ -145,6 +145,7 @@ def test_the_tables_of_tiny_problems() -> None:
         for seed, loss in enumerate(losses)
     ]
     constant = record("adam:schedule=constant", 0, (1.0, 0.9), size="tiny")
+    constant["validation"] = 0.5
     found = report.tiny_ends([*records, constant])
     assert [*report.tiny_ends([*records, constant], constant=True)] == ["cnn"]
     _, [losses, others] = report.tiny_table(found)
