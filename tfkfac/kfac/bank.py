@@ -104,7 +104,9 @@ class State(Tracked):
         assert found is not None
         return found
 
-    def fill(self, placement: Placement, rank: int, has_momenta: bool) -> None:
+    def fill(
+        self, placement: Placement, rank: int, has_momenta: bool = False
+    ) -> None:
         """Makes what is missing for the blocks; keeps what fits."""
         before = self.preconditioners
         known = {same_shape_key(p.block): p for p in before}
