@@ -8,9 +8,9 @@
 The target is the final metric of the best baseline: SGD with momentum, Adam,
 AdamW or Keras' Muon. Each has four learning rates, three batches and weight
 decays of three effective sizes, chosen with training data that were held out;
-K-FAC has one recipe for all problems, and the same batches and decays. All
-rates fall linearly to 0. Then what was chosen is trained with all training
-data, and measured with the test set.
+K-FAC has its own rate, half or all of the epochs, and the same batches and
+decays. All rates fall linearly to 0. Then what was chosen is trained with all
+training data, and measured with the test set.
 
 Tiny problems say how well a model is learnt: all rates, all seeds, and the
 training loss at the end.
@@ -89,7 +89,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
             print(f"Left out: {name}, which needs {problem.needs}")
     grid = {
         name: getattr(options, name)
-        for name in ("rates", "decays", "batches", "share")
+        for name in ("rates", "decays", "batches", "shares")
         if getattr(options, name) is not None
     }
     usual = METHODS[TINY if options.size == TINY else "full"]
@@ -201,10 +201,12 @@ def add_grid(group: argparse._ArgumentGroup) -> None:
         "are tried with what was best with it (default: 0 0.05 0.25)",
     )
     group.add_argument(
-        "--share",
+        "--shares",
+        nargs="+",
         type=number,
-        help="length of the schedule over the problem's epochs (default: 1, "
-        "0.5 for K-FAC)",
+        metavar="PART",
+        help="lengths of the schedule over the problem's epochs (default: 1, "
+        "for K-FAC 0.5 and 1)",
     )
     group.add_argument(
         "--seeds",

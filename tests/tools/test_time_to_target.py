@@ -83,9 +83,9 @@ def test_settings_are_searched_and_the_best_is_measured(
     )
     runs = trained.taken()
     search = [run for run in runs if run.phase == "search"]
-    # Four rates and three batches of Muon, three batches of K-FAC, and the two
-    # other decays of both.
-    assert len(search) == 12 + 3 + 2 + 2
+    # Four rates and three batches of Muon, two lengths and three batches of
+    # K-FAC, and the two other decays of both.
+    assert len(search) == 12 + 6 + 2 + 2
     assert {run.size for run in search} == {"small"}
     assert {run.seed for run in search} == {0}
     finals = runs[len(search) :]

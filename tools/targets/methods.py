@@ -36,12 +36,12 @@ class Grid:
         rates: First learning rates; None is the optimizer's own.
         decays: Parts of the weights that weight decay takes away over a
             training; the others are tried with what was best with the first.
-        share: Length of the schedule over the problem's epochs.
+        shares: Lengths of the schedule over the problem's epochs.
     """
 
     rates: Sequence[float | None]
     decays: Sequence[float] = (0.0, 0.05, 0.25)
-    share: float = 1.0
+    shares: Sequence[float] = (1.0,)
 
 
 def parse(text: str) -> Variant:
@@ -90,7 +90,7 @@ def grid_of(method: str, problem: Problem) -> Grid:
     name = variant.name
     if name == KFAC:
         tuned = variant.arguments.get("length") == "rms"
-        return Grid(_RMS_RATES if tuned else (None,), share=0.5)
+        return Grid(_RMS_RATES if tuned else (None,), shares=(0.5, 1.0))
     rates = problem.rates.get(name, problem.rates["adam"])
     if name in ("adam", "adamw"):
         return Grid(rates, (0.0,) if name == "adam" else (0.05, 0.25))

@@ -4,14 +4,18 @@ Of tiny problems all rates are trained with all seeds. Of the others settings
 are searched with a part of the training data, and what was best is trained
 again, with all of them, and measured with the test set. Where the best rate is
 the smallest or the largest, the one beyond it is tried, too.
+
+Of K-FAC the setting is taken that is the first to end, with the data that were
+held out, as well as the best baseline does.
 """
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from targets.methods import Grid, follows_adam, grid_of
+from targets.methods import Grid, follows_adam, grid_of, is_baseline
 from targets.problems import TINY, problem_of
 from targets.results import finals, loss_of, seconds_of, settings_of
 from targets.run import FINAL, SEARCH, Run
@@ -79,22 +83,25 @@ class Plan:
                 rest = adam.rate
             row = problem_of(problem, self.size)
             grid = self._grid(problem, method)
-            for seed in self._first_seeds:
-                for rate in grid.rates:
-                    for batch in self.grid.get("batches", row.batches):
-                        yield Run(
-                            FINAL if tiny else SEARCH,
-                            problem,
-                            self.search_size,
-                            self.data[problem],
-                            method,
-                            rate,
-                            rest,
-                            0.0 if tiny else grid.decays[0],
-                            batch,
-                            1.0 if tiny else grid.share,
-                            seed,
-                        )
+            for seed, share, rate, batch in itertools.product(
+                self._first_seeds,
+                (1.0,) if tiny else grid.shares,
+                grid.rates,
+                self.grid.get("batches", row.batches),
+            ):
+                yield Run(
+                    FINAL if tiny else SEARCH,
+                    problem,
+                    self.search_size,
+                    self.data[problem],
+                    method,
+                    rate,
+                    rest,
+                    0.0 if tiny else grid.decays[0],
+                    batch,
+                    share,
+                    seed,
+                )
 
     def _beyond(
         self, methods: Sequence[str], records: Sequence[Record]
@@ -153,11 +160,20 @@ class Plan:
         decay: float | None = None,
     ) -> Run | None:
         """The best setting of a method, None if there is none yet."""
-        return best_setting(
+        own = [
             record
             for record in self._searched(problem, method, records)
             if decay in (None, record["run"]["decay"])
-        )
+        ]
+        if self.size == TINY or is_baseline(method):
+            return best_setting(own)
+        names = {r["run"]["method"] for r in records}
+        others = [
+            losses_of(self._searched(problem, name, records))
+            for name in filter(is_baseline, names)
+        ]
+        ends = [loss for found in others for loss in found.values()]
+        return best_setting(own, min(ends, default=None))
 
     def _searched(
         self, problem: str, method: str, records: Sequence[Record]
@@ -192,21 +208,31 @@ class Plan:
         return dataclasses.replace(own, **given)
 
 
-def best_setting(records: Iterable[Record]) -> Run | None:
+def best_setting(
+    records: Iterable[Record], target: float | None = None
+) -> Run | None:
     """The setting that ends best, without a seed.
 
-    Of settings that are equally good the quickest; of tiny problems, whose
-    loss at the end is the result, the best.
+    Of settings that are equally good, or at the target if there is one, the
+    quickest; of tiny problems, whose loss at the end is the result, the best.
     """
-    settings = settings_of(records)
-    if not settings:
+    records = list(records)
+    settings, losses = settings_of(records), losses_of(records)
+    if not losses:
         return None
-    losses = {
-        run: statistics.fmean(loss_of(run, end) for end in finals(group))
-        for run, group in settings.items()
-    }
     best = min(losses, key=lambda run: losses[run])
     if best.size == TINY:
         return best
-    good = [r for r in losses if losses[r] <= (1 + TOLERANCE) * losses[best]]
+    most = (1 + TOLERANCE) * losses[best]
+    if target is not None:
+        most = max(most, target)
+    good = [run for run in losses if losses[run] <= most]
     return min(good or [best], key=lambda run: seconds_of(settings[run]))
+
+
+def losses_of(records: Iterable[Record]) -> dict[Run, float]:
+    """Mean loss at the end, by setting."""
+    return {
+        run: statistics.fmean(loss_of(run, end) for end in finals(group))
+        for run, group in settings_of(records).items()
+    }
