@@ -118,9 +118,9 @@ def test_the_quickest_of_equal_settings_is_chosen() -> None:
     ]
     best = plan.best_setting(records)
     assert best is not None and best.batch == 250
-    # Errors of 0.15 are good enough where the best baseline has these.
+    # Errors of 0.2 are good enough where the best baseline has these.
     half = record("muon", 0, (4.0, 0.85), phase="search", share=0.5)
-    best = plan.best_setting([*records, half], 0.15)
+    best = plan.best_setting([*records, half], 0.2)
     assert best is not None and best.share == 0.5
 
 
