@@ -45,5 +45,5 @@ __all__ = [
 hook_compile()
 # What `compile("kfac")` finds, as it finds Keras' own.
 keras.saving.get_custom_objects().update(
-    kfac=KFAC, fosi=FOSI, gaussnewton=GaussNewton
+    kfac=KFAC, fosi=FOSI, gaussnewton=GaussNewton, gauss_newton=GaussNewton
 )

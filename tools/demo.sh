@@ -5,6 +5,11 @@
 # examples/ that is trained, by K-FAC, SGD and Adam, on N workers of this machine
 # with --workers N, first: bash tools/demo.sh --workers 2 --epochs 5
 set -euo pipefail
+if [[ "${1:-}" == --workers && ! "${2:-}" =~ ^[1-9][0-9]*$ ]]; then
+  echo "--workers needs a number: bash tools/demo.sh --workers 2" \
+    "Received: ${2:-nothing}" >&2
+  exit 2
+fi
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 # Without it a machine without a GPU is told so as an error.
@@ -16,7 +21,7 @@ fi
 
 launch=()
 if [[ "$1" == --workers ]]; then
-  launch=("$python" "$root/tools/launch.py" "${2:?--workers needs a number}" --)
+  launch=("$python" "$root/tools/launch.py" "$2" --)
   shift 2
 fi
 "${launch[@]}" "$python" "$root/examples/classification.py" \

@@ -1,7 +1,7 @@
 """What is preconditioned, and what is not and why."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -243,13 +243,16 @@ def nested() -> Any:
         ([re.compile("SECOND", re.I)], ["encoder/first", "head"]),
         ([re.compile("enc.*/.*t")], ["encoder/second", "head"]),
         ([layers.Dense], ["encoder/second"]),
+        (layers.Dense, ["encoder/second"]),
+        ("encoder", ["head"]),
+        (re.compile("SECOND", re.I), ["encoder/first", "head"]),
         ([layers.BatchNormalization, "head"], ["encoder/first"]),
         ([keras.Sequential], ["head"]),
         (("head", "first"), ["encoder/second"]),
         ((), ["encoder/first", "encoder/second", "head"]),
     ],
 )
-def test_skip_layers(skip: Sequence[Any], kept: list[str]) -> None:
+def test_skip_layers(skip: Any, kept: list[str]) -> None:
     """By name, path, expression, class or container."""
     optimizer = bind(nested(), skip_layers=skip)
     assert list(blocks_of(optimizer)) == kept

@@ -3,8 +3,10 @@
 That training goes on is in `integration/test_same_runs.py`.
 """
 
+import pickle
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,17 @@ def test_saved_without_curvature(tmp_path: Path) -> None:
     assert int(kfac_of(copy).factor_updates) == 0
     with pytest.warns(UserWarning, match="'kfac' finds no curvature"):
         model.set_state_tree(tree)
+
+
+@pytest.mark.parametrize(
+    "way", [deepcopy, lambda one: pickle.loads(pickle.dumps(one))]
+)
+def test_copies_of_a_new_optimizer(way: Callable[[Any], Any]) -> None:
+    """There is nothing to be found in them, and nothing to be said."""
+    optimizer = tfkfac.KFAC(damping=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert way(optimizer).damping == 0.5
 
 
 def test_other_optimizers_are_left_alone(tmp_path: Path) -> None:

@@ -85,3 +85,24 @@ def test_batches(name: str, chosen: Any) -> None:
     assert all(np.isfinite(value).all() for value in model.get_weights())
     model.train_on_batch(*data())
     assert all(np.isfinite(value).all() for value in model.get_weights())
+
+
+@pytest.mark.parametrize("name", ["kfac", "gauss_newton"])
+def test_labels_that_are_no_classes(name: str) -> None:
+    """In one line, where TensorFlow has a page of files."""
+    model = mlp()
+    model.compile(OPTIMIZERS[name](), loss())
+    x, y = data()
+    words = rf"classes in \[0, {CLASSES}\).*Received: a label {CLASSES}$"
+    for train in (model.train_on_batch, lambda *xy: model.fit(*xy, verbose=0)):
+        with pytest.raises(ValueError, match=words):
+            train(x, np.full_like(y, CLASSES))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_classes_for_a_loss_of_numbers(eager: bool) -> None:
+    model = mlp()
+    model.compile(tfkfac.KFAC(), "mse", run_eagerly=eager)
+    words = r"Loss 'mse'.*labels of shape \(.*,\) and outputs.*, 3\).*Classes"
+    with pytest.raises(ValueError, match=words):
+        model.fit(*data(), batch_size=5, verbose=0)

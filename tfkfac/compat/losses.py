@@ -94,6 +94,7 @@ class LossCall:
 @contextlib.contextmanager
 def observed_losses(
     differentiated: Callable[[keras.losses.Loss], bool] = lambda _: False,
+    check: Callable[[keras.losses.Loss, Any, Any], None] = lambda *_: None,
 ) -> Iterator[list[LossCall]]:
     """Notes every loss that this thread calls inside, in their order.
 
@@ -102,7 +103,8 @@ def observed_losses(
     `reduce_weighted_values(values, sample_weight=, mask=, reduction=, dtype=)`
     through the attribute of its module. A loss that is called inside of
     another is not noted. Each that is `differentiated` is recorded on a tape
-    of its own, from which its gradient at the predictions can be had.
+    of its own, from which its gradient at the predictions can be had. A check
+    of the loss, its labels and predictions comes before it.
     """
     calls: list[LossCall] = []
     reductions: list[list[Reduction]] = []  # of the calls that are going on
@@ -118,6 +120,7 @@ def observed_losses(
     ) -> Any:
         if reductions:
             return below(loss, y_true, y_pred, *args, **kwargs)
+        check(loss, y_true, y_pred)
         reductions.append([])
         leaves, read = None, y_pred
         try:

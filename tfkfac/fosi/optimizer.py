@@ -146,7 +146,7 @@ class FOSI(SecondOrderOptimizer):
         name: str = "fosi",
         **unknown: Never,
     ) -> None:
-        refuse_unknown("FOSI", unknown, keras.optimizers.Adam)
+        refuse_unknown(FOSI, unknown, keras.optimizers.Adam)
         largest = check_count("num_largest", num_largest)
         directions = largest + check_count("num_smallest", num_smallest)
         if directions == 0:

@@ -281,4 +281,4 @@ def refuse(unknown: Mapping[str, Any]) -> None:
                 "weight decay there are L2 regularisers. "
                 f"Received: {name}={value!r}"
             )
-    refuse_unknown("GaussNewton", unknown, keras.optimizers.SGD)
+    refuse_unknown(GaussNewton, unknown, keras.optimizers.SGD)

@@ -184,7 +184,8 @@ class KFAC(SecondOrderOptimizer):
         factor_rank: Number of these columns, at least 1; one less than the
             factor has rows if these are fewer. Defaults to 64.
         skip_layers: Names, regular expressions (they match a layer's whole
-            name or path) or classes of layers to leave to the inner optimizer.
+            name or path) or classes of layers to leave to the inner optimizer;
+            one, or several in a list or tuple.
         gradient_accumulation_steps: Number of micro-batches, at least 2, that
             make one step together, as if they were one batch: gradients and
             statistics are added up, and all intervals count steps. None is 1.
@@ -239,14 +240,14 @@ class KFAC(SecondOrderOptimizer):
         weight_sharing: str = "expand",
         max_factor_dim: int | None = 640,
         factor_rank: int = 64,
-        skip_layers: Iterable[SkipRule] = (),
+        skip_layers: SkipRule | Iterable[SkipRule] = (),
         gradient_accumulation_steps: int | None = None,
         name: str = "kfac",
         **seldom: Unpack[Seldom],
     ) -> None:
         max_skipped_steps = seldom.pop("max_skipped_steps", None)
         fraction = seldom.pop("gradient_worker_fraction", None)
-        refuse_unknown("KFAC", seldom, keras.optimizers.SGD, _MOVED)
+        refuse_unknown(KFAC, seldom, keras.optimizers.SGD, _MOVED)
         if fraction is not None:
             distribution = with_fraction(distribution, fraction)
         if momentum is not None:

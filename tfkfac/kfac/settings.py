@@ -190,6 +190,8 @@ def check_skip_layers(name: str, value: Any) -> tuple[SkipRule, ...]:
         ValueError: If an entry is none of these or not a regular expression.
         TypeError: If the argument is not a sequence.
     """
+    if isinstance(value, (str, type, re.Pattern)):
+        value = (value,)
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise TypeError(
             f"Argument `{name}` must be a list or tuple of layer names, "

@@ -26,7 +26,13 @@ from tfkfac.compat.models import (
     losing_layers,
 )
 from tfkfac.loss.shares import LossMeasure, shares_of_part, weigh
-from tfkfac.loss.terms import LossTerms, is_open, mean_over, read_terms
+from tfkfac.loss.terms import (
+    LossTerms,
+    check_labels,
+    is_open,
+    mean_over,
+    read_terms,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +77,7 @@ class LossTap(ModelTap[LossBatch]):
     ) -> Any:
         if not capturing():
             return below(*args, **kwargs)
-        with observed_losses(is_open) as calls:
+        with observed_losses(is_open, check_labels) as calls:
             loss = below(*args, **kwargs)
         model, before = self._model(), self.take()
         arguments = self._signature.bind(*args, **kwargs).arguments

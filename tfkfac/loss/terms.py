@@ -73,7 +73,33 @@ _known: dict[Any, Known] = {
 }
 # Those whose distribution a user has declared, by the same.
 _declared: set[Any] = set()
+# Keras' own that compare each output with a label of its own.
+_BY_OUTPUT = {
+    keras.losses.mean_squared_error,
+    keras.losses.mean_absolute_error,
+    keras.losses.huber,
+    keras.losses.log_cosh,
+    keras.losses.poisson,
+}
 _TOLERANCE = 1e-3
+
+
+def check_labels(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> None:
+    """Refuses classes where a loss needs a label for each output.
+
+    TensorFlow would say that shapes do not fit, below a page of files.
+
+    Raises:
+        ValueError: If an axis is missing.
+    """
+    ours, theirs = (tuple(getattr(t, "shape", ())) for t in (y_true, y_pred))
+    is_short = len(ours) == len(theirs) - 1 and theirs[-1] not in (None, 1)
+    if is_short and ours and loss_function(loss) in _BY_OUTPUT:
+        raise ValueError(
+            f"Loss '{loss.name}' compares outputs one by one. Received: labels "
+            f"of shape {ours} and outputs of shape {theirs}. Classes need "
+            '"sparse_categorical_crossentropy" or `keras.utils.to_categorical`.'
+        )
 
 
 class Unit(NamedTuple):

@@ -1,8 +1,9 @@
 """Arguments of an optimizer: numbers, an inner optimizer, their configs."""
 
+import difflib
 import inspect
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, overload
 
@@ -361,13 +362,20 @@ def check_rate(name: str, value: Any) -> Any:
     return float(value)
 
 
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that a wrong one is a slip of, or None."""
+    if name == "lr":  # as it was called for years
+        return "learning_rate"
+    return next(iter(difflib.get_close_matches(name, known, 1, 0.8)), None)
+
+
 def refuse_unknown(
-    owner: str,
+    kind: InnerClass,
     unknown: Mapping[str, Any],
     default: InnerClass,
     moved: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Refuses the arguments that the constructor of `owner` does not know.
+    """Refuses the arguments that the constructor of a class does not know.
 
     `default` is the class of its inner optimizer, `moved` says where an
     argument that is gone has its place now.
@@ -376,6 +384,7 @@ def refuse_unknown(
         ValueError: If one is of inner optimizers.
         TypeError: If one is of nobody.
     """
+    owner, known = kind.__name__, inspect.signature(kind.__init__).parameters
     for name, value in unknown.items():
         if name in moved:
             raise ValueError(
@@ -394,8 +403,10 @@ def refuse_unknown(
                 f"{owner}(keras.optimizers.{default.__name__}(..., "
                 f"{name}={value!r})). Received: {name}={value!r}"
             )
+        right = meant(name, known)
+        hint = f"Did you mean `{right}`? " if right else ""
         raise TypeError(
-            f"{owner}() got an unexpected keyword argument '{name}'. "
+            f"{owner}() got an unexpected keyword argument '{name}'. {hint}"
             f"Received: {name}={value!r}"
         )
 

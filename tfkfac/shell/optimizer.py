@@ -20,7 +20,13 @@ from tfkfac.compat.optimizers import trainable_variables as known_variables
 from tfkfac.distributed.agreement import check_agreement
 from tfkfac.loss.batch import LossBatch, LossTap
 from tfkfac.loss.shares import LossScaling
-from tfkfac.shell.arguments import check_inner, restore_value, serialize_value
+from tfkfac.shell.arguments import (
+    Tunable,
+    check_inner,
+    meant,
+    restore_value,
+    serialize_value,
+)
 from tfkfac.shell.method import Method, shown
 from tfkfac.shell.model import (
     check_settings,
@@ -500,7 +506,9 @@ class SecondOrderOptimizer(KerasOptimizer):
         return variables
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Notes when a `LossScaleOptimizer` is put around."""
+        """Refuses slips; notes when a `LossScaleOptimizer` is put around."""
+        if not name.startswith("_") and not hasattr(type(self), name):
+            self._refuse_slip(name, value)
         # Keras' LossScaleOptimizer resets this attribute on what it wraps,
         # the only sign of it there is.
         if name == "loss_scale_factor" and "_scaling" in vars(self):
@@ -512,6 +520,17 @@ class SecondOrderOptimizer(KerasOptimizer):
                 )
             self._scaling.is_wrapped = True
         super().__setattr__(name, value)
+
+    def _refuse_slip(self, name: str, value: Any) -> None:
+        """Refuses a new attribute that is nearly one that can be changed."""
+        fields = self.method_type.fields().items()
+        known = [k for k, field in fields if isinstance(field, Tunable)]
+        right = meant(name, [*known, "learning_rate"])
+        if right is not None:
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute '{name}'. Did you "
+                f"mean `{right}`? Received: {name}={value!r}"
+            )
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Sets the variables of the other optimizers, those of `variables`."""

@@ -130,6 +130,8 @@ class SavedState(tf.train.experimental.PythonState):
         Raises:
             ValueError: If it does not fit the model.
         """
+        if not store.keys() and self._job is None:
+            return  # a copy of one that has not begun
         if not store.keys():
             warnings.warn(
                 f"Optimizer '{self._name}' finds no curvature in what is "

@@ -121,7 +121,8 @@ def _watch(
     def train_on_batch(
         below: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        result = below(*args, **kwargs)
+        with as_errors():
+            result = below(*args, **kwargs)
         if optimizer is not None:
             optimizer.check_skipped_steps()
         return result

@@ -175,6 +175,11 @@ def note_batch(
 # so it bears a sign, by which `fit` finds it.
 _SIGN = "tfkfac refuses: "
 _TEXT = re.compile(rf"\[{_SIGN}(.*?)\]$", re.MULTILINE)
+# What TensorFlow's sparse cross-entropy says, on a CPU, below a page of files.
+_LABEL = re.compile(
+    r"Received a label value of (-?\d+) which is outside the valid range of "
+    r"(\[0, \d+\))"
+)
 
 
 def refuse(condition: tf.Tensor, message: tf.Tensor) -> tf.Operation:
@@ -189,7 +194,7 @@ def refuse(condition: tf.Tensor, message: tf.Tensor) -> tf.Operation:
 
 @contextlib.contextmanager
 def as_errors() -> Iterator[None]:
-    """Raises what a step in it has refused.
+    """Raises what a step in it has refused, and labels that are no classes.
 
     Raises:
         ValueError: With the message.
@@ -197,7 +202,12 @@ def as_errors() -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        found = _TEXT.search(error.message)
-        if found is None:
-            raise
-        raise ValueError(found[1].replace('\\"', '"')) from error
+        if found := _TEXT.search(error.message):
+            raise ValueError(found[1].replace('\\"', '"')) from error
+        if found := _LABEL.search(error.message):
+            raise ValueError(
+                "Labels of a sparse cross-entropy must be classes in "
+                f"{found[2]}, one for each output of the model. "
+                f"Received: a label {found[1]}"
+            ) from None
+        raise
