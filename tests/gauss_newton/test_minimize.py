@@ -25,6 +25,7 @@ from tfkfac.shell.conditions import Conditions
 
 JOBS = Jobs(workers_gauss)
 JOBS.add("mirrored: conditions", "conditions", slow=True)
+JOBS.add("two: seconds", "seconds", slow=True)
 
 
 @pytest.fixture
@@ -200,6 +201,12 @@ def test_replicas_share_the_points(results: Any) -> None:
     assert away <= 1e-10 * travelled
     for key in ("damping", "tries"):
         assert worker["last"][key] == pytest.approx(single["last"][key])
+
+
+@pytest.mark.slow
+def test_processes_have_no_seconds_in_common(results: Any) -> None:
+    for told in results("two: seconds"):
+        assert "`seconds` must be None with several processes" in told
 
 
 def residual(points: Any) -> Any:

@@ -165,6 +165,16 @@ def conditions(kind: str | None) -> dict[str, Any]:
         }
 
 
+def seconds(kind: str | None) -> str:
+    """Asks `minimize` for seconds, of which each process has its own."""
+    with strategy(kind).scope():
+        try:
+            Decay().minimize(tfkfac.GaussNewton(), seconds=1)
+        except ValueError as error:
+            return str(error)
+    return "trained"
+
+
 def refusal(kind: str | None) -> str:
     """Trains on images of which a single one is too large, for its weights."""
     with strategy(kind).scope():
