@@ -128,7 +128,7 @@ def test_the_table_of_the_readme() -> None:
     _, [line, mean] = report.summary([*results.compare(cnn_records())])
     assert line[0] == "cnn, accuracy"
     assert line[1] == "adam: 0.91 ± 0.014 after 20 s"
-    assert line[2] == "0.275 ± 0.035, **less**"
+    assert line[2] == "0.275 ± 0.035, **less**; 0.935 ± 0.021, level"
     assert mean[-1] == "0.28"
 
 

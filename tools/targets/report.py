@@ -33,6 +33,7 @@ MOST_ABOVE, LEAST_BELOW = 1.02, 11
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 SIGNS = {TIE: "tie", "less": "**less**", "more": "more"}
+ENDS = {TIE: "level", "less": "**better**", "more": "worse"}
 ABOUT = (
     "Processor seconds on one thread to the final metric of the best baseline, "
     "seed by seed, without evaluation and first step; means and standard "
@@ -42,8 +43,9 @@ ABOUT = (
     "over those of the baselines; K-FAC has the setting that was, on the data "
     "held out, the first to end as well as the best baseline. Ratio: "
     "seconds over those of the baseline that is there first. A claim (less, "
-    "more) takes (mean difference) * sqrt(n) of at least three standard "
-    "deviations; all else is a tie. Keras' Muon leaves the output layer, "
+    "more; better, worse at the end than the best baseline) takes (mean "
+    "difference) * sqrt(n) of at least three standard deviations; all else is "
+    "a tie, or level. Keras' Muon leaves the output layer, "
     "convolutions, the projections of attention, embeddings, biases and scales "
     "to AdamW."
 )
@@ -144,11 +146,17 @@ def _line(row: Row, comparison: Comparison) -> Sequence[str]:
     return (
         f"`{row.setting.method}`",
         _settings(row.setting),
-        spread(row.finals),
+        _end(row),
         spread(reached) if row.arrives else missing,
         spread(row.ratios) or "-",
         claim,
     )
+
+
+def _end(row: Row) -> str:
+    """The metric at the end, and of ours how it compares to the target."""
+    text = spread(row.finals)
+    return text if not row.claim else f"{text}, {ENDS[row.end]}"
 
 
 def _settings(run: Run) -> str:
@@ -195,12 +203,12 @@ def summary(comparisons: Sequence[Comparison]) -> Table:
 
 
 def _short(row: Row | None) -> str:
-    """Ratio and claim, or how a method ends that does not reach the target."""
+    """Ratio, if the target is reached, and end."""
     if row is None:
         return ""
     if not row.ratios:
-        return f"not reached: {spread(row.finals)}"
-    return f"{spread(row.ratios)}, {SIGNS[row.claim]}"
+        return f"not reached: {_end(row)}"
+    return f"{spread(row.ratios)}, {SIGNS[row.claim]}; {_end(row)}"
 
 
 # ----------------------------------------------------------------------- tiny

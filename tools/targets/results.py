@@ -50,6 +50,8 @@ def judge(differences: Sequence[float]) -> str:
     """
     if len(differences) < 2:
         return TIE
+    if math.inf in differences:
+        return "more"
     mean, deviation = (
         statistics.fmean(differences),
         statistics.stdev(differences),
@@ -73,6 +75,7 @@ class Row:
             a seed does not reach the target.
         claim: "less" or "more" seconds than that baseline, "tie", "not
             reached", or "" for a baseline.
+        end: "less" or "more" loss at the end than the target, or "tie".
     """
 
     setting: Run
@@ -80,6 +83,7 @@ class Row:
     seconds: Sequence[float | None]
     ratios: Sequence[float] = ()
     claim: str = ""
+    end: str = TIE
 
     @property
     def arrives(self) -> bool:
@@ -144,6 +148,12 @@ def _compared(
                 _seconds_to(setting, record, target)
                 for record, target in zip(found, targets, strict=True)
             ],
+            end=judge(
+                [
+                    loss_of(setting, end) - loss_of(best, target)
+                    for end, target in zip(finals(found), targets, strict=True)
+                ]
+            ),
         )
         for setting, found in settings.items()
     }
