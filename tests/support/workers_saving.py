@@ -18,6 +18,7 @@ from tests.support.strategies import copies, local_ranks, strategy
 from tests.support.worker_parts import FEEDS, images, shares
 from tests.support.workers_modes import dataset
 from tfkfac.callbacks import ChiefBackup
+from tfkfac.shell import saving
 
 # Step 5 is neither of factors nor of inverses, and in the middle of an
 # estimation.
@@ -257,17 +258,35 @@ def factors(
     return kept
 
 
-def ungathered(kind: str, directory: str) -> tuple[str, str]:
-    """What is said by a save without a gathering, and by its file."""
-    path = f"{directory}/of worker {local_ranks(kind)[0]}.weights.h5"
+def ungathered(kind: str, directory: str) -> dict[str, Any]:
+    """Saves without a gathering: by all workers at once, then by one alone.
+
+    Returns:
+        What the first leaves out, and what is said by both and when the second
+        is loaded.
+    """
+    saving.PATIENCE = 5
+    rank = local_ranks(kind)[0]
     with floats("float64"):
         network = build(kind, "kfac", {"model": "small"})
         train(kind, network, 0, 1)
-        with warnings.catch_warnings(record=True) as said:
-            network.save_weights(path)
-        with warnings.catch_warnings(record=True) as loaded:
-            network.load_weights(path)
-    return str(said[-1].message), str(loaded[-1].message)
+        want = everything(kind, network)
+        with warnings.catch_warnings(record=True) as together:
+            network.save_weights(f"{directory}/{rank}.weights.h5")
+        network.optimizer.gather_state()  # the file is closed
+        again = build(kind, "kfac", {"model": "small"})
+        again.load_weights(f"{directory}/0.weights.h5")
+        found = differences(everything(kind, again), want)
+        train(kind, network, 1, 2)
+        with warnings.catch_warnings(record=True) as alone:
+            if rank == 0:
+                network.save_weights(f"{directory}/alone.weights.h5")
+                again.load_weights(f"{directory}/alone.weights.h5")
+    return {
+        "found": found,
+        "together": [str(one.message) for one in together],
+        "alone": [str(one.message) for one in alone],
+    }
 
 
 def each_its_own(kind: str, how: str, directory: str) -> dict[str, list[str]]:

@@ -197,6 +197,27 @@ def abort_collectives(message: str) -> None:
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
 
+def leave_note(key: str, text: str) -> None:
+    """Leaves a note for all processes of a job; the first of a key stays.
+
+    This relies on the key-value store of TensorFlow's coordination service,
+    which every `MultiWorkerMirroredStrategy` starts.
+    """
+    with contextlib.suppress(tf.errors.AlreadyExistsError):
+        context.context().set_config_key_value(key, text)
+
+
+def read_note(key: str, seconds: float) -> str | None:
+    """A note of any process; None if there is none after some seconds.
+
+    It relies on what `leave_note` does. Other threads go on.
+    """
+    wait = max(int(1000 * seconds), 1)  # 0 would be for ever
+    with contextlib.suppress(tf.errors.DeadlineExceededError):
+        return str(context.context().get_config_key_value(key, wait))
+    return None
+
+
 T = TypeVar("T")
 
 _CHAINS = "_tfkfac_chains"

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.compat.graphs import with_gradient
+from tfkfac.compat.strategies import leave_note, read_note
 
 # Small tensors travel together in buckets of at most this many bytes. A bucket
 # waits for all that is in it: with 32 MB a step of 11 MB of gradients on two
@@ -210,6 +212,23 @@ class Communicator:
         receive = tf.raw_ops.CollectiveBcastRecv
         received = self._launch(functools.partial(receive, **arguments))
         return tf.bitcast(received, spec.dtype) if is_carried else received
+
+    def all_come(self, meeting: str, moment: str, seconds: float) -> bool:
+        """True on all members if all come to a meeting, or False on all.
+
+        No collective: if one does not come within some seconds, or from
+        another moment, the others go on. The name of a meeting is used once.
+        """
+        key = f"{self._scope} {meeting}"
+        leave_note(f"{key}/{self.rank}", moment)
+        end = time.monotonic() + seconds
+        come = all(
+            read_note(f"{key}/{rank}", end - time.monotonic()) == moment
+            for rank in range(self.size)
+        )
+        # Who is the first to know decides for all.
+        leave_note(f"{key}/word", str(come))
+        return read_note(f"{key}/word", seconds) == str(True)
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """Stacks a tensor of static shape from all members, by rank."""

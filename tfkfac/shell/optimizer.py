@@ -366,7 +366,8 @@ class SecondOrderOptimizer(KerasOptimizer):
         layers), until it is gathered again, and what is saved before the next
         step has it. It is a collective operation; saving is none. `fit` calls
         it where a callback with a `save_freq`, as Keras' have, is about to
-        save. In a job of one process it does nothing.
+        save, and saving where all processes save within 30 seconds, each to a
+        path of its own. In a job of one process it does nothing.
         """
         self._saved_state.gather()
 
@@ -374,7 +375,7 @@ class SecondOrderOptimizer(KerasOptimizer):
         """Writes the curvature state, named by layer.
 
         Keras saves the inner optimizer by itself. In a job of several
-        processes `gather_state` has to come before.
+        processes `gather_state` has to come before, or all have to save.
 
         Args:
             store: A mapping of names to arrays.

@@ -32,13 +32,17 @@ from tfkfac.saving.store import (
 from tfkfac.shell.method import Method
 from tfkfac.training.job import Job
 
+# Seconds in which all workers must begin to save, if all do.
+PATIENCE = 30
+
 
 class SavedState(tf.train.experimental.PythonState):
     """The state of an optimizer's method, to be saved and loaded.
 
     In a job of several processes no worker has all of it. `gather` brings it
     together in the first one's memory, at a moment when all are there, so that
-    saving needs no collective and that worker may do it alone.
+    saving needs no collective and that worker may do it alone. Where all save,
+    that is such a moment.
 
     `tf.train.Checkpoint` saves it as a whole, in the form that files have: the
     variables of one worker are of no use to another.
@@ -50,6 +54,8 @@ class SavedState(tf.train.experimental.PythonState):
         self._job: Job | None = None
         # When, and what of it the first process has.
         self._gathered: tuple[Any, dict[str, np.ndarray] | None] | None = None
+        # Saves without a gathering, and whether this process alone has saved.
+        self._meetings, self._is_alone = 0, False
         self._restored: bytes | None = None
 
     def create(self, job: Job) -> None:
@@ -71,6 +77,22 @@ class SavedState(tf.train.experimental.PythonState):
         state = gather_state(self._entries(), self._job)
         self._gathered = self._moment(self._job), state
 
+    def _is_gathered(self, job: Job) -> bool:
+        """True if the state is together; brings it so if all workers save."""
+        moment = self._moment(job)
+        if self._gathered is not None and self._gathered[0] == moment:
+            return True
+        if self._is_alone:  # who has waited in vain does so once
+            return False
+        group = job.among_processes("saving")
+        steps = str(moment[0])  # others may count what only they own
+        self._meetings += 1
+        if not group.all_come(f"meeting {self._meetings}", steps, PATIENCE):
+            self._is_alone = True
+            return False
+        self.gather()
+        return True
+
     def save(self, store: MutableMapping[str, Any]) -> None:
         """Writes the state into a Keras store, or says why not."""
         job = self._job
@@ -79,21 +101,22 @@ class SavedState(tf.train.experimental.PythonState):
         entries, replicas = self._entries(), job.topology.replicas
         if job.topology.processes == 1:
             save_state(store, entries, replicas)
-        elif self._gathered is None or self._gathered[0] != self._moment(job):
+        elif not self._is_gathered(job):
             warnings.warn(
                 f"Optimizer '{self._name}' saves no curvature: each worker has "
                 "a share of it, and it has not been gathered since the last "
                 "step. Call `optimizer.gather_state()` on all workers before "
-                "one of them saves.",
+                "one of them saves, or let all save at once, each to a path of "
+                f"its own: that is waited for once, {PATIENCE} seconds.",
                 stacklevel=2,
             )
-        elif self._gathered[1] is None:
+        elif self._gathered is not None and self._gathered[1] is not None:
+            for key, value in self._gathered[1].items():
+                store[key] = value
+        else:
             save_state(store, entries, replicas)
             own = share_key(job.topology.process, job.topology.processes)
             store[own] = np.zeros(1, np.int64)
-        else:
-            for key, value in self._gathered[1].items():
-                store[key] = value
 
     def _entries(self) -> dict[int, list[Entry]]:
         """Entries to be saved now, by rank."""
