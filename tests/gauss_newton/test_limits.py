@@ -93,9 +93,17 @@ def test_the_error_says_what_a_batch_takes() -> None:
     model.compile(tfkfac.GaussNewton(max_bytes=64 * MEGA), "mse")
     model.fit(batches(model, 1), verbose=0)
     before = model.get_weights()
-    with pytest.raises(ValueError, match="A step of `GaussNewton`") as caught:
-        model.fit(batches(model, 32), verbose=0)
-    told = str(caught.value)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(33, 160)), rng.normal(size=(33, 64))
+
+    def refused() -> None:
+        with pytest.raises(ValueError, match="A step of `Gauss") as caught:
+            model.fit(x, y, shuffle=False, batch_size=32, verbose=0)
+        texts.append(str(caught.value))
+
+    texts: list[str] = []
+    assert peak(refused) < 90  # the Jacobian has 181 MB
+    (told,) = texts
     m, n = 32 * 64, model.count_params()
     least, most = (4 * (3 * m * m + 3 * m * (n + x)) / MEGA for x in (0, 999))
     found = re.search(r"takes ([\d.]+) MB for 22,114 weights", told)
