@@ -63,11 +63,16 @@ class Clock(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def mlp(features: int, *widths: int, penalty: float = 0.0) -> Any:
+def mlp(
+    features: int,
+    *widths: int,
+    penalty: float = 0.0,
+    activation: Any = "tanh",
+) -> Any:
     """A network of one output, with an L2 penalty."""
     l2 = keras.regularizers.L2(penalty) if penalty else None
     hidden = [
-        keras.layers.Dense(width, "tanh", kernel_regularizer=l2)
+        keras.layers.Dense(width, activation, kernel_regularizer=l2)
         for width in widths
     ]
     last = keras.layers.Dense(1, kernel_regularizer=l2)

@@ -1,6 +1,7 @@
 """Differential equations as named conditions, with their solutions.
 
-Points are `(batch, coordinates)`, time first. Networks are plain tanh ones.
+Points are `(batch, coordinates)`, time first. Networks are plain tanh ones but
+for the last problems.
 """
 
 import dataclasses
@@ -164,8 +165,8 @@ def helmholtz() -> Problem:
 
 
 # ---------------------------------------------------------- those with a time
-def burgers(nu: float = 0.01) -> Problem:
-    network = contest.mlp(2, 20, 20, 20)
+def burgers(network: Any = None, nu: float = 0.01) -> Problem:
+    network = network or contest.mlp(2, 20, 20, 20)
 
     def equation(x: Any) -> Any:
         u, (u_t, u_x), (u_xx,) = derivatives(network, x, [1])
@@ -284,8 +285,8 @@ def phases() -> tuple[Array, Array]:
     return grid.reshape(-1, 2), found.y.T.reshape(-1, 1)
 
 
-def wave() -> Problem:
-    network = contest.mlp(2, 20, 20, 20, 20)
+def wave(network: Any = None) -> Problem:
+    network = network or contest.mlp(2, 20, 20, 20, 20)
 
     def solution(t: Any, x: Any) -> Any:
         slow = np.sin(PI * x) * np.cos(2 * PI * t)
@@ -328,6 +329,22 @@ def sine() -> Problem:
     )
 
 
+def sines(*widths: int) -> Any:
+    """A network of sines, which may hold a solution exactly."""
+    return contest.mlp(2, *widths, activation=tf.sin)
+
+
+def periodic(*widths: int) -> Any:
+    """The same of the time and an angle: x and x + 2 are one point."""
+    network = contest.mlp(3, *widths, activation=tf.sin)
+    inputs = keras.Input((2,))
+    time, angle = inputs[:, :1], PI * inputs[:, 1:]
+    angle = [keras.ops.sin(angle), keras.ops.cos(angle)]
+    return keras.Model(
+        inputs, network(keras.ops.concatenate([time, *angle], 1))
+    )
+
+
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "Poisson 2-D": lambda: poisson(2),
     "Poisson 5-D": lambda: poisson(5),
@@ -337,4 +354,8 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "Helmholtz": helmholtz,
     "inverse Burgers": inverse_burgers,
     "regression": sine,
+    # These know more of the solution than one has before: rows of their own.
+    "Poisson 2-D, sines": lambda: poisson(2, sines(64)),
+    "wave, sines": lambda: wave(sines(20, 20, 20, 20)),
+    "Burgers, periodic sines": lambda: burgers(periodic(20, 20, 20)),
 }

@@ -3,14 +3,16 @@
     python tools/results.py
 
 All go into docs/pages/results.md, the first table into README.md. A record of
-docs/trainings.json is a training of time_to_target.py; one of docs/results.json
-is another study: its tables as they were measured, the command that repeats it,
-the machine, and the commits that its figures came with.
+docs/trainings.json is a training of time_to_target.py, one of
+docs/gauss_newton.json the errors of an optimizer of examples/gauss_newton.py.
+One of docs/results.json is another study: its tables as they were measured, the
+command that repeats it, the machine, and the commits that its figures came with.
 """
 
 import json
 import pathlib
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from targets import report
@@ -24,6 +26,14 @@ README = ROOT / "README.md"
 RECORDS = DOCS / "results.json"
 TRAININGS = DOCS / "trainings.json"
 PAGE = DOCS / "pages" / "results.md"
+RACERS = {
+    "gauss_newton": "**GaussNewton**",
+    "least_squares": "MINPACK's lm",
+    "lbfgs": "L-BFGS-B",
+    "tf_levenberg_marquardt": "tf-levenberg-marquardt",
+    "kfac quadratic": "K-FAC, quadratic steps",
+    "adam": "Adam",
+}
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 
@@ -75,6 +85,9 @@ def page(records: Mapping[str, Any]) -> str:
 def _study(study: Mapping[str, Any], records: Mapping[str, Any]) -> str:
     """A section: text, tables, and where the figures come from."""
     parts = [f"## {study['title']}", *study["text"]]
+    if "races" in study:
+        races = json.loads((DOCS / study["races"]).read_text())
+        parts.append(markdown_table(*race_table(races)))
     for table in study.get("tables", []):
         parts.append(markdown_table(table["columns"], table["rows"]))
         parts += [f"*{table['caption']}*"] if "caption" in table else []
@@ -86,6 +99,22 @@ def _study(study: Mapping[str, Any], records: Mapping[str, Any]) -> str:
         f"Recorded in: {', '.join(f'`{c}`' for c in study['commits'])}."
     )
     return "\n\n".join(parts)
+
+
+def race_table(
+    races: Sequence[Mapping[str, Any]],
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Median errors, a row for each problem and optimizer."""
+    marks = ("6 s", "20 s", "60 s")
+    order = {race["problem"]: None for race in races}
+    rows = []
+    for problem in order:
+        for race in (one for one in races if one["problem"] == problem):
+            found = [race["errors"].get(mark) for mark in marks]
+            cells = [f"{statistics.median(e):.1e}" if e else "" for e in found]
+            count = str(len(race["steps"]))
+            rows.append((problem, RACERS[race["optimizer"]], *cells, count))
+    return ("problem", "optimizer", *marks, "seeds"), rows
 
 
 if __name__ == "__main__":
