@@ -1,11 +1,13 @@
-"""K-FAC and Adam after the same seconds, on an autoencoder of digits.
+"""K-FAC and Adam for the same processor seconds, on an autoencoder of digits.
 
     python tools/demo.py [PLOT]
 
-K-FAC trains with its defaults, then Adam, at a good learning rate, for as many
-steps as take the same seconds; both rates decay to 0 over the run. What is
-shown are digits that neither has seen, and what the networks make of them after
-squeezing them through 30 numbers. The plot needs Matplotlib.
+K-FAC trains with its defaults, then Adam, at a good learning rate, until it has
+taken as many processor seconds: those of the clock depend on what else the
+machine does. Both rates decay to 0 over the run, whose first step is traced and
+counts for neither. What is shown are digits that neither has seen, and what the
+networks make of them after squeezing them through 30 numbers. The plot needs
+Matplotlib.
 """
 
 import importlib.util
@@ -16,13 +18,14 @@ from collections.abc import Mapping
 import keras
 import numpy as np
 
-from targets.data import Data
+from targets.methods import CONSTANT
+from targets.recording import Allowance
 from targets.run import FINAL, Run
 from targets.training import Training, load
 
 ADAM_RATE = 2e-3
-# Steps that tell how long one takes.
-TRIAL = 60
+MOST_STEPS = 10**6  # Adam has seconds, not steps
+EVALUATIONS = 4
 SHADES = " .:-=+*%@"
 SHOWN = 3  # digits in the terminal
 PLOTTED = 10
@@ -45,39 +48,42 @@ def main() -> None:
             seed=0,
         )
         for method, rate, batch, share in (
-            ("adam", ADAM_RATE, 125, 1.0),
+            (f"adam{CONSTANT}", ADAM_RATE, 125, 1.0),
             ("kfac", None, 500, 0.25),
         )
     )
     data = load(kfac, None)
     print("An autoencoder of digits, 784-500-250-125-30-125-250-500-784")
     images = {"digits": data.test_x[:PLOTTED, ..., 0]}
-    steps = kfac.count_steps()
-    seconds, images["K-FAC"] = train("K-FAC", kfac, data, steps)
-    trial = Training(adam, data, steps=TRIAL, evaluations=1).run(adam.seed)
-    steps = round(seconds * (TRIAL - 1) / trial["curve"]["seconds"][-1])
-    _, images["Adam"] = train("Adam", adam, data, steps)
+    training = Training(kfac, data, evaluations=EVALUATIONS)
+    seconds = report("K-FAC", training.run(kfac.seed))
+    images["K-FAC"] = outputs(training.model, data.test_x[:PLOTTED])
+    training = Training(adam, data, steps=MOST_STEPS)
+    allowance = Allowance(training.measure, seconds, EVALUATIONS, ADAM_RATE)
+    report("Adam", training.run(adam.seed, allowance))
+    images["Adam"] = outputs(training.model, data.test_x[:PLOTTED])
     show(images)
     if len(sys.argv) > 1:
         save_plot(pathlib.Path(sys.argv[1]), images)
 
 
-def train(
-    name: str, run: Run, data: Data, steps: int
-) -> tuple[float, np.ndarray]:
-    """Trains; returns the seconds, and the first digits as they come out."""
-    training = Training(run, data, steps=steps, evaluations=4)
-    curve = training.run(run.seed)["curve"]
-    for step, seconds, error in zip(
-        curve["step"], curve["seconds"], curve["metric"], strict=True
-    ):
+def report(name: str, record: Mapping[str, Mapping[str, list[float]]]) -> float:
+    """Prints a training; returns its processor seconds."""
+    curve = record["curve"]
+    for step, seconds, processor, error in zip(*curve.values(), strict=True):
         print(
-            f"{name:5}  {step:5.0f} steps  {seconds:5.1f} seconds  squared "
-            f"error of an image {error:6.2f}"
+            f"{name:5}  {step:5.0f} steps  {processor:5.2f} processor seconds "
+            f"({seconds:.2f} on the clock)  squared error of an image "
+            f"{error:6.2f}"
         )
-    logits = training.model.predict(data.test_x[:PLOTTED], verbose=0)
-    outputs = keras.ops.convert_to_numpy(keras.ops.sigmoid(logits))
-    return curve["seconds"][-1], outputs.reshape(-1, 28, 28)
+    return curve["cpu_seconds"][-1]
+
+
+def outputs(model: keras.Model, digits: np.ndarray) -> np.ndarray:
+    """Digits as they come out of a network."""
+    logits = model.predict(digits, verbose=0)
+    found = keras.ops.convert_to_numpy(keras.ops.sigmoid(logits))
+    return found.reshape(-1, 28, 28)
 
 
 def show(images: Mapping[str, np.ndarray]) -> None:

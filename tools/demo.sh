@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Trains an autoencoder of the embedded digits with K-FAC and, for the same
-# seconds, with Adam, in .venv (made on the first run); shows what they make of
-# digits and leaves a plot in demo/. With arguments it is the classifier of
-# examples/ that is trained, by K-FAC, SGD and Adam, on N workers of this machine
-# with --workers N, first: bash tools/demo.sh --workers 2 --epochs 5
+# processor seconds, with Adam, in .venv (made on the first run); shows what they
+# make of digits and leaves a plot in demo/. With arguments it is the classifier
+# of examples/ that is trained, by K-FAC, SGD and Adam, on N workers of this
+# machine with --workers N, first: bash tools/demo.sh --workers 2 --epochs 5
 set -euo pipefail
 if [[ "${1:-}" == --workers && ! "${2:-}" =~ ^[1-9][0-9]*$ ]]; then
   echo "--workers needs a number: bash tools/demo.sh --workers 2" \

@@ -50,23 +50,61 @@ class Recorder(keras.callbacks.Callback):
         step = batch + 1
         if step > 1 and step not in self._due:
             return
-        self._stop()
-        if step == 1:
-            self.first_step = _short(self._elapsed[1])
-            self._elapsed = (0.0, 0.0)
+        self._stop(step)
         if step in self._due:
-            values = (step, *map(_short, (*self._elapsed, self._measure())))
-            for column, value in zip(self.curve.values(), values, strict=True):
-                column.append(value)
+            self._evaluate(step)
         self._started = _now()
 
-    def _stop(self) -> None:
+    def _stop(self, step: int) -> None:
         """Adds what has passed since the clocks were started."""
         now = _now()
         self._elapsed = (
             self._elapsed[0] + now[0] - self._started[0],
             self._elapsed[1] + now[1] - self._started[1],
         )
+        if step == 1:
+            self.first_step = _short(self._elapsed[1])
+            self._elapsed = (0.0, 0.0)
+
+    def _evaluate(self, step: int) -> None:
+        """Adds a point to the curve."""
+        values = (step, *map(_short, (*self._elapsed, self._measure())))
+        for column, value in zip(self.curve.values(), values, strict=True):
+            column.append(value)
+
+
+class Allowance(Recorder):
+    """Ends a training after some processor seconds, and measures on the way.
+
+    Meanwhile the learning rate falls linearly to 0.
+
+    Args:
+        measure: Returns the metric.
+        seconds: Processor seconds of the training after its first step.
+        evaluations: Number of times to measure.
+        rate: Learning rate at first.
+    """
+
+    def __init__(
+        self,
+        measure: Callable[[], float],
+        seconds: float,
+        evaluations: int,
+        rate: float,
+    ) -> None:
+        super().__init__(measure, 0, evaluations)
+        self._seconds, self._evaluations = seconds, evaluations
+        self._rate = rate
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Measures if that is due; sets the rate."""
+        self._stop(batch + 1)
+        spent = min(self._elapsed[1] / self._seconds, 1.0)
+        if spent >= (len(self.curve["step"]) + 1) / self._evaluations:
+            self._evaluate(batch + 1)
+        self.model.optimizer.learning_rate = self._rate * (1 - spent)
+        self.model.stop_training = spent == 1
+        self._started = _now()
 
 
 def _now() -> tuple[float, float]:

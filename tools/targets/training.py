@@ -81,6 +81,7 @@ class Training:
 
     Attributes:
         model: The model.
+        measure: Returns its metric.
     """
 
     def __init__(
@@ -115,12 +116,18 @@ class Training:
                 self.model, problem, problem.validation, x, y
             )
             x, y = tree.map_structure(lambda a: a[:LEARNT], (data.x, data.y))
-        self._measure = models.make_measure(
+        self.measure = models.make_measure(
             self.model, problem, problem.score, x, y
         )
 
-    def run(self, seed: int) -> dict[str, Any]:
+    def run(
+        self, seed: int, recorder: Recorder | None = None
+    ) -> dict[str, Any]:
         """Trains; everything random depends on the seed alone.
+
+        Args:
+            seed: That of weights and batches.
+            recorder: Recorder of the curve. None measures at even steps.
 
         Returns:
             The curve, what the first step took, and for tiny problems the
@@ -128,12 +135,13 @@ class Training:
         """
         keras.utils.set_random_seed(seed)
         fresh = models.build(self._run.problem, self._run.size)
-        self._measure()  # traces it
+        self.measure()  # traces it
         for part, state in self._optimizers.items():
             part.load_own_variables(state)
         for own, new in zip(self.model.variables, fresh.variables, strict=True):
             own.assign(new)
-        recorder = Recorder(self._measure, self._steps, self._evaluations)
+        if recorder is None:
+            recorder = Recorder(self.measure, self._steps, self._evaluations)
         self.model.fit(
             batches(self._run, self._data, seed),
             steps_per_epoch=self._steps,
