@@ -12,7 +12,8 @@ import pytest
 
 from targets import recording
 
-TOOLS = pathlib.Path(__file__).parents[2] / "tools"
+ROOT = pathlib.Path(__file__).parents[2]
+TOOLS = ROOT / "tools"
 LINE = re.compile(
     r"^(K-FAC|Adam) +(\d+) steps +([\d.]+) processor seconds \(([\d.]+) on the "
     r"clock\)  squared error of an image +([\d.]+)$",
@@ -68,7 +69,7 @@ def test_an_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_as_long_for_both() -> None:
     done = subprocess.run(
         [sys.executable, str(TOOLS / "demo.py")],
-        env={**os.environ, "PYTHONPATH": str(TOOLS.parent / "examples")},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"},
         stdout=subprocess.PIPE,
         text=True,
     )
