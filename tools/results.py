@@ -5,8 +5,8 @@
 All go into docs/pages/results.md, the first table into README.md. A record of
 docs/trainings.json is a training of time_to_target.py, one of
 docs/gauss_newton.json the errors of an optimizer of examples/gauss_newton.py.
-One of docs/results.json is another study: its tables as they were measured, the
-command that repeats it, the machine, and the commits that its figures came
+One of docs/results.json is another study: its tables as they were measured,
+the command that repeats it, the machine, and the commits that its figures came
 with.
 """
 
