@@ -125,7 +125,8 @@ def test_the_quickest_of_equal_settings_is_chosen() -> None:
 
 
 def test_the_table_of_the_readme() -> None:
-    _, [line, mean] = report.summary([*results.compare(cnn_records())])
+    columns, [line, mean] = report.summary([*results.compare(cnn_records())])
+    assert columns[2] == "K-FAC"
     assert line[0] == "cnn, accuracy"
     assert line[1] == "adam: 0.91 ± 0.014 after 20 s"
     assert line[2] == "0.275 ± 0.035, **less**; 0.935 ± 0.021, level"

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from targets.methods import CONSTANT, is_baseline, is_constant
+from targets.methods import CONSTANT, is_baseline, is_constant, parse
 from targets.plan import best_setting
 from targets.problems import TINY, TINY_PROBLEMS
 from targets.results import (
@@ -183,7 +183,7 @@ def summary(comparisons: Sequence[Comparison]) -> Table:
         for row in comparison.rows
         if not is_baseline(row.setting.method)
     )
-    columns = ["problem", "best baseline", *(f"`{m}`" for m in methods)]
+    columns = ["problem", "best baseline", *map(_title, methods)]
     rows = []
     for comparison in comparisons:
         run, best = comparison.best.setting, comparison.best
@@ -200,6 +200,15 @@ def summary(comparisons: Sequence[Comparison]) -> Table:
     cells = [f"{means[m][0]:.2f}" if m in means else "" for m in methods]
     rows.append(["geometric mean of those reached", "", *cells])
     return columns, rows
+
+
+def _title(method: str) -> str:
+    """What a method of ours is called where there is room for a few words."""
+    arguments = dict(parse(method).arguments)
+    step = arguments.pop("step", "inner")
+    words = ["K-FAC" if step == "inner" else f"{step} steps"]
+    words += [f"{name}={value}" for name, value in arguments.items()]
+    return ", ".join(words)
 
 
 def _short(row: Row | None) -> str:
