@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,19 @@ def test_a_signal_that_comes_too_late(tmp_path: Path) -> None:
         assert len(seen) == 2
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_another_thread_cannot_catch_it(tmp_path: Path) -> None:
+    """As where Ray trains; it is said, and epochs are backed up."""
+    before = signal.getsignal(signal.SIGTERM)
+    backup = ChiefBackup(tmp_path, delete_checkpoint=False)
+    with (
+        pytest.warns(UserWarning, match="cannot answer SIGTERM"),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        assert thread.submit(fit, network(), 1, backup).result().epoch == [0]
+    assert names(tmp_path) == ["epoch-000001.weights.h5"]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # --------------------------------------------------------- a real end of a job

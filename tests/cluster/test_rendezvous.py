@@ -31,6 +31,7 @@ class Meeting:
 
     def __init__(self) -> None:
         self.results: dict[Any, BaseException | None] = {}
+        self.found: set[tuple[str, ...]] = set()
         self._threads: list[threading.Thread] = []
 
     def join(
@@ -42,7 +43,9 @@ class Meeting:
     ) -> None:
         def run() -> None:
             try:
-                wait_for_all(Cluster(tuple(addresses), index), timeout)
+                cluster = Cluster(tuple(addresses), index)
+                found, _ = wait_for_all(cluster, timeout)
+                self.found.add(found.addresses)
                 result = None
             except (TimeoutError, ValueError) as error:
                 result = error
@@ -73,6 +76,25 @@ def test_all_go_on_when_all_are_there(
     port = int(addresses[0].rpartition(":")[2])
     with socket.create_server(("", port)):
         pass
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+def test_one_address_is_enough(host: str) -> None:
+    """Where the first one listens; all learn the same of the others."""
+    with contextlib.closing(*claim_ports(1)) as claim:
+        first = f"{host}:{claim.getsockname()[1]}"
+        meeting = Meeting()
+        for index in (2, 0, 1):
+            meeting.join((first, "", ""), index)
+        assert meeting.end() == {0: None, 1: None, 2: None}
+    (addresses,) = meeting.found
+    assert addresses[0] == first
+    assert len(set(addresses)) == 3
+    for other in addresses[1:]:
+        own, _, port = other.rpartition(":")
+        assert own == host
+        with socket.create_server(("", int(port))):
+            pass
 
 
 def test_a_worker_that_never_comes_is_named(addresses: Any) -> None:
@@ -108,7 +130,7 @@ def test_refused_by_all(addresses: Any, what: str) -> None:
     meeting.join(addresses, 0)
     if what == "other clusters":
         meeting.join(addresses[:2], 1)
-        words = "must have the same cluster", addresses[2]
+        words = "must have the same cluster.", addresses[2]
     else:
         meeting.join(addresses, 1, "first")
         time.sleep(0.5)

@@ -220,6 +220,13 @@ class ChiefBackup(
         self._stopping = own or (Stopping() if is_alone else None)
         # Python lets no other thread choose what a signal does.
         in_main = threading.current_thread() is threading.main_thread()
+        if not in_main:
+            warnings.warn(
+                "`ChiefBackup` cannot answer SIGTERM to this process, as `fit` "
+                "does not run in the main thread: a job that ends goes on from "
+                "its last epoch.",
+                stacklevel=2,
+            )
         if self._stopping is None or not in_main:
             return
         before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL

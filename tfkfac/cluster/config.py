@@ -17,14 +17,18 @@ _SERVER = "ps"
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The workers' addresses, "host:port", and the index of this process."""
+    """The workers' addresses, "host:port", and the index of this process.
+
+    Before the workers have met, addresses may be empty but for the first.
+    """
 
     addresses: tuple[str, ...]
     index: int
 
     def name(self, index: int) -> str:
         """The name of a worker in messages."""
-        return f"worker {index} at {self.addresses[index]}"
+        address = self.addresses[index]
+        return f"worker {index} at {address}" if address else f"worker {index}"
 
 
 def read_tf_config(text: str) -> Cluster | None:

@@ -6,10 +6,14 @@ meet before, at the address of the first one, which TensorFlow uses afterwards.
 Each of the others keeps a connection there and says who it is; when all are
 there, the first one lets all of them go on. The connections stay, for the
 messages of `channel.py`.
+
+Only the address of the first worker has to be known: the others say where they
+will listen, and learn it of each other.
 """
 
 import contextlib
 import errno
+import ipaddress
 import socket
 import sys
 import time
@@ -33,8 +37,10 @@ class RefusedError(ValueError):
     """The workers cannot train together."""
 
 
-def wait_for_all(cluster: Cluster, timeout: float | None) -> dict[int, Line]:
-    """Connections with the other workers, when all have called this.
+def wait_for_all(
+    cluster: Cluster, timeout: float | None
+) -> tuple[Cluster, dict[int, Line]]:
+    """All addresses, and connections, when all workers have called this.
 
     The first worker has one with each other worker, by index, and they have
     theirs with it. It waits for so many seconds; None is for ever.
@@ -45,11 +51,11 @@ def wait_for_all(cluster: Cluster, timeout: float | None) -> dict[int, Line]:
             different clusters.
     """
     if len(cluster.addresses) == 1:
-        return {}
+        return cluster, {}
     waiting_for = _waiting(cluster, timeout)
     if cluster.index == 0:
         return _receive_all(cluster, waiting_for)
-    return {0: _report_to_first(cluster, waiting_for)}
+    return _report_to_first(cluster, waiting_for)
 
 
 def _waiting(cluster: Cluster, timeout: float | None) -> WaitingFor:
@@ -63,9 +69,9 @@ def _waiting(cluster: Cluster, timeout: float | None) -> WaitingFor:
         if timeout is not None and passed > timeout:
             raise TimeoutError(
                 f"Worker {cluster.index} has waited {timeout:g} seconds for "
-                f"{names}. Start every worker with the same cluster in "
-                "`TF_CONFIG` and an index of its own; argument "
-                "`start_timeout` of the strategy is how long they wait."
+                f"{names}. Start every worker with the same cluster and an "
+                "index of its own; argument `start_timeout` of the strategy "
+                "is how long they wait."
             )
         if passed > remind:
             remind = passed + max(remind, 6 * _PATIENCE)
@@ -80,9 +86,12 @@ def _waiting(cluster: Cluster, timeout: float | None) -> WaitingFor:
 
 
 # ------------------------------------------------------------ the first worker
-def _receive_all(cluster: Cluster, waiting_for: WaitingFor) -> dict[int, Line]:
+def _receive_all(
+    cluster: Cluster, waiting_for: WaitingFor
+) -> tuple[Cluster, dict[int, Line]]:
     """Waits for the others; lets them go on, or tells them why not."""
     present: dict[int, Line] = {}
+    addresses = list(cluster.addresses)
     everyone = range(1, len(cluster.addresses))
     with _listen(cluster) as server, contextlib.ExitStack() as lines:
         try:
@@ -94,33 +103,43 @@ def _receive_all(cluster: Cluster, waiting_for: WaitingFor) -> dict[int, Line]:
                 with contextlib.suppress(TimeoutError):
                     new = Line(server.accept()[0], _MANNERS)
                     lines.callback(new.close)
-                    _admit(new, cluster, present)
+                    _admit(new, cluster, present, addresses)
         except (RefusedError, TimeoutError) as error:
             kind = "refused" if isinstance(error, RefusedError) else "timeout"
             _send_all(present, {kind: str(error)})
             raise
-        _send_all(present, {"go": True})
+        _send_all(present, {"go": addresses})
         # TensorFlow may listen where these are: nobody else does any more.
         lines.pop_all()
-        return present
+        return Cluster(tuple(addresses), 0), present
 
 
-def _admit(line: Line, cluster: Cluster, present: dict[int, Line]) -> None:
-    """Enters a worker that has just connected."""
+def _admit(
+    line: Line,
+    cluster: Cluster,
+    present: dict[int, Line],
+    addresses: list[str],
+) -> None:
+    """Enters a worker that has just connected, and its address."""
     hello = line.receive() or {}
     index, theirs = hello.get("worker"), hello.get("cluster")
     ours = list(cluster.addresses)
-    if not isinstance(index, int):
+    if not isinstance(index, int) or not isinstance(theirs, list):
         line.close()  # not one of ours
         return
-    if theirs == ours and index not in present:
+    # Of what both know.
+    agree = len(theirs) == len(ours) and all(
+        a == b for a, b in zip(theirs, ours, strict=True) if a and b
+    )
+    if agree and index not in present:
         present[index] = line
+        addresses[index] = theirs[index]
         return
     text = (
-        f"Two processes are {cluster.name(index)}: each needs a task index of "
-        "its own in `TF_CONFIG`."
-        if theirs == ours
-        else "All workers must have the same cluster in `TF_CONFIG`. "
+        f"Two processes are {cluster.name(index)}: each needs an index of its "
+        "own."
+        if agree
+        else "All workers must have the same cluster. "
         f"Received: {theirs} on worker {index}, {ours} on worker 0"
     )
     line.send({"refused": text})
@@ -160,35 +179,56 @@ def _send_all(lines: Mapping[int, Line], message: Message) -> None:
 
 
 # ------------------------------------------------------------ the other workers
-def _report_to_first(cluster: Cluster, waiting_for: WaitingFor) -> Line:
+def _report_to_first(
+    cluster: Cluster, waiting_for: WaitingFor
+) -> tuple[Cluster, dict[int, Line]]:
     """Connects with the first worker and waits until all may go on."""
-    address = split_address(cluster.addresses[0])
-    hello = {"worker": cluster.index, "cluster": list(cluster.addresses)}
-    while True:
-        try:
-            connection = socket.create_connection(address, timeout=_PATIENCE)
-        except OSError:
-            pass
-        else:
+    first = split_address(cluster.addresses[0])
+    with socket.socket() as claim:
+        claim.bind(("", 0))  # so that nobody else is given this port
+        while True:
             with contextlib.ExitStack() as stack:
-                line = Line(connection, _PATIENCE)
-                stack.callback(line.close)
-                line.send(hello)
-                if _may_go_on(line, waiting_for):
-                    stack.pop_all()
-                    return line
-        waiting_for([0])
-        time.sleep(_LOOK)
+                try:
+                    connection = socket.create_connection(first, _PATIENCE)
+                except OSError:
+                    pass
+                else:
+                    line = Line(connection, _PATIENCE)
+                    stack.callback(line.close)
+                    known = list(cluster.addresses)
+                    if not known[cluster.index]:
+                        host = _own_host(connection, cluster)
+                        port = claim.getsockname()[1]
+                        known[cluster.index] = f"{host}:{port}"
+                    line.send({"worker": cluster.index, "cluster": known})
+                    if addresses := _may_go_on(line, waiting_for):
+                        stack.pop_all()
+                        found = Cluster(tuple(addresses), cluster.index)
+                        return found, {0: line}
+            waiting_for([0])
+            time.sleep(_LOOK)
 
 
-def _may_go_on(line: Line, waiting_for: WaitingFor) -> bool:
-    """True if the first worker lets this one go on; False if it is gone."""
+def _own_host(connection: socket.socket, cluster: Cluster) -> str:
+    """The host at which the others find this process.
+
+    It is where messages to the first worker leave. On the host of that one
+    this may be an address which others have too, but its own is good for all.
+    """
+    own, theirs = connection.getsockname()[0], connection.getpeername()[0]
+    if own == theirs or ipaddress.ip_address(own).is_loopback:
+        return cluster.addresses[0].rpartition(":")[0]
+    return f"[{own}]" if ":" in own else own
+
+
+def _may_go_on(line: Line, waiting_for: WaitingFor) -> list[str]:
+    """All addresses, from the first worker; none if that is gone."""
     while (message := line.receive()) is not None:
         if "go" in message:
-            return True
+            return message["go"]
         if "refused" in message:
             raise RefusedError(message["refused"])
         if "timeout" in message:
             raise TimeoutError(message["timeout"])
         waiting_for(message.get("missing", [0]))
-    return False
+    return []

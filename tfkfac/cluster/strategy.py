@@ -10,13 +10,15 @@ from typing import TypeAlias
 import tensorflow as tf
 
 from tfkfac.checks import is_number
-from tfkfac.cluster.channel import Channel
+from tfkfac.cluster.channel import Channel, Line
 from tfkfac.cluster.config import (
     EVALUATOR,
     Cluster,
     from_resolver,
     read_tf_config,
+    split_address,
 )
+from tfkfac.cluster.launchers import Member, find_cluster
 from tfkfac.cluster.rendezvous import wait_for_all
 from tfkfac.cluster.stopping import Stopping
 from tfkfac.cluster.watch import Standstill, Watch
@@ -34,8 +36,12 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
     on several workers, whatever the optimizer (keras-team/keras#20585).
 
     Every worker runs the same program. It creates the strategy before anything
-    else of TensorFlow, and only one. The environment variable `TF_CONFIG`
-    tells each worker who it is; without it there is one worker, which it says.
+    else of TensorFlow, and only one. A worker learns who it is from the
+    environment variable `TF_CONFIG`, or from the launcher: srun, mpirun,
+    torchrun, an Indexed Job of Kubernetes, or
+    `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `_NUM_PROCESSES` and `_PROCESS_ID`.
+    Without any there is one worker. A line says what was found.
+
     The workers wait for each other here, and say for whom. From then on each
     learns within seconds if another one fails or is gone, also while it waits
     for it: `fit` and `evaluate` raise a `RuntimeError` that names it and the
@@ -49,6 +55,10 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
         cluster_resolver: Where to find the workers, `TF_CONFIG` by default.
         communication_options: Options of TensorFlow's collectives. Leave
             `timeout_seconds` unset: TensorFlow 2.21 leaks threads with it.
+        coordinator: Address of worker 0, "host:port". The other workers tell
+            it theirs. Defaults to what the launcher says, as the next two.
+        num_processes: How many workers there are.
+        process_id: Index of this worker.
         start_timeout: Seconds that a worker waits for the others to start;
             None is for ever. Defaults to 600.
 
@@ -57,7 +67,8 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
             it.
         ValueError: If `TF_CONFIG` or the resolver is malformed, has parameter
             servers, names other workers than that of another worker, or two
-            processes have one index.
+            processes have one index; or if a launcher does not say all that
+            is needed.
 
     Example:
     ```python
@@ -85,14 +96,22 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
         cluster_resolver: Resolver | None = None,
         communication_options: Options | None = None,
         *,
+        coordinator: str | None = None,
+        num_processes: int | None = None,
+        process_id: int | None = None,
         start_timeout: float | None = 600.0,
     ) -> None:
         _check_timeout(start_timeout)
         _warn_of_threads(communication_options)
-        cluster = _find_cluster(cluster_resolver)
-        cluster_resolver = _apart_if_evaluator(cluster_resolver)
-        lines = {} if cluster is None else wait_for_all(cluster, start_timeout)
-        super().__init__(cluster_resolver, communication_options)
+        member = Member(coordinator, num_processes, process_id)
+        cluster, resolver = _find_cluster(cluster_resolver, member)
+        lines: dict[int, Line] = {}
+        if cluster is not None:
+            cluster, lines = wait_for_all(cluster, start_timeout)
+            if resolver is None:
+                resolver = _resolver(cluster)
+                _share_gpus(cluster)
+        super().__init__(resolver, communication_options)
         if cluster is not None and lines:
             size = len(cluster.addresses)
             names = [cluster.name(index) for index in range(size)]
@@ -103,29 +122,55 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
             channel.start(self.watch, self.stopping, self.standstill)
 
 
-def _find_cluster(resolver: Resolver | None) -> Cluster | None:
-    if resolver is not None:
-        return from_resolver(resolver)
+def _find_cluster(
+    resolver: Resolver | None, member: Member
+) -> tuple[Cluster | None, Resolver | None]:
+    """The cluster, and the resolver that TensorFlow has of it already.
+
+    Raises:
+        ValueError: If it is given twice, or malformed.
+    """
     text = os.environ.get("TF_CONFIG", "")
-    cluster = read_tf_config(text)
-    if not text or (cluster is not None and len(cluster.addresses) == 1):
-        reason = "names one worker" if text else "is not set"
-        _say(f"TF_CONFIG {reason}: this process trains alone.")
-    return cluster
+    if member.known():
+        if resolver is not None:
+            raise ValueError(
+                "Argument `cluster_resolver` must be None if the job is given "
+                f"by others. Received: {member}, cluster_resolver={resolver}"
+            )
+        text = ""
+    if resolver is not None:
+        cluster, where = from_resolver(resolver), "argument `cluster_resolver`"
+    elif text:
+        resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        cluster, where = read_tf_config(text), "TF_CONFIG"
+    else:
+        cluster, where = find_cluster(os.environ, member)
+    if resolver is not None and resolver.task_type == EVALUATOR:
+        return None, _apart(resolver)
+    _tell(cluster, where)
+    return cluster, resolver
+
+
+def _tell(cluster: Cluster | None, where: str) -> None:
+    """Says who this process is."""
+    if cluster is None or len(cluster.addresses) == 1:
+        _say(f"this process trains alone: {where}.")
+    else:
+        _say(
+            f"worker {cluster.index} of {len(cluster.addresses)} by {where}; "
+            f"worker 0 is at {cluster.addresses[0]}."
+        )
 
 
 def _say(text: str) -> None:
     print(f"tfkfac: {text}", file=sys.stderr)
 
 
-def _apart_if_evaluator(resolver: Resolver | None) -> Resolver | None:
+def _apart(own: Resolver) -> Resolver:
     """An evaluator's resolver without the workers.
 
     With them TensorFlow ends the evaluator's collectives when one is gone.
     """
-    own = resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    if own.task_type != EVALUATOR:
-        return resolver
     _say(
         "this process is an evaluator: it takes no part in the workers' "
         "training and trains alone."
@@ -133,6 +178,31 @@ def _apart_if_evaluator(resolver: Resolver | None) -> Resolver | None:
     apart = copy.copy(own)
     apart.cluster_spec = functools.partial(tf.train.ClusterSpec, {})
     return apart
+
+
+def _resolver(cluster: Cluster) -> Resolver:
+    """A cluster in TensorFlow's words."""
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": list(cluster.addresses)}),
+        task_type="worker",
+        task_id=cluster.index,
+        rpc_layer="grpc",
+    )
+
+
+def _share_gpus(cluster: Cluster) -> None:
+    """Leaves a worker its part of the GPUs, if its host has several workers.
+
+    A launcher that has given each its own shows it fewer than there are
+    workers; Slurm says so.
+    """
+    hosts = [split_address(address)[0] for address in cluster.addresses]
+    here = [i for i, host in enumerate(hosts) if host == hosts[cluster.index]]
+    gpus = tf.config.get_visible_devices("GPU")
+    share = len(gpus) // len(here)
+    if len(here) > 1 and share and "SLURM_GPUS_PER_TASK" not in os.environ:
+        first = share * here.index(cluster.index)
+        tf.config.set_visible_devices(gpus[first : first + share], "GPU")
 
 
 def _check_timeout(timeout: float | None) -> None:

@@ -1,0 +1,266 @@
+"""What launchers say of a job: faked environments, and two real processes."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import tfkfac
+from tests.support.cluster import ROOT, worker_environment
+from tests.support.ports import claim_ports
+from tfkfac.cluster import strategy
+from tfkfac.cluster.config import Cluster
+from tfkfac.cluster.launchers import Member, find_cluster, first_node
+
+KERAS = "KERAS_DISTRIBUTION_"
+ADDRESS = f"{KERAS}JOB_ADDRESSES"
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "3",
+    "MASTER_ADDR": "host0",
+    "MASTER_PORT": "29500",
+}
+AGENT = TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}
+# As srun and sbatch of Slurm 22.05 set them.
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_PROCID": "0"}
+SLURM = BATCH | {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NODELIST": "gpu[07-09]",
+    "SLURM_PROCID": "1",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "3"}
+KUBERNETES = {"JOB_COMPLETION_INDEX": "1", f"{KERAS}NUM_PROCESSES": "3"}
+POD = "train-1.workers.default.svc.cluster.local"
+ALL = {
+    ADDRESS: "host0:1,host1:2,host2",
+    f"{KERAS}PROCESS_ID": "2",
+}
+
+
+def unknown(first: str, index: int) -> Cluster:
+    return Cluster((first, "", ""), index)
+
+
+@pytest.fixture(autouse=True)
+def pod(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine is called as a pod of Kubernetes is."""
+    monkeypatch.setattr(socket, "getfqdn", lambda: POD)
+
+
+@pytest.mark.parametrize(
+    ("environment", "found", "name"),
+    [
+        (TORCHRUN, unknown("host0:29500", 1), "torchrun (RANK=1, WORLD"),
+        # Its own store listens at the port.
+        (AGENT, unknown("host0:29501", 1), "torchrun"),
+        (OPEN_MPI | {ADDRESS: "host0:1"}, unknown("host0:1", 2), "Open MPI"),
+        (SLURM, unknown("gpu07:61092", 1), "Slurm (SLURM_PROCID=1, "),
+        (MPICH | {ADDRESS: "host0"}, unknown("host0:61000", 1), "and MPICH"),
+        (
+            KUBERNETES,
+            unknown(f"{POD.replace('-1', '-0')}:61000", 1),
+            "Kubernetes (JOB_COMPLETION_INDEX=1",
+        ),
+        (ALL, Cluster(("host0:1", "host1:2", "host2:61000"), 2), "Keras"),
+        # What runs inside of another one.
+        (SLURM | TORCHRUN, unknown("host0:29500", 1), "torchrun"),
+        (SLURM | MPICH, unknown("gpu07:61092", 1), "Slurm"),
+        (
+            SLURM | {"PMI_RANK": "1", "PMI_SIZE": "6", ADDRESS: "host0:1"},
+            Cluster(("host0:1", *[""] * 5), 1),
+            "MPICH",
+        ),
+        # Keras' variables say it for all launchers.
+        (
+            KUBERNETES | {ADDRESS: "host0", f"{KERAS}PROCESS_ID": "2"},
+            unknown("host0:61000", 2),
+            "Keras",
+        ),
+    ],
+)
+def test_what_is_found(
+    environment: dict[str, str], found: Cluster, name: str
+) -> None:
+    cluster, where = find_cluster(environment, Member())
+    assert cluster == found
+    assert name in where
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({}, "no launcher"),
+        (BATCH, "Slurm without srun"),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, "Slurm (SLURM_PROCID"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, "Open MPI"),
+        # Perhaps independent runs.
+        ({"JOB_COMPLETION_INDEX": "1"}, f"without {KERAS}NUM_PROCESSES"),
+    ],
+)
+def test_a_process_alone(environment: dict[str, str], said: str) -> None:
+    cluster, where = find_cluster(environment, Member())
+    assert cluster is None
+    assert said in where
+
+
+def test_arguments_count_most() -> None:
+    given = Member("first:1", process_id=2)
+    cluster, where = find_cluster(SLURM, given)
+    assert cluster == unknown("first:1", 2)
+    assert "arguments (coordinator=first:1, process_id=2) and Slurm" in where
+    full = Member("first:1", 2, 0)
+    assert find_cluster(SLURM, full)[0] == Cluster(("first:1", ""), 0)
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "message"),
+    [
+        (OPEN_MPI, {}, f"needs `coordinator`: .*`{ADDRESS}`.*_RANK=2"),
+        ({}, {"coordinator": "a:1"}, "needs `num_processes`"),
+        ({}, {"num_processes": 2}, "needs `process_id`"),
+        (TORCHRUN | {"RANK": "3"}, {}, "`process_id` must be .* from 0 to 2"),
+        (TORCHRUN | {"RANK": "x"}, {}, "`process_id` must be an integer"),
+        (TORCHRUN | {"MASTER_PORT": "x"}, {}, "`coordinator` must be 'host:"),
+        (TORCHRUN, {"num_processes": 0}, "`num_processes` must be an int"),
+        (TORCHRUN, {"process_id": True}, "`process_id` must be an integer"),
+        (TORCHRUN, {"process_id": 1.0}, "`process_id` must be an integer"),
+        (ALL, {"num_processes": 4}, "one address, or those of all 4 workers"),
+        (ALL | {ADDRESS: "a:1,a:1"}, {}, "name no address twice"),
+    ],
+)
+def test_what_is_missing_or_wrong(
+    environment: dict[str, str], given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_cluster(environment, Member(**given))
+
+
+def test_a_pod_without_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda: "train-1")
+    with pytest.raises(ValueError, match="needs `coordinator`"):
+        find_cluster(KUBERNETES, Member())
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("host", "host"),
+        ("host-1,host-2", "host-1"),
+        ("n[1-4]", "n1"),
+        ("n[003,7-9]", "n003"),
+        ("n[08-12,20],login1", "n08"),
+        ("login1,n[08-12]", "login1"),
+        ("rack[2-3]node[00-15]", "rack2node00"),
+        ("n[5]-ib0,n[6]-ib0", "n5-ib0"),
+        ("a.b.org,c.b.org", "a.b.org"),
+    ],
+)
+def test_first_node(nodes: str, first: str) -> None:
+    """As `scontrol show hostnames` says."""
+    assert first_node(nodes) == first
+
+
+def test_neighbours_in_slurm_have_ports_of_their_own() -> None:
+    ports = set()
+    for job in range(100, 200):
+        for step in range(10):
+            own = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+            cluster, _ = find_cluster(SLURM | own, Member())
+            assert cluster is not None
+            ports.add(int(cluster.addresses[0].rpartition(":")[2]))
+    assert len(ports) == 1000
+    assert min(ports) > 60_999 and max(ports) < 2**16
+
+
+def test_a_job_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    resolver: Any = object()
+    with pytest.raises(ValueError, match="`cluster_resolver` must be None"):
+        tfkfac.MultiWorkerMirroredStrategy(resolver, coordinator="a:1")
+
+
+@pytest.mark.parametrize(
+    ("index", "seen", "environment", "left"),
+    [
+        (0, 4, {}, [0, 1]),
+        (2, 4, {}, [2, 3]),
+        (1, 4, {}, [0, 1, 2, 3]),  # alone on its host
+        (2, 3, {}, [1]),
+        # What the launcher has bound to each.
+        (2, 1, {}, [0]),
+        (2, 2, {"SLURM_GPUS_PER_TASK": "2"}, [0, 1]),
+        (2, 0, {}, []),
+    ],
+)
+def test_workers_of_a_host_share_its_gpus(
+    index: int,
+    seen: int,
+    environment: dict[str, str],
+    left: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TensorFlow's list of GPUs is faked."""
+    gpus = list(range(seen))
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda _: gpus)
+    monkeypatch.setattr(
+        tf.config,
+        "set_visible_devices",
+        lambda own, _: gpus.__setitem__(slice(None), own),
+    )
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    strategy._share_gpus(Cluster(("host0:1", "host1:1", "host0:2"), index))
+    assert gpus == left
+
+
+# ------------------------------------------------------------- real processes
+PROGRAM = """
+import json, os, sys
+import tensorflow as tf
+import tfkfac
+strategy = tfkfac.MultiWorkerMirroredStrategy(**json.loads(sys.argv[1]))
+replica = lambda: tf.distribute.get_replica_context()
+total = strategy.run(lambda: replica().all_reduce("sum", tf.constant(2.0)))
+print(total.numpy(), strategy.cluster_resolver.task_id)
+"""
+
+
+def test_two_processes_that_know_the_first_alone() -> None:
+    """One as torchrun starts it, one by arguments."""
+    with contextlib.closing(*claim_ports(1)) as claim:
+        port = claim.getsockname()[1]
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        workers = [
+            (TORCHRUN | variables | {"MASTER_ADDR": "localhost"}, {}),
+            (
+                {},
+                {
+                    "coordinator": f"localhost:{port}",
+                    "num_processes": 2,
+                    "process_id": 1,
+                },
+            ),
+        ]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, json.dumps(arguments)],
+                env=worker_environment(0, []) | own,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for own, arguments in workers
+        ]
+        for index, process in enumerate(processes):
+            out, err = process.communicate(timeout=90)
+            assert out == f"4.0 {index}\n", err
+            (said,) = (x for x in err.splitlines() if "tfkfac" in x)
+            assert said.startswith(f"tfkfac: worker {index} of 2 by ")
