@@ -18,7 +18,6 @@ from typing import Any
 
 from targets import report
 from targets.report import markdown_table
-from targets.results import compare
 from targets.study import Records
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -42,7 +41,7 @@ def main() -> None:
     """Writes the page and the table."""
     records = json.loads(RECORDS.read_text())
     PAGE.write_text(page(records))
-    README.write_text(with_table(README.read_text(), records))
+    README.write_text(with_table(README.read_text()))
 
 
 def replace(title: str, new: Mapping[str, Any]) -> None:
@@ -60,15 +59,12 @@ def replace(title: str, new: Mapping[str, Any]) -> None:
     main()
 
 
-def with_table(text: str, records: Mapping[str, Any]) -> str:
+def with_table(text: str) -> str:
     """A text with the first table between its two marks."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    [table] = records["studies"][0]["tables"]
-    lines = markdown_table(table["columns"], table["rows"])
-    if comparisons := list(compare(Records(TRAININGS).runs)):
-        lines = markdown_table(*report.summary(comparisons))
-    return f"{before}{BEGIN}\n{lines}\n{END}{after}"
+    table = markdown_table(*report.summary(Records(TRAININGS).runs))
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 def page(records: Mapping[str, Any]) -> str:

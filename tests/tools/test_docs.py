@@ -24,7 +24,7 @@ def test_figures_are_those_of_the_records() -> None:
     records = json.loads(results.RECORDS.read_text())
     assert results.PAGE.read_text() == results.page(records)
     readme = results.README.read_text()
-    assert readme == results.with_table(readme, records)
+    assert readme == results.with_table(readme)
 
 
 def test_length_of_readme() -> None:

@@ -69,43 +69,62 @@ def rows_of(comparison: results.Comparison) -> dict[str, results.Row]:
 
 
 def test_the_target_is_the_best_baselines_last_metric() -> None:
+    """K-FAC's mean is 0.905 after 5 seconds and 0.935 after 6, Adam's 0.91."""
     [comparison] = results.compare(cnn_records())
     assert comparison.best.setting.method == "adam"
-    assert comparison.first == comparison.best
     rows = rows_of(comparison)
-    assert rows["kfac"].seconds == [5.0, 6.0]
-    assert rows["kfac"].ratios == [0.25, 0.3]
-    # Gains of 15 and 14 seconds: 14.5 * sqrt(2) = 29 deviations of 0.71.
+    assert rows["kfac"].seconds == 6.0
+    assert rows["kfac"].ratio == pytest.approx(0.3)
+    # One seed alone: 5 of 16 seconds, SGD's, and 6 of 20: 0.306 +- 0.00625.
+    assert rows["kfac"].error == pytest.approx(0.00625)
     assert rows["kfac"].claim == "less"
-    assert not rows["sgd"].arrives and rows["sgd"].ratios == ()
-    assert results.geometric_means([comparison]) == {"kfac": (0.275, 1)}
+    assert rows["sgd"].seconds is None and rows["sgd"].ratio is None
+    [(mean, count)] = results.geometric_means([comparison]).values()
+    assert (mean, count) == (pytest.approx(0.3), 1)
 
 
 def test_the_ratio_is_to_the_first_baseline_at_the_target() -> None:
     """SGD is there before the best baseline, and before K-FAC."""
     records = cnn_records()
     records[2:4] = [
-        record("sgd", seed, (1.0 + seed, metric), (2.0, 0.1))
+        record("sgd", seed, (1.0 + seed / 2, metric), (2.0, 0.1))
         for seed, metric in ((0, 0.90), (1, 0.92))
     ]
     [comparison] = results.compare(records)
-    assert comparison.first.setting.method == "sgd"
     rows = rows_of(comparison)
-    assert rows["kfac"].ratios == [5.0, 3.0]
-    # 4 and 4 seconds more.
+    # 6 over 1.25 seconds; one seed alone 6 over 1.5, and 5 over 1.
+    assert rows["kfac"].ratio == pytest.approx(4.8)
+    assert rows["kfac"].error == pytest.approx(0.5)
     assert rows["kfac"].claim == "more"
+    # With Adam as the rival SGD does not count.
+    [comparison] = results.compare(records, "adam")
+    assert rows_of(comparison)["kfac"].ratio == pytest.approx(0.3)
 
 
 def test_losing_rows_stay() -> None:
     records = cnn_records()
-    records[-1] = record("kfac", 1, (4.0, 0.5), (5.0, 0.91))
+    records[-2:] = [
+        record("kfac", seed, (4.0, 0.5), (5.0, 0.90 + seed / 100))
+        for seed in (0, 1)
+    ]
     [comparison] = results.compare(records)
     row = rows_of(comparison)["kfac"]
-    assert row.claim == "not reached" and row.ratios == ()
+    assert (row.claim, row.seconds, row.ratio) == ("not reached", None, None)
     assert results.geometric_means([comparison]) == {}
     _, lines = report.full_table([comparison])
     [line] = [line for line in lines if line[0] == "`kfac`"]
-    assert "1 of 2 seeds" in line and "not reached" in line
+    assert line[2:] == ("0.905 ± 0.0071, level", "-", "-", "not reached")
+
+
+def test_a_claim_needs_all_seeds() -> None:
+    """Without the second one K-FAC does not come to the target."""
+    records = cnn_records()
+    records[-2] = record("kfac", 0, (4.0, 0.5), (5.0, 0.7), (6.0, 0.89))
+    records[-1] = record("kfac", 1, (4.0, 0.5), (5.0, 0.8), (6.0, 0.99))
+    [comparison] = results.compare(records)
+    row = rows_of(comparison)["kfac"]
+    assert row.ratio == pytest.approx(0.3)
+    assert (row.error, row.claim) == (float("inf"), "tie")
 
 
 def test_the_quickest_of_equal_settings_is_chosen() -> None:
@@ -125,12 +144,12 @@ def test_the_quickest_of_equal_settings_is_chosen() -> None:
 
 
 def test_the_table_of_the_readme() -> None:
-    columns, [line, mean] = report.summary([*results.compare(cnn_records())])
+    columns, [line, mean] = report.summary(cnn_records())
     assert columns[2] == "K-FAC"
-    assert line[0] == "cnn, accuracy"
-    assert line[1] == "adam: 0.91 ± 0.014 after 20 s"
-    assert line[2] == "0.275 ± 0.035, **less**; 0.935 ± 0.021, level"
-    assert mean[-1] == "0.28"
+    assert line[0] == "cnn (small), accuracy"
+    assert line[1] == "adam: 0.91 ± 0.014"
+    assert line[2] == "0.30 / 0.30, level"
+    assert mean[-1] == "0.30 (1) / 0.30 (1)"
 
 
 def test_the_tables_of_tiny_problems() -> None:

@@ -35,19 +35,18 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 SIGNS = {TIE: "tie", "less": "**less**", "more": "more"}
 ENDS = {TIE: "level", "less": "**better**", "more": "worse"}
 ABOUT = (
-    "Processor seconds on one thread to the final metric of the best baseline, "
-    "seed by seed, without evaluation and first step; means and standard "
-    "deviations. Settings were searched with a sixth of the training data held "
+    "Processor seconds on one thread until the mean of the seeds is at the "
+    "target, the final metric of the best baseline, without evaluation and "
+    "first step. Settings were searched with a sixth of the training data held "
     "out; the test set was looked at once, with those in the table. Decay: "
     "what weight decay takes away of the weights over the training. Epochs: "
     "over those of the baselines; K-FAC has the setting that was, on the data "
-    "held out, the first to end as well as the best baseline. Ratio: "
-    "seconds over those of the baseline that is there first. A claim (less, "
-    "more; better, worse at the end than the best baseline) takes (mean "
-    "difference) * sqrt(n) of at least three standard deviations; all else is "
-    "a tie, or level. Keras' Muon leaves the output layer, "
-    "convolutions, the projections of attention, embeddings, biases and scales "
-    "to AdamW."
+    "held out, the first to end as well as the best baseline. Ratio: seconds "
+    "over those of the baseline that is there first, with its standard error "
+    "by leaving out one seed after the other. A claim (less, more; better, "
+    "worse at the end) takes three standard errors; all else is a tie, or "
+    "level. Keras' Muon leaves the output layer, convolutions, the projections "
+    "of attention, embeddings, biases and scales to AdamW."
 )
 ABOUT_TINY = (
     "Training loss at the end, on up to 1,024 training examples: means of the "
@@ -138,8 +137,6 @@ def full_table(comparisons: Sequence[Comparison]) -> Table:
 
 
 def _line(row: Row, comparison: Comparison) -> Sequence[str]:
-    reached = [seconds for seconds in row.seconds if seconds is not None]
-    missing = f"{len(reached)} of {len(row.seconds)} seeds"
     claim = SIGNS.get(row.claim, row.claim)
     if row.setting == comparison.best.setting:
         claim = "the target"
@@ -147,10 +144,17 @@ def _line(row: Row, comparison: Comparison) -> Sequence[str]:
         f"`{row.setting.method}`",
         _settings(row.setting),
         _end(row),
-        spread(reached) if row.arrives else missing,
-        spread(row.ratios) or "-",
+        f"{row.seconds:.3g}" if row.seconds else "-",
+        _ratio(row),
         claim,
     )
+
+
+def _ratio(row: Row) -> str:
+    if row.ratio is None:
+        return "-"
+    is_known = math.isfinite(row.error)
+    return f"{row.ratio:.2f}" + f" ± {row.error:.2f}" * is_known
 
 
 def _end(row: Row) -> str:
@@ -175,8 +179,10 @@ def _means(comparisons: Sequence[Comparison]) -> Iterator[str]:
         )
 
 
-def summary(comparisons: Sequence[Comparison]) -> Table:
+def summary(records: Sequence[Record]) -> Table:
     """The table of the README: a row for each problem."""
+    comparisons, adams = [*compare(records)], [*compare(records, "adam")]
+    adam_of = {_place(adam): adam.rows for adam in adams}
     methods = dict.fromkeys(
         row.setting.method
         for comparison in comparisons
@@ -187,19 +193,33 @@ def summary(comparisons: Sequence[Comparison]) -> Table:
     rows = []
     for comparison in comparisons:
         run, best = comparison.best.setting, comparison.best
-        found = {row.setting.method: row for row in comparison.rows}
-        seconds = statistics.fmean(s for s in best.seconds if s is not None)
+        to_best, to_adam = (
+            {row.setting.method: row for row in found}
+            for found in (comparison.rows, adam_of.get(_place(comparison), ()))
+        )
         rows.append(
             [
-                f"{run.problem}, {run.row.metric}",
-                f"{run.method}: {spread(best.finals)} after {seconds:.3g} s",
-                *(_short(found.get(method)) for method in methods),
+                f"{run.problem} ({run.size}), {run.row.metric}",
+                f"{run.method}: {spread(best.finals)}",
+                *(_short(to_adam.get(m), to_best.get(m)) for m in methods),
             ]
         )
-    means = geometric_means(comparisons)
-    cells = [f"{means[m][0]:.2f}" if m in means else "" for m in methods]
-    rows.append(["geometric mean of those reached", "", *cells])
+    means = [geometric_means(found) for found in (adams, comparisons)]
+    cells = [
+        " / ".join(
+            f"{found[m][0]:.2f} ({found[m][1]})" if m in found else "-"
+            for found in means
+        )
+        for m in methods
+    ]
+    rows.append(["geometric means (problems)", "", *cells])
     return columns, rows
+
+
+def _place(comparison: Comparison) -> tuple[str, str, str]:
+    """Problem, size and data."""
+    run = comparison.best.setting
+    return run.problem, run.size, run.data
 
 
 def _title(method: str) -> str:
@@ -211,13 +231,15 @@ def _title(method: str) -> str:
     return ", ".join(words)
 
 
-def _short(row: Row | None) -> str:
-    """Ratio, if the target is reached, and end."""
-    if row is None:
+def _short(to_adam: Row | None, to_best: Row | None) -> str:
+    """Parts of Adam's time and of the best baseline's, and the end."""
+    if to_adam is None or to_best is None:
         return ""
-    if not row.ratios:
-        return f"not reached: {_end(row)}"
-    return f"{spread(row.ratios)}, {SIGNS[row.claim]}; {_end(row)}"
+    parts = [
+        "-" if row.ratio is None else f"{row.ratio:.2f}"
+        for row in (to_adam, to_best)
+    ]
+    return f"{' / '.join(parts)}, {ENDS[to_best.end]}"
 
 
 # ----------------------------------------------------------------------- tiny

@@ -69,10 +69,11 @@ class Row:
     Attributes:
         setting: Its setting.
         finals: Its metric at the end, by seed.
-        seconds: Processor seconds to the target, by seed; None where it is not
-            reached.
-        ratios: These over those of the baseline that is there first; empty if
-            a seed does not reach the target.
+        seconds: Processor seconds after which the mean of the seeds is at the
+            target; None if it never is.
+        ratio: These over those of the baseline that is there first, or None.
+        error: Standard error of the ratio, by leaving out one seed after the
+            other; infinite if the target is not reached without some seed.
         claim: "less" or "more" seconds than that baseline, "tie", "not
             reached", or "" for a baseline.
         end: "less" or "more" loss at the end than the target, or "tie".
@@ -80,15 +81,11 @@ class Row:
 
     setting: Run
     finals: Sequence[float | None]
-    seconds: Sequence[float | None]
-    ratios: Sequence[float] = ()
-    claim: str = ""
-    end: str = TIE
-
-    @property
-    def arrives(self) -> bool:
-        """Whether all seeds reach the target."""
-        return None not in self.seconds
+    seconds: float | None
+    ratio: float | None
+    error: float
+    claim: str
+    end: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,20 +93,23 @@ class Comparison:
     """All methods on a problem, at one size, on one data set.
 
     Attributes:
-        best: The baseline that ends best: its metrics are the targets.
-        first: The baseline that comes to the targets first.
+        best: The baseline that ends best: its mean metric is the target.
         rows: All methods that have all seeds.
         seeds: These seeds.
     """
 
     best: Row
-    first: Row
     rows: Sequence[Row]
     seeds: Sequence[int]
 
 
-def compare(records: Iterable[Record]) -> Iterator[Comparison]:
-    """Yields the comparison of each problem that has a baseline."""
+def compare(
+    records: Iterable[Record], rival: str | None = None
+) -> Iterator[Comparison]:
+    """Yields the comparison of each problem that has a baseline.
+
+    With all baselines, or with a rival alone.
+    """
     problems: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in records:
         run = record["run"]
@@ -122,77 +122,93 @@ def compare(records: Iterable[Record]) -> Iterator[Comparison]:
             for setting, found in settings_of(group).items()
             if len(found) == len(seeds)
         }
-        ends = {
-            setting: statistics.fmean(
-                loss_of(setting, m) for m in finals(found)
-            )
-            for setting, found in settings.items()
-            if is_baseline(setting.method)
-        }
-        if not ends or math.inf in (best := min(ends.values()),):
-            continue
-        [target, *_] = [setting for setting in ends if ends[setting] == best]
-        yield _compared(settings, target, seeds)
+        rivals = [
+            setting
+            for setting in settings
+            if is_baseline(setting.method) and rival in (None, setting.method)
+        ]
+        ends = {one: mean_curve(one, settings[one])[-1][1] for one in rivals}
+        if ends and min(ends.values()) < math.inf:
+            best = min(ends, key=lambda one: ends[one])
+            rows = {
+                one: _row(settings, one, best, rivals, seeds)
+                for one in settings
+            }
+            yield Comparison(rows[best], [*rows.values()], seeds)
 
 
-def _compared(
-    settings: Mapping[Run, Sequence[Record]], best: Run, seeds: Sequence[int]
-) -> Comparison:
-    """The comparison with a best baseline."""
-    targets = finals(settings[best])
-    rows = {
-        setting: Row(
-            setting,
-            finals(found),
-            [
-                _seconds_to(setting, record, target)
-                for record, target in zip(found, targets, strict=True)
-            ],
-            end=judge(
+def mean_curve(
+    run: Run, records: Sequence[Record]
+) -> list[tuple[float, float]]:
+    """Processor seconds and loss, means of the seeds, point by point."""
+    curves = [record["curve"] for record in records]
+    seconds = zip(*(curve["cpu_seconds"] for curve in curves), strict=True)
+    losses = zip(
+        *([loss_of(run, m) for m in curve["metric"]] for curve in curves),
+        strict=True,
+    )
+    means = map(statistics.fmean, seconds), map(statistics.fmean, losses)
+    return list(zip(*means, strict=True))
+
+
+def _row(
+    settings: Mapping[Run, Sequence[Record]],
+    own: Run,
+    best: Run,
+    rivals: Sequence[Run],
+    seeds: Sequence[int],
+) -> Row:
+    """The row of a method."""
+
+    def times(left_out: int | None) -> dict[Run, float]:
+        """Seconds to the target of those that come there."""
+        curves = {
+            one: mean_curve(
+                one,
                 [
-                    loss_of(setting, end) - loss_of(best, target)
-                    for end, target in zip(finals(found), targets, strict=True)
-                ]
-            ),
-        )
-        for setting, found in settings.items()
-    }
-    first = min(
-        (r for s, r in rows.items() if is_baseline(s.method) and r.arrives),
-        key=lambda row: statistics.fmean(
-            s for s in row.seconds if s is not None
-        ),
+                    record
+                    for record in settings[one]
+                    if record["run"]["seed"] != left_out
+                ],
+            )
+            for one in {own, best, *rivals}
+        }
+        target = curves[best][-1][1]
+        return {
+            one: next(seconds for seconds, loss in curve if loss <= target)
+            for one, curve in curves.items()
+            if min(loss for _, loss in curve) <= target
+        }
+
+    def ratio(left_out: int | None) -> float:
+        found = times(left_out)
+        first = min(found[one] for one in rivals if one in found)
+        return found.get(own, math.inf) / first
+
+    whole, count = ratio(None), len(seeds)
+    parts = [ratio(seed) for seed in seeds] if count > 1 else [math.inf]
+    error = math.inf
+    if math.inf not in parts:
+        mean = statistics.fmean(parts)
+        squares = sum((part - mean) ** 2 for part in parts)
+        error = math.sqrt((count - 1) / count * squares)
+    claim = TIE
+    if abs(whole - 1) >= SIGMAS * error:
+        claim = "less" if whole < 1 else "more"
+    if math.isinf(whole):
+        claim = "not reached"
+    ends, targets = (
+        [loss_of(one, end) for end in finals(settings[one])]
+        for one in (own, best)
     )
-    return Comparison(
-        rows[best], first, [_judged(row, first) for row in rows.values()], seeds
-    )
-
-
-def _seconds_to(run: Run, record: Record, target: float | None) -> float | None:
-    """Processor seconds to the first point at the target or beyond."""
-    curve = record["curve"]
-    for seconds, metric in zip(
-        curve["cpu_seconds"], curve["metric"], strict=True
-    ):
-        if loss_of(run, metric) <= loss_of(run, target):
-            return seconds
-    return None
-
-
-def _judged(row: Row, first: Row) -> Row:
-    """A row with its ratios, and what may be claimed of it."""
-    own = not is_baseline(row.setting.method)
-    pairs = [
-        (ours, theirs)
-        for ours, theirs in zip(row.seconds, first.seconds, strict=True)
-        if ours is not None and theirs is not None
-    ]
-    if len(pairs) < len(row.seconds):
-        return dataclasses.replace(row, claim="not reached" if own else "")
-    return dataclasses.replace(
-        row,
-        ratios=[ours / theirs for ours, theirs in pairs],
-        claim=judge([a - b for a, b in pairs]) if own else "",
+    return Row(
+        own,
+        finals(settings[own]),
+        times(None).get(own),
+        None if math.isinf(whole) else whole,
+        error,
+        "" if is_baseline(own.method) else claim,
+        judge([a - b for a, b in zip(ends, targets, strict=True)]),
     )
 
 
@@ -203,8 +219,8 @@ def geometric_means(
     ratios: dict[str, list[float]] = defaultdict(list)
     for comparison in comparisons:
         for row in comparison.rows:
-            if row.ratios and not is_baseline(row.setting.method):
-                ratios[row.setting.method].append(statistics.fmean(row.ratios))
+            if row.ratio and not is_baseline(row.setting.method):
+                ratios[row.setting.method].append(row.ratio)
     return {
         method: (statistics.geometric_mean(found), len(found))
         for method, found in ratios.items()
