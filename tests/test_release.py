@@ -8,6 +8,7 @@ TensorFlow promise, each optimizer's steps by an oracle, saving and two workers:
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,15 @@ def test_one_version() -> None:
 def test_the_quick_set_is_there() -> None:
     for line in (ROOT / "tests" / "quick.txt").read_text().splitlines():
         assert (ROOT / line).exists(), line
+
+
+def test_workflows_run_what_is_there() -> None:
+    """They cannot run here: they are small, and their commands exist."""
+    texts = [p.read_text() for p in (ROOT / ".github").rglob("*.yml")]
+    named = re.findall(r"- run: .*?(\S+\.(?:sh|txt))", "\n".join(texts))
+    assert {"tools/test.sh", "@tests/quick.txt"} <= set(named)
+    for name in named:
+        assert (ROOT / name.removeprefix("@")).exists(), name
 
 
 def run(*command: object, cwd: pathlib.Path) -> str:
