@@ -100,8 +100,8 @@ START = (np.array([1.0, -2.0], "float32"), np.array([[3.0]], "float32"))
 def make(**kwargs: Any) -> tuple[Any, list[Any]]:
     variables = [keras.Variable(value) for value in START]
     optimizer = keras.optimizers.SGD(0.1, **kwargs)
-    optimizer.build(variables)
     optimizer.exclude_from_weight_decay(variables[1:])
+    optimizer.build(variables)
     return optimizer, variables
 
 

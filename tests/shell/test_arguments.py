@@ -233,7 +233,7 @@ def test_a_subclass_has_the_same_arguments(kind: Any) -> None:
 def test_found_by_name(make: Any) -> None:
     """And not in the place of somebody else's class of the same name."""
     name = make.__name__
-    for identifier in (name.lower(), f"tfkfac>{name}", make().name):
+    for identifier in (name.lower(), make().name):
         found = keras.optimizers.get(identifier)
         assert type(found) is make
         assert name.lower() == found.get_config()["name"].replace("_", "")

@@ -47,11 +47,15 @@ def test_one_trace_whatever_the_intervals() -> None:
         inverse_update_interval=ExponentialDecay(2.0, 2, 1.5),
         damping=ExponentialDecay(0.1, 2, 0.5),
     )
-    model.compile(optimizer, loss())
-    counter.calls = 0
-    for _ in range(2):
-        model.fit(X, Y, batch_size=5, epochs=2, verbose=0)
-        assert counter.calls == 1
+    calls = []
+    for each in (keras.optimizers.SGD(), optimizer):
+        model.compile(each, loss())
+        counter.calls = 0
+        for _ in range(2):
+            model.fit(X, Y, batch_size=5, epochs=2, verbose=0)
+            calls.append(counter.calls)
+    # One; since version 3.16 Keras also calls a model before it traces it.
+    assert calls == [calls[0]] * 4 and calls[0] <= 2
     assert int(optimizer.iterations) == 16
     assert 0 < int(optimizer.inverse_updates) < 16
 

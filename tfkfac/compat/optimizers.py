@@ -1,11 +1,12 @@
 """A Keras optimizer: its variables, its hooks, its update in one replica."""
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
+from keras.src.optimizers import ALL_OBJECTS_DICT
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfkfac.compat.graphs import in_xla, own_copy
@@ -34,6 +35,17 @@ if TYPE_CHECKING:
 
 else:
     KerasOptimizer = keras.optimizers.Optimizer
+
+
+def register_names(classes: Mapping[str, type]) -> None:
+    """Lets `keras.optimizers.get` find classes by names of theirs.
+
+    It relies on `get` looking among custom objects, or, since version 3.16, in
+    `ALL_OBJECTS_DICT` alone.
+    """
+    keras.saving.get_custom_objects().update(classes)
+    for name, kind in classes.items():
+        ALL_OBJECTS_DICT.setdefault(name, kind)
 
 
 def parts_of_multi_optimizer(optimizer: Any) -> Sequence[Any] | None:
@@ -199,6 +211,8 @@ def updates_in_replica(
     `_overwrite_model_variables_with_average_value` and `assign_add`. Averages
     are in `_model_variables_moving_average`, in the order of the variables,
     and `BaseOptimizer` has a weight decay of its own that stays in a replica.
+    Since version 3.16 `_backend_maybe_overwrite_model_variables` asks when to
+    overwrite, of which `BaseOptimizer` has one that stays there, too.
     """
     iterations = raw_iterations(inner)
 
@@ -222,6 +236,9 @@ def updates_in_replica(
         for variable, average in zip(variables, averages, strict=True):
             variable.assign(average)
 
+    def overwrite_if_due(_: Any, variables: Sequence[keras.Variable]) -> None:
+        BaseOptimizer._backend_maybe_overwrite_model_variables(inner, variables)
+
     def decay(_: Any, variables: Sequence[keras.Variable]) -> None:
         BaseOptimizer._apply_weight_decay(inner, variables)
 
@@ -229,7 +246,10 @@ def updates_in_replica(
         own = own_copy(iterations.value)
         own.assign_add(tf.cast(delta, own.dtype))
 
+    asks = "_backend_maybe_overwrite_model_variables"
     with contextlib.ExitStack() as stack:
+        if hasattr(inner, asks):
+            stack.enter_context(overridden(inner, asks, overwrite_if_due))
         for owner, name, function in (
             (inner, "_backend_update_step", update_step),
             (inner, "_backend_increment_gradient_accumulators", accumulate),
