@@ -8,6 +8,10 @@ line by line with the worker's name in front; progress bars are shown for worker
 returned, or with `--restarts` all are started again; Ctrl-C stops all. SIGTERM
 is handed on to the workers, which have half a minute to save what they have.
 
+With `--min-workers M` a job goes on without workers that a signal has killed,
+as where memory has ended: the others are stopped and as many started again, M
+at least, which go on from what the job has saved.
+
 The workers share the processor: unless `TF_NUM_INTRAOP_THREADS` is set, each
 uses its part of the cores. In a virtual environment `python` is that of the
 environment whose interpreter runs this script.
@@ -65,33 +69,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         assert hasattr(stream, "reconfigure")
         stream.reconfigure(errors="replace")
     terminal = Terminal()
-    code = run(options, signals, terminal)
-    for attempt in range(1, options.restarts + 1):
+    count, restarts = options.workers, 0
+    while True:
+        code, killed = run(options.command, count, signals, terminal)
         # 127 is a command that cannot run at all.
         if code in (0, 127) or signals.received:
-            break
-        say(terminal, f"restart {attempt} of {options.restarts}")
-        code = run(options, signals, terminal)
-    return code
+            return code
+        if killed and count - killed >= (options.min_workers or math.inf):
+            count -= killed
+            say(terminal, f"the job goes on with {count} workers")
+        elif restarts < options.restarts:
+            restarts += 1
+            say(terminal, f"restart {restarts} of {options.restarts}")
+        else:
+            return code
 
 
 def run(
-    options: argparse.Namespace, signals: Signals, terminal: Terminal
-) -> int:
-    """Starts all workers and waits for them; returns the exit code."""
+    command: Sequence[str], count: int, signals: Signals, terminal: Terminal
+) -> tuple[int, int]:
+    """Starts all workers and waits for them.
+
+    Returns:
+        The exit code, and how many workers a signal has killed.
+    """
     workers: list[Worker] = []
     guard = Guard()
     try:
-        for environment in environments(options.workers):
+        for environment in environments(count):
             index = len(workers)
-            workers.append(
-                Worker(index, options.command, environment, terminal)
-            )
+            workers.append(Worker(index, command, environment, terminal))
             guard.watch(workers[-1])
-        return wait(workers, signals, terminal)
+        code = wait(workers, signals, terminal)
+        return code, sum((w.process.poll() or 0) < 0 for w in workers)
     except CannotRunError as error:
         say(terminal, str(error))
-        return 127
+        return 127, 0
     finally:
         stop(workers, signals, terminal)
         guard.dismiss()
@@ -208,7 +221,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog=NAME,
-        usage="%(prog)s [-h] [--restarts K] N -- COMMAND [ARGUMENT ...]",
+        usage="%(prog)s [-h] [--restarts K] [--min-workers M] N -- COMMAND "
+        "[ARGUMENT ...]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -223,6 +237,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="how often all workers are started again after a failure",
     )
     parser.add_argument(
+        "--min-workers",
+        metavar="M",
+        type=whole_number,
+        help="with how many workers a job goes on that has lost some",
+    )
+    parser.add_argument(
         "command",
         metavar="COMMAND",
         nargs=argparse.REMAINDER,
@@ -233,6 +253,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         del options.command[0]
     if not options.command:
         parser.error("a command must follow the number of workers")
+    if (options.min_workers or 1) > options.workers:
+        parser.error(
+            f"--min-workers must be at most the number of workers, "
+            f"{options.workers}; received {options.min_workers}"
+        )
     return options
 
 

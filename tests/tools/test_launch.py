@@ -229,6 +229,37 @@ def test_restarts_start_all_again(tmp_path: pathlib.Path) -> None:
     assert told == ["1 of 2", "2 of 2"]
 
 
+def elastic(least: int, code: str) -> subprocess.CompletedProcess[str]:
+    """Three workers of which the last one is lost, wherever it is the third."""
+    python, script, *rest = command(3, code)
+    return subprocess.run(
+        [python, script, "--min-workers", str(least), *rest],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_job_goes_on_without_a_worker_that_is_lost() -> None:
+    lost = """
+count = len(config["cluster"]["worker"])
+print(count, flush=True)
+if index == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+if count == 3:
+    time.sleep(60)
+"""
+    done = elastic(2, lost)
+    assert done.returncode == 0, done.stderr
+    assert {line[0] for line in own_lines(done.stdout, 1)} == {"3", "2"}
+    assert "launch.py: the job goes on with 2 workers" in done.stderr
+    done = elastic(3, lost)
+    assert done.returncode == 128 + signal.SIGKILL
+    # An error of the program would be one again.
+    done = elastic(1, "sys.exit(4) if index == 2 else time.sleep(60)")
+    assert done.returncode == 4 and "goes on" not in done.stderr
+
+
 def test_nobody_outlives_a_launcher_that_is_killed() -> None:
     with launched(command(2, WAIT_IN_CHILD)) as process:
         lines = [process.stdout.readline() for _ in range(2)]
