@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.compat.contracts import contract
 from tests.support import workers_collectives
 from tests.support.cluster import Pool
 from tests.support.gpu_kernels import REPORTS
@@ -20,6 +21,7 @@ from tfkfac.distributed.collectives import Communicator
 JOBS = Jobs(workers_collectives)
 NCCL = {f"mirrored: {name} over NCCL": name for name in OPTIMIZERS | HALF}
 SINGLE = {f"two: one layer, {name}": name for name in OPTIMIZERS}
+JOBS.add("two: meetings", "meetings")
 for job, name in NCCL.items():
     JOBS.add(job, "step_over_nccl", name)
 for job, name in SINGLE.items():
@@ -57,6 +59,16 @@ def test_a_model_of_one_layer_trains(pool: Pool, job: str) -> None:
     for ours, theirs in zip(first, second, strict=True):
         np.testing.assert_array_equal(ours, theirs)
         assert np.isfinite(ours).all()
+
+
+@contract(
+    "compat.strategies.leave_note",
+    "all processes of a job read the first text that one sets for a key.",
+)
+def test_meetings(pool: Pool) -> None:
+    """No one waits for ever, and none goes on as if all had come."""
+    for found in JOBS.results(pool, "two: meetings"):
+        assert found == {"both": True, "moments": False, "alone": False}
 
 
 def test_no_two_reductions_share_a_scope() -> None:

@@ -269,3 +269,19 @@ def train_on_grid(names: list[str]) -> dict[str, Any]:
         ]
         results[name] = copies
     return results
+
+
+def meetings(kind: str) -> dict[str, bool]:
+    """Meetings of two, from two moments, and of one after the other."""
+    rank = find_topology(strategy(kind)).process
+    group = collectives.Communicator(rank, 2, "meetings")
+    found = {
+        "both": group.all_come("both", "7", 60),
+        "moments": group.all_come("moments", str(rank), 60),
+    }
+    if rank == 0:
+        found["alone"] = group.all_come("alone", "7", 0.1)
+    group.all_come("after it", "7", 60)
+    if rank == 1:
+        found["alone"] = group.all_come("alone", "7", 60)
+    return found

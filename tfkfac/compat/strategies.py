@@ -201,9 +201,10 @@ def leave_note(key: str, text: str) -> None:
     """Leaves a note for all processes of a job; the first of a key stays.
 
     This relies on the key-value store of TensorFlow's coordination service,
-    which every `MultiWorkerMirroredStrategy` starts.
+    which every `MultiWorkerMirroredStrategy` starts. Where that is gone with
+    the first worker, nothing is left.
     """
-    with contextlib.suppress(tf.errors.AlreadyExistsError):
+    with contextlib.suppress(tf.errors.OpError):
         context.context().set_config_key_value(key, text)
 
 
@@ -213,7 +214,7 @@ def read_note(key: str, seconds: float) -> str | None:
     It relies on what `leave_note` does. Other threads go on.
     """
     wait = max(int(1000 * seconds), 1)  # 0 would be for ever
-    with contextlib.suppress(tf.errors.DeadlineExceededError):
+    with contextlib.suppress(tf.errors.OpError):
         return str(context.context().get_config_key_value(key, wait))
     return None
 

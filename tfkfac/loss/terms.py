@@ -94,7 +94,8 @@ def check_labels(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> None:
     """
     ours, theirs = (tuple(getattr(t, "shape", ())) for t in (y_true, y_pred))
     is_short = len(ours) == len(theirs) - 1 and theirs[-1] not in (None, 1)
-    if is_short and ours and loss_function(loss) in _BY_OUTPUT:
+    is_short = is_short and bool(ours) and ours[-1] != theirs[-1]
+    if is_short and loss_function(loss) in _BY_OUTPUT:
         raise ValueError(
             f"Loss '{loss.name}' compares outputs one by one. Received: labels "
             f"of shape {ours} and outputs of shape {theirs}. Classes need "
