@@ -7,6 +7,7 @@ line by line with the worker's name in front; progress bars are shown for worker
 0 only. When a worker fails, the others are stopped and its exit code is
 returned, or with `--restarts` all are started again; Ctrl-C stops all. SIGTERM
 is handed on to the workers, which have half a minute to save what they have.
+TensorFlow's notes at the start are left out; TF_CPP_MIN_LOG_LEVEL=0 shows them.
 
 With `--min-workers M` a job goes on without workers that a signal has killed,
 as where memory has ended: the others are stopped and as many started again, M
@@ -29,7 +30,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from local_worker import CannotRunError, Guard, Worker, describe
+from local_worker import LEVEL, CannotRunError, Guard, Worker, describe
 from worker_output import Terminal
 
 NAME = pathlib.Path(__file__).name
@@ -206,6 +207,7 @@ def common_environment(workers: int) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // workers)
     environment.setdefault("TF_NUM_INTRAOP_THREADS", str(threads))
     environment.setdefault("PYTHONUNBUFFERED", "1")
+    environment.setdefault(LEVEL, "2")
     # gRPC would ask a proxy for these addresses, too.
     for name in ("no_proxy", "NO_PROXY"):
         known = environment.get(name)

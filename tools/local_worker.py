@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from worker_output import LineFilter, Terminal, pass_on
 
+LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0 is all of TensorFlow's messages
 # Reads the numbers of process groups; kills those when its input ends without
 # a last word, which is when the process at the other end is gone.
 GUARD = """
@@ -56,12 +57,13 @@ class Worker:
             (self.process.stdout, sys.stdout),
             (self.process.stderr, sys.stderr),
         )
+        prefix, wants_all = f"[{self.name}] ", environment.get(LEVEL) == "0"
         self._threads = [
             threading.Thread(
                 target=pass_on,
                 args=(
                     pipe,
-                    LineFilter(terminal, stream, f"[{self.name}] ", not index),
+                    LineFilter(terminal, stream, prefix, not index, wants_all),
                 ),
                 daemon=True,
             )

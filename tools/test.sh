@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Lints, type-checks and tests, in .venv (made on the first run).
-#   --all   also runs the slow tests
+#   --all       also runs the slow tests
+#   --clusters  runs those of real launchers alone, which it installs; for root
 # Other arguments go to pytest, which runs tests in several processes:
 #   bash tools/test.sh tests/kfac -k clip
 #   bash tools/test.sh tests/kfac -n 0 --pdb
@@ -10,9 +11,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 # Each process, with the cluster that it may have started, takes up to 4 GB.
 arguments=(--numprocesses auto --maxprocesses 4)
 slow_ones_too=false
+clusters_only=false
 for argument in "$@"; do
   case "$argument" in
     --all) slow_ones_too=true ;;
+    --clusters) clusters_only=true ;;
     *) arguments+=("$argument") ;;
   esac
 done
@@ -24,6 +27,11 @@ export TF_NUM_INTRAOP_THREADS="${TF_NUM_INTRAOP_THREADS:-1}"
 export TF_NUM_INTEROP_THREADS="${TF_NUM_INTEROP_THREADS:-4}"
 
 cd "$root"
+if "$clusters_only"; then
+  bash tools/clusters.sh
+  exec "$python" -m pytest "${arguments[@]}" --numprocesses 0 -m clusters \
+    tests/cluster/test_real_launchers.py
+fi
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy

@@ -9,6 +9,12 @@ import threading
 from typing import IO, TextIO
 
 STYLE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# Of TensorFlow's start, whatever its level of messages: notes before it reads
+# that, and the error that there is no driver of a GPU.
+CHATTER = re.compile(
+    r"WARNING: All log messages before absl::|I\d{4} [\d:.]+ +\d+ \w+\.cc:|"
+    r"E\d{4} .*failed call to cuInit.*\(303\)$"
+)
 
 
 class Terminal:
@@ -55,6 +61,7 @@ class LineFilter:
         stream: The stream of ours that stands for the worker's.
         prefix: What to put before each line.
         shows_bars: Whether lines that overwrite themselves are shown.
+        shows_chatter: Whether notes of TensorFlow's start are.
     """
 
     def __init__(
@@ -63,11 +70,13 @@ class LineFilter:
         stream: TextIO,
         prefix: str,
         shows_bars: bool,
+        shows_chatter: bool,
     ) -> None:
         self._terminal = terminal
         self._stream = stream
         self._prefix = prefix
         self._shows_bars = shows_bars
+        self._shows_chatter = shows_chatter
         self._line = ""
         self._is_traceback = False
 
@@ -93,6 +102,8 @@ class LineFilter:
 
     def _write(self, line: str) -> None:
         if self._terminal.hides_interrupts and self._is_of_interrupt(line):
+            return
+        if not self._shows_chatter and CHATTER.match(line):
             return
         if self._shows_bars or "\r" not in line:
             text = self._prefix + visible_part(line)

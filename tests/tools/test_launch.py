@@ -95,6 +95,26 @@ sys.stdout.buffer.write(b"\nb\r\n\n\xff\n\xc3\xa4 end")
         assert lines == ["a", "b", "", "\ufffd", "ä end"]
 
 
+CHATTER = """
+print("WARNING: All log messages before absl::InitializeLog() is called")
+print("I0000 00:00:1795473054.391472   10145 port.cc:153] oneDNN custom")
+print("E0000 00:00:1795473054.391472   10145 a.cc:1] an error")
+print("I am no message", os.environ["TF_CPP_MIN_LOG_LEVEL"])
+"""
+
+
+@pytest.mark.parametrize("level", ["", "0"])
+def test_notes_of_tensorflow_at_its_start(level: str) -> None:
+    shown = {"TF_CPP_MIN_LOG_LEVEL": level} if level else {}
+    ours = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run(
+        command(1, CHATTER), capture_output=True, text=True, env=ours | shown
+    )
+    *notes, last = own_lines(done.stdout, 0)
+    assert last == f"I am no message {level or 2}"
+    assert len(notes) == (3 if level else 1)
+
+
 BAR = r"""
 print("Epoch 1")
 for step in range(3):
