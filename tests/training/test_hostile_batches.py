@@ -87,7 +87,9 @@ def test_batches(name: str, chosen: Any) -> None:
     assert all(np.isfinite(value).all() for value in model.get_weights())
 
 
-@pytest.mark.parametrize("name", ["kfac", "gauss_newton"])
+@pytest.mark.parametrize(
+    "name", with_slow(["kfac", "gauss_newton"], "gauss_newton")
+)
 def test_labels_that_are_no_classes(name: str) -> None:
     """In one line, where TensorFlow has a page of files."""
     model = mlp()
