@@ -3,10 +3,11 @@
 >>> model.compile(optimizer=tfkfac.KFAC(), loss="mse")
 """
 
+import keras
+
 from tfkfac import blocks, callbacks, cost, curvature, factors, fisher
 from tfkfac.blocks import register_block
 from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
-from tfkfac.compat.optimizers import register_names
 from tfkfac.fisher import register_distribution
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
@@ -43,11 +44,6 @@ __all__ = [
 
 hook_compile()
 # What `compile("kfac")` finds, as it finds Keras' own.
-register_names(
-    {
-        "kfac": KFAC,
-        "fosi": FOSI,
-        "gaussnewton": GaussNewton,
-        "gauss_newton": GaussNewton,
-    }
+keras.saving.get_custom_objects().update(
+    kfac=KFAC, fosi=FOSI, gaussnewton=GaussNewton, gauss_newton=GaussNewton
 )

@@ -234,13 +234,14 @@ def test_found_by_name(make: Any) -> None:
     """And not in the place of somebody else's class of the same name."""
     name = make.__name__
     for identifier in (name.lower(), make().name):
-        found = keras.optimizers.get(identifier)
+        model = small()
+        model.compile(identifier, loss="mse")
+        found = model.optimizer
         assert type(found) is make
         assert name.lower() == found.get_config()["name"].replace("_", "")
-    model = small()
-    model.compile(name.lower(), "mse")
+        assert found.bound_model() is model
+    model.compile(optimizer=name.lower(), loss="mse")
     assert type(model.optimizer) is make
-    assert model.optimizer.bound_model() is model
     other = type(name, (SGD,), {})
     config = keras.optimizers.serialize(other())
     assert type(keras.optimizers.deserialize(config, {name: other})) is other

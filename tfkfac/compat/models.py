@@ -16,6 +16,7 @@ from keras.src.backend.common import global_state, masking
 from keras.src.saving.saving_lib import safe_get_h5_dataset, safe_get_h5_group
 
 from tfkfac.compat.graphs import own_copy
+from tfkfac.compat.optimizers import named_optimizer
 from tfkfac.compat.overrides import Override, override
 
 Callbacks = list[keras.callbacks.Callback]
@@ -167,6 +168,8 @@ def own_value(variable: keras.Variable) -> tf.Variable:
 def after_compile(action: Callable[[keras.Model], None]) -> list[Override]:
     """Calls a function after each `Model.compile`, with the model.
 
+    An optimizer may be given by its name among the custom objects.
+
     This relies on `compile` and `compile_from_config` being methods of base
     classes of `keras.Model`, and on `load_model` calling them. The hooks are
     on the class that defines them and not on `keras.Model`: `load_model`
@@ -180,7 +183,10 @@ def after_compile(action: Callable[[keras.Model], None]) -> list[Override]:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        below(model, *args, **kwargs)
+        first, rest = [named_optimizer(one) for one in args[:1]], args[1:]
+        if "optimizer" in kwargs:
+            kwargs["optimizer"] = named_optimizer(kwargs["optimizer"])
+        below(model, *first, *rest, **kwargs)
         action(model)
 
     def compile_from_config(

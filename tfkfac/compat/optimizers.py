@@ -1,12 +1,11 @@
 """A Keras optimizer: its variables, its hooks, its update in one replica."""
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
-from keras.src.optimizers import ALL_OBJECTS_DICT
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfkfac.compat.graphs import in_xla, own_copy
@@ -37,15 +36,18 @@ else:
     KerasOptimizer = keras.optimizers.Optimizer
 
 
-def register_names(classes: Mapping[str, type]) -> None:
-    """Lets `keras.optimizers.get` find classes by names of theirs.
+def named_optimizer(identifier: Any) -> Any:
+    """A new optimizer of a class among the custom objects, if that is its name.
 
-    It relies on `get` looking among custom objects, or, since version 3.16, in
-    `ALL_OBJECTS_DICT` alone.
+    Since version 3.16 Keras itself looks among its own alone.
     """
-    keras.saving.get_custom_objects().update(classes)
-    for name, kind in classes.items():
-        ALL_OBJECTS_DICT.setdefault(name, kind)
+    if not isinstance(identifier, str):
+        return identifier
+    kind = keras.saving.get_custom_objects().get(identifier)
+    is_class = isinstance(kind, type)
+    if is_class and issubclass(kind, keras.optimizers.Optimizer):
+        return kind()
+    return identifier
 
 
 def parts_of_multi_optimizer(optimizer: Any) -> Sequence[Any] | None:

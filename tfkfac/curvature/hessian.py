@@ -125,8 +125,10 @@ def no_second_derivative(model: keras.Model, kind: str) -> NotImplementedError:
     for graph in open_graphs():
         for operation in graph.get_operations():
             if operation.type == kind:
-                parts = operation.name.split("/")
-                found += [p for p in map(layer_name, parts) if p in names]
+                for part in operation.name.split("/"):
+                    # Since version 3.16 Keras adds no number to the first.
+                    known = {layer_name(part), part} & names
+                    found += sorted(known, key=len)[:1]
     where = f"Layer '{found[-1]}'" if found else "An operation"
     return NotImplementedError(
         f"{where} of model '{model.name}' has no second derivative in "
