@@ -13,7 +13,7 @@ with.
 import json
 import pathlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from targets import report
@@ -24,6 +24,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 RECORDS = DOCS / "results.json"
+MATRIX = DOCS / "matrix.json"
 TRAININGS = DOCS / "trainings.json"
 PAGE = DOCS / "pages" / "results.md"
 RACERS = {
@@ -74,6 +75,7 @@ def page(records: Mapping[str, Any]) -> str:
         "# Results",
         *records["about"],
         *report.sections(Records(TRAININGS)),
+        *_matrix(),
         *(_study(study, records) for study in records["studies"]),
     ]
     return "\n\n".join(parts) + "\n"
@@ -96,6 +98,30 @@ def _study(study: Mapping[str, Any], records: Mapping[str, Any]) -> str:
         f"Recorded in: {', '.join(f'`{c}`' for c in study['commits'])}."
     )
     return "\n\n".join(parts)
+
+
+def _matrix() -> Iterator[str]:
+    """The section of what `tools/matrix.sh` has run, if it has."""
+    if not MATRIX.exists():
+        return
+    yield "## Pythons, TensorFlow and Keras"
+    yield (
+        "A quick set of tests (contracts with Keras and TensorFlow, oracles, "
+        "saving, two workers) in environments of their own, by "
+        "`bash tools/matrix.sh`. Nightly versions may fail."
+    )
+    names = ("passed", "failed", "skipped")
+    columns = ("Python", "TensorFlow", "Keras", *names)
+    rows = [
+        (
+            row["python"],
+            row.get("tensorflow") or f"nightly {row['tf-nightly']}",
+            row.get("keras") or f"nightly {row['keras-nightly']}",
+            *(str(row[name]) for name in names),
+        )
+        for row in json.loads(MATRIX.read_text())
+    ]
+    yield markdown_table(columns, rows)
 
 
 def race_table(
