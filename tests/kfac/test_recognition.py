@@ -247,7 +247,7 @@ def test_labels_that_are_no_numbers_of_outputs() -> None:
     )
     data = tf.data.Dataset.from_generator(batches, output_signature=spec)
     model.fit(data, verbose=0)
-    # Keras 3.16 traces the first batch by itself: that they do not fit is known.
+    # Keras 3.16 traces the first batch by itself, whose shapes do not fit.
     assert "no likelihood in " in lines_of(model.optimizer)
 
 
