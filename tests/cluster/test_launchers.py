@@ -15,7 +15,7 @@ from tests.support.cluster import ROOT, worker_environment
 from tests.support.ports import claim_ports
 from tfkfac.cluster import strategy
 from tfkfac.cluster.config import Cluster
-from tfkfac.cluster.launchers import Member, find_cluster, first_node
+from tfkfac.cluster.launchers import find_cluster, first_node
 
 KERAS = "KERAS_DISTRIBUTION_"
 ADDRESS = f"{KERAS}JOB_ADDRESSES"
@@ -88,7 +88,7 @@ def pod(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_found(
     environment: dict[str, str], found: Cluster, name: str
 ) -> None:
-    cluster, where = find_cluster(environment, Member())
+    cluster, where = find_cluster(environment, {})
     assert cluster == found
     assert name in where
 
@@ -105,47 +105,47 @@ def test_what_is_found(
     ],
 )
 def test_a_process_alone(environment: dict[str, str], said: str) -> None:
-    cluster, where = find_cluster(environment, Member())
+    cluster, where = find_cluster(environment, {})
     assert cluster is None
     assert said in where
 
 
 def test_arguments_count_most() -> None:
-    given = Member("first:1", process_id=2)
+    given: dict[str, Any] = {"coordinator": "first:1", "process_id": 2}
     cluster, where = find_cluster(SLURM, given)
     assert cluster == unknown("first:1", 2)
     assert "arguments (coordinator=first:1, process_id=2) and Slurm" in where
-    full = Member("first:1", 2, 0)
-    assert find_cluster(SLURM, full)[0] == Cluster(("first:1", ""), 0)
+    full = given | {"num_processes": 4}
+    assert find_cluster(SLURM, full)[0] == Cluster(("first:1", "", "", ""), 2)
 
 
 @pytest.mark.parametrize(
     ("environment", "given", "message"),
     [
-        (OPEN_MPI, {}, f"needs `coordinator`: .*`{ADDRESS}`.*_RANK=2"),
-        ({}, {"coordinator": "a:1"}, "needs `num_processes`"),
-        ({}, {"num_processes": 2}, "needs `process_id`"),
+        (OPEN_MPI, {}, f"`coordinator` must be given.*`{ADDRESS}`.*_RANK=2"),
+        ({}, {"coordinator": "a:1"}, "`num_processes` must be given"),
+        ({}, {"num_processes": 2}, "`process_id` must be given"),
         (TORCHRUN | {"RANK": "3"}, {}, "`process_id` must be .* from 0 to 2"),
         (TORCHRUN | {"RANK": "x"}, {}, "`process_id` must be an integer"),
         (TORCHRUN | {"MASTER_PORT": "x"}, {}, "`coordinator` must be 'host:"),
-        (TORCHRUN, {"num_processes": 0}, "`num_processes` must be an int"),
+        (TORCHRUN, {"num_processes": 0}, "`num_processes` must be an integer"),
         (TORCHRUN, {"process_id": True}, "`process_id` must be an integer"),
         (TORCHRUN, {"process_id": 1.0}, "`process_id` must be an integer"),
-        (ALL, {"num_processes": 4}, "one address, or those of all 4 workers"),
-        (ALL | {ADDRESS: "a:1,a:1"}, {}, "name no address twice"),
+        (ALL, {"num_processes": 4}, "be one address, or 4 different"),
+        (ALL | {ADDRESS: "a:1,a:1,b:1"}, {}, "one address, or 3 different"),
     ],
 )
 def test_what_is_missing_or_wrong(
     environment: dict[str, str], given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        find_cluster(environment, Member(**given))
+        find_cluster(environment, given)
 
 
 def test_a_pod_without_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getfqdn", lambda: "train-1")
-    with pytest.raises(ValueError, match="needs `coordinator`"):
-        find_cluster(KUBERNETES, Member())
+    with pytest.raises(ValueError, match="`coordinator` must be given"):
+        find_cluster(KUBERNETES, {})
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_neighbours_in_slurm_have_ports_of_their_own() -> None:
     for job in range(100, 200):
         for step in range(10):
             own = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
-            cluster, _ = find_cluster(SLURM | own, Member())
+            cluster, _ = find_cluster(SLURM | own, {})
             assert cluster is not None
             ports.add(int(cluster.addresses[0].rpartition(":")[2]))
     assert len(ports) == 1000
@@ -233,10 +233,12 @@ print(total.numpy(), strategy.cluster_resolver.task_id)
 
 
 def test_two_processes_that_know_the_first_alone() -> None:
-    """One as torchrun starts it, one by arguments."""
+    """One as torchrun starts it, one by arguments, beside a proxy."""
     with contextlib.closing(*claim_ports(1)) as claim:
         port = claim.getsockname()[1]
         variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        # Which TensorFlow would ask for the other one.
+        proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "a.org"}
         workers = [
             (TORCHRUN | variables | {"MASTER_ADDR": "localhost"}, {}),
             (
@@ -251,7 +253,7 @@ def test_two_processes_that_know_the_first_alone() -> None:
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, json.dumps(arguments)],
-                env=worker_environment(0, []) | own,
+                env=worker_environment(0, []) | proxy | own,
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -5,7 +5,6 @@ index of this one. `rendezvous.py` finds all other addresses. What a launcher
 does not say, arguments or Keras' own variables have to.
 """
 
-import dataclasses
 import re
 import socket
 from collections.abc import Mapping
@@ -17,47 +16,32 @@ from tfkfac.cluster.config import Cluster, split_address
 
 Environment = Mapping[str, str]
 
+# The three things, and Keras' variables of them. The first may have the
+# addresses of all workers, with commas.
+KERAS = {
+    "coordinator": "KERAS_DISTRIBUTION_JOB_ADDRESSES",
+    "num_processes": "KERAS_DISTRIBUTION_NUM_PROCESSES",
+    "process_id": "KERAS_DISTRIBUTION_PROCESS_ID",
+}
 # Above the ports that Linux gives to outgoing connections: that of worker 0 if
 # nobody has chosen one, and the first of those of Slurm's jobs.
 _PORT, _SLURM_PORT = 61_000, 61_001
-_NO_PORT = re.compile(r"[^:]+|\[.*\]")
-
-
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """A process of a job; each is None where it is not known.
-
-    Attributes:
-        coordinator: The address of worker 0, or of all workers with commas.
-        num_processes: The number of workers, an integer or its digits.
-        process_id: The index of this one, likewise.
-    """
-
-    coordinator: str | None = None
-    num_processes: int | str | None = None
-    process_id: int | str | None = None
-
-    def __str__(self) -> str:
-        return ", ".join(f"{k}={v}" for k, v in self.known().items())
-
-    def known(self) -> dict[str, Any]:
-        """Those of the three that are known."""
-        return {k: v for k, v in vars(self).items() if v is not None}
+_HAS_PORT = re.compile(r":[^\]]*$")
 
 
 class Launcher:
-    """A source of what a process knows of its job, by variables.
+    """A source of the three things, in variables.
 
     Attributes:
         name: Its name in messages.
-        number: The variable with the number of workers.
+        number: The variable with the number of workers, if there is one.
         index: The variable with the index of this one.
         others: More variables that it sets.
     """
 
     name: ClassVar[str]
-    number: ClassVar[str]
     index: ClassVar[str]
+    number: ClassVar[str] = ""
     others: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, environment: Environment) -> None:
@@ -76,12 +60,11 @@ class Launcher:
         """True if it has started this process."""
         return len(self.variables()) == 2 + len(self.others)
 
-    def member(self) -> Member:
-        """This process, as it knows it."""
-        known = self.variables()
-        return Member(
-            self.coordinator(), known.get(self.number), known.get(self.index)
-        )
+    def known(self) -> dict[str, Any]:
+        """Those of the three things that it says."""
+        read = self.variables().get
+        found = (self.coordinator(), read(self.number), read(self.index))
+        return {k: v for k, v in zip(KERAS, found, strict=True) if v}
 
     def coordinator(self) -> str | None:
         """The address of worker 0, if it says."""
@@ -92,9 +75,8 @@ class Keras(Launcher):
     """The variables of `keras.distribution.initialize`, any of them."""
 
     name = "Keras"
-    number = "KERAS_DISTRIBUTION_NUM_PROCESSES"
-    index = "KERAS_DISTRIBUTION_PROCESS_ID"
-    others = ("KERAS_DISTRIBUTION_JOB_ADDRESSES",)
+    first, number, index = KERAS.values()
+    others = (first,)
 
     @override
     def is_there(self) -> bool:
@@ -102,7 +84,7 @@ class Keras(Launcher):
 
     @override
     def coordinator(self) -> str | None:
-        return self.variables().get(self.others[0])
+        return self.environment.get(self.first)
 
 
 class Torchrun(Launcher):
@@ -159,10 +141,9 @@ class MPICH(Launcher):
 
 
 class Kubernetes(Launcher):
-    """An Indexed Job, also of a JobSet; the number is in Keras' variable."""
+    """An Indexed Job, also of a JobSet. It does not say the number."""
 
-    name = "Kubernetes"
-    number, index = Keras.number, "JOB_COMPLETION_INDEX"
+    name, index = "Kubernetes", "JOB_COMPLETION_INDEX"
 
     @override
     def is_there(self) -> bool:
@@ -182,7 +163,7 @@ LAUNCHERS = (Torchrun, OpenMPI, Slurm, MPICH, Kubernetes)
 
 
 def find_cluster(
-    environment: Environment, arguments: Member
+    environment: Environment, arguments: Mapping[str, Any]
 ) -> tuple[Cluster | None, str]:
     """The cluster of this process, and in words what was read.
 
@@ -196,86 +177,67 @@ def find_cluster(
     keras = Keras(environment)
     started = (launcher(environment) for launcher in LAUNCHERS)
     launcher = next((one for one in started if one.is_there()), None)
-    known = arguments.known()
-    read = [f"arguments ({arguments})"] if known else []
+    known, read = dict(arguments), []
+    if known:
+        given = ", ".join(f"{k}={v}" for k, v in known.items())
+        read.append(f"arguments ({given})")
     for source in (keras, launcher):
         if len(known) < 3 and source is not None and source.is_there():
-            known = source.member().known() | known
+            known = source.known() | known
             read.append(str(source))
-    if read == [str(launcher)] and "num_processes" not in known:
-        return None, f"{launcher} without {Keras.number}"
+    where = " and ".join(read)
+    if where == str(launcher) and "num_processes" not in known:
+        return None, f"{where} without {keras.number}"
     if not read:
         is_batch = Slurm.others[1] in environment
         return None, "Slurm without srun" if is_batch else "no launcher"
-    where = " and ".join(read)
-    return _cluster(Member(**known), where), where
+    return _cluster(known, where), where
 
 
-def _cluster(member: Member, where: str) -> Cluster | None:
+def _cluster(known: dict[str, Any], where: str) -> Cluster | None:
     """The cluster of what is known; None if this is the only worker."""
-    addresses = _addresses(member.coordinator, where)
-    number = member.num_processes
-    if number is None and len(addresses) > 1:
-        number = len(addresses)
-    size = _integer("num_processes", number, range(1, 2**31), where)
+    addresses = str(known.get("coordinator", "")).split(",")
+    if len(addresses) > 1:
+        known.setdefault("num_processes", len(addresses))
+    size = _integer("num_processes", range(1, 2**31), known, where)
     if size == 1:
         return None
-    index = _integer("process_id", member.process_id, range(size), where)
-    if not addresses:
+    index = _integer("process_id", range(size), known, where)
+    if "coordinator" not in known:
         raise _missing("coordinator", where)
-    if len(addresses) not in (1, size):
-        raise ValueError(
-            f"`coordinator` must be one address, or those of all {size} "
-            f"workers. Received: {where}"
-        )
+    addresses = [
+        one if _HAS_PORT.search(one) else f"{one}:{_PORT}" for one in addresses
+    ]
+    try:
+        hosts = {split_address(one) for one in addresses}
+    except ValueError as error:
+        raise _invalid("coordinator", "be 'host:port'", where) from error
+    if len(addresses) not in (1, size) or len(hosts) < len(addresses):
+        what = f"be one address, or {size} different ones"
+        raise _invalid("coordinator", what, where)
     return Cluster((*addresses, *[""] * (size - len(addresses))), index)
 
 
-def _addresses(text: Any, where: str) -> tuple[str, ...]:
-    """The addresses in a text, all with a port."""
-    if text is None:
-        return ()
-    found = [str(one).strip() for one in str(text).split(",")]
-    found = [
-        f"{one}:{_PORT}" if _NO_PORT.fullmatch(one) else one for one in found
-    ]
-    try:
-        for one in found:
-            split_address(one)
-    except ValueError as error:
-        raise ValueError(
-            f"`coordinator` must be 'host:port'. Received: {where}"
-        ) from error
-    if len(set(found)) < len(found):
-        raise ValueError(
-            f"`coordinator` must name no address twice. Received: {where}"
-        )
-    return tuple(found)
-
-
-def _integer(name: str, value: Any, valid: range, where: str) -> int:
-    """An integer, or its digits, in a range."""
-    if value is None:
+def _integer(
+    name: str, valid: range, known: Mapping[str, Any], where: str
+) -> int:
+    """An integer in a range, or its digits."""
+    if name not in known:
         raise _missing(name, where)
-    if not str(value).isdecimal() or int(value) not in valid:
-        raise ValueError(
-            f"`{name}` must be an integer from {valid.start} to "
-            f"{valid.stop - 1}. Received: {where}"
-        )
+    value = str(known[name])
+    if not value.isdecimal() or int(value) not in valid:
+        what = f"be an integer from {valid.start} to {valid.stop - 1}"
+        raise _invalid(name, what, where)
     return int(value)
 
 
 def _missing(name: str, where: str) -> ValueError:
-    variable = {
-        "coordinator": Keras.others[0],
-        "num_processes": Keras.number,
-        "process_id": Keras.index,
-    }[name]
-    return ValueError(
-        f"A job of several workers needs `{name}`: pass it to "
-        f"`tfkfac.MultiWorkerMirroredStrategy` or set `{variable}`. "
-        f"Received: {where}"
-    )
+    what = f"be given, as an argument or in `{KERAS[name]}`"
+    return _invalid(name, what, where)
+
+
+def _invalid(name: str, what: str, where: str) -> ValueError:
+    return ValueError(f"`{name}` must {what}. Received: {where}")
 
 
 def first_node(nodes: str) -> str:

@@ -5,7 +5,8 @@ import functools
 import os
 import sys
 import warnings
-from typing import TypeAlias
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -18,7 +19,7 @@ from tfkfac.cluster.config import (
     read_tf_config,
     split_address,
 )
-from tfkfac.cluster.launchers import Member, find_cluster
+from tfkfac.cluster.launchers import KERAS, find_cluster
 from tfkfac.cluster.rendezvous import wait_for_all
 from tfkfac.cluster.stopping import Stopping
 from tfkfac.cluster.watch import Standstill, Watch
@@ -103,14 +104,18 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
     ) -> None:
         _check_timeout(start_timeout)
         _warn_of_threads(communication_options)
-        member = Member(coordinator, num_processes, process_id)
-        cluster, resolver = _find_cluster(cluster_resolver, member)
+        values = zip(
+            KERAS, (coordinator, num_processes, process_id), strict=True
+        )
+        given = {name: value for name, value in values if value is not None}
+        cluster, resolver = _find_cluster(cluster_resolver, given)
         lines: dict[int, Line] = {}
         if cluster is not None:
             cluster, lines = wait_for_all(cluster, start_timeout)
             if resolver is None:
                 resolver = _resolver(cluster)
                 _share_gpus(cluster)
+            _bypass_proxy(cluster)
         super().__init__(resolver, communication_options)
         if cluster is not None and lines:
             size = len(cluster.addresses)
@@ -123,43 +128,38 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
 
 
 def _find_cluster(
-    resolver: Resolver | None, member: Member
+    resolver: Resolver | None, given: Mapping[str, Any]
 ) -> tuple[Cluster | None, Resolver | None]:
-    """The cluster, and the resolver that TensorFlow has of it already.
+    """The cluster, and TensorFlow's resolver if that knows it already.
 
     Raises:
-        ValueError: If it is given twice, or malformed.
+        ValueError: If the cluster is given twice, or malformed.
     """
-    text = os.environ.get("TF_CONFIG", "")
-    if member.known():
-        if resolver is not None:
-            raise ValueError(
-                "Argument `cluster_resolver` must be None if the job is given "
-                f"by others. Received: {member}, cluster_resolver={resolver}"
-            )
-        text = ""
+    text = "" if given else os.environ.get("TF_CONFIG", "")
+    if given and resolver is not None:
+        raise ValueError(
+            "Argument `cluster_resolver` must be None beside others of the "
+            f"cluster. Received: cluster_resolver={resolver}, {given}"
+        )
     if resolver is not None:
         cluster, where = from_resolver(resolver), "argument `cluster_resolver`"
     elif text:
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
         cluster, where = read_tf_config(text), "TF_CONFIG"
     else:
-        cluster, where = find_cluster(os.environ, member)
+        cluster, where = find_cluster(os.environ, given)
     if resolver is not None and resolver.task_type == EVALUATOR:
         return None, _apart(resolver)
-    _tell(cluster, where)
-    return cluster, resolver
-
-
-def _tell(cluster: Cluster | None, where: str) -> None:
-    """Says who this process is."""
-    if cluster is None or len(cluster.addresses) == 1:
+    size = 1 if cluster is None else len(cluster.addresses)
+    if cluster is None or size == 1:
         _say(f"this process trains alone: {where}.")
     else:
+        first = cluster.addresses[0]
         _say(
-            f"worker {cluster.index} of {len(cluster.addresses)} by {where}; "
-            f"worker 0 is at {cluster.addresses[0]}."
+            f"worker {cluster.index} of {size} by {where}; worker 0 is at "
+            f"{first}."
         )
+    return cluster, resolver
 
 
 def _say(text: str) -> None:
@@ -188,6 +188,17 @@ def _resolver(cluster: Cluster) -> Resolver:
         task_id=cluster.index,
         rpc_layer="grpc",
     )
+
+
+def _bypass_proxy(cluster: Cluster) -> None:
+    """Lets TensorFlow reach the workers where there is a proxy for the web.
+
+    It would ask that for them, and wait for ever.
+    """
+    known = (os.environ.get(name) for name in ("no_grpc_proxy", "no_proxy"))
+    hosts = (split_address(address)[0] for address in cluster.addresses)
+    direct = dict.fromkeys([next(filter(None, known), ""), *hosts])
+    os.environ.update(no_grpc_proxy=",".join(filter(None, direct)))
 
 
 def _share_gpus(cluster: Cluster) -> None:
