@@ -98,6 +98,7 @@ def test_ritz_values_of_fosi() -> None:
         assert history[f"curvature/ritz_value_{i}"][-1] == pytest.approx(value)
 
 
+@pytest.mark.slow
 def test_steps_of_gauss_newton_under_a_strategy(tmp_path: Path) -> None:
     """Whose iterations are mirrored."""
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():

@@ -55,7 +55,7 @@ def add(
 
 
 add("two", "columns", "paper", "sgd", slow=False)
-add("four", "rows", "stale", "adam", slow=False)
+add("four", "rows", "stale", "adam")
 add("two", "rows", "stale", "sgd")
 # The estimation that began at update 2 is not done at the end of the interval,
 # which is shorter from update 3 on, and longer from update 5 on.

@@ -409,6 +409,7 @@ def test_nobody_calls_a_loss_but_the_step() -> None:
     assert "no likelihood in 2 steps" in lines_of(model.optimizer)
 
 
+@pytest.mark.slow
 def test_a_loss_may_call_the_model() -> None:
     """As at collocation points; its moving averages are those of SGD."""
     averages = []

@@ -216,6 +216,7 @@ def test_state_is_made_where_it_is_kept(solver: str) -> None:
     np.testing.assert_array_equal(tf.cast(one, tf.float32), np.eye(1000))
 
 
+@pytest.mark.slow
 def test_error_of_a_layer_without_memory() -> None:
     """Its first factor would take more than the address space."""
     model = sequential(layers.Dense(1, name="huge"), shape=(7_000_000,))
