@@ -148,7 +148,7 @@ def test_summary_names_it() -> None:
     [
         (1e-3, "must be a Keras optimizer, its name or config. Received"),
         ("sgdd", "must be a Keras optimizer"),
-        ("kfac", "must be a plain optimizer"),
+        ("kfac", "must be a (plain|Keras) optimizer"),
         (Adam(float("nan")), "must have a finite learning rate"),
         (SGD(gradient_accumulation_steps=2), "accumulates no gradients"),
     ],
