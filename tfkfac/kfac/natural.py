@@ -89,7 +89,7 @@ class Natural:
         exchange: Exchange,
         damping: tf.Tensor,
     ) -> list[Preconditioned]:
-        """Which way the weights of some blocks are moved."""
+        """The directions that the weights of some blocks are moved in."""
         return precondition(layers, step, exchange, damping)
 
     def gradients(
