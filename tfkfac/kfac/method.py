@@ -27,7 +27,7 @@ from tfkfac.kfac.active import (
 )
 from tfkfac.kfac.averages import Pending
 from tfkfac.kfac.bank import FAULTS, State, kept_factors
-from tfkfac.kfac.natural import Natural, renew_unsound
+from tfkfac.kfac.natural import Natural, Seen, renew_unsound
 from tfkfac.kfac.placement import (
     FACTORS,
     INVERSES,
@@ -152,9 +152,8 @@ class KFACMethod(Method):
             any_renewed = tf.cast(tf.reduce_any(renewed), tf.int64)
             own.inverse_updates.assign_add(any_renewed)
             renew_unsound(own.counters, made)
-            return Update(
-                kind.gradients(made, step, own, damping, loss, sample)
-            )
+            seen = Seen(damping, loss, sample)
+            return Update(kind.gradients(made, step, own, seen))
 
         step.apply(direction)
 

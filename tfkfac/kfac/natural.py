@@ -45,6 +45,16 @@ class Preconditioned(NamedTuple):
     """False if W is in the place of a P that cannot be right."""
 
 
+class Seen(NamedTuple):
+    """Numbers of a step that its length may be made of."""
+
+    damping: tf.Tensor
+    loss: tf.Tensor
+    """The mean loss of the group, 0 if it is not needed."""
+    sample: Any
+    """What was taken of the batch."""
+
+
 class Natural:
     """Steps along the preconditioned gradient that `kl_clip` bounds.
 
@@ -97,9 +107,7 @@ class Natural:
         made: Sequence[Preconditioned],
         step: Step,
         state: State,
-        damping: tf.Tensor,
-        loss: tf.Tensor,
-        sample: Any,
+        seen: Seen,
     ) -> Gradients:
         """Gradients for the inner optimizer, of the length of the step.
 
@@ -107,9 +115,7 @@ class Natural:
             made: The directions.
             step: The step.
             state: This replica's.
-            damping: The damping.
-            loss: The mean loss of the group, 0 if it is not needed.
-            sample: What was taken of the batch.
+            seen: What else its length is made of.
         """
         if not made:
             return step.gradients
@@ -121,7 +127,7 @@ class Natural:
         clip = clip_step(products, limit, rate)
         small = limit is not None and may_be_small(step.job)
         shown = rate if small else None
-        state.report.note(clip, damping, step.job.name, shown)
+        state.report.note(clip, seen.damping, step.job.name, shown)
         return put_back(made, clip.factor, step.gradients)
 
     # --------------------------------------------------- binding and state

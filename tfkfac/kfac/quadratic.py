@@ -35,7 +35,7 @@ from tfkfac.curvature.gauss_newton import (
 )
 from tfkfac.distributed.collectives import Communicator, differentiable_sum
 from tfkfac.kfac.bank import State
-from tfkfac.kfac.natural import Natural, Preconditioned, put_back
+from tfkfac.kfac.natural import Natural, Preconditioned, Seen, put_back
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.settings import LevenbergMarquardt, QuadraticStep
 from tfkfac.linalg.tensors import select
@@ -93,12 +93,12 @@ class Quadratic(Natural):
         made: Sequence[Preconditioned],
         step: Step,
         state: State,
-        damping: tf.Tensor,
-        loss: tf.Tensor,
-        sample: Any,
+        seen: Seen,
     ) -> Gradients:
         fraction = self.rule.batch_fraction
-        return quadratic_step(step, made, sample, fraction, state, damping)
+        return quadratic_step(
+            step, made, seen.sample, fraction, state, seen.damping
+        )
 
     @override
     def attach(self, model: keras.Model) -> None:

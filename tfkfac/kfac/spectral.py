@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 from typing_extensions import override
@@ -18,6 +17,7 @@ from tfkfac.kfac.natural import (
     ANY_SIZE,
     Natural,
     Preconditioned,
+    Seen,
     gradient_matrices,
     put_back,
     set_shapes,
@@ -63,9 +63,7 @@ class Spectral(Natural):
         made: Sequence[Preconditioned],
         step: Step,
         state: State,
-        damping: tf.Tensor,
-        loss: tf.Tensor,
-        sample: Any,
+        seen: Seen,
     ) -> Gradients:
         if not made:
             return step.gradients
@@ -79,17 +77,17 @@ class Spectral(Natural):
                 )
                 for one, square in zip(made, squares, strict=True)
             ]
-            state.report.assign(damping=damping)
+            state.report.assign(damping=seen.damping)
             return put_back(sized, tf.ones([]), step.gradients)
         clip = spectral_length(
             [one.product for one in made],
             squares,
-            tf.math.divide_no_nan(loss, step.loss.unit),
-            damping,
+            tf.math.divide_no_nan(seen.loss, step.loss.unit),
+            seen.damping,
             state.section(LargestRate),
             step.job.inner_optimizer.learning_rate,
         )
-        state.report.assign(length=clip.length, damping=damping)
+        state.report.assign(length=clip.length, damping=seen.damping)
         return put_back(made, clip.factor, step.gradients)
 
     @override
