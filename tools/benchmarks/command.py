@@ -2,8 +2,9 @@
 
 import argparse
 import datetime
-import importlib.metadata
+import functools
 import os
+from importlib.metadata import packages_distributions, version
 from typing import Any
 
 
@@ -22,8 +23,12 @@ def machine() -> dict[str, Any]:
         "time": datetime.datetime.now(datetime.UTC).isoformat("T", "seconds"),
         "cores": os.cpu_count(),
         "load": os.getloadavg(),
-        **{
-            name: importlib.metadata.version(name)
-            for name in ("keras", "tensorflow")
-        },
+        **{name: installed(name) for name in ("keras", "tensorflow")},
     }
+
+
+@functools.cache
+def installed(module: str) -> str | None:
+    """Version of the package that has a module, which a nightly has, too."""
+    packages = packages_distributions().get(module)
+    return version(packages[0]) if packages else None

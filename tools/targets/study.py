@@ -1,7 +1,6 @@
 """Trains what is not among the results yet, each setting in a process."""
 
 import concurrent.futures
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -13,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.command import installed
 from benchmarks.jobs import TOOLS, common_environment
 from targets.run import Run
 
@@ -20,7 +20,7 @@ from targets.run import Run
 Record = dict[str, Any]
 # Data that need no directory.
 EMBEDDED = ("text", "tokens", "arm", "digits", "drawn")
-PACKAGES = ("tensorflow", "keras", "keras-hub")
+MODULES = ("tensorflow", "keras", "keras_hub")
 
 
 class FailedError(Exception):
@@ -86,7 +86,7 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
         "arguments": [_without_path(word) for word in command],
         "tfkfac": _version(),
         "python": platform.python_version(),
-        **{name: _installed(name) for name in PACKAGES},
+        **{name.replace("_", "-"): installed(name) for name in MODULES},
         "processor": names[0] if names else platform.machine(),
         "cores": os.cpu_count(),
         "threads": 1,
@@ -97,18 +97,11 @@ def _read(path: str) -> str:
     return pathlib.Path(path).read_text() if os.path.exists(path) else ""
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _version() -> str:
     """Version of the library and its last commit; "+" if files differ."""
     commit = _git("log", "-1", "--format=%h", "--", "tfkfac")
     differs = "+" * bool(_git("status", "--porcelain", "--", "tfkfac"))
-    return f"{_installed('tfkfac')} {commit}{differs}"
+    return f"{installed('tfkfac')} {commit}{differs}"
 
 
 def _git(*words: str) -> str:
