@@ -123,7 +123,12 @@ def tf_levenberg_marquardt(
     rows = np.concatenate(parts)
     model = ModelWrapper(Mixed(problem, widths))
     model(rows[:1])
-    model.compile(solve_method="cholesky", jacobian_max_num_rows=300)
+    # Its default optimizer is one for all models, and knows those of the first.
+    model.compile(
+        optimizer=keras.optimizers.SGD(1.0),
+        solve_method="cholesky",
+        jacobian_max_num_rows=300,
+    )
     data = tf.data.Dataset.from_tensors((rows, np.zeros([len(rows), 1])))
     model.fit(
         data.repeat(contest.MOST_STEPS),

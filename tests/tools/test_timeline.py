@@ -6,6 +6,7 @@ import pytest
 
 import timeline
 from timelines.events import Event, sent_together
+from timelines.recording import of_step
 
 
 def test_a_message_begins_with_the_last_who_comes() -> None:
@@ -19,6 +20,17 @@ def test_a_message_begins_with_the_last_who_comes() -> None:
     assert [[e.interval for e in events] for events in got] == [
         [(0, 1), (2, 4), (3, 5)],
         [(2, 3), (2, 2)],
+    ]
+
+
+def test_what_begins_in_a_step_is_of_it() -> None:
+    before, after = Event("a:Add", 0, 1), Event("d:Add", 6, 7)
+    late = Event("c:CollectiveReduce", 3, 5.5, message=1)
+    step = Event("step", 1.5, 5)
+    got = of_step([before, Event("b:Add", 2, 3), late, after], step)
+    assert [(e.name, e.interval) for e in got] == [
+        ("b:Add", (2, 3)),
+        ("c:CollectiveReduce", (3, 5)),
     ]
 
 

@@ -5,6 +5,7 @@ import json
 import pathlib
 import re
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 from timelines.events import Event
@@ -100,16 +101,25 @@ def read(folder: pathlib.Path) -> dict[str, list[Event]]:
         for line in plane.lines
         for event in line.events
     ]
+    operations = [event for event in events if _is_operation(event.name)]
     found = {}
     for kind in KINDS:
         (step,) = (event for event in events if event.name == MARK + kind)
-        found[kind] = [
-            event
-            for event in events
-            if step.start <= event.start and event.end <= step.end
-            if _is_operation(event.name)
-        ]
+        found[kind] = of_step(operations, step)
     return found
+
+
+def of_step(events: Sequence[Event], step: Event) -> list[Event]:
+    """The events of a step, until its end.
+
+    A thread that has handed on its message may have to wait for a processor,
+    and ends the event when the step is over.
+    """
+    return [
+        dataclasses.replace(event, end=min(event.end, step.end))
+        for event in events
+        if step.start <= event.start <= step.end
+    ]
 
 
 def _event(plane: Any, line: Any, event: Any) -> Event:
