@@ -152,6 +152,16 @@ def test_the_table_of_the_readme() -> None:
     assert mean[-1] == "0.30 (1) / 0.30 (1)"
 
 
+def test_the_table_of_the_readme_has_what_ran_on_all_problems() -> None:
+    vae = [
+        each | {"run": each["run"] | {"problem": "vae"}}
+        for each in cnn_records()
+    ]
+    quadratic = record("kfac:step=quadratic", 0, (4.0, 0.5), (5.0, 0.9))
+    columns, rows = report.summary([*cnn_records(), *vae, quadratic])
+    assert columns[2:] == ["K-FAC"] and len(rows) == 3
+
+
 def test_the_tables_of_tiny_problems() -> None:
     """Mean losses: Adam 0.3 at its best, Muon 0.1, today's 0.2, ours 0.15."""
     ours = "kfac:step=spectral:rest=adam"

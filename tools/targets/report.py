@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -180,15 +180,19 @@ def _means(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def summary(records: Sequence[Record]) -> Table:
-    """The table of the README: a row for each problem."""
+    """The table of the README: a row for each problem.
+
+    It has those methods of ours that were run on all problems.
+    """
     comparisons, adams = [*compare(records)], [*compare(records, "adam")]
     adam_of = {_place(adam): adam.rows for adam in adams}
-    methods = dict.fromkeys(
+    counts = Counter(
         row.setting.method
         for comparison in comparisons
         for row in comparison.rows
         if not is_baseline(row.setting.method)
     )
+    methods = [m for m in counts if counts[m] == len(comparisons)]
     columns = ["problem", "best baseline", *map(_title, methods)]
     rows = []
     for comparison in comparisons:
