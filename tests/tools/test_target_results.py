@@ -162,6 +162,22 @@ def test_the_table_of_the_readme_has_what_ran_on_all_problems() -> None:
     assert columns[2:] == ["K-FAC"] and len(rows) == 3
 
 
+def test_the_table_of_the_readme_has_the_largest_size_alone() -> None:
+    full = [
+        each | {"run": each["run"] | {"size": "full"}} for each in cnn_records()
+    ]
+    mlp = [
+        each | {"run": each["run"] | {"problem": "mlp"}}
+        for each in cnn_records()
+    ]
+    _, rows = report.summary([*cnn_records(), *mlp, *full])
+    assert [row[0].partition(",")[0] for row in rows[:-1]] == [
+        "mlp (small)",
+        "cnn (full)",
+    ]
+    assert rows[-1][-1] == "0.30 (2) / 0.30 (2)"
+
+
 def test_the_tables_of_tiny_problems() -> None:
     """Mean losses: Adam 0.3 at its best, Muon 0.1, today's 0.2, ours 0.15."""
     ours = "kfac:step=spectral:rest=adam"

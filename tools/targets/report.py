@@ -180,11 +180,13 @@ def _means(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def summary(records: Sequence[Record]) -> Table:
-    """The table of the README: a row for each problem.
+    """The table of the README: a row for each problem, at its largest size.
 
     It has those methods of ours that were run on all problems.
     """
-    comparisons, adams = [*compare(records)], [*compare(records, "adam")]
+    comparisons, adams = (
+        _largest(compare(records, *target)) for target in ((), ("adam",))
+    )
     adam_of = {_place(adam): adam.rows for adam in adams}
     counts = Counter(
         row.setting.method
@@ -218,6 +220,17 @@ def summary(records: Sequence[Record]) -> Table:
     ]
     rows.append(["geometric means (problems)", "", *cells])
     return columns, rows
+
+
+def _largest(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    """Those of full size, and the small twins of problems without one."""
+    found = list(comparisons)
+    full = {_place(one)[0] for one in found if _place(one)[1] == "full"}
+    return [
+        one
+        for one in found
+        if _place(one)[1] == "full" or _place(one)[0] not in full
+    ]
 
 
 def _place(comparison: Comparison) -> tuple[str, str, str]:
