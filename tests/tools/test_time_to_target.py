@@ -53,8 +53,10 @@ class Trained:
             self.runs.append(run)
             if run.seed == 13:
                 raise study.FailedError("no luck")
-            # A rate of 0.004, batches of 250 and a decay of 5 % are best.
-            loss = abs(math.log((run.rate or 1.0) / 0.004))
+            # Batches of 250 and a decay of 5 % are best, and a rate of 0.004,
+            # of full models 0.001.
+            best = 0.001 if run.size == "full" else 0.004
+            loss = abs(math.log((run.rate or 1.0) / best))
             loss += abs(run.batch - 250) + abs(100 * run.decay - 5)
             metric = -loss if run.row.higher_is_better else loss
             columns = ("step", "seconds", "cpu_seconds", "metric")
@@ -83,11 +85,16 @@ def test_settings_are_searched_and_the_best_is_measured(
     )
     runs = trained.taken()
     search = [run for run in runs if run.phase == "search"]
+    assert {run.seed for run in search} == {0}
     # Four rates and three batches of Muon, two lengths and three batches of
     # K-FAC, and the two other decays of both.
-    assert len(search) == 12 + 6 + 2 + 2
-    assert {run.size for run in search} == {"small"}
-    assert {run.seed for run in search} == {0}
+    assert sum(run.size == "small" for run in search) == 12 + 6 + 2 + 2
+    # Then Muon's best rate and those about it, until one is between others.
+    full = [run for run in search if run.size == "full"]
+    assert [run.rate for run in full] == [4e-3, 2e-3, 8e-3, 1e-3, 5e-4]
+    assert {(run.method, run.batch, run.decay) for run in full} == {
+        ("muon", 250, 0.05)
+    }
     finals = runs[len(search) :]
     assert {(run.method, run.seed) for run in finals} == {
         (method, seed) for method in ("muon", "kfac") for seed in (0, 1)
@@ -95,7 +102,7 @@ def test_settings_are_searched_and_the_best_is_measured(
     for run in finals:
         assert (run.phase, run.size) == ("final", "full")
         assert (run.batch, run.decay) == (250, 0.05)
-        assert run.rate == (4e-3 if run.method == "muon" else None)
+        assert run.rate == (1e-3 if run.method == "muon" else None)
 
 
 def test_the_rest_has_adams_best_rate(

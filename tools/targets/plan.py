@@ -3,7 +3,9 @@
 Of tiny problems all rates are trained with all seeds. Of the others settings
 are searched with a part of the training data, and what was best is trained
 again, with all of them, and measured with the test set. Where the best rate is
-the smallest or the largest, the one beyond it is tried, too.
+the smallest or the largest, the one beyond it is tried, too. Settings searched
+with small models get their rate searched again, about the best one, with those
+that are measured: it is not the same for wider models that train longer.
 
 Of K-FAC the setting is taken that is the first to end, with the data that were
 held out, as well as the best baseline does.
@@ -66,8 +68,12 @@ class Plan:
                 yield list(self._beyond(methods, records))
             if self.size != TINY:
                 yield list(self._decays(methods, records))
-        if self.size != TINY:
-            yield list(self._finals(records))
+        if self.size == TINY:
+            return
+        if self.search_size != self.size:
+            for _ in range(1 + MOST_BEYOND):
+                yield list(self._rates(records))
+        yield list(self._finals(records))
 
     def _grids(
         self, methods: Sequence[str], records: Sequence[Record]
@@ -142,15 +148,39 @@ class Plan:
                 for decay in others:
                     yield dataclasses.replace(best, decay=decay, seed=seed)
 
+    def _rates(self, records: Sequence[Record]) -> Iterator[Run]:
+        """The best rate, its half and its double at the size of the finals."""
+        for problem, method in self._pairs(self.methods):
+            best = self.final(problem, method, records)
+            if best is None or best.rate is None:
+                continue
+            for seed in self.search_seeds:
+                for factor in (1, 0.5, 2):
+                    rate = factor * best.rate
+                    yield dataclasses.replace(best, rate=rate, seed=seed)
+
     def _finals(self, records: Sequence[Record]) -> Iterator[Run]:
         """What was best, a whole seed after the other."""
         for seed in self.seeds:
             for problem, method in self._pairs(self.methods):
-                best = self.chosen(problem, method, records)
+                best = self.final(problem, method, records)
                 if best:
-                    yield dataclasses.replace(
-                        best, phase=FINAL, size=self.size, seed=seed
-                    )
+                    yield dataclasses.replace(best, phase=FINAL, seed=seed)
+
+    def final(
+        self, problem: str, method: str, records: Sequence[Record]
+    ) -> Run | None:
+        """The best setting, with the rate that is best at the final size."""
+        best = self.chosen(problem, method, records)
+        if best is None or self.search_size == self.size:
+            return best
+        best = dataclasses.replace(best, size=self.size)
+        losses = losses_of(
+            record
+            for record in self._searched(problem, method, records, self.size)
+            if Run(**record["run"] | {"rate": best.rate}).setting == best
+        )
+        return min(losses, key=lambda run: losses[run], default=best)
 
     def chosen(
         self,
@@ -176,7 +206,11 @@ class Plan:
         return best_setting(own, min(ends, default=None))
 
     def _searched(
-        self, problem: str, method: str, records: Sequence[Record]
+        self,
+        problem: str,
+        method: str,
+        records: Sequence[Record],
+        size: str | None = None,
     ) -> Iterator[Record]:
         """The records of a method that settings are chosen by."""
         for record in records:
@@ -184,7 +218,7 @@ class Plan:
             if (
                 (run.problem, run.method) == (problem, method)
                 and (run.size, run.data)
-                == (self.search_size, self.data[problem])
+                == (size or self.search_size, self.data[problem])
                 and (self.size == TINY or run.phase == SEARCH)
             ):
                 yield record
