@@ -53,11 +53,12 @@ class Trained:
             self.runs.append(run)
             if run.seed == 13:
                 raise study.FailedError("no luck")
-            # Batches of 250 and a decay of 5 % are best, and a rate of 0.004,
-            # of full models 0.001.
-            best = 0.001 if run.size == "full" else 0.004
-            loss = abs(math.log((run.rate or 1.0) / best))
-            loss += abs(run.batch - 250) + abs(100 * run.decay - 5)
+            # Batches of 250 and a decay of 5 % are best, and a rate of 0.004;
+            # of full models 0.001, and batches of 125 for K-FAC.
+            full = run.size == "full"
+            batch = 125 if full and run.rate is None else 250
+            loss = abs(math.log((run.rate or 1.0) / (0.001 if full else 0.004)))
+            loss += abs(run.batch - batch) + abs(100 * run.decay - 5)
             metric = -loss if run.row.higher_is_better else loss
             columns = ("step", "seconds", "cpu_seconds", "metric")
             curve = {key: [1.0] for key in columns} | {"metric": [metric]}
@@ -89,20 +90,24 @@ def test_settings_are_searched_and_the_best_is_measured(
     # Four rates and three batches of Muon, two lengths and three batches of
     # K-FAC, and the two other decays of both.
     assert sum(run.size == "small" for run in search) == 12 + 6 + 2 + 2
-    # Then Muon's best rate and those about it, until one is between others.
+    # Then Muon's best rate and those about it, until one is between others,
+    # and all batches and lengths of K-FAC.
     full = [run for run in search if run.size == "full"]
-    assert [run.rate for run in full] == [4e-3, 2e-3, 8e-3, 1e-3, 5e-4]
-    assert {(run.method, run.batch, run.decay) for run in full} == {
-        ("muon", 250, 0.05)
-    }
+    assert {run.decay for run in full} == {0.05}
+    muons = [run for run in full if run.method == "muon"]
+    assert [run.rate for run in muons] == [4e-3, 2e-3, 8e-3, 1e-3, 5e-4]
+    assert {run.batch for run in muons} == {250}
+    kfacs = {(r.share, r.batch) for r in full if r.method == "kfac"}
+    assert len(kfacs) == len(full) - len(muons) == 6
     finals = runs[len(search) :]
     assert {(run.method, run.seed) for run in finals} == {
         (method, seed) for method in ("muon", "kfac") for seed in (0, 1)
     }
     for run in finals:
         assert (run.phase, run.size) == ("final", "full")
-        assert (run.batch, run.decay) == (250, 0.05)
-        assert run.rate == (1e-3 if run.method == "muon" else None)
+        muon = run.method == "muon"
+        assert (run.batch, run.decay) == (250 if muon else 125, 0.05)
+        assert run.rate == (1e-3 if muon else None)
 
 
 def test_the_rest_has_adams_best_rate(

@@ -4,8 +4,9 @@ Of tiny problems all rates are trained with all seeds. Of the others settings
 are searched with a part of the training data, and what was best is trained
 again, with all of them, and measured with the test set. Where the best rate is
 the smallest or the largest, the one beyond it is tried, too. Settings searched
-with small models get their rate searched again, about the best one, with those
-that are measured: it is not the same for wider models that train longer.
+with small models are searched again about the best one with those that are
+measured, for wider models that train longer want other rates. K-FAC, which
+keeps its rate, tries all batches and lengths again.
 
 Of K-FAC the setting is taken that is the first to end, with the data that were
 held out, as well as the best baseline does.
@@ -72,7 +73,7 @@ class Plan:
             return
         if self.search_size != self.size:
             for _ in range(1 + MOST_BEYOND):
-                yield list(self._rates(records))
+                yield list(self._again(records))
         yield list(self._finals(records))
 
     def _grids(
@@ -148,16 +149,27 @@ class Plan:
                 for decay in others:
                     yield dataclasses.replace(best, decay=decay, seed=seed)
 
-    def _rates(self, records: Sequence[Record]) -> Iterator[Run]:
-        """The best rate, its half and its double at the size of the finals."""
+    def _again(self, records: Sequence[Record]) -> Iterator[Run]:
+        """What is tried again, at the size of the finals.
+
+        The best rate, its half and its double, or all batches and lengths of
+        what has but one rate.
+        """
         for problem, method in self._pairs(self.methods):
             best = self.final(problem, method, records)
-            if best is None or best.rate is None:
+            if best is None:
                 continue
-            for seed in self.search_seeds:
-                for factor in (1, 0.5, 2):
-                    rate = factor * best.rate
-                    yield dataclasses.replace(best, rate=rate, seed=seed)
+            if best.rate is None:
+                batches = problem_of(problem, self.size).batches
+                others = [
+                    {"share": share, "batch": batch}
+                    for share in self._grid(problem, method).shares
+                    for batch in self.grid.get("batches", batches)
+                ]
+            else:
+                others = [{"rate": f * best.rate} for f in (1, 0.5, 2)]
+            for seed, other in itertools.product(self.search_seeds, others):
+                yield dataclasses.replace(best, seed=seed, **other)
 
     def _finals(self, records: Sequence[Record]) -> Iterator[Run]:
         """What was best, a whole seed after the other."""
@@ -170,11 +182,14 @@ class Plan:
     def final(
         self, problem: str, method: str, records: Sequence[Record]
     ) -> Run | None:
-        """The best setting, with the rate that is best at the final size."""
+        """The best setting, as it was tried again at the final size."""
         best = self.chosen(problem, method, records)
         if best is None or self.search_size == self.size:
             return best
         best = dataclasses.replace(best, size=self.size)
+        if best.rate is None:
+            again = self.chosen(problem, method, records, best.decay, self.size)
+            return again or best
         losses = losses_of(
             record
             for record in self._searched(problem, method, records, self.size)
@@ -188,18 +203,27 @@ class Plan:
         method: str,
         records: Sequence[Record],
         decay: float | None = None,
+        size: str | None = None,
     ) -> Run | None:
-        """The best setting of a method, None if there is none yet."""
+        """The best setting of a method, None if there is none yet.
+
+        Args:
+            problem: Name of the problem.
+            method: The method.
+            records: All records.
+            decay: Only settings with this decay.
+            size: Size that was searched at, by default that of the search.
+        """
         own = [
             record
-            for record in self._searched(problem, method, records)
+            for record in self._searched(problem, method, records, size)
             if decay in (None, record["run"]["decay"])
         ]
         if self.size == TINY or is_baseline(method):
             return best_setting(own)
         names = {r["run"]["method"] for r in records}
         others = [
-            losses_of(self._searched(problem, name, records))
+            losses_of(self._searched(problem, name, records, size))
             for name in filter(is_baseline, names)
         ]
         ends = [loss for found in others for loss in found.values()]
