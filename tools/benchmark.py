@@ -37,6 +37,7 @@ RECORDED_VARIANTS = [
     "adam",
     "muon",
     "kfac-inverse",
+    "kfac-inverse:step=spectral",
     # All rows of a batch, no sketches.
     "kfac-inverse:max_factor_dim=16384:factor_batch_fraction=1.0",
     "fosi-adam",

@@ -18,7 +18,7 @@ from typing import Any
 
 from targets import report
 from targets.report import markdown_table
-from targets.study import Records
+from targets.study import Records, last_commit
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def replace(title: str, new: Mapping[str, Any]) -> None:
-    """Puts new values into a study, and writes all figures anew.
+    """Puts values of this commit into a study, and writes all figures anew.
 
     Raises:
         ValueError: If there is no study with this title.
@@ -55,7 +55,7 @@ def replace(title: str, new: Mapping[str, Any]) -> None:
     found = [s for s in records["studies"] if s["title"] == title]
     if not found:
         raise ValueError(f"no study {title!r} in {RECORDS}")
-    found[0].update(new)
+    found[0].update(new, commits=[last_commit()])
     RECORDS.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
     main()
 

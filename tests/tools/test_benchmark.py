@@ -49,6 +49,7 @@ def test_a_run(
         path = getattr(results, name)
         monkeypatch.setattr(results, name, tmp_path / path.name)
         (tmp_path / path.name).write_text(path.read_text())
+    monkeypatch.setattr(results, "last_commit", lambda: "abc1234")
     plot = tmp_path / "steps.png"
     rows = run(
         tmp_path,
@@ -63,7 +64,9 @@ def test_a_run(
     assert kfac["state_bytes"] >= 2 * 2 * 4 * (9**2 + 8**2)
     assert "unavailable" in torch  # no such model, or no PyTorch
     assert plot.stat().st_size > 10_000
-    assert "| mlp-8x2 |" in results.PAGE.read_text()
+    page = results.PAGE.read_text()
+    assert "| mlp-8x2 |" in page
+    assert "Recorded in: `abc1234`." in page
 
 
 @pytest.mark.slow

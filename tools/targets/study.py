@@ -84,7 +84,7 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
     return {
         "script": "tools/time_to_target.py",
         "arguments": [_without_path(word) for word in command],
-        "tfkfac": _version(),
+        "tfkfac": f"{installed('tfkfac')} {last_commit()}",
         "python": platform.python_version(),
         **{name.replace("_", "-"): installed(name) for name in MODULES},
         "processor": names[0] if names else platform.machine(),
@@ -93,15 +93,15 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _read(path: str) -> str:
-    return pathlib.Path(path).read_text() if os.path.exists(path) else ""
-
-
-def _version() -> str:
-    """Version of the library and its last commit; "+" if files differ."""
+def last_commit() -> str:
+    """The last commit of the library; "+" if files differ."""
     commit = _git("log", "-1", "--format=%h", "--", "tfkfac")
     differs = "+" * bool(_git("status", "--porcelain", "--", "tfkfac"))
-    return f"{installed('tfkfac')} {commit}{differs}"
+    return f"{commit}{differs}"
+
+
+def _read(path: str) -> str:
+    return pathlib.Path(path).read_text() if os.path.exists(path) else ""
 
 
 def _git(*words: str) -> str:
