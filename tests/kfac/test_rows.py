@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras import layers
 
 import tfkfac
+from tests.support import definition
 from tests.support.dtypes import floats
 from tests.support.graphs import optimized_nodes
 from tests.support.harness import randomize
@@ -82,25 +83,43 @@ def mean_loss(y: Any, z: Any) -> Any:
     return tf.reduce_mean(loss(y, z))
 
 
-def numpy_step(weights: list[Array], x: Array, y: Array) -> list[Array]:
-    """A step of K-FAC on the network, written out."""
+Blocks = list[tuple[Array, Array, Array]]
+
+
+def numpy_blocks(
+    weights: list[Array], x: Array, y: Array
+) -> tuple[Blocks, float]:
+    """Gradient and factors of each layer of the network, and the loss."""
     kernels, biases = weights[::2], weights[1::2]
     inputs, outputs = [x], []
     for W, b in zip(kernels, biases, strict=True):
         outputs.append(inputs[-1] @ W + b)
         inputs.append(np.tanh(outputs[-1]))
-    g = outputs[-1] - y
-    pairs = []
+    g, n = outputs[-1] - y, len(x)
+    nats = np.sum(g**2) / 2 / n
+    blocks: Blocks = []
     for i in (2, 1, 0):
         a = append_one(inputs[i])
-        A, G = a.T @ a / len(x), g.T @ g / len(x)
-        W = a.T @ g / len(x)
-        pairs.insert(0, (inverse_solve(W, A, G, DAMPING), W))
+        blocks.insert(0, (a.T @ g / n, a.T @ a / n, g.T @ g / n))
         g = (g @ kernels[i].T) * (1 - inputs[i] ** 2)
+    return blocks, nats
+
+
+def moved(weights: list[Array], changes: Any) -> list[Array]:
+    """Weights to which such matrices are added, the last row to the biases."""
+    parts = [part for d in changes for part in (d[:-1], d[-1])]
+    return [w + part for w, part in zip(weights, parts, strict=True)]
+
+
+def numpy_step(weights: list[Array], x: Array, y: Array) -> list[Array]:
+    """A step of K-FAC on the network."""
+    pairs = [
+        (inverse_solve(W, A, G, DAMPING), W)
+        for W, A, G in numpy_blocks(weights, x, y)[0]
+    ]
     nu = clip_factor(pairs, RATE, CLIP)
     assert nu < 0.5
-    changes = [part for P, _ in pairs for part in (P[:-1], P[-1])]
-    return [w - RATE * nu * d for w, d in zip(weights, changes, strict=True)]
+    return moved(weights, [-RATE * nu * P for P, _ in pairs])
 
 
 # --------------------------------------------------------------- exactness
@@ -119,6 +138,48 @@ def test_a_ragged_last_batch() -> None:
         model.fit(data, verbose=0)
     for got, exact in zip(model.get_weights(), want, strict=True):
         np.testing.assert_allclose(got, exact, rtol=1e-9, atol=1e-11)
+
+
+def test_spectral_steps() -> None:
+    """Momenta go on by rows, by matrices, and with another decomposition."""
+    mu, block, every = 0.75, 4, 2
+    sizes = [6, 64, 6, 64, 6]
+    data = [batch(rows) for rows in sizes]
+    rule = definition.Spectral(mu, block, lambda _: 1.0)
+    with floats("float64"):
+        model = network()
+        want = model.get_weights()
+        factors: Any = None
+        for k, (x, y) in enumerate(data):
+            found, nats = numpy_blocks(want, x, y)
+            factors = found if k % every == 0 else factors
+            pairs = {}
+            for i, ((W, *_), (_, A, G)) in enumerate(
+                zip(found, factors, strict=True)
+            ):
+                N = rule.add(i, W)
+                pairs[i] = N, inverse_solve(N, A, G, DAMPING)
+            changes = rule.changes(pairs, DAMPING, nats, k)
+            want = moved(want, changes.values())
+        step = tfkfac.SpectralStep(momentum=mu, block=block, iterations=14)
+        kfac = tfkfac.KFAC(
+            damping=DAMPING,
+            fisher="empirical",
+            step=step,
+            factor_decay=0.0,
+            factor_update_interval=1,
+            inverse_update_interval=every,
+        )
+        model.compile(kfac, loss)
+        signature = [
+            tf.TensorSpec((None, n), "float64") for n in (INPUTS, OUTPUTS)
+        ]
+        dataset = tf.data.Dataset.from_generator(
+            lambda: iter(data), output_signature=tuple(signature)
+        )
+        model.fit(dataset, verbose=0)
+    for got, exact in zip(model.get_weights(), want, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-7, atol=1e-9)
 
 
 # ---------------------------------------------------------- which way it is
@@ -145,6 +206,10 @@ def accumulated(model: Any) -> Any:
     return ordinary(model, gradient_accumulation_steps=2)
 
 
+def spectral(model: Any) -> Any:
+    return ordinary(model, step="spectral")
+
+
 def shared() -> Any:
     layer = layers.Dense(INPUTS, "tanh", name="first")
     i = keras.Input((INPUTS,))
@@ -158,6 +223,7 @@ CASES: dict[str, tuple[Any, Any, set[str]]] = {
     "clipping of the user's own": (network, clipped, set()),
     "a shared layer": (shared, ordinary, set()),
     "accumulation": (network, accumulated, set()),
+    "spectral steps": (network, spectral, {"first", "second"}),
 }
 
 

@@ -227,31 +227,56 @@ class Decomposition(Slots, Member):
         plain = MatrixGradient(matrix).scaled(scale)
         return plain.value, self.apply(plain).matrix
 
+    def renew(self, momentum: "Momentum") -> tf.Tensor:
+        """Preconditions a momentum that another one has preconditioned."""
+        plain = MatrixGradient(tf.convert_to_tensor(momentum.value))
+        momentum.preconditioned.assign(self.apply(plain).matrix)
+        return tf.constant(0)
+
 
 class Momentum(Slots, Member):
     """Nesterov momentum of the gradient matrix of one block.
 
-    `M_t = mu M_{t-1} + W_t`; zero at first.
+    `M_t = mu M_{t-1} + W_t` with `M_0 = 0`; what is kept is `mu M`. Beside it
+    is `mu A^-1 M G^-1`, for as long as the decomposition stays a sum of the
+    `A^-1 W G^-1`, which take few products where a batch has few rows.
     """
 
-    held = ("value",)
+    held = ("value", "preconditioned")
 
     def __init__(self, block: Block) -> None:
         super().__init__("momentum", spread=Spread.OWNED, part=SPECTRAL)
-        self.value = self.slot("momentum", block.gradient_shape, block.dtype)
+        shape, dtype = block.gradient_shape, block.dtype
+        self.value = self.slot("momentum", shape, dtype)
+        self.preconditioned = self.slot("preconditioned_momentum", shape, dtype)
 
     @property
     @override
     def like(self) -> Kind:
         return Kind("momentum", any_size=True)
 
-    def add(self, matrix: tf.Tensor, decay: float) -> tf.Tensor:
-        """Takes in a gradient; returns `N_t = W_t + mu M_t`."""
-        total = decay * self.value + matrix
-        # What has overflowed once begins anew.
-        total = select(all_finite([total]), total, matrix)
-        self.value.assign(total)
-        return matrix + decay * total
+    def add(
+        self, matrix: tf.Tensor, preconditioned: tf.Tensor, decay: float
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Takes in W and `A^-1 W G^-1`.
+
+        Returns:
+            `N_t = W_t + mu M_t` and `A^-1 N_t G^-1`.
+        """
+        return (
+            _nesterov(self.value, matrix, decay),
+            _nesterov(self.preconditioned, preconditioned, decay),
+        )
+
+
+def _nesterov(kept: tf.Variable, new: tf.Tensor, decay: float) -> tf.Tensor:
+    """Moves a momentum; one that has overflowed begins anew."""
+    total = kept + new
+    healthy = tf.cast(all_finite([total]), total.dtype)
+    # NaN times zero is zero here.
+    total = tf.math.multiply_no_nan(total, decay * healthy)
+    kept.assign(total)
+    return new + total
 
 
 class Pending(Accumulation):

@@ -227,6 +227,14 @@ class State(Tracked):
             damping,
             tf.unstack(wanted),
         )
+        each(
+            Decomposition.renew,
+            [one.decomposition for one in self.preconditioners],
+            [
+                one.momentum if i in parts else None
+                for i, one in enumerate(self.preconditioners)
+            ],
+        )
         count_each(
             wanted & ~flags(good, otherwise=True),
             counters.failures,

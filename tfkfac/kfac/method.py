@@ -111,8 +111,9 @@ class KFACMethod(Method):
     def run(self, step: Step) -> None:
         """One step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
         own = self.job.own(self.states)
-        whole = own.pending is not None or not self._kind.takes_rows
-        layers = observe(step, own, not whole and self.placement.takes_rows)
+        by_rows = self.placement.takes_rows and own.pending is None
+        by_rows &= self._kind.takes_rows(step.group.size)
+        layers = observe(step, own, by_rows)
         step.note_losses("its unit is 1, its Fisher matrix the empirical one")
         if not self.job.terms_of(step.batch):
             self._advice.give(self.job, report.unseen_loss_warning(self.job))

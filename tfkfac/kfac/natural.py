@@ -60,7 +60,6 @@ class Natural:
 
     Attributes:
         title: What the title of a summary says of these steps.
-        takes_rows: Whether they can do without whole gradients.
         sees_loss: Whether they need the loss.
         has_momenta: Whether blocks keep momenta.
         beside: Count of the numbers that travel beside each direction.
@@ -68,7 +67,6 @@ class Natural:
     """
 
     title = ""
-    takes_rows = True
     sees_loss = False
     has_momenta = False
     beside = 0
@@ -88,6 +86,10 @@ class Natural:
     def damping(self, state: State, clock: tf.Tensor) -> tf.Tensor:
         """The damping of this step, a float64 scalar."""
         return self._damping.at(clock)
+
+    def takes_rows(self, workers: int) -> bool:
+        """True if so many workers can do without whole gradients."""
+        return True
 
     def wants_renewal(self, state: State) -> tf.Tensor | None:
         """A bool, true if decompositions must not wait for their turn."""
@@ -206,19 +208,6 @@ def precondition(
     ]
 
 
-def gradient_matrices(
-    layers: Sequence[ActiveBlock], step: Step
-) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """The gradients of blocks as matrices, and factors that make them W."""
-    scales = _casts(_inverse(step.loss.unit), layers)
-    matrices = each(
-        [one.block.to_matrix for one in layers],
-        [[step.gradients[k] for k in one.indices] for one in layers],
-        like=[_form("matrix", one) for one in layers],
-    )
-    return matrices, scales
-
-
 def precondition_matrices(
     layers: Sequence[ActiveBlock],
     step: Step,
@@ -229,16 +218,7 @@ def precondition_matrices(
 
     All workers have the W, those with decompositions make the P.
     """
-    matrices, scales = gradient_matrices(layers, step)
-    kept = [one.state.decomposition for one in layers]
-    applied = each(Decomposition.precondition, kept, matrices, scales)
-    plain = [
-        matrix * scale if both is None else both[0]
-        for matrix, scale, both in zip(matrices, scales, applied, strict=True)
-    ]
-    set_shapes(layers, plain)
-    own = [both and both[1] for both in applied]
-    set_shapes(layers, own)
+    plain, own = matrix_pairs(layers, step)
     places = [one.position for one in layers]
     made = {i: [P] for i, P in zip(places, own, strict=True) if P is not None}
     shared = exchange.share_gradients(step.group, made, places)
@@ -254,6 +234,28 @@ def precondition_matrices(
         Preconditioned(one, MatrixGradient(new), product, flag)
         for one, (new, product, flag) in zip(layers, finished, strict=True)
     ]
+
+
+def matrix_pairs(
+    layers: Sequence[ActiveBlock], step: Step
+) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
+    """The W of blocks, and the `A^-1 W G^-1` of those decomposed here."""
+    scales = _casts(_inverse(step.loss.unit), layers)
+    matrices = each(
+        [one.block.to_matrix for one in layers],
+        [[step.gradients[k] for k in one.indices] for one in layers],
+        like=[_form("matrix", one) for one in layers],
+    )
+    kept = [one.state.decomposition for one in layers]
+    applied = each(Decomposition.precondition, kept, matrices, scales)
+    plain = [
+        matrix * scale if both is None else both[0]
+        for matrix, scale, both in zip(matrices, scales, applied, strict=True)
+    ]
+    own = [both and both[1] for both in applied]
+    for column in (plain, own):
+        set_shapes(layers, column)
+    return plain, own
 
 
 def set_shapes(
@@ -279,18 +281,13 @@ def precondition_rows(
     P is linear in the gradient: several workers add up theirs, and each looks
     at its own.
     """
-    workers = step.group.size
-    parts = [
-        _Part(
-            one.state.decomposition,
-            _in_units(one.rows, step),
-            most_rows(one.block.factors, workers),
-        )
-        for one in layers
-        if one.rows is not None and one.state.decomposition is not None
-    ]
-    gradients, products, sound = fields(_apply(parts, damping), 3)
-    if workers > 1:
+    parts = row_parts(layers, step)
+
+    def finish(pairs: Sequence[Pair]) -> list[_Made]:
+        return _finish(pairs, damping)
+
+    gradients, products, sound = fields(apply_rows(parts, finish), 3)
+    if step.group.size > 1:
         sums = step.group.all_reduce([new.matrix for new in gradients])
         gradients = [MatrixGradient(total) for total in sums]
         pairs = zip(parts, gradients, strict=True)
@@ -302,24 +299,24 @@ def precondition_rows(
     ]
 
 
-# W and P of a block, in one form.
-_Pair = tuple[LayerGradient, LayerGradient]
+# W and `A^-1 W G^-1` of a block, in one form.
+Pair = tuple[LayerGradient, LayerGradient]
 # P, `<P, W>`, and whether P is sound.
 _Made = tuple[LayerGradient, tf.Tensor, tf.Tensor]
 
 
-class _Part(NamedTuple):
+class RowPart(NamedTuple):
     """A block on one worker: `most` rows of W are cheaper than the matrix."""
 
     decomposition: Decomposition
     rows: RowGradient
     most: int
 
-    def by_rows(self) -> _Pair:
+    def by_rows(self) -> Pair:
         """W and P, as rows."""
         return self.rows, self.decomposition.apply(self.rows)
 
-    def by_matrix(self) -> _Pair:
+    def by_matrix(self) -> Pair:
         """W and P, as matrices."""
         plain = MatrixGradient(self.rows.matrix)
         return plain, self.decomposition.apply(plain)
@@ -335,25 +332,53 @@ class _Part(NamedTuple):
         return 1 << (self.most.bit_length() - 1)
 
 
-def _apply(parts: Sequence[_Part], damping: tf.Tensor) -> list[_Made]:
-    """P, `<P, W>` and whether P is sound of each block, the cheaper way."""
-    made: dict[int, _Made] = {}
+def row_parts(layers: Sequence[ActiveBlock], step: Step) -> list[RowPart]:
+    """What the gradients of blocks with rows are made of."""
+    return [
+        RowPart(
+            one.state.decomposition,
+            _in_units(one.rows, step),
+            most_rows(one.block.factors, step.group.size),
+        )
+        for one in layers
+        if one.rows is not None and one.state.decomposition is not None
+    ]
+
+
+def apply_rows(
+    parts: Sequence[RowPart],
+    make: Callable[[Sequence[Pair]], list[tuple[Any, ...]]],
+) -> list[tuple[Any, ...]]:
+    """Preconditions the gradient of each block, the cheaper way.
+
+    Args:
+        parts: The blocks.
+        make: Function of some pairs of W and `A^-1 W G^-1`. What it makes of
+            each begins with a gradient and goes on with tensors.
+
+    Returns:
+        What is made of all pairs.
+    """
+    made: dict[int, tuple[Any, ...]] = {}
     for limit in dict.fromkeys(part.limit for part in parts):
         members = [i for i, part in enumerate(parts) if part.limit == limit]
         some = [parts[i] for i in members]
         if limit is None:
-            pairs = [
-                p.by_rows() if p.rows.a.shape[0] <= p.most else p.by_matrix()
-                for p in some
-            ]
-            results = _finish(pairs, damping)
+            results = make(
+                [
+                    p.by_rows()
+                    if p.rows.a.shape[0] <= p.most
+                    else p.by_matrix()
+                    for p in some
+                ]
+            )
         else:
-            results = _decide(some, limit, damping)
+            results = _decide(some, limit, make)
         made.update(zip(members, results, strict=True))
     return [made[i] for i in range(len(parts))]
 
 
-def _finish(pairs: Sequence[_Pair], damping: tf.Tensor) -> list[_Made]:
+def _finish(pairs: Sequence[Pair], damping: tf.Tensor) -> list[_Made]:
     """Replaces unusable P by W; returns them with `<P, W>`."""
     plain = [old for old, _ in pairs]
     made, sound = sound_ones([new for _, new in pairs], plain, damping)
@@ -373,24 +398,22 @@ def _finish_matrix(
 
 
 def _decide(
-    parts: Sequence[_Part], limit: int, damping: tf.Tensor
-) -> list[_Made]:
+    parts: Sequence[RowPart],
+    limit: int,
+    make: Callable[[Sequence[Pair]], list[tuple[Any, ...]]],
+) -> list[tuple[Any, ...]]:
     """The same where the number of rows is known in the step only."""
 
-    def finish(pairs: Sequence[_Pair]) -> list[tuple[tf.Tensor, ...]]:
-        made = _finish(pairs, damping)
-        return [(new.matrix, product, sound) for new, product, sound in made]
+    def tensors(pairs: Sequence[Pair]) -> list[tuple[tf.Tensor, ...]]:
+        return [(gradient.matrix, *rest) for gradient, *rest in make(pairs)]
 
     counts = tf.stack([tf.shape(part.rows.a)[0] for part in parts])
     found = tf.cond(
         tf.reduce_max(counts) <= limit,
-        lambda: finish([part.by_rows() for part in parts]),
-        lambda: finish([part.by_matrix() for part in parts]),
+        lambda: tensors([part.by_rows() for part in parts]),
+        lambda: tensors([part.by_matrix() for part in parts]),
     )
-    return [
-        (MatrixGradient(matrix), product, sound)
-        for matrix, product, sound in found
-    ]
+    return [(MatrixGradient(matrix), *rest) for matrix, *rest in found]
 
 
 def _in_units(rows: RowGradient, step: Step) -> RowGradient:

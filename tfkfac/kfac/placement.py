@@ -117,9 +117,12 @@ class Placement:
         )
 
     def momentum_bytes(self, rank: int) -> int:
-        """Bytes of the momenta of a worker, beside its decompositions."""
+        """Bytes of the momenta of a worker, beside its decompositions.
+
+        They are kept twice, as they are and preconditioned.
+        """
         return sum(
-            math.prod(block.gradient_shape) * block.dtype.size
+            2 * math.prod(block.gradient_shape) * block.dtype.size
             for i, block in enumerate(self.blocks)
             if self.plan.preconditions(rank, i)
         )

@@ -67,7 +67,6 @@ class Quadratic(Natural):
     """Steps that minimise a quadratic model of the loss."""
 
     title = ", steps by the quadratic model"
-    takes_rows = False
     rule: QuadraticStep
 
     @override
@@ -80,6 +79,10 @@ class Quadratic(Natural):
         if adaptive is None:
             return super().damping(state, clock)
         return tf.convert_to_tensor(adaptive.value)
+
+    @override
+    def takes_rows(self, workers: int) -> bool:
+        return False
 
     @override
     def wants_renewal(self, state: State) -> tf.Tensor | None:

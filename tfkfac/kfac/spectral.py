@@ -2,30 +2,34 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks import MatrixGradient
 from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
-from tfkfac.compat.functions import each, fields
+from tfkfac.compat.functions import each, fields, shared_call
 from tfkfac.kfac.active import ActiveBlock
-from tfkfac.kfac.averages import SPECTRAL, Decomposition, Momentum
+from tfkfac.kfac.averages import SPECTRAL, Momentum
 from tfkfac.kfac.bank import Clip, State
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.natural import (
     ANY_SIZE,
     Natural,
+    Pair,
     Preconditioned,
     Seen,
-    gradient_matrices,
+    apply_rows,
+    matrix_pairs,
     put_back,
+    row_parts,
     set_shapes,
 )
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.settings import SpectralStep
 from tfkfac.linalg.polar import polar_factors
-from tfkfac.linalg.tensors import all_finite, select, stack_scalars
+from tfkfac.linalg.tensors import all_finite, are_finite, select, stack_scalars
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.rest import largest_rate, share_of_largest
 from tfkfac.training.job import Job
@@ -40,12 +44,16 @@ class Spectral(Natural):
     """Steps along the orthogonalised, preconditioned momentum."""
 
     title = ", spectral steps"
-    takes_rows = False
     sees_loss = True
     has_momenta = True
     beside = 2  # <D, N> and <P, N>
     left_out = TABLES
     rule: SpectralStep
+
+    @override
+    def takes_rows(self, workers: int) -> bool:
+        # The gradient itself is needed, too: several have it reduced at once.
+        return workers == 1
 
     @override
     def directions(
@@ -123,52 +131,46 @@ def orthogonalize(
     All workers have the W. Those with decompositions have the momenta N, and
     make `P = A^-1 N G^-1` and D of them; with D travel `<D, N>` and `<P, N>`.
     """
-    matrices, scales = gradient_matrices(layers, step)
-    plain = each(tf.multiply, matrices, scales, like=ANY_SIZE)
-    set_shapes(layers, plain)
-
-    def is_own(one: ActiveBlock) -> bool:
-        return one.state.momentum is not None
-
-    own = list(filter(is_own, layers))
-    made = each(
-        _precondition_momentum,
-        [one.state.decomposition for one in own],
-        [one.state.momentum for one in own],
-        [W for one, W in zip(layers, plain, strict=True) if is_own(one)],
-        rule.momentum,
+    if not layers:
+        return []
+    by_rows = [one for one in layers if one.rows is not None]
+    others = [one for one in layers if one.rows is None]
+    layers = [*by_rows, *others]
+    pairs = zip(
+        row_pairs(by_rows, step), matrix_pairs(others, step), strict=True
     )
-    N, P = fields(made, 2)
+    plain, applied = ([*rows, *matrices] for rows, matrices in pairs)
+    momenta = [one.state.momentum for one in layers]
+    moved = each(Momentum.add, momenta, plain, applied, rule.momentum)
+    N, P = fields(moved, 2)
     for column in (N, P):
-        set_shapes(own, column)
-    D = polar_factors(P, rule.block, rule.iterations)
-    products = each(_products, D, N, P, like=ANY_SIZE)
-    shared = exchange.share_gradients(
-        step.group,
-        {
-            one.position: pair
-            for one, *pair in zip(own, D, products, strict=True)
-        },
-        [one.position for one in layers],
+        set_shapes(layers, column)
+    own = [i for i, matrix in enumerate(P) if matrix is not None]
+    D = shared_call(
+        ("polar", rule.block, rule.iterations),
+        lambda *P: polar_factors(P, rule.block, rule.iterations),
+        *(P[i] for i in own),
+        placed=True,  # most of the work of a step
     )
-    came = [shared[one.position] for one in layers]
-    finished = each(_finish_direction, plain, *fields(came, 2), like=ANY_SIZE)
-    set_shapes(layers, [matrix for matrix, _, _ in finished])
-    return [
-        Preconditioned(one, MatrixGradient(new), both, flag)
-        for one, (new, both, flag) in zip(layers, finished, strict=True)
-    ]
+    products = each(
+        _products, D, [N[i] for i in own], [P[i] for i in own], like=ANY_SIZE
+    )
+    places = [one.position for one in layers]
+    made = {places[i]: pair for i, *pair in zip(own, D, products, strict=True)}
+    shared = exchange.share_gradients(step.group, made, places)
+    return _sound_directions(layers, plain, [shared[i] for i in places])
 
 
-def _precondition_momentum(
-    decomposition: Decomposition,
-    momentum: Momentum,
-    matrix: tf.Tensor,
-    decay: float,
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """The momentum N of a gradient, and that preconditioned."""
-    total = momentum.add(matrix, decay)
-    return total, decomposition.apply(MatrixGradient(total)).matrix
+def row_pairs(
+    layers: Sequence[ActiveBlock], step: Step
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """The W and `A^-1 W G^-1` of blocks with rows."""
+
+    def matrices(pairs: Sequence[Pair]) -> list[tuple[Any, ...]]:
+        return [(new, old.matrix) for old, new in pairs]
+
+    made = apply_rows(row_parts(layers, step), matrices)
+    return [plain for _, plain in made], [new.matrix for new, _ in made]
 
 
 def _products(D: tf.Tensor, N: tf.Tensor, P: tf.Tensor) -> tf.Tensor:
@@ -176,26 +178,50 @@ def _products(D: tf.Tensor, N: tf.Tensor, P: tf.Tensor) -> tf.Tensor:
     return tf.stack([tf.reduce_sum(D * N), tf.reduce_sum(P * N)])
 
 
-def _finish_direction(
-    plain: tf.Tensor, direction: tf.Tensor, both: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """A direction D with its two products; W over its norm if D is not finite.
+def _sound_directions(
+    layers: Sequence[ActiveBlock],
+    plain: Sequence[tf.Tensor],
+    came: Sequence[Sequence[tf.Tensor]],
+) -> list[Preconditioned]:
+    """Directions with their products; those that are wrong are replaced."""
+    directions, products = fields(came, 2)
+    # Nothing but a finite D has a finite `<D, N>`.
+    sound = are_finite(products)
+    flags = tf.unstack(sound)
+    made = tf.cond(
+        tf.reduce_all(sound),
+        lambda: came,
+        lambda: each(
+            _replace_direction,
+            flags,
+            plain,
+            directions,
+            products,
+            like=ANY_SIZE,
+        ),
+    )
+    set_shapes(layers, [matrix for matrix, _ in made])
+    return [
+        Preconditioned(one, MatrixGradient(new), both, flag)
+        for one, (new, both), flag in zip(layers, made, flags, strict=True)
+    ]
+
+
+def _replace_direction(
+    sound: tf.Tensor, plain: tf.Tensor, direction: tf.Tensor, both: tf.Tensor
+) -> list[tf.Tensor]:
+    """A direction D with its two products; W over its norm if it is not sound.
 
     These are what they would be if the Fisher matrix was the identity. A W
     whose square is not finite either makes no step.
     """
-    sound = all_finite([direction, both])
     norm = tf.norm(plain)
     unit = tf.math.divide_no_nan(plain, norm)
     numbers = tf.stack([norm, tf.square(norm)])
     usable = all_finite([unit, numbers])
     unit = select(usable, unit, tf.zeros_like(unit))
     numbers = select(usable, numbers, tf.zeros_like(numbers))
-    return (
-        select(sound, direction, unit),
-        select(sound, both, numbers),
-        sound,
-    )
+    return [select(sound, direction, unit), select(sound, both, numbers)]
 
 
 # Fisher length of a spectral step: at least so long, or so large a share of

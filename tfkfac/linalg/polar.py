@@ -98,8 +98,9 @@ def _whole(blocks: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
     if count > 1:
         apart = tf.reshape(blocks, [-1, count, rows, width])
         blocks = tf.transpose(apart, [0, 2, 1, 3])
-    flat = tf.reshape(blocks, [-1, rows, count * width])
-    return tf.reshape(flat[..., :columns], shape)
+    if count * width > columns:
+        blocks = tf.reshape(blocks, [-1, rows, count * width])[..., :columns]
+    return tf.reshape(blocks, shape)
 
 
 def _polar(x: tf.Tensor, iterations: int) -> tf.Tensor:
