@@ -23,6 +23,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
             factor_dtype="bfloat16", inverse_dtype="bfloat16"
         )
     ),
+    "spectral": lambda: tfkfac.KFAC(step="spectral"),
     "sketch": lambda: tfkfac.KFAC(
         solver="eigen", max_factor_dim=10, factor_rank=3
     ),
@@ -48,6 +49,7 @@ def missing(network: str, optimizer: str, jit: bool) -> set[str]:
     [
         ("images", "sketch"),
         pytest.param("tokens", "inverse", marks=pytest.mark.slow),
+        pytest.param("tokens", "spectral", marks=pytest.mark.slow),
         pytest.param("images", "half", marks=pytest.mark.slow),
         pytest.param("tokens", "fosi", marks=pytest.mark.slow),
     ],

@@ -21,6 +21,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "quadratic": lambda: tfkfac.KFAC(
         step="quadratic", damping=tfkfac.LevenbergMarquardt(0.1, 2)
     ),
+    "spectral": lambda: tfkfac.KFAC(step="spectral"),
     # As many directions as weights: the start vector, which XLA draws in
     # another way, makes no difference then.
     "fosi": lambda: tfkfac.FOSI(
@@ -136,11 +137,16 @@ def trained(name: str, optimizer: Any, jit: bool) -> Any:
     ("name", "kind"),
     [
         *((name, "inverse") for name in NETWORKS),
+        ("rows", "spectral"),
         ("images", "few directions"),
     ],
 )
 def test_layers(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured: 7e-7 in four steps."""
+    """Measured: 7e-7 in four steps, spectral ones 8e-5.
+
+    Their polynomials make rounding errors a thousand times as large, in the
+    directions that so few gradients lack.
+    """
 
     def start(shape: Any, seed: Any) -> Any:
         vector = np.random.default_rng(0).normal(size=shape)
@@ -151,7 +157,8 @@ def test_layers(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = trained(name, OPTIMIZERS[kind](), jit=False)
     compiled = trained(name, OPTIMIZERS[kind](), jit=True)
     for got, want in zip(compiled, plain, strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=3e-6)
+        error = 3e-4 if kind == "spectral" else 3e-6
+        np.testing.assert_allclose(got, want, rtol=0, atol=error)
 
 
 @pytest.mark.usefixtures("pretended_gpu")
