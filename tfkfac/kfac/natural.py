@@ -333,7 +333,7 @@ class RowPart(NamedTuple):
 
 
 def row_parts(layers: Sequence[ActiveBlock], step: Step) -> list[RowPart]:
-    """What the gradients of blocks with rows are made of."""
+    """Decompositions and rows of blocks, in units of the loss."""
     return [
         RowPart(
             one.state.decomposition,
