@@ -148,9 +148,9 @@ def orthogonalize(
     own = [i for i, matrix in enumerate(P) if matrix is not None]
     D = shared_call(
         ("polar", rule.block, rule.iterations),
-        lambda *P: polar_factors(P, rule.block, rule.iterations),
+        lambda *some: polar_factors(some, rule.block, rule.iterations),
         *(P[i] for i in own),
-        placed=True,  # most of the work of a step
+        placed=True,  # oneDNN has quicker kernels for batches of products
     )
     products = each(
         _products, D, [N[i] for i in own], [P[i] for i in own], like=ANY_SIZE
