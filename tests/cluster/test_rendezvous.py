@@ -32,6 +32,7 @@ class Meeting:
     def __init__(self) -> None:
         self.results: dict[Any, BaseException | None] = {}
         self.found: set[tuple[str, ...]] = set()
+        self.seeds: set[int | None] = set()
         self._threads: list[threading.Thread] = []
 
     def join(
@@ -44,8 +45,9 @@ class Meeting:
         def run() -> None:
             try:
                 cluster = Cluster(tuple(addresses), index)
-                found, _ = wait_for_all(cluster, timeout)
+                found, _, seed = wait_for_all(cluster, timeout)
                 self.found.add(found.addresses)
+                self.seeds.add(seed)
                 result = None
             except (TimeoutError, ValueError) as error:
                 result = error
@@ -76,6 +78,21 @@ def test_all_go_on_when_all_are_there(
     port = int(addresses[0].rpartition(":")[2])
     with socket.create_server(("", port)):
         pass
+
+
+def test_all_workers_have_one_seed_for_each_job(addresses: Any) -> None:
+    seeds = set()
+    for _ in range(3):
+        meeting = Meeting()
+        for index in range(3):
+            meeting.join(addresses, index)
+        assert meeting.end() == {0: None, 1: None, 2: None}
+        (seed,) = meeting.seeds
+        assert seed is not None and 0 <= seed < 2**31
+        seeds.add(seed)
+    assert len(seeds) == 3
+    alone = wait_for_all(Cluster(addresses[:1], 0), None)
+    assert alone.seed is None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])

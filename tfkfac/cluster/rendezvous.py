@@ -14,10 +14,12 @@ will listen, and learn it of each other.
 import contextlib
 import errno
 import ipaddress
+import secrets
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from tfkfac.cluster.channel import Line, Message
 from tfkfac.cluster.config import Cluster, split_address
@@ -37,13 +39,28 @@ class RefusedError(ValueError):
     """The workers cannot train together."""
 
 
-def wait_for_all(
-    cluster: Cluster, timeout: float | None
-) -> tuple[Cluster, dict[int, Line]]:
-    """All addresses, and connections, when all workers have called this.
+class Rendezvous(NamedTuple):
+    """The result of the rendezvous of all workers.
 
-    The first worker has one with each other worker, by index, and they have
-    theirs with it. It waits for so many seconds; None is for ever.
+    Attributes:
+        cluster: The cluster with the addresses of all workers.
+        lines: Open connections by worker index. Worker 0 has one to each
+            other worker; each other worker has one to worker 0.
+        seed: Random integer in [0, 2^31), equal on all workers; None if
+            there is one worker.
+    """
+
+    cluster: Cluster
+    lines: dict[int, Line]
+    seed: int | None
+
+
+def wait_for_all(cluster: Cluster, timeout: float | None) -> Rendezvous:
+    """Wait until all workers have called this function.
+
+    Args:
+        cluster: The cluster as far as this worker knows it.
+        timeout: Seconds to wait for the other workers; None is for ever.
 
     Raises:
         TimeoutError: If a worker is not there in time. The message names it.
@@ -51,7 +68,7 @@ def wait_for_all(
             different clusters.
     """
     if len(cluster.addresses) == 1:
-        return cluster, {}
+        return Rendezvous(cluster, {}, None)
     waiting_for = _waiting(cluster, timeout)
     if cluster.index == 0:
         return _receive_all(cluster, waiting_for)
@@ -86,9 +103,7 @@ def _waiting(cluster: Cluster, timeout: float | None) -> WaitingFor:
 
 
 # ------------------------------------------------------------ the first worker
-def _receive_all(
-    cluster: Cluster, waiting_for: WaitingFor
-) -> tuple[Cluster, dict[int, Line]]:
+def _receive_all(cluster: Cluster, waiting_for: WaitingFor) -> Rendezvous:
     """Waits for the others; lets them go on, or tells them why not."""
     present: dict[int, Line] = {}
     addresses = list(cluster.addresses)
@@ -108,10 +123,11 @@ def _receive_all(
             kind = "refused" if isinstance(error, RefusedError) else "timeout"
             _send_all(present, {kind: str(error)})
             raise
-        _send_all(present, {"go": addresses})
+        seed = secrets.randbits(31)
+        _send_all(present, {"go": addresses, "seed": seed})
         # TensorFlow may listen where these are: nobody else does any more.
         lines.pop_all()
-        return Cluster(tuple(addresses), 0), present
+        return Rendezvous(Cluster(tuple(addresses), 0), present, seed)
 
 
 def _admit(
@@ -179,9 +195,7 @@ def _send_all(lines: Mapping[int, Line], message: Message) -> None:
 
 
 # ------------------------------------------------------------ the other workers
-def _report_to_first(
-    cluster: Cluster, waiting_for: WaitingFor
-) -> tuple[Cluster, dict[int, Line]]:
+def _report_to_first(cluster: Cluster, waiting_for: WaitingFor) -> Rendezvous:
     """Connects with the first worker and waits until all may go on."""
     first = split_address(cluster.addresses[0])
     with socket.socket() as claim:
@@ -201,10 +215,10 @@ def _report_to_first(
                         port = claim.getsockname()[1]
                         known[cluster.index] = f"{host}:{port}"
                     line.send({"worker": cluster.index, "cluster": known})
-                    if addresses := _may_go_on(line, waiting_for):
+                    if go := _may_go_on(line, waiting_for):
                         stack.pop_all()
-                        found = Cluster(tuple(addresses), cluster.index)
-                        return found, {0: line}
+                        complete = Cluster(tuple(go["go"]), cluster.index)
+                        return Rendezvous(complete, {0: line}, go["seed"])
             waiting_for([0])
             time.sleep(_LOOK)
 
@@ -221,14 +235,14 @@ def _own_host(connection: socket.socket, cluster: Cluster) -> str:
     return f"[{own}]" if ":" in own else own
 
 
-def _may_go_on(line: Line, waiting_for: WaitingFor) -> list[str]:
-    """All addresses, from the first worker; none if that is gone."""
+def _may_go_on(line: Line, waiting_for: WaitingFor) -> Message | None:
+    """Return the message "go" of worker 0; None if worker 0 is gone."""
     while (message := line.receive()) is not None:
         if "go" in message:
-            return message["go"]
+            return message
         if "refused" in message:
             raise RefusedError(message["refused"])
         if "timeout" in message:
             raise TimeoutError(message["timeout"])
         waiting_for(message.get("missing", [0]))
-    return []
+    return None

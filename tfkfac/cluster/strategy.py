@@ -111,7 +111,7 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
         cluster, resolver = _find_cluster(cluster_resolver, given)
         lines: dict[int, Line] = {}
         if cluster is not None:
-            cluster, lines = wait_for_all(cluster, start_timeout)
+            cluster, lines, _ = wait_for_all(cluster, start_timeout)
             if resolver is None:
                 resolver = _resolver(cluster)
                 _share_gpus(cluster)
