@@ -19,7 +19,6 @@ from tfkfac.compat.models import (
     around_fit,
     call_takes_training,
     children,
-    compiles_from_config,
     kept_losses,
     last_layers,
     losing_layers,
@@ -96,14 +95,17 @@ def test_what_takes_training() -> None:
 def compiled() -> Iterator[list[Any]]:
     """Models in the order compiled; the class is as before afterwards."""
     seen: list[Any] = []
-    overrides = after_compile(seen.append)
+    override = after_compile(seen.append)
     yield seen
-    for one in overrides:
-        one.remove()
+    override.remove()
 
 
-@contract(AFTER_COMPILE, "`compile` is a method of a base of `keras.Model`.")
-def test_after_compile(compiled: list[Any]) -> None:
+@contract(
+    AFTER_COMPILE,
+    "`compile` is a method of a base of `keras.Model`; `load_model` and "
+    "`clone_model` call it.",
+)
+def test_after_compile(compiled: list[Any], tmp_path: Path) -> None:
     """Once, with the model compiled, whatever its class."""
 
     class Own(keras.Model):
@@ -121,27 +123,10 @@ def test_after_compile(compiled: list[Any]) -> None:
         assert compiled[-1] is model
         assert model.compiled
     assert len(compiled) == 3
-
-
-@contract(
-    "compat.models.compiles_from_config",
-    "`load_model` and `clone_model` call `compile_from_config`.",
-)
-def test_compiles_from_config(compiled: list[Any], tmp_path: Path) -> None:
-    """True in a load or a clone, false in a user's own `compile` after it."""
-    seen: list[bool] = []
-    (hook, _) = after_compile(lambda _: seen.append(compiles_from_config()))
-    model = network()
-    model.compile("sgd", "mse")
-    model.save(tmp_path / "model.keras")
+    functional.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    loaded.compile("sgd", "mse")
-    keras.models.clone_model(loaded)
-    hook.remove()
-    network().compile("sgd", "mse")
-    assert len(compiled) == 5
-    assert seen == [False, True, False, True]
-    assert not compiles_from_config()
+    clone = keras.models.clone_model(loaded)
+    assert compiled[3:] == [loaded, clone]
 
 
 # ---------------------------------------------------------------------- fit

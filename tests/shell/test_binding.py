@@ -1,6 +1,7 @@
 """An optimizer belongs to one model, from `compile` or `attach` on."""
 
 import gc
+import warnings
 import weakref
 from typing import Any
 
@@ -143,17 +144,30 @@ def test_thawing_what_the_optimizer_was_built_without() -> None:
     assert list(kfac_of(model).factors()) == ["hidden", "logits"]
 
 
-# ------------------------------------------------------- refused settings
-def test_jit_compile_is_refused() -> None:
-    """On a CPU; the message says what to do."""
-    if tf.config.list_physical_devices("GPU"):
-        pytest.skip("XLA on a GPU is allowed")
-    with pytest.raises(ValueError, match=r"Received: jit_compile=True.*False"):
-        mlp().compile(tfkfac.KFAC(), loss(), jit_compile=True)
+# --------------------------------------------------------- XLA without a GPU
+@pytest.mark.skipif(
+    bool(tf.config.list_physical_devices("GPU")), reason="XLA is allowed"
+)
+def test_jit_compile_without_a_gpu() -> None:
+    """A script written for a GPU trains, without XLA, and it is said."""
+    model = mlp()
+    with pytest.warns(
+        UserWarning, match=r"`jit_compile`.*trains with jit.*Fal"
+    ):
+        model.compile(tfkfac.KFAC(), loss(), jit_compile=True)
+    want = mlp()
     for jit in (False, "auto"):
-        model = mlp()
-        model.compile(tfkfac.KFAC(), loss(), jit_compile=jit)
-        assert is_tapped(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            want.compile(tfkfac.KFAC(), loss(), jit_compile=jit)
+        assert is_tapped(want)
+    for one in (model, want):
+        one.fit(X, Y, verbose=0)
+    assert not model.jit_compile
+    assert_same(everything(model), everything(want))
+    # The setting is changed for an optimizer of this package only.
+    model.compile("sgd", loss(), jit_compile=True)
+    assert model.jit_compile
 
 
 # ----------------------------------------------------------- one model each
@@ -165,6 +179,11 @@ def test_second_model_is_refused() -> None:
         other.compile(optimizer, loss())
     with pytest.raises(ValueError, match="already belongs to model 'mlp'"):
         optimizer.attach(other)
+    with pytest.raises(ValueError, match="to model 'mlp'.*model 'other'"):
+        optimizer.attach(other)
+    clone = keras.models.clone_model(model)
+    with pytest.raises(ValueError, match="model 'mlp'.*Received: a clone"):
+        clone.compile(optimizer, loss())
     # The first model is none the worse.
     model.train_on_batch(X, Y)
     del model
@@ -184,8 +203,14 @@ def test_never_attached() -> None:
     optimizer = tfkfac.KFAC()
     before = model.get_weights()
     gradients = gradients_of(model, X, Y)
-    with pytest.raises(ValueError, match=r"`optimizer\.attach\(model\)`"):
+    with pytest.raises(ValueError) as error:
         optimizer.apply(gradients, model.trainable_variables)
+    for cause in (
+        "`optimizer.attach(model)` before the first forward pass in a custom",
+        "`self.d_optimizer.attach(self.discriminator)`",
+        "if tfkfac is imported before",
+    ):
+        assert cause in str(error.value)
     for value, want in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(value, want)
     with pytest.raises(ValueError, match="does not know its model"):

@@ -49,7 +49,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA on a CPU stands in for that of a GPU, which it is refused without."""
+    """Let XLA on a CPU stand in for XLA on a GPU."""
     devices = tf.config.list_physical_devices
 
     def pretend(kind: str | None = None) -> list[Any]:
@@ -201,9 +201,9 @@ def test_loads_without_a_gpu(
     model.fit(x, y, verbose=0)
     assert not np.array_equal(model.get_weights()[0], before[0])
     assert model.get_compile_config()["jit_compile"] is True
-    # A user's own setting is an error all the same, after a load too.
-    with pytest.raises(ValueError, match=r"Received: jit_compile=True.*False"):
+    with pytest.warns(UserWarning, match="trains with jit_compile=False"):
         model.compile(OPTIMIZERS["fosi"](), "mse", jit_compile=True)
+    assert model.jit_compile is False
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Private parts of Keras' layers and models, and ways of saving them."""
 
 import contextlib
-import contextvars
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ Within = Callable[[Callbacks, int], AbstractContextManager[Callbacks]]
 
 State = Mapping[str, np.ndarray]
 
-_from_config = contextvars.ContextVar("compiles_from_config", default=False)
 # Name of an optimizer's own state in a tree and in a file.
 KEY = "curvature"
 _WEIGHTS = "optimizer_weights"
@@ -165,16 +163,15 @@ def own_value(variable: keras.Variable) -> tf.Variable:
     return own_copy(variable._value)
 
 
-def after_compile(action: Callable[[keras.Model], None]) -> list[Override]:
+def after_compile(action: Callable[[keras.Model], None]) -> Override:
     """Calls a function after each `Model.compile`, with the model.
 
     An optimizer may be given by its name among the custom objects.
 
-    This relies on `compile` and `compile_from_config` being methods of base
-    classes of `keras.Model`, and on `load_model` calling them. The hooks are
-    on the class that defines them and not on `keras.Model`: `load_model`
-    compares the `compile` of a model with that class' and compiles nothing
-    when they differ.
+    This relies on `compile` being a method of a base class of `keras.Model`,
+    and on `load_model` calling it. The hook is on the class that defines it
+    and not on `keras.Model`: `load_model` compares the `compile` of a model
+    with that class' and compiles nothing when they differ.
     """
 
     def compile(
@@ -189,35 +186,8 @@ def after_compile(action: Callable[[keras.Model], None]) -> list[Override]:
         below(model, *first, *rest, **kwargs)
         action(model)
 
-    def compile_from_config(
-        below: Callable[..., None], model: keras.Model, config: Any
-    ) -> None:
-        token = _from_config.set(True)
-        try:
-            below(model, config)
-        finally:
-            _from_config.reset(token)
-
-    return [
-        override(
-            next(c for c in keras.Model.__mro__ if name in vars(c)),
-            name,
-            wrapper,
-        )
-        for name, wrapper in (
-            ("compile", compile),
-            ("compile_from_config", compile_from_config),
-        )
-    ]
-
-
-def compiles_from_config() -> bool:
-    """True if a model is compiled with what another was, not by its user.
-
-    It relies on `load_model` and `clone_model` calling `compile_from_config`,
-    which calls `compile`, and is known once `after_compile` has been called.
-    """
-    return _from_config.get()
+    owner = next(c for c in keras.Model.__mro__ if "compile" in vars(c))
+    return override(owner, "compile", compile)
 
 
 def around_fit(model: keras.Model, within: Within) -> Override:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.checks import is_number
-from tfkfac.compat.models import all_layers, compiles_from_config
+from tfkfac.compat.models import all_layers
 from tfkfac.compat.strategies import repair
 from tfkfac.distributed.topology import check_strategy
 
@@ -26,12 +26,12 @@ _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType)
 def check_settings(model: keras.Model, loss_scaler: Any) -> None:
     """Refuses what a model is compiled with and cannot work.
 
-    The scaler is the `LossScaleOptimizer` around the optimizer, if any.
+    XLA without a GPU works, but slowly: it is turned off. The scaler is the `LossScaleOptimizer` around the optimizer, if any.
 
     Raises:
         ValueError: If a setting or the strategy is not supported.
     """
-    check_xla(model)
+    train_without_xla(model)
     strategy = model.distribute_strategy
     check_strategy(strategy)
     repair_keras(strategy)
@@ -52,29 +52,15 @@ def check_settings(model: keras.Model, loss_scaler: Any) -> None:
         )
 
 
-def check_xla(model: keras.Model) -> None:
-    """Refuses XLA without a GPU; a loaded model does without, and says so.
-
-    On a machine with a GPU Keras puts `jit_compile=True` into the config of
-    every model, its users' choice or not.
-
-    Raises:
-        ValueError: If the user asks for it.
-    """
+def train_without_xla(model: keras.Model) -> None:
+    """Turn XLA off where there is no GPU, with a warning."""
     if not uses_xla(model) or tf.config.list_physical_devices("GPU"):
         return
-    why = (
-        "without a GPU: XLA's decompositions are many times slower on a CPU. "
-        "Received: jit_compile=True."
-    )
-    if not compiles_from_config():
-        raise ValueError(
-            f"Argument `jit_compile` must not be True {why} Compile the model "
-            "with jit_compile=False."
-        )
     warnings.warn(
-        f"Model '{model.name}' was saved with a `jit_compile` that is of no "
-        f"use {why} It trains with jit_compile=False.",
+        "Argument `jit_compile` of `compile` should not be True without a GPU: "
+        "XLA's decompositions are many times slower on a CPU. Received: "
+        f"jit_compile=True. Model '{model.name}' trains with "
+        "jit_compile=False.",
         stacklevel=2,
     )
     model.jit_compile = False

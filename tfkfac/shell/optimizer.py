@@ -33,6 +33,7 @@ from tfkfac.shell.model import (
     describe_model,
     plain,
     repair_keras,
+    uses_xla,
 )
 from tfkfac.shell.rest import follows
 from tfkfac.shell.saving import SavedState
@@ -213,10 +214,13 @@ class SecondOrderOptimizer(KerasOptimizer):
         """The job, of a model that is still there."""
         if self._job is None or self._job.find_model() is None:
             raise ValueError(
-                f"Optimizer '{self.name}' does not know its model. Use "
-                "`model.compile(optimizer=...)`, or call "
-                "`optimizer.attach(model)` before the first forward pass of "
-                "a custom loop. It cannot be inside a `MultiOptimizer`."
+                f"Optimizer '{self.name}' does not know its model. "
+                "`Model.compile(optimizer=...)` binds it if tfkfac is imported "
+                "before. Call `optimizer.attach(model)` before the first "
+                "forward pass in a custom training loop, and for an optimizer "
+                "that the model keeps under another attribute, as a GAN does: "
+                "`self.d_optimizer.attach(self.discriminator)`. The optimizer "
+                "cannot be inside a `MultiOptimizer`."
             )
         return self._job
 
@@ -224,10 +228,13 @@ class SecondOrderOptimizer(KerasOptimizer):
         owner = None if self._job is None else self._job.find_model()
         if self._job is not None and owner is not model:
             known = f"model '{owner.name}'" if owner else "a deleted model"
+            received = f"model '{model.name}'"
+            if owner is not None and owner.name == model.name:
+                received = "a clone, which is another model of the same name"
             raise ValueError(
                 f"Optimizer '{self.name}' already belongs to {known} and "
-                "keeps its curvature. Create a new optimizer for model "
-                f"'{model.name}'."
+                "keeps its curvature. Create a new optimizer for each model. "
+                f"Received: {received}."
             )
 
     def _check_variables(self, model: keras.Model) -> None:
@@ -302,6 +309,7 @@ class SecondOrderOptimizer(KerasOptimizer):
             "optimizer": type(self).__name__,
             **{f"argument {name}": value for name, value in arguments.items()},
             **others,
+            "jit_compile": uses_xla(model),
             "shapes of the weights": [list(v.shape) for v in weights],
             **self.method.agreement(),
             **describe_model(model),
