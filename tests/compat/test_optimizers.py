@@ -1,6 +1,7 @@
 """What compat relies on in Keras optimizers, and where they touch variables."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ import tensorflow as tf
 import tfkfac
 from tests.compat.contracts import contract
 from tfkfac.compat.optimizers import (
+    KerasOptimizer,
     knows_variable,
     raw_iterations,
     sgd_momenta,
@@ -20,6 +22,34 @@ from tfkfac.compat.optimizers import (
     updates_in_replica,
     variable_key,
 )
+
+
+@contract(
+    "compat.optimizers.KerasOptimizer",
+    "TensorFlow asks `_trackable_children` of an optimizer for what to save.",
+)
+def test_python_state_is_in_checkpoints_alone(tmp_path: Path) -> None:
+    class State(tf.train.experimental.PythonState):
+        value = b"before"
+
+        def serialize(self) -> bytes:
+            assert tf.executing_eagerly()
+            return self.value
+
+        def deserialize(self, string_value: bytes) -> None:
+            self.value = string_value
+
+    class Optimizer(KerasOptimizer):
+        state: State
+
+    optimizer = Optimizer(0.5, "optimizer")
+    optimizer.state = State()
+    tf.saved_model.save(optimizer, str(tmp_path / "saved_model"))
+    checkpoint = tf.train.Checkpoint(optimizer=optimizer)
+    path = checkpoint.write(str(tmp_path / "checkpoint"))
+    optimizer.state.value = b"after"
+    checkpoint.read(path).assert_consumed()
+    assert optimizer.state.value == b"before"
 
 
 def variables(count: int = 2) -> list[Any]:

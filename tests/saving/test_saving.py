@@ -17,12 +17,13 @@ import pytest
 import tensorflow as tf
 
 import tfkfac
-from tests.support.saved_models import compiled, train
+from tests.support.saved_models import Subclassed, compiled, train
 from tests.support.small import (
     FEATURES,
     assert_same,
     compiled_mlp,
     curvature,
+    data,
     everything,
     kfac_of,
     loss,
@@ -184,3 +185,41 @@ def test_saved_before_training(tmp_path: Path) -> None:
     train(copy, 0, 1)
     assert int(kfac_of(copy).factor_updates) == 1
     assert kfac_of(copy).factors()["logits"]["A"].any()
+
+
+# ------------------------------------------------------------- SavedModels
+def scaled() -> Any:
+    return keras.optimizers.LossScaleOptimizer(tfkfac.KFAC())
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer"),
+    [
+        (mlp, tfkfac.KFAC),
+        (mlp, tfkfac.FOSI),
+        (mlp, tfkfac.GaussNewton),
+        pytest.param(mlp, scaled, marks=pytest.mark.slow),
+        pytest.param(Subclassed, tfkfac.KFAC, marks=pytest.mark.slow),
+    ],
+)
+def test_saved_model(make: Any, optimizer: Any, tmp_path: Path) -> None:
+    """It serves what the model predicts, and training goes on."""
+    x, y = data()
+    model = make()
+    eager = (make, optimizer) != (mlp, tfkfac.KFAC)  # one trace is enough
+    model.compile(optimizer(), loss(), run_eagerly=eager)
+    model.fit(x, y, verbose=0)
+    want = model.predict_on_batch(x)
+    tf.saved_model.save(model, str(tmp_path / "saved"))
+    served = tf.saved_model.load(str(tmp_path / "saved"))
+    signature = served.signatures["serving_default"]
+    (name,) = signature.structured_input_signature[1]
+    (got,) = signature(**{name: tf.constant(x)}).values()
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
+    if not eager:
+        model.export(str(tmp_path / "exported"), verbose=False)
+        exported = tf.saved_model.load(str(tmp_path / "exported"))
+        np.testing.assert_allclose(exported.serve(x), want, rtol=0, atol=1e-6)
+    model.fit(x, y, verbose=0)
+    after = model.predict_on_batch(x)
+    assert np.isfinite(after).all() and not np.array_equal(after, want)

@@ -33,7 +33,28 @@ if TYPE_CHECKING:
             """See `keras.Optimizer.apply_gradients`."""
 
 else:
-    KerasOptimizer = keras.optimizers.Optimizer
+
+    class KerasOptimizer(keras.optimizers.Optimizer):
+        """Optimizer whose Python state is in checkpoints, not in SavedModels.
+
+        A SavedModel is a graph, in which a `PythonState` cannot be written.
+
+        This relies on TensorFlow asking `_trackable_children` of an object
+        for what to save, with "savedmodel" for a SavedModel.
+        """
+
+        def _trackable_children(
+            self, save_type: str = "checkpoint", **kwargs: Any
+        ) -> dict[str, Any]:
+            children = super()._trackable_children(save_type, **kwargs)
+            if save_type != "savedmodel":
+                return children
+            state = tf.train.experimental.PythonState
+            return {
+                name: child
+                for name, child in children.items()
+                if not isinstance(child, state)
+            }
 
 
 def named_optimizer(identifier: Any) -> Any:

@@ -45,7 +45,8 @@ class SavedState(tf.train.experimental.PythonState):
     that is such a moment.
 
     `tf.train.Checkpoint` saves it as a whole, in the form that files have: the
-    variables of one worker are of no use to another.
+    variables of one worker are of no use to another. A SavedModel does not have
+    it: it serves a model and cannot train it.
     """
 
     def __init__(self, name: str, method: Method) -> None:
