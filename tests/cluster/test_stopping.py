@@ -1,13 +1,23 @@
 """All workers stop after the same batch, whenever and whoever asks."""
 
+import contextlib
+import json
+import pathlib
 import random
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.cluster.test_channel import LIMIT, joined
+from tests.support.cluster import ROOT, worker_environment
+from tests.support.ports import address, claim_ports
 from tfkfac.cluster.channel import LOST
 from tfkfac.cluster.stopping import Stopping
 
@@ -63,3 +73,142 @@ def test_nobody_waits_for_a_worker_that_is_gone() -> None:
     stopping.hear(1, {"stop": True})
     stopping.hear(1, LOST)
     assert not stopping.batch_ends()
+
+
+# ------------------------------------------------- SIGTERM outside of `fit`
+BEGIN = """
+import signal, sys, threading, time
+import keras, tensorflow as tf, tfkfac
+def ready():
+    print("ready", flush=True)
+def wait():
+    ready()
+    time.sleep(60)
+"""
+OURS = "strategy = tfkfac.MultiWorkerMirroredStrategy()\n"
+FIT = """
+with strategy.scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(tfkfac.KFAC(0.01), "mse")
+x = tf.ones([4, 1])
+callbacks = [tfkfac.callbacks.ChiefBackup(sys.argv[1])]
+model.fit(x, x, batch_size=4, callbacks=callbacks, verbose=0)
+"""
+# Python calls no handler meanwhile.
+LONG = """
+@tf.function
+def count():
+    start = [tf.constant(0, tf.int64)]
+    return tf.while_loop(lambda i: i < 2**40, lambda i: i + 1, start)
+count.get_concrete_function()
+ready()
+count()
+"""
+# Programs of one worker that get SIGTERM when they are ready, and how they end.
+# Expected: as without a strategy.
+PROGRAMS = {
+    "after the constructor": (OURS + "wait()", -signal.SIGTERM),
+    "in C++": (OURS + LONG, -signal.SIGTERM),
+    "in a thread": (
+        f"""
+def train():
+    {OURS}
+    wait()
+thread = threading.Thread(target=train, daemon=True)
+thread.start()
+thread.join()
+""",
+        -signal.SIGTERM,
+    ),
+    "handler from before": (
+        f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n{OURS}wait()",
+        7,
+    ),
+    "handler from after": (
+        f"{OURS}signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nwait()",
+        7,
+    ),
+    "ignored before": (
+        f"""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+{OURS}
+ready()
+time.sleep(2)
+""",
+        0,
+    ),
+    "after fit with a backup": (OURS + FIT + "wait()", -signal.SIGTERM),
+    "stock strategy with our optimizer": (
+        """
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    optimizer = tfkfac.KFAC(0.01)
+wait()
+""",
+        -signal.SIGTERM,
+    ),
+}
+
+
+@contextlib.contextmanager
+def workers(
+    program: str, count: int, *arguments: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes of one job, each at its line `ready`."""
+    with contextlib.ExitStack() as stack:
+        addresses = [
+            address(stack.enter_context(port)) for port in claim_ports(count)
+        ]
+        config = {"cluster": {"worker": addresses}}
+        processes = []
+        for index in range(count):
+            task = {"type": "worker", "index": index}
+            environment = worker_environment(index, addresses)
+            environment["TF_CONFIG"] = json.dumps({**config, "task": task})
+            process = subprocess.Popen(
+                [sys.executable, "-c", BEGIN + program, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+                cwd=ROOT,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        yield processes
+
+
+def wait_until_ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n", process.communicate()[1]
+
+
+@pytest.mark.slow
+def test_sigterm_does_what_it_did_before_the_strategy(
+    tmp_path: pathlib.Path,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(workers(program, 1, str(tmp_path)))[0]
+            for name, (program, _) in PROGRAMS.items()
+        }
+        for process in processes.values():
+            wait_until_ready(process)
+            process.send_signal(signal.SIGTERM)
+        codes = {name: p.wait(LIMIT) for name, p in processes.items()}
+    assert codes == {name: code for name, (_, code) in PROGRAMS.items()}
+
+
+def test_sigterm_before_fit_ends_all_workers() -> None:
+    """Also those that got none, which would wait in the first collective."""
+    with workers(OURS + LONG, 2) as processes:
+        for process in processes:
+            wait_until_ready(process)
+        processes[1].send_signal(signal.SIGTERM)
+        assert processes[1].wait(LIMIT) == -signal.SIGTERM
+        for process in processes[:1]:
+            assert process.wait(3 * LIMIT) == -signal.SIGTERM
+            assert process.stderr is not None
+            text = process.stderr.read()
+            assert re.search(r"worker 1 at \S+ is gone without a word", text)

@@ -1,5 +1,6 @@
 """News of other workers, the end of waiting for them, standstills."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -133,6 +134,27 @@ def test_uncaught_exceptions_are_told(bench: Bench, capsys: Any) -> None:
     sys.excepthook(KeyError, error, None)
     assert bench.channel.said == [{"failed": "KeyError: 'x'", "fit": None}]
     assert "KeyError" in capsys.readouterr().err, "and shown"
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("how", [LOST, BYE, failed(None)])
+def test_only_a_loss_before_the_first_step_ends_the_process(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, how: Any, has_begun: bool
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(
+        module.os, "kill", lambda _, number: sent.append(number)
+    )
+    if has_begun:
+        with bench.watch.fit():
+            pass
+    bench.watch.hear(1, how)
+    assert bench.after(4)
+    assert not sent  # the error of a collective comes first
+    bench.after(4)
+    bench.after(4)
+    is_ended = how == LOST and not has_begun
+    assert sent == ([signal.SIGTERM] if is_ended else [])
 
 
 def test_two_processes() -> None:

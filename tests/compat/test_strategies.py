@@ -1,6 +1,8 @@
 """What compat relies on in strategies, of one process and of several."""
 
+import ctypes
 import functools
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.support.jobs import SHAPES, Jobs
 from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
 from tfkfac.compat.strategies import (
     is_repaired,
+    keep_handler,
     local_devices,
     repair,
     summing_replicas,
@@ -178,3 +181,26 @@ def test_gradients_of_sums_over_replicas() -> None:
             tf.function(gradient, autograph=False), args=(kind,)
         )
         assert found.numpy().tolist() == [5, 5]
+
+
+@contract(
+    "compat.strategies.keep_handler",
+    "`PyOS_getsig` and `PyOS_setsig` are the handlers in C.",
+)
+def test_keep_handler() -> None:
+    """Also one that was set in C, of which Python does not know."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    seen: list[int] = []
+    before = signal.signal(
+        signal.SIGUSR2, lambda number, _: seen.append(number)
+    )
+    try:
+        with keep_handler(signal.SIGUSR2):
+            libc.signal(signal.SIGUSR2, signal.SIG_IGN.value)
+            signal.raise_signal(signal.SIGUSR2)
+            assert not seen
+        signal.raise_signal(signal.SIGUSR2)
+        assert seen == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)

@@ -3,12 +3,14 @@
 import copy
 import functools
 import os
+import signal
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import tensorflow as tf
+from typing_extensions import override
 
 from tfkfac.checks import is_number
 from tfkfac.cluster.channel import Channel, Line
@@ -23,7 +25,7 @@ from tfkfac.cluster.launchers import KERAS, find_cluster
 from tfkfac.cluster.rendezvous import wait_for_all
 from tfkfac.cluster.stopping import Stopping
 from tfkfac.cluster.watch import Standstill, Watch
-from tfkfac.compat.strategies import ReducingStrategy
+from tfkfac.compat.strategies import ReducingStrategy, keep_handler
 
 Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
 Options: TypeAlias = tf.distribute.experimental.CommunicationOptions
@@ -49,6 +51,10 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
     cause, and in `predict` and a loop of your own the error of the collective
     does. A worker that is slow is left alone; when no step of `fit` ends for a
     minute, the first worker says in which functions each of them is.
+
+    SIGTERM does what it did before the strategy: a process without a handler
+    of its own ends. (TensorFlow's strategy alone makes a process ignore it.)
+    A worker that is killed before the first step ends all others by SIGTERM.
 
     A task of type "evaluator" takes no part in this: it is alone, and says so.
 
@@ -116,7 +122,8 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
                 resolver = _resolver(cluster)
                 _share_gpus(cluster)
             _bypass_proxy(cluster)
-        super().__init__(resolver, communication_options)
+        with keep_handler(signal.SIGTERM):
+            super().__init__(resolver, communication_options)
         if cluster is not None and lines:
             size = len(cluster.addresses)
             names = [cluster.name(index) for index in range(size)]
@@ -125,6 +132,19 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
             self.stopping = Stopping(channel)
             self.standstill = Standstill(names, channel)
             channel.start(self.watch, self.stopping, self.standstill)
+
+    @override
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Any = (),
+        kwargs: Any = None,
+        options: tf.distribute.RunOptions | None = None,
+    ) -> Any:
+        """Calls a function on each replica, as `tf.distribute.Strategy.run`."""
+        if self.watch is not None:
+            self.watch.has_begun = True
+        return super().run(fn, args, kwargs, options)
 
 
 def _find_cluster(

@@ -14,8 +14,10 @@ ended.
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 import re
+import signal
 import sys
 import threading
 import time
@@ -55,17 +57,27 @@ class _News:
         text: The event, in words.
         fit: The number of the `fit` that it has left, if it goes on itself.
         is_fault: True if it is printed even where nobody waits for it.
+        is_loss: True if the other process was killed.
         when: The time.
     """
 
     text: str
     fit: int | None
     is_fault: bool
+    is_loss: bool
     when: float
 
 
 class Watch(Listener):
-    """Ends the collectives of a job that has lost a worker."""
+    """Ends the collectives of a job that has lost a worker.
+
+    Before the first step it ends the process as well: a worker that still
+    loads data or traces its model would learn of the loss in its first
+    collective only, minutes later.
+
+    Attributes:
+        has_begun: True from the first `fit`, `evaluate` or step on.
+    """
 
     def __init__(self, cluster: Cluster, channel: Channel) -> None:
         self._cluster = cluster
@@ -73,6 +85,8 @@ class Watch(Listener):
         self._news: list[_News] = []
         self._heard = threading.Condition()
         self._cause: str | None = None
+        self._end: float | None = None  # time of SIGTERM to this process
+        self.has_begun = False
         self._fits = 0
         self._since: float | None = None  # when the present `fit` has begun
         self._hook, sys.excepthook = sys.excepthook, self._uncaught
@@ -88,6 +102,7 @@ class Watch(Listener):
         if self._since is not None:  # inside of another
             yield
             return
+        self.has_begun = True
         self._fits += 1
         self._since = time.monotonic()
         try:
@@ -148,7 +163,8 @@ class Watch(Listener):
         else:
             return
         text, now = f"{self._cluster.name(sender)} {what}", time.monotonic()
-        news = _News(text, message.get("fit"), message != BYE, now)
+        is_fault, is_loss = message != BYE, message == LOST
+        news = _News(text, message.get("fit"), is_fault, is_loss, now)
         with self._heard:
             self._news.append(news)
             self._heard.notify_all()
@@ -158,15 +174,30 @@ class Watch(Listener):
         """Aborts collectives in which this worker waits in vain."""
         with self._heard:
             if self._cause is not None:
+                self._terminate()
                 return
             self._news = [one for one in self._news if not self._is_past(one)]
             due = next((one for one in self._news if self._is_due(one)), None)
             if due is None:
                 return
             self._cause = due.text
+            if due.is_loss and not self.has_begun:
+                self._end = time.monotonic() + _GRACE
         if due.is_fault:
             print(f"tfkfac: {self._cause}", file=sys.stderr, flush=True)
         abort_collectives(self._cause)
+
+    def _terminate(self) -> None:
+        """Ends a process that has lost a worker before the first step.
+
+        A process that waited in a collective has ended by an error before.
+        """
+        if self._end is not None and time.monotonic() > self._end:
+            self._end = None
+            if not self.has_begun:
+                # To the process, not this thread: Python's handlers run in
+                # the main thread, which may sleep.
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def _is_past(self, news: _News) -> bool:
         """True if a worker has left a `fit` that this one has left, too."""

@@ -1,8 +1,11 @@
 """Strategies as `fit` needs them, and replicas that share one graph."""
 
 import contextlib
+import ctypes
 import functools
 import re
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -83,6 +86,11 @@ def repair(strategy: _StrategyT) -> _StrategyT:
         )
     if not is_repaired(strategy):
         strategy.reduce = functools.partial(_reduce, strategy, strategy.reduce)
+        handler = signal.getsignal(signal.SIGTERM)
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and handler is not None:
+            # TensorFlow has replaced it in C; see `keep_handler`.
+            signal.signal(signal.SIGTERM, handler)
     return strategy
 
 
@@ -195,6 +203,28 @@ def abort_collectives(message: str) -> None:
     `CommunicationOptions(timeout_seconds=...)` is made with, too.
     """
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+@contextlib.contextmanager
+def keep_handler(number: int) -> Iterator[None]:
+    """Restores the handler of a signal at the end of a `with` block.
+
+    The constructor of a `tf.distribute.MultiWorkerMirroredStrategy` makes
+    TensorFlow catch SIGTERM in C, for its notice of preemption, and nothing
+    else acts on it: the process ignores the signal. Python does not know of
+    it: `signal.getsignal` returns the handler from before. `signal.signal`
+    would restore it, in the main thread only; `PyOS_setsig` works in every
+    thread and also restores a handler that was set in C.
+    """
+    get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
+    get.argtypes, get.restype = [ctypes.c_int], ctypes.c_void_p
+    put.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    put.restype = ctypes.c_void_p
+    before = get(number)
+    try:
+        yield
+    finally:
+        put(number, before)
 
 
 def leave_note(key: str, text: str) -> None:
