@@ -141,7 +141,17 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
         kwargs: Any = None,
         options: tf.distribute.RunOptions | None = None,
     ) -> Any:
-        """Calls a function on each replica, as `tf.distribute.Strategy.run`."""
+        """Calls a function on each replica, as `tf.distribute.Strategy.run`.
+
+        Args:
+            fn: The function.
+            args: Its arguments; those of each replica where they differ.
+            kwargs: Its keyword arguments, likewise.
+            options: A `tf.distribute.RunOptions`.
+
+        Returns:
+            The result, or the results by replica.
+        """
         if self.watch is not None:
             self.watch.has_begun = True
         return super().run(fn, args, kwargs, options)
