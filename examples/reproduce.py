@@ -5,7 +5,7 @@
 
 With --quick it is small models and little data, minutes on four cores. Without
 it the data are the paper's, as far as one machine can train them: what needs
-more is said, and what the cost model predicts for it.
+more is said.
 """
 
 import argparse
@@ -25,8 +25,6 @@ def main(command_line: Sequence[str] | None = None) -> None:
     try:
         rows = run(experiment, options)
         print(f"Not run here: {experiment.elsewhere}")
-        if experiment.prediction:
-            run(experiment.prediction, options)
     except FailedError as error:
         sys.exit(f"{options.experiment}: a training has failed:\n{error}")
     options.output.mkdir(parents=True, exist_ok=True)

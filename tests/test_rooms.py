@@ -23,7 +23,7 @@ PACKAGE = ROOT / "tfkfac"
 MAY = {
     "callbacks": {"kfac", "fosi", "gauss_newton", "supervision", "shell",
                   "cluster", "distributed", "saving", "compat"},
-    "kfac": {"shell", "training", "cost", "fisher", "curvature", "solvers",
+    "kfac": {"shell", "training", "fisher", "curvature", "solvers",
              "blocks", "factors", "loss", "capture", "distributed", "linalg",
              "saving", "compat"},
     "fosi": {"shell", "training", "curvature", "loss", "capture",
@@ -36,8 +36,6 @@ MAY = {
               "compat"},
     "training": {"loss", "capture", "distributed", "linalg",
                  "saving", "compat"},
-    "cost": {"solvers", "blocks", "factors", "distributed", "linalg",
-             "compat"},
     "curvature": {"loss", "capture", "linalg", "compat"},
     "fisher": {"blocks", "factors", "loss", "capture", "linalg", "compat"},
     "solvers": {"blocks", "factors", "linalg", "compat"},

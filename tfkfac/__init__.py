@@ -5,7 +5,7 @@
 
 import keras
 
-from tfkfac import blocks, callbacks, cost, curvature, factors, fisher
+from tfkfac import blocks, callbacks, curvature, factors, fisher
 from tfkfac.blocks import register_block
 from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fisher import register_distribution
@@ -34,7 +34,6 @@ __all__ = [
     "SpectralStep",
     "blocks",
     "callbacks",
-    "cost",
     "curvature",
     "factors",
     "fisher",

@@ -1,6 +1,8 @@
-"""Zhang et al., Scalable K-FAC Training With Distributed Preconditioning."""
+"""Zhang et al., Scalable K-FAC Training With Distributed Preconditioning.
 
-from experiments.counting import CLUSTER, Count
+`python tools/plan.py --papers` has tables 2 and 5.
+"""
+
 from experiments.experiment import Case, Experiment, grid, optimizer
 from experiments.running import Training
 
@@ -37,28 +39,6 @@ def damping(case: Case, quick: bool) -> Training:
 
 
 EXPERIMENTS = {
-    "dp-kfac-table-2": Experiment(
-        source=f"{PAPER}, table 2, for {CLUSTER}",
-        question="What does a worker receive and keep, in millions of "
-        "elements? (comm_opt is the paper's MPD-KFAC.)",
-        cases=lambda quick: grid(
-            network=("ResNet50", "DenseNet201", "InceptionV4"),
-            distribution=("comm_opt", "mem_opt", "dp_kfac"),
-        ),
-        task=lambda case, quick: Count(*case.values()),
-        measures={
-            "N_f": lambda c: c.factors / 1e6,
-            "N_g": lambda c: c.weights / 1e6,
-            "factors": lambda c: c.received("factors"),
-            "inverses": lambda c: c.received("decompositions"),
-            "gradients": lambda c: c.received("preconditioned_gradients"),
-            "state": lambda c: c.memory,
-        },
-        x="distribution",
-        y=("factors", "state"),
-        elsewhere="seconds of 64 GPUs; `python tools/plan.py --papers` has "
-        "what the cost model says of them.",
-    ),
     "dp-kfac-table-7": Experiment(
         source=f"{PAPER}, table 7",
         question="Factors of the owner's batch alone: do they cost accuracy "

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.running import Task
+from experiments.running import Training
 
 # What is different from one training of an experiment to another.
 Case = Mapping[str, Any]
@@ -20,24 +20,21 @@ class Experiment:
         source: The paper, and its table or figure.
         question: What it answers.
         cases: What varies; the argument is whether it must be quick.
-        task: What is trained, or else counted, for a case; the second
-            argument is the same.
+        task: What is trained for a case; the second argument is the same.
         measures: Columns of the table, by their headings.
         x: The heading on the plot's horizontal axis.
         y: Those on the vertical axes.
         elsewhere: What the paper had, and needs other machines.
-        prediction: What the cost model says of that.
     """
 
     source: str
     question: str
     cases: Callable[[bool], Sequence[Case]]
-    task: Callable[[Case, bool], Task]
+    task: Callable[[Case, bool], Training]
     measures: Mapping[str, Callable[[Any], float | None]]
     x: str
     y: Sequence[str]
     elsewhere: str
-    prediction: "Experiment | None" = None
 
 
 def grid(**values: Sequence[Any]) -> list[Case]:

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from experiments.counting import CLUSTER, Count
 from experiments.experiment import Case, Experiment, grid, optimizer
 from experiments.running import Training
 
@@ -66,27 +65,6 @@ def fixed_batch(case: Case, quick: bool) -> Training:
     return Training(application, name, setting.split() if quick else [])
 
 
-FRACTIONS = (None, 1 / 16, 1 / 4, None)
-MODES = ("mem_opt", "hybrid_opt", "hybrid_opt", "comm_opt")
-PREDICTED = Experiment(
-    source=f"Predicted for ResNet-50 on {CLUSTER}",
-    question="With factors renewed every 50 steps, and inverses every 500 "
-    "(stale) or both in each step (fresh).",
-    cases=lambda quick: [
-        {"distribution": mode, "fraction": share}
-        for mode, share in zip(MODES, FRACTIONS, strict=True)
-    ],
-    task=lambda case, quick: Count("ResNet50", *case.values()),
-    measures={
-        "state, MB": lambda c: 4 * c.memory,
-        "stale step, ms": lambda c: 1e3 * c.estimate.amortised(50, 500),
-        "fresh step, ms": lambda c: 1e3 * c.estimate.amortised(1, 1),
-    },
-    x="fraction",
-    y=("state, MB",),
-    elsewhere="",
-)
-
 EXPERIMENTS = {
     "kaisa-table-3": Experiment(
         source=f"{PAPER}, table 3",
@@ -143,6 +121,5 @@ EXPERIMENTS = {
         y=("state, MB", "plain step, s", "inverse step, s"),
         elsewhere="64 GPUs. Workers that share the cores of one machine do "
         "not show what a network costs.",
-        prediction=PREDICTED,
     ),
 }

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 EXAMPLES = pathlib.Path(__file__).parents[1]
 LAUNCH = EXAMPLES.parent / "tools" / "launch.py"
@@ -24,13 +24,6 @@ ONE_THREAD = {
 
 class FailedError(Exception):
     """A training has ended in an error; the message has its last words."""
-
-
-class Task(Protocol):
-    """What is to be run for a case."""
-
-    def run(self) -> Any:
-        """Returns what can be measured of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +141,7 @@ class Result:
 
 
 def run_all(
-    tasks: Sequence[Task],
+    tasks: Sequence[Training],
     jobs: int,
     note: Callable[[int], None],
 ) -> list[Any]:

@@ -7,9 +7,7 @@ import pytest
 import reproduce
 from common.optimizers import parse_optimizer
 from experiments import EXPERIMENTS, running
-from experiments.counting import Count, Counted
 from experiments.running import Result, Training
-from tfkfac.cost import Candidate, Estimate
 
 EVALUATION = {"step": 20, "metric": 0.75, "loss": 0.5}
 
@@ -33,20 +31,6 @@ def measured(scale: int = 1) -> dict:
 
 
 RESULT = Result([measured(1), measured(3)])
-STAGES = ("first_order", "gradients", "precondition", "share_gradients")
-STAGES += ("statistics", "reduce_factors", "decompose", "share_decompositions")
-KINDS = ("factors", "decompositions", "preconditioned_gradients")
-COUNTED = Counted(
-    10**6,
-    10**6,
-    Estimate(
-        Candidate("mem_opt", None, "inverse"),
-        dict.fromkeys(STAGES, 1.0),
-        1.0,
-        dict.fromkeys(KINDS, 8 * 10**6),
-        {"total": 12 * 10**6},
-    ),
-)
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -57,8 +41,6 @@ def test_trainings_can_be_started(name, quick):
     tasks = [experiment.task(case, quick) for case in experiment.cases(quick)]
     assert len(set(map(str, tasks))) == len(tasks)
     for training in tasks:
-        if isinstance(training, Count):
-            continue
         assert (running.EXAMPLES / f"{training.script}.py").exists()
         parse_optimizer(training.optimizer).make(1, {})
         workers = training.workers
@@ -69,15 +51,12 @@ def test_trainings_can_be_started(name, quick):
 @pytest.mark.parametrize("name", ["kaisa-figure-6"])
 def test_table_file_and_plot(name, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(Training, "run", lambda self: RESULT)
-    monkeypatch.setattr(Count, "run", lambda self: COUNTED)
     reproduce.main([name, "--quick", "--output", str(tmp_path / "new")])
     experiment = EXPERIMENTS[name]
     cases = experiment.cases(True)
     said = capsys.readouterr().out
     assert said.startswith(experiment.source)
-    counted = 4 if experiment.prediction else 0
-    assert ("Predicted" in said) == (counted > 0)
-    assert said.count("done: ") == len(cases) + counted
+    assert said.count("done: ") == len(cases)
     with (tmp_path / "new" / f"{name}.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == [*cases[0], *experiment.measures]

@@ -50,7 +50,7 @@ DISTRIBUTION = tfkfac.Distribution(
 
 
 def test_distribution_round_trips() -> None:
-    for value in ("hybrid_opt", "auto", DISTRIBUTION):
+    for value in ("hybrid_opt", "mem_opt", DISTRIBUTION):
         copy = round_trip(tfkfac.KFAC(distribution=value))
         assert copy.distribution == value
     assert tfkfac.Distribution("hybrid_opt").gradient_worker_fraction == 0.5

@@ -184,21 +184,6 @@ def test_the_plan_is_kept(results, name):
     assert not [*ranks]
 
 
-AUTO = [name for name in CASES if name.endswith("auto")]
-
-
-@pytest.mark.parametrize("name", JOBS.params(AUTO))
-def test_all_workers_choose_the_same(results, name):
-    workers = results(name)
-    heads = {w["summary"].split("\n\n")[0] for w in workers}
-    (head,), ((mode, _),) = heads, {w["placed"] for w in workers}
-    assert f"Distribution: {mode}, chosen by" in head
-    assert "GFLOP/s, measured, and " in head
-    network = "measured" if name.startswith("two") else "assumed"
-    assert f"us between workers, {network}." in head
-    assert {w["distribution"] for w in workers} == {"auto"}
-
-
 # ----------------------------------------------------------- communication
 # The branches of a step, by their functions' names, and the messages of all
 # steps; with what is summed in them and what is received.
@@ -283,7 +268,7 @@ def test_disagreement_is_reported_everywhere(results, name):
     for numbers, modes in results(name):
         assert "All workers must train the same model" in numbers
         assert "argument damping: 1.0 on worker 0, 2.0 on worker 1" in numbers
-        assert "argument distribution: 'auto' on worker 0" in modes
+        assert "argument distribution: 'mem_opt' on worker 0" in modes
 
 
 def test_central_storage_is_refused():

@@ -1,13 +1,8 @@
 """Who keeps what, and how many bytes that is, counted anew from the shapes."""
 
-import keras
 import pytest
 
-import tfkfac
-from tests.support import small
 from tests.support.placements import MODES, SIZES, place
-from tfkfac.cost import Machine, auto
-from tfkfac.distributed.topology import Topology
 
 WORKERS = 4
 FLOAT, HALF = 4, 2
@@ -87,43 +82,3 @@ def test_traffic_of_comm_opt() -> None:
         assert kinds["plain"] == plain
         assert kinds["factor"] == plain | {"factors": round(1.5 * factors)}
         assert kinds["inverse"] == plain | {"decompositions": received}
-
-
-# ---------------------------------------------------------------------- "auto"
-def test_one_worker_has_the_form_of_comm_opt() -> None:
-    models = [
-        small.compiled_mlp(distribution=mode) for mode in ("auto", "comm_opt")
-    ]
-    auto_, plain = map(small.kfac_of, models)
-    assert auto_.method.placement.plan == plain.method.placement.plan
-    assert "comm_opt, as there is one worker" in small.summary_text(auto_)
-
-
-@pytest.mark.parametrize(
-    ("intervals", "mode"), [((100, 1000), "comm_opt"), ((1, 1), "mem_opt")]
-)
-def test_stale_and_fresh_updates(
-    monkeypatch: pytest.MonkeyPatch, intervals: tuple[int, int], mode: str
-) -> None:
-    """Decompositions that last are worth sending (KAISA, section 3.1)."""
-    machine = Machine.of(1e12, 1e9, 1e-6)
-    monkeypatch.setitem(auto._ASSUMED, "auto", machine)
-    model = keras.Sequential(
-        [keras.Input((300,)), *(keras.layers.Dense(300) for _ in range(8))]
-    )
-    factor, inverse = intervals
-    optimizer = tfkfac.KFAC(
-        distribution="auto",
-        factor_update_interval=factor,
-        inverse_update_interval=inverse,
-    ).attach(model)
-    everyone = tuple(range(8))
-    optimizer.method.job.topology = Topology(8, everyone, (None,) * 8, "auto")
-    text = small.summary_text(optimizer)
-    assert optimizer.method.placement.distribution.mode == mode
-    said = f"Distribution: {mode}, chosen by what K-FAC adds to a step at "
-    assert f"{said}intervals {factor} and {inverse}:" in text
-    assert "with 1e+03 GFLOP/s, assumed, and 1 GB/s and 1 us" in text
-    for other in ("comm_opt", "mem_opt", "hybrid_opt 0.25", "hybrid_opt 0.5"):
-        assert f"\n  {other}: " in text
-    assert "dp_kfac" not in text  # it would be another method

@@ -67,7 +67,6 @@ QUICK: Cases = {
         "skip_layers": ("hidden",),
         "rest_optimizer": None,
     },
-    "two: auto": {"model": "small", "feed": "even"},
     "four: hybrid_opt 1/2, in stages": {"model": "cnn", "solver": "eigen"},
 }
 SLOW: Cases = {
@@ -78,7 +77,6 @@ SLOW: Cases = {
     "mirrored: comm_opt, in stages": {"model": "cnn"},
     "mirrored: dp_kfac, adam": {"model": "cnn", "inner": "adam"},
     "mirrored: mem_opt, batch norm": {"model": "batch_norm", "feed": "some"},
-    "mirrored: auto": {"model": "small", "feed": "even"},
     "two: comm_opt, language": {"model": "language"},
     "two: comm_opt, outer": {"model": "cnn", "solver": "eigen_outer"},
     "two: dp_kfac, every step": {
@@ -172,7 +170,6 @@ SPECTRAL: Cases = {
             "inner": "multiplier, accumulation",
         },
         "two: mem_opt, spectral, half": {"model": "small", **HALF},
-        "two: auto, spectral": {"model": "small", "feed": "even"},
         "four: hybrid_opt 1/2, spectral, in stages": {
             "model": "cnn",
             "rest_optimizer": "warm-up",

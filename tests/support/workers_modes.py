@@ -233,14 +233,11 @@ def fit(kind: str) -> dict[str, Any]:
 
 
 def disagreements(kind: str) -> list[str]:
-    """What is said when one worker has other settings than the rest.
-
-    One lets choose: what is measured together comes after all have agreed.
-    """
+    """Errors when the last worker has other arguments than the rest."""
     last = max(local_ranks(kind))
     others: list[dict[str, Any]] = [
         {"damping": 1.0 + last, "distribution": "dp_kfac"},
-        {"distribution": "comm_opt" if last else "auto"},
+        {"distribution": "comm_opt" if last else "mem_opt"},
     ]
     said = []
     for options in others:

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.registry import tap_layers
+from tfkfac.blocks.registry import build_registry, tap_layers
 from tfkfac.capture.model_taps import PullbackTap
 from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.compat.functions import when
@@ -32,7 +32,6 @@ from tfkfac.kfac.placement import (
     FACTORS,
     INVERSES,
     Placement,
-    Placer,
     steps_between,
     turns_due,
 )
@@ -93,14 +92,7 @@ class KFACMethod(Method):
             distribution = Distribution(distribution)
         rule = rule_of(self.step)
         self._kind = KINDS[type(rule)](rule, self.damping, self.kl_clip)
-        self._placer = Placer(
-            distribution,
-            self.solver,
-            self.skip_layers,
-            Limit(self.max_factor_dim, self.factor_rank),
-            self._kind.left_out,
-            self._kind.beside,
-        )
+        self._distribution = distribution
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
         self._advice = report.Advice()
@@ -339,16 +331,23 @@ class KFACMethod(Method):
     def placement(self) -> Placement:
         """Blocks of the model, and which worker does what of them."""
         if self._placement is None:
-            self._placement = self._placer.place(
-                self.job,
-                self.factor_update_interval,
-                self.inverse_update_interval,
+            registry = build_registry(
+                self.job.model,
+                self.skip_layers,
+                Limit(self.max_factor_dim, self.factor_rank),
+                self._kind.left_out,
+            )
+            self._placement = Placement(
+                registry,
+                self.job.topology,
+                SOLVERS[self.solver](),
+                self._distribution,
+                self._kind.beside,
             )
         return self._placement
 
     @override
     def create(self) -> Sequence[Tracked]:
-        self._placer.measure(self.job)
         self._placement = None  # what was seen before the model was built
         placement = self.placement
         warning = report.coverage_warning(placement.registry, self.job)
@@ -395,15 +394,13 @@ class KFACMethod(Method):
     # ----------------------------------------------------------- reporting
     @override
     def summary(self) -> list[str]:
-        placement = self.placement  # which fills the placer's lines
         notes = [
             report.fisher_text(self.fisher, self._choice),
             *self.job.losses.lines(),
-            *self._placer.lines,
         ]
         return report.describe(
             self.job,
-            placement,
+            self.placement,
             self.states,
             notes,
             self._kind,

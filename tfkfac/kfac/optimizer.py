@@ -145,7 +145,7 @@ class KFAC(SecondOrderOptimizer):
             these (KAISA, section 4.4), the same steps for more traffic.
             Defaults to "inverse".
         distribution: Mode in which the workers of a `tf.distribute` job share
-            the work: "comm_opt", "mem_opt", "hybrid_opt", "dp_kfac" or "auto",
+            the work: "comm_opt", "mem_opt", "hybrid_opt", "dp_kfac",
             or a `tfkfac.Distribution`, which says more. A
             `gradient_worker_fraction` of "hybrid_opt" may also stand beside
             it. Without effect on a single device. Defaults to "comm_opt".

@@ -1,29 +1,166 @@
-"""Placement of the blocks on workers, and the schedule of their renewal."""
+"""Placement of the blocks on workers, its loads, and the update schedule."""
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Self
 
+import numpy as np
 import tensorflow as tf
 
 from tfkfac.blocks import Block
-from tfkfac.blocks.registry import Registry, build_registry
-from tfkfac.capture.walk import SkipRule
-from tfkfac.cost.auto import choose, measure_machine
-from tfkfac.cost.estimate import Workload
-from tfkfac.cost.loads import BlockCost, Loads
-from tfkfac.cost.machine import Machine
-from tfkfac.distributed.collectives import sum_dtype
+from tfkfac.blocks.registry import Registry
+from tfkfac.distributed.collectives import all_reduce_bytes, sum_dtype
 from tfkfac.distributed.plan import MODES, Plan, assign, plan_layers
 from tfkfac.distributed.topology import Topology
-from tfkfac.factors import Limit
 from tfkfac.factors.base import Wire
 from tfkfac.kfac.exchange import Exchange
-from tfkfac.kfac.settings import AUTO, Distribution
+from tfkfac.kfac.settings import Distribution
 from tfkfac.shell.arguments import Hyperparameter
-from tfkfac.solvers import SOLVERS, Solver
-from tfkfac.training.job import Job
+from tfkfac.solvers import Solver, most_rows
+
+Numbers = np.ndarray  # one of each worker
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCost:
+    """Bytes and multiplications of one block, whichever workers have it.
+
+    Attributes:
+        factors: Bytes of each average that an owner keeps, by name.
+        decomposition: Bytes that each gradient worker keeps.
+        statistics: Bytes that all workers add up of a batch.
+        parts: Bytes that the owner of each factor sends when it is decomposed.
+        gradient: Bytes of the preconditioned gradient.
+        decompositions: About n^3 for each factor, and its elements, by name.
+        precondition: Multiplications of the gradient with the decomposition.
+        largest_rows: Up to how many rows they are preconditioned in its place;
+            0 if never.
+        row: Multiplications of one row, beside the products with other rows.
+        width: Multiplications of two rows that meet in `<P, W>`.
+    """
+
+    factors: Mapping[str, int]
+    decomposition: int
+    statistics: int
+    parts: Mapping[str, int]
+    gradient: int
+    decompositions: Mapping[str, tuple[int, int]]
+    precondition: int
+    largest_rows: int
+    row: int
+    width: int
+
+    @classmethod
+    def of(
+        cls,
+        block: Block,
+        solver: Solver,
+        wire: Wire,
+        workers: int,
+        beside: int = 0,
+    ) -> Self:
+        """Counts the cost of a block whose gradients `workers` add up.
+
+        Some numbers travel `beside` the preconditioned one.
+        """
+        factors, own = block.factors, block.dtype.size
+        dtype = wire.inverse_dtype or block.dtype
+        statistics = 0
+        for kind in factors.values():
+            total = math.prod(wire.shape(kind.storage))
+            statistics += total * (wire.factor_dtype or block.dtype).size
+            # And the number of rows, of the block's dtype, and the units of
+            # half precision.
+            units = math.prod(kind.storage.scale_shape)
+            statistics += own * (1 + units * (wire.factor_dtype is not None))
+        parts = {}
+        for name in factors:
+            sent = solver.parts(factors, name).values()
+            elements = sum(math.prod(wire.shape(part)) for part in sent)
+            parts[name] = elements * dtype.size
+        *stack, inputs, outputs = block.gradient_shape
+        times = {"A": outputs, "G": inputs}
+        one = {n: f.multiplications for n, f in factors.items()}
+        matrix = sum(one[name] * times[name] for name in factors)
+        takes_rows = solver.takes_rows and not stack and "A" in factors
+        kept = solver.kept(factors).values()
+        return cls(
+            factors={n: kind.elements * own for n, kind in factors.items()},
+            decomposition=sum(part.elements for part in kept) * dtype.size,
+            statistics=statistics,
+            parts=parts,
+            gradient=(math.prod(block.gradient_shape) + beside) * own,
+            decompositions={
+                n: (kind.operations, kind.elements)
+                for n, kind in factors.items()
+            },
+            # To the eigenbasis and back.
+            precondition=matrix if solver.is_explicit else 2 * matrix,
+            largest_rows=most_rows(factors, workers) if takes_rows else 0,
+            row=sum(one.values()) + (inputs * outputs if workers > 1 else 0),
+            width=inputs + outputs if workers == 1 else 0,
+        )
+
+    def apply(self, rows: float) -> float:
+        """Multiplications that precondition a gradient of so many rows."""
+        if 0 < rows <= self.largest_rows:
+            return rows * self.row + rows**2 * self.width
+        return self.precondition
+
+
+class Loads:
+    """Sums over the layers of each worker of a plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        columns = [layer.gradient_workers[0] for layer in plan.layers]
+        self._columns = np.array(columns, np.int64)
+
+    def owned(self, values: Sequence[Mapping[str, float]]) -> Numbers:
+        """Sums of numbers of factors over those that each worker owns."""
+        sums = np.zeros(self.plan.workers)
+        for layer, named in zip(self.plan.layers, values, strict=True):
+            for name, value in named.items():
+                sums[layer.owners[name]] += value
+        return sums
+
+    def preconditioned(self, values: Sequence[float]) -> Numbers:
+        """Sums of numbers of layers over those that each preconditions."""
+        sums = np.zeros(self.plan.columns)
+        np.add.at(sums, self._columns, values)
+        return np.resize(sums, self.plan.workers)
+
+    def state(self, costs: Sequence[BlockCost]) -> dict[str, Numbers]:
+        """Bytes of factors and decompositions that each worker keeps."""
+        kept = [one.decomposition for one in costs]
+        return {
+            "factors": self.owned([one.factors for one in costs]),
+            "decompositions": self.preconditioned(kept),
+        }
+
+    def received(
+        self, costs: Sequence[BlockCost], gradients: int
+    ) -> dict[str, Numbers]:
+        """Bytes of each kind of message that each worker receives.
+
+        They come of the bytes of each block, and of all gradients of the model.
+        """
+        plan = self.plan
+        statistics = plan.reduces_factors * sum(s.statistics for s in costs)
+        reduced, added = (
+            np.full(plan.workers, all_reduce_bytes(size, plan.workers))
+            for size in (statistics, gradients)
+        )
+        parts = self.preconditioned([sum(s.parts.values()) for s in costs])
+        here = self.preconditioned([one.gradient for one in costs])
+        return {
+            "gradients": added,
+            "factors": reduced,
+            "decompositions": parts - self.owned([s.parts for s in costs]),
+            "preconditioned_gradients": sum(s.gradient for s in costs) - here,
+        }
 
 
 class Placement:
@@ -215,82 +352,3 @@ def turns_due(
     if turns > 1:
         delays = [delay + occupied(delay) for delay in delays]
     return [tf.equal((clock - delay) % interval, 0) for delay in delays]
-
-
-class Placer:
-    """Places blocks on workers, once in the mode that "auto" has chosen.
-
-    It leaves out some classes of blocks.
-
-    Attributes:
-        lines: Lines of a summary about the choice; none without a choice.
-    """
-
-    def __init__(
-        self,
-        distribution: Distribution,
-        solver: str,
-        skip_layers: Sequence[SkipRule],
-        limit: Limit,
-        left_out: tuple[type[Block], ...] = (),
-        beside: int = 0,
-    ) -> None:
-        self._distribution = distribution
-        self._solver = solver
-        self._skip_layers = skip_layers
-        self._limit = limit
-        self._left_out = left_out
-        self._beside = beside
-        self._machine: Machine | None = None
-        self._chosen: Distribution | None = None
-        self.lines: list[str] = []
-
-    def measure(self, job: Job) -> None:
-        """Measures the machine for "auto"; all workers have to call it."""
-        chooses = self._distribution.mode == AUTO
-        if chooses and job.topology.replicas > 1 and self._machine is None:
-            group = job.among_processes("machine")
-            self._machine = measure_machine(job.topology, group)
-            self._chosen = None
-
-    def place(self, job: Job, *intervals: Hyperparameter) -> Placement:
-        """Places the blocks; intervals are of factors and decompositions."""
-        registry = build_registry(
-            job.model, self._skip_layers, self._limit, self._left_out
-        )
-        solver = SOLVERS[self._solver]()
-        chosen = self._chosen or self._distribution
-        if chosen.mode == AUTO:
-            plain = dataclasses.replace(chosen, mode="comm_opt")
-            placement = Placement(registry, job.topology, solver, plain)
-            load = Workload(
-                placement.blocks,
-                placement.turns,
-                gradients=0,
-                wire=placement.wire,
-                assignment=plain.assignment,
-                first_order=0.0,
-            )
-            best, self.lines = choose(
-                load,
-                self._solver,
-                job.topology,
-                self._machine,
-                _steps(*intervals),
-            )
-            chosen = self._chosen = dataclasses.replace(
-                plain,
-                mode=best.distribution,
-                gradient_worker_fraction=best.fraction,
-            )
-        return Placement(registry, job.topology, solver, chosen, self._beside)
-
-
-def _steps(factor: Hyperparameter, inverse: Hyperparameter) -> tuple[int, int]:
-    """The intervals; where they change, those the measured schedule ends at."""
-    given, last = (factor.get(), inverse.get()), (FACTORS[-1], INVERSES[-1])
-    late = [
-        value if isinstance(value, int) else end
-        for value, end in zip(given, last, strict=True)
-    ]
-    return late[0], late[1]

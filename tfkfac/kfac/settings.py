@@ -21,8 +21,6 @@ from tfkfac.shell.rest import INNER
 
 # Default learning rate of natural steps, which the clip bounds.
 RATE = 0.1
-# The mode that the cost model chooses.
-AUTO = "auto"
 # Share of gradient workers between MEM-OPT and COMM-OPT (KAISA, section 5).
 _HALF = 0.5
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -52,11 +50,7 @@ class Distribution(Settings):
             preconditions and sends the result), "hybrid_opt" (a group of
             gradient workers does; KAISA, SC'21) or "dp_kfac" (the owner also
             keeps the factors, of its own batch alone: no factor is ever
-            sent). "auto" is the one of the first three with which
-            `tfkfac.cost` says that steps are shortest, by products,
-            decompositions and messages that all workers time for a moment
-            before the first step; `summary` says what was chosen. Defaults to
-            "comm_opt".
+            sent). Defaults to "comm_opt".
         gradient_worker_fraction: With "hybrid_opt", the share of the workers
             that are gradient workers of a layer, in (0, 1]: times the number
             of workers it must be whole and divide that number. Defaults to
@@ -88,7 +82,7 @@ class Distribution(Settings):
     inverse_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        check_choice("mode", self.mode, (*MODES, AUTO))
+        check_choice("mode", self.mode, tuple(MODES))
         if self.assignment is not None:
             check_choice("assignment", self.assignment, POLICIES)
         if not isinstance(self.symmetric, bool):
@@ -158,11 +152,11 @@ def check_distribution(name: str, value: Any) -> str | Distribution:
     Raises:
         ValueError: If it is neither.
     """
-    is_mode = isinstance(value, str) and value in (*MODES, AUTO)
+    is_mode = isinstance(value, str) and value in tuple(MODES)
     if is_mode or isinstance(value, Distribution):
         return value
     raise ValueError(
-        f"Argument `{name}` must be one of {(*MODES, AUTO)} or a "
+        f"Argument `{name}` must be one of {tuple(MODES)} or a "
         f"`tfkfac.Distribution`. Received: {name}={value!r}"
     )
 

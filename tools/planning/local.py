@@ -14,8 +14,7 @@ from benchmarks.keras_models import build
 from benchmarks.measurement import measure
 from benchmarks.phases import Mix
 from benchmarks.variants import parse
-from tfkfac.cost import Machine, compare
-from tfkfac.cost.auto import measure_worker
+from planning.cost import Machine, compare, measure_worker
 from tfkfac.kfac.placement import turns_due
 
 BATCH = 128

@@ -8,9 +8,8 @@ import tensorflow as tf
 
 import tfkfac
 from common.inception import inception_v4
-from tfkfac.cost import Estimate, Machine
-from tfkfac.cost import compare as compare_distributions
-from tfkfac.cost.auto import measure_worker
+from planning.cost import Estimate, Machine, measure_worker
+from planning.cost import compare as compare_distributions
 
 _STEPS = 3
 

@@ -14,10 +14,16 @@ import keras
 import tfkfac
 from common.inception import inception_v4
 from common.networks import without_biases
+from planning.cost import (
+    Batch,
+    Candidate,
+    Estimate,
+    Machine,
+    Network,
+    Workload,
+    compare_plans,
+)
 from tfkfac.blocks import Block
-from tfkfac.cost import Candidate, Estimate, Machine
-from tfkfac.cost.batch import Batch, Network
-from tfkfac.cost.estimate import Workload, compare_plans
 from tfkfac.distributed.collectives import gradient_bytes
 
 WORKERS = 64

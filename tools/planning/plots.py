@@ -3,7 +3,7 @@
 import pathlib
 from collections.abc import Sequence
 
-from tfkfac.cost import Estimate
+from planning.cost import Estimate
 
 
 def save_plan(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tfkfac.cost import Estimate, Machine, recommend
+from planning.cost import Estimate, Machine, recommend
 from tfkfac.shell.tables import bytes_text, table
 
 if TYPE_CHECKING:

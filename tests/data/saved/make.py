@@ -121,7 +121,7 @@ CONFIGS: list[Callable[[], Any]] = [
         gradient_worker_fraction=0.5,
         assignment="memory",
     ),
-    lambda: KFAC(distribution="auto", skip_layers=["dense.*"]),
+    lambda: KFAC(skip_layers=["dense.*"]),
     lambda: KFAC(
         "adam",
         distribution="dp_kfac",

@@ -1,21 +1,381 @@
-"""Seconds, bytes and memory of K-FAC under each distribution, compared."""
+"""Cost model of K-FAC: seconds, bytes and memory of each distribution.
 
+Sizes of factors, plans and messages are those of the library. Seconds follow
+from them and the numbers of a `Machine`.
+"""
+
+import contextlib
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import time
+import timeit
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import keras
+import tensorflow as tf
 
 from tfkfac.blocks import Block
 from tfkfac.blocks.registry import build_registry
-from tfkfac.checks import check_choice, check_count
-from tfkfac.cost.batch import Batch, Network
-from tfkfac.cost.loads import BlockCost, Loads, Numbers
-from tfkfac.cost.machine import Machine
+from tfkfac.blocks.statistics import choose_subsample
+from tfkfac.checks import check_choice, check_count, check_positive, check_range
+from tfkfac.compat.models import all_layers, children
+from tfkfac.compat.overrides import overridden
 from tfkfac.distributed.collectives import BUCKET_BYTES, gradient_bytes
 from tfkfac.distributed.plan import MODES, Plan, plan_layers
+from tfkfac.factors import Diagonal
 from tfkfac.factors.base import Wire
+from tfkfac.kfac.placement import BlockCost, Loads, Numbers
+from tfkfac.linalg.symmetric import damped_inverse, eigh
 from tfkfac.solvers import SOLVERS
+
+# What is not known of a machine, in terms of its products of matrices: orders
+# of magnitude, of which CPUs and GPUs are on different sides.
+_INVERSE, _EIGEN, _MEMORY = 5.0, 150.0, 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Speeds of the workers, which are all alike, and of their network.
+
+    Attributes:
+        flops: Floating point operations a second of products of matrices.
+        inverse: Cholesky inverses of a large size n: n^3 a second.
+        eigen: Eigen-decompositions of a large size n: n^3 a second.
+        memory: Bytes a second that pass by where little is computed.
+        bandwidth: Bytes a second that a worker receives.
+        latency: Seconds until a small message is there.
+        overhead: Seconds of a step that are none of these.
+        element: Seconds for each of the n^2 elements that is decomposed,
+            besides: of small matrices most.
+        tree_broadcast: True if a broadcast goes down a tree, as TensorFlow's
+            own between CPUs. NCCL's, between GPUs, goes round a ring.
+    """
+
+    flops: float
+    inverse: float
+    eigen: float
+    memory: float
+    bandwidth: float
+    latency: float
+    overhead: float = 0.0
+    element: float = 0.0
+    tree_broadcast: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "inverse", "eigen", "memory", "bandwidth"):
+            check_positive(name, getattr(self, name))
+        for name in ("latency", "overhead", "element"):
+            check_range(name, getattr(self, name), 0.0)
+
+    @classmethod
+    def of(
+        cls, flops: float, bandwidth: float, latency: float, **known: Any
+    ) -> Self:
+        """A machine of which only the usual three numbers are known.
+
+        A Cholesky inverse of size n is taken for as long as products of 5 n^3
+        operations, an eigen-decomposition of 150 n^3, and a byte of memory for
+        20 operations.
+
+        Args:
+            flops: See the attributes.
+            bandwidth: See the attributes.
+            latency: See the attributes.
+            **known: Others that are known.
+        """
+        flops = check_positive("flops", flops)
+        guessed = {
+            "inverse": flops / _INVERSE,
+            "eigen": flops / _EIGEN,
+            "memory": flops / _MEMORY,
+        }
+        return cls(
+            flops=flops,
+            bandwidth=bandwidth,
+            latency=latency,
+            **{**guessed, **known},
+        )
+
+    def products(self, multiplications: float) -> float:
+        """Seconds of products of matrices.
+
+        Args:
+            multiplications: Their number; an addition comes with each.
+        """
+        return 2 * multiplications / self.flops
+
+    def all_reduce(self, size: float, workers: int, messages: int = 1) -> float:
+        """Seconds in which workers add up `size` bytes, in some messages.
+
+        Each receives the data twice but for its own part. In a ring a message
+        makes `2 (P - 1)` hops, up and down a tree `2 log2 P`: libraries take
+        what is quicker.
+
+        Args:
+            size: Bytes that are added up.
+            workers: Number of workers.
+            messages: Number of messages.
+        """
+        if workers == 1 or not size:
+            return 0.0
+        ring = 2 * (workers - 1)
+        tree = 2 * math.ceil(math.log2(workers))
+        received = 2 * size * (workers - 1) / workers
+        hops = messages * min(ring, tree)
+        return received / self.bandwidth + hops * self.latency
+
+    def broadcast(self, size: float, members: int, messages: int = 1) -> float:
+        """Seconds in which a worker receives `size` bytes of others.
+
+        Round a ring a message makes `P - 1` hops, down a tree `log2 P`.
+
+        Args:
+            size: Bytes that it receives.
+            members: Size of the groups in which they are sent.
+            messages: Number of messages.
+        """
+        if members == 1 or not size:
+            return 0.0
+        tree = self.tree_broadcast
+        hops = math.ceil(math.log2(members)) if tree else members - 1
+        return size / self.bandwidth + messages * hops * self.latency
+
+
+# Sizes of the products and decompositions that `measure_worker` times, elements
+# that it moves, and the number of repetitions.
+_LARGE, _EIGEN_SIZE, _SMALL = 768, 512, 256
+_MOVED, _TRIES = 2**22, 3
+
+
+def measure_worker(
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """The numbers of a `Machine` that belong to one worker, by a clock.
+
+    An inverse of size n takes `a n^3 + b n^2`, and two sizes give a and b; an
+    eigen-decomposition, which takes long, has an a of its own and one size.
+    """
+
+    def seconds(work: Callable[..., tf.Tensor], *args: tf.Tensor) -> float:
+        return _seconds(functools.partial(tf.function(work), *args), clock)
+
+    with tf.init_scope():
+        rows = tf.random.stateless_normal([_LARGE, _LARGE], [0, 0])
+        gram = tf.matmul(rows, rows, transpose_a=True) / _LARGE
+        part, damping = gram[:_SMALL, :_SMALL], tf.constant(0.01)
+        inverse = seconds(damped_inverse, gram, damping) / _LARGE**2
+        little = seconds(damped_inverse, part, damping) / _SMALL**2
+        # Noise in one of the two must leave something for n^3.
+        slope = (inverse - little) / (_LARGE - _SMALL)
+        cubic = min(max(slope, inverse / _LARGE / 4), inverse / _LARGE)
+        element = inverse - cubic * _LARGE
+        eigen = seconds(eigh, gram[:_EIGEN_SIZE, :_EIGEN_SIZE]) / _EIGEN_SIZE**2
+        return {
+            "flops": 2 * _LARGE**3 / seconds(tf.matmul, rows, gram),
+            "inverse": 1 / cubic,
+            "eigen": _EIGEN_SIZE / max(eigen - element, eigen / 2),
+            "memory": 8 * _MOVED / seconds(lambda x: 2 * x, tf.ones([_MOVED])),
+            "element": element,
+        }
+
+
+def _seconds(
+    work: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """The least time of some work, after a first time that does not count."""
+
+    def run() -> None:
+        tf.nest.map_structure(lambda tensor: tensor.numpy(), work())
+
+    times = timeit.repeat(run, timer=clock, number=1, repeat=_TRIES + 1)
+    return min(times[1:])
+
+
+Shape = tuple[int, ...]
+
+
+class CallShapes(NamedTuple):
+    """Shapes of the first input and the first output of a call."""
+
+    inputs: Shape
+    outputs: Shape
+
+
+class Network:
+    """The calls of a model's layers for a batch; traced, not run.
+
+    Args:
+        model: A functional or sequential model.
+        batch: Examples of a batch.
+        size: The value of unknown sizes of an input; None if there is none.
+
+    Attributes:
+        elements: Number of outputs of all layers.
+
+    Raises:
+        ValueError: If the model has no known inputs, or a size is missing.
+    """
+
+    def __init__(
+        self, model: keras.Model, batch: int, size: int | None = None
+    ) -> None:
+        self._calls: dict[int, list[CallShapes]] = {}
+        specs = keras.tree.map_structure(
+            lambda tensor: _spec(tensor, batch, size), _inputs_of(model)
+        )
+        layers = [one for one in all_layers(model) if one is not model]
+        with contextlib.ExitStack() as stack:
+            for layer in layers:
+                note = self._noting(layer)
+                stack.enter_context(overridden(layer, "call", note))
+            run = tf.function(lambda x: model(x, training=True))
+            run.get_concrete_function(specs)
+        self.elements = sum(
+            math.prod(call.outputs)
+            for layer in layers
+            if not children(layer)
+            for call in self._calls[id(layer)]
+        )
+
+    def _noting(self, layer: keras.layers.Layer) -> Callable[..., Any]:
+        calls = self._calls.setdefault(id(layer), [])
+
+        def call(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            outputs = below(*args, **kwargs)
+            first, *_ = keras.tree.flatten((args, kwargs))
+            last, *_ = keras.tree.flatten(outputs)
+            if tf.is_tensor(first) and tf.is_tensor(last):
+                calls.append(CallShapes(tuple(first.shape), tuple(last.shape)))
+            return outputs
+
+        return call
+
+    def calls(self, block: Block) -> Sequence[CallShapes]:
+        """The calls of a block's layer."""
+        return self._calls[id(block.layer)]
+
+    def rows(self, block: Block) -> int:
+        """Rows of a block; for a shared layer, those of all its calls."""
+        g = block.factors["G"]
+        # Not the outputs of one half of a separable convolution.
+        width = getattr(block.layer, "filters", None)
+        width = width or math.prod(g.stack_shape) * g.size
+        return sum(math.prod(c.outputs) // width for c in self.calls(block))
+
+    def multiplications(self, blocks: Sequence[Block]) -> int:
+        """Multiplications of a forward pass through the layers of blocks.
+
+        An embedding and what only scales multiply next to nothing.
+        """
+        return sum(
+            self.rows(block) * math.prod(block.gradient_shape)
+            for block in blocks
+            if not isinstance(block.factors.get("A"), Diagonal | None)
+        )
+
+
+def _inputs_of(model: keras.Model) -> Any:
+    try:
+        # A sequential model knows its one input by this name only.
+        return model.inputs[0] if len(model.inputs) == 1 else model.input
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"Model '{model.name}' must be functional or sequential, with "
+            f"known inputs. {error}"
+        ) from error
+
+
+def _spec(
+    tensor: keras.KerasTensor, batch: int, size: int | None
+) -> tf.TensorSpec:
+    sizes = [size if n is None else n for n in tensor.shape[1:]]
+    if None in sizes:
+        raise ValueError(
+            f"Input '{tensor.name}' has the shape {tensor.shape}, whose sizes "
+            "but the first must be known."
+        )
+    return tf.TensorSpec([batch, *sizes], tensor.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The work of a batch of `size` examples, the same under all plans.
+
+    Attributes:
+        fraction: Share of them that statistics take, see `KFAC`.
+        forward: Multiplications of a forward pass.
+        outputs: Number of outputs of all layers.
+        rows: Rows of each block.
+        statistics: Multiplications of each block's, of all examples.
+        read: Elements of the rows or images that these take.
+    """
+
+    size: int
+    fraction: float | None
+    forward: float
+    outputs: float
+    rows: Sequence[int]
+    statistics: Sequence[float]
+    read: Sequence[float]
+
+    @classmethod
+    def of(
+        cls,
+        network: Network,
+        blocks: Sequence[Block],
+        size: int,
+        fraction: float | None,
+        every: Sequence[Block],
+    ) -> Self:
+        """Counts the work of a batch of a network.
+
+        `every` are its blocks if none of the layers is skipped.
+        """
+        counts = [_statistics(network, block) for block in blocks]
+        return cls(
+            size,
+            fraction,
+            network.multiplications(every),
+            network.elements,
+            [network.rows(block) for block in blocks],
+            [multiplications for multiplications, _ in counts],
+            [elements for _, elements in counts],
+        )
+
+    def share(self, observers: int) -> float:
+        """Share of the examples that the statistics of a worker take.
+
+        Those of all observers are added up.
+        """
+        part = choose_subsample(
+            self.fraction, tf.constant(0, tf.int64), observers
+        )
+        if part is None:
+            return 1.0
+        least = min(self.size, part.least)
+        return max(least, math.ceil(part.fraction * self.size)) / self.size
+
+
+def _statistics(network: Network, block: Block) -> tuple[float, float]:
+    """Multiplications of a block's statistics, and elements they take."""
+    calls, rows = network.calls(block), network.rows(block)
+    g = block.factors["G"]
+    outputs = sum(math.prod(call.outputs) for call in calls)
+    if "A" not in block.factors:  # an example's gradient, element by element
+        return 0.0, 2.0 * outputs
+    of_g = rows * g.multiplications
+    if isinstance(block.factors["A"], Diagonal):  # tokens are counted
+        return of_g, outputs
+    inputs = sum(
+        block.input_multiplications(call.inputs, rows // len(calls))
+        for call in calls
+    )
+    patches = rows * math.prod(block.gradient_shape[:-1])
+    return inputs + of_g, patches + outputs
+
 
 # Up to this, in units of the quickest, less memory decides.
 _LEVEL = 1.02
@@ -136,8 +496,8 @@ def compare(
     """Estimates what K-FAC costs on a cluster, for every distribution.
 
     >>> optimizer = tfkfac.KFAC().attach(model)
-    >>> machine = tfkfac.cost.Machine.of(14e12, 12.5e9, 5e-6)
-    >>> tfkfac.cost.compare(optimizer, machine, workers=64, batch=32)
+    >>> machine = Machine.of(14e12, 12.5e9, 5e-6)
+    >>> compare(optimizer, machine, workers=64, batch=32)
 
     Nothing is run. The arguments of the optimizer count, but for its
     distribution and solver.

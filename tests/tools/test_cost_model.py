@@ -1,0 +1,159 @@
+"""The cost model of `tools/plan.py` against numbers counted by hand."""
+
+import math
+import time
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfkfac
+from planning.cost import Batch, Machine, Network, compare, measure_worker
+
+MACHINE = Machine.of(1e9, 1e8, 1e-5)
+CLUSTER = Machine.of(10e12, 1e9, 1e-6)
+
+
+def attached(built: Any) -> tfkfac.KFAC:
+    return tfkfac.KFAC().attach(built)
+
+
+# -------------------------------------------------------------- operations
+def convolutional() -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((6, 5, 3)),
+            layers.Conv2D(4, 3, name="conv", use_bias=False),
+            layers.Flatten(name="flat"),
+            layers.Dense(7, name="dense"),
+        ]
+    )
+
+
+def test_rows_and_products_by_hand() -> None:
+    """A batch of 2: 4 x 3 positions of 27 x 4, then 49 x 7 with the bias."""
+    built = convolutional()
+    blocks = attached(built).method.placement.blocks
+    network = Network(built, 2)
+    assert [network.rows(block) for block in blocks] == [2 * 12, 2]
+    forward = 24 * 27 * 4 + 2 * 49 * 7
+    assert network.multiplications(blocks) == forward
+    assert network.elements == 2 * (48 + 48 + 7)
+    batch = Batch.of(network, blocks, 2, 1.0, blocks)
+    # Of the dense layer: rows times squares of the sizes.
+    assert batch.statistics[1] == 2 * (49**2 + 7**2)
+    assert batch.read[1] == 2 * (49 + 7)
+
+
+def test_rows_of_layers_in_layers() -> None:
+    """Two sentences of five tokens; the convolution has four positions."""
+    tokens = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(7, 4, name="tokens")(tokens)
+    x = layers.TimeDistributed(layers.Dense(6), name="each")(x)
+    x = layers.MultiHeadAttention(2, 3, name="attention")(x, x)
+    x = layers.SeparableConv1D(8, 2, depth_multiplier=3, name="separable")(x)
+    built = keras.Model(tokens, layers.GlobalAveragePooling1D()(x))
+    blocks = attached(built).method.placement.blocks
+    network = Network(built, 2)
+    rows = {block.path: network.rows(block) for block in blocks}
+    convolution = {p: n for p, n in rows.items() if "separable" in p}
+    assert set(convolution.values()) == {2 * 4} and len(convolution) == 2
+    assert {n for p, n in rows.items() if p not in convolution} == {2 * 5}
+    # An embedding multiplies nothing, and counts its tokens.
+    assert network.multiplications(blocks[:1]) == 0
+    batch = Batch.of(network, blocks, 2, 1.0, blocks)
+    assert batch.statistics[0] == 10 * 4**2
+
+
+@pytest.mark.parametrize(
+    ("fraction", "observers", "share"),
+    [(1.0, 1, 1), (0.25, 1, 0.25), (None, 1, 0.5), (None, 8, 0.25)],
+)
+def test_share_of_the_examples(
+    fraction: float | None, observers: int, share: float
+) -> None:
+    """None is a quarter, but at least 64 of all workers together."""
+    batch = Batch(128, fraction, 0, 0, [], [], [])
+    assert batch.share(observers) == share
+
+
+# ---------------------------------------------------------------- arguments
+def test_unknown_sizes_are_refused() -> None:
+    built = keras.Sequential(
+        [
+            keras.Input((None, None, 3)),
+            layers.Conv2D(2, 3),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(2),
+        ]
+    )
+    optimizer = attached(built)
+    with pytest.raises(ValueError, match="must be known"):
+        compare(optimizer, MACHINE, 2, 4)
+    found = compare(optimizer, MACHINE, 2, 4, size=8)
+    assert found[0].stages["first_order"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"workers": 2.5}, TypeError),
+        ({"batch": 0}, ValueError),
+        ({"passes": -1}, ValueError),
+        ({"solvers": ["qr"]}, ValueError),
+    ],
+)
+def test_hostile_arguments(
+    changes: dict[str, Any], error: type[Exception]
+) -> None:
+    arguments: dict[str, Any] = {"workers": 2, "batch": 4, **changes}
+    with pytest.raises(error, match=next(iter(changes))):
+        compare(attached(convolutional()), MACHINE, **arguments)
+
+
+# ------------------------------------------------------------- the machine
+@pytest.mark.parametrize("workers", [2, 3, 64])
+def test_all_reduce(workers: int) -> None:
+    """A ring receives 2 (P - 1) / P of the data; few hops go up a tree."""
+    size = 4e6
+    hops = min(2 * (workers - 1), 2 * math.ceil(math.log2(workers)))
+    want = 2 * (workers - 1) / workers * size / 1e9 + 3 * hops * 1e-6
+    assert CLUSTER.all_reduce(size, workers, 3) == pytest.approx(want)
+
+
+def test_nothing_takes_no_time() -> None:
+    assert CLUSTER.all_reduce(1e6, 1) == CLUSTER.all_reduce(0, 8) == 0
+    assert CLUSTER.broadcast(1e6, 1) == CLUSTER.broadcast(0, 8) == 0
+
+
+def test_broadcast() -> None:
+    """Two messages, from one to the next of 8 or down three levels."""
+    assert CLUSTER.broadcast(5e6, 8, 2) == pytest.approx(5e-3 + 2 * 7 * 1e-6)
+    tree = Machine.of(10e12, 1e9, 1e-6, tree_broadcast=True)
+    assert tree.broadcast(5e6, 8, 2) == pytest.approx(5e-3 + 2 * 3 * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("flops", -1.0), ("flops", 0.0), ("latency", math.nan), ("eigen", "fast")],
+)
+def test_hostile_numbers(name: str, value: Any) -> None:
+    numbers = {"flops": 1e12, "bandwidth": 1e9, "latency": 0.0, name: value}
+    with pytest.raises(ValueError, match=name):
+        Machine.of(**numbers)
+
+
+def test_numbers_of_a_worker() -> None:
+    """About the speed of NumPy; eigenvalues take longest."""
+    machine = Machine(**measure_worker(), bandwidth=1.0, latency=0.0)
+    assert min(machine.flops, machine.inverse) > machine.eigen > 1e6
+    assert machine.memory > 1e7
+    array = np.ones([512, 512], np.float32)
+    start = time.perf_counter()
+    for _ in range(4):
+        array = array @ array / 512
+    own = 4 * 2 * 512**3 / (time.perf_counter() - start)
+    # Another library, another number of threads, a machine that is busy.
+    assert own / 50 < machine.flops < 50 * own
