@@ -1,6 +1,5 @@
 """What `CurvatureLogger` says, against numbers worked out beside it."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,17 @@ def fit(optimizer: Any, *callbacks: Any, epochs: int = 2) -> Any:
     return model, history.history
 
 
-def named(folder: Path, quantity: str) -> dict[tuple[int, str], float]:
-    """The values of a quantity by step and layer."""
-    with (folder / "curvature.csv").open(newline="") as file:
-        return {
-            (int(row["step"]), row["layer"]): float(row["value"])
-            for row in csv.DictReader(file)
-            if row["quantity"] == quantity
-        }
+def written(folder: Path, quantity: str) -> dict[tuple[int, str], float]:
+    """Scalars of a quantity in the event files, by step and layer."""
+    values = {}
+    for path in sorted(folder.glob("events.*")):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for item in event.summary.value:
+                _, name, *layer = item.tag.split("/")
+                if name == quantity:
+                    key = event.step, "/".join(layer)
+                    values[key] = float(tf.make_ndarray(item.tensor))
+    return values
 
 
 def spd(rng: np.random.Generator, *shape: int) -> Array:
@@ -66,29 +68,20 @@ def test_trace_and_condition_are_those_of_the_whole_block(kind: str) -> None:
 def test_it_logs_what_the_optimizer_did(tmp_path: Path) -> None:
     optimizer = tfkfac.KFAC(factor_update_interval=2, inverse_update_interval=6)
     _, history = fit(optimizer, CurvatureLogger(tmp_path, every=3))
-    said = named(tmp_path, "trace")
+    said = written(tmp_path, "trace")
     assert sorted({step for step, _ in said}) == [3, 6, 8, 9, 12, 15, 16]
     for layer, factors in optimizer.factors().items():
         trace, condition = layer_curvature(factors, 0.01)
         assert said[16, layer] == pytest.approx(trace, rel=1e-5)
-        conditions = named(tmp_path, "condition")
+        conditions = written(tmp_path, "condition")
         assert conditions[16, layer] == pytest.approx(condition, rel=1e-3)
     for name, value in optimizer.last_step.items():
-        own = named(tmp_path, name)[16, ""]
+        own = written(tmp_path, name)[16, ""]
         assert own == pytest.approx(value, rel=1e-6)
         assert history[f"curvature/{name}"][-1] == pytest.approx(value)
     assert history["curvature/factor_updates"] == [4, 8]
-    losses = named(tmp_path, "loss")
-    assert losses[8, ""] == pytest.approx(history["loss"][0])
-
-
-def test_another_run_goes_on_with_the_file(tmp_path: Path) -> None:
-    for every, append, steps in ((3, False, 3), (4, True, 4), (None, False, 1)):
-        logger = CurvatureLogger(
-            tmp_path, every=every, layers=False, append=append
-        )
-        fit(tfkfac.KFAC(), logger, epochs=1)
-        assert len(named(tmp_path, "loss")) == steps
+    losses = written(tmp_path, "loss")
+    assert losses[8, ""] == pytest.approx(history["loss"][0], rel=1e-6)
 
 
 def test_ritz_values_of_fosi() -> None:
@@ -107,12 +100,15 @@ def test_steps_of_gauss_newton_under_a_strategy(tmp_path: Path) -> None:
         )
     for name, value in model.optimizer.last_step.items():
         assert logs[f"curvature/{name}"][-1] == pytest.approx(value)
-    (tries,) = named(tmp_path, "tries").values()
+    (tries,) = written(tmp_path, "tries").values()
     assert tries >= 1
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_wrong_arguments_are_refused(monkeypatch: Any) -> None:
     with pytest.raises(ValueError, match="`every`"):
         CurvatureLogger(every=0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        CurvatureLogger("logs")
     with pytest.raises(ValueError, match="optimizer of tfkfac"):
         fit(keras.optimizers.SGD(), CurvatureLogger(), epochs=1)

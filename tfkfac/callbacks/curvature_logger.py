@@ -1,13 +1,12 @@
-"""Numbers of a second-order optimizer, logged into files."""
+"""Callback that logs the state of a second-order optimizer."""
 
-import csv
 import functools
 import importlib.util
 import math
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -20,11 +19,9 @@ from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
 from tfkfac.kfac.optimizer import KFAC
 
-COLUMNS = ("step", "epoch", "seconds", "quantity", "layer", "value")
-
 
 class Value(NamedTuple):
-    """A number, of the whole model or of one of its layers."""
+    """A scalar of the whole model (`layer` empty) or of one layer."""
 
     quantity: str
     value: float
@@ -34,31 +31,35 @@ class Value(NamedTuple):
 class CurvatureLogger(keras.callbacks.Callback):
     """Logs what the optimizer does, at the end of each epoch or more often.
 
-    For K-FAC: what the last step did (see `KFAC.last_step`), how often factors
-    and decompositions were renewed, and for each layer whose factors this
-    process keeps the "trace" of its Kronecker block A x G and its "condition",
-    that of A x G plus the damping. For FOSI: the Ritz values in use, and the
-    share of the time that each replica has waited where some only estimate.
-    For Gauss-Newton: what the last step did (see `GaussNewton.last_step`).
-    For all: the skipped steps and the seconds of a step.
+    For K-FAC: `KFAC.last_step`, the number of factor and inverse updates, and
+    for each layer whose factors this process keeps the "trace" of its Kronecker
+    block A x G and the "condition" of A x G plus the damping. For FOSI: the
+    Ritz values in use, and the share of the time that each replica waits. For
+    Gauss-Newton: `GaussNewton.last_step`. For all: the number of skipped steps
+    and the seconds of a step.
 
-    At the end of an epoch, numbers of the whole model are added to `logs`, for
-    `History` and for the callbacks after this one, as "curvature/..."; with a
-    directory these, those of layers, and the logs are in files.
+    At the end of an epoch the scalars of the whole model are added to `logs` as
+    "curvature/...", for `History`, `keras.callbacks.CSVLogger` and all other
+    callbacks after this one. With a directory, all scalars are written there
+    for TensorBoard.
+
+    >>> logger = tfkfac.callbacks.CurvatureLogger("runs/first", every=100)
+    >>> model.fit(x, y, callbacks=[logger])
 
     Args:
-        directory: Where to write "curvature.csv" (of further workers
-            "curvature-1.csv", ...), a row for each number, and events for
-            TensorBoard if it is installed. None writes nothing.
-        every: Training steps between rows, besides those of the epochs' ends.
-        layers: Whether to log the layers. It takes the eigenvalues of all
-            factors: seconds for those of thousands of rows.
-        append: Whether to go on with the file that is there, as after a
-            restart.
+        directory: Directory of the TensorBoard event files; each worker writes
+            a file of its own. None writes no files. Needs the package
+            `tensorboard`. Defaults to None.
+        every: Training steps between two points, besides the ends of epochs.
+            Defaults to None, ends of epochs only.
+        layers: True to log the layers. It takes the eigenvalues of all
+            factors: seconds where they have thousands of rows. Defaults to
+            True.
 
     Raises:
-        ValueError: If `every` is not a number of steps; in `fit`, if the model
-            has no optimizer of this package.
+        ValueError: If `every` is not a positive integer, or TensorBoard is
+            not installed and `directory` is given; in `fit`, if the model has
+            no optimizer of this package.
     """
 
     def __init__(
@@ -67,35 +68,36 @@ class CurvatureLogger(keras.callbacks.Callback):
         *,
         every: int | None = None,
         layers: bool = True,
-        append: bool = False,
     ) -> None:
         super().__init__()
-        self.directory = None if directory is None else pathlib.Path(directory)
+        if directory is not None and not importlib.util.find_spec(
+            "tensorboard"
+        ):
+            raise ValueError(
+                "Argument `directory` must be None where TensorBoard is not "
+                "installed; `pip install tensorboard` installs it. "
+                f"Received: directory={directory!r}"
+            )
+        self.directory = directory
         if every is not None:
             every = check_count("every", every, 1)
         self.every = every
         self.layers = layers
-        self.append = append
-        self._epoch = 0
         self._steps = 0
         self._logged = 0
-        self._began = 0.0
-        self._at = 0.0
-        self._file: TextIO | None = None
-        self._events: Any = None
+        self._last_time = 0.0
+        self._writer: Any = None
 
-    # ----------------------------------------------------------------- fit
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        optimizer = optimizer_of(self)
-        self._steps = self._logged = int(optimizer.method.job.clock)
-        self._began = self._at = time.perf_counter()
+        job = optimizer_of(self).method.job
+        self._steps = self._logged = int(job.clock)
+        self._last_time = time.perf_counter()
         if self.directory is not None:
-            self._open(self.directory)
-
-    @override
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
+            self._writer = tf.summary.create_file_writer(
+                str(self.directory),
+                filename_suffix=f".worker-{job.topology.process}",
+            )
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -109,28 +111,33 @@ class CurvatureLogger(keras.callbacks.Callback):
 
     @override
     def on_train_end(self, logs: Any = None) -> None:
-        self.append = True  # another `fit` goes on
-        if self._file is not None:
-            self._file.close()
-        if self._events is not None:
-            self._events.close()
-        self._file = self._events = None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
-    # ------------------------------------------------------------- numbers
     def _log(self, logs: dict[str, Any]) -> None:
-        """Writes a row of each number, and puts the model's into `logs`."""
-        own = list(self._values())
-        self._write([*(Value(k, float(v)) for k, v in logs.items()), *own])
-        for one in own:
-            if not one.layer:
-                logs[f"curvature/{one.quantity}"] = one.value
-        self._logged, self._at = self._steps, time.perf_counter()
+        """Write all scalars; add those of the whole model to `logs`."""
+        values = list(self._values())
+        self._write([*(Value(k, float(v)) for k, v in logs.items()), *values])
+        for value in values:
+            if not value.layer:
+                logs[f"curvature/{value.quantity}"] = value.value
+        self._logged, self._last_time = self._steps, time.perf_counter()
+
+    def _write(self, values: list[Value]) -> None:
+        if self._writer is None:
+            return
+        with self._writer.as_default():
+            for quantity, value, layer in values:
+                title = f"curvature/{quantity}/{layer}".rstrip("/")
+                tf.summary.scalar(title, value, self._steps)
+        self._writer.flush()
 
     def _values(self) -> Iterator[Value]:
-        """All there is to say now."""
+        """Yield the current scalars of the optimizer."""
         optimizer = optimizer_of(self)
         if steps := self._steps - self._logged:
-            passed = time.perf_counter() - self._at
+            passed = time.perf_counter() - self._last_time
             yield Value("seconds_per_step", passed / steps)
         yield Value("skipped_steps", int(optimizer.skipped_steps))
         if isinstance(optimizer, FOSI):
@@ -151,45 +158,11 @@ class CurvatureLogger(keras.callbacks.Callback):
                     yield Value("trace", trace, path)
                     yield Value("condition", condition, path)
 
-    # --------------------------------------------------------------- files
-    def _open(self, directory: pathlib.Path) -> None:
-        process = optimizer_of(self).method.job.topology.process
-        directory.mkdir(parents=True, exist_ok=True)
-        name = f"curvature-{process}.csv" if process else "curvature.csv"
-        path = directory / name
-        is_new = not (self.append and path.exists())
-        self._file = path.open("w" if is_new else "a", newline="")
-        if is_new:
-            csv.writer(self._file).writerow(COLUMNS)
-        if importlib.util.find_spec("tensorboard") is not None:
-            self._events = tf.summary.create_file_writer(
-                str(directory), filename_suffix=f".worker-{process}"
-            )
 
-    def _write(self, values: list[Value]) -> None:
-        if self._file is None:
-            return
-        passed = f"{time.perf_counter() - self._began:.3f}"
-        csv.writer(self._file).writerows(
-            (self._steps, self._epoch, passed, name, layer, f"{value:.8g}")
-            for name, value, layer in values
-        )
-        self._file.flush()
-        if self._events is None:
-            return
-        with self._events.as_default():
-            for name, value, layer in values:
-                if math.isfinite(value):
-                    title = f"curvature/{name}/{layer}".rstrip("/")
-                    tf.summary.scalar(title, value, self._steps)
-        self._events.flush()
-
-
-# ---------------------------------------------------------------- of a layer
 def layer_curvature(
     factors: Mapping[str, np.ndarray], damping: float
 ) -> tuple[float, float]:
-    """The trace and the condition of a layer's block.
+    """Compute the trace and the condition number of a layer's block.
 
     The eigenvalues of a Kronecker product are the products of those of its
     factors. The condition is of these with the damping added. Factors are some
