@@ -5,7 +5,7 @@
 
 import keras
 
-from tfkfac import blocks, callbacks, curvature, factors, fisher
+from tfkfac import blocks, callbacks, curvature, factors, fisher, solvers
 from tfkfac.blocks import register_block
 from tfkfac.cluster.strategy import MultiWorkerMirroredStrategy
 from tfkfac.fisher import register_distribution
@@ -19,6 +19,7 @@ from tfkfac.kfac.settings import (
     SpectralStep,
 )
 from tfkfac.shell.loss_scale import LossScaleOptimizer
+from tfkfac.solvers import register_solver
 from tfkfac.supervision.model import hook_compile
 
 __version__ = "0.1.0"
@@ -39,6 +40,8 @@ __all__ = [
     "fisher",
     "register_block",
     "register_distribution",
+    "register_solver",
+    "solvers",
 ]
 
 hook_compile()

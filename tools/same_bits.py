@@ -216,8 +216,6 @@ RUNS: dict[str, list[tuple[str, str, Callable[[], Any], dict[str, Any]]]] = {
             (model, "quadratic", quadratic, {})
             for model in ("dense", "regression", "image", "recurrent")
         ),
-        ("dense", "plain inverse", lambda: KFAC(solver="plain_inverse"), {}),
-        ("dense", "outer", lambda: KFAC(solver="eigen_outer"), {}),
         ("dense", "no clip", lambda: KFAC(0.01, kl_clip=None), {}),
         ("dense", "skip", lambda: KFAC(skip_layers=["dense"]), {}),
         ("dense", "part", lambda: KFAC(factor_batch_fraction=0.5), {}),
@@ -381,12 +379,6 @@ RUNS: dict[str, list[tuple[str, str, Callable[[], Any], dict[str, Any]]]] = {
             "image",
             "KFAC float16 factors",
             lambda: spread("comm_opt", factor_dtype="float16", **EVERY),
-            {},
-        ),
-        (
-            "dense",
-            "KFAC outer",
-            lambda: spread("hybrid_opt", 0.5, solver="eigen_outer", **EVERY),
             {},
         ),
         (

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tests.support.printed  # noqa: F401
 from tests.support.lockstep import run_together
 from tests.support.placements import MODES, place
 from tests.support.reference import Array

@@ -8,7 +8,7 @@ import tfkfac
 from tests.support.placements import SIZES, place
 from tfkfac.factors.base import Wire
 from tfkfac.kfac.placement import BlockCost
-from tfkfac.solvers import SOLVERS
+from tfkfac.solvers.registry import make_solver
 
 WORKERS = 4
 FLOAT = 4
@@ -71,7 +71,7 @@ def test_work_by_hand(solver: str) -> None:
     """Inverses are multiplied with once, eigenbases there and back."""
     times = {"inverse": 1, "eigen": 2}[solver]
     for block in place("comm_opt", 1, "inverse").blocks:
-        work = BlockCost.of(block, SOLVERS[solver](), Wire(), 1)
+        work = BlockCost.of(block, make_solver(solver), Wire(), 1)
         inputs, outputs, count = SIZES[block.path]
         of_a = {"embedding": inputs * outputs, "norm": 0}.get(
             block.path, inputs**2 * outputs
@@ -89,8 +89,8 @@ def test_few_rows_are_preconditioned_in_place_of_the_matrix() -> None:
     """`N (n^2 + m^2) + N^2 (n + m)` where that is less."""
     built = keras.Sequential([keras.Input((99,)), layers.Dense(100)])
     (block,) = tfkfac.KFAC().attach(built).method.placement.blocks
-    work = BlockCost.of(block, SOLVERS["inverse"](), Wire(), 1)
+    work = BlockCost.of(block, make_solver("inverse"), Wire(), 1)
     assert work.apply(3) == 3 * 2 * 100**2 + 3**2 * 200
     assert work.apply(10**6) == 2 * 100**3
-    work = BlockCost.of(block, SOLVERS["eigen"](), Wire(), 1)
+    work = BlockCost.of(block, make_solver("eigen"), Wire(), 1)
     assert work.apply(3) == 4 * 100**3

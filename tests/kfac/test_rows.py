@@ -26,7 +26,7 @@ from tests.support.reference import (
 )
 from tests.support.small import gradients_of
 from tfkfac.factors import Dense
-from tfkfac.solvers import most_rows
+from tfkfac.solvers.base import most_rows
 
 INPUTS, HIDDEN, OUTPUTS = 40, 32, 3
 RATE, DAMPING, CLIP = 0.5, 0.05, 0.01

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+import tests.support.printed  # noqa: F401
 import tfkfac
 from tests.support.harness import assert_close, compiled, randomize
 from tests.support.reference import (
@@ -28,6 +29,7 @@ from tfkfac.factors import Dense, Factor, Limit, LowRank
 from tfkfac.factors.low_rank import probes
 from tfkfac.kfac.bank import Preconditioner
 from tfkfac.solvers import SOLVERS
+from tfkfac.solvers.registry import make_solver
 
 
 def wide() -> Any:
@@ -200,7 +202,7 @@ def test_state_is_made_where_it_is_kept(solver: str) -> None:
     (block,) = build_registry(model, ()).blocks
     tracemalloc.start()
     state = Preconditioner(
-        block, SOLVERS[solver](), ["A", "G"], True, tf.bfloat16
+        block, make_solver(solver), ["A", "G"], True, tf.bfloat16
     )
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

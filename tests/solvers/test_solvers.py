@@ -15,12 +15,14 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+import tests.support.printed  # noqa: F401
 import tfkfac
 from tests.support.harness import assert_close
 from tests.support.reference import Array
 from tests.support.small import curvature
 from tfkfac.blocks import Block
 from tfkfac.blocks.registry import build_registry
+from tfkfac.solvers import InverseSolver, Solver
 
 SOLVERS = ["inverse", "eigen"]
 # With these the others are checked: they change one thing for all kinds.
@@ -230,3 +232,23 @@ def test_factors_of_very_different_size(solver: str) -> None:
         factors = bench.random_factors({tiny: 1e-20, huge: 1e12})
         bench.put(factors)
         bench.goes_down()
+
+
+# ------------------------------------------------------------ register_solver
+@pytest.mark.parametrize(
+    ("name", "solver_class", "error"),
+    [
+        ("inverse", InverseSolver, ValueError),
+        ("not a name", InverseSolver, ValueError),
+        ("mine", Solver, TypeError),
+        ("mine", InverseSolver("mine"), TypeError),
+        ("mine", dict, TypeError),
+    ],
+)
+def test_wrong_registrations(
+    name: str, solver_class: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match=r"Argument `(name|solver_class)` must"):
+        tfkfac.register_solver(name, solver_class)
+    with pytest.raises(ValueError, match="Argument `solver` must be one of"):
+        tfkfac.KFAC(solver="mine")

@@ -9,7 +9,7 @@ from tfkfac.blocks.registry import build_registry
 from tfkfac.distributed.topology import Topology
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.settings import Distribution
-from tfkfac.solvers import SOLVERS
+from tfkfac.solvers.registry import make_solver
 
 MODES = ["comm_opt", "mem_opt", "hybrid_opt 1/2", "hybrid_opt 1", "dp_kfac"]
 # Layer: input and output size of each of its matrices, and their number. A
@@ -44,4 +44,4 @@ def place(mode: str, workers: int, solver: str, **kwargs: Any) -> Placement:
     topology = Topology(workers, everyone, (None,) * workers, "auto")
     registry = build_registry(model(), ())
     assert [b.path for b in registry.blocks] == list(SIZES)
-    return Placement(registry, topology, SOLVERS[solver](), chosen)
+    return Placement(registry, topology, make_solver(solver), chosen)

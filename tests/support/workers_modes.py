@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tests.support.printed  # noqa: F401
 import tfkfac
 from tests.support.dtypes import floats
 from tests.support.graphs import collectives, count_ops

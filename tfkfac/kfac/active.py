@@ -15,7 +15,7 @@ from tfkfac.fisher import types
 from tfkfac.fisher.types import Choice
 from tfkfac.kfac.bank import Counters, Preconditioner, State
 from tfkfac.kfac.placement import Placement
-from tfkfac.solvers import most_rows
+from tfkfac.solvers.base import most_rows
 from tfkfac.training.guards import count_each
 from tfkfac.training.step import Gradients, Step
 

@@ -52,6 +52,7 @@ from tfkfac.saving.entries import Contents
 from tfkfac.shell.arguments import Argument, Tunable
 from tfkfac.shell.method import Method
 from tfkfac.solvers import SOLVERS
+from tfkfac.solvers.registry import check_solver, make_solver
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 
@@ -73,7 +74,7 @@ class KFACMethod(Method):
     kl_clip = Tunable(positive=True, optional=True)
     step = Argument(check_step)
     fisher = Argument(check_choice, TYPES, optional=True)
-    solver = Argument(check_choice, tuple(SOLVERS))
+    solver = Argument(check_solver)
     distribution = Argument(check_distribution)
     factor_update_interval = Tunable(integer=True, optional=True)
     inverse_update_interval = Tunable(integer=True, optional=True)
@@ -340,7 +341,7 @@ class KFACMethod(Method):
             self._placement = Placement(
                 registry,
                 self.job.topology,
-                SOLVERS[self.solver](),
+                make_solver(self.solver),
                 self._distribution,
                 self._kind.beside,
             )

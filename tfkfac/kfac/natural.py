@@ -24,7 +24,7 @@ from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.shell.rest import largest_rate
-from tfkfac.solvers import most_rows
+from tfkfac.solvers.base import most_rows
 from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step

@@ -138,11 +138,8 @@ class KFAC(SecondOrderOptimizer):
             not squared. None is "empirical" where all labels are classes or a
             distribution is not known, else "monte_carlo". Defaults to None.
         solver: "inverse" (Cholesky inverses with factored damping) or "eigen"
-            (eigen-decompositions, exact damping). Two more reproduce papers as
-            printed: "plain_inverse" adds the whole damping to each factor
-            (Distributed K-FAC, eq. 9 and 10), and with "eigen_outer" a layer's
-            owner sends the damped outer product of the eigenvalues in place of
-            these (KAISA, section 4.4), the same steps for more traffic.
+            (eigen-decompositions, exact damping), or the name of a solver of
+            one's own, see `tfkfac.register_solver`.
             Defaults to "inverse".
         distribution: Mode in which the workers of a `tf.distribute` job share
             the work: "comm_opt", "mem_opt", "hybrid_opt", "dp_kfac",

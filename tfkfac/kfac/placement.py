@@ -18,7 +18,8 @@ from tfkfac.factors.base import Wire
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.settings import Distribution
 from tfkfac.shell.arguments import Hyperparameter
-from tfkfac.solvers import Solver, most_rows
+from tfkfac.solvers import Solver
+from tfkfac.solvers.base import most_rows
 
 Numbers = np.ndarray  # one of each worker
 

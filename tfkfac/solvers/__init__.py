@@ -1,18 +1,19 @@
-"""Solvers: how factors become a preconditioner."""
+"""Solvers: how factors become a preconditioner.
 
-from tfkfac.solvers.base import Solver, most_rows
+`tfkfac.register_solver` adds a solver of one's own: a subclass of `Solver`, or
+of `InverseSolver` or `EigenSolver`.
+"""
+
+from tfkfac.solvers.base import Factors, Solver
 from tfkfac.solvers.eigen import EigenSolver
 from tfkfac.solvers.inverse import InverseSolver
-from tfkfac.solvers.printed import OuterEigenSolver, PlainInverseSolver
+from tfkfac.solvers.registry import SOLVERS, register_solver
 
-SOLVERS: dict[str, type[Solver]] = {
-    kind.name: kind
-    for kind in (
-        EigenSolver,
-        OuterEigenSolver,
-        InverseSolver,
-        PlainInverseSolver,
-    )
-}
-
-__all__ = ["SOLVERS", "Solver", "most_rows"]
+__all__ = [
+    "SOLVERS",
+    "EigenSolver",
+    "Factors",
+    "InverseSolver",
+    "Solver",
+    "register_solver",
+]

@@ -3,7 +3,7 @@
 import abc
 import math
 from collections.abc import Mapping
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import tensorflow as tf
 
@@ -22,21 +22,26 @@ SIDES: dict[str, Side] = {"G": "right", "A": "left"}
 class Solver(abc.ABC):
     """Turns factors and damping into a preconditioner.
 
-    The parts of a factor's decomposition are named after it, "A" or "G", and
-    the suffix that its kind gives them.
+    A part of a decomposition is named by its factor, "A" or "G", and a suffix
+    that the factor's class gives it.
+
+    Args:
+        name: Its registered name, also that of its section in saved state.
 
     Attributes:
-        name: Its name, which is that of its part of the state in files too.
-        whole_layers: Whether all factors of a layer must have one owner.
-        takes_rows: Whether `apply` keeps a gradient of rows in that form.
-        is_explicit: Whether it inverts factors, by which a gradient is
-            multiplied once; if not, it turns it to their eigenbases and back.
+        whole_layers: True if all factors of a layer must have one owner.
+        takes_rows: True if `apply` returns a gradient of rows for one.
+        is_explicit: True if the decomposition is an inverse, by which a
+            gradient is multiplied once; False if it is an eigenbasis, into
+            which a gradient is rotated and back.
     """
 
-    name: ClassVar[str]
     whole_layers = False
     takes_rows = False
     is_explicit = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     @abc.abstractmethod
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:

@@ -22,8 +22,6 @@ class EigenSolver(Solver):
     kept (KAISA, section 4.4), so a new damping takes effect with the next one.
     """
 
-    name = "eigen"
-
     @override
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
         return with_prefix(name, factors[name].eigen_parts())

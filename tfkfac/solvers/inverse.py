@@ -18,7 +18,6 @@ class InverseSolver(Solver):
     2015, section 6.3; DP-KFAC, eq. 14). A block without A is damped exactly.
     """
 
-    name = "inverse"
     takes_rows = True
     is_explicit = True
 

@@ -30,6 +30,7 @@ from tfkfac.factors.base import Wire
 from tfkfac.kfac.placement import BlockCost, Loads, Numbers
 from tfkfac.linalg.symmetric import damped_inverse, eigh
 from tfkfac.solvers import SOLVERS
+from tfkfac.solvers.registry import make_solver
 
 # What is not known of a machine, in terms of its products of matrices: orders
 # of magnitude, of which CPUs and GPUs are on different sides.
@@ -589,7 +590,7 @@ def compare_plans(
 ) -> list[Estimate]:
     """Estimates the cost of some distributions of a model over workers."""
     factors = [block.factors for block in load.blocks]
-    solvers = {name: SOLVERS[name]() for _, _, name in some}
+    solvers = {name: make_solver(name) for _, _, name in some}
     costs = {
         name: [
             BlockCost.of(block, solver, load.wire, workers)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import keras
 
+import experiments.printed  # noqa: F401
 import tfkfac
 from common.inception import inception_v4
 from common.networks import without_biases

@@ -1,0 +1,69 @@
+"""Solvers by name."""
+
+import inspect
+from typing import Any
+
+from tfkfac.checks import check_choice
+from tfkfac.solvers.base import Solver
+from tfkfac.solvers.eigen import EigenSolver
+from tfkfac.solvers.inverse import InverseSolver
+
+_BUILT_IN: dict[str, type[Solver]] = {
+    "eigen": EigenSolver,
+    "inverse": InverseSolver,
+}
+SOLVERS = dict(_BUILT_IN)
+
+
+def register_solver(name: str, solver_class: type[Solver]) -> None:
+    """Make a solver available as `KFAC(solver=name)`.
+
+    Register it on all workers, and before a model that was saved with it is
+    loaded.
+
+    >>> class Undamped(tfkfac.solvers.InverseSolver):
+    ...     def share(self, name, means, damping):
+    ...         return tf.zeros_like(damping)
+    >>> tfkfac.register_solver("undamped", Undamped)
+    >>> optimizer = tfkfac.KFAC(solver="undamped")
+
+    Args:
+        name: Value of the argument `solver` of `KFAC`, also the name of the
+            solver's section in saved state. A name that is registered already
+            gets the new class.
+        solver_class: A subclass of `tfkfac.solvers.Solver` without abstract
+            methods.
+
+    Raises:
+        TypeError: If `solver_class` is no such class.
+        ValueError: If `name` is no identifier or belongs to a built-in solver.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(
+            f"Argument `name` must be an identifier. Received: name={name!r}"
+        )
+    if name in _BUILT_IN:
+        raise ValueError(
+            "Argument `name` must not be that of a built-in solver. "
+            f"Received: name={name!r}"
+        )
+    is_solver = isinstance(solver_class, type) and issubclass(
+        solver_class, Solver
+    )
+    if not is_solver or inspect.isabstract(solver_class):
+        raise TypeError(
+            "Argument `solver_class` must be a subclass of "
+            "`tfkfac.solvers.Solver` without abstract methods. "
+            f"Received: solver_class={solver_class!r}"
+        )
+    SOLVERS[name] = solver_class
+
+
+def make_solver(name: str) -> Solver:
+    """Create the solver of a name."""
+    return SOLVERS[name](name)
+
+
+def check_solver(name: str, value: Any) -> str:
+    """Return the name of a solver if it is registered."""
+    return check_choice(name, value, tuple(sorted(SOLVERS)))
