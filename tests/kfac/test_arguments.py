@@ -57,22 +57,6 @@ def test_distribution_round_trips() -> None:
     assert tfkfac.Distribution("mem_opt").gradient_worker_fraction is None
 
 
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        ("assignment", "Distribution"),
-        ("symmetric_communication", "Distribution(mode, symmetric=0.5)"),
-        ("factor_dtype", "Distribution"),
-        ("inverse_dtype", "Distribution"),
-        ("quadratic_batch_fraction", "QuadraticStep(batch_fraction=0.5)"),
-    ],
-)
-def test_what_has_moved_says_where(name: str, place: str) -> None:
-    with pytest.raises(ValueError, match=f"`{name}` has moved") as caught:
-        tfkfac.KFAC(**{name: 0.5})
-    assert f"tfkfac.{place}" in str(caught.value)
-
-
 def test_the_fraction_may_stand_beside_its_mode() -> None:
     flat = {"distribution": "hybrid_opt", "gradient_worker_fraction": 0.25}
     nested = tfkfac.Distribution("hybrid_opt", gradient_worker_fraction=0.25)

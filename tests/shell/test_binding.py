@@ -179,10 +179,10 @@ def test_second_model_is_refused() -> None:
         other.compile(optimizer, loss())
     with pytest.raises(ValueError, match="already belongs to model 'mlp'"):
         optimizer.attach(other)
-    with pytest.raises(ValueError, match="to model 'mlp'.*model 'other'"):
+    with pytest.raises(ValueError, match=r"to model 'mlp'.*model 'other'"):
         optimizer.attach(other)
     clone = keras.models.clone_model(model)
-    with pytest.raises(ValueError, match="model 'mlp'.*Received: a clone"):
+    with pytest.raises(ValueError, match=r"model 'mlp'.*Received: a clone"):
         clone.compile(optimizer, loss())
     # The first model is none the worse.
     model.train_on_batch(X, Y)

@@ -6,7 +6,6 @@ from typing import Any, Never, Self
 
 import keras
 import tensorflow as tf
-from typing_extensions import override
 
 from tfkfac.checks import check_count, check_positive
 from tfkfac.gauss_newton.method import GaussNewtonMethod
@@ -137,13 +136,6 @@ class GaussNewton(SecondOrderOptimizer):
         config = super().get_config()
         inner = config.pop("inner_optimizer")
         return config | {"learning_rate": inner["config"]["learning_rate"]}
-
-    @classmethod
-    @override
-    def _today(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Runs that began before there was an acceleration go on without."""
-        is_file = "max_tries" in config
-        return {"acceleration": False} | config if is_file else config
 
     def attach(self, model: keras.Model, **kwargs: Any) -> Self:
         """Binds the optimizer to the model that it will train.

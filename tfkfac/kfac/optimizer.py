@@ -43,19 +43,6 @@ from tfkfac.shell.rest import INNER, choose_rest, follow_rest
 Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]
 LearningRate: TypeAlias = float | LearningRateSchedule | Callable[[], float]
 _DAMPING = 0.01
-# Arguments of files and habits before there was `Distribution`.
-_MOVED = {
-    name: "`distribution=tfkfac.Distribution(mode, " + new + "={!r})`"
-    for name, new in {
-        "assignment": "assignment",
-        "symmetric_communication": "symmetric",
-        "factor_dtype": "factor_dtype",
-        "inverse_dtype": "inverse_dtype",
-    }.items()
-} | {
-    "quadratic_batch_fraction": "`step=tfkfac.QuadraticStep("
-    "batch_fraction={!r})`"
-}
 
 
 class Seldom(TypedDict, total=False):
@@ -244,7 +231,7 @@ class KFAC(SecondOrderOptimizer):
     ) -> None:
         max_skipped_steps = seldom.pop("max_skipped_steps", None)
         fraction = seldom.pop("gradient_worker_fraction", None)
-        refuse_unknown(KFAC, seldom, keras.optimizers.SGD, _MOVED)
+        refuse_unknown(KFAC, seldom, keras.optimizers.SGD)
         if fraction is not None:
             distribution = with_fraction(distribution, fraction)
         if momentum is not None:
@@ -290,25 +277,6 @@ class KFAC(SecondOrderOptimizer):
         rest = choose_rest(rest_optimizer, inner)
         method = KFACMethod(locals())
         super().__init__(inner, method, name, max_skipped_steps, rest)
-
-    @classmethod
-    def _today(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """The config of a file from before, as it is now."""
-        config = {"rest_optimizer": INNER, **config}
-        if "symmetric_communication" not in config:
-            return config
-        distribution = Distribution(
-            config.pop("distribution"),
-            config.pop("gradient_worker_fraction"),
-            config.pop("assignment"),
-            config.pop("symmetric_communication"),
-            config.pop("factor_dtype"),
-            config.pop("inverse_dtype"),
-        )
-        fraction = config.pop("quadratic_batch_fraction")
-        if fraction is not None:
-            config["step"] = QuadraticStep(fraction)
-        return {**config, "distribution": distribution}
 
     @property
     def gradient_accumulation_steps(self) -> int | None:

@@ -4,7 +4,6 @@ import difflib
 import inspect
 import numbers
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, overload
 
 import keras
@@ -373,12 +372,10 @@ def refuse_unknown(
     kind: InnerClass,
     unknown: Mapping[str, Any],
     default: InnerClass,
-    moved: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Refuses the arguments that the constructor of a class does not know.
 
-    `default` is the class of its inner optimizer, `moved` says where an
-    argument that is gone has its place now.
+    `default` is the class of its inner optimizer.
 
     Raises:
         ValueError: If one is of inner optimizers.
@@ -386,11 +383,6 @@ def refuse_unknown(
     """
     owner, known = kind.__name__, inspect.signature(kind.__init__).parameters
     for name, value in unknown.items():
-        if name in moved:
-            raise ValueError(
-                f"Argument `{name}` has moved: use "
-                f"{moved[name].format(value)}. Received: {name}={value!r}"
-            )
         if name == "loss_scale_factor":
             raise ValueError(
                 f"Argument `{name}` is neither of {owner} nor of its inner "

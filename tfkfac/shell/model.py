@@ -26,7 +26,8 @@ _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType)
 def check_settings(model: keras.Model, loss_scaler: Any) -> None:
     """Refuses what a model is compiled with and cannot work.
 
-    XLA without a GPU works, but slowly: it is turned off. The scaler is the `LossScaleOptimizer` around the optimizer, if any.
+    XLA without a GPU works, but slowly: it is turned off. The scaler is the
+    `LossScaleOptimizer` around the optimizer, if any.
 
     Raises:
         ValueError: If a setting or the strategy is not supported.

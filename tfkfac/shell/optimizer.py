@@ -117,7 +117,7 @@ class SecondOrderOptimizer(KerasOptimizer):
         config: dict[str, Any],
         custom_objects: dict[str, Any] | None = None,
     ) -> Self:
-        """Creates an optimizer from its config, also that of an older file.
+        """Create an optimizer from its config.
 
         Args:
             config: What `get_config` has returned.
@@ -134,14 +134,9 @@ class SecondOrderOptimizer(KerasOptimizer):
             )
         arguments = {
             name: restore_value(name, value, custom_objects)
-            for name, value in cls._today(config).items()
+            for name, value in config.items()
         }
         return cls(**arguments)
-
-    @classmethod
-    def _today(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """The config of an older file, as it is now."""
-        return config
 
     # ----------------------------------------------------------- the model
     def attach(
