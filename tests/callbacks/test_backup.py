@@ -1,6 +1,9 @@
 """Backups of one process: whole, exact, and said when they cannot be made."""
 
+import hashlib
+import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -88,17 +92,148 @@ def test_a_run_that_was_stopped_is_the_run(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_damaged_backup(tmp_path: Path) -> None:
-    """The one before it, said; what a killed job left is removed."""
+# ------------------------------------------------------- damaged backups
+NEWEST, BEFORE = "epoch-000002.weights.h5", "epoch-000001.weights.h5"
+MARK = b"\ntfkfac sha256 "
+
+
+@pytest.fixture(scope="module")
+def two_backups(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("backups")
     with pytest.raises(KeyboardInterrupt):
-        fit(network(), 4, ChiefBackup(tmp_path), StopBefore(2))
-    newest = tmp_path / "epoch-000002.weights.h5"
-    newest.write_bytes(newest.read_bytes()[:1000])
-    (tmp_path / ".writing-epoch-000003.weights.h5").touch()
-    model = network()
-    with pytest.warns(UserWarning, match="epoch-000002.* cannot be read"):
-        assert fit(model, 3, ChiefBackup(tmp_path)).epoch == [1, 2]
-    assert names(tmp_path) == []
+        fit(network(), 4, ChiefBackup(directory), StopBefore(2))
+    return directory
+
+
+@pytest.fixture
+def copied(two_backups: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(two_backups, tmp_path / "backups"))
+
+
+class Begins(keras.callbacks.Callback):
+    """Keeps the first epoch, and ends the training."""
+
+    first: int | None = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.first = epoch
+        raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    return network()
+
+
+def first_epoch(model: Any, directory: Path) -> int | None:
+    begins = Begins()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, 3, ChiefBackup(directory), begins)
+    return begins.first
+
+
+def content(path: Path) -> bytes:
+    """All but the checksum."""
+    content, mark, digest = path.read_bytes().rpartition(MARK)
+    assert mark and digest == hashlib.sha256(content).hexdigest().encode()
+    return content
+
+
+def flipped(path: Path, place: float) -> None:
+    """Invert a byte, at a share of the file's length."""
+    data = bytearray(path.read_bytes())
+    data[round(place * (len(data) - 1))] ^= 255
+    path.write_bytes(data)
+
+
+def with_position(path: Path, **position: Any) -> None:
+    """Write another epoch or batch, with a checksum that fits."""
+    path.write_bytes(content(path))
+    with h5py.File(path, "a") as file:
+        file["chief_backup"].attrs.update(position)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest().encode()
+    path.write_bytes(path.read_bytes() + MARK + digest)
+
+
+def directory_in_its_place(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Any] = {
+    "header": lambda path: flipped(path, 0.0),
+    "early": lambda path: flipped(path, 0.1),
+    "middle": lambda path: flipped(path, 0.5),
+    "late": lambda path: flipped(path, 0.98),
+    "checksum": lambda path: flipped(path, 1.0),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1000]),
+    "a byte too many": lambda path: path.write_bytes(path.read_bytes() + b"0"),
+    "no checksum": lambda path: path.write_bytes(content(path)),
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_text("text\n" * 100),
+    "directory": directory_in_its_place,
+    "no epoch": lambda path: with_position(path, epoch="none"),
+    "negative epoch": lambda path: with_position(path, epoch=-1),
+    "large epoch": lambda path: with_position(path, epoch=2**40),
+    "negative batch": lambda path: with_position(path, batch=-1),
+}
+if os.geteuid():  # the superuser may read any file
+    DAMAGES["no permission"] = lambda path: path.chmod(0)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_backup(
+    damage: str, copied: Path, trained: Any, capsys: Any
+) -> None:
+    """It is named, and the one before is used."""
+    assert first_epoch(trained, copied) == 2
+    DAMAGES[damage](copied / NEWEST)
+    capsys.readouterr()
+    assert first_epoch(trained, copied) == 1
+    said = capsys.readouterr().err
+    assert f"'{copied / NEWEST}'" in said and "left out" in said
+    assert BEFORE not in said
+    # And if the one before is damaged, too:
+    DAMAGES["middle"](copied / BEFORE)
+    with pytest.raises(ValueError, match="backup that is whole") as error:
+        fit(trained, 3, ChiefBackup(copied))
+    assert NEWEST in str(error.value) and BEFORE in str(error.value)
+
+
+def test_training_goes_on_from_the_one_before(copied: Path) -> None:
+    """As the run that nobody stopped; the damaged one and leftovers go."""
+    whole, again = network(), network()
+    fit(whole, 4)
+    middle = copied / "epoch-000001_batch-000000002.weights.h5"
+    (copied / NEWEST).rename(middle)
+    flipped(middle, 0.5)
+    (copied / ".writing-epoch-000003.weights.h5").touch()
+    (copied / "epoch-best.weights.h5").touch()  # somebody else's
+    with pytest.raises(KeyboardInterrupt):
+        fit(again, 4, ChiefBackup(copied), StopBefore(2))
+    assert names(copied) == [BEFORE, NEWEST, "epoch-best.weights.h5"]
+    again = network()
+    assert fit(again, 4, ChiefBackup(copied)).epoch == [2, 3]
+    assert names(copied) == ["epoch-best.weights.h5"]
+    assert_same(everything(again), everything(whole))
+
+
+def test_a_directory_is_left_alone(copied: Path, trained: Any) -> None:
+    directory_in_its_place(copied / NEWEST)
+    with pytest.warns(UserWarning, match=f"{NEWEST}' cannot be deleted"):
+        assert fit(trained, 4, ChiefBackup(copied)).epoch == [1, 2, 3]
+    assert names(copied) == [NEWEST]
+
+
+def test_a_batch_that_the_data_does_not_have(
+    copied: Path, trained: Any
+) -> None:
+    name = "epoch-000001_batch-000000007.weights.h5"
+    with_position(copied / BEFORE, batch=7)
+    (copied / BEFORE).rename(copied / name)
+    (copied / NEWEST).unlink()
+    with pytest.raises(ValueError, match=r"batch 7 of epoch 2.* only 3"):
+        fit(trained, 3, ChiefBackup(copied))
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:

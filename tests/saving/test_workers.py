@@ -42,6 +42,8 @@ def test_backup(run: Run, tmp_path: Path) -> None:
             f"epoch-{STOP:06}.weights.h5",
         ]
         assert (result["left"], result["end"]) == ([], [])
+        # Worker 1 alone has a damaged copy of the newest.
+        assert result["end from the one before"] == []
         epochs, callbacks, weights = result["said"]
         assert "epoch: 9 on worker 0, 10 on worker 1" in epochs
         assert "'ChiefBackup'" in callbacks

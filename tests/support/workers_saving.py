@@ -163,13 +163,24 @@ def backup(
         whole = build(kind, optimizer, options)
         train(kind, whole, 0, END, *callbacks)
         kept = files_in(killed)
+        (rank,) = local_ranks(kind)
+        local = f"{directory} of worker {rank}"  # a disk of each worker
+        shutil.copytree(killed, local)
+        if rank == 1:
+            with open(f"{local}/{kept[-1]}", "r+b") as file:
+                file.seek(2000)
+                file.write(b"damaged")
         again = build(kind, optimizer, options)
         callback = ChiefBackup(killed)
         train(kind, again, STOP, END, callback, first_epoch=0)
         want, got = everything(kind, whole), everything(kind, again)
+        callback = ChiefBackup(local)
+        train(kind, again, STOP - 1, END, callback, first_epoch=0)
+        before = everything(kind, again)
         return {
             "kept": kept,
             "end": differences(got, want),
+            "end from the one before": differences(before, want),
             "said": refusals(kind, again, directory),
             "left": files_in(directory) + files_in(killed),
         }

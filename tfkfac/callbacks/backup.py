@@ -1,13 +1,13 @@
 """Backups of a job, for all of its workers."""
 
 import contextlib
-import os
 import pathlib
+import re
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -16,6 +16,12 @@ import keras
 import numpy as np
 from typing_extensions import override
 
+from tfkfac.callbacks.files import (
+    WRITING,
+    append_checksum,
+    replace_file,
+    verify_checksum,
+)
 from tfkfac.cluster.stopping import Stopping
 from tfkfac.compat.models import set_first_epoch, skip_batches
 from tfkfac.distributed.agreement import exchange
@@ -24,8 +30,8 @@ from tfkfac.shell.optimizer import SecondOrderOptimizer, ours
 # What a shell calls the end of a process by it.
 EXIT_CODE = 128 + signal.SIGTERM
 _ENDING = ".weights.h5"
-# The beginning of the name of a file that is not whole yet.
-_WRITING = ".writing-"
+_NAME = re.compile(r"epoch-(\d+)(?:_batch-(\d+))?\.weights\.h5")
+_ABSENT = "is not there"  # a fault of a backup that worker 0 has
 _OWN = "chief_backup"  # group of a file with what Keras leaves out
 _KEPT = 2
 
@@ -69,7 +75,10 @@ class ChiefBackup(
 
     A backup is written beside its place and put there when it is whole and on
     disk: a job that is killed while it writes has the last one. So has one
-    whose disk is full, with a warning.
+    whose disk is full, with a warning. A backup ends in a checksum (SHA-256)
+    of its content, which is verified before any worker loads it. If it is
+    damaged on one worker, all of them leave it out, name it on stderr, and go
+    back to the backup before it.
 
     Args:
         directory: Where to, for this job alone; on several machines a
@@ -78,8 +87,9 @@ class ChiefBackup(
             it should. Defaults to `True`.
 
     Raises:
-        ValueError: In `fit`, if the model has no optimizer of this package, or
-            if the workers do not see the same backups.
+        ValueError: In `fit`, if the model has no optimizer of this package, if
+            the workers do not see the same backups, or if there are backups
+            and all of them are damaged.
     """
 
     save_freq = "epoch"
@@ -94,7 +104,8 @@ class ChiefBackup(
         self._around = contextlib.ExitStack()
         self._stopping: Stopping | None = None
         self._is_asked = False
-        self._epoch = self._skipped = 0
+        self._epoch = self._skipped = self._done = 0
+        self._damaged: set[str] = set()  # names
 
     def __exit__(self, *error: Any) -> None:
         """A `fit` ends, as it should or not."""
@@ -123,44 +134,58 @@ class ChiefBackup(
         set_first_epoch(self.model, None)  # not for the next `fit` too
         if epoch > self._epoch:
             self._skipped = 0
-        self._epoch = epoch
+        self._epoch, self._done = epoch, 0
 
     def _choose(self) -> pathlib.Path | None:
-        """The newest backup, the same on all workers; None if there is none.
+        """Return the newest whole backup, the same on all workers, or None.
 
         Raises:
-            ValueError: If the others do not see what the first worker sees.
+            ValueError: If the others do not see what the first worker sees, or
+                if no backup is whole.
         """
-        mine = {path.name: path.stat().st_size for path in self._readable()}
-        seen = self._seen(mine, "backups")
-        if not seen[0]:
-            return None
-        newest, size = max(seen[0].items())
-        others = [i for i, one in enumerate(seen) if one.get(newest) != size]
-        if others:
+        mine = {"names": [path.name for path in self._files()]}
+        names = self._seen(mine, "backups")[0]["names"]
+        faults: dict[str, str] = {}
+        for name in reversed(names):
+            path = self.directory / name
+            # Each worker may read a file of its own, on a disk of its own.
+            seen = self._seen(_inspect(path), "backup")
+            checksum = seen[0].get("checksum")
+            absent = [
+                i
+                for i, one in enumerate(seen)
+                if (i and one.get("fault") == _ABSENT)
+                or (checksum and one.get("checksum", checksum) != checksum)
+            ]
+            if absent:
+                raise ValueError(
+                    "Argument `directory` of `ChiefBackup` must be a directory "
+                    f"of all workers. Workers {absent} do not see the backup "
+                    f"'{name}' of worker 0. Received: "
+                    f"directory='{self.directory}'"
+                )
+            damaged = [
+                f"{one['fault']} (on worker {i})" if i else one["fault"]
+                for i, one in enumerate(seen)
+                if "fault" in one
+            ]
+            if not damaged:
+                self._damaged = set(faults)
+                return path
+            faults[name] = f"'{name}' {damaged[0]}"
+            print(
+                f"tfkfac: The backup '{path}' {damaged[0]}. It is left out.",
+                file=sys.stderr,
+                flush=True,
+            )
+        if faults:
             raise ValueError(
-                "Argument `directory` of `ChiefBackup` must be a directory of "
-                f"all workers. Workers {others} do not see the backup "
-                f"'{newest}' of worker 0. Received: "
+                "Argument `directory` of `ChiefBackup` must have a backup that "
+                f"is whole, or none: {'; '.join(faults.values())}. Delete them "
+                "to train from the beginning. Received: "
                 f"directory='{self.directory}'"
             )
-        return self.directory / newest
-
-    def _readable(self) -> Iterator[pathlib.Path]:
-        """The backups that are whole."""
-        for path in self._files():
-            try:
-                with h5py.File(path, "r") as file:
-                    whole = "epoch" in file[_OWN].attrs
-            except (OSError, KeyError):
-                whole = False
-            if whole:
-                yield path
-            else:
-                warnings.warn(
-                    f"The backup '{path}' cannot be read and is left out.",
-                    stacklevel=2,
-                )
+        return None
 
     def _restore(self, path: pathlib.Path) -> None:
         with warnings.catch_warnings():
@@ -180,12 +205,18 @@ class ChiefBackup(
     # --------------------------------------------------------------- saving
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._done < self._skipped and not self.model.stop_training:
+            raise ValueError(
+                f"The backup in '{self.directory}' is of batch {self._skipped} "
+                f"of epoch {epoch + 1}, but the data has only {self._done} "
+                "batches. Train with the same data and batch size, or delete "
+                "this backup to go on from the one before."
+            )
         if self._is_chief:
             self._write(epoch + 1)
 
     def _write(self, epoch: int, batch: int = 0) -> bool:
         """Backs up training before a batch of an epoch; True if it can."""
-        # In the order of time: "_" comes after ".".
         part = f"_batch-{batch:09}" if batch else ""
         path = self.directory / f"epoch-{epoch:06}{part}{_ENDING}"
 
@@ -197,6 +228,7 @@ class ChiefBackup(
                 own.attrs["batch"] = batch
                 for i, variable in enumerate(self._random_state()):
                     own[f"random_{i}"] = np.asarray(variable)
+            append_checksum(beside)
 
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -208,8 +240,10 @@ class ChiefBackup(
                 stacklevel=2,
             )
             return False
-        for old in self._files()[:-_KEPT]:
-            old.unlink()
+        self._damaged.discard(path.name)
+        files = self._files()
+        whole = [file for file in files if file.name not in self._damaged]
+        self._delete([file for file in files if file not in whole[-_KEPT:]])
         return True
 
     # ---------------------------------------------------------- terminating
@@ -240,7 +274,7 @@ class ChiefBackup(
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        done = batch + 1
+        self._done = done = batch + 1
         if self._stopping is None or done <= self._skipped:
             return
         if self._is_asked:
@@ -268,17 +302,30 @@ class ChiefBackup(
     def on_train_end(self, logs: Any = None) -> None:
         if self._is_chief and self.delete_checkpoint:
             self._tidy()
-            for path in self._files():
-                path.unlink()
+            self._delete(self._files())
 
     def _tidy(self) -> None:
         """Removes what a killed job has not finished writing."""
-        for path in self._files(_WRITING):
-            with contextlib.suppress(OSError):
-                path.unlink()
+        self._delete(self.directory.glob(f"{WRITING}*{_ENDING}"))
 
-    def _files(self, beginning: str = "epoch-") -> list[pathlib.Path]:
-        return sorted(self.directory.glob(f"{beginning}*{_ENDING}"))
+    def _delete(self, paths: Iterable[pathlib.Path]) -> None:
+        """Delete files; a directory in the place of a file stays."""
+        for path in paths:
+            try:
+                path.unlink()
+            except OSError as error:
+                warnings.warn(
+                    f"'{path}' cannot be deleted: {error}", stacklevel=2
+                )
+
+    def _files(self) -> list[pathlib.Path]:
+        """The backups, in the order of time."""
+        paths = [
+            path
+            for path in self.directory.glob(f"epoch-*{_ENDING}")
+            if _NAME.fullmatch(path.name)
+        ]
+        return sorted(paths, key=lambda path: _position(path.name))
 
     def _random_state(self) -> list[keras.Variable]:
         """Counters of random layers, which files of weights do not have."""
@@ -297,34 +344,29 @@ class ChiefBackup(
         return exchange(mine, job.among_processes(purpose))
 
 
-def replace_file(
-    path: pathlib.Path, write: Callable[[pathlib.Path], None]
-) -> None:
-    """Writes a file beside its place, and moves it there when it is on disk.
+def _position(name: str) -> tuple[int, int]:
+    """Epoch and batch in the name of a backup."""
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)
 
-    At any moment the place has the old file or the new one, both whole. `write`
-    is given a path that ends as the place does.
 
-    Raises:
-        OSError: If that fails. The place is as before, and nothing is beside
-            it.
-    """
-    beside = path.with_name(f"{_WRITING}{path.name}")
+def _inspect(path: pathlib.Path) -> dict[str, str]:
+    """Return the `checksum` of a backup that is whole, or its `fault`."""
     try:
-        write(beside)
-        _sync(beside)
-        os.replace(beside, path)
-        _sync(path.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise
-
-
-def _sync(path: pathlib.Path) -> None:
-    """Waits until a file, or a directory's list of files, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+        checksum = verify_checksum(path)
+    except FileNotFoundError:
+        return {"fault": _ABSENT}
+    except OSError as error:
+        return {"fault": f"cannot be read: {error}"}
+    except ValueError as error:
+        return {"fault": str(error)}
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with h5py.File(path, "r") as file:
+            own = file[_OWN].attrs
+            stored = int(own["epoch"]), int(own["batch"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        return {"fault": f"cannot be read: {error}"}
+    if stored != _position(path.name):
+        return {"fault": "is of epoch {} and batch {} inside".format(*stored)}
+    return {"checksum": checksum}
