@@ -45,14 +45,47 @@ def test_what_is_found(text: str, found: Cluster | None) -> None:
 
 def test_addresses() -> None:
     assert split_address("[::1]:80") == ("::1", 80)
+    assert split_address("a_b-c.d:65535") == ("a_b-c.d", 65535)
     found = Cluster(tuple(TWO), 0)
     assert found.name(1) == "worker 1 at host1:2223"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":1", "a", "a:", "a:0", "a:65536", "a:-1", "a:1.0", "a:x", "a: 1",
+     "::1:80", "fe80::1:80", "[::1]", "[::1:80", "::1]:80", "[x]:80", "[]:80",
+     "http://a:1", "http://a", "a:1/x", "a b:1", "a\n:1", "a:1\n", "u@a:1",
+     "a,b:1", "a:1:2", "a:" + "1" * 5000, "a" * 300 + ":1", "a:\u0661"],
+)  # fmt: skip
+def test_what_is_no_address(text: str) -> None:
+    with pytest.raises(ValueError, match="address must be 'host:port'"):
+        split_address(text)
+
+
+def test_the_identity_of_a_job() -> None:
+    """Equal on all workers; different for other addresses or Ray jobs."""
+    jobs = []
+    for cluster, ray in [(TWO, ""), (TWO[::-1], ""), (TWO, "1"), (TWO, "2")]:
+        texts = [config({"worker": cluster}, index=i) for i in (0, 1)]
+        clusters = [read_tf_config(text, ray) for text in texts]
+        (job,) = {one.job for one in clusters if one is not None}
+        jobs.append(job)
+    assert len(set(jobs)) == 4 and all(jobs)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "must be JSON"),
+        ("[" * 100_000, "must be JSON"),
+        ('{"cluster": ' * 100_000, "must be JSON"),
+        (config({"worker": None}), "list the addresses"),
+        (config({"chief": None, "worker": TWO}), "list the addresses"),
+        (config({"worker": ["::1:80", "a:1"]}), "'[IPv6 address]:port'"),
+        (config({"worker": ["http://a:1"]}), "name workers as 'host:port'"),
+        (config({"worker": [TWO[0], None]}), "list the addresses"),
+        (config({"worker": 5}), "list the addresses"),
+        (config({"worker": [f"a{i}:1" for i in range(9999)]}), "at most 4096"),
         ("[1]", "must be an object of JSON"),
         (json.dumps({"cluster": {"worker": TWO}}), 'have a "task"'),
         (config([1]), 'a "cluster" that is an object'),

@@ -131,6 +131,19 @@ def test_arguments_count_most() -> None:
         (TORCHRUN, {"num_processes": 0}, "`num_processes` must be an integer"),
         (TORCHRUN, {"process_id": True}, "`process_id` must be an integer"),
         (TORCHRUN, {"process_id": 1.0}, "`process_id` must be an integer"),
+        (AGENT | {"MASTER_PORT": "x"}, {}, "`coordinator` must be 'host:"),
+        (AGENT | {"MASTER_PORT": "65535"}, {}, "`coordinator` must be 'host:"),
+        (TORCHRUN | {"WORLD_SIZE": "1000000000"}, {}, "from 1 to 4096"),
+        (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, {}, "from 1 to 4096"),
+        (TORCHRUN, {"num_processes": 10**9}, "from 1 to 4096"),
+        (TORCHRUN, {"process_id": -1}, "`process_id` must be an integer"),
+        (TORCHRUN, {"coordinator": "http://a:1"}, "must be 'host:port'"),
+        (TORCHRUN, {"coordinator": "http://a"}, "must be 'host:port'"),
+        (TORCHRUN, {"coordinator": "::1"}, r"or '\[IPv6 address\]:port'"),
+        (TORCHRUN, {"coordinator": "::1:80"}, "must be 'host:port'"),
+        (TORCHRUN, {"coordinator": 80}, "must be 'host:port'"),
+        (TORCHRUN | {"MASTER_ADDR": "fe80::1"}, {}, "must be 'host:port'"),
+        (SLURM | {"SLURM_JOB_ID": "x"}, {}, "`coordinator` must be given"),
         (ALL, {"num_processes": 4}, "be one address, or 4 different"),
         (ALL | {ADDRESS: "a:1,a:1,b:1"}, {}, "one address, or 3 different"),
     ],
@@ -140,6 +153,39 @@ def test_what_is_missing_or_wrong(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         find_cluster(environment, given)
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "job"),
+    [
+        (SLURM, {}, "Slurm 7.0"),
+        (SLURM | {"SLURM_STEP_ID": "1"}, {}, "Slurm 7.1"),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "run"}, {}, "torchrun run"),
+        # The default of torchrun, which all jobs have.
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, {}, ""),
+        (TORCHRUN, {}, ""),
+        (
+            OPEN_MPI | {ADDRESS: "host0", "PMIX_NAMESPACE": "12"},
+            {},
+            "Open MPI 12",
+        ),
+        (MPICH | {ADDRESS: "host0", "SLURM_JOB_ID": "7"}, {}, "MPICH 7"),
+        (MPICH | {ADDRESS: "host0"}, {}, ""),
+        (ALL, {}, ""),
+        # Workers by hand, perhaps each in a step of its own.
+        (
+            SLURM,
+            {"coordinator": "a:1", "num_processes": 2, "process_id": 1},
+            "",
+        ),
+    ],
+)
+def test_the_identity_of_a_job(
+    environment: dict[str, str], given: dict[str, Any], job: str
+) -> None:
+    cluster, _ = find_cluster(environment, given)
+    assert cluster is not None
+    assert cluster.job == job
 
 
 def test_a_pod_without_a_service(monkeypatch: pytest.MonkeyPatch) -> None:

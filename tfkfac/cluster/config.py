@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import hashlib
+import ipaddress
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +16,12 @@ TRAINING = ("chief", "worker")
 # The kind that looks on, by itself.
 EVALUATOR = "evaluator"
 _SERVER = "ps"
+# All addresses, of at most 263 bytes, fit into one line of `channel.py`.
+MOST_WORKERS = 2**12
+_LONGEST_RECEIVED = 1000  # characters of a malformed value in a message
+_ADDRESS = re.compile(
+    r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[\w.-]{1,253})):(?P<port>[0-9]{1,5})"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +29,16 @@ class Cluster:
     """The workers' addresses, "host:port", and the index of this process.
 
     Before the workers have met, addresses may be empty but for the first.
+
+    Attributes:
+        addresses: "host:port" of each worker.
+        index: Index of this process.
+        job: Identity of the job, equal on all of its workers; "" if unknown.
     """
 
     addresses: tuple[str, ...]
     index: int
+    job: str = dataclasses.field(default="", compare=False)
 
     def name(self, index: int) -> str:
         """The name of a worker in messages."""
@@ -31,10 +46,12 @@ class Cluster:
         return f"worker {index} at {address}" if address else f"worker {index}"
 
 
-def read_tf_config(text: str) -> Cluster | None:
+def read_tf_config(text: str, ray_job: str = "") -> Cluster | None:
     """The cluster of a value of `TF_CONFIG`; None if there is none.
 
-    An evaluator has none either: it does not train with the others.
+    An evaluator has none either: it does not train with the others. The
+    identity of the job is a hash of the addresses, with Ray's number of the
+    job if Ray has set `TF_CONFIG`.
 
     Raises:
         ValueError: If it is malformed, or has parameter servers. The message
@@ -45,6 +62,8 @@ def read_tf_config(text: str) -> Cluster | None:
     )
     try:
         config = json.loads(text or "{}")
+    except RecursionError as error:
+        raise invalid("be JSON of at most a few levels") from error
     except ValueError as error:
         raise invalid(f"be JSON ({error})") from error
     if not isinstance(config, dict):
@@ -54,7 +73,11 @@ def read_tf_config(text: str) -> Cluster | None:
     task = config.get("task")
     if not isinstance(task, dict) or not {"type", "index"} <= task.keys():
         raise invalid('have a "task" with a "type" and an "index"')
-    return _cluster(config["cluster"], task["type"], task["index"], invalid)
+    cluster = _cluster(config["cluster"], task["type"], task["index"], invalid)
+    if cluster is None or not ray_job:
+        return cluster
+    job = f"Ray {ray_job}, {cluster.job}"
+    return dataclasses.replace(cluster, job=job)
 
 
 def from_resolver(
@@ -82,14 +105,21 @@ def split_address(address: str) -> tuple[str, int]:
     """Host and port; the brackets of an IPv6 address are removed.
 
     Raises:
-        ValueError: If it is no address.
+        ValueError: If it is no address, or an IPv6 address has no brackets.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    match = _ADDRESS.fullmatch(address)
+    valid = match is not None and 0 < int(match["port"]) < 2**16
+    if match is not None and match["ipv6"]:
+        try:
+            ipaddress.IPv6Address(match["ipv6"])
+        except ValueError:
+            valid = False
+    if match is None or not valid:
         raise ValueError(
-            f"An address must be 'host:port'. Received: {address!r}"
+            "An address must be 'host:port', or '[IPv6 address]:port'. "
+            f"Received: {address[:_LONGEST_RECEIVED]!r}"
         )
-    return host.strip("[]"), int(port)
+    return match["ipv6"] or match["host"], int(match["port"])
 
 
 def _cluster(
@@ -108,16 +138,20 @@ def _cluster(
             f'have a task "type" of {", ".join(TRAINING)} or {EVALUATOR}'
         )
     lists = [jobs.get(name, []) for name in TRAINING]
-    addresses = [one for part in lists for one in part]
-    if not all(isinstance(part, (list, tuple)) for part in lists) or not all(
-        isinstance(one, str) for one in addresses
-    ):
+    if not all(isinstance(part, (list, tuple)) for part in lists):
         raise invalid("list the addresses of its workers")
+    addresses = [one for part in lists for one in part]
+    if not all(isinstance(one, str) for one in addresses):
+        raise invalid("list the addresses of its workers")
+    if len(addresses) > MOST_WORKERS:
+        raise invalid(f"have at most {MOST_WORKERS} workers")
     for one in addresses:
         try:
             split_address(one)
         except ValueError as error:
-            raise invalid("name workers as 'host:port'") from error
+            raise invalid(
+                "name workers as 'host:port' or '[IPv6 address]:port'"
+            ) from error
     if len(set(addresses)) < len(addresses):
         raise invalid("name no address twice")
     if kind == EVALUATOR:
@@ -129,8 +163,12 @@ def _cluster(
             f'addresses of "{kind}" less one'
         )
     before = len(jobs.get("chief", [])) if kind == "worker" else 0
-    return Cluster(tuple(addresses), before + index)
+    digest = hashlib.sha256("\n".join(addresses).encode()).hexdigest()
+    job = f"cluster {digest[:16]}"
+    return Cluster(tuple(addresses), before + index, job)
 
 
 def _invalid(name: str, received: str, what: str) -> ValueError:
+    if len(received) > _LONGEST_RECEIVED:
+        received = f"{received[:_LONGEST_RECEIVED]}..."
     return ValueError(f"{name} must {what}. Received: {received}")

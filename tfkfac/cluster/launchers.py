@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from tfkfac.cluster.config import Cluster, split_address
+from tfkfac.cluster.config import MOST_WORKERS, Cluster, split_address
 
 Environment = Mapping[str, str]
 
@@ -37,12 +37,14 @@ class Launcher:
         number: The variable with the number of workers, if there is one.
         index: The variable with the index of this one.
         others: More variables that it sets.
+        identity: Variables that together identify the job, if it sets them.
     """
 
     name: ClassVar[str]
     index: ClassVar[str]
     number: ClassVar[str] = ""
     others: ClassVar[tuple[str, ...]] = ()
+    identity: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
@@ -70,6 +72,12 @@ class Launcher:
         """The address of worker 0, if it says."""
         return None
 
+    def job(self) -> str:
+        """Return the identity of the job; "" if the launcher has none."""
+        values = [self.environment.get(name) for name in self.identity]
+        identity = ".".join(filter(None, values))
+        return f"{self.name} {identity}" if identity else ""
+
 
 class Keras(Launcher):
     """The variables of `keras.distribution.initialize`, any of them."""
@@ -93,14 +101,22 @@ class Torchrun(Launcher):
     name = "torchrun"
     number, index = "WORLD_SIZE", "RANK"
     others = ("MASTER_ADDR", "MASTER_PORT")
+    identity = ("TORCHELASTIC_RUN_ID",)
 
     @override
     def coordinator(self) -> str:
         """The next port where it listens at its own."""
         host, port = (self.environment[name] for name in self.others)
-        if self.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        has_store = self.environment.get("TORCHELASTIC_USE_AGENT_STORE")
+        if has_store == "True" and _is_number(port):
             port = str(int(port) + 1)
         return f"{host}:{port}"
+
+    @override
+    def job(self) -> str:
+        # "none" is the default of `torchrun --rdzv-id`.
+        run = self.environment.get(*self.identity, "none")
+        return "" if run == "none" else super().job()
 
 
 class OpenMPI(Launcher):
@@ -108,6 +124,7 @@ class OpenMPI(Launcher):
 
     name = "Open MPI"
     number, index = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
+    identity = ("PMIX_NAMESPACE",)
 
 
 class Slurm(Launcher):
@@ -116,6 +133,7 @@ class Slurm(Launcher):
     name = "Slurm"
     number, index = "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"
     others = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    identity = others[1:]
 
     @override
     def is_there(self) -> bool:
@@ -125,9 +143,11 @@ class Slurm(Launcher):
         return super().is_there() and tasks == started
 
     @override
-    def coordinator(self) -> str:
+    def coordinator(self) -> str | None:
         """The first node, and a port that its other steps hardly have."""
         nodes, job, step = (self.environment[name] for name in self.others)
+        if not (_is_number(job) and _is_number(step)):
+            return None
         number = 13 * int(job) + int(step)
         port = _SLURM_PORT + number % (2**16 - _SLURM_PORT)
         return f"{first_node(nodes)}:{port}"
@@ -138,6 +158,8 @@ class MPICH(Launcher):
 
     name = "MPICH"
     number, index = "PMI_SIZE", "PMI_RANK"
+    # It has no number of its own, but runs in an allocation of these.
+    identity = ("SLURM_JOB_ID", "PBS_JOBID")
 
 
 class Kubernetes(Launcher):
@@ -177,7 +199,7 @@ def find_cluster(
     keras = Keras(environment)
     started = (launcher(environment) for launcher in LAUNCHERS)
     launcher = next((one for one in started if one.is_there()), None)
-    known, read = dict(arguments), []
+    known, read, job = dict(arguments), [], ""
     if known:
         given = ", ".join(f"{k}={v}" for k, v in known.items())
         read.append(f"arguments ({given})")
@@ -185,21 +207,25 @@ def find_cluster(
         if len(known) < 3 and source is not None and source.is_there():
             known = source.known() | known
             read.append(str(source))
+            job = source.job()
     where = " and ".join(read)
     if where == str(launcher) and "num_processes" not in known:
         return None, f"{where} without {keras.number}"
     if not read:
         is_batch = Slurm.others[1] in environment
         return None, "Slurm without srun" if is_batch else "no launcher"
-    return _cluster(known, where), where
+    return _cluster(known, where, job), where
 
 
-def _cluster(known: dict[str, Any], where: str) -> Cluster | None:
+def _cluster(known: dict[str, Any], where: str, job: str) -> Cluster | None:
     """The cluster of what is known; None if this is the only worker."""
-    addresses = str(known.get("coordinator", "")).split(",")
+    first = known.get("coordinator", "")
+    if not isinstance(first, str):
+        raise _invalid("coordinator", "be 'host:port'", where)
+    addresses = first.split(",")
     if len(addresses) > 1:
         known.setdefault("num_processes", len(addresses))
-    size = _integer("num_processes", range(1, 2**31), known, where)
+    size = _integer("num_processes", range(1, MOST_WORKERS + 1), known, where)
     if size == 1:
         return None
     index = _integer("process_id", range(size), known, where)
@@ -211,11 +237,13 @@ def _cluster(known: dict[str, Any], where: str) -> Cluster | None:
     try:
         hosts = {split_address(one) for one in addresses}
     except ValueError as error:
-        raise _invalid("coordinator", "be 'host:port'", where) from error
+        what = "be 'host:port' or '[IPv6 address]:port'"
+        raise _invalid("coordinator", what, where) from error
     if len(addresses) not in (1, size) or len(hosts) < len(addresses):
         what = f"be one address, or {size} different ones"
         raise _invalid("coordinator", what, where)
-    return Cluster((*addresses, *[""] * (size - len(addresses))), index)
+    unknown = [""] * (size - len(addresses))
+    return Cluster((*addresses, *unknown), index, job)
 
 
 def _integer(
@@ -225,10 +253,15 @@ def _integer(
     if name not in known:
         raise _missing(name, where)
     value = str(known[name])
-    if not value.isdecimal() or int(value) not in valid:
+    if not _is_number(value) or int(value) not in valid:
         what = f"be an integer from {valid.start} to {valid.stop - 1}"
         raise _invalid(name, what, where)
     return int(value)
+
+
+def _is_number(text: str) -> bool:
+    """Return True if `int` can read the digits of a number below 10^18."""
+    return text.isdecimal() and len(text) <= 18
 
 
 def _missing(name: str, where: str) -> ValueError:
