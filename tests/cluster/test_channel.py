@@ -117,6 +117,66 @@ def test_who_is_gone_is_told_unless_it_has_said_goodbye(workers: Any) -> None:
     assert (0, LOST) in ear.wait(2)
 
 
+ENVELOPES = [
+    b"{}",
+    b"[]",
+    b"null",
+    b"\xff",
+    b"[" * 100_000,
+    b'{"from": NaN, "message": {}}',
+    b'{"message": {"stop": true}}',
+    b'{"from": 0}',
+    b'{"from": 0, "message": null}',
+    b'{"from": 0, "message": [1]}',
+    b'{"from": -1, "message": {}}',
+    b'{"from": 3, "message": {}}',
+    b'{"from": true, "message": {}}',
+    b'{"from": 1.0, "message": {}}',
+    b'{"from": "1", "message": {}}',
+    b'{"from": null, "message": {}}',
+]
+
+
+def test_malformed_messages_are_ignored_and_reported(
+    workers: Any, capsys: Any
+) -> None:
+    """By worker 0 and by the others; the next message still arrives."""
+    (first, first_ear), (second, second_ear), (_, third_ear) = workers
+    (to_first,) = second._lines.values()
+    for text in [b"[]", b"1", b"{", b"[" * 100_000, b"\x00"]:
+        to_first._socket.sendall(text + b"\n")
+    second.say({"number": 1})
+    first_ear.wait(1)
+    for text in ENVELOPES:
+        first._lines[1]._socket.sendall(text + b"\n")
+    first.say({"number": 2})
+    expected = [(1, {"number": 1}), (0, {"number": 2})]
+    assert third_ear.wait(2) == first_ear.wait(2) == expected
+    assert second_ear.wait(2) == expected
+    said = capsys.readouterr().err
+    for index in (0, 1):
+        assert said.count(f"worker {index} ignores a malformed message") == 1
+
+
+class Faulty(Ear):
+    def hear(self, sender: int, message: Any) -> None:
+        super().hear(sender, message)
+        raise KeyError("of a listener")
+
+    def tick(self) -> None:
+        raise ValueError("of a tick")
+
+
+def test_an_error_of_a_listener_does_not_end_the_thread(capsys: Any) -> None:
+    with joined(2, Faulty) as ((first, first_ear), (_, second_ear)):
+        for number in range(2):
+            first.say({"number": number})
+        time.sleep(0.6)  # a tick
+        first.say(BYE)
+        assert len(first_ear.wait(3)) == len(second_ear.wait(3)) == 3
+    assert "KeyError: 'of a listener'" in capsys.readouterr().err
+
+
 def hang_up(channel: Any) -> None:
     """As the end of a process does."""
     (line,) = channel._lines.values()

@@ -6,13 +6,19 @@ first worker passes on the messages of the others.
 """
 
 import atexit
+import contextlib
+import hmac
 import json
 import os
 import selectors
 import socket
+import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from tfkfac.cluster.authentication import sign
 
 Message = dict[str, Any]
 
@@ -21,8 +27,10 @@ _TICK = 0.5
 # The message from a worker whose connection has ended, and the last one of a
 # worker that ends as it should.
 LOST, BYE = {"lost": True}, {"bye": True}
-_LONGEST_LINE = 2**20
-_PIECE = 2**16
+LONGEST_LINE = 2**21  # bytes; the addresses of `MOST_WORKERS` fit in
+_PIECE = 2**16  # bytes
+# Faults of messages that are printed, and characters of each.
+_MOST_REPORTS, _LONGEST_REPORT = 10, 200
 # Seconds of silence until the system asks the other side's system whether it
 # is there, seconds between two questions, and the number of questions without
 # an answer after which it is not.
@@ -30,13 +38,28 @@ _IDLE, _INTERVAL, _QUESTIONS = 5, 5, 4
 
 
 class Line:
-    """A connection with another process, of messages in so many seconds."""
+    """A connection with another process that carries messages.
 
-    def __init__(self, connection: socket.socket, timeout: float) -> None:
+    Args:
+        connection: The connected socket.
+        timeout: Seconds until sending fails.
+        longest: Longest line in bytes; a longer one ends the connection.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        timeout: float,
+        longest: int = LONGEST_LINE,
+    ) -> None:
         connection.settimeout(timeout)
         _keep_alive(connection)
         self._socket = connection
+        self._timeout = timeout
         self._received = bytearray()
+        self._keys: tuple[bytes, bytes] | None = None
+        self._num_sent = self._num_received = 0  # since `protect`
+        self.longest = longest
         self.closed = False
 
     def close(self) -> None:
@@ -48,47 +71,112 @@ class Line:
         """File descriptor, for a selector."""
         return self._socket.fileno()
 
+    def protect(self, send_key: bytes, receive_key: bytes) -> None:
+        """Authenticate all messages from now on.
+
+        Each line is "MAC message"; the MAC covers the number of the message,
+        so that none can be repeated, removed or reordered.
+        """
+        self._keys = send_key, receive_key
+
     def send(self, message: Message) -> None:
         """Sends a message, if the connection is open."""
+        text = json.dumps(message).encode()
+        if self._keys is not None:
+            text = sign(self._keys[0], self._num_sent, text) + b" " + text
+            self._num_sent += 1
         try:
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            self._socket.sendall(text + b"\n")
         except OSError:
             self.closed = True
 
-    def receive(self) -> Message | None:
-        """The next message; None if none comes in time or it is no message."""
-        while b"\n" not in self._received and not self.closed:
-            if not self._read():
-                return None
-        text, _, self._received = self._received.partition(b"\n")
-        return _parse(text)
+    def receive(self, seconds: float) -> Message | None:
+        """Return the next message; None if none comes in so many seconds.
 
-    def receive_all(self) -> list[Message]:
-        """The messages that have come, after one read."""
-        self._read()
-        *texts, self._received = self._received.split(b"\n")
-        return [m for text in texts if (m := _parse(text)) is not None]
+        None, too, if the next line is no message.
+        """
+        end = time.monotonic() + seconds
+        try:
+            while (text := self.pop()) is None and not self.closed:
+                left = end - time.monotonic()
+                if left <= 0:
+                    break
+                self._socket.settimeout(left)
+                self.read()
+        finally:
+            if not self.closed:
+                self._socket.settimeout(self._timeout)
+        with contextlib.suppress(ValueError):
+            return None if text is None else parse(text)
+        return None
 
-    def _read(self) -> bool:
-        """Reads what comes next, if something comes in time."""
+    def receive_all(self) -> list[Message | None]:
+        """Return the messages after one read; None for a malformed one."""
+        self.read()
+        messages: list[Message | None] = []
+        while (text := self.pop()) is not None:
+            try:
+                messages.append(parse(text))
+            except ValueError:
+                messages.append(None)
+        return messages
+
+    def read(self) -> None:
+        """Read once from the socket, for at most its timeout."""
         try:
             piece = self._socket.recv(_PIECE)
         except TimeoutError:
-            return False
+            return
         except OSError:
             piece = b""
         self._received += piece
-        if not piece or len(self._received) > _LONGEST_LINE:
+        if not piece:
             self.closed = True
-        return True
+
+    def pop(self) -> bytes | None:
+        """Return the next line that has come; None if none is complete.
+
+        A line that is too long, or whose MAC is wrong, ends the connection.
+        """
+        end = self._received.find(b"\n")
+        if max(end, len(self._received) if end < 0 else 0) > self.longest:
+            self._received.clear()
+            self.closed = True
+            return None
+        if end < 0:
+            return None
+        text = bytes(self._received[:end])
+        del self._received[: end + 1]
+        if self._keys is None:
+            return text
+        mac, _, text = text.partition(b" ")
+        expected = sign(self._keys[1], self._num_received, text)
+        if not hmac.compare_digest(mac, expected):
+            self._received.clear()
+            self.closed = True
+            return None
+        self._num_received += 1
+        return text
 
 
-def _parse(text: bytes | bytearray) -> Message | None:
+def parse(text: bytes) -> Message:
+    """Parse a message.
+
+    Raises:
+        ValueError: If the text is not an object of strict JSON. Nesting that
+            is too deep for the parser is such an error, too.
+    """
     try:
-        message = json.loads(text)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None
+        message = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"it is not JSON ({type(error).__name__})") from None
+    if not isinstance(message, dict):
+        raise ValueError("it is not an object of JSON")
+    return message
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _keep_alive(connection: socket.socket) -> None:
@@ -136,6 +224,7 @@ class Channel:
         # A listener may answer at once.
         self._lock = threading.RLock()
         self._left: set[int] = set()
+        self._reported: set[str] = set()
 
     def start(self, *listeners: Listener) -> None:
         """Listens until the process ends."""
@@ -168,7 +257,29 @@ class Channel:
         if message == BYE:
             self._left.add(sender)
         for listener in self._listeners:
-            listener.hear(sender, message)
+            self._call(listener.hear, sender, message)
+
+    def _call(self, method: Callable[..., None], *args: Any) -> None:
+        """Call a listener; report its error.
+
+        An error must not end the thread: it is the only one that notices a
+        worker that is lost.
+        """
+        try:
+            method(*args)
+        except Exception as error:
+            self._report(f"{type(error).__name__}: {error}")
+
+    def _report(self, fault: str) -> None:
+        """Print the fault of a message, once for each fault."""
+        if fault not in self._reported and len(self._reported) < _MOST_REPORTS:
+            self._reported.add(fault)
+            print(
+                f"tfkfac: worker {self.index} ignores a malformed message of "
+                f"another worker ({ascii(fault)[:_LONGEST_REPORT]})",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as ready:
@@ -184,15 +295,25 @@ class Channel:
                         ready.unregister(self._lines[worker])
                         self._lose(worker)
                     for listener in self._listeners:
-                        listener.tick()
+                        self._call(listener.tick)
 
     def _take(self, worker: int) -> None:
         """Takes the messages that have come from a worker."""
         for message in self._lines[worker].receive_all():
-            if self.index > 0:
-                self._hear(message["from"], message["message"])
+            sender: Any = worker
+            content: Any = message
+            if self.index > 0 and message is not None:
+                sender, content = message.get("from"), message.get("message")
+            if (
+                type(sender) is not int
+                or not 0 <= sender < self.size
+                or not isinstance(content, dict)
+            ):
+                self._report("neither sender nor content")
+            elif self.index > 0:
+                self._hear(sender, content)
             else:
-                self._pass_on(worker, message)
+                self._pass_on(sender, content)
 
     def _lose(self, worker: int) -> None:
         """Closes a connection; without a `BYE` before, the worker is lost."""

@@ -1,58 +1,52 @@
-"""Meeting of all workers before TensorFlow starts, with messages and an end.
+"""Rendezvous of all workers before TensorFlow starts.
 
 TensorFlow's own start has neither a message nor an end: a worker that never
 comes, or an index given twice, leaves all others waiting in it. So the workers
-meet before, at the address of the first one, which TensorFlow uses afterwards.
-Each of the others keeps a connection there and says who it is; when all are
-there, the first one lets all of them go on. The connections stay, for the
-messages of `channel.py`.
+meet before, at the address of worker 0, which TensorFlow uses afterwards. Each
+other worker keeps a connection to worker 0, which lets all of them go on when
+all are there. The connections stay, for the messages of `channel.py`.
 
-Only the address of the first worker has to be known: the others say where they
-will listen, and learn it of each other.
+Only the address of worker 0 has to be known: the others say where they will
+listen, and learn the other addresses from worker 0.
+
+A connection begins with four lines of JSON:
+
+1. peer to worker 0: a `Greeting`, with a nonce.
+2. worker 0 to peer: its nonce and its proof of the secret.
+3. peer to worker 0: its proof of the secret.
+4. worker 0 to peer: "missing" (admitted) or "refused" with the reason.
 """
 
 import contextlib
-import errno
-import ipaddress
-import secrets
+import dataclasses
+import os
+import queue
 import socket
-import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from tfkfac.cluster.channel import Line, Message
+from tfkfac.cluster import waiting
+from tfkfac.cluster.authentication import (
+    FIRST,
+    OTHER,
+    VARIABLE,
+    Greeting,
+    Session,
+    make_nonce,
+    read_secret,
+)
+from tfkfac.cluster.channel import Line
 from tfkfac.cluster.config import Cluster, split_address
-
-# Seconds between two looks; for a process that has come to say who it is; until
-# the first message, for a peer to answer, and for a process of an earlier job
-# to leave the port.
-_LOOK = 0.1
-_MANNERS = 1.0
-_PATIENCE = 5.0
-
-
-WaitingFor = Callable[[Sequence[int]], None]  # some that are missing
-
-
-class RefusedError(ValueError):
-    """The workers cannot train together."""
-
-
-class Rendezvous(NamedTuple):
-    """The result of the rendezvous of all workers.
-
-    Attributes:
-        cluster: The cluster with the addresses of all workers.
-        lines: Open connections by worker index. Worker 0 has one to each
-            other worker; each other worker has one to worker 0.
-        seed: Random integer in [0, 2^31), equal on all workers; None if
-            there is one worker.
-    """
-
-    cluster: Cluster
-    lines: dict[int, Line]
-    seed: int | None
+from tfkfac.cluster.reception import receive_all
+from tfkfac.cluster.waiting import (
+    RefusedError,
+    Rendezvous,
+    Wait,
+    is_loopback,
+    quote,
+)
 
 
 def wait_for_all(cluster: Cluster, timeout: float | None) -> Rendezvous:
@@ -64,185 +58,212 @@ def wait_for_all(cluster: Cluster, timeout: float | None) -> Rendezvous:
 
     Raises:
         TimeoutError: If a worker is not there in time. The message names it.
-        RefusedError: If two processes have one index, or workers know of
-            different clusters.
+        RefusedError: If worker 0 refuses this worker, because it has another
+            cluster, job or secret, or the index of a worker that is there.
+        ValueError: If the file of the secret cannot be read.
     """
     if len(cluster.addresses) == 1:
         return Rendezvous(cluster, {}, None)
-    waiting_for = _waiting(cluster, timeout)
+    secret = read_secret(os.environ)
+    wait = Wait(cluster, timeout)
     if cluster.index == 0:
-        return _receive_all(cluster, waiting_for)
-    return _report_to_first(cluster, waiting_for)
+        return receive_all(cluster, secret, wait)
+    return _report_to_first(cluster, secret, wait)
 
 
-def _waiting(cluster: Cluster, timeout: float | None) -> WaitingFor:
-    """Begins to wait: says now and then for whom, and raises at the end."""
-    start, remind = time.monotonic(), _PATIENCE
-
-    def waiting_for(missing: Sequence[int]) -> None:
-        nonlocal remind
-        names = ", ".join(cluster.name(i) for i in missing)
-        passed = time.monotonic() - start
-        if timeout is not None and passed > timeout:
-            raise TimeoutError(
-                f"Worker {cluster.index} has waited {timeout:g} seconds for "
-                f"{names}. Start every worker with the same cluster and an "
-                "index of its own; argument `start_timeout` of the strategy "
-                "is how long they wait."
-            )
-        if passed > remind:
-            remind = passed + max(remind, 6 * _PATIENCE)
-            print(
-                f"tfkfac: worker {cluster.index} is waiting for {names} "
-                f"({passed:.0f} s)",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    return waiting_for
+class _NoAnswerError(Exception):
+    """Worker 0 is not reached; the text is the cause."""
 
 
-# ------------------------------------------------------------ the first worker
-def _receive_all(cluster: Cluster, waiting_for: WaitingFor) -> Rendezvous:
-    """Waits for the others; lets them go on, or tells them why not."""
-    present: dict[int, Line] = {}
-    addresses = list(cluster.addresses)
-    everyone = range(1, len(cluster.addresses))
-    with _listen(cluster) as server, contextlib.ExitStack() as lines:
-        try:
-            while missing := [i for i in everyone if i not in present]:
-                waiting_for(missing)
-                _send_all(present, {"missing": missing})
-                for i in [i for i, line in present.items() if line.closed]:
-                    present.pop(i).close()
-                with contextlib.suppress(TimeoutError):
-                    new = Line(server.accept()[0], _MANNERS)
-                    lines.callback(new.close)
-                    _admit(new, cluster, present, addresses)
-        except (RefusedError, TimeoutError) as error:
-            kind = "refused" if isinstance(error, RefusedError) else "timeout"
-            _send_all(present, {kind: str(error)})
-            raise
-        seed = secrets.randbits(31)
-        _send_all(present, {"go": addresses, "seed": seed})
-        # TensorFlow may listen where these are: nobody else does any more.
-        lines.pop_all()
-        return Rendezvous(Cluster(tuple(addresses), 0), present, seed)
-
-
-def _admit(
-    line: Line,
-    cluster: Cluster,
-    present: dict[int, Line],
-    addresses: list[str],
-) -> None:
-    """Enters a worker that has just connected, and its address."""
-    hello = line.receive() or {}
-    index, theirs = hello.get("worker"), hello.get("cluster")
-    ours = list(cluster.addresses)
-    if not isinstance(index, int) or not isinstance(theirs, list):
-        line.close()  # not one of ours
-        return
-    # Of what both know.
-    agree = len(theirs) == len(ours) and all(
-        a == b for a, b in zip(theirs, ours, strict=True) if a and b
-    )
-    if agree and index not in present:
-        present[index] = line
-        addresses[index] = theirs[index]
-        return
-    text = (
-        f"Two processes are {cluster.name(index)}: each needs an index of its "
-        "own."
-        if agree
-        else "All workers must have the same cluster. "
-        f"Received: {theirs} on worker {index}, {ours} on worker 0"
-    )
-    line.send({"refused": text})
-    raise RefusedError(text)
-
-
-@contextlib.contextmanager
-def _listen(cluster: Cluster) -> Iterator[socket.socket]:
-    """The own port, once a process of an earlier job has left it."""
-    deadline = time.monotonic() + _PATIENCE
-    _, port = split_address(cluster.addresses[0])
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    server = None
-    while server is None:
-        try:
-            server = socket.create_server(
-                ("", port), family=family, dualstack_ipv6=dual
-            )
-        except OSError as error:
-            in_use = error.errno == errno.EADDRINUSE
-            if not in_use or time.monotonic() > deadline:
-                raise RefusedError(
-                    f"This process cannot be {cluster.name(0)}: "
-                    f"{error.strerror}. Is another process of this machine "
-                    "worker 0, too, or has an earlier job not ended?"
-                ) from error
-            time.sleep(_LOOK)
-    with server:
-        server.settimeout(_LOOK)
-        yield server
-
-
-def _send_all(lines: Mapping[int, Line], message: Message) -> None:
-    for line in lines.values():
-        line.send(message)
-
-
-# ------------------------------------------------------------ the other workers
-def _report_to_first(cluster: Cluster, waiting_for: WaitingFor) -> Rendezvous:
-    """Connects with the first worker and waits until all may go on."""
-    first = split_address(cluster.addresses[0])
+def _report_to_first(cluster: Cluster, secret: bytes, wait: Wait) -> Rendezvous:
+    """Connect to worker 0 and wait until all may go on."""
+    lookup = _Lookup(*split_address(cluster.addresses[0]))
+    process = make_nonce()
     with socket.socket() as claim:
         claim.bind(("", 0))  # so that nobody else is given this port
+        port = claim.getsockname()[1]
         while True:
-            with contextlib.ExitStack() as stack:
-                try:
-                    connection = socket.create_connection(first, _PATIENCE)
-                except OSError:
-                    pass
-                else:
-                    line = Line(connection, _PATIENCE)
+            try:
+                connection = lookup.connect(wait)
+                with contextlib.ExitStack() as stack:
+                    line = Line(connection, waiting.PATIENCE)
                     stack.callback(line.close)
                     known = list(cluster.addresses)
                     if not known[cluster.index]:
-                        host = _own_host(connection, cluster)
-                        port = claim.getsockname()[1]
+                        host = _host_here(connection, cluster)
                         known[cluster.index] = f"{host}:{port}"
-                    line.send({"worker": cluster.index, "cluster": known})
-                    if go := _may_go_on(line, waiting_for):
-                        stack.pop_all()
-                        complete = Cluster(tuple(go["go"]), cluster.index)
-                        return Rendezvous(complete, {0: line}, go["seed"])
-            waiting_for([0])
-            time.sleep(_LOOK)
+                    greeting = Greeting(
+                        cluster.index,
+                        tuple(known),
+                        cluster.job,
+                        process,
+                        make_nonce(),
+                    )
+                    _greet(line, greeting, secret, cluster, wait)
+                    result = _wait_for_go(line, greeting, cluster, wait)
+                    stack.pop_all()
+                    return result
+            except _NoAnswerError as error:
+                wait.cause = str(error)
+            wait.check([0])
+            time.sleep(wait.left(waiting.LOOK))
 
 
-def _own_host(connection: socket.socket, cluster: Cluster) -> str:
-    """The host at which the others find this process.
+def _host_here(connection: socket.socket, cluster: Cluster) -> str:
+    """Return the host at which the other workers reach this process.
 
-    It is where messages to the first worker leave. On the host of that one
-    this may be an address which others have too, but its own is good for all.
+    It is where messages to worker 0 leave. On the host of worker 0 this may be
+    an address which other hosts have, too, but that of worker 0 is valid.
     """
-    own, theirs = connection.getsockname()[0], connection.getpeername()[0]
-    if own == theirs or ipaddress.ip_address(own).is_loopback:
+    here, there = connection.getsockname()[0], connection.getpeername()[0]
+    if here == there or is_loopback(here):
         return cluster.addresses[0].rpartition(":")[0]
-    return f"[{own}]" if ":" in own else own
+    return f"[{here}]" if ":" in here else str(here)
 
 
-def _may_go_on(line: Line, waiting_for: WaitingFor) -> Message | None:
-    """Return the message "go" of worker 0; None if worker 0 is gone."""
-    while (message := line.receive()) is not None:
-        if "go" in message:
-            return message
-        if "refused" in message:
-            raise RefusedError(message["refused"])
-        if "timeout" in message:
-            raise TimeoutError(message["timeout"])
-        waiting_for(message.get("missing", [0]))
-    return None
+def _greet(
+    line: Line,
+    greeting: Greeting,
+    secret: bytes,
+    cluster: Cluster,
+    wait: Wait,
+) -> None:
+    """Exchange greetings and proofs with worker 0.
+
+    Raises:
+        RefusedError: If worker 0 has another secret.
+    """
+    line.send(dataclasses.asdict(greeting))
+    answer = line.receive(wait.left(waiting.PATIENCE)) or {}
+    nonce, proof = answer.get("nonce"), answer.get("proof")
+    if not isinstance(nonce, str) or not isinstance(proof, str):
+        raise _NoAnswerError(
+            "a process accepts the connection there, but does not answer as "
+            "worker 0 of this version of tfkfac"
+        )
+    session = Session(secret, greeting, nonce)
+    if not session.is_proved(FIRST, proof):
+        raise RefusedError(
+            f"{cluster.name(0)} cannot prove that it has the secret of this "
+            f"process: environment variable {VARIABLE} must be the same on "
+            "all workers of a job, or unset on all. It may be worker 0 of "
+            f"another job. Received: {'a' if secret else 'no'} secret on "
+            f"worker {cluster.index}, another one or none on worker 0"
+        )
+    line.send({"proof": session.prove(OTHER)})
+    if secret:
+        line.protect(session.key(OTHER), session.key(FIRST))
+
+
+def _wait_for_go(
+    line: Line, greeting: Greeting, cluster: Cluster, wait: Wait
+) -> Rendezvous:
+    """Wait for the message "go" of worker 0.
+
+    Raises:
+        RefusedError: If worker 0 refuses this worker, or its own start.
+        TimeoutError: If the time of this worker or of worker 0 is over.
+    """
+    size = len(cluster.addresses)
+    while (message := line.receive(wait.left(waiting.PATIENCE))) is not None:
+        wait.cause = ""
+        match message:
+            case {"refused": str(text)}:
+                raise RefusedError(text)
+            case {"timeout": str(text)}:
+                raise TimeoutError(text)
+            case {"go": list(addresses), "seed": int(seed)} if _is_valid(
+                addresses, greeting
+            ):
+                complete = dataclasses.replace(
+                    cluster, addresses=tuple(addresses)
+                )
+                return Rendezvous(complete, {0: line}, seed)
+            case {"missing": list(missing)}:
+                wait.check(
+                    [i for i in missing if type(i) is int and 0 <= i < size]
+                    or [0]
+                )
+            case _:
+                break
+    raise _NoAnswerError("worker 0 has ended the connection or is silent")
+
+
+def _is_valid(addresses: Sequence[Any], greeting: Greeting) -> bool:
+    """Return True if worker 0's addresses agree with those known here."""
+    known = greeting.cluster
+    if len(addresses) != len(known):
+        return False
+    for address, expected in zip(addresses, known, strict=True):
+        if not isinstance(address, str) or expected not in ("", address):
+            return False
+        try:
+            split_address(address)
+        except ValueError:
+            return False
+    return True
+
+
+class _Lookup:
+    """Connections to a host and port, with limits of time.
+
+    A thread resolves the name: a name server that does not answer would hold
+    the caller beyond its deadline.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._is_running = False
+
+    def connect(self, wait: Wait) -> socket.socket:
+        """Return a connection.
+
+        Raises:
+            _NoAnswerError: If there is none. The text is the cause.
+        """
+        last = "it has no address"
+        targets = self._resolve(wait.left(waiting.MANNERS))
+        seconds = max(waiting.PATIENCE / max(len(targets), 1), waiting.MANNERS)
+        for family, type_, protocol, _, address in targets:
+            connection = socket.socket(family, type_, protocol)
+            try:
+                connection.settimeout(wait.left(seconds))
+                connection.connect(address)
+            except ConnectionRefusedError:
+                last = "the connection is refused, no process listens there"
+            except OSError as error:
+                last = f"it cannot be reached ({error.strerror or error})"
+            else:
+                return connection
+            connection.close()
+        raise _NoAnswerError(last)
+
+    def _resolve(self, seconds: float) -> list[Any]:
+        if not self._is_running:
+            self._is_running = True
+            threading.Thread(
+                target=self._run, name="tfkfac name resolution", daemon=True
+            ).start()
+        name = f"the host name {quote(self._host)} cannot be resolved"
+        try:
+            result = self._results.get(timeout=seconds)
+        except queue.Empty:
+            raise _NoAnswerError(
+                f"{name} (no answer of the name server)"
+            ) from None
+        self._is_running = False
+        if isinstance(result, Exception):
+            cause = getattr(result, "strerror", None) or result
+            raise _NoAnswerError(f"{name} ({cause})")
+        return list(result)
+
+    def _run(self) -> None:
+        try:
+            result: Any = socket.getaddrinfo(
+                self._host, self._port, type=socket.SOCK_STREAM
+            )
+        except (OSError, UnicodeError) as error:
+            result = error
+        self._results.put(result)

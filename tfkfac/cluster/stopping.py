@@ -66,7 +66,7 @@ class Stopping(Listener):
             if "stop" in message and self._own is None:
                 self._own = self._done + 1
                 self._say({"stops after": self._own})
-            elif "stops after" in message:
+            elif type(message.get("stops after")) is int:
                 self._promises[sender] = message["stops after"]
             elif message in (LOST, BYE):
                 self._is_alone = True

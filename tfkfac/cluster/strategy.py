@@ -73,9 +73,10 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
         TimeoutError: If a worker has not started in time. The message names
             it.
         ValueError: If `TF_CONFIG` or the resolver is malformed, has parameter
-            servers, names other workers than that of another worker, or two
-            processes have one index; or if a launcher does not say all that
-            is needed.
+            servers; if a launcher does not say all that is needed; or if
+            worker 0 refuses this process, because it has other workers,
+            another job or secret (environment variable `TFKFAC_SECRET`), or
+            the index of another process.
 
     Example:
     ```python
@@ -175,7 +176,8 @@ def _find_cluster(
         cluster, where = from_resolver(resolver), "argument `cluster_resolver`"
     elif text:
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        cluster, where = read_tf_config(text), "TF_CONFIG"
+        ray_job = os.environ.get("RAY_JOB_ID", "")
+        cluster, where = read_tf_config(text, ray_job), "TF_CONFIG"
     else:
         cluster, where = find_cluster(os.environ, given)
     if resolver is not None and resolver.task_type == EVALUATOR:

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
+from types import NoneType, TracebackType
 
 import tensorflow as tf
 from typing_extensions import override
@@ -149,7 +149,8 @@ class Watch(Listener):
     # ------------------------------------------------------ that of the others
     @override
     def hear(self, sender: int, message: Message) -> None:
-        if sender == self._channel.index:
+        fit = message.get("fit")
+        if sender == self._channel.index or type(fit) not in (int, NoneType):
             return
         if "failed" in message:
             what = f"has failed: {message['failed']}"
@@ -164,7 +165,7 @@ class Watch(Listener):
             return
         text, now = f"{self._cluster.name(sender)} {what}", time.monotonic()
         is_fault, is_loss = message != BYE, message == LOST
-        news = _News(text, message.get("fit"), is_fault, is_loss, now)
+        news = _News(text, fit, is_fault, is_loss, now)
         with self._heard:
             self._news.append(news)
             self._heard.notify_all()
