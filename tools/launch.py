@@ -13,6 +13,9 @@ With `--min-workers M` a job goes on without workers that a signal has killed,
 as where memory has ended: the others are stopped and as many started again, M
 at least, which go on from what the job has saved.
 
+Workers prove to each other that they are of this job: unless `TFKFAC_SECRET` is
+set, they share a random one.
+
 The workers share the processor: unless `TF_NUM_INTRAOP_THREADS` is set, each
 uses its part of the cores. In a virtual environment `python` is that of the
 environment whose interpreter runs this script.
@@ -23,6 +26,7 @@ import json
 import math
 import os
 import pathlib
+import secrets
 import signal
 import socket
 import sys
@@ -207,6 +211,7 @@ def common_environment(workers: int) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // workers)
     environment.setdefault("TF_NUM_INTRAOP_THREADS", str(threads))
     environment.setdefault("PYTHONUNBUFFERED", "1")
+    environment.setdefault("TFKFAC_SECRET", secrets.token_hex(32))
     environment.setdefault(LEVEL, "2")
     # gRPC would ask a proxy for these addresses, too.
     for name in ("no_proxy", "NO_PROXY"):

@@ -81,6 +81,46 @@ def test_configuration() -> None:
     assert all(config["cluster"]["worker"] == addresses for config in configs)
 
 
+def test_one_secret_for_each_job() -> None:
+    """Unless the user has set one."""
+    secrets = []
+    for environment in ({}, {}, {"TFKFAC_SECRET": "word"}):
+        code = "print(os.environ['TFKFAC_SECRET'])"
+        done = launch(2, code, **environment)
+        (secret,) = {own_lines(done.stdout, w)[0] for w in range(2)}
+        secrets.append(secret)
+    assert len(set(secrets)) == 3
+    assert secrets[2] == "word"
+    assert all(len(secret) == 64 for secret in secrets[:2])
+
+
+JOB = """
+import tensorflow as tf, tfkfac
+strategy = tfkfac.MultiWorkerMirroredStrategy(start_timeout=60)
+replica = lambda: tf.distribute.get_replica_context()
+total = strategy.run(lambda: replica().all_reduce("sum", tf.constant(2.0)))
+tfkfac_channel = strategy.stopping._channel
+line = next(iter(tfkfac_channel._lines.values()))
+print("total", total.numpy(), "MAC", line._keys is not None, flush=True)
+# A message of one worker reaches the other one with a MAC.
+if index == 1:
+    strategy.stopping.request()
+while not strategy.stopping.batch_ends():
+    time.sleep(0.01)
+print("stopped", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_real_job_with_a_secret() -> None:
+    done = launch(2, JOB, CUDA_VISIBLE_DEVICES="-1")
+    assert done.returncode == 0, done.stderr
+    for worker in range(2):
+        lines = own_lines(done.stdout, worker)
+        assert lines == ["total 4.0 MAC True", "stopped"]
+    assert "not authenticated" not in done.stderr
+
+
 def test_odd_output() -> None:
     """Windows' line ends, bytes that are not UTF-8, no end of line."""
     code = r"""
