@@ -1,12 +1,13 @@
-"""All that relies on what Keras and TensorFlow do not promise.
+"""Code that relies on private or undocumented parts of Keras and TensorFlow.
 
-Each function says what it relies on. `tests/compat` holds Keras and TensorFlow
-to it: after an upgrade it says what has changed, and for which function.
+Each function documents the internals that it relies on. `tests/compat` checks
+them: after an upgrade a failing test names the changed internal and the
+function that needs it.
 """
 
 import keras
 
-# Here, since no module that would fail for it is imported earlier.
+# Check here, before an import that fails with another backend.
 if keras.backend.backend() != "tensorflow":
     raise ImportError(
         "tfkfac needs Keras' TensorFlow backend. Set the environment variable "

@@ -1,4 +1,4 @@
-"""Functions that a graph has once, and calls of them for every layer."""
+"""Trace a per-layer function once per graph and call it for every layer."""
 
 import contextlib
 import dataclasses
@@ -22,20 +22,22 @@ from tfkfac.compat.graphs import Tracked, in_xla, not_inlined, open_graphs
 
 T = TypeVar("T")
 
-# What the operations of a function cost, in calls of it.
+# Cost of tracing the body of a function, in units of one call.
 _BODY = 6
-# Attributes of graphs.
+# Names of the graph attributes that hold traced functions and branches.
 _SHARED = "_tfkfac_shared_functions"
 _BRANCHES = "_tfkfac_branches"
 
 
 class Kind(NamedTuple):
-    """Rows of `each` for which a function has the same operations.
+    """Cache key of `each`: calls with equal keys share one traced function.
 
     Attributes:
-        key: Distinguishes it from what the function does for other rows.
-        any_size: True if sizes do not count, see `shared_call`.
-        placed: True for a call that is `placed`, of one row alone as well.
+        key: A hashable value. It differs between calls that need different
+            operations for arguments of equal shapes and dtypes.
+        any_size: True to trace once for all sizes, see `shared_call`.
+        placed: True to call a placed function, see `shared_call`, even for a
+            key with a single call.
     """
 
     key: Hashable = None
@@ -44,29 +46,29 @@ class Kind(NamedTuple):
 
 
 class Member(Tracked):
-    """State whose variables `each` can put in the place of another one's.
+    """Object with variables that `each` can pass to a traced function.
 
     Attributes:
-        held: Names of the attributes that are variables, or lists of them.
+        held: Names of the attributes that are variables or lists of variables.
     """
 
     held: ClassVar[tuple[str, ...]] = ()
 
     @property
     def like(self) -> Kind:
-        """Kind of this state: equal for those that differ in variables only."""
+        """Cache key; equal for objects that differ only in their variables."""
         raise NotImplementedError
 
     def variable_values(self) -> list[Any]:
-        """The variables, in order."""
+        """Values of the attributes in `held`, in order."""
         return [getattr(self, name) for name in self.held]
 
     def with_variables(self, values: Sequence[Any]) -> Self:
-        """The same with other variables; nothing follows these."""
-        other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        vars(other).update(zip(self.held, values, strict=True))
-        return other
+        """Return an untracked shallow copy that uses the given variables."""
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self))
+        vars(copy).update(zip(self.held, values, strict=True))
+        return copy
 
 
 def each(
@@ -75,128 +77,131 @@ def each(
     like: Kind | Sequence[Kind | None] | None = None,
     around: Callable[[int], AbstractContextManager[None]] | None = None,
 ) -> list[Any]:
-    """Calls a function for each row of some columns, equal rows as one.
+    """Map a function over per-block arguments; equal keys share a trace.
 
-    A hundred equal layers are a hundred calls of one function, which a graph
-    has once. Each call costs a few milliseconds in the first step and some
-    microseconds in every other; a function that does the same for some layers
-    at once is called less often. What is there once is done without a call,
-    unless that is placed.
+    For example, `each(f, [x0, x1], [y0, y1], like=Kind())` returns
+    `[f(x0, y0), f(x1, y1)]`. If shapes and dtypes are equal, `f` is traced
+    once. A call of the trace costs a few milliseconds in the first step and
+    some microseconds in later steps, so one traced function handles several
+    rows. A key with a single row is inlined, unless `placed`.
 
     Args:
-        function: The function, or that of each row. It must not use tensors
-            or variables that are not its arguments, nor collectives.
-        columns: Lists with an entry for each row, None where there is nothing
-            to do. What is no list is the same for all. Entries are tensors,
-            variables, nests or dataclasses of them, or `Member`; anything else
-            is a constant of the function.
-        like: Kind of all rows or of each; rows of None equal no others.
-            Defaults to that of the `Member` of a row.
-        around: Context of each row, by its number. Such rows are called one
-            by one.
+        function: The function, or a list with one function per row. It must
+            use only tensors and variables that are arguments, and no
+            collectives.
+        columns: One list per argument with one entry per row. A row with an
+            entry None is skipped. An argument that is not a list is passed to
+            all rows. Entries are tensors, variables, `Member` objects, or
+            nests or dataclasses of these. Any other entry is a constant.
+        like: Key of all rows, or a list with one key per row. A row with the
+            key None is never shared. Defaults to the `like` of the first
+            `Member` in a row.
+        around: Function from a row index to a context manager, entered during
+            the call of this row. Rows are then called one by one.
 
     Returns:
-        What the function returns of each row, None where there is no row. In a
-        graph sizes may be unknown; the caller may say them with `set_shape`.
+        List of results, one per row; None for skipped rows. In a graph static
+        sizes may be unknown; the caller can restore them with `set_shape`.
     """
     count = max(len(column) for column in columns if isinstance(column, list))
     rows: dict[int, _Row] = {}
     for i in range(count):
         args = [c[i] if isinstance(c, list) else c for c in columns]
         if all(arg is not None for arg in args):
-            own = function if callable(function) else function[i]
-            kind = like if like is None or isinstance(like, Kind) else like[i]
+            row_function = function if callable(function) else function[i]
+            key = like if like is None or isinstance(like, Kind) else like[i]
             if like is None:
-                kind = next(a.like for a in args if isinstance(a, Member))
-            rows[i] = _Row(own, args, kind, own if callable(function) else None)
+                key = next(a.like for a in args if isinstance(a, Member))
+            common = row_function if callable(function) else None
+            rows[i] = _Row(row_function, args, key, common)
     if not tf.executing_eagerly() and around is None:
-        found = _together(rows)
+        results = _call_grouped(rows)
     else:
-        found = {}
+        results = {}
         for i, row in rows.items():
             with around(i) if around else contextlib.nullcontext():
-                (found[i],) = _call([row])
-    return [found.get(i) for i in range(count)]
+                (results[i],) = _call([row])
+    return [results.get(i) for i in range(count)]
 
 
 def fields(rows: Sequence[Any], count: int) -> list[list[Any]]:
-    """Columns of what `each` returns where the function returns tuples."""
+    """Transpose the tuples that `each` returns into `count` lists."""
     return [
         [None if row is None else row[k] for row in rows] for k in range(count)
     ]
 
 
 def flags(column: Sequence[tf.Tensor | None], otherwise: bool) -> tf.Tensor:
-    """Scalar bools of rows as one vector, `otherwise` where there is no row."""
+    """Stack scalar bools to a vector, with `otherwise` in place of None."""
     if not column:
         return tf.zeros([0], tf.bool)
-    rest = tf.constant(otherwise)
-    return tf.stack([rest if flag is None else flag for flag in column])
+    default = tf.constant(otherwise)
+    return tf.stack([default if flag is None else flag for flag in column])
 
 
 class _Row(NamedTuple):
-    """A function and its arguments in one row, of a kind or of none."""
+    """One call of `each`; `common` is the function if all rows share it."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
-    kind: Kind | None
-    known: Callable[..., Any] | None
+    key: Kind | None
+    common: Callable[..., Any] | None
 
     @property
     def signature(self) -> Hashable:
-        """Key of the function besides the kinds of its arguments."""
+        """Cache key without the shapes and dtypes of the arguments."""
         constants = tuple(arg for arg in self.args if _is_constant(arg))
-        return self.kind and (self.known, self.kind, constants)
+        return self.key and (self.common, self.key, constants)
 
     @property
     def nests(self) -> list[Any]:
         """The arguments as nests of tensors and variables."""
-        return list(map(_opened, self.args))
+        return list(map(_to_nest, self.args))
 
-    def of(self, *nests: Any) -> Any:
-        """Calls the function with such nests in the arguments' places."""
+    def call(self, *nests: Any) -> Any:
+        """Call the function with arguments rebuilt from the given nests."""
         pairs = zip(self.args, nests, strict=True)
-        return self.function(*(_closed(arg, nest) for arg, nest in pairs))
+        return self.function(*(_from_nest(arg, nest) for arg, nest in pairs))
 
 
-def _together(rows: Mapping[int, _Row]) -> dict[int, Any]:
-    """Makes calls, several of a kind in one."""
-    kinds: dict[Hashable, list[int]] = {}
-    found: dict[int, Any] = {}
+def _call_grouped(rows: Mapping[int, _Row]) -> dict[int, Any]:
+    """Group calls by key; one graph call per group of equal keys."""
+    by_key: dict[Hashable, list[int]] = {}
+    results: dict[int, Any] = {}
     for i, row in rows.items():
         key: Hashable = i
-        if row.kind is not None:
+        if row.key is not None:
             leaves = tf.nest.flatten(row.nests)
-            sizes = (_Leaf.of(leaf, row.kind.any_size) for leaf in leaves)
-            key = row.signature, *sizes
-        kinds.setdefault(key, []).append(i)
-    for members in kinds.values():
-        first = rows[members[0]]
-        if len(members) == 1 and not (first.kind and first.kind.placed):
-            found[members[0]] = first.function(*first.args)
+            specs = (_LeafSpec.of(leaf, row.key.any_size) for leaf in leaves)
+            key = row.signature, *specs
+        by_key.setdefault(key, []).append(i)
+    for indices in by_key.values():
+        first = rows[indices[0]]
+        if len(indices) == 1 and not (first.key and first.key.placed):
+            results[indices[0]] = first.function(*first.args)
             continue
-        size = group_size(len(members))
-        for start in range(0, len(members), size):
-            group = members[start : start + size]
-            found.update(
+        size = group_size(len(indices))
+        for start in range(0, len(indices), size):
+            group = indices[start : start + size]
+            results.update(
                 zip(group, _call([rows[i] for i in group]), strict=True)
             )
-    return found
+    return results
 
 
 def _call(rows: Sequence[_Row]) -> list[Any]:
-    """Calls the function of some equal rows once for all of them."""
+    """Call the function of rows with equal keys, in one graph call."""
     first = rows[0]
-    if first.kind is None or tf.executing_eagerly():
+    if first.key is None or tf.executing_eagerly():
         return [row.function(*row.args) for row in rows]
 
-    def together(*many: Sequence[Any]) -> list[Any]:
-        return [first.of(*nests) for nests in many]
+    def call_all(*nests_by_row: Sequence[Any]) -> list[Any]:
+        return [first.call(*nests) for nests in nests_by_row]
 
-    _, any_size, placed = first.kind
+    _, any_size, placed = first.key
     return shared_call(
         (len(rows), first.signature),
-        together,
+        call_all,
         *(row.nests for row in rows),
         any_size=any_size,
         placed=placed,
@@ -204,7 +209,7 @@ def _call(rows: Sequence[_Row]) -> list[Any]:
 
 
 def group_size(count: int) -> int:
-    """Number of equal calls in one; those left over are another function."""
+    """Rows per graph call that minimise the cost of tracing and calling."""
     return min(
         range(1, math.isqrt(count) + 1),
         key=lambda size: _BODY * (size + count % size) + count // size,
@@ -212,13 +217,13 @@ def group_size(count: int) -> int:
 
 
 def _is_constant(arg: Any) -> bool:
-    """True for what is neither a tensor nor made of such."""
+    """True if an argument contains neither tensors nor variables."""
     is_state = isinstance(arg, Member) or dataclasses.is_dataclass(arg)
     return not (is_state or tf.nest.is_nested(arg) or tf.is_tensor(arg))
 
 
-def _opened(arg: Any) -> Any:
-    """An argument as a nest of tensors and variables."""
+def _to_nest(arg: Any) -> Any:
+    """Convert an argument to a nest of tensors and variables."""
     if isinstance(arg, Member):
         return arg.variable_values()
     if dataclasses.is_dataclass(arg):
@@ -226,8 +231,8 @@ def _opened(arg: Any) -> Any:
     return [] if _is_constant(arg) else arg
 
 
-def _closed(arg: Any, nest: Any) -> Any:
-    """Inverse of `_opened`, with what is in a nest."""
+def _from_nest(arg: Any, nest: Any) -> Any:
+    """Invert `_to_nest`: a copy of `arg` with the contents of the nest."""
     if isinstance(arg, Member):
         return arg.with_variables(nest)
     if dataclasses.is_dataclass(arg) and not isinstance(arg, type):
@@ -243,110 +248,116 @@ def shared_call(
     any_size: bool = False,
     placed: bool = False,
 ) -> T:
-    """Calls a function of which a graph has the operations once.
+    """Call a function that is traced once per graph and signature.
 
-    What a step does for each of a hundred layers is traced, optimised and
-    kept for the first of them; for the others it is one operation, a call.
-    Running eagerly it is just the function. The functions live as long as the
-    outermost graph does.
+    The first call traces the function. Later calls with an equal signature,
+    and arguments of equal shapes and dtypes, add one call operation to the
+    graph. In eager mode this is a plain call of the function. Traces live as
+    long as the outermost graph.
 
-    This relies on `inference_fn` of a concrete function, which a `tf.function`
-    comes to after it has looked at its arguments: most of the time of a call
-    is for that. What is called runs on the device of the caller, and errors in
-    it name the caller.
+    This relies on `inference_fn` of a concrete function. Calling it directly
+    skips the checks of arguments, which take most of the time that a
+    `tf.function` needs for a call. The function runs on the device of the
+    caller, and error messages name the caller.
 
     Args:
-        signature: What distinguishes the function, besides the shapes and
-            dtypes of the arguments, from others that are called.
-        function: The function. It must not use tensors or variables that are
-            not its arguments, nor collectives.
-        args: Nests of tensors and variables, with `any_size` of known ranks.
-        any_size: True to trace it once for tensors of all sizes. Those of what
-            it returns are unknown; the caller may say them with `set_shape`.
-        placed: True to let TensorFlow go through the function with all of its
-            passes, as it does with what a `PartitionedCall` calls. Where it
-            does, convolutions get oneDNN's kernels, three to five times as
-            fast. It takes some time in the first step: for a few functions
-            that work long.
+        signature: Cache key of the function, in addition to the shapes and
+            dtypes of the arguments.
+        function: The function. It must use only tensors and variables that
+            are arguments, and no collectives.
+        args: Nests of tensors and variables. Ranks must be known if
+            `any_size`.
+        any_size: True to trace once for all sizes. Static sizes of the results
+            are then unknown; the caller can restore them with `set_shape`.
+        placed: True to call by `PartitionedCall`, to which TensorFlow applies
+            all graph passes. Convolutions then use oneDNN's kernels, 3 to 5
+            times faster, at the cost of a slower first step. Meant for a few
+            functions with long run times.
+
+    Returns:
+        The results of the function.
     """
     graphs = [graph for graph in open_graphs() if graph.building_function]
     if not graphs:
         return function(*args)
-    shared = _kept(graphs[-1], _SHARED, dict)
+    shared = _graph_attribute(graphs[-1], _SHARED, dict)
     leaves = tf.nest.flatten(args)
-    kinds = [_Leaf.of(leaf, any_size) for leaf in leaves]
-    key = signature, *kinds
+    specs = [_LeafSpec.of(leaf, any_size) for leaf in leaves]
+    key = signature, *specs
     if key not in shared:
-        shared[key] = _trace(function, args, kinds)
+        shared[key] = _trace(function, args, specs)
     traced = shared[key]
     tensors = [
-        leaf.handle if kind.is_variable else tf.convert_to_tensor(leaf)
-        for leaf, kind in zip(leaves, kinds, strict=True)
+        leaf.handle if spec.is_variable else tf.convert_to_tensor(leaf)
+        for leaf, spec in zip(leaves, specs, strict=True)
     ]
     if _on_one_device() and not placed:
-        made = _direct(traced.inference_fn, tensors)
+        outputs = _call_as_operation(traced.inference_fn, tensors)
     else:
-        with _calls_as_written():
-            made = traced.inference_fn.call_flat(*tensors)
-    return tf.nest.pack_sequence_as(traced.structured_outputs, made)
+        with _unoptimized_calls():
+            outputs = traced.inference_fn.call_flat(*tensors)
+    return tf.nest.pack_sequence_as(traced.structured_outputs, outputs)
 
 
 def _on_one_device() -> bool:
-    """True if there is one device alone, on which nothing is compiled."""
+    """True if there is a single device and XLA does not compile this trace."""
     return len(tf.config.list_logical_devices()) == 1 and not in_xla()
 
 
-def _direct(function: Any, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Calls a function by an operation that is named after it.
+def _call_as_operation(
+    function: Any, tensors: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Call a function by an operation whose type is the function's name.
 
-    TensorFlow makes one kernel of it, as of any other operation. What is
-    called by a `PartitionedCall` it places on devices, looks through for XLA
-    and cuts in parts when it first runs, with all that is called in turn: a
-    tenth of the first step.
+    TensorFlow creates one kernel for this operation. A `PartitionedCall` would
+    place and partition the function, and all functions that it calls, when it
+    first runs: a tenth of the time of the first step.
 
-    This relies on a graph knowing the functions that were added to it as
-    operations, and on all operations in them being on the caller's device.
+    This relies on a graph accepting names of added functions as operation
+    types, and on all operations of the function being on the caller's device.
     """
     graph = tf.compat.v1.get_default_graph()
     graph._add_function_recursive(function)
-    returned = function.function_type.flat_outputs
+    output_specs = function.function_type.flat_outputs
     operation = graph._create_op_internal(
         function.cached_definition.signature.name,
         tensors,
-        [spec.dtype for spec in returned],
+        [spec.dtype for spec in output_specs],
         name="Call",
         op_def=function.cached_definition.signature,
     )
-    _say_what_is_read(operation, function.graph)
-    for tensor, spec in zip(operation.outputs, returned, strict=True):
+    _mark_read_only_inputs(operation, function.graph)
+    for tensor, spec in zip(operation.outputs, output_specs, strict=True):
         tensor.set_shape(spec.shape)
     return list(operation.outputs)
 
 
-def _say_what_is_read(
-    call: tf.Operation, body: tf.Graph, before: int = 0
+def _mark_read_only_inputs(
+    call: tf.Operation, body: tf.Graph, offset: int = 0
 ) -> None:
-    """Notes which variables a call only reads, so that others need not wait.
+    """Mark variables that a call only reads, so that other reads do not wait.
 
-    It has some inputs before those of the function.
+    The inputs of the body begin at input `offset` of the call.
     """
     find = auto_control_deps_utils.get_read_only_resource_input_indices_graph
     set_int_list_attr(
         call,
         auto_control_deps_utils.READ_ONLY_RESOURCE_INPUTS_ATTR,
-        [before + place for place in find(body)],
+        [offset + index for index in find(body)],
     )
 
 
-def _kept(graph: tf.Graph, name: str, make: Callable[[], Any]) -> Any:
-    """Something that lives as long as a graph does."""
+def _graph_attribute(
+    graph: tf.Graph, name: str, make: Callable[[], Any]
+) -> Any:
+    """Return an attribute of a graph, created by `make` on first use."""
     if not hasattr(graph, name):
         setattr(graph, name, make())
     return getattr(graph, name)
 
 
-class _Leaf(NamedTuple):
-    """Form of a tensor or a variable that a function is given."""
+class _LeafSpec(NamedTuple):
+    """Dtype and shape of a tensor or variable argument."""
 
     is_variable: bool
     dtype: tf.DType
@@ -354,19 +365,19 @@ class _Leaf(NamedTuple):
 
     @classmethod
     def of(cls, leaf: Any, any_size: bool) -> Self:
-        """The form of a leaf, which may stand for those of all sizes."""
+        """The spec of a leaf; sizes are None if `any_size`."""
         sizes = [None] * leaf.shape.rank if any_size else leaf.shape.as_list()
         return cls(isinstance(leaf, tf.Variable), leaf.dtype, tuple(sizes))
 
     @property
-    def spec(self) -> tf.TensorSpec:
-        """Signature of what is passed: of a variable its handle."""
+    def tensor_spec(self) -> tf.TensorSpec:
+        """Spec of the tensor that is passed; for a variable, its handle."""
         if self.is_variable:
             return tf.TensorSpec([], tf.resource)
         return tf.TensorSpec(self.shape, self.dtype)
 
-    def within(self, tensor: tf.Tensor) -> tf.Tensor | tf.Variable:
-        """Makes a variable of its handle again, of the shape in its data."""
+    def restore(self, tensor: tf.Tensor) -> tf.Tensor | tf.Variable:
+        """Return the tensor, or rebuild the variable from its handle."""
         if not self.is_variable:
             return tensor
         shape = tf.TensorShape(self.shape)
@@ -378,37 +389,39 @@ class _Leaf(NamedTuple):
 
 
 def _trace(
-    function: Callable[..., Any], args: Sequence[Any], kinds: Sequence[_Leaf]
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    specs: Sequence[_LeafSpec],
 ) -> Any:
-    """Traces a function of such arguments, which is not to be inlined."""
+    """Trace a function of flat arguments with the given specs."""
     structure = tf.nest.map_structure(lambda _: None, args)
 
     def flat(*tensors: tf.Tensor) -> Any:
-        given = [
-            kind.within(tensor)
-            for kind, tensor in zip(kinds, tensors, strict=True)
+        leaves = [
+            spec.restore(tensor)
+            for spec, tensor in zip(specs, tensors, strict=True)
         ]
-        return function(*tf.nest.pack_sequence_as(structure, given))
+        return function(*tf.nest.pack_sequence_as(structure, leaves))
 
-    signature = [kind.spec for kind in kinds]
+    signature = [spec.tensor_spec for spec in specs]
     return not_inlined(flat, signature).get_concrete_function()
 
 
 @contextlib.contextmanager
-def _calls_as_written() -> Iterator[None]:
-    """Keeps TensorFlow from optimising the functions that are called here.
+def _unoptimized_calls() -> Iterator[None]:
+    """Disable graph optimisation of the functions called inside.
 
-    A function that is not inlined would be optimised by itself before it first
-    runs: some milliseconds, for next to nothing. Constants are folded and what
-    is there twice is found all the same.
+    TensorFlow would optimise each function separately before its first run,
+    which takes some milliseconds and gains almost nothing. Constant folding
+    and common subexpression elimination still happen.
 
-    This relies on the `function_call_options` of a thread's context, of which
-    a call in a graph gets its `config_proto`.
+    This relies on `function_call_options` of the thread's context, from which
+    a call in a graph takes its `config_proto`.
     """
     current = context.context()
     before = current.function_call_options
     current.function_call_options = context.FunctionCallOptions(
-        before.executor_type, _as_written()
+        before.executor_type, _unoptimized_config()
     )
     try:
         yield
@@ -416,32 +429,35 @@ def _calls_as_written() -> Iterator[None]:
         current.function_call_options = before
 
 
-def _as_written() -> tf.compat.v1.ConfigProto:
-    """Config of a call whose function TensorFlow does not optimise."""
+def _unoptimized_config() -> tf.compat.v1.ConfigProto:
+    """Config of a call whose function is not optimised."""
     config = tf.compat.v1.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True
     return config
 
 
 def when(predicate: tf.Tensor, do: Callable[[], object]) -> list[tf.Operation]:
-    """Does something if a predicate says so, else nothing.
+    """Run `do` for its side effects if a predicate is true.
 
-    In a `tf.cond` each tensor that a branch uses is a placeholder of both
-    branches, and three operations more once TensorFlow has put its own control
-    flow in place of the condition: half of the nodes of a K-FAC step. Here the
-    branch is a function that stays one, and nothing is traced for the other.
+    A `tf.cond` copies each captured tensor into both branches and adds three
+    operations per tensor when it is lowered: half of the nodes of a K-FAC
+    step. Here the branch stays a function, and the other branch is empty.
 
-    This relies on the operation `If` taking functions that are made of their
-    definition, and on `captured_inputs` of a function that is traced.
-    Where there are several devices, or XLA compiles, the branch calls the
-    function, which is then placed on them as elsewhere, and the condition
-    itself is replaced, as in `tf.cond`: all that is passed to the kernel of
-    `If` has to be on one. Branches of two replicas that only read a variable
-    must not wait for each other, so the condition says which ones it only
-    reads.
+    With several devices or XLA, the `If` operation is lowered as in `tf.cond`,
+    because its kernel needs all inputs on one device. The branch then calls
+    the function, which is placed like any other. Read-only variables are
+    marked, so that branches of two replicas do not wait for each other.
 
-    Collectives are legal in what is done; what it returns is lost. Returns
-    what to wait for until it is done, if anything.
+    This relies on the operation `If` accepting functions that are built from
+    a `FunctionDef`, and on `captured_inputs` of a traced function.
+
+    Args:
+        predicate: Scalar bool tensor.
+        do: The function to run. It may use collectives. Its result is
+            dropped.
+
+    Returns:
+        The operations to wait for until `do` has run; empty in eager mode.
     """
     if tf.executing_eagerly():
         if predicate:
@@ -451,48 +467,48 @@ def when(predicate: tf.Tensor, do: Callable[[], object]) -> list[tf.Operation]:
     def body() -> None:
         do()
 
-    # Profiles of a step and its graph show it.
+    # Profiles and graphs show this name.
     body.__name__ = getattr(do, "__name__", "branch").strip("<>")
     function = not_inlined(body).get_concrete_function()
     name = function.name.decode()
     graph = tf.compat.v1.get_default_graph()
     graph._add_function_recursive(function.inference_fn)
-    # Who looks for the graph of a branch, to export it, is given the body's.
-    _kept(graph, _BRANCHES, list).append(function)
-    alone = _on_one_device()
+    # Keep the function: an export of the graph looks up the branch's graph.
+    _graph_attribute(graph, _BRANCHES, list).append(function)
+    one_device = _on_one_device()
     condition = tf.raw_ops.If(
         cond=predicate,
         input=function.captured_inputs,
         Tout=[],
-        then_branch=name if alone else _add(f"{name}_called", function, True),
-        else_branch=_add(f"{name}_otherwise", function, False),
+        then_branch=(
+            name if one_device else _add_branch(f"{name}_called", function)
+        ),
+        else_branch=_add_branch(f"{name}_otherwise", function, empty=True),
     )
-    _say_what_is_read(condition, function.graph, before=1)
+    _mark_read_only_inputs(condition, function.graph, offset=1)
     condition._set_attr(
-        "_lower_using_switch_merge", tf.compat.v1.AttrValue(b=not alone)
+        "_lower_using_switch_merge", tf.compat.v1.AttrValue(b=not one_device)
     )
     return [condition]
 
 
-def _add(name: str, function: Any, calls: bool) -> str:
-    """Makes a function known that takes what another one takes.
-
-    It calls that one with it, or does nothing.
-    """
+def _add_branch(name: str, function: Any, empty: bool = False) -> str:
+    """Add a branch to the graph that calls `function`, or is empty."""
     definition = FunctionDef()
     signature = definition.signature
     signature.name = name
     types = [t.dtype.as_datatype_enum for t in function.captured_inputs]
-    for i, kind in enumerate(types):
-        signature.input_arg.add(name=f"x{i}", type=kind)
-    if calls:
+    for i, input_type in enumerate(types):
+        signature.input_arg.add(name=f"x{i}", type=input_type)
+    if not empty:
         call = definition.node_def.add(name="call")
         call.op = "StatefulPartitionedCall"
         call.input.extend(argument.name for argument in signature.input_arg)
         call.attr["Tin"].list.type.extend(types)
         call.attr["Tout"].list.SetInParent()
         call.attr["f"].func.name = function.name.decode()
-        call.attr["config_proto"].s = _as_written().SerializeToString()
+        config = _unoptimized_config().SerializeToString()
+        call.attr["config_proto"].s = config
         signature.is_stateful = True
         signature.control_output.append(call.name)
         definition.control_ret[call.name] = call.name

@@ -1,4 +1,4 @@
-"""Variables of one worker, graphs, tapes and gradients of TensorFlow."""
+"""Worker-local variables, and helpers for TensorFlow graphs and tapes."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,21 +21,21 @@ except ImportError:  # from Keras 3.16 on
 T = TypeVar("T")
 Sum = Callable[[tf.Tensor], tf.Tensor]
 Moments = tuple[tf.Tensor, tf.Tensor]  # mean and variance
-# Operations that make nothing new.
+# Operations whose outputs share the memory of their inputs.
 _VIEWS = ("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient")
 
 
 def state_variable(
     value: Any, dtype: Any, name: str, shape: Any = None
 ) -> tf.Variable:
-    """Creates a non-trainable variable, also in the middle of a trace.
+    """Create a non-trainable, worker-local variable; legal inside a trace.
 
-    Under a distribution strategy it is this worker's own: it is not mirrored,
-    and other workers may have one of another shape or none. `shape` has None
-    where sizes may change, and is that of the value by default.
+    Under a distribution strategy the variable is not mirrored: other workers
+    may have a variable of another shape, or none. `shape` defaults to the
+    shape of the value; None entries are sizes that may change.
 
-    This relies on `ResourceVariable`, the class below `tf.Variable`, not
-    asking the strategy who creates a variable.
+    This relies on `ResourceVariable`, a base class of `tf.Variable`, ignoring
+    the variable creators of a strategy.
     """
     with tf.init_scope():
         return ResourceVariable(
@@ -44,16 +44,16 @@ def state_variable(
 
 
 def zeros_variable(shape: Sequence[int], dtype: Any, name: str) -> tf.Variable:
-    """A `state_variable` of zeros, made without an array of them."""
+    """Create a `state_variable` of zeros without a NumPy array."""
     with tf.init_scope():
         return state_variable(tf.zeros(shape, dtype), dtype, name)
 
 
 def in_graph(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Traces a function where TensorFlow runs eagerly.
+    """Wrap a function in `tf.function` when executing eagerly.
 
-    Graphs know the layers that operations belong to, for messages, and run
-    long computations faster.
+    A graph runs long computations faster, and its error messages name the
+    layers.
     """
     if tf.executing_eagerly():
         return tf.function(function, autograph=False)
@@ -63,10 +63,10 @@ def in_graph(function: Callable[[], Any]) -> Callable[[], Any]:
 def not_inlined(
     function: Callable[..., Any], input_signature: Any = None
 ) -> Any:
-    """A `tf.function` that is one operation of the graph that calls it.
+    """Return a `tf.function` whose call stays a single graph operation.
 
-    It relies on the attribute `_noinline`, without which TensorFlow puts the
-    operations back in the place of the call.
+    This relies on the function attribute `_noinline`. Without it TensorFlow
+    replaces the call by the operations of the function.
     """
     return tf.function(
         function,
@@ -82,18 +82,18 @@ def repeat(
     first: int | tf.Tensor,
     end: int | tf.Tensor,
 ) -> T:
-    """Calls a function for each index of a range; a graph has it once.
+    """Compute `state = body(index, state)` for `first <= index < end`.
 
-    It gets the index, an int32 scalar, and what it returned last: any nest of
-    tensors, of fixed shapes and dtypes. Collectives are legal in it. In a loop
-    they agree across workers by the name of the loop, to which scopes and
-    replicas add prefixes. So the loop is alone in a function of its own.
+    The state is a nest of tensors of fixed shapes and dtypes, the index an
+    int32 scalar. The body may use collectives. In a loop, TensorFlow matches
+    collectives across workers by the name of the loop, to which scopes and
+    replicas add prefixes. The loop is therefore in a separate function.
 
-    This relies on names beginning anew in a function.
+    This relies on operation names having no prefix inside a function.
     """
 
     def loop(state: T, first: tf.Tensor, end: tf.Tensor) -> T:
-        # One after the other, as the collectives are.
+        # Iterations are sequential, because collectives need a fixed order.
         _, last = tf.while_loop(
             lambda index, _: index < end,
             lambda index, state: (index + 1, body(index, state)),
@@ -110,11 +110,11 @@ def repeat(
 def map_rows(
     function: Callable[[tf.Tensor], tf.Tensor], rows: tf.Tensor
 ) -> tf.Tensor:
-    """`tf.map_fn` that leaves nothing behind if the function raises.
+    """Call `tf.map_fn` and restore the variable scope if the function raises.
 
-    Only in graphs. TensorFlow gives the default variable scope a caching
-    device for the time of the tracing and does not take it back then; no
-    strategy could enter that scope any more.
+    For graphs only. While tracing, TensorFlow sets a caching device on the
+    default variable scope, and does not reset it after an exception. A
+    strategy could then no longer enter that scope.
     """
     scope = tf.compat.v1.get_variable_scope()
     before = scope.caching_device
@@ -125,11 +125,11 @@ def map_rows(
 
 
 def stamp_time(variable: tf.Variable) -> tf.Tensor:
-    """Writes the time in seconds to a float64 variable and returns it.
+    """Assign the current time in seconds to a float64 variable; return it.
 
-    The plain operation would wait for that of other replicas in the same
-    process, since TensorFlow orders operations with a side effect on nothing.
-    A call that is not inlined is one operation by itself.
+    A plain `tf.timestamp` would wait for the timestamps of other replicas in
+    the same process, because TensorFlow orders stateful operations without a
+    resource. A call that is not inlined has a resource: the variable.
     """
     return not_inlined(lambda: tf.identity(variable.assign(tf.timestamp())))()
 
@@ -137,7 +137,7 @@ def stamp_time(variable: tf.Variable) -> tf.Tensor:
 def of_this_graph(
     tensor: tf.Tensor | tf.IndexedSlices,
 ) -> tf.Tensor | tf.IndexedSlices:
-    """A tensor of the current graph: the one given, or an identity of it."""
+    """Return the tensor, or an identity if it is of an outer graph."""
     if tf.executing_eagerly():
         return tensor
     if tensor.graph is tf.compat.v1.get_default_graph():
@@ -145,20 +145,20 @@ def of_this_graph(
     return tf.identity(tensor)
 
 
-def numbers_made(
+def count_scalars(
     function: Callable[..., Any], arguments: Sequence[tf.TensorSpec]
 ) -> int:
-    """Number of numbers that a function makes of its arguments.
+    """Count the scalars that a function computes from its arguments.
 
-    Sizes that only a run knows count nothing.
+    Intermediate results count, views and tensors of unknown size do not.
     """
     traced = tf.function(function, autograph=False)
     graph = traced.get_concrete_function(*arguments)
-    known = {given.ref() for given in graph.inputs[: len(arguments)]}
+    dependent = {x.ref() for x in graph.inputs[: len(arguments)]}
     count = 0
     for operation in graph.graph.get_operations():
-        if any(given.ref() in known for given in operation.inputs):
-            known.update(made.ref() for made in operation.outputs)
+        if any(x.ref() in dependent for x in operation.inputs):
+            dependent.update(x.ref() for x in operation.outputs)
             if operation.type not in _VIEWS:
                 sizes = [x.shape.num_elements() for x in operation.outputs]
                 count += sum(size or 0 for size in sizes)
@@ -166,29 +166,30 @@ def numbers_made(
 
 
 def in_xla() -> bool:
-    """True if the current trace is one that XLA compiles.
+    """True if XLA compiles the current trace.
 
-    It relies on `GraphOrParentsInXlaContext`, which TensorFlow's own control
-    flow asks.
+    This relies on `GraphOrParentsInXlaContext`, which TensorFlow's control
+    flow uses.
     """
     graph = tf.compat.v1.get_default_graph()
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
 def under_tape() -> bool:
-    """True if this thread is inside of a gradient tape or an accumulator.
+    """True if a gradient tape or forward accumulator of this thread is active.
 
-    It relies on `tensorflow.python.eager.record`, which TensorFlow asks before
-    it records an operation.
+    This relies on `tensorflow.python.eager.record`, which TensorFlow uses to
+    decide whether to record an operation.
     """
     return bool(record.could_possibly_record())
 
 
 def open_graphs() -> Iterator[tf.Graph]:
-    """The current graph and those around it; none when running eagerly.
+    """Yield the current graph and its outer graphs; none in eager mode.
 
-    It relies on the `outer_graph` of the graph of a function or a branch. The
-    outermost one has none, or is the empty graph of eager execution.
+    This relies on the attribute `outer_graph` of the graph of a function or a
+    branch. The outermost graph has no such attribute, or has the empty graph
+    of eager execution there.
     """
     if tf.executing_eagerly():
         return
@@ -198,23 +199,23 @@ def open_graphs() -> Iterator[tf.Graph]:
         graph = getattr(graph, "outer_graph", None)
 
 
-def is_constant_to_tapes(kind: str) -> bool:
-    """True if TensorFlow takes the derivative of a type of operation for zero.
+def is_constant_to_tapes(op_type: str) -> bool:
+    """True if TensorFlow treats the derivative of an operation type as zero.
 
-    It relies on `gradient_registry`, where an operation that is registered as
-    not differentiable has None in the place of a function.
+    This relies on `gradient_registry`, which stores None for operations that
+    are registered as not differentiable.
     """
     try:
-        return gradient_registry.lookup(kind) is None
+        return gradient_registry.lookup(op_type) is None
     except LookupError:
-        return False  # an error of TensorFlow's own, if it is needed
+        return False  # TensorFlow raises if the gradient is requested
 
 
 def operation_without_gradient(error: LookupError) -> str:
-    """The type of the operation that a tape found no gradient for.
+    """Return the operation type named by a missing-gradient error.
 
-    It relies on the messages: that of the registry ends with the type, and
-    that of `PreventGradient` says "disabled".
+    This relies on the error messages: the registry's message ends with the
+    type, and the message of `PreventGradient` contains "disabled".
     """
     if "disabled" in str(error):
         return "PreventGradient"
@@ -224,58 +225,58 @@ def operation_without_gradient(error: LookupError) -> str:
 if TYPE_CHECKING:
 
     class Tracked:
-        """`tf.Module` to a type checker, which would check nothing of it."""
+        """Typed stand-in for `tf.Module`, which type checkers see as `Any`."""
 
         variables: Sequence[tf.Variable]
 
         def __init__(self, name: str | None = None) -> None: ...
 
 else:
-    # This relies on `tf.train.Checkpoint` following the attributes of an
-    # optimizer and of a `tf.Module`, and lists and tuples of them, to the
-    # variables in them; dictionaries it leaves out.
+    # This relies on `tf.train.Checkpoint` finding variables in the attributes
+    # of an optimizer or `tf.Module`, and in lists and tuples there, but not in
+    # dictionaries.
     Tracked = tf.Module
 
 
 def own_copy(variable: Any) -> tf.Variable:
-    """This replica's copy of a mirrored variable.
+    """Return this replica's copy of a mirrored variable.
 
-    It relies on `_get_on_device_or_primary` of a distributed variable; another
-    variable, which has no such method, is its own copy.
+    Other variables are returned unchanged. This relies on the method
+    `_get_on_device_or_primary`, which only distributed variables have.
     """
     get = getattr(variable, "_get_on_device_or_primary", None)
     return variable if get is None else get()
 
 
 def new_rows(count: int, length: int, dtype: tf.DType) -> tf.Tensor:
-    """A matrix of zeros for `set_row`."""
+    """Return zeros of shape `(count, length)` for `set_row`."""
     if in_xla():
         return tf.zeros([count, length], dtype)
-    # What `tf.zeros` makes may be a constant, which is kept for other runs.
+    # `tf.zeros` may be folded to a constant, which must not be overwritten.
     return tf.raw_ops.Empty(shape=[count, length], dtype=dtype, init=True)
 
 
 def copied_rows(matrix: tf.Tensor) -> tf.Tensor:
-    """A copy for `set_row` of what is kept elsewhere, as in a variable."""
+    """Return a copy for `set_row` of a matrix that must stay unchanged."""
     return matrix if in_xla() else tf.raw_ops.DeepCopy(x=matrix)
 
 
 def set_row(matrix: tf.Tensor, index: tf.Tensor, row: tf.Tensor) -> tf.Tensor:
-    """Returns a matrix with another row; that given must not be used again.
+    """Write a row of a matrix in place and return the matrix.
 
-    The matrix is what `new_rows`, `copied_rows` or this function returned, the
-    index int32. `tf.tensor_scatter_nd_update` copies the matrix on a CPU.
+    `matrix` is a result of `new_rows`, `copied_rows` or `set_row`, and must
+    not be used afterwards; `index` is int32. `tf.tensor_scatter_nd_update`
+    would copy the matrix on a CPU.
 
-    This relies on `InplaceUpdate` writing into the tensor it is given, and on
-    TensorFlow making no constant of what `Empty` and `DeepCopy` return. XLA
-    decides by itself what it copies.
+    This relies on `InplaceUpdate` writing into its input, and on TensorFlow
+    not folding `Empty` and `DeepCopy` to constants. XLA decides on copies.
     """
     if in_xla():
         return tf.tensor_scatter_nd_update(matrix, [[index]], row[None])
     return tf.raw_ops.InplaceUpdate(x=matrix, i=[index], v=row[None])
 
 
-# Both, as TensorFlow's decorator of the first has copies of the methods.
+# Both classes, as the first is a decorated class with copies of the methods.
 _VARIABLES = (
     resource_variable_ops.ResourceVariable,
     resource_variable_ops.BaseResourceVariable,
@@ -284,17 +285,16 @@ _VARIABLES = (
 
 @contextlib.contextmanager
 def written_variables() -> Iterator[list[tf.Tensor]]:
-    """Notes the handles of the variables that are written inside.
+    """Collect the handles of the variables that are written inside.
 
-    Keras' own are known to its stateless scopes; this is for a
-    `tf.Variable` or a `tf.random.Generator` that a loss keeps.
+    Keras' stateless scopes cover Keras variables. This function also covers a
+    `tf.Variable` or `tf.random.Generator` that a loss uses.
 
     In a graph this relies on `get_read_write_resource_inputs`, by which
-    TensorFlow orders what reads and writes a resource, and which looks into
-    the functions that an operation calls. Outside of graphs it relies on the
-    methods of variables that begin with "assign" and "scatter", and on
-    `_prepare_key_counter` of generators, by which all that draws numbers
-    prepares them.
+    TensorFlow orders reads and writes, also inside of called functions. In
+    eager mode it relies on the names of variables' methods, "assign*" and
+    "scatter*", and on `_prepare_key_counter` of generators, which every draw
+    calls.
     """
     handles: list[tf.Tensor] = []
     if not tf.executing_eagerly():
@@ -304,14 +304,15 @@ def written_variables() -> Iterator[list[tf.Tensor]]:
         find = auto_control_deps_utils.get_read_write_resource_inputs
         for operation in graph.get_operations()[first:]:
             for handle in find(operation)[1]:
-                _add(handles, _outermost(handle))
+                _append_variable(handles, _outermost(handle))
         return
 
-    def note(
+    def record_write(
         below: Callable[..., Any], /, owner: Any, *args: Any, **kwargs: Any
     ) -> Any:
         is_generator = isinstance(owner, tf.random.Generator)
-        _add(handles, (owner.state if is_generator else owner).handle)
+        variable = owner.state if is_generator else owner
+        _append_variable(handles, variable.handle)
         return below(owner, *args, **kwargs)
 
     writes = [
@@ -323,34 +324,34 @@ def written_variables() -> Iterator[list[tf.Tensor]]:
     writes.append((tf.random.Generator, "_prepare_key_counter"))
     with contextlib.ExitStack() as stack:
         for owner, name in writes:
-            stack.enter_context(overridden(owner, name, note))
+            stack.enter_context(overridden(owner, name, record_write))
         yield handles
 
 
 def _outermost(handle: tf.Tensor) -> tf.Tensor:
-    """The handle outside of all functions that a captured one stands for.
+    """Return the handle outside of all functions that captured it.
 
-    Two placeholders of one variable in one graph would be two variables to
-    what orders operations. This relies on `captures` of a function's graph.
+    Two placeholders of one variable would count as two variables. This relies
+    on `captures` of a function's graph.
     """
     while not isinstance(handle, ops.EagerTensor):
         captures = getattr(handle.graph, "captures", ())
-        outside = [own for own, inner in captures if inner is handle]
+        outside = [outer for outer, inner in captures if inner is handle]
         if not outside:
             break
         (handle,) = outside
     return handle
 
 
-def _add(handles: list[tf.Tensor], handle: tf.Tensor) -> None:
-    """Adds the handle of a variable, if it is one and not there yet."""
-    known = any(handle is one for one in handles)
-    if not known and _kind(handle) is not None:
+def _append_variable(handles: list[tf.Tensor], handle: tf.Tensor) -> None:
+    """Append a new handle if it belongs to a variable."""
+    known = any(handle is other for other in handles)
+    if not known and _variable_dtype(handle) is not None:
         handles.append(handle)
 
 
-def _kind(handle: tf.Tensor) -> tf.DType | None:
-    """The dtype of the variable of a handle; None of another resource."""
+def _variable_dtype(handle: tf.Tensor) -> tf.DType | None:
+    """Return the dtype of a handle's variable; None for other resources."""
     data = resource_variable_ops.get_eager_safe_handle_data(handle)
     if data is None or not data.is_set or len(data.shape_and_type) != 1:
         return None
@@ -359,10 +360,10 @@ def _kind(handle: tf.Tensor) -> tf.DType | None:
 
 @contextlib.contextmanager
 def kept_variables(handles: Sequence[tf.Tensor]) -> Iterator[None]:
-    """Gives variables back their values, by handles of `written_variables`."""
+    """Restore variables on exit, given handles of `written_variables`."""
     before = [
-        tf.raw_ops.ReadVariableOp(resource=handle, dtype=_kind(handle))
-        for handle in handles
+        tf.raw_ops.ReadVariableOp(resource=h, dtype=_variable_dtype(h))
+        for h in handles
     ]
     try:
         yield
@@ -372,9 +373,9 @@ def kept_variables(handles: Sequence[tf.Tensor]) -> Iterator[None]:
 
 
 def has_effects(graph: tf.Graph) -> bool:
-    """True if a graph does anything but compute, and read variables.
+    """True if a graph has stateful operations other than variable reads.
 
-    It relies on what TensorFlow says of the types of operations.
+    This relies on `OpDef.is_stateful` and on `RESOURCE_READ_OPS`.
     """
     reads = auto_control_deps_utils.RESOURCE_READ_OPS
     return any(
@@ -389,18 +390,18 @@ def with_gradient(
     tensor: tf.Tensor,
     gradient: Callable[[tf.Tensor], tf.Tensor],
 ) -> tf.Tensor:
-    """Applies a function to a tensor; on tapes its gradient is another's.
+    """Apply a function to a tensor with a custom gradient for tapes.
 
-    In a graph `tf.custom_gradient` enters what it was called with into a
-    registry of the process, for good: the graph, all functions that hang on
-    it and its model's records are never freed. Tapes do not need the registry;
-    gradients through a whole `tf.function`, which do, are the function's own.
+    In a graph `tf.custom_gradient` adds its arguments to a registry of the
+    process and never removes them, so graphs and models would leak. Tapes do
+    not need the registry. The gradient of an enclosing `tf.function`, taken
+    from outside, ignores the custom gradient.
 
-    It relies on `stop_recording` and `record_operation` of TensorFlow's
+    This relies on `stop_recording` and `record_operation` of TensorFlow's
     `record`, which `tf.custom_gradient` calls as well.
     """
     with record.stop_recording():
-        # A tape cannot tell a result that is the argument itself from it.
+        # A tape needs a result that is not the argument itself.
         result = tf.identity(function(tensor))
     record.record_operation(
         "with_gradient", [result], [tensor], lambda g: [gradient(g)]
@@ -410,18 +411,18 @@ def with_gradient(
 
 @contextlib.contextmanager
 def exact_second_derivatives(total: Sum) -> Iterator[None]:
-    """Gives the code that this thread traces inside right second derivatives.
+    """Make batch moments twice differentiable in this thread.
 
-    `tf.nn.moments` stops the gradient of the mean within the variance. That
-    leaves the first derivative as it is and makes the second one wrong by
-    several percent. Moments that are synchronised over replicas reduce in a
-    way that is illegal inside a `tf.cond`; `total` is a differentiable sum
-    over the replicas.
+    `tf.nn.moments` stops the gradient of the mean inside the variance. The
+    first derivative is exact, but the second is wrong by several percent.
+    Moments that are synchronised over replicas use a reduction that is illegal
+    inside a `tf.cond`; `total`, a differentiable sum over replicas, replaces
+    it.
 
     This relies on Keras calling `tf.nn.moments`, and for synchronised moments
     `_compute_moments_sync` of its module `nn`, through the modules'
-    attributes, where a layer of the user's own is likely to look as well. Both
-    are as they were when no thread is inside.
+    attributes. Layers of users are likely to do the same. Other threads keep
+    the original functions.
     """
 
     def synchronized(
@@ -451,7 +452,7 @@ def _plain_moments(
     keepdims: bool = False,
     name: str | None = None,
 ) -> Moments:
-    """Mean and variance without tricks; arguments as `tf.nn.moments`."""
+    """Mean and variance by their definitions; arguments as `tf.nn.moments`."""
     wide = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
     mean = tf.reduce_mean(wide, axes, keepdims=True)
     variance = tf.reduce_mean(tf.square(wide - mean), axes, keepdims=keepdims)

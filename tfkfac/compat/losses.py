@@ -1,4 +1,4 @@
-"""The losses that a model's `compute_loss` works out, and their outputs."""
+"""Observe the loss calls of a model's `compute_loss`, and read Keras losses."""
 
 import contextlib
 import dataclasses
@@ -15,10 +15,11 @@ from tfkfac.compat.overrides import overridden
 
 
 def logits_of(output: Any) -> tf.Tensor | None:
-    """The logits that cross-entropies take in the place of probabilities.
+    """Return the logits behind probabilities, or None.
 
-    It relies on `_keras_logits`, which Keras' softmax and sigmoid leave on
-    what they return; its losses then use these, whatever their `from_logits`.
+    This relies on `_keras_logits`, an attribute that Keras' softmax and
+    sigmoid set on their results. Keras' losses use these logits, whatever
+    their `from_logits`.
     """
     return getattr(output, "_keras_logits", None)
 
@@ -26,24 +27,27 @@ def logits_of(output: Any) -> tf.Tensor | None:
 def in_place_of(
     output: tf.Tensor, value: tf.Tensor, logits: tf.Tensor | None
 ) -> tf.Tensor:
-    """A tensor of other values and logits that losses take for an output.
+    """Return `value` with the mask of an output and the given logits.
 
-    It relies on losses finding a mask and logits on the tensor: by
-    `get_keras_mask`, and as `_keras_logits`.
+    Losses accept the result in place of the output. This relies on losses
+    reading the mask by `get_keras_mask`, and the logits from `_keras_logits`.
     """
-    other = tf.identity(value)
-    pass_mask(output, other)
+    replacement = tf.identity(value)
+    pass_mask(output, replacement)
     if logits is not None:
-        other._keras_logits = logits
-    return other
+        replacement._keras_logits = logits
+    return replacement
 
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """Values of a loss, one for each term, and their reduction to a number.
+    """Unreduced values of a loss, and how Keras reduces them to a scalar.
 
-    The weights and the mask of the terms come after the values. `kind` is
-    Keras' name of the reduction.
+    Attributes:
+        values: One value per term.
+        weights: Sample weights of the terms, or None.
+        mask: Mask of the terms, or None.
+        kind: Keras' name of the reduction.
     """
 
     values: tf.Tensor
@@ -54,10 +58,7 @@ class Reduction:
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """Predictions, in the dtype of a loss, that it has read on a tape.
-
-    With them are the logits behind them, if Keras remembers any.
-    """
+    """Predictions in the dtype of a loss, and their logits, on a tape."""
 
     output: tf.Tensor
     logits: tf.Tensor | None
@@ -66,20 +67,24 @@ class Leaves:
     def slopes(
         self, values: tf.Tensor
     ) -> tuple[tf.Tensor | None, tf.Tensor | None]:
-        """Gradients of the sum of the values at the output and the logits."""
-        there = [] if self.logits is None else [self.logits]
-        found = self.tape.gradient(values, [self.output, *there])
-        return found[0], found[1] if there else None
+        """Gradients of `sum(values)` with respect to output and logits."""
+        logits = [] if self.logits is None else [self.logits]
+        gradients = self.tape.gradient(values, [self.output, *logits])
+        return gradients[0], gradients[1] if logits else None
 
 
 @dataclasses.dataclass(frozen=True)
 class LossCall:
-    """A call of a loss, and what it returned.
+    """Record of one call of a loss.
 
     Attributes:
-        reduction: How its values were reduced; None if Keras did not do it.
-        leaves: Its predictions on a tape, if that was asked for.
-        written: Handles of the variables that it has changed.
+        loss: The loss.
+        y_true: The labels.
+        y_pred: The predictions.
+        reduction: Reduction of the values; None if not done by Keras.
+        result: The value that the call returned.
+        leaves: The predictions on a tape, if requested.
+        written: Handles of the variables that the call changed.
     """
 
     loss: keras.losses.Loss
@@ -96,18 +101,21 @@ def observed_losses(
     differentiated: Callable[[keras.losses.Loss], bool] = lambda _: False,
     check: Callable[[keras.losses.Loss, Any, Any], None] = lambda *_: None,
 ) -> Iterator[list[LossCall]]:
-    """Notes every loss that this thread calls inside, in their order.
+    """Record the loss calls that this thread makes inside, in order.
 
-    This relies on a loss being called by `Loss.__call__`, on that casting the
-    predictions to the `dtype` of the loss, and calling
-    `reduce_weighted_values(values, sample_weight=, mask=, reduction=, dtype=)`
-    through the attribute of its module. A loss that is called inside of
-    another is not noted. Each that is `differentiated` is recorded on a tape
-    of its own, from which its gradient at the predictions can be had. A check
-    of the loss, its labels and predictions comes before it.
+    A loss that is called by another loss is not recorded. This relies on
+    `Loss.__call__` casting the predictions to the `dtype` of the loss, and
+    calling `reduce_weighted_values(values, sample_weight=, mask=, reduction=,
+    dtype=)` through the attribute of its module.
+
+    Args:
+        differentiated: Predicate of a loss. If True, the call is recorded on a
+            tape, see `LossCall.leaves`.
+        check: Function of a loss, its labels and its predictions, called
+            before the loss.
     """
     calls: list[LossCall] = []
-    reductions: list[list[Reduction]] = []  # of the calls that are going on
+    reductions: list[list[Reduction]] = []  # stack, one entry per open call
 
     def call(
         below: Callable[..., Any],
@@ -122,7 +130,7 @@ def observed_losses(
             return below(loss, y_true, y_pred, *args, **kwargs)
         check(loss, y_true, y_pred)
         reductions.append([])
-        leaves, read = None, y_pred
+        leaves, predictions = None, y_pred
         try:
             with contextlib.ExitStack() as stack:
                 floats = tf.is_tensor(y_pred) and y_pred.dtype.is_floating
@@ -130,12 +138,12 @@ def observed_losses(
                     tape = tf.GradientTape(watch_accessed_variables=False)
                     stack.enter_context(tape)
                     leaves = _watched(y_pred, tf.as_dtype(loss.dtype), tape)
-                    read = leaves.output
+                    predictions = leaves.output
                 written = stack.enter_context(written_variables())
-                result = below(loss, y_true, read, *args, **kwargs)
+                result = below(loss, y_true, predictions, *args, **kwargs)
         finally:
-            own = reductions.pop()
-        last = own[-1] if own else None
+            recorded = reductions.pop()
+        last = recorded[-1] if recorded else None
         calls.append(
             LossCall(loss, y_true, y_pred, last, result, leaves, written)
         )
@@ -151,13 +159,13 @@ def observed_losses(
         dtype: Any = None,
     ) -> Any:
         if reductions:
-            weights, where = (
+            weights, mask_tensor = (
                 None if x is None else tf.convert_to_tensor(x)
                 for x in (sample_weight, mask)
             )
             terms = tf.convert_to_tensor(values)
-            seen = Reduction(terms, weights, where, reduction)
-            reductions[-1].append(seen)
+            recorded = Reduction(terms, weights, mask_tensor, reduction)
+            reductions[-1].append(recorded)
         return below(values, sample_weight, mask, reduction, dtype)
 
     with (
@@ -170,9 +178,9 @@ def observed_losses(
 def _watched(
     y_pred: tf.Tensor, dtype: tf.DType, tape: tf.GradientTape
 ) -> Leaves:
-    """The predictions as a loss takes them, watched by a tape."""
+    """Watch predictions, cast to the dtype of a loss, on a tape."""
     if y_pred.dtype != dtype:
-        # Keras casts them, which leaves the logits behind.
+        # Keras casts the predictions, which drops the logits.
         y_pred = in_place_of(y_pred, tf.cast(y_pred, dtype), None)
     logits = logits_of(y_pred)
     tape.watch([y_pred] if logits is None else [y_pred, logits])
@@ -180,10 +188,10 @@ def _watched(
 
 
 def loss_weights(model: keras.Model) -> list[tuple[Any, float]]:
-    """The compiled losses of a model and their weights, as they are called.
+    """Return the compiled losses of a model and their weights, in call order.
 
-    It relies on `_flat_losses` of the compiled loss, which is there once it
-    has been called, with the attributes `loss` and `loss_weights`.
+    The list is empty before the first call. This relies on `_flat_losses` of
+    the compiled loss, with the attributes `loss` and `loss_weights`.
     """
     flat = getattr(compiled_loss(model), "_flat_losses", None) or []
     return [
@@ -193,25 +201,25 @@ def loss_weights(model: keras.Model) -> list[tuple[Any, float]]:
 
 
 def loss_arguments(loss: keras.losses.Loss) -> dict[str, Any]:
-    """Arguments that a loss of Keras' own passes to its function.
+    """Return the arguments that a Keras loss passes to its function.
 
-    It relies on the attribute `_fn_kwargs` of `LossFunctionWrapper`.
+    This relies on the attribute `_fn_kwargs` of `LossFunctionWrapper`.
     """
     return dict(getattr(loss, "_fn_kwargs", {}))
 
 
 def loss_function(loss: keras.losses.Loss) -> Callable[..., Any] | None:
-    """The function that a loss of Keras' own wraps, or None.
+    """Return the function that a loss wraps, or None.
 
-    It relies on the attribute `fn` of `LossFunctionWrapper`.
+    This relies on the attribute `fn` of `LossFunctionWrapper`.
     """
     return getattr(loss, "fn", None)
 
 
 def is_of_keras(loss: keras.losses.Loss) -> bool:
-    """True if a loss is one of Keras' own, and not a user's function or class.
+    """True if Keras, not the user, defines the function or class of a loss.
 
-    It relies on the modules of Keras' functions and classes being in `keras`.
+    This relies on Keras' functions and classes having a module in `keras`.
     """
-    own = loss_function(loss) or type(loss)
-    return str(getattr(own, "__module__", "")).split(".")[0] == "keras"
+    definition = loss_function(loss) or type(loss)
+    return str(getattr(definition, "__module__", "")).split(".")[0] == "keras"

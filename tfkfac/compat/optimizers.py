@@ -1,4 +1,4 @@
-"""A Keras optimizer: its variables, its hooks, its update in one replica."""
+"""Keras optimizers: variables, hooks, and updates inside a replica."""
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -14,10 +14,7 @@ from tfkfac.compat.overrides import keep_on, overridden, override
 if TYPE_CHECKING:
 
     class KerasOptimizer:
-        """`keras.optimizers.Optimizer` to a type checker.
-
-        It would take Keras' own for `Any`, with any attribute.
-        """
+        """Typed stand-in for Keras' class, which type checkers see as `Any`."""
 
         name: str
         built: bool
@@ -58,50 +55,48 @@ else:
 
 
 def named_optimizer(identifier: Any) -> Any:
-    """A new optimizer of a class among the custom objects, if that is its name.
+    """Create an optimizer if the identifier names a registered custom class.
 
-    Since version 3.16 Keras itself looks among its own alone.
+    Any other identifier is returned unchanged. Since version 3.16, Keras
+    accepts only the names of its own optimizers.
     """
     if not isinstance(identifier, str):
         return identifier
-    kind = keras.saving.get_custom_objects().get(identifier)
-    is_class = isinstance(kind, type)
-    if is_class and issubclass(kind, keras.optimizers.Optimizer):
-        return kind()
+    custom = keras.saving.get_custom_objects().get(identifier)
+    is_class = isinstance(custom, type)
+    if is_class and issubclass(custom, keras.optimizers.Optimizer):
+        return custom()
     return identifier
 
 
 def parts_of_multi_optimizer(optimizer: Any) -> Sequence[Any] | None:
-    """The optimizers in a `MultiOptimizer`, or None if it is no such thing.
-
-    Keras has had them since version 3.15.
-    """
-    kind = getattr(keras.optimizers, "MultiOptimizer", None)
-    is_such = kind is not None and isinstance(optimizer, kind)
-    return optimizer.optimizers if is_such else None
+    """Return the optimizers in a `MultiOptimizer` (Keras 3.15), else None."""
+    multi_class = getattr(keras.optimizers, "MultiOptimizer", None)
+    is_multi = multi_class is not None and isinstance(optimizer, multi_class)
+    return optimizer.optimizers if is_multi else None
 
 
 def variable_key(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Hashable:
-    """A key of a variable that is the same on all replicas.
+    """Return a key of a variable that is equal on all replicas.
 
-    It relies on `_var_key`, by which an optimizer finds a variable again that
-    it meets as another object: a Keras variable, the mirrored variable inside
-    it, or one replica's copy of that.
+    This relies on `_var_key`, which gives a Keras variable, its mirrored
+    variable, and a replica's copy of the mirrored variable the same key.
     """
     return optimizer._var_key(variable)
 
 
 def updates_by_step(optimizer: keras.optimizers.Optimizer) -> bool:
-    """True if `update_step` is all that an optimizer does in an update.
+    """True if an optimizer's update consists of its `update_step` calls.
 
-    Nadam has one number beside, see `updates_in_replica`. It relies on what
-    others do being in a `_backend_update_step` of their own.
+    Nadam also qualifies, because `updates_in_replica` handles its momentum
+    product. This relies on other optimizers with additional work overriding
+    `_backend_update_step`.
     """
     known = (keras.optimizers.Optimizer, keras.optimizers.Nadam)
-    own = type(optimizer)._backend_update_step
-    return own in [one._backend_update_step for one in known]
+    method = type(optimizer)._backend_update_step
+    return method in [known_class._backend_update_step for known_class in known]
 
 
 def knows_variable(
@@ -109,7 +104,7 @@ def knows_variable(
 ) -> bool:
     """True if an optimizer was built for a variable.
 
-    It relies on the keys of `_trainable_variables_indices` being those of
+    This relies on the keys of `_trainable_variables_indices` being results of
     `_var_key`.
     """
     known = optimizer._trainable_variables_indices
@@ -119,26 +114,27 @@ def knows_variable(
 def trainable_variables(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.Variable]:
-    """The variables that an optimizer was built for, in their order.
+    """Return the variables that an optimizer was built for, in order.
 
-    It relies on `_trainable_variables`, which `apply` without variables uses.
+    This relies on `_trainable_variables`, which `apply` without variables uses.
     """
     return list(optimizer._trainable_variables)
 
 
 def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """The learning rate as it is kept: a variable, schedule or callable.
+    """Return the learning rate as a variable, schedule or callable.
 
-    It relies on `_learning_rate`. The public one is a schedule's value.
+    This relies on `_learning_rate`. The public property `learning_rate`
+    evaluates a schedule.
     """
     return optimizer._learning_rate
 
 
 def raw_iterations(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """The variable that counts the calls of `apply`.
+    """Return the variable that counts the calls of `apply`.
 
-    It relies on `_iterations`. The public `iterations` is the number of
-    updates, which with an accumulation of gradients is not a variable.
+    This relies on `_iterations`. The public property `iterations` counts
+    updates; with gradient accumulation it is not a variable.
     """
     return optimizer._iterations
 
@@ -146,11 +142,11 @@ def raw_iterations(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
 def sgd_momenta(
     optimizer: keras.optimizers.SGD, variables: Sequence[keras.Variable]
 ) -> list[keras.Variable]:
-    """The momentum that SGD keeps for some variables; none without momentum.
+    """Return SGD's momentum buffers `b` of some variables; [] without momentum.
 
-    It relies on `momentums`, in the order of `_get_variable_index`, and on a
-    step with momentum `mu` making `mu b - rate g` of each b and adding to the
-    weights that, or with `nesterov` `mu b - rate g` of the new b.
+    This relies on `momentums`, indexed by `_get_variable_index`, and on SGD's
+    update with momentum `mu` and gradient `g`: `b = mu b - rate g`, then
+    `w += b`, or `w += mu b - rate g` with `nesterov`.
     """
     momenta = optimizer.momentums
     if not momenta:
@@ -162,13 +158,13 @@ def on_overflow(
     scaler: keras.optimizers.LossScaleOptimizer,
     prepare: Callable[[], Callable[[], None]],
 ) -> None:
-    """Does something where a `LossScaleOptimizer` skips a step.
+    """Call a function in each step that a `LossScaleOptimizer` skips.
 
-    `prepare` is called before each step, and returns what is to be done. A
-    second time for the same optimizer changes nothing.
+    `prepare` is called before each step and returns this function. Repeated
+    calls for the same scaler have no effect.
 
-    It relies on `_common_apply` calling `_stateful_handle_non_finite_grads`
-    in the one of two branches that skips, in a single replica.
+    This relies on `_common_apply` calling `_stateful_handle_non_finite_grads`
+    only in the branch of skipped steps, in a single replica.
     """
 
     def apply(below: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -192,10 +188,10 @@ def build_once(
     scaler: keras.optimizers.LossScaleOptimizer,
     variables: Sequence[keras.Variable],
 ) -> None:
-    """Builds a `LossScaleOptimizer`, which is not built again after that.
+    """Build a `LossScaleOptimizer` and ignore later calls of its `build`.
 
-    It relies on `built`, and on `build` making the scale and its counter anew
-    each time: Keras calls it without asking where it loads a model.
+    `build` creates a new scale and counter in each call, and Keras calls it
+    again when it loads a model. This relies on the attribute `built`.
     """
 
     def build(below: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -208,7 +204,7 @@ def build_once(
     scaler.build(variables)
 
 
-# TensorFlow has kernels of SGD for others too, not everywhere on GPUs.
+# Dtypes with TensorFlow kernels of SGD on CPUs and on all GPUs.
 _DTYPES = (tf.float32, tf.float64)
 
 
@@ -216,26 +212,30 @@ _DTYPES = (tf.float32, tf.float64)
 def updates_in_replica(
     inner: keras.optimizers.Optimizer, after: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Lets an optimizer update this replica's copies of the variables.
+    """Make an optimizer update this replica's copies of the variables.
 
-    Keras goes from the replicas to one merged context for each update, which
-    is illegal inside a `tf.cond`, and reduces the gradients once more there.
-    With gradients that are reduced already every replica does the same update
-    on its own copies, which stay equal. Accumulation, averaging, clipping and
-    weight decay then are what they are in a single process. `after` is called
-    where the weights have been updated, before averages and constraints; with
-    accumulation, in the steps that do an update.
+    By default Keras enters a merge call for each update, which is illegal
+    inside a `tf.cond`, and reduces the gradients again. Here the gradients are
+    already reduced, so all replicas compute the same update of their copies.
+    Gradient accumulation, averaging, clipping and weight decay work as in a
+    single process.
 
-    This relies on `BaseOptimizer.apply` doing what touches variables through
-    these five methods, called by name on the optimizer and on its counter of
-    iterations: `_backend_update_step(grads, variables, learning_rate)` once an
-    update, with gradients already clipped and averaged over an accumulation,
-    `_backend_increment_gradient_accumulators`, `_apply_weight_decay`,
-    `_overwrite_model_variables_with_average_value` and `assign_add`. Averages
-    are in `_model_variables_moving_average`, in the order of the variables,
-    and `BaseOptimizer` has a weight decay of its own that stays in a replica.
-    Since version 3.16 `_backend_maybe_overwrite_model_variables` asks when to
-    overwrite, of which `BaseOptimizer` has one that stays there, too.
+    This relies on `BaseOptimizer.apply` changing variables only through
+    `iterations.assign_add` and these methods of the optimizer:
+
+    - `_backend_update_step(grads, variables, learning_rate)`, once per update,
+      with clipped gradients, averaged over an accumulation
+    - `_backend_increment_gradient_accumulators`
+    - `_apply_weight_decay`; `BaseOptimizer` has a version for one replica
+    - `_overwrite_model_variables_with_average_value`, with the averages in
+      `_model_variables_moving_average`, in the order of the variables
+    - since Keras 3.16 `_backend_maybe_overwrite_model_variables`, which decides
+      when to overwrite; `BaseOptimizer` has a version for one replica
+
+    Args:
+        inner: The optimizer.
+        after: Called after the weights are updated, before averages and
+            constraints. With accumulation, only in steps with an update.
     """
     iterations = raw_iterations(inner)
 
@@ -266,13 +266,13 @@ def updates_in_replica(
         BaseOptimizer._apply_weight_decay(inner, variables)
 
     def count(_: Any, delta: Any) -> None:
-        own = own_copy(iterations.value)
-        own.assign_add(tf.cast(delta, own.dtype))
+        replica_value = own_copy(iterations.value)
+        replica_value.assign_add(tf.cast(delta, replica_value.dtype))
 
-    asks = "_backend_maybe_overwrite_model_variables"
+    maybe_name = "_backend_maybe_overwrite_model_variables"
     with contextlib.ExitStack() as stack:
-        if hasattr(inner, asks):
-            stack.enter_context(overridden(inner, asks, overwrite_if_due))
+        if hasattr(inner, maybe_name):
+            stack.enter_context(overridden(inner, maybe_name, overwrite_if_due))
         for owner, name, function in (
             (inner, "_backend_update_step", update_step),
             (inner, "_backend_increment_gradient_accumulators", accumulate),
@@ -288,9 +288,9 @@ def apply_or_count(
     optimizer: keras.optimizers.Optimizer,
     pairs: Sequence[tuple[tf.Tensor | None, keras.Variable]],
 ) -> None:
-    """Lets an optimizer do a step, which is counted where it has no gradient.
+    """Apply gradients, or only count the step if all gradients are None.
 
-    It relies on `apply` refusing to do a step without any.
+    This relies on `apply` raising if all gradients are None.
     """
     if all(gradient is None for gradient, _ in pairs):
         raw_iterations(optimizer).assign_add(1)
@@ -300,31 +300,31 @@ def apply_or_count(
 
 
 def with_rows_once(gradient: Any) -> Any:
-    """A sparse gradient in which no row is there twice.
+    """Sum duplicate rows of a sparse gradient.
 
-    Keras' Adam squares slices one by one: what an embedding has looked up
-    twice would have another second moment than its gradient has.
+    Keras' Adam squares each slice separately. The second moment of a row with
+    several slices would differ from the square of its gradient.
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    if in_xla():  # which knows no numbers of rows
+    if in_xla():  # XLA cannot compile a dynamic number of rows
         return tf.convert_to_tensor(gradient)
-    rows, places = tf.unique(gradient.indices)
+    rows, positions = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(
-        gradient.values, places, tf.size(rows)
+        gradient.values, positions, tf.size(rows)
     )
     return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
 
 def move_product(nadam: keras.optimizers.Nadam) -> None:
-    """Does what Nadam does once in an update, before its `update_step`s.
+    """Update Nadam's product of momenta, once per update (Dozat, 2016).
 
-    It relies on that being a factor for `_u_product`, the product of its
-    momenta so far (Dozat, 2016).
+    In step t the factor is `beta_1 (1 - 0.96^t / 2)`. This relies on Nadam
+    keeping the product in `_u_product`, and on no other work per update.
     """
-    own = own_copy(nadam._u_product.value)
-    step = tf.cast(nadam.iterations, own.dtype) + 1
-    own.assign(own * nadam.beta_1 * (1 - 0.5 * tf.pow(0.96, step)))
+    product = own_copy(nadam._u_product.value)
+    step = tf.cast(nadam.iterations, product.dtype) + 1
+    product.assign(product * nadam.beta_1 * (1 - 0.5 * tf.pow(0.96, step)))
 
 
 def update_variable(
@@ -333,32 +333,32 @@ def update_variable(
     variable: keras.Variable,
     learning_rate: tf.Tensor,
 ) -> None:
-    """Does `update_step` of an optimizer for this replica's copy of a variable.
+    """Run an optimizer's `update_step` on this replica's copy of a variable.
 
-    That of Keras' SGD is a dozen operations, which pass over the variable four
-    times. TensorFlow has a kernel that does it in one pass, with the same bits.
+    Keras' SGD uses a dozen operations, which pass over the variable four
+    times. TensorFlow's fused kernel makes one pass and computes the same bits.
 
-    This relies on `SGD.update_step` doing the update of that kernel, with the
+    This relies on `SGD.update_step` being equal to the kernel, with the
     momentum in `momentums` at `_get_variable_index`.
     """
-    own = own_copy(variable.value)
-    plain = type(inner) is keras.optimizers.SGD and own.dtype in _DTYPES
-    if not plain or not isinstance(gradient, tf.Tensor):
+    copy = own_copy(variable.value)
+    is_sgd = type(inner) is keras.optimizers.SGD and copy.dtype in _DTYPES
+    if not is_sgd or not isinstance(gradient, tf.Tensor):
         inner.update_step(gradient, variable, learning_rate)
         return
-    gradient = tf.cast(gradient, own.dtype)
-    rate = tf.cast(learning_rate, own.dtype)
+    gradient = tf.cast(gradient, copy.dtype)
+    rate = tf.cast(learning_rate, copy.dtype)
     if inner.momentum == 0:
         tf.raw_ops.ResourceApplyGradientDescent(
-            var=own.handle, alpha=rate, delta=gradient
+            var=copy.handle, alpha=rate, delta=gradient
         )
         return
     (momentum,) = sgd_momenta(inner, [variable])
     tf.raw_ops.ResourceApplyKerasMomentum(
-        var=own.handle,
+        var=copy.handle,
         accum=own_copy(momentum.value).handle,
         lr=rate,
         grad=gradient,
-        momentum=keras.ops.cast(inner.momentum, own.dtype.name),
+        momentum=keras.ops.cast(inner.momentum, copy.dtype.name),
         use_nesterov=inner.nesterov,
     )

@@ -1,15 +1,15 @@
-"""Overrides of attributes of one object, and what we keep on an object.
+"""Override an attribute of one object, and store data on an object.
 
-This relies on Python alone: a function in the dictionary of an object (a
-layer, a model, an optimizer, a module) goes before the method of its class.
-`object.__setattr__` puts it there, since Keras' own `__setattr__` tracks what
-it is given. Saving, cloning and configs do not see it. A method that Python
-looks up on the class, as it does with `__call__`, is overridden there, if the
-class itself defines it; what overrides it then gets the object as well.
+This relies on Python only: a function in the `__dict__` of an object (a layer,
+a model, an optimizer, a module) takes precedence over the method of its class.
+It is set by `object.__setattr__`, because Keras' `__setattr__` tracks values.
+Saving, cloning and configs ignore it. Python looks up special methods such as
+`__call__` on the class. To override one, pass the class that defines it; the
+wrapper then receives the object as well.
 
-Several may override the same attribute. What is in the object's dictionary is
-one function for all of them, which looks up at each call who has a say. They
-can go in any order, and the last one leaves the object as it was.
+An attribute can have several overrides. They share one dispatcher function in
+the object's `__dict__`, which selects the active overrides at each call.
+Overrides can be removed in any order; the last removal restores the object.
 """
 
 import contextlib
@@ -23,33 +23,33 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Called with what it overrides, then with the arguments of the call.
+# Called with the overridden function, then with the arguments of the call.
 Wrapper = Callable[..., Any]
 
 _STACK = "_tfkfac_overrides"
 _MOMENTS = "_moments"
 _MOMENTS_TAP = "_tfkfac_moments_tap"
 _NOTHING = object()
-# Replicas are threads that take turns in the middle of a call, and a user may
-# train two models that share a layer in two threads.
+# Replicas are threads that can switch during a call, and a user may train two
+# models that share a layer in two threads.
 _lock = threading.RLock()
 
 
 @dataclasses.dataclass(eq=False)
 class Override:
-    """One function in the place of an attribute, for a thread or for all."""
+    """One override of an attribute; `thread` is None for all threads."""
 
     stack: "_Stack"
     wrapper: Wrapper
     thread: int | None
 
     def remove(self) -> None:
-        """Takes it away, and leaves all others; a second time does nothing."""
+        """Remove this override only; no-op if it is removed already."""
         self.stack.remove(self)
 
 
 class _Stack:
-    """The overrides of one attribute of one object, the last one on top."""
+    """The overrides of one attribute of one object; the last is outermost."""
 
     def __init__(self, instance: Any, name: str) -> None:
         self._instance = instance
@@ -64,11 +64,11 @@ class _Stack:
     def add(
         cls, instance: Any, name: str, wrapper: Wrapper, thread: int | None
     ) -> Override:
-        """Puts a function on top of those of an attribute."""
+        """Add an override as the outermost of an attribute."""
         with _lock:
             function = vars(instance).get(name)
             stack = getattr(function, _STACK, None)
-            # Somebody else's function may have a copy of the mark.
+            # `functools.wraps` in user code may have copied `_STACK`.
             if not isinstance(stack, cls) or stack._function is not function:
                 stack = cls(instance, name)
             override = Override(stack, wrapper, thread)
@@ -76,14 +76,14 @@ class _Stack:
             return override
 
     def remove(self, override: Override) -> None:
-        """Takes a function away, wherever it is."""
+        """Remove an override; the last removal restores the attribute."""
         with _lock:
-            had = self._overrides
-            self._overrides = tuple(one for one in had if one is not override)
-            # Somebody who has put a function over this one may still call it,
-            # which then is nothing but the original.
-            is_on_top = vars(self._instance).get(self._name) is self._function
-            if self._overrides or not had or not is_on_top:
+            before = self._overrides
+            self._overrides = tuple(x for x in before if x is not override)
+            # User code may have replaced the dispatcher and still call it.
+            # The dispatcher then stays and calls the original function.
+            is_current = vars(self._instance).get(self._name) is self._function
+            if self._overrides or not before or not is_current:
                 return
             if self._before is _NOTHING:
                 object.__delattr__(self._instance, self._name)
@@ -92,7 +92,7 @@ class _Stack:
 
     def _dispatcher(self) -> Callable[..., Any]:
         original = self._original
-        # An activation may be a layer, whose attributes are none of ours.
+        # An activation may be a layer; do not copy its `__dict__`.
         updated = ("__dict__",) if inspect.isroutine(original) else ()
 
         @functools.wraps(original, updated=updated)
@@ -109,23 +109,26 @@ class _Stack:
 
 
 def _set(instance: Any, name: str, value: Any) -> None:
-    """Sets an attribute of an object, or of a class, behind its back."""
+    """Set an attribute of an object or class without its `__setattr__`."""
     owner = type if isinstance(instance, type) else object
     owner.__setattr__(instance, name, value)
 
 
 def override(instance: Any, name: str, wrapper: Wrapper) -> Override:
-    """Overrides an attribute of one object until it is removed.
+    """Override a callable attribute of one object.
 
-    The attribute can be called. The wrapper is called as `wrapper(below,
-    *args, **kwargs)`, where `below` is what it overrides.
+    The wrapper is called as `wrapper(below, *args, **kwargs)`, where `below` is
+    the overridden function.
+
+    Returns:
+        The override, to be removed by `Override.remove`.
     """
     return _Stack.add(instance, name, wrapper, None)
 
 
 @contextlib.contextmanager
 def overridden(instance: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
-    """Does as `override` inside of a `with` block, for this thread only.
+    """Context manager: `override` for this thread only.
 
     Threads may enter and leave in any order.
     """
@@ -136,12 +139,11 @@ def overridden(instance: Any, name: str, wrapper: Wrapper) -> Iterator[None]:
         temporary.remove()
 
 
-# ---------------------------------------------------- what is kept on objects
+# ------------------------------------------------------ data on objects
 def keep_on(instance: Any, name: str, make: Callable[[], Any]) -> Any:
-    """Keeps something of ours on an object, as long as that lives.
+    """Return an untracked attribute of an object, created on first use.
 
-    It is made if there is none yet. Not in a table beside it: what is kept
-    refers to the object, which would then never be freed.
+    A global table would leak memory, because the values refer to the object.
     """
     with _lock:
         value = kept_on(instance, name)
@@ -152,23 +154,23 @@ def keep_on(instance: Any, name: str, make: Callable[[], Any]) -> Any:
 
 
 def kept_on(instance: Any, name: str) -> Any:
-    """Returns what `keep_on` has put on an object, or None."""
+    """Return the value that `keep_on` set on an object, or None."""
     return vars(instance).get(name)
 
 
 def drop_from(instance: Any, name: str) -> Any:
-    """Takes away and returns what `keep_on` has put on an object, or None."""
+    """Remove and return the value that `keep_on` set on an object, or None."""
     return vars(instance).pop(name, None)
 
 
-# ------------------------------------------- moments of a batch normalisation
+# --------------------------------------------- moments of batch normalisation
 def override_moments(
     layer: keras.layers.BatchNormalization, wrapper: Wrapper
 ) -> Override:
-    """Overrides how a layer computes the mean and variance of its batch.
+    """Override how a layer computes the mean and variance of a batch.
 
     This relies on `BatchNormalization.call` calling `self._moments(inputs,
-    mask)` in training, once, and on nothing else doing so.
+    mask)` once in training, and on no other caller.
     """
     return override(layer, _MOMENTS, wrapper)
 
@@ -177,9 +179,9 @@ def override_moments(
 def given_moments(
     layer: keras.layers.Layer, moments: Sequence[tf.Tensor] | None
 ) -> Iterator[None]:
-    """Makes a batch normalisation use moments instead of computing them.
+    """Make a batch normalisation use the given moments, unless None.
 
-    It relies on what `override_moments` does.
+    This relies on the same internals as `override_moments`.
     """
     if moments is None:
         yield
@@ -191,13 +193,13 @@ def given_moments(
 def replace_moments(
     layer: keras.layers.BatchNormalization, wrapper: Wrapper
 ) -> None:
-    """Does as `override_moments`, in the place of the one before."""
+    """Call `override_moments` in place of the previous `replace_moments`."""
     release_moments(layer)
     keep_on(layer, _MOMENTS_TAP, lambda: override_moments(layer, wrapper))
 
 
 def release_moments(layer: keras.layers.Layer) -> None:
-    """Undoes `replace_moments`."""
-    replaced = drop_from(layer, _MOMENTS_TAP)
-    if replaced is not None:
-        replaced.remove()
+    """Undo `replace_moments`."""
+    installed = drop_from(layer, _MOMENTS_TAP)
+    if installed is not None:
+        installed.remove()

@@ -1,4 +1,4 @@
-"""Strategies as `fit` needs them, and replicas that share one graph."""
+"""Repair of strategies for Keras' `fit`, and helpers for replicas."""
 
 import contextlib
 import ctypes
@@ -26,14 +26,14 @@ _REPAIRABLE = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.MirroredStrategy,
 )
-# What TensorFlow's collectives can add up.
+# Dtypes that TensorFlow's collectives can sum.
 _REDUCIBLE = frozenset(
     [tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64]
 )
 
 
 class ReducingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
-    """TensorFlow's strategy with the `reduce` that Keras 3 needs."""
+    """`MultiWorkerMirroredStrategy` with the `reduce` that Keras 3 needs."""
 
     @override
     def reduce(
@@ -42,22 +42,22 @@ class ReducingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         value: Any,
         axis: int | None = None,
     ) -> Any:
-        """Combines a value of every replica into one, leaf by leaf.
+        """Reduce per-replica values to a single value.
 
-        As in `tf.distribute.Strategy.reduce`, and also:
+        Extends `tf.distribute.Strategy.reduce`:
 
         - `value` may be a nested structure of per-replica values.
         - The `axis` of a scalar is ignored.
-        - Outside of a `tf.function`, the mean without an `axis` of what has
-          none (strings, booleans, small integers, sparse tensors, and shapes
-          that differ between replicas) is the value of the first local
-          replica: Keras asks for it to learn the shapes and dtypes of a batch,
-          whose last rows rarely are as many on every worker.
+        - Outside of a `tf.function` and without an `axis`, some values have no
+          mean: strings, booleans, small integers, sparse tensors, and shapes
+          that differ between replicas. Their mean is defined as the value of
+          the first local replica. Keras calls this to learn the shapes and
+          dtypes of a batch; batch sizes may differ between workers.
 
         Args:
             reduce_op: A `tf.distribute.ReduceOp` or its name.
-            value: A per-replica value or a structure of them.
-            axis: The axis to reduce within each replica as well, or None.
+            value: A per-replica value or a structure of per-replica values.
+            axis: Axis to also reduce within each replica. Defaults to None.
 
         Returns:
             A tensor, or a structure of tensors like `value`.
@@ -66,16 +66,22 @@ class ReducingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
 
 def repair(strategy: _StrategyT) -> _StrategyT:
-    """Gives an existing strategy the `reduce` that Keras needs.
+    """Replace `reduce` of an existing strategy, see `ReducingStrategy`.
 
-    It changes this object only, and nothing if it has been repaired before.
-    `tf.distribute.MirroredStrategy` gains less: `fit` works with the original
-    but for first batches that cannot be averaged over replicas (strings,
-    booleans, or fewer rows on some replicas).
+    The change affects this object only; repeated calls have no effect. `fit`
+    works with an unrepaired `tf.distribute.MirroredStrategy`, except if the
+    first batch cannot be averaged over replicas (strings, booleans, or
+    different batch sizes).
+
+    Args:
+        strategy: A `tf.distribute.MirroredStrategy` or a
+            `tf.distribute.MultiWorkerMirroredStrategy`.
+
+    Returns:
+        The strategy.
 
     Raises:
-        TypeError: If it is neither a `tf.distribute.MirroredStrategy` nor a
-            `tf.distribute.MultiWorkerMirroredStrategy`.
+        TypeError: If `strategy` has another type.
     """
     if not isinstance(strategy, _REPAIRABLE):
         raise TypeError(
@@ -95,7 +101,7 @@ def repair(strategy: _StrategyT) -> _StrategyT:
 
 
 def is_repaired(strategy: tf.distribute.Strategy) -> bool:
-    """True if `strategy.reduce` is the one of this module."""
+    """True if `strategy.reduce` is the `reduce` of this module."""
     method = strategy.reduce
     return isinstance(strategy, ReducingStrategy) or (
         isinstance(method, functools.partial) and method.func is _reduce
@@ -103,11 +109,11 @@ def is_repaired(strategy: tf.distribute.Strategy) -> bool:
 
 
 def local_devices(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
-    """The devices of a strategy's replicas in this process, in their order.
+    """Return the devices of a strategy's replicas in this process, in order.
 
-    It relies on `strategy.extended.worker_devices`, in which, under a
-    `MultiWorkerMirroredStrategy` too, there are those of this process only.
-    The default strategy has none.
+    The default strategy has none. This relies on the attribute
+    `strategy.extended.worker_devices`, which contains only the devices of this
+    process, also under a `MultiWorkerMirroredStrategy`.
     """
     return tuple(strategy.extended.worker_devices)
 
@@ -124,7 +130,7 @@ def _reduce(
         if tf.TensorShape(getattr(local[0], "shape", ())).rank == 0:
             return original(reduce_op, leaf, axis=None)
         needs_mean = axis is None and _is_mean(reduce_op)
-        # In a graph the answer cannot depend on the shapes of other workers.
+        # A graph cannot branch on the shapes of other workers.
         if needs_mean and tf.executing_eagerly():
             sparse = isinstance(local[0], (tf.SparseTensor, tf.RaggedTensor))
             if sparse or local[0].dtype not in _REDUCIBLE:
@@ -146,9 +152,9 @@ def _have_one_shape(
     original: Callable[..., Any],
     local: Sequence[Any],
 ) -> bool:
-    """True if all replicas, also those of other workers, agree on a shape.
+    """True if the values of all replicas of all workers have the same shape.
 
-    Two sums tell; a gathering of the shapes takes several times as long.
+    Two sums decide this several times faster than gathering the shapes.
     """
 
     def total(values: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -169,11 +175,11 @@ def _have_one_shape(
 
 @contextlib.contextmanager
 def summing_replicas(total: Sum) -> Iterator[None]:
-    """Replaces the `all_reduce` of replica contexts in this thread.
+    """Replace `ReplicaContext.all_reduce` in this thread.
 
-    What they do themselves is illegal inside a `tf.cond`; `total` is the sum
-    of a tensor over the replicas. This relies on the gradient of an
-    `all_reduce` being one by that method.
+    The original is illegal inside a `tf.cond`. `total` computes the sum of a
+    tensor over the replicas. This relies on the gradient of `all_reduce`
+    calling the method `all_reduce`.
     """
     owner = next(
         c for c in tf.distribute.ReplicaContext.__mro__ if _ADDS in vars(c)
@@ -195,12 +201,12 @@ def summing_replicas(total: Sum) -> Iterator[None]:
 
 
 def abort_collectives(message: str) -> None:
-    """Ends all collectives of this process, present and to come, with an error.
+    """Abort all running and future collectives of this process.
 
-    It may be called in any thread. Each of them ends with a
-    `tf.errors.UnavailableError` that says the message. This relies on
-    `abort_collective_ops` of TensorFlow's context, which
-    `CommunicationOptions(timeout_seconds=...)` is made with, too.
+    Each collective raises a `tf.errors.UnavailableError` with the message. Any
+    thread may call this function. This relies on `abort_collective_ops` of
+    TensorFlow's context, which `CommunicationOptions(timeout_seconds=...)`
+    uses as well.
     """
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
 
@@ -228,24 +234,25 @@ def keep_handler(number: int) -> Iterator[None]:
 
 
 def leave_note(key: str, text: str) -> None:
-    """Leaves a note for all processes of a job; the first of a key stays.
+    """Store a text under a key for all processes; the first text stays.
 
-    This relies on the key-value store of TensorFlow's coordination service,
-    which every `MultiWorkerMirroredStrategy` starts. Where that is gone with
-    the first worker, nothing is left.
+    No-op if the first worker, which runs the service, is gone. This relies on
+    the key-value store of TensorFlow's coordination service, which every
+    `MultiWorkerMirroredStrategy` starts.
     """
     with contextlib.suppress(tf.errors.OpError):
         context.context().set_config_key_value(key, text)
 
 
 def read_note(key: str, seconds: float) -> str | None:
-    """A note of any process; None if there is none after some seconds.
+    """Wait up to `seconds` for the text of a key; None if there is none.
 
-    It relies on what `leave_note` does. Other threads go on.
+    Other threads keep running. This relies on the same service as
+    `leave_note`.
     """
-    wait = max(int(1000 * seconds), 1)  # 0 would be for ever
+    timeout_ms = max(int(1000 * seconds), 1)  # 0 would wait forever
     with contextlib.suppress(tf.errors.OpError):
-        return str(context.context().get_config_key_value(key, wait))
+        return str(context.context().get_config_key_value(key, timeout_ms))
     return None
 
 
@@ -256,55 +263,55 @@ _SCOPE = re.compile(r"(?:^|/)replica_(\d+)/")
 
 
 def keep_apart(devices: Sequence[str | None]) -> None:
-    """Lets no replica wait for what another one asserts, prints or looks up.
+    """Order stateful operations per replica instead of per graph.
 
-    TensorFlow runs what may have a side effect in the order of the program:
-    all assertions and prints, all that a table is used for. It has the replicas
-    of a process, whose devices are given in their order, in one graph, the
-    first one's operations before those of the second. So what the second
-    asserts in its loss would wait for a print in the first one's step, that
-    print for a sum over the replicas, and the sum for what the second asserts.
-    Here the operations of each replica but the first are in order among
-    themselves. Only variables keep the order of all.
+    TensorFlow runs stateful operations (assertions, prints, table lookups) in
+    program order, and has all replicas of a process in one graph. This can
+    deadlock: an assertion in the loss of replica 1 waits for a print of replica
+    0, which waits for a sum over the replicas, which waits for replica 1. Here
+    each replica but the first has a separate order. Only operations on
+    variables keep the common order.
 
-    This relies on `register_acd_resource_resolver`: a function that changes
-    the set of tensors whose users are put in order. And on a `MirroredStrategy`
-    giving what these replicas do, gradients too, the scope `replica_1`, and
-    their device to what the user places on none. What prints out of its scope
-    is known by the device.
+    This relies on `register_acd_resource_resolver`, a hook that can change the
+    tensors whose users TensorFlow orders. It also relies on `MirroredStrategy`
+    using the name scope `replica_1` (also for gradients) and the replica's
+    device for operations of replica 1. Prints outside of the name scope are
+    recognised by their device.
+
+    Args:
+        devices: Devices of the replicas of this process, in order.
     """
     for graph in open_graphs():
         if graph.building_function and not hasattr(graph, _CHAINS):
             by_scope: dict[str, tf.Tensor] = {}
             by_device: dict[str | None, tf.Tensor] = {}
-            for place, device in enumerate(devices[1:], 1):
+            for replica, device in enumerate(devices[1:], 1):
                 with graph.as_default(), tf.control_dependencies(None):
-                    # Its users are in order; nobody needs its value.
+                    # TensorFlow orders the users of this dummy tensor.
                     chain = tf.constant(0)
-                by_scope[str(place)] = by_device[device] = chain
+                by_scope[str(replica)] = by_device[device] = chain
             setattr(graph, _CHAINS, (by_scope, by_device))
     _register()
 
 
 def side_by_side(do: Callable[[], T], device: str | None) -> T:
-    """Does something with collectives on a replica that runs eagerly.
+    """Run a function with collectives in eager replicas, in parallel threads.
 
-    A `MirroredStrategy` runs its replicas in turn, each until it calls
-    `merge_call`: the first one's collective would wait for a replica whose turn
-    never comes. Here all of them come to one such call, and then do it at the
-    same time, each in a thread of its own and on its device. What is done must
-    not call `merge_call` itself.
+    An eager `MirroredStrategy` runs one replica at a time until it calls
+    `merge_call`. A collective of the first replica would wait forever for the
+    second. Here all replicas enter one `merge_call`, which runs `do` of each
+    replica in a separate thread on its device. `do` must not call `merge_call`.
 
-    This relies on `merge_call` passing on the functions of all replicas, and on
-    a `tf.distribute.ReplicaContext` making a thread that of a replica.
+    This relies on `merge_call` passing the functions of all replicas, and on
+    `tf.distribute.ReplicaContext` setting the replica of a thread.
     """
     replica = tf.distribute.get_replica_context()
     number = replica.replica_id_in_sync_group
     results: list[T] = []
 
     def in_thread() -> None:
-        own = tf.distribute.ReplicaContext(replica.strategy, number)
-        with own, tf.device(device):
+        replica_context = tf.distribute.ReplicaContext(replica.strategy, number)
+        with replica_context, tf.device(device):
             results.append(do())
 
     replica.merge_call(_run_all, args=(in_thread,))
@@ -312,11 +319,11 @@ def side_by_side(do: Callable[[], T], device: str | None) -> T:
 
 
 def _run_all(strategy: tf.distribute.Strategy, functions: Any) -> None:
-    """Runs functions of all replicas at the same time."""
+    """Run the functions of all local replicas in parallel threads."""
     local = strategy.experimental_local_results(functions)
     with ThreadPoolExecutor(len(local)) as threads:
-        for ended in [threads.submit(function) for function in local]:
-            ended.result()
+        for future in [threads.submit(function) for function in local]:
+            future.result()
 
 
 @functools.cache
@@ -325,28 +332,29 @@ def _register() -> None:
 
 
 def _order(operation: tf.Operation, reads: Any, writes: Any) -> bool:
-    """Puts an operation that would be in the order of all in its replica's.
+    """Move an operation from the common order to the order of its replica.
 
-    TensorFlow asks again until there is nothing to change.
+    TensorFlow calls this until no call returns True (`writes` changed).
     """
     chains = getattr(operation.graph, _CHAINS, None)
     if chains is None:
         return False
     by_scope, by_device = chains
     scope = _SCOPE.search(operation.name)
-    own = by_scope.get(scope[1]) if scope is not None else None
-    chain = by_device.get(operation.device) if own is None else own
+    scope_chain = by_scope.get(scope[1]) if scope is not None else None
+    in_scope = scope_chain is not None
+    chain = scope_chain if in_scope else by_device.get(operation.device)
     if chain is None or chain in writes:
         return False
-    # Only of variables a handle has the shape.
-    known = handle_data_util.get_resource_handle_data
-    common = [t for t in writes if own is not None and not known(t).is_set]
-    on_nothing = not reads and not writes
-    if not common and not (
-        on_nothing and auto_control_deps.op_is_stateful(operation)
+    # Only variable handles carry shape data.
+    data = handle_data_util.get_resource_handle_data
+    tables = [t for t in writes if in_scope and not data(t).is_set]
+    has_no_resource = not reads and not writes
+    if not tables and not (
+        has_no_resource and auto_control_deps.op_is_stateful(operation)
     ):
         return False
-    for tensor in common:
+    for tensor in tables:
         writes.discard(tensor)
     writes.add(chain)
     return True

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfkfac.capture.walk import needs_loop
-from tfkfac.compat.graphs import numbers_made
+from tfkfac.compat.graphs import count_scalars
 from tfkfac.compat.losses import logits_of
 from tfkfac.curvature.hessian import dense, tape
 from tfkfac.fisher.roots import Root
@@ -263,7 +263,7 @@ def activations(model: keras.Model, rows: Rows) -> int:
             return rows.outputs(own)
 
     one = [tf.TensorSpec((1, *x.shape[1:]), x.dtype) for x in rows.points]
-    return numbers_made(forward, one)
+    return count_scalars(forward, one)
 
 
 def block_examples(weights: int, outputs: int, activations: int) -> int:
