@@ -62,7 +62,7 @@ def test_a_model_of_one_layer_trains(pool: Pool, job: str) -> None:
 
 
 @contract(
-    "compat.strategies.leave_note",
+    "compat.strategies.store_text",
     "all processes of a job read the first text that one sets for a key.",
 )
 def test_meetings(pool: Pool) -> None:

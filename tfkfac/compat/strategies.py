@@ -213,14 +213,13 @@ def abort_collectives(message: str) -> None:
 
 @contextlib.contextmanager
 def keep_handler(number: int) -> Iterator[None]:
-    """Restores the handler of a signal at the end of a `with` block.
+    """Context manager: restore the handler of a signal on exit.
 
-    The constructor of a `tf.distribute.MultiWorkerMirroredStrategy` makes
-    TensorFlow catch SIGTERM in C, for its notice of preemption, and nothing
-    else acts on it: the process ignores the signal. Python does not know of
-    it: `signal.getsignal` returns the handler from before. `signal.signal`
-    would restore it, in the main thread only; `PyOS_setsig` works in every
-    thread and also restores a handler that was set in C.
+    The constructor of `tf.distribute.MultiWorkerMirroredStrategy` installs a
+    C handler of SIGTERM (preemption notice), so that the process ignores the
+    signal. `signal.getsignal` still returns the previous handler.
+    `signal.signal` could restore it, but only in the main thread.
+    `PyOS_setsig` works in every thread, and also restores C handlers.
     """
     get, put = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
     get.argtypes, get.restype = [ctypes.c_int], ctypes.c_void_p
@@ -233,7 +232,7 @@ def keep_handler(number: int) -> Iterator[None]:
         put(number, before)
 
 
-def leave_note(key: str, text: str) -> None:
+def store_text(key: str, text: str) -> None:
     """Store a text under a key for all processes; the first text stays.
 
     No-op if the first worker, which runs the service, is gone. This relies on
@@ -244,11 +243,11 @@ def leave_note(key: str, text: str) -> None:
         context.context().set_config_key_value(key, text)
 
 
-def read_note(key: str, seconds: float) -> str | None:
+def wait_for_text(key: str, seconds: float) -> str | None:
     """Wait up to `seconds` for the text of a key; None if there is none.
 
     Other threads keep running. This relies on the same service as
-    `leave_note`.
+    `store_text`.
     """
     timeout_ms = max(int(1000 * seconds), 1)  # 0 would wait forever
     with contextlib.suppress(tf.errors.OpError):

@@ -1,7 +1,7 @@
-"""A check, before the first step, that all workers run the same job.
+"""Check before the first step that all workers run the same job.
 
-A worker with another model or other settings would send tensors that the
-others do not expect, which hangs all of them.
+A worker with another model or other settings would send tensors of unexpected
+shapes, and all workers would hang.
 """
 
 import json
@@ -20,15 +20,18 @@ _SHOWN = 4
 def check_agreement(
     description: Mapping[str, Any], communicator: Communicator
 ) -> None:
-    """Compares a description of the job with those of the other workers.
+    """Check that all workers have the same description of the job.
 
-    Every worker has to call it; each of them raises.
+    Every worker must call this function; if it raises, it raises on all.
+
+    Args:
+        description: Names and JSON-compatible values.
+        communicator: This worker's collectives.
 
     Raises:
-        ValueError: If descriptions differ. The message says where.
+        ValueError: If the descriptions differ; the message names the entries.
     """
-    theirs = exchange(description, communicator)
-    differences = find_differences(theirs)
+    differences = find_differences(exchange(description, communicator))
     if differences:
         raise ValueError(
             "All workers must train the same model with the same optimizer. "
@@ -40,36 +43,36 @@ def check_agreement(
 def exchange(
     description: Mapping[str, Any], communicator: Communicator
 ) -> list[dict[str, Any]]:
-    """Descriptions by worker, of anything that JSON can hold.
+    """Gather a JSON-compatible description from every worker, by rank.
 
-    Every worker has to call it.
+    Every worker must call this function.
     """
-    own = encode(description)
-    # On GPUs too: no kernel of theirs knows what is sent.
+    local = encode(description)
+    # On the CPU, because GPUs have no kernel for this dtype.
     with tf.init_scope(), tf.device("CPU:0"):
-        sizes = communicator.all_gather(tf.constant([len(own)])).numpy()[:, 0]
-        padded = np.pad(own, (0, sizes.max() - len(own)))
+        sizes = communicator.all_gather(tf.constant([len(local)])).numpy()[:, 0]
+        padded = np.pad(local, (0, sizes.max() - len(local)))
         rows = communicator.all_gather(tf.constant(padded)).numpy()
     return [decode(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
 def encode(description: Mapping[str, Any]) -> np.ndarray:
-    """A description as an array."""
+    """Encode a description as an int32 array of its compressed JSON text."""
     text = json.dumps(description, default=str)
     data = zlib.compress(text.encode())
-    # TensorFlow gathers no bytes.
+    # TensorFlow cannot gather uint8.
     return np.frombuffer(data, np.uint8).astype(np.int32)
 
 
 def decode(array: np.ndarray) -> dict[str, Any]:
-    """Inverse of `encode`."""
+    """Decode an array of `encode`."""
     data = np.asarray(array, np.uint8).tobytes()
     result: dict[str, Any] = json.loads(zlib.decompress(data))
     return result
 
 
 def find_differences(descriptions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names and values of the entries in which descriptions differ."""
+    """List the entries that differ between descriptions, as text."""
     names = dict.fromkeys(name for d in descriptions for name in d)
     differences = []
     for name in names:
@@ -80,24 +83,24 @@ def find_differences(descriptions: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def first_of(differences: Sequence[str]) -> str:
-    """The first differences: one is often followed by a host of others."""
-    rest = len(differences) - _SHOWN
-    more = [f"and {rest} more"] if rest > 0 else []
+    """Join the first `_SHOWN` differences to one text."""
+    num_hidden = len(differences) - _SHOWN
+    more = [f"and {num_hidden} more"] if num_hidden > 0 else []
     return "; ".join([*differences[:_SHOWN], *more])
 
 
 def _describe(values: Sequence[Any]) -> str:
-    """The values by worker; of lists, only entries that others lack."""
+    """Format values by worker; of lists, only entries that are not common."""
     if not all(isinstance(value, list) for value in values):
         return _by_worker(values)
     lists: Sequence[list[Any]] = values
-    own = [
-        [entry for entry in mine if any(entry not in other for other in lists)]
-        for mine in lists
+    uncommon = [
+        [entry for entry in local if any(entry not in x for x in lists)]
+        for local in lists
     ]
-    if not any(own):
+    if not any(uncommon):
         return "in another order"
-    return _by_worker(own)
+    return _by_worker(uncommon)
 
 
 def _by_worker(values: Sequence[Any]) -> str:

@@ -1,21 +1,19 @@
-"""Messages between any workers: collectives that are legal in `tf.cond`.
+"""Collectives between subsets of workers that are legal inside `tf.cond`.
 
-The collectives of `tf.distribute` work neither inside a `tf.cond` nor in
-sub-groups, and factor steps and gradient-worker groups need both. These use
-the raw operations with static keys. Every worker makes the same sequence of
-calls, members of a group or not, so that all agree on the keys.
+The collectives of `tf.distribute` work neither inside a `tf.cond`, which factor
+updates need, nor in sub-groups, which gradient-worker groups need. This module
+uses raw operations with static keys. Every worker makes the same sequence of
+calls, also for groups without it, so that all workers compute the same keys.
 
-TensorFlow prunes an operation whose result nobody uses, and runs two that no
-path connects in any order. A pruned collective hangs the other workers, and
-only where a worker does not need its result, so that few models show it: so
-each collective of a replica writes one variable, its ordering token, and what
-is stateful stays in the graph, in branches and in nested functions too. NCCL
-pairs the calls of devices by their order: there each collective also reads the
-token before it starts, which makes it wait for those before it in the program.
-On CPUs calls are paired by their keys, and waiting would cost up to 14 % of a
-step.
+TensorFlow prunes operations with unused results, and runs unconnected
+operations in any order. A pruned collective hangs the other workers. Therefore
+each collective of a replica also writes a variable, the ordering token.
+TensorFlow keeps stateful operations, also in branches and nested functions.
+NCCL matches the calls of devices by their order: there each collective also
+reads the token first, and so waits for the previous collective. On CPUs
+calls are matched by key, and waiting would cost up to 14 % of a step.
 
-TensorFlow 2.21 adds no bfloat16 on GPUs, so sums of it travel as float32 there.
+TensorFlow 2.21 cannot sum bfloat16 on GPUs, so sums use float32 there.
 """
 
 import dataclasses
@@ -31,27 +29,27 @@ import keras
 import tensorflow as tf
 
 from tfkfac.compat.graphs import with_gradient
-from tfkfac.compat.strategies import leave_note, read_note
+from tfkfac.compat.strategies import store_text, wait_for_text
 
-# Small tensors travel together in buckets of at most this many bytes. A bucket
-# waits for all that is in it: with 32 MB a step of 11 MB of gradients on two
-# and four workers of one machine took 1.2 times as long.
+# Maximal size in bytes of a bucket of small tensors that are sent together. A
+# bucket waits for all its tensors: with 32 MB, a step with 11 MB of gradients
+# on two and four workers of one machine took 1.2 times as long.
 BUCKET_BYTES = 4 * 2**20
 
 
 class Communicator:
-    """The collectives of one replica in one trace, among a group.
+    """Collectives of one replica within a group, in one trace.
 
     Args:
-        rank: Its number in the group.
+        rank: Index of this replica in the group.
         size: Number of members of the group.
-        scope: Text that tells this user of collectives from all others in
-            the same job. The same on every member.
-        hint: Communication hint.
-        one_process: True if members share a process, where TensorFlow's newer
-            collectives do not work.
-        token: The replica's ordering token, a float32 variable. Needed in
-            graphs; None outside of them, where nothing is pruned.
+        scope: Unique name of this communicator in the job, equal on all
+            members.
+        hint: Communication hint, "auto", "ring" or "nccl".
+        one_process: True if all members share a process, where TensorFlow's
+            newer collectives do not work.
+        token: The replica's ordering token, a float32 variable. Required in
+            graphs. None in eager mode, where no operation is pruned.
     """
 
     def __init__(
@@ -72,9 +70,9 @@ class Communicator:
         self._calls = 0
 
     def among(self, members: tuple[int, ...]) -> "Communicator":
-        """The collectives of a part of the group, with this replica.
+        """Return a communicator for a sub-group with this replica.
 
-        In it, the members are numbered from 0 in the order of `members`.
+        The ranks in the sub-group follow the order of `members`.
         """
         return Communicator(
             members.index(self.rank),
@@ -86,11 +84,11 @@ class Communicator:
         )
 
     def _launch(self, collective: Callable[[], tf.Tensor]) -> tf.Tensor:
-        """Makes a collective that is kept, on NCCL after those before it."""
+        """Add a collective that is not pruned, and with NCCL is ordered."""
         if self._token is None:
             return collective()
-        # In a scope of its own: TensorFlow fuses reductions of one scope, also
-        # those of which one needs the other, and then gives up on the graph.
+        # A separate name scope per collective: TensorFlow fuses reductions of
+        # a scope even if they depend on each other, and then fails.
         ordered = self._hint == "nccl"
         before = [self._token.read_value()] if ordered else []
         with tf.control_dependencies(before), tf.name_scope("collective"):
@@ -102,25 +100,25 @@ class Communicator:
     def all_reduce(
         self, tensors: Sequence[tf.Tensor], dtype: tf.DType | None = None
     ) -> list[tf.Tensor]:
-        """Adds up tensors over the group.
+        """Sum tensors over the group.
 
         Args:
-            tensors: Tensors of static shape, the same on every member.
-            dtype: Dtype on the wire; None is each tensor's own. Sums are made
-                in its `sum_dtype`.
+            tensors: Tensors with static shapes that are equal on all members.
+            dtype: Dtype on the wire. Defaults to each tensor's dtype. The sum
+                is computed in its `sum_dtype`.
 
         Returns:
-            The sums, in the tensors' own dtype, the same bits everywhere.
+            The sums in the dtypes of the tensors, bitwise equal on all members.
         """
         if self.size == 1 or not tensors:
             return list(tensors)
         results: list[tf.Tensor] = []
 
-        def wire(own: tf.DType) -> tf.DType:
-            return sum_dtype(dtype or own, self._hint)
+        def wire(tensor_dtype: tf.DType) -> tf.DType:
+            return sum_dtype(dtype or tensor_dtype, self._hint)
 
         for bucket in split_buckets(tensors, wire):
-            total = self._among_all(
+            total = self._call_all(
                 "reduce",
                 tf.raw_ops.CollectiveReduce,
                 flatten(bucket, wire),
@@ -131,16 +129,16 @@ class Communicator:
             results += unflatten(total, bucket)
         return results
 
-    def _among_all(
+    def _call_all(
         self,
-        kind: str,
+        name: str,
         operation: Callable[..., tf.Tensor],
         flat: tf.Tensor,
         **arguments: Any,
     ) -> tf.Tensor:
-        """Makes a collective of all members of the group."""
-        everyone = tuple(range(self.size))
-        group, instance = self._keys(kind, everyone, 0, flat)
+        """Call a collective operation on all members of the group."""
+        members = tuple(range(self.size))
+        group, instance = self._keys(name, members, 0, flat)
         return self._launch(
             lambda: operation(
                 input=flat,
@@ -159,26 +157,26 @@ class Communicator:
         root: int,
         members: tuple[int, ...],
     ) -> list[tf.Tensor] | None:
-        """Sends tensors from one member to some others.
+        """Send tensors from one member to other members.
 
         Args:
-            tensors: The tensors; looked at on the root only.
-            like: Their shapes and dtypes.
-            root: The member that sends.
-            members: Those that send and receive, in ascending order.
+            tensors: The tensors; used on the root only.
+            like: Shapes and dtypes of the tensors.
+            root: Rank of the sender.
+            members: Ranks of the sender and the receivers, ascending.
 
         Returns:
-            The tensors on those members; None on others.
+            The tensors on `members`; None on all other replicas.
         """
         results: list[tf.Tensor] = []
-        rest = iter(tensors or ())
+        remaining = iter(tensors or ())
         for bucket in split_buckets(like):
-            mine = None
+            sent = None
             if self.rank == root:
-                mine = flatten(list(itertools.islice(rest, len(bucket))))
+                sent = flatten(list(itertools.islice(remaining, len(bucket))))
             size = sum(math.prod(spec.shape) for spec in bucket)
             spec = tf.TensorSpec([size], bucket[0].dtype)
-            flat = self._broadcast_flat(mine, spec, root, members)
+            flat = self._broadcast_flat(sent, spec, root, members)
             if flat is not None:
                 results += unflatten(flat, bucket)
         return results if self.rank in members else None
@@ -193,9 +191,9 @@ class Communicator:
         group, instance = self._keys("broadcast", members, root, spec)
         if self.rank not in members:
             return None
-        # The broadcast operations do not know bfloat16; its bits travel as
-        # float16's.
-        is_carried = spec.dtype == tf.bfloat16
+        # The broadcast operations do not support bfloat16. Its bits are sent
+        # as float16.
+        is_bitcast = spec.dtype == tf.bfloat16
         arguments = {
             "group_size": len(members),
             "group_key": group,
@@ -204,38 +202,43 @@ class Communicator:
             "communication_hint": self._hint,
         }
         if self.rank == root:
-            sent = tf.bitcast(flat, tf.float16) if is_carried else flat
+            sent = tf.bitcast(flat, tf.float16) if is_bitcast else flat
             send = tf.raw_ops.CollectiveBcastSend
             self._launch(functools.partial(send, input=sent, **arguments))
             return flat
-        arguments["T"] = tf.float16 if is_carried else spec.dtype
+        arguments["T"] = tf.float16 if is_bitcast else spec.dtype
         receive = tf.raw_ops.CollectiveBcastRecv
         received = self._launch(functools.partial(receive, **arguments))
-        return tf.bitcast(received, spec.dtype) if is_carried else received
+        return tf.bitcast(received, spec.dtype) if is_bitcast else received
 
     def all_come(self, meeting: str, moment: str, seconds: float) -> bool:
-        """True on all members if all come to a meeting, or False on all.
+        """True if all members reach a rendezvous; the same on all members.
 
-        No collective: if one does not come within some seconds, or from
-        another moment, the others go on. The name of a meeting is used once.
+        This is not a collective: if a member is missing, the others continue
+        with False.
+
+        Args:
+            meeting: Name of the rendezvous. A name can be used only once.
+            moment: Training position, which must be equal on all members.
+            seconds: Time in seconds to wait for the other members.
         """
         key = f"{self._scope} {meeting}"
-        leave_note(f"{key}/{self.rank}", moment)
+        store_text(f"{key}/{self.rank}", moment)
         end = time.monotonic() + seconds
-        come = all(
-            read_note(f"{key}/{rank}", end - time.monotonic()) == moment
+        complete = all(
+            wait_for_text(f"{key}/{rank}", end - time.monotonic()) == moment
             for rank in range(self.size)
         )
-        # Who is the first to know decides for all.
-        leave_note(f"{key}/word", str(come))
-        return read_note(f"{key}/word", seconds) == str(True)
+        # The first result that is stored decides for all members.
+        store_text(f"{key}/result", str(complete))
+        return wait_for_text(f"{key}/result", seconds) == str(True)
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Stacks a tensor of static shape from all members, by rank."""
+        """Stack a tensor of static shape from all members, by rank."""
         if self.size == 1:
             return tensor[None]
         flat = tf.reshape(tensor, [1, -1])
-        gathered = self._among_all(
+        gathered = self._call_all(
             "gather",
             tf.raw_ops.CollectiveGather,
             flat,
@@ -244,22 +247,19 @@ class Communicator:
         return tf.reshape(gathered, [self.size, *tensor.shape])
 
     def reduce_scatter(self, parts: tf.Tensor) -> tf.Tensor:
-        """Adds up tensors of static shape; each member gets its part.
-
-        They are `(size, ...)`, a part for each member.
-        """
+        """Sum tensors `(size, ...)` of static shape; member i gets row i."""
         if self._one_process:
             (total,) = self.all_reduce([parts])
             return total[self.rank]
         return tf.reduce_sum(self.all_to_all(parts), 0)
 
     def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Exchanges parts: part `i` of member `j` becomes part `j` of `i`."""
+        """Exchange rows: row i on member j becomes row j on member i."""
         if self.size == 1:
             return tensor
         if self._one_process:
             return self.all_gather(tensor)[:, self.rank]
-        received = self._among_all(
+        received = self._call_all(
             "all to all",
             tf.raw_ops.CollectiveAllToAllV2,
             tf.reshape(tensor, [self.size, -1]),
@@ -269,25 +269,25 @@ class Communicator:
 
     def _keys(
         self,
-        kind: str,
+        name: str,
         members: tuple[int, ...],
         root: int,
         tensor: tf.Tensor | tf.TensorSpec,
     ) -> tuple[int, int]:
         """Group and instance key of the next call.
 
-        They depend on the message, not on the number of traces, so workers
-        whose traces differ in number still agree.
+        The keys depend on the message and not on the number of traces, which
+        may differ between workers.
         """
         self._calls += 1
         group = stable_key(self._scope, members)
         shape = tuple(tensor.shape)
-        what = (kind, members, root, shape, tensor.dtype.name, self._calls)
-        return group, stable_key(self._scope, what)
+        message = (name, members, root, shape, tensor.dtype.name, self._calls)
+        return group, stable_key(self._scope, message)
 
 
 def differentiable_sum(group: Communicator, tensor: tf.Tensor) -> tf.Tensor:
-    """Sum over a group, differentiable any number of times."""
+    """Sum a tensor over a group, differentiable to any order."""
 
     def total(x: tf.Tensor) -> tf.Tensor:
         return with_gradient(lambda t: group.all_reduce([t])[0], x, total)
@@ -296,29 +296,29 @@ def differentiable_sum(group: Communicator, tensor: tf.Tensor) -> tf.Tensor:
 
 
 def stable_key(*parts: object) -> int:
-    """A key in a range that TensorFlow's own counters never reach."""
+    """Hash to a key of at least 2^30, above TensorFlow's own counters."""
     text = repr(parts).encode()
     return 2**30 + zlib.crc32(text) % 2**30
 
 
 def sum_dtype(dtype: tf.DType, hint: str) -> tf.DType:
-    """Dtype in which tensors of a dtype are added up over workers."""
+    """Dtype in which a tensor of a dtype is summed over workers."""
     return tf.float32 if (dtype, hint) == (tf.bfloat16, "nccl") else dtype
 
 
-# The dtype on the wire of tensors of a dtype.
+# Function from the dtype of a tensor to its dtype on the wire.
 WireDtype = Callable[[tf.DType], tf.DType]
 
 
-def _own(dtype: tf.DType) -> tf.DType:
+def _same_dtype(dtype: tf.DType) -> tf.DType:
     return dtype
 
 
 def split_buckets(
     tensors: Sequence[tf.Tensor] | Sequence[tf.TensorSpec],
-    wire: WireDtype = _own,
+    wire: WireDtype = _same_dtype,
 ) -> list[list[tf.Tensor]]:
-    """Groups tensors, in order, into buckets of one wire dtype and size."""
+    """Split a list into buckets of one wire dtype, at most `BUCKET_BYTES`."""
     buckets: list[list[tf.Tensor]] = []
     filled, last = 0, None
     for tensor in tensors:
@@ -332,8 +332,10 @@ def split_buckets(
     return buckets
 
 
-def flatten(tensors: Sequence[tf.Tensor], wire: WireDtype = _own) -> tf.Tensor:
-    """Joins tensors of one wire dtype into a vector of it."""
+def flatten(
+    tensors: Sequence[tf.Tensor], wire: WireDtype = _same_dtype
+) -> tf.Tensor:
+    """Concatenate tensors of equal wire dtype to a vector of this dtype."""
     parts = [tf.cast(tf.reshape(t, [-1]), wire(t.dtype)) for t in tensors]
     return tf.concat(parts, 0)
 
@@ -341,7 +343,7 @@ def flatten(tensors: Sequence[tf.Tensor], wire: WireDtype = _own) -> tf.Tensor:
 def unflatten(
     flat: tf.Tensor, like: Sequence[tf.Tensor | tf.TensorSpec]
 ) -> list[tf.Tensor]:
-    """Inverse of `flatten`."""
+    """Split a vector of `flatten` into tensors of given shapes and dtypes."""
     sizes = [math.prod(t.shape) for t in like]
     parts = tf.split(flat, sizes)
     return [
@@ -353,14 +355,14 @@ def unflatten(
 # ------------------------------------------------------- messages of items
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A tensor of a layer that one worker has and others need.
+    """A tensor of a layer that one worker sends to others.
 
     Attributes:
-        layer: Position of the layer.
+        layer: Index of the layer.
         name: Name of the tensor within the layer.
         spec: Shape and dtype on the wire.
-        root: The worker that has it.
-        members: All that need it, the root among them, in ascending order.
+        root: Rank of the sender.
+        members: Ranks of the sender and the receivers, ascending.
     """
 
     layer: int
@@ -373,7 +375,7 @@ class Item:
 def bundles(
     items: Sequence[Item],
 ) -> dict[tuple[int, tuple[int, ...]], list[Item]]:
-    """Items with the same sender and receivers, in a fixed order."""
+    """Group items by sender and members, in the order of the items."""
     groups: dict[tuple[int, tuple[int, ...]], list[Item]] = {}
     for item in items:
         if len(item.members) > 1:
@@ -382,20 +384,19 @@ def bundles(
 
 
 def rounds(items: Sequence[Item]) -> list[list[Item]]:
-    """Items by the place of their message among those of its sender.
+    """Group items into rounds: round i has message i of every sender's group.
 
-    The first messages of all senders are the first round. A round can be on
-    its way while the senders make the next.
+    A round can be in transit while the senders compute the next.
     """
-    found: list[list[Item]] = []
+    result: list[list[Item]] = []
     for bundle in bundles(items).values():
-        rest = iter(bundle)
+        remaining = iter(bundle)
         messages = split_buckets([item.spec for item in bundle])
-        for place, message in enumerate(messages):
-            if place == len(found):
-                found.append([])
-            found[place] += itertools.islice(rest, len(message))
-    return found
+        for index, message in enumerate(messages):
+            if index == len(result):
+                result.append([])
+            result[index] += itertools.islice(remaining, len(message))
+    return result
 
 
 def all_reduce_bytes(size: int, workers: int) -> int:
@@ -408,12 +409,16 @@ def broadcast_items(
     items: Sequence[Item],
     value_of: Callable[[Item], tf.Tensor],
 ) -> dict[tuple[int, str], tf.Tensor]:
-    """The items that this worker needs, by layer and name.
+    """Broadcast items and return the values that this worker needs.
 
     Args:
         communicator: This worker's collectives.
         items: All items, the same list on every worker.
-        value_of: Gives the value of an item whose root is this worker.
+        value_of: Function that returns the value of an item sent by this
+            worker.
+
+    Returns:
+        Values by layer index and name.
     """
     rank = communicator.rank
     values = {
@@ -422,26 +427,26 @@ def broadcast_items(
         if item.root == rank and rank in item.members
     }
     for (root, members), bundle in bundles(items).items():
-        mine = None
+        sent = None
         if root == rank:
-            mine = [values[item.layer, item.name] for item in bundle]
+            sent = [values[item.layer, item.name] for item in bundle]
         specs = [item.spec for item in bundle]
         with tf.name_scope(scope([item.layer for item in bundle])):
-            received = communicator.broadcast(mine, specs, root, members)
+            received = communicator.broadcast(sent, specs, root, members)
         for item, value in zip(bundle, received or (), strict=False):
             values[item.layer, item.name] = value
     return values
 
 
 def scope(layers: Sequence[int]) -> str:
-    """The name scope of a message of some layers, for profiles of a step."""
+    """Name scope of a message with values of some layers, for profiles."""
     return f"layers_{min(layers)}_{max(layers)}"
 
 
 def gradient_bytes(
     variables: Sequence[keras.Variable], hint: str = "auto"
 ) -> int:
-    """Bytes of the gradients of some variables, as they are added up."""
+    """Bytes of the gradients of variables in the dtypes of the all-reduce."""
     return sum(
         v.value.shape.num_elements()
         * sum_dtype(tf.as_dtype(v.dtype), hint).size

@@ -1,7 +1,7 @@
 """Assignment of decompositions and preconditioning to workers.
 
-Pure Python and deterministic: every worker computes the same plan from the
-same shapes, so that a plan never has to be sent.
+A plan is pure Python and deterministic: every worker computes the same plan
+from the same shapes, without communication.
 
 The workers form the grid of KAISA (section 3.1), numbered row by row as in
 its authors' code. With two gradient workers per layer on eight workers:
@@ -9,13 +9,13 @@ its authors' code. With two gradient workers per layer on eight workers:
     0 1 2 3
     4 5 6 7
 
-A column holds the gradient workers of a layer: they have its decompositions
-and precondition its gradient. Then each of them sends the result along its
-row, and all rows do so at the same time. That is in every step, whereas
-decompositions travel down a column once in many: neighbors in number, which
-tend to share a machine, are neighbors in a row. For that reason the numbers
-are not those of the paper's figure 4, which is transposed: with four gradient
-workers on eight, process 0 sends to process 4 there and to process 1 here.
+A column contains the gradient workers of a layer. They have the layer's
+decompositions and precondition its gradient. In every step each gradient
+worker broadcasts the result along its row, all rows in parallel.
+Decompositions are broadcast down a column only after an inverse update.
+Workers with adjacent ranks, which often share a machine, are therefore in the
+same row. The paper's figure 4 is transposed: with four gradient workers on
+eight, process 0 sends to process 4 there, and to process 1 here.
 """
 
 import collections
@@ -31,30 +31,31 @@ POLICIES = ("compute", "memory", "round_robin")
 
 
 class Work(Protocol):
-    """The numbers of a factor that a plan depends on."""
+    """Size and cost of a factor."""
 
     @property
     def elements(self) -> int:
-        """Number of elements that are kept."""
+        """Number of stored elements."""
 
     @property
     def operations(self) -> int:
-        """About how many operations a decomposition takes."""
+        """Approximate number of operations of a decomposition."""
 
 
-# The factors of a layer by name, or their shapes.
+# Factors of a layer, or their shapes, by name.
 Shapes = Mapping[str, Work | tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """A way to distribute K-FAC over workers.
+    """A distribution mode of K-FAC.
 
     Attributes:
-        gradient_workers: Number of them a layer has, or that the user says it.
-        reduces_factors: True if factors are of the batches of all workers; if
-            not, of the owner's alone, and never sent.
-        policy: The default assignment, one of `POLICIES`.
+        gradient_workers: Number of gradient workers per layer; "fraction" if
+            set by `gradient_worker_fraction`.
+        reduces_factors: True if factors are averaged over the batches of all
+            workers. False if a factor uses only its owner's batches.
+        policy: Default assignment policy, one of `POLICIES`.
     """
 
     gradient_workers: Literal["all", "one", "fraction"]
@@ -76,11 +77,11 @@ class LayerPlan:
     """Owners, gradient workers and receivers of one layer."""
 
     owners: Mapping[str, int]
-    """The worker that decomposes each factor, by the factor's name."""
+    """Worker that decomposes a factor, by the factor's name."""
     gradient_workers: tuple[int, ...]
-    """The workers that need all decompositions, in ascending order."""
+    """Workers that need all decompositions, in ascending order."""
     receivers: Mapping[int, tuple[int, ...]]
-    """The workers to which each gradient worker sends its result."""
+    """Workers that receive the preconditioned gradient, by its sender."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
 
     def owns(self, rank: int, layer: int) -> tuple[str, ...]:
-        """Names of the factors of a layer that a worker keeps."""
+        """Names of a layer's factors that a worker stores and decomposes."""
         owners = self.layers[layer].owners
         return tuple(name for name, owner in owners.items() if owner == rank)
 
@@ -101,22 +102,22 @@ class Plan:
         return rank in self.layers[layer].gradient_workers
 
     def observes(self, rank: int, layer: int) -> bool:
-        """True if a worker's batch goes into the factors of a layer."""
+        """True if a worker's batch contributes to the factors of a layer."""
         return self.mode.reduces_factors or bool(self.owns(rank, layer))
 
     @property
     def shares_clocks(self) -> bool:
-        """True if all workers update factors and inverses at the same steps."""
+        """True if all workers update factors and inverses in the same steps."""
         return self.workers == 1 or self.mode.reduces_factors
 
     @property
     def reduces_factors(self) -> bool:
-        """True if statistics are added up over the workers."""
+        """True if statistics are summed over several workers."""
         return self.workers > 1 and self.mode.reduces_factors
 
     @property
     def sends_decompositions(self) -> bool:
-        """True if a worker needs a decomposition that another one makes."""
+        """True if a worker needs a decomposition that another worker owns."""
         return any(
             len(self.decomposition_group(i, name)) > 1
             for i, layer in enumerate(self.layers)
@@ -125,28 +126,28 @@ class Plan:
 
     @property
     def observers(self) -> int:
-        """Number of workers whose batches a layer's factors are of."""
+        """Number of workers whose batches contribute to a layer's factors."""
         return self.workers if self.mode.reduces_factors else 1
 
     @property
     def columns(self) -> int:
-        """Number of groups of gradient workers, see the head of this module."""
+        """Number of columns of the grid, see the module's docstring."""
         if not self.layers:
             return 1
         return self.workers // len(self.layers[0].gradient_workers)
 
     def decomposition_group(self, layer: int, factor: str) -> tuple[int, ...]:
-        """The owner of a factor and all that need its decomposition."""
+        """The owner of a factor and the workers that need its decomposition."""
         plan = self.layers[layer]
         return tuple(sorted({plan.owners[factor], *plan.gradient_workers}))
 
     def gradient_groups(self, layer: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Each gradient worker that sends, and its group."""
-        receivers = self.layers[layer].receivers
+        """Pairs of a sending gradient worker and its broadcast group."""
+        receivers_by_sender = self.layers[layer].receivers
         return [
-            (worker, tuple(sorted((worker, *others))))
-            for worker, others in receivers.items()
-            if others
+            (worker, tuple(sorted((worker, *receivers))))
+            for worker, receivers in receivers_by_sender.items()
+            if receivers
         ]
 
 
@@ -157,27 +158,26 @@ def plan_layers(
     fraction: float | None = None,
     policy: str | None = None,
     whole_layers: bool = False,
-    turns: Sequence[int] | None = None,
+    groups: Sequence[int] | None = None,
 ) -> tuple[LayerPlan, ...]:
-    """Owners, gradient workers and receivers of every layer.
+    """Plan the owners, gradient workers and receivers of every layer.
 
-    - `comm_opt`: each factor has an owner of its own; all workers are gradient
-      workers.
+    - `comm_opt`: each factor has an owner; all workers are gradient workers.
     - `mem_opt`, `dp_kfac`: each layer has an owner, the only gradient worker.
     - `hybrid_opt`: each layer has an owner; the gradient workers are the
-      owner's column of the grid. With `fraction=1` it is `comm_opt`.
+      owner's column of the grid. Equal to `comm_opt` if `fraction=1`.
 
     Args:
-        shapes: The factors of every layer by name, or their shapes, in the
-            order of the layers.
+        shapes: Factors of every layer, or their shapes, by name.
         workers: Number of workers.
         mode: One of `MODES`.
-        fraction: Share of the workers that are gradient workers of a layer;
-            with `hybrid_opt` only, and required there.
-        policy: One of `POLICIES`; None is the mode's.
-        whole_layers: True if all factors of a layer have one owner, with
-            `comm_opt` too.
-        turns: The turn in which each layer is decomposed; None is one turn.
+        fraction: Fraction of the workers that are gradient workers of a layer.
+            Required with `hybrid_opt`, and not allowed otherwise.
+        policy: One of `POLICIES`. Defaults to the mode's policy.
+        whole_layers: True to give all factors of a layer the same owner, also
+            with `comm_opt`. Defaults to False.
+        groups: Schedule group of each layer: layers of a group are decomposed
+            in the same step. Defaults to a single group.
 
     Raises:
         ValueError: If an argument is not allowed.
@@ -192,27 +192,26 @@ def plan_layers(
         for layer in shapes
     ]
     if chosen.reduces_factors and count == workers and not whole_layers:
-        owners = _assign_factors(work, workers, policy, turns)
+        owners = _assign_factors(work, workers, policy, groups)
     else:
-        owners = _assign_layers(work, workers, policy, turns)
-    # Layers of one column share its tuples: of thousands of workers these are
-    # what a plan is made of.
+        owners = _assign_layers(work, workers, policy, groups)
+    # Layers of a column share its tuples, to save memory with many workers.
     width = workers // count
     columns = {
         column: tuple(range(column, workers, width))
-        for column in {home % width for home, _ in owners}
+        for column in {worker % width for worker, _ in owners}
     }
     receivers = {
         column: _receivers(members, width)
         for column, members in columns.items()
     }
     return tuple(
-        LayerPlan(layer, columns[home % width], receivers[home % width])
-        for home, layer in owners
+        LayerPlan(layer, columns[worker % width], receivers[worker % width])
+        for worker, layer in owners
     )
 
 
-# The worker whose column a layer goes to, and the owner of each factor.
+# Per layer: a worker in the layer's column, and the owner of each factor.
 _Owners = list[tuple[int, dict[str, int]]]
 
 
@@ -220,26 +219,26 @@ def _assign_layers(
     work: Sequence[Mapping[str, int]],
     workers: int,
     policy: str,
-    turns: Sequence[int] | None,
+    groups: Sequence[int] | None,
 ) -> _Owners:
-    """Distributes whole layers.
+    """Assign all factors of a layer to the same worker.
 
-    Layers with one small factor (normalisation) often alternate with layers
-    with two. They take turns of their own, or round robin over two workers
-    would give all the work to one.
+    Round robin counts layers with one factor (normalisation) and layers with
+    two separately. They often alternate; with a common count, the first of two
+    workers would own all large factors.
     """
     if policy == "round_robin":
         counts: collections.Counter[int] = collections.Counter()
-        homes = []
+        owners = []
         for layer in work:
-            homes.append(counts[len(layer)] % workers)
+            owners.append(counts[len(layer)] % workers)
             counts[len(layer)] += 1
     else:
         costs = [sum(w.values()) for w in work]
-        homes = [*assign(costs, workers, policy, turns)]
+        owners = [*assign(costs, workers, policy, groups)]
     return [
         (worker, dict.fromkeys(layer, worker))
-        for worker, layer in zip(homes, work, strict=True)
+        for worker, layer in zip(owners, work, strict=True)
     ]
 
 
@@ -247,19 +246,19 @@ def _assign_factors(
     work: Sequence[Mapping[str, int]],
     workers: int,
     policy: str,
-    turns: Sequence[int] | None,
+    groups: Sequence[int] | None,
 ) -> _Owners:
-    """Distributes single factors; all workers are in the only column."""
+    """Assign single factors; the grid has one column with all workers."""
     costs = [c for w in work for c in w.values()]
-    if turns is not None:
-        pairs = zip(turns, work, strict=True)
-        turns = [turn for turn, layer in pairs for _ in layer]
-    chosen = iter(assign(costs, workers, policy, turns))
-    return [(0, {name: next(chosen) for name in layer}) for layer in work]
+    if groups is not None:
+        pairs = zip(groups, work, strict=True)
+        groups = [group for group, layer in pairs for _ in layer]
+    owners = iter(assign(costs, workers, policy, groups))
+    return [(0, {name: next(owners) for name in layer}) for layer in work]
 
 
 def _receivers(column: Sequence[int], width: int) -> dict[int, tuple[int, ...]]:
-    """The other workers of the row of each worker of a column."""
+    """Map each worker of a column to the other workers in its row."""
     rows = {worker: worker // width * width for worker in column}
     return {
         worker: tuple(
@@ -271,13 +270,13 @@ def _receivers(column: Sequence[int], width: int) -> dict[int, tuple[int, ...]]:
 
 # ------------------------------------------------------------- assignment
 def cost(shape: Work | Sequence[int], policy: str) -> int:
-    """Cost of decomposing a factor.
+    """Cost of a factor for load balancing.
 
     Args:
         shape: The factor, or its shape: `(n, n)`, `(groups, n, n)`, or `(n,)`
             for a diagonal.
-        policy: `memory` counts elements, the others about operations: n^3 for
-            a matrix, n for a diagonal.
+        policy: "memory" for the number of elements. Otherwise the operations
+            of a decomposition: `n^3` for a matrix, `n` for a diagonal.
     """
     check_choice("assignment", policy, POLICIES)
     if isinstance(shape, Sequence):
@@ -292,37 +291,41 @@ def assign(
     costs: Sequence[int],
     workers: int,
     policy: str,
-    turns: Sequence[int] | None = None,
+    groups: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """The worker of every piece of work.
+    """Assign tasks to workers and return the worker of every task.
 
-    `compute` and `memory` give the next most costly piece to the worker with
-    the least work: the longest processing time first, which takes at most
-    4/3 - 1/(3 workers) of the best possible time. Equals go by their order,
-    the earlier piece first and to the lowest worker. `round_robin` ignores
-    the costs.
+    "compute" and "memory" assign the most expensive remaining task to the
+    worker with the least load (longest processing time first). The makespan is
+    at most `4/3 - 1/(3 workers)` times the optimum. Ties are broken by the
+    order of the tasks and the rank of the workers. "round_robin" ignores costs.
 
-    Where the work is done in turns, with all workers waiting for each other
-    after each, `compute` balances every turn, and the whole among equals.
+    Args:
+        costs: Cost of each task, from `cost`.
+        workers: Number of workers.
+        policy: One of `POLICIES`.
+        groups: Schedule group of each task. All workers wait for each other
+            after each group, so "compute" balances every group, and breaks
+            ties by the total load. Defaults to a single group.
     """
     check_count("workers", workers, 1)
     check_choice("assignment", policy, POLICIES)
     if policy == "round_robin":
-        return tuple(piece % workers for piece in range(len(costs)))
-    if turns is None or policy == "memory":
-        turns = [0] * len(costs)
-    # Of idle workers the lowest is taken: no more of them than pieces.
-    some = range(min(workers, len(costs)))
-    loads = {turn: [0] * len(some) for turn in turns}
-    totals = [0] * len(some)
-    chosen = [0] * len(costs)
-    for piece in sorted(range(len(costs)), key=lambda p: (-costs[p], p)):
-        load = loads[turns[piece]]
-        worker = min(some, key=lambda w: (load[w], totals[w]))
-        load[worker] += costs[piece]
-        totals[worker] += costs[piece]
-        chosen[piece] = worker
-    return tuple(chosen)
+        return tuple(task % workers for task in range(len(costs)))
+    if groups is None or policy == "memory":
+        groups = [0] * len(costs)
+    # At most `len(costs)` workers get a task; ties prefer the lowest ranks.
+    used = range(min(workers, len(costs)))
+    loads = {group: [0] * len(used) for group in groups}
+    totals = [0] * len(used)
+    assignment = [0] * len(costs)
+    for task in sorted(range(len(costs)), key=lambda t: (-costs[t], t)):
+        load = loads[groups[task]]
+        worker = min(used, key=lambda w: (load[w], totals[w]))
+        load[worker] += costs[task]
+        totals[worker] += costs[task]
+        assignment[task] = worker
+    return tuple(assignment)
 
 
 # -------------------------------------------------------- gradient workers
@@ -330,7 +333,7 @@ def gradient_workers(workers: int, fraction: float) -> int:
     """Number of gradient workers of a layer, `max(1, fraction * workers)`.
 
     Raises:
-        ValueError: If that is no whole number that divides `workers`.
+        ValueError: If the number is not an integer that divides `workers`.
     """
     check_count("workers", workers, 1)
     if not is_number(fraction) or not 0 < fraction <= 1:
@@ -358,14 +361,14 @@ def _fractions(workers: int) -> str:
 def _count_gradient_workers(
     mode: str, workers: int, fraction: float | None
 ) -> int:
-    """Number of gradient workers of a layer."""
-    wanted = MODES[mode].gradient_workers
-    if wanted == "fraction" and fraction is not None:
+    """Number of gradient workers of a layer in a mode."""
+    setting = MODES[mode].gradient_workers
+    if setting == "fraction" and fraction is not None:
         return gradient_workers(workers, fraction)
-    if wanted == "fraction" or fraction is not None:
+    if setting == "fraction" or fraction is not None:
         raise ValueError(
             "Argument `gradient_worker_fraction` must be given with "
             "distribution='hybrid_opt', and with it alone. Received: "
             f"distribution={mode!r}, gradient_worker_fraction={fraction!r}"
         )
-    return workers if wanted == "all" else 1
+    return workers if setting == "all" else 1

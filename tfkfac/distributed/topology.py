@@ -1,4 +1,4 @@
-"""The replicas of a job: which live in this process, and their roles."""
+"""Replicas of a job: ranks and devices of this process, and roles."""
 
 import dataclasses
 import math
@@ -18,14 +18,13 @@ _UNSUPPORTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The replicas of a job that are kept in sync.
+    """The synchronous replicas of a job.
 
     Attributes:
         replicas: Number of replicas.
-        local: Ranks of those in this process.
-        devices: The device of each of them; None is TensorFlow's choice.
-        hint: Communication hint for collectives, the one place where GPUs
-            and CPUs differ.
+        local: Ranks of the replicas in this process.
+        devices: Device of each local replica; None is TensorFlow's default.
+        hint: Communication hint for collectives, "nccl" on GPUs, else "auto".
     """
 
     replicas: int
@@ -40,19 +39,19 @@ class Topology:
 
     @property
     def process(self) -> int:
-        """Position of this process among all."""
+        """Index of this process in the job."""
         return self.process_of(self.local[0])
 
     def process_of(self, rank: int) -> int:
-        """The process of a replica."""
+        """Index of the process of a replica."""
         return rank // len(self.local)
 
 
 def find_topology(strategy: tf.distribute.Strategy) -> Topology:
-    """The topology of a strategy.
+    """Return the topology of a strategy.
 
     Raises:
-        ValueError: If the strategy is of a kind that is not supported.
+        ValueError: If the strategy is not supported.
     """
     check_strategy(strategy)
     replicas = strategy.num_replicas_in_sync
@@ -70,7 +69,7 @@ def find_topology(strategy: tf.distribute.Strategy) -> Topology:
 def task_position(
     resolver: tf.distribute.cluster_resolver.ClusterResolver,
 ) -> int:
-    """Position of this task among the workers; a chief comes first."""
+    """Index of this task among the workers; a chief has index 0."""
     cluster = resolver.cluster_spec().as_dict()
     if resolver.task_type == "chief":
         return 0
@@ -78,7 +77,7 @@ def task_position(
 
 
 def check_strategy(strategy: tf.distribute.Strategy) -> None:
-    """Raises a ValueError for a strategy that K-FAC cannot train under."""
+    """Raise a ValueError if a strategy is not supported."""
     if isinstance(strategy, _UNSUPPORTED):
         raise ValueError(
             "The distribution strategy must be a `MirroredStrategy` or a "
@@ -94,9 +93,9 @@ class Roles:
     """The replicas of a job by their role.
 
     Attributes:
-        workers: Ranks of those that train.
-        accelerators: Ranks of those that compute curvature beside them. If
-            there are none, the workers do it between their steps.
+        workers: Ranks of the replicas that train.
+        accelerators: Ranks of the replicas that only estimate curvature. If
+            empty, the workers estimate curvature between their steps.
     """
 
     workers: tuple[int, ...]
@@ -107,15 +106,19 @@ class Roles:
         return rank in self.workers
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """Ranks of the replicas with the role of `rank`, itself among them."""
+        """Ranks of all replicas with the same role as `rank`."""
         return self.workers if self.trains(rank) else self.accelerators
 
 
 def assign_roles(replicas: int, accelerator_fraction: float) -> Roles:
-    """Roles in which the last replicas, a whole number, are accelerators.
+    """Assign the last replicas, a rounded fraction, to be accelerators.
+
+    Args:
+        replicas: Number of replicas.
+        accelerator_fraction: Fraction of accelerators; 0 for none.
 
     Raises:
-        ValueError: If one of the roles would be left out.
+        ValueError: If no worker or no accelerator would be left.
     """
     if accelerator_fraction == 0:
         return Roles(tuple(range(replicas)))
