@@ -1,36 +1,35 @@
-"""Checks of arguments, for every room."""
+"""Checks of argument values."""
 
 import math
 import numbers
 from typing import Any
 
-# The largest numbers that float32 and int64 hold.
-_LARGEST = (2 - 2**-23) * 2.0**127
-_LARGEST_INTEGER = 2**63 - 1
+_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+_MAX_INT64 = 2**63 - 1
 
 
 def is_number(value: Any) -> bool:
-    """True if a value is a real number; a bool is not."""
+    """True if a value is a real number and not a bool."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_finite(value: Any) -> bool:
-    """True if a value is a number that is finite in float32."""
-    return is_number(value) and bool(abs(value) <= _LARGEST)
+    """True if a value is a finite number in the range of float32."""
+    return is_number(value) and bool(abs(value) <= _MAX_FLOAT32)
 
 
 def is_count(value: Any, least: int = 0) -> bool:
-    """True if a value is an integer of at least `least` that int64 holds."""
+    """True if a value is an integer from `least` to `2**63 - 1`."""
     if not is_number(value) or not isinstance(value, numbers.Integral):
         return False
-    return least <= int(value) <= _LARGEST_INTEGER
+    return least <= int(value) <= _MAX_INT64
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """Returns `value` if it is one of `choices`.
+    """Return `value` if it is one of `choices`.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If `value` is not in `choices`.
     """
     if not isinstance(value, str) or value not in choices:
         raise ValueError(
@@ -41,10 +40,10 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """Returns `value` if it is a bool.
+    """Return `value` if it is a bool.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If `value` is not a bool.
     """
     if not isinstance(value, bool):
         raise ValueError(
@@ -55,11 +54,11 @@ def check_bool(name: str, value: Any) -> bool:
 
 
 def check_count(name: str, value: Any, least: int = 0) -> int:
-    """Returns an integer of at least `least`.
+    """Return `value` as an int if it is an integer in [`least`, 2^63).
 
     Raises:
-        TypeError: If it is no integer.
-        ValueError: If it is smaller, or too large for int64.
+        TypeError: If `value` is not an integer.
+        ValueError: If `value` is out of range.
     """
     message = (
         f"Argument `{name}` must be an integer of at least {least} and less "
@@ -75,10 +74,10 @@ def check_count(name: str, value: Any, least: int = 0) -> int:
 def check_range(
     name: str, value: Any, least: float, below: float = math.inf
 ) -> float:
-    """Returns a number as a float in [least, below).
+    """Return `value` as a float if it is a number in [`least`, `below`).
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If `value` is not a number or out of range.
     """
     if not is_finite(value) or not least <= value < below:
         raise ValueError(
@@ -89,10 +88,10 @@ def check_range(
 
 
 def check_positive(name: str, value: Any) -> float:
-    """Returns a positive number as a float.
+    """Return `value` as a float if it is a positive number.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If `value` is not a positive finite number.
     """
     if not is_finite(value) or value <= 0:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""The Lanczos iteration with full reorthogonalisation, and its Ritz pairs.
+"""Lanczos iteration with full reorthogonalisation, and Ritz pairs.
 
-Vectors may be spread over devices in shards: whatever is summed over their
-elements goes through `reduce`, which adds up the shares of all devices. The
-tridiagonal matrix then has the same bits everywhere.
+Vectors may be sharded over devices. Every sum over vector elements goes through
+`reduce`, a sum over the devices, so the tridiagonal matrix is bitwise equal on
+all devices.
 """
 
 import math
@@ -17,24 +17,24 @@ from tfkfac.linalg.vectors import row_products
 
 Product = Callable[[tf.Tensor], tf.Tensor]
 
-# Rows of an eager basis are copied once, when a block of so many is full.
+# Rows per block of an eager basis; a full block is stacked once.
 _BLOCK_ROWS = 8
 
 
 def coefficients(matrices: Sequence[tf.Tensor], vector: tf.Tensor) -> tf.Tensor:
-    """Products of rows with a vector of their length."""
+    """Inner products of all rows of the matrices with a vector."""
     return tf.concat([row_products(m, vector) for m in matrices], 0)
 
 
 def combine(matrices: Sequence[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
-    """Sums of rows times weights `(k, rows)`."""
+    """Linear combinations of all rows, with weights `(k, rows)`."""
     return tf.add_n(_terms(matrices, weights))
 
 
 def project_out(
     matrices: Sequence[tf.Tensor], weights: tf.Tensor, vector: tf.Tensor
 ) -> tf.Tensor:
-    """A vector less its components: the sum of rows times weights."""
+    """Subtract `sum_i weights[i] rows[i]` from a vector."""
     terms = _terms(matrices, -weights[None])
     return tf.add_n([vector[None], *terms])[0]
 
@@ -47,68 +47,70 @@ def _terms(
 
 
 class Basis(NamedTuple):
-    """All rows of a basis so far, in matrices one below the other."""
+    """The rows of the Krylov basis, split over several matrices."""
 
     matrices: Sequence[tf.Tensor]
-    previous: tf.Tensor  # the row before the last
+    previous: tf.Tensor  # second to last row
 
 
 class Residual(NamedTuple):
-    """A vector after its components along all rows were removed."""
+    """A vector after its components along all basis rows are subtracted."""
 
     image: tf.Tensor
-    square: tf.Tensor  # its squared norm
-    is_short: tf.Tensor  # if that is less than half of what it was before
-    along: tf.Tensor  # the component along the last row
+    square: tf.Tensor  # squared norm
+    is_short: tf.Tensor  # true if the squared norm was more than halved
+    last_component: tf.Tensor  # subtracted component along the last row
 
 
 class Candidate(NamedTuple):
-    """The next row of the basis, before it is normalised.
+    """The next basis row before normalisation.
 
-    It is orthogonal to all rows, but for one that begins anew after a
+    The vector is orthogonal to all rows, except for a random vector after a
     breakdown.
     """
 
     vector: tf.Tensor
     length: tf.Tensor
-    fresh: tf.Tensor  # if it begins anew
-    scale: tf.Tensor  # largest element of the tridiagonal so far
-    rows: tf.Tensor  # number of rows that are not zero so far
+    fresh: tf.Tensor  # true for a random vector after a breakdown
+    scale: tf.Tensor  # largest element of the tridiagonal matrix so far
+    rows: tf.Tensor  # number of nonzero rows so far
 
 
 class Tridiagonal(NamedTuple):
     """The tridiagonal matrix, or the elements that one iteration adds."""
 
     diagonal: tf.Tensor
-    coupling: tf.Tensor  # between a row and the next
-    kept: tf.Tensor  # if a row counts; a row of zeros does not
+    coupling: tf.Tensor  # off-diagonal element between a row and the next
+    kept: tf.Tensor  # false for a row of zeros
 
 
 class Krylov(NamedTuple):
-    """State of the iteration between two rows, for a number of steps."""
+    """State of the iteration, with space for all rows."""
 
-    basis: tf.Tensor  # rows `(steps, length)`; those to come are zero
+    basis: tf.Tensor  # rows `(steps, length)`; zero if not computed yet
     tridiagonal: Tridiagonal
     candidate: Candidate
 
 
 class Lanczos:
-    """The iteration for one symmetric operator.
+    """Lanczos iteration for a symmetric operator.
 
-    A product is made orthogonal to the last two rows, in which almost all of
-    it lies, and then to all rows. Without the first, rounding in float32 would
-    need the second twice; so only where it shortens a vector by much it is
-    done once more. When the Krylov space of the start vector is exhausted (the
-    operator is zero, of low rank, or has repeated eigenvalues), an iteration
-    is spent on a random vector from which it goes on: no row is ever the noise
-    of a division by almost zero.
+    Each product is orthogonalised against the last two rows, which have almost
+    all of its components, and then against all rows. Without the first part,
+    float32 would always need a second pass over all rows. With it, a second
+    pass is only needed if the first one removes most of the vector.
+
+    The Krylov space of the start vector is exhausted early if the operator is
+    zero, has low rank or repeated eigenvalues (a breakdown). The iteration then
+    continues from a random vector, so that no row is rounding noise divided by
+    a value near zero.
 
     Args:
-        product: Multiplies a vector (a shard) by the operator.
+        product: Function that multiplies a vector (shard) by the operator.
         size: Size of the operator.
-        draw: Returns the shard of a random vector with norm of about 1, for
-            the number of an iteration.
-        reduce: Adds up over all devices.
+        draw: Function from the index of an iteration to (the shard of) a
+            random vector of norm about 1.
+        reduce: Sum over all devices. Defaults to the identity.
     """
 
     def __init__(
@@ -126,9 +128,9 @@ class Lanczos:
     def run(
         self, vector: tf.Tensor, steps: int
     ) -> tuple[Tridiagonal, list[tf.Tensor]]:
-        """Does all iterations from a start vector (a shard).
+        """Run `steps` iterations from a start vector (shard).
 
-        The rows of the basis are in matrices.
+        Returns the tridiagonal matrix, and the basis as matrices of rows.
         """
         if tf.executing_eagerly():
             return self._run_eagerly(vector, steps)
@@ -136,43 +138,43 @@ class Lanczos:
         return state.tridiagonal, [state.basis]
 
     def begin(self, vector: tf.Tensor, steps: int) -> Krylov:
-        """State before the first iteration, for a start vector (a shard)."""
-        numbers = tf.zeros([steps], vector.dtype)
+        """Initial state for a start vector (shard) and `steps` iterations."""
+        zeros = tf.zeros([steps], vector.dtype)
         return Krylov(
             new_rows(steps, vector.shape[0], vector.dtype),
-            Tridiagonal(numbers, numbers, tf.zeros([steps], tf.bool)),
+            Tridiagonal(zeros, zeros, tf.zeros([steps], tf.bool)),
             self.start(vector),
         )
 
     def advance(
         self, state: Krylov, first: int | tf.Tensor, end: int | tf.Tensor
     ) -> Krylov:
-        """Does the iterations from number `first` up to `end`, in a graph."""
+        """Run iterations `first` to `end - 1`; for graphs only."""
 
         def iterate(index: tf.Tensor, state: Krylov) -> Krylov:
-            place = tf.range(state.basis.shape[0]) == index
-            added: list[tf.Tensor] = []
+            is_current = tf.range(state.basis.shape[0]) == index
+            bases: list[tf.Tensor] = []
 
             def add(row: tf.Tensor) -> Basis:
                 basis = set_row(state.basis, index, row)
-                added.append(basis)
-                # XLA wants a fixed shape: rows of zeros add nothing.
+                bases.append(basis)
+                # XLA needs a fixed shape; zero rows do not change results.
                 rows = basis if in_xla() else basis[: index + 1]
                 return Basis([rows], basis[tf.maximum(index - 1, 0)])
 
             new, candidate = self.iterate(add, state.candidate, index)
-            numbers = [
-                tf.where(place, number, vector)
-                for number, vector in zip(new, state.tridiagonal, strict=True)
+            vectors = [
+                tf.where(is_current, element, vector)
+                for element, vector in zip(new, state.tridiagonal, strict=True)
             ]
-            return Krylov(added[0], Tridiagonal(*numbers), candidate)
+            return Krylov(bases[0], Tridiagonal(*vectors), candidate)
 
         return repeat(iterate, state, first, end)
 
     def _run_eagerly(
         self, vector: tf.Tensor, steps: int
     ) -> tuple[Tridiagonal, list[tf.Tensor]]:
-        """Does as `run`, where each change of a matrix would copy it."""
+        """Run eagerly with lists of rows; `set_row` would copy the basis."""
         blocks: list[tf.Tensor] = []
         rows: list[tf.Tensor] = []
 
@@ -184,15 +186,15 @@ class Lanczos:
             rows.append(row)
             return Basis([*blocks, tf.stack(rows)], previous)
 
-        candidate, made = self.start(vector), []
+        candidate, elements = self.start(vector), []
         for index in range(steps):
             new, candidate = self.iterate(add, candidate, tf.constant(index))
-            made.append(new)
-        numbers = [tf.stack(values) for values in zip(*made, strict=True)]
-        return Tridiagonal(*numbers), [*blocks, tf.stack(rows)]
+            elements.append(new)
+        vectors = [tf.stack(values) for values in zip(*elements, strict=True)]
+        return Tridiagonal(*vectors), [*blocks, tf.stack(rows)]
 
     def start(self, vector: tf.Tensor) -> Candidate:
-        """First candidate, for a start vector (a shard)."""
+        """First candidate for a start vector (shard)."""
         square = self._reduce(2 * tf.nn.l2_loss(vector)[None])[0]
         usable = (square > 0) & tf.math.is_finite(square)
         first = tf.constant(0)
@@ -206,67 +208,70 @@ class Lanczos:
         candidate: Candidate,
         index: tf.Tensor,
     ) -> tuple[Tridiagonal, Candidate]:
-        """Does one iteration.
+        """Run one iteration and return the new elements and the next candidate.
 
-        `add` adds a row to the basis and returns all; zeros may follow.
+        `add` adds a row to the basis and returns the basis, in which rows of
+        zeros may follow.
         """
         row, image = self._multiply(candidate)
         matrices, previous = add(row)
-        # A first row has none before it, and a fresh one is not coupled to it.
-        single = candidate.fresh | tf.equal(index, 0)
-        before = tf.where(single, 0 * candidate.length, candidate.length)
+        # The first row and a fresh row have no coupling to a previous row.
+        uncoupled = candidate.fresh | tf.equal(index, 0)
+        before = tf.where(uncoupled, 0 * candidate.length, candidate.length)
         image -= before * previous
-        along = self._reduce(coefficients([row[None]], image))[0]
-        residual = self._project_out(matrices, image - along * row, index)
-        # Twice is enough (Kahan): what the second pass still shortens by much
-        # lies in the space of the rows.
+        component = self._reduce(coefficients([row[None]], image))[0]
+        residual = self._project_out(matrices, image - component * row, index)
+        # Two passes are enough (Kahan): a vector that is short after the second
+        # pass lies in the span of the rows.
         residual = tf.cond(
             residual.is_short,
             lambda: self._project_out(
-                matrices, residual.image, index, residual.along
+                matrices, residual.image, index, residual.last_component
             ),
             lambda: residual,
         )
-        diagonal = along + residual.along
-        coupling, following = self._judge(candidate, residual, diagonal, index)
+        diagonal = component + residual.last_component
+        coupling, next_candidate = self._next_candidate(
+            candidate, residual, diagonal, index
+        )
         kept = ~candidate.fresh
-        return Tridiagonal(diagonal, coupling, kept), following
+        return Tridiagonal(diagonal, coupling, kept), next_candidate
 
     def _project_out(
         self,
         matrices: Sequence[tf.Tensor],
         image: tf.Tensor,
         index: tf.Tensor,
-        along: float | tf.Tensor = 0.0,
+        component: float | tf.Tensor = 0.0,
     ) -> Residual:
-        """Removes all components; `along` went along row `index` before."""
+        """Subtract all components; add the one along `index` to `component`."""
         square = 2 * tf.nn.l2_loss(image)
-        found = tf.concat([coefficients(matrices, image), square[None]], 0)
-        found = self._reduce(found)
-        inside, square = found[:-1], found[-1]
-        removed = tf.reduce_sum(inside * inside)
+        sums = tf.concat([coefficients(matrices, image), square[None]], 0)
+        sums = self._reduce(sums)
+        components, square = sums[:-1], sums[-1]
+        removed = tf.reduce_sum(components * components)
         return Residual(
-            project_out(matrices, inside, image),
+            project_out(matrices, components, image),
             square - removed,
             2 * removed > square,
-            along + inside[index],
+            component + components[index],
         )
 
     def _multiply(self, candidate: Candidate) -> tuple[tf.Tensor, tf.Tensor]:
-        """Row of a candidate, and its product; a fresh one is its own."""
+        """Row of a candidate and its product; zeros and the vector if fresh."""
         vector, length, fresh = candidate[:3]
         row = vector * tf.where(fresh, tf.zeros_like(length), 1 / length)
         image = self._product(row)
         return row, tf.cond(fresh, lambda: vector, lambda: image)
 
-    def _judge(
+    def _next_candidate(
         self,
         candidate: Candidate,
         residual: Residual,
         diagonal: tf.Tensor,
         index: tf.Tensor,
     ) -> tuple[tf.Tensor, Candidate]:
-        """Coupling to the next row, and its candidate."""
+        """Coupling to the next row, and the next candidate."""
         fresh = candidate.fresh
         length = tf.sqrt(tf.maximum(residual.square, 0))
         one, zero = tf.ones_like(length), tf.zeros_like(length)
@@ -286,13 +291,13 @@ class Lanczos:
 
 
 def random_vector(size: int, seed: int, index: int | tf.Tensor) -> tf.Tensor:
-    """A random vector with norm of about 1, the same on every device."""
+    """Random vector of norm about 1, the same on every device."""
     vector = tf.random.stateless_normal([size], [seed, index])
     return vector / tf.sqrt(tf.cast(size, vector.dtype))
 
 
 def default_steps(size: int, pairs: int) -> int:
-    """Steps for `pairs` Ritz pairs: `min(n, max(4 r, 2 ln n))` (FOSI)."""
+    """Steps for r Ritz pairs of size n: `min(n, max(4 r, 2 ln n))` (FOSI)."""
     logarithm = math.ceil(2 * math.log(max(size, 2)))
     return min(size, max(4 * pairs, logarithm))
 
@@ -300,25 +305,24 @@ def default_steps(size: int, pairs: int) -> int:
 class RitzPairs(NamedTuple):
     """Ritz pairs of the ends of a spectrum, in float64.
 
-    Value and weights of pairs that do not exist, because the iteration found
-    fewer, are zero.
+    If the iteration found fewer pairs, missing values and weights are zero.
     """
 
     values: tf.Tensor  # `(r,)`, ascending
-    weights: tf.Tensor  # `(r, steps)`, the vectors in the basis
+    weights: tf.Tensor  # `(r, steps)`, coefficients of the vectors in the basis
 
 
 def ritz_pairs(
     tridiagonal: Tridiagonal, num_largest: int, num_smallest: int
 ) -> RitzPairs:
-    """Ritz pairs from both ends of a matrix whose last row is not coupled."""
+    """Ritz pairs of both ends of the spectrum of a tridiagonal matrix."""
     diagonal = tf.cast(tridiagonal.diagonal, tf.float64)
     coupling = tf.cast(tridiagonal.coupling[:-1], tf.float64)
     kept = tridiagonal.kept
-    numbers = tf.concat([diagonal, coupling], 0)
-    finite = tf.reduce_all(tf.math.is_finite(numbers))
-    # Rows that do not count get an eigenvalue above all others.
-    bound = 1 + 4 * tf.reduce_max(tf.abs(numbers))
+    elements = tf.concat([diagonal, coupling], 0)
+    finite = tf.reduce_all(tf.math.is_finite(elements))
+    # Zero rows get an eigenvalue above all others.
+    bound = 1 + 4 * tf.reduce_max(tf.abs(elements))
     full = tf.where(kept, diagonal, bound)
     matrix = tf.linalg.diag(full)
     if coupling.shape[0]:

@@ -1,4 +1,4 @@
-"""Checks of tensors, and one of two tensors by a flag."""
+"""Finiteness checks, selection by a flag, stacking, machine epsilon."""
 
 from collections.abc import Sequence
 
@@ -6,19 +6,19 @@ import tensorflow as tf
 
 
 def all_finite(tensors: list[tf.Tensor]) -> tf.Tensor:
-    """Returns a scalar bool: no NaN and no infinity in any tensor."""
+    """Return a scalar bool: True if no tensor has a NaN or infinity."""
     return tf.reduce_all(are_finite(tensors))
 
 
 def are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns a bool for each tensor: no NaN and no infinity in it.
+    """Return a bool vector: True for each tensor without NaN and infinity.
 
-    A sum carries every NaN and infinity of its terms, and one reduction is
-    several times cheaper than an element-wise test. Values so large that
-    their sum overflows float32 count as not finite.
+    The sum of a tensor is tested, because a sum propagates NaN and infinity
+    and is several times faster than an element-wise test. Tensors whose sum
+    overflows float32 count as not finite.
     """
     wide = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in tensors]
-    # With axes of its own each sum would be two operations.
+    # Share constants of axes; a default axis is an additional operation.
     ranks = {tensor.shape.rank for tensor in wide} - {None}
     axes = {n: tf.constant(list(range(n)), tf.int32) for n in ranks}
     sums = [tf.reduce_sum(t, axes.get(t.shape.rank)) for t in wide]
@@ -26,22 +26,22 @@ def are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.math.is_finite(tf.stack([tf.cast(x, widest) for x in sums]))
 
 
-def select(flag: tf.Tensor, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-    """Returns `one` if a flag is true, else `other`; neither is computed with.
+def select(flag: tf.Tensor, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    """Return x if a scalar flag is true, else y.
 
-    So does `tf.where`, but on a CPU it stretches the flag, a scalar, over all
-    elements and looks at each, which takes ten times as long as to copy them.
+    Equal to `tf.where`, which broadcasts the flag on a CPU and takes ten times
+    as long as a copy.
     """
-    return tf.raw_ops.Select(condition=flag, x=one, y=other)
+    return tf.raw_ops.Select(condition=flag, x=x, y=y)
 
 
-def stack_scalars(numbers: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Scalars of any float dtypes, at least one, as a vector in float64."""
-    widest = max((x.dtype for x in numbers), key=lambda dtype: dtype.size)
-    vector = tf.stack([tf.cast(x, widest) for x in numbers])
+def stack_scalars(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Stack one or more scalars of any float dtypes to a float64 vector."""
+    widest = max((x.dtype for x in scalars), key=lambda dtype: dtype.size)
+    vector = tf.stack([tf.cast(x, widest) for x in scalars])
     return tf.cast(vector, tf.float64)
 
 
 def rounding(dtype: tf.DType) -> float:
-    """Returns the machine epsilon of a floating point dtype."""
+    """Return the machine epsilon of float64, or of float32 for other dtypes."""
     return 2.0**-52 if dtype == tf.float64 else 2.0**-23

@@ -1,9 +1,9 @@
-"""Several tensors as one flat vector, and sums over long vectors.
+"""Flat vectors of several tensors, and accurate products of long vectors.
 
-TensorFlow's CPU products of a few rows with a vector add up one element after
-the other: in float32 `x . x` is 1e-4 off at 4e5 elements and 1.6e-2 at 1e7.
-Here they are made in chunks, and the chunks are added up in float64.
-(`tf.nn.l2_loss` and `tf.reduce_sum` add in a tree, with errors of 1e-7.)
+TensorFlow's CPU products of a few rows with a vector sum sequentially: in
+float32 the relative error of `x . x` is 1e-4 for 4e5 elements and 1.6e-2 for
+1e7. Here products are computed in chunks, which are summed in float64.
+(`tf.nn.l2_loss` and `tf.reduce_sum` use a tree, with errors of 1e-7.)
 """
 
 import itertools
@@ -12,15 +12,21 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-# oneDNN's products are 5e-6 off at 512 equal elements, others 4e-7 at 2,048.
+# Elements of a chunk. The relative error of oneDNN's products is 5e-6 for 512
+# equal elements; of other products, 4e-7 for 2,048.
 CHUNK = 256
-_WHOLE = 2048
+_PADDING = 2048  # elements; long vectors are padded to a multiple
 
 
 class FlatSpace:
-    """The space of vectors that a list of tensors makes, row-major, in order.
+    """Conversion between a list of tensors and a flat vector.
 
-    They have the widest dtype of the tensors', at least float32.
+    The vector concatenates the row-major tensors in order. Its dtype is float64
+    if any tensor is float64, else float32.
+
+    Args:
+        shapes: Static shapes of the tensors.
+        dtypes: Dtypes of the tensors.
     """
 
     def __init__(
@@ -34,16 +40,18 @@ class FlatSpace:
 
     @property
     def size(self) -> int:
-        """Number of elements of a vector."""
+        """Number of elements of the vector."""
         return sum(self._sizes)
 
     def join(
         self, tensors: Sequence[tf.Tensor | None], length: int | None = None
     ) -> tf.Tensor:
-        """Returns the vector of some tensors; None is zero.
+        """Concatenate tensors to a vector of static length.
 
-        Its length is static, whatever is known of the shapes of the tensors.
-        Up to a larger one that is given it ends in zeros.
+        Args:
+            tensors: The tensors; None for zeros.
+            length: Length to which the vector is padded with zeros. Defaults
+                to no padding.
         """
         parts = [
             tf.zeros([size], self.dtype)
@@ -56,8 +64,8 @@ class FlatSpace:
         return tf.concat(parts, 0)
 
     def split(self, vector: tf.Tensor) -> list[tf.Tensor]:
-        """Returns the tensors of a vector, behind which may be zeros."""
-        # Slices of whole cache lines are views; `tf.split` always copies.
+        """Split a vector, optionally padded, into the tensors."""
+        # Aligned slices are views; `tf.split` always copies.
         ends = list(itertools.accumulate(self._sizes))
         return [
             tf.cast(tf.reshape(vector[end - size : end], shape), dtype)
@@ -68,32 +76,33 @@ class FlatSpace:
 
 
 def row_products(matrix: tf.Tensor, vector: tf.Tensor) -> tf.Tensor:
-    """Products of rows `(r, n)` with a vector of static length n."""
+    """Inner products of rows `(r, n)` with a vector of static length n."""
     size = vector.shape[0]
-    whole = size - size % CHUNK
-    if whole in (0, size):
-        return _add_chunks(matrix, vector)
-    rest = _add_chunks(matrix[:, whole:], vector[whole:])
-    return _add_chunks(matrix[:, :whole], vector[:whole]) + rest
+    end = size - size % CHUNK
+    if end in (0, size):
+        return _sum_chunks(matrix, vector)
+    remainder = _sum_chunks(matrix[:, end:], vector[end:])
+    return _sum_chunks(matrix[:, :end], vector[:end]) + remainder
 
 
-def _add_chunks(matrix: tf.Tensor, vector: tf.Tensor) -> tf.Tensor:
-    """Add up products of chunks, or of a single one that is shorter."""
+def _sum_chunks(matrix: tf.Tensor, vector: tf.Tensor) -> tf.Tensor:
+    """Sum the products of full chunks, or of a single shorter chunk."""
     size = vector.shape[0]
     count = max(size // CHUNK, 1)
     length = size // count
-    parts = tf.matmul(
+    products = tf.matmul(
         tf.reshape(matrix, [tf.shape(matrix)[0], count, 1, length]),
         tf.reshape(vector, [count, 1, length]),
-        transpose_b=True,  # as a column the vector makes it 4 times slower
+        transpose_b=True,  # 4 times faster than with the vector as a column
     )
-    total = tf.reduce_sum(tf.cast(parts, tf.float64), [1, 2, 3])
+    total = tf.reduce_sum(tf.cast(products, tf.float64), [1, 2, 3])
     return tf.cast(total, vector.dtype)
 
 
 def padded_size(size: int) -> int:
-    """Size to store long vectors in: whole chunks, which nobody has to copy.
+    """Round the size of a long vector up to a multiple of `_PADDING`.
 
-    Short ones, where that might be more than an eighth, stay as they are.
+    Padded vectors are split into chunks without a copy. Short vectors, which
+    could grow by more than 1/8, keep their size.
     """
-    return size if size <= 8 * _WHOLE else -(-size // _WHOLE) * _WHOLE
+    return size if size <= 8 * _PADDING else -(-size // _PADDING) * _PADDING
