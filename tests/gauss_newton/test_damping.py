@@ -131,7 +131,7 @@ def test_steps_bend_with_the_valley(rows: bool, length: float) -> None:
     turn = length * RNG.normal(size=6)
     rate, shift = 0.5, 0.5 * np.sum(ROWS**2) / 4
     pulled = turn if rows else ROWS.T @ turn
-    found = tries(rows=rows, rate=rate, turn=lambda change: pulled)
+    found = tries(rows=rows, rate=rate, second_derivatives=lambda change: pulled)
     straight = step(0.5)
     matrix = ROWS.T @ ROWS + shift * np.eye(4)
     bend = -rate / 2 * np.linalg.solve(matrix, ROWS.T @ turn)

@@ -1,10 +1,10 @@
-"""Rows of the residuals' Jacobian, one for each output of each example.
+"""Jacobian of the residuals, with one row per output and example.
 
-With a root B of the loss' Hessian at the outputs y that it reads, and `J =
-dy/dw`, these are `K = B^T J`. The residuals r themselves, `B r = dL/dy`, are
-those of least length. The backward pass of one example is traced once and
-vectorised over examples and outputs, in blocks, so that no more than a block of
-rows is in memory.
+The outputs y are the tensors that the losses use: outputs of the model, or the
+logits behind them. With the Hessian `B B^T` of the loss L at y and `J = dy/dw`,
+the rows are `K = B^T J`. The residuals r are the least-norm solution of
+`B r = dL/dy`. The backward pass of an example is traced once and vectorised
+over examples and outputs. It runs in blocks of rows to limit memory.
 """
 
 import dataclasses
@@ -23,87 +23,95 @@ from tfkfac.linalg.symmetric import band_shapes, bands, from_bands
 from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.loss.batch import stateless
 
-# Fewest rows of a block.
-_LEAST = 256
-# Part of a step that outputs are computed at, on both sides: their second
-# derivatives lose 16 digits over its square, and gain by its square.
-_PART = 0.1
+_MIN_BLOCK_ROWS = 256
+# Finite-difference step of the second derivatives, as a fraction of the step.
+# Rounding errors grow with the inverse square of this fraction, truncation
+# errors with its square.
+_DIFFERENCE_FRACTION = 0.1
 
 
 class Read(NamedTuple):
-    """The output of the model that one loss reads."""
+    """A model output, or its logits, that one loss uses."""
 
-    position: int  # among the model's outputs
-    is_logits: bool  # whether it is the logits behind that output
-    output: tf.Tensor  # its value
-    slopes: tf.Tensor  # gradient of the loss there, `(examples, outputs)`
-    root: Root  # of the Hessian there
-    size: int  # number of outputs of an example
+    position: int  # index of the model's output
+    is_logits: bool  # true for the logits of that output
+    output: tf.Tensor  # value of the output or logits
+    slopes: tf.Tensor  # gradient of the loss, `(examples, outputs)`
+    root: Root  # root B of the Hessian of the loss
+    size: int  # number of outputs per example
 
 
 class Rows(NamedTuple):
-    """Examples of which a function makes outputs, each by itself.
+    """Examples, and the function that computes their outputs.
 
-    In `fit` they are those of a call of the model, in `minimize` the points of
-    a condition.
+    In `fit` the examples are the batch, in `minimize` the points of one
+    condition. The outputs of an example must not depend on other examples.
     """
 
-    # Of some examples, by position among the model's outputs.
+    # Function from points to outputs, by index of the model's output.
     outputs: Callable[[Sequence[tf.Tensor]], Mapping[int, tf.Tensor]]
-    points: Sequence[tf.Tensor]  # with one batch axis
-    places: Sequence[int]  # positions of its outputs
-    size: int  # number of residuals of an example
-    reads: Sequence[Read] = ()  # of the outputs, by the losses
+    points: Sequence[tf.Tensor]  # inputs, with one batch axis
+    places: Sequence[int]  # indices of the model's outputs
+    size: int  # number of residuals per example
+    reads: Sequence[Read] = ()  # uses of the outputs by losses
 
     @property
     def examples(self) -> int | tf.Tensor:
-        """Number of examples; a tensor if it is not known before."""
+        """Number of examples; a tensor if not static."""
         size: int | None = self.points[0].shape[0]
         return tf.shape(self.points[0])[0] if size is None else size
 
     def joined(self, outputs: Mapping[int, tf.Tensor]) -> tf.Tensor:
-        """Outputs that the losses read, `(examples, size)`."""
-        parts = []
+        """Concatenate the outputs y that the losses use, `(examples, size)`."""
+        columns = []
         for read in self.reads:
             output = outputs[read.position]
-            found = logits_of(output) if read.is_logits else output
-            parts.append(flat_output(found, read))
-        return tf.concat(parts, 1)
+            output = logits_of(output) if read.is_logits else output
+            columns.append(flat_output(output, read))
+        return tf.concat(columns, 1)
 
     def weigh(
         self, rows: tf.Tensor, first: Any = 0, end: tf.Tensor | None = None
     ) -> tf.Tensor:
-        """`B^T` times rows `(examples, size, n)` of some examples, or all."""
+        """`B^T` times rows `(examples, size, n)` of examples `[first, end)`."""
         end = tf.shape(rows)[0] if end is None else end
-        parts = tf.split(rows, [read.size for read in self.reads], 1)
-        pairs = zip(self.reads, parts, strict=True)
-        return tf.concat([r.root.times(p, first, end) for r, p in pairs], 1)
+        by_read = tf.split(rows, [read.size for read in self.reads], 1)
+        pairs = zip(self.reads, by_read, strict=True)
+        return tf.concat([r.root.times(x, first, end) for r, x in pairs], 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Jacobian:
-    """The Jacobian of the residuals of a batch, examples by examples."""
+    """The Jacobian K of the residuals of a batch, computed in blocks.
+
+    The number of residuals is m, the number of weights n.
+    """
 
     model: keras.Model
     rows: Sequence[Rows]
-    weights: Sequence[keras.Variable]  # that it is with respect to
-    values: Sequence[tf.Tensor]  # of these
-    space: FlatSpace  # of the flat vectors of these
-    block: int  # number of rows that are made at once
-    most_examples: int  # of one backward pass
+    weights: Sequence[keras.Variable]
+    values: Sequence[tf.Tensor]  # values of the weights
+    space: FlatSpace  # conversion of the weights to flat vectors
+    block: int  # rows per block
+    most_examples: int  # upper bound: examples of one backward pass
 
     def whole(self) -> tf.Tensor:
         """K, `(m, n)`."""
-        made = [rows.weigh(self._plain(rows)(0, None)) for rows in self.rows]
-        return tf.concat([flat(own) for own in made], 0)
+        return tf.concat(
+            [
+                flat(rows.weigh(self._output_rows(rows)(0, None)))
+                for rows in self.rows
+            ],
+            0,
+        )
 
     def residuals(self) -> tf.Tensor:
         """r, `(m,)`."""
-        found = [
+        by_rows = [
             tf.concat([r.root.residuals(r.slopes) for r in rows.reads], 1)
             for rows in self.rows
         ]
-        return tf.concat([tf.reshape(own, [-1]) for own in found], 0)
+        return tf.concat([tf.reshape(r, [-1]) for r in by_rows], 0)
 
     def squares(self) -> tuple[tf.Tensor, tf.Tensor]:
         """`K^T K`, `(n, n)`, and the gradient of the loss, `(n,)`."""
@@ -117,17 +125,19 @@ class Jacobian:
     def _add_squares(
         self, rows: Rows, sums: Sequence[tf.Tensor]
     ) -> Sequence[tf.Tensor]:
-        """Adds to a gradient and the bands of a matrix, block by block."""
-        plain, examples = self._plain(rows), rows.examples
+        """Add `J^T dL/dy` and the bands of `K^T K`, block by block."""
+        output_rows, examples = self._output_rows(rows), rows.examples
         slopes = tf.concat([read.slopes for read in rows.reads], 1)
         block = max(self.block // rows.size, 1)
 
         def add(first: tf.Tensor, gradient: tf.Tensor, *sums: Any) -> Any:
             end = tf.minimum(first + block, examples)
-            made = plain(first, end)
-            own = tf.reshape(slopes[first:end], [-1, 1])
-            gradient += tf.matmul(flat(made), own, transpose_a=True)[:, 0]
-            new = bands(flat(rows.weigh(made, first, end)))
+            jacobian = output_rows(first, end)
+            column = tf.reshape(slopes[first:end], [-1, 1])
+            gradient += tf.matmul(flat(jacobian), column, transpose_a=True)[
+                :, 0
+            ]
+            new = bands(flat(rows.weigh(jacobian, first, end)))
             return end, gradient, *map(tf.add, sums, new)
 
         _, *sums = tf.while_loop(
@@ -138,36 +148,42 @@ class Jacobian:
         )
         return sums
 
-    def turn(self, change: tf.Tensor) -> tf.Tensor:
-        """`B^T y''`, `(m,)`: the outputs' second derivatives along a change."""
+    def second_derivatives(self, change: tf.Tensor) -> tf.Tensor:
+        """`B^T y''`, `(m,)`: second derivatives of the outputs along a change.
+
+        Central differences: two forward passes.
+        """
         outputs = tf.function(self._all_outputs, autograph=False)
-        parts = self.space.split(_PART * change)
-        pairs = list(zip(self.values, parts, strict=True))
-        there = outputs([v + part for v, part in pairs])
-        back = outputs([v - part for v, part in pairs])
-        here = [
+        deltas = self.space.split(_DIFFERENCE_FRACTION * change)
+        pairs = list(zip(self.values, deltas, strict=True))
+        plus = outputs([v + delta for v, delta in pairs])
+        minus = outputs([v - delta for v, delta in pairs])
+        center = [
             tf.concat([flat_output(r.output, r) for r in rows.reads], 1)
             for rows in self.rows
         ]
-        ways = zip(there, here, back, strict=True)
-        return self._weigh_all([(p - 2 * y + q) / _PART**2 for p, y, q in ways])
+        triples = zip(plus, center, minus, strict=True)
+        square = _DIFFERENCE_FRACTION**2
+        return self._weigh_all(
+            [(p - 2 * y + q) / square for p, y, q in triples]
+        )
 
     def pull(self, vector: tf.Tensor) -> tf.Tensor:
         """`K^T` times a vector `(m,)`, by one backward pass in blocks."""
         sizes = [rows.size * rows.examples for rows in self.rows]
-        parts = zip(self.rows, tf.split(vector, sizes), strict=True)
-        return tf.add_n([self._pull(rows, part) for rows, part in parts])
+        pairs = zip(self.rows, tf.split(vector, sizes), strict=True)
+        return tf.add_n([self._pull(rows, v) for rows, v in pairs])
 
     def _pull(self, rows: Rows, vector: tf.Tensor) -> tf.Tensor:
-        """That of some rows alone."""
+        """`K^T` times a vector for the rows K of one `Rows`."""
         vector = tf.reshape(vector, [-1, rows.size])
 
         def add(first: tf.Tensor, total: tf.Tensor) -> Any:
             end = tf.minimum(first + self.most_examples, rows.examples)
-            own = [part[first:end] for part in rows.points]
+            points = [x[first:end] for x in rows.points]
             with tape() as back:
                 back.watch(self.values)
-                outputs = self._outputs(rows, own, self.values)
+                outputs = self._outputs(rows, points, self.values)
                 weighed = rows.weigh(outputs[..., None], first, end)[..., 0]
             slopes = back.gradient(
                 weighed, self.values, output_gradients=vector[first:end]
@@ -183,19 +199,20 @@ class Jacobian:
         return total
 
     def _weigh_all(self, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
-        """`B^T y`, `(m,)`, of `_all_outputs`."""
+        """`B^T y`, `(m,)`, of the result of `_all_outputs`."""
         pairs = zip(self.rows, outputs, strict=True)
-        made = [rows.weigh(y[..., None]) for rows, y in pairs]
-        return tf.concat([tf.reshape(own, [-1]) for own in made], 0)
+        weighed = [rows.weigh(y[..., None]) for rows, y in pairs]
+        return tf.concat([tf.reshape(y, [-1]) for y in weighed], 0)
 
     def _all_outputs(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The outputs y of each of the rows, `(examples, size)`."""
+        """The outputs y of all examples, `(examples, size)` per `Rows`."""
         return [self._outputs(r, r.points, values) for r in self.rows]
 
-    def _plain(self, rows: Rows) -> Callable[..., tf.Tensor]:
-        """A function of a range of examples: J, `(examples, size, n)`.
+    def _output_rows(self, rows: Rows) -> Callable[..., tf.Tensor]:
+        """Return a function from a range of examples to J of their outputs.
 
-        It is traced when first called.
+        J has shape `(examples, size, n)`. The function is traced when first
+        called.
         """
         seeds = tf.eye(rows.size, dtype=self.space.dtype)
         loop, dtype = needs_loop(self.model), self.space.dtype
@@ -203,7 +220,7 @@ class Jacobian:
         def trace(points: Any, values: Any) -> tf.Tensor:
             count = tf.shape(points[0])[0]
             if rows.size > 1:
-                points = [tf.repeat(part, rows.size, 0) for part in points]
+                points = [tf.repeat(x, rows.size, 0) for x in points]
             pairs = (points, tf.tile(seeds, [count, 1]))
 
             def row(pair: Any) -> tf.Tensor:
@@ -216,15 +233,15 @@ class Jacobian:
 
         traced = tf.function(trace, autograph=False, reduce_retracing=True)
 
-        def plain(first: Any, end: tf.Tensor | None) -> tf.Tensor:
-            own = [part[first:end] for part in rows.points]
-            found = traced(own, list(self.values))
-            return tf.reshape(found, [-1, rows.size, self.space.size])
+        def output_rows(first: Any, end: tf.Tensor | None) -> tf.Tensor:
+            points = [x[first:end] for x in rows.points]
+            jacobian = traced(points, list(self.values))
+            return tf.reshape(jacobian, [-1, rows.size, self.space.size])
 
-        return plain
+        return output_rows
 
     def _row(self, rows: Rows, points: Any, seed: Any, values: Any) -> Any:
-        """The gradient of the outputs of one example, times a seed."""
+        """Gradient of `seed^T y` for the outputs y of one example."""
         with tape() as back:
             back.watch(values)
             outputs = self._outputs(rows, [p[None] for p in points], values)
@@ -237,46 +254,47 @@ class Jacobian:
         points: Sequence[tf.Tensor],
         values: Sequence[tf.Tensor],
     ) -> tf.Tensor:
-        """The outputs of some examples, at values of the weights."""
+        """The outputs y of examples for given values of the weights."""
         mapping = list(zip(self.weights, values, strict=True))
         with stateless(self.model, mapping):
             return rows.joined(rows.outputs(points))
 
 
 def flat_output(output: tf.Tensor, read: Read) -> tf.Tensor:
-    """An output as `(examples, outputs)`, in the dtype of the slopes."""
+    """Reshape to `(examples, outputs)` and cast to the dtype of the slopes."""
     return tf.cast(tf.reshape(output, [-1, read.size]), read.slopes.dtype)
 
 
 def activations(model: keras.Model, rows: Rows) -> int:
-    """Numbers that are made of an example in a forward pass.
+    """Number of scalars that a forward pass computes per example.
 
-    What a loop keeps counts nothing: it is that of a few examples.
+    0 for models that need a loop, which stores those of few examples only.
     """
     if needs_loop(model):
         return 0
 
-    def forward(*own: tf.Tensor) -> Any:
-        # Tensors: a tape of the model's own would watch variables.
+    def forward(*points: tf.Tensor) -> Any:
+        # Use tensors: a tape in the model's `call` would watch variables.
         mapping = [(v, tf.identity(v.value)) for v in model.trainable_variables]
         with stateless(model, mapping):
-            return rows.outputs(own)
+            return rows.outputs(points)
 
-    one = [tf.TensorSpec((1, *x.shape[1:]), x.dtype) for x in rows.points]
-    return count_scalars(forward, one)
+    specs = [tf.TensorSpec((1, *x.shape[1:]), x.dtype) for x in rows.points]
+    return count_scalars(forward, specs)
 
 
 def block_examples(weights: int, outputs: int, activations: int) -> int:
-    """Number of examples whose rows are made at once.
+    """Number of examples per block of rows.
 
-    Few rows stay in the processor's cache. With less than there are weights,
-    adding up the squares of blocks would take as long as making them; with
-    many activations it is these that take the memory, and the time.
+    Small blocks stay in the processor's cache. With fewer rows than weights,
+    summing `K^T K` of the blocks takes as long as computing it. Activations
+    use memory and time as well, so the block shrinks by the factor
+    `2 weights / (2 weights + activations)`.
     """
-    part = 2 * weights / (2 * weights + activations)
-    return max(int(max(weights, _LEAST) * part) // outputs, 1)
+    fraction = 2 * weights / (2 * weights + activations)
+    return max(int(max(weights, _MIN_BLOCK_ROWS) * fraction) // outputs, 1)
 
 
 def flat(rows: tf.Tensor) -> tf.Tensor:
-    """Rows `(examples, outputs, n)` as a matrix."""
+    """Reshape rows `(examples, outputs, n)` to a matrix."""
     return tf.reshape(rows, [-1, rows.shape[-1]])

@@ -1,4 +1,4 @@
-"""Exact Gauss-Newton, step by step."""
+"""Training steps, state and reports of `GaussNewton`."""
 
 import functools
 import math
@@ -52,9 +52,9 @@ from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step, Update, places_of
 
-# Residuals that are shown before a step has shown its own.
+# Numbers of residuals in `summary` before the first step.
 EXAMPLES = (100, 1_000, 10_000, 100_000)
-# Of the last step, as `last_step` has them.
+# Keys of `last_step`.
 _NAMES = (
     "damping",
     "tries",
@@ -66,14 +66,15 @@ _NAMES = (
 
 
 class State(Slots):
-    """The state of one replica, the same on all.
+    """State of one replica, equal on all replicas.
 
     Attributes:
-        damping: That of the next step, float64.
-        previous: The step before, zero if it was not taken.
-        tries: Number of tries so far.
-        rejected: Number of steps of which no try lowered the loss.
-        settled: Number of steps at the rounding of the loss.
+        damping: Damping of the first try of the next step, float64.
+        previous: The previous step d; zero if it was rejected.
+        tries: Number of tries of all steps.
+        rejected: Number of steps without an accepted try.
+        settled: Number of steps at the rounding error of the loss.
+        last: Values of `last_step`, not saved.
     """
 
     def __init__(self, damping: float, space: FlatSpace) -> None:
@@ -87,40 +88,40 @@ class State(Slots):
             "last", [len(_NAMES)], "float64", math.nan, saved=False
         )
 
-    def note(self, found: Search, residuals: tf.Tensor, name: str) -> None:
-        """Notes the tries of a step."""
-        self.damping.assign(found.damping)
-        self.previous.assign(found.change)
-        self.tries.assign_add(tf.cast(found.tries, tf.int64))
-        self.settled.assign_add(tf.cast(found.settled, tf.int64))
+    def record(self, result: Search, residuals: tf.Tensor, name: str) -> None:
+        """Record the result of a step's tries."""
+        self.damping.assign(result.damping)
+        self.previous.assign(result.change)
+        self.tries.assign_add(tf.cast(result.tries, tf.int64))
+        self.settled.assign_add(tf.cast(result.settled, tf.int64))
         count_each(
-            ~(found.accepted | found.settled),
+            ~(result.accepted | result.settled),
             self.rejected,
             [name],
             "a step is rejected, no damping tried has lowered the loss; the "
             "weights stay.",
         )
         values = (
-            found.used,
-            found.tries,
-            found.predicted,
-            found.actual,
-            found.accepted,
+            result.used,
+            result.tries,
+            result.predicted,
+            result.actual,
+            result.accepted,
             residuals,
         )
         self.last.assign(tf.stack([tf.cast(v, tf.float64) for v in values]))
 
     def last_step(self) -> dict[str, float]:
-        """The numbers of the last step; empty before the first."""
-        numbers = [float(v) for v in self.last.numpy()]
-        known = not math.isnan(numbers[-1])
-        return dict(zip(_NAMES, numbers, strict=True)) if known else {}
+        """Values of the last step; empty before the first step."""
+        values = [float(v) for v in self.last.numpy()]
+        known = not math.isnan(values[-1])
+        return dict(zip(_NAMES, values, strict=True)) if known else {}
 
 
 class GaussNewtonMethod(Method):
-    """Minimises the damped Gauss-Newton model of the batch, exactly.
+    """Exact minimisation of the damped Gauss-Newton model of a batch.
 
-    The arguments are those of `GaussNewton`.
+    Arguments as in `GaussNewton`.
     """
 
     damping = Argument(check_positive)
@@ -133,21 +134,21 @@ class GaussNewtonMethod(Method):
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__(arguments)
         self.states: tuple[State, ...] = ()
-        self.conditions: Conditions | None = None  # of `minimize`
-        # Of an example, once a step has been traced.
+        self.conditions: Conditions | None = None  # model of `minimize`
+        # Numbers per example, set when a step is traced.
         self.outputs, self.activations = 1, 0
 
     # ------------------------------------------------------------ the step
     @override
     def run(self, step: Step) -> None:
-        """One step (see `gauss_newton/solve.py`)."""
+        """Run one training step (equations in `gauss_newton/solve.py`)."""
         step.note_losses("its Hessian is taken for the identity")
         objective = Objective.of(step, self.space)
         model, residuals = self.job.model, objective.residuals
         self.outputs = max(rows.size for rows in objective.rows)
         self.activations = max(activations(model, r) for r in objective.rows)
         spaces = self.spaces(objective, residuals)
-        # In the space of the parameters their number does not matter.
+        # In the space of weights the number of residuals is not limited.
         checks: list[tf.Operation] = []
         if PARAMETERS not in spaces and not isinstance(residuals, int):
             checks = [self.limits.check_residuals(residuals)]
@@ -155,58 +156,62 @@ class GaussNewtonMethod(Method):
             limits = self.limits
             point = objective.point(limits.block, limits.pass_examples)
         state = self.job.own(self.states)
-        moved = self.withhold_gradients(step, point.loss)
-        ways = [
-            functools.partial(self.tries, space, objective, point, state)
+        gradients_of = self.drop_gradients(step, point.loss)
+        searches = [
+            functools.partial(self.search, space, objective, point, state)
             for space in spaces
         ]
 
         def direction() -> Update:
-            if len(ways) == 1:
-                found = ways[0]()
+            if len(searches) == 1:
+                result = searches[0]()
             else:
                 most = min(self.space.size - 1, self.limits.most_residuals())
-                found = tf.cond(residuals <= most, *ways)
-            state.note(found, residuals, self.job.name)
-            return Update(moved(found.change))
+                result = tf.cond(residuals <= most, *searches)
+            state.record(result, residuals, self.job.name)
+            return Update(gradients_of(result.change))
 
         step.check_finite()
         step.apply(direction)
 
-    def withhold_gradients(
+    def drop_gradients(
         self, step: Step, loss: tf.Tensor
     ) -> Callable[[tf.Tensor], Gradients]:
-        """Keeps Keras' gradients from being computed: the rows have them too.
+        """Drop Keras' gradients, which the Jacobian makes redundant.
 
-        Returns a function of a step that gives those of which SGD makes it.
+        Returns a function from a step d to the gradients -d, with which SGD at
+        learning rate 1 computes `w + d`.
         """
-        places = iter(places_of(step, self.job.model.trainable_variables))
-        own = [None if g is None else next(places) for g in step.gradients]
-        step.withhold(range(len(own)), loss)
+        indices = iter(places_of(step, self.job.model.trainable_variables))
+        by_gradient = [
+            None if g is None else next(indices) for g in step.gradients
+        ]
+        step.withhold(range(len(by_gradient)), loss)
 
         def gradients(change: tf.Tensor) -> Gradients:
-            parts = self.space.split(-change)
-            return [None if place is None else parts[place] for place in own]
+            tensors = self.space.split(-change)
+            return [None if i is None else tensors[i] for i in by_gradient]
 
         return gradients
 
-    def tries(
+    def search(
         self, space: str, objective: Objective, point: Point, state: State
     ) -> Search:
-        """Tries dampings in a space until a step lowers the loss."""
+        """Try dampings in a space until a step lowers the loss."""
         jacobian = point.jacobian
         equations: NormalEquations
-        turn: Callable[[tf.Tensor], tf.Tensor]
+        derivatives: Callable[[tf.Tensor], tf.Tensor]
         if space == RESIDUALS:
             residuals = jacobian.residuals()
             equations = ResidualSpace(jacobian.whole(), residuals)
             before = point.loss
-            turn = jacobian.turn
+            derivatives = jacobian.second_derivatives
         else:
-            equations, before = self.among_weights(objective, point)
+            equations, before = self.sum_squares(objective, point)
 
-            def turn(change: tf.Tensor) -> tf.Tensor:
-                return objective.sum(jacobian.pull(jacobian.turn(change)))
+            def derivatives(change: tf.Tensor) -> tf.Tensor:
+                vector = jacobian.second_derivatives(change)
+                return objective.sum(jacobian.pull(vector))
 
         rate = tf.cast(self.job.inner_optimizer.learning_rate, tf.float64)
         return search(
@@ -218,16 +223,16 @@ class GaussNewtonMethod(Method):
             rate,
             self.max_tries,
             objective.precision,
-            turn if self.acceleration else None,
+            derivatives if self.acceleration else None,
         )
 
-    def among_weights(
+    def sum_squares(
         self, objective: Objective, point: Point
     ) -> tuple[NormalEquations, tf.Tensor]:
-        """J^T J and J^T r, and the loss, of all replicas."""
+        """Sum `K^T K`, `K^T r` and the loss over all replicas."""
         matrix, gradient = point.jacobian.squares()
         matrix, gradient, before = objective.total(matrix, gradient, point.loss)
-        # The Hessian of the L2 penalties, a diagonal.
+        # Diagonal of R, the Hessian of the L2 penalties.
         ridge = self.space.join(
             [
                 2 * l2_of(v) * tf.ones(v.shape, self.space.dtype)
@@ -244,9 +249,9 @@ class GaussNewtonMethod(Method):
     def spaces(
         self, objective: Objective, residuals: int | tf.Tensor
     ) -> tuple[str, ...]:
-        """The space that a step may be solved in, or both, residuals first."""
+        """The space of a step; both, residuals first, to decide at run time."""
         replicas = self.job.topology.replicas
-        # Replicas must not decide by their own number of examples.
+        # Replicas may have different numbers of examples.
         is_known = isinstance(residuals, int) and replicas == 1
         terms = objective.step.batch.terms
         return choose_spaces(
@@ -265,12 +270,12 @@ class GaussNewtonMethod(Method):
 
     @property
     def space(self) -> FlatSpace:
-        """The space of all trainable weights as vectors."""
+        """Conversion of all trainable weights to flat vectors."""
         return flat_space(self.job.model.trainable_variables)
 
     @property
     def limits(self) -> Limits:
-        """Sizes of the matrices."""
+        """Sizes and memory limit of a step."""
         most = MOST_BYTES if self.max_bytes is None else self.max_bytes
         n, dtype = self.space.size, self.space.dtype
         return Limits(n, dtype, most, self.outputs, self.activations)
@@ -301,7 +306,7 @@ class GaussNewtonMethod(Method):
 
     # ----------------------------------------------------------- reporting
     def last_step(self) -> dict[str, float]:
-        """The numbers of the last step; empty before the first."""
+        """Values of the last step; empty before the first step."""
         return self.states[0].last_step() if self.states else {}
 
     @override
@@ -344,13 +349,13 @@ class GaussNewtonMethod(Method):
     @override
     def communication_bytes(self) -> dict[str, dict[str, int]]:
         size, wide = self.space.size, self.space.dtype.size
-        kinds = {
+        sizes = {
             "gradients": size * wide,
             "curvature": packed_size((size, size)) * wide,
-            # Before the step and after its first try.
+            # The losses before the step and after its first try.
             "losses": 2 * tf.float64.size,
-            "acceleration": size * wide * self.acceleration,  # of that try
+            "acceleration": size * wide * self.acceleration,  # first try
         }
         workers = self.job.topology.replicas
-        plain = {k: all_reduce_bytes(v, workers) for k, v in kinds.items()}
+        plain = {k: all_reduce_bytes(v, workers) for k, v in sizes.items()}
         return {"plain": plain}

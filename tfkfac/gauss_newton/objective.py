@@ -1,4 +1,4 @@
-"""The loss of a step's batch, as a function of the weights."""
+"""Loss of a batch as a function of the weights, and its Jacobian."""
 
 import dataclasses
 import math
@@ -24,29 +24,29 @@ from tfkfac.training.step import Step
 
 
 class Point(NamedTuple):
-    """The loss of this replica's examples where a step begins."""
+    """The loss of this replica's examples at the current weights."""
 
-    loss: tf.Tensor  # a float64 scalar
-    jacobian: Jacobian  # of its residuals
+    loss: tf.Tensor  # float64 scalar
+    jacobian: Jacobian  # of the residuals
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The loss of the batch of a step."""
+    """The loss of a batch as a function of the weights."""
 
     step: Step
-    call: ForwardCall  # with what the model returned
-    arguments: dict[str, Any]  # of `compute_loss`
-    space: FlatSpace  # of the flat vectors of all trainable weights
-    rows: Sequence[Rows]  # without what the losses read of them
+    call: ForwardCall  # call of the model, with its outputs
+    arguments: dict[str, Any]  # arguments of `compute_loss`
+    space: FlatSpace  # conversion of all trainable weights to flat vectors
+    rows: Sequence[Rows]  # without `Rows.reads`
 
     @classmethod
     def of(cls, step: Step, space: FlatSpace) -> "Objective":
-        """Takes the batch of a step.
+        """Create the objective from the batch of a step.
 
         Raises:
-            ValueError: If the loss was not computed by `compute_loss`, or the
-                model or its loss is not one of residuals of single examples.
+            ValueError: If the loss was not computed by `compute_loss`, or has
+                no residuals of single examples, see `check_call`.
         """
         model = step.job.model
         call = find_call(model, step.batch, ForwardTap.open(model).take())
@@ -62,21 +62,24 @@ class Objective:
 
     @property
     def residuals(self) -> int | tf.Tensor:
-        """Number of residuals; a tensor if it is not known before."""
+        """Number of residuals; a tensor if not static."""
         return sum(rows.size * rows.examples for rows in self.rows)
 
     @property
     def precision(self) -> tf.DType:
-        """The least exact dtype of the weights and the losses."""
+        """The dtype of lowest precision among the weights and the losses."""
         calls = [terms.call for terms in self.step.batch.terms]
         dtypes = [tf.as_dtype(c.loss.dtype) for c in calls if c is not None]
         return min([self.space.dtype, *dtypes], key=lambda dtype: dtype.size)
 
     def point(self, block: int, most: int) -> Point:
-        """The loss at the weights as they are, and the Jacobian there.
+        """Compute the loss and the Jacobian at the current weights.
 
-        Of the outputs that the training step has computed already. A block has
-        so many rows, and a backward pass `most` examples.
+        Uses the outputs of the forward pass of the training step.
+
+        Args:
+            block: Rows per block of the Jacobian.
+            most: Upper bound: examples of a backward pass.
         """
         model, dtype = self.step.job.model, self.space.dtype
         values = [tf.identity(v.value) for v in self.weights]
@@ -97,91 +100,95 @@ class Objective:
                 )
         slopes = back.gradient(loss, [r.leaves for r in readings])
         reads = read_outputs(self.step, self.call, readings, slopes, dtype)
-        all_ = [
+        all_rows = [
             rows._replace(reads=[r for r in reads if r.position in rows.places])
             for rows in self.rows
         ]
         jacobian = Jacobian(
-            model, all_, self.weights, values, self.space, block, most
+            model, all_rows, self.weights, values, self.space, block, most
         )
-        return Point(number(loss), jacobian)
+        return Point(as_float64(loss), jacobian)
 
     def loss_after(self, change: tf.Tensor) -> tf.Tensor:
-        """The loss of all replicas after a change of the weights."""
-        weights, parts = self.weights, self.space.split(change)
+        """Sum of the losses of all replicas after a change of the weights."""
+        weights, changes = self.weights, self.space.split(change)
         loss = replay_loss(
             self.step.job.model,
             self.call,
             self.arguments,
             weights,
-            [v.value + part for v, part in zip(weights, parts, strict=True)],
+            [v.value + c for v, c in zip(weights, changes, strict=True)],
             self.step.loss.shares,
         )
-        return self.sum(number(loss))
+        return self.sum(as_float64(loss))
 
-    def sum(self, own: tf.Tensor) -> tf.Tensor:
-        """The sum over all replicas."""
-        (total,) = self.step.group.all_reduce([own])
+    def sum(self, replica_value: tf.Tensor) -> tf.Tensor:
+        """Sum a tensor over all replicas."""
+        (total,) = self.step.group.all_reduce([replica_value])
         return total
 
     def total(
         self, matrix: tf.Tensor, gradient: tf.Tensor, loss: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The sums over all replicas, of a symmetric matrix by its half."""
+        """Sum over all replicas; the symmetric matrix is sent packed."""
         group = self.step.group
         if group.size == 1:
             return matrix, gradient, loss
-        half, gradient, loss = group.all_reduce([pack(matrix), gradient, loss])
-        return unpack(half, tuple(matrix.shape)), gradient, loss
+        tensors = [pack(matrix), gradient, loss]
+        packed, gradient, loss = group.all_reduce(tensors)
+        return unpack(packed, tuple(matrix.shape)), gradient, loss
 
 
 def rows_of(step: Step, call: ForwardCall) -> list[Rows]:
-    """The rows of a call of the model, or of each of its conditions."""
+    """One `Rows` for the call of a model, or for each of its `Conditions`."""
     model = step.job.model
     sizes = [0] * len(keras.tree.flatten(call.outputs))
-    for place, output in places_read(step, call):
-        sizes[place] += math.prod(output.predictions.shape[1:])
+    for index, output in outputs_of_losses(step, call):
+        sizes[index] += math.prod(output.predictions.shape[1:])
     if isinstance(model, Conditions):
         (points,) = call.args
         names = keras.tree.flatten({name: name for name in points})
         return [
-            Rows(one_of(model, name, i), [points[name]], [i], sizes[i])
+            Rows(condition_of(model, name, i), [points[name]], [i], sizes[i])
             for i, name in enumerate(names)
         ]
     leaves = keras.tree.flatten((call.args, call.kwargs))
     shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in leaves]
-    batches = [i for i, shape in enumerate(shapes) if len(shape) > 0]
-    own = [i for i in batches if shapes[i][0] == shapes[batches[0]][0]]
+    tensors = [i for i, shape in enumerate(shapes) if len(shape) > 0]
+    # Arguments with the batch axis of the first tensor.
+    batched = [i for i in tensors if shapes[i][0] == shapes[tensors[0]][0]]
 
     def outputs(points: Sequence[tf.Tensor]) -> dict[int, tf.Tensor]:
-        moved = list(leaves)
-        for i, point in zip(own, points, strict=True):
-            moved[i] = point
-        like = call.args, call.kwargs
-        args, kwargs = keras.tree.pack_sequence_as(like, moved)
+        replaced = list(leaves)
+        for i, point in zip(batched, points, strict=True):
+            replaced[i] = point
+        structure = call.args, call.kwargs
+        args, kwargs = keras.tree.pack_sequence_as(structure, replaced)
         return dict(enumerate(keras.tree.flatten(model(*args, **kwargs))))
 
-    points = [leaves[i] for i in own]
+    points = [leaves[i] for i in batched]
     return [Rows(outputs, points, range(len(sizes)), sum(sizes))]
 
 
-def one_of(
-    model: keras.Model, name: str, place: int
+def condition_of(
+    model: keras.Model, name: str, index: int
 ) -> Callable[[Sequence[tf.Tensor]], dict[int, tf.Tensor]]:
-    """One condition of a model, at a position of its outputs."""
-    return lambda points: {place: model({name: points[0]})[name]}
+    """Return a function from points to the output of one condition."""
+    return lambda points: {index: model({name: points[0]})[name]}
 
 
-def places_read(step: Step, call: ForwardCall) -> list[tuple[int, Output]]:
-    """The output that each loss reads, and its position among the model's."""
+def outputs_of_losses(
+    step: Step, call: ForwardCall
+) -> list[tuple[int, Output]]:
+    """For each loss, the model's output that it uses, with its index."""
     flat = keras.tree.flatten(call.outputs)
-    position = {id(output): i for i, output in enumerate(flat)}
-    found = []
-    for one in step.loss.losses:
-        output = output_of(one)
+    indices = {id(output): i for i, output in enumerate(flat)}
+    result = []
+    for terms in step.loss.losses:
+        output = output_of(terms)
         assert isinstance(output, Output)
-        found.append((position[id(output.predictions)], output))
-    return found
+        result.append((indices[id(output.predictions)], output))
+    return result
 
 
 def read_outputs(
@@ -191,36 +198,36 @@ def read_outputs(
     slopes: Sequence[Sequence[tf.Tensor | None]],
     dtype: tf.DType,
 ) -> list[Read]:
-    """Finds what each loss of a step reads.
+    """Find the outputs or logits that the losses of a step use.
 
-    There are readings of each output of the call, with the slopes of the loss
-    at their leaves. The dtype is that of the weights' vectors.
+    `slopes` are the gradients of the loss at the leaves of the readings, and
+    `dtype` is the dtype of the results.
     """
-    terms, replicas = step.loss.losses, step.job.topology.replicas
-    shares = step.loss.shares or [tf.ones([], tf.float64)] * len(terms)
+    losses, replicas = step.loss.losses, step.job.topology.replicas
+    shares = step.loss.shares or [tf.ones([], tf.float64)] * len(losses)
     reads = []
-    places = places_read(step, call)
-    for one, share, (place, output) in zip(terms, shares, places, strict=True):
-        # The logits, if there are any, come before the output.
-        behind, here = readings[place].leaves, slopes[place]
-        chosen = next(i for i, slope in enumerate(here) if slope is not None)
-        is_logits = chosen < len(behind) - 1
-        size = math.prod(behind[chosen].shape[1:])
-        slope = tf.reshape(tf.cast(here[chosen], dtype), [-1, size])
-        scale = scale_of(one, share, replicas)
-        values = tf.cast(behind[chosen], dtype)
+    outputs = outputs_of_losses(step, call)
+    for terms, share, (i, output) in zip(losses, shares, outputs, strict=True):
+        # The leaves are the logits, if any, and then the output.
+        leaves = readings[i].leaves
+        used = next(k for k, slope in enumerate(slopes[i]) if slope is not None)
+        is_logits = used < len(leaves) - 1
+        size = math.prod(leaves[used].shape[1:])
+        slope = tf.reshape(tf.cast(slopes[i][used], dtype), [-1, size])
+        scale = scale_of(terms, share, replicas)
+        values = tf.cast(leaves[used], dtype)
         root = root_of(output, values, is_logits, scale)
-        reads.append(Read(place, is_logits, behind[chosen], slope, root, size))
+        reads.append(Read(i, is_logits, leaves[used], slope, root, size))
     return reads
 
 
 def scale_of(terms: LossTerms, share: tf.Tensor, replicas: int) -> tf.Tensor:
-    """The factor of its terms' sum in a replica's loss, see `weigh_loss`."""
+    """Factor of the sum of a loss' terms in a replica's loss."""
     if terms.summed:
         return terms.unit
     return tf.math.divide_no_nan(terms.unit * share, replicas * terms.count)
 
 
-def number(loss: tf.Tensor) -> tf.Tensor:
-    """A loss in float64. Keras does not reduce that of an empty batch."""
+def as_float64(loss: tf.Tensor) -> tf.Tensor:
+    """Sum a loss in float64; Keras does not reduce that of an empty batch."""
     return tf.cast(tf.reduce_sum(loss), tf.float64)

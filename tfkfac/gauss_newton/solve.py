@@ -1,34 +1,32 @@
 """The damped Gauss-Newton step, in the space of weights or of residuals.
 
-With the rows K of the residuals' Jacobian, their values r and a ridge R (the
-Hessian of the weights' regularisers), the model of the loss around a point is
+With the Jacobian K of the residuals r and the Hessian R of the L2 penalties,
+the quadratic model of the loss around a point is
 
-`M(d) = g^T d + 1/2 d^T (K^T K + R) d`, `g = K^T r` + that of the regularisers,
+`M(d) = g^T d + 1/2 d^T (K^T K + R) d`, `g = K^T r` + gradient of the penalties.
 
-and a step minimises `M(d) + shift/2 |d - start|^2`:
+A step d minimises `M(d) + shift/2 |d - start|^2`:
 
-- in the space of the n weights, `d = start - (K^T K + R + shift I)^-1
+- in the space of the n weights: `d = start - (K^T K + R + shift I)^-1
   (g + (K^T K + R) start)`;
-- in that of the m residuals, for R = 0, by the identity of Woodbury,
+- in the space of the m residuals, for R = 0, by the Woodbury identity:
   `d = start - K^T (K K^T + shift I)^-1 (r + K start)`.
 
-Without `start` it is the step of Levenberg and Marquardt; with a multiple of
-the step before it is SPRING (Goldshlager, Abrahamsen & Lin, 2024, eq. 8).
+With `start = 0` this is the Levenberg-Marquardt step. With a multiple of the
+previous step it is SPRING (Goldshlager, Abrahamsen & Lin, 2024, eq. 8).
 
-The valleys of such losses are curved. Geodesic acceleration (Transtrum &
-Sethna, arXiv 1201.5885, eq. 9) bends a step d by `-1/2 (K^T K + R + shift I)^-1
-K^T y''`, with the second derivatives y'' along d of what the rows K are the
-first ones of, by the same factor. It is left out where it is no small
-correction: where twice its length is more than 0.75 of that of d.
+Geodesic acceleration (Transtrum & Sethna, arXiv 1201.5885, eq. 9) adds to d the
+correction `-1/2 (K^T K + R + shift I)^-1 K^T r''`, with the second derivatives
+r'' of the residuals along d. It reuses the Cholesky factor. It is skipped if
+`2 |correction| > 0.75 |d|`.
 
-A step tries several dampings, until one lowers the loss, by Nielsen's rule
-(1999; Madsen, Nielsen & Tingleff, Methods for Non-Linear Least Squares
-Problems, 2004, algorithm 3.16). With the ratio of the reduction of the loss to
-that of its model, a step that is taken multiplies the damping by
-`max(1/3, 1 - (2 ratio - 1)^3)`, tries that fail by 4, 8, 16, ... Nielsen's
-2, 4, 8 would leave 2/3 after a failure and a success: what has failed is tried
-again in the next step. The damping is in units of the mean of the matrix'
-diagonal.
+A step tries several dampings until the loss decreases, by Nielsen's rule (1999;
+Madsen, Nielsen & Tingleff, Methods for Non-Linear Least Squares Problems, 2004,
+algorithm 3.16). An accepted try multiplies the damping by `max(1/3,
+1 - (2 ratio - 1)^3)`, with the ratio of the actual to the predicted reduction.
+Rejected tries multiply it by 4, 8, 16, ... With Nielsen's 2, 4, 8, one rejected
+and one accepted try would leave 2/3 of the damping, and the next step would
+fail again. The unit of the damping is the mean diagonal of `K^T K + R`.
 """
 
 import abc
@@ -44,28 +42,29 @@ from tfkfac.linalg.vectors import row_products
 
 
 class NormalEquations(abc.ABC):
-    """The model of the loss of one step."""
+    """The quadratic model of the loss in one step."""
 
     gradient: tf.Tensor  # g
     scale: tf.Tensor  # mean diagonal of `K^T K + R`, the unit of the damping
 
-    matrix: tf.Tensor  # that is damped
+    matrix: tf.Tensor  # `K^T K + R` or `K K^T`
 
     def factor(self, shift: tf.Tensor) -> tf.Tensor:
-        """The Cholesky factor with a shift; NaN where there is none."""
+        """Cholesky factor of `matrix + shift I`; NaN if not positive."""
         diagonal = tf.linalg.diag_part(self.matrix) + shift
         damped = tf.linalg.set_diag(self.matrix, diagonal)
         return tf.linalg.cholesky(damped)
 
     @abc.abstractmethod
     def step(self, factor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-        """The step."""
+        """The step d for a Cholesky factor."""
 
     @abc.abstractmethod
-    def bend(self, factor: tf.Tensor, turn: tf.Tensor) -> tf.Tensor:
-        """The correction of a step by the second derivatives y'' along it.
+    def bend(self, factor: tf.Tensor, derivatives: tf.Tensor) -> tf.Tensor:
+        """Geodesic acceleration of a step.
 
-        These are `(m,)` in the space of residuals, `K^T y''` in the other.
+        `derivatives` is `r''`, `(m,)`, in the space of residuals, and
+        `K^T r''`, `(n,)`, in the space of weights.
         """
 
     @abc.abstractmethod
@@ -74,7 +73,7 @@ class NormalEquations(abc.ABC):
 
 
 class ParameterSpace(NormalEquations):
-    """By a matrix of the weights, `K^T K + R`, `(n, n)`."""
+    """Solution in the space of weights, by `K^T K + R`, `(n, n)`."""
 
     def __init__(self, matrix: tf.Tensor, gradient: tf.Tensor) -> None:
         self.matrix = matrix
@@ -87,8 +86,8 @@ class ParameterSpace(NormalEquations):
         return start - solve(factor, right)
 
     @override
-    def bend(self, factor: tf.Tensor, turn: tf.Tensor) -> tf.Tensor:
-        return -solve(factor, turn) / 2
+    def bend(self, factor: tf.Tensor, derivatives: tf.Tensor) -> tf.Tensor:
+        return -solve(factor, derivatives) / 2
 
     @override
     def curvature(self, step: tf.Tensor) -> tf.Tensor:
@@ -96,7 +95,7 @@ class ParameterSpace(NormalEquations):
 
 
 class ResidualSpace(NormalEquations):
-    """By a matrix of the residuals, `K K^T`, of the rows K, `(m, n)`."""
+    """Solution in the space of residuals, by `K K^T`, `(m, m)`."""
 
     def __init__(self, rows: tf.Tensor, residuals: tf.Tensor) -> None:
         self.rows = rows
@@ -107,13 +106,14 @@ class ResidualSpace(NormalEquations):
 
     @override
     def step(self, factor: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-        found = solve(factor, self.residuals + row_products(self.rows, start))
-        return start - tf.linalg.matvec(self.rows, found, transpose_a=True)
+        right = self.residuals + row_products(self.rows, start)
+        dual = solve(factor, right)
+        return start - tf.linalg.matvec(self.rows, dual, transpose_a=True)
 
     @override
-    def bend(self, factor: tf.Tensor, turn: tf.Tensor) -> tf.Tensor:
-        found = solve(factor, turn)
-        return -tf.linalg.matvec(self.rows, found, transpose_a=True) / 2
+    def bend(self, factor: tf.Tensor, derivatives: tf.Tensor) -> tf.Tensor:
+        dual = solve(factor, derivatives)
+        return -tf.linalg.matvec(self.rows, dual, transpose_a=True) / 2
 
     @override
     def curvature(self, step: tf.Tensor) -> tf.Tensor:
@@ -122,41 +122,41 @@ class ResidualSpace(NormalEquations):
 
 
 def unit(mean: tf.Tensor) -> tf.Tensor:
-    """The unit of the damping. A batch without weight has no diagonal."""
+    """The unit of the damping; 1 if the diagonal is zero (an empty batch)."""
     return tf.where(mean == 0, tf.ones_like(mean), mean)
 
 
 def solve(factor: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
-    """Solves for one right-hand side by a Cholesky factor."""
+    """Solve for one right-hand side with a Cholesky factor."""
     return tf.linalg.cholesky_solve(factor, right[:, None])[:, 0]
 
 
 def inner(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
-    """The inner product of two vectors, a float64 scalar."""
+    """Inner product of two vectors, as a float64 scalar."""
     return tf.cast(tf.reduce_sum(left * right), tf.float64)
 
 
-LARGEST = 1e6
-# Most of the length of a step that twice its bend may have.
-_LONGEST_BEND = 0.75
-_GROWTH = 4.0
-# A reduction of so many roundings of the loss cannot be seen in it.
-_ROUNDINGS = 8
+LARGEST = 1e6  # upper bound of the damping
+# Upper bound of `2 |correction| / |d|` of geodesic acceleration.
+_MAX_BEND_RATIO = 0.75
+_GROWTH = 4.0  # factor of the damping after the first rejected try
+# Smallest reduction of the loss above rounding, in machine epsilons of it.
+_MIN_REDUCTION = 8
 
 
 class Search(NamedTuple):
-    """The outcome of the tries of a step.
+    """The result of the tries of a step.
 
-    It is settled if the loss is so near to its minimum that no reduction can be
-    seen in its digits.
+    A step is settled if the predicted reduction of the loss is below its
+    rounding error.
     """
 
-    damping: tf.Tensor  # of the next try, or of the next step, float64
-    growth: tf.Tensor  # that another failure multiplies it by
-    tries: tf.Tensor  # number, int32
-    change: tf.Tensor  # the step, zero if none is taken
+    damping: tf.Tensor  # for the next try or step, float64
+    growth: tf.Tensor  # factor of the damping if the next try is rejected
+    tries: tf.Tensor  # number of tries, int32
+    change: tf.Tensor  # the step d; zero if rejected
     used: tf.Tensor  # damping of the last try
-    predicted: tf.Tensor  # reduction of the loss that the model says
+    predicted: tf.Tensor  # reduction of the quadratic model
     actual: tf.Tensor  # reduction of the loss
     accepted: tf.Tensor
     settled: tf.Tensor
@@ -171,19 +171,26 @@ def search(
     rate: tf.Tensor,
     max_tries: int,
     precision: tf.DType,
-    turn: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    second_derivatives: Callable[[tf.Tensor], tf.Tensor] | None = None,
 ) -> Search:
-    """Tries dampings, at most `max_tries`, until a step lowers the loss.
+    """Try dampings until a step lowers the loss.
 
-    The first one alone is pulled to `momentum`, a multiple of the step before.
-    `loss` after a change of the weights is computed in `precision`, and is
-    float64, as it is `before`. `turn` of a step is what `bend` takes; None
-    leaves steps straight. Collectives are legal in both: all replicas make the
-    same tries.
+    Args:
+        equations: The quadratic model.
+        loss: Function from a change of the weights to the loss, a float64
+            scalar. It may use collectives.
+        before: The loss before the step, a float64 scalar.
+        damping: Damping of the first try, float64.
+        momentum: The vector `start` of the first try; later tries use zero.
+        rate: The learning rate, float64.
+        max_tries: Upper bound: number of tries.
+        precision: Dtype in which the loss is computed.
+        second_derivatives: Function from a step to the argument of `bend`. It
+            may use collectives. Defaults to None: no geodesic acceleration.
     """
     gradient, dtype = equations.gradient, equations.gradient.dtype
-    floor = _ROUNDINGS * rounding(precision) * tf.abs(before)
-    least = 1e-14 if dtype == tf.float64 else 1e-8  # a matrix' rounding
+    floor = _MIN_REDUCTION * rounding(precision) * tf.abs(before)
+    min_damping = 1e-14 if dtype == tf.float64 else 1e-8  # rounding of matrix
 
     def attempt(index: tf.Tensor, last: Search) -> Search:
         shift = tf.cast(last.damping, dtype) * equations.scale
@@ -193,22 +200,23 @@ def search(
         slope = rate * inner(gradient, change)
         curve = tf.square(rate) * equations.curvature(change)
         predicted = -(slope + curve / 2)
-        if turn is not None:
-            # Of second order in the length of the step.
-            bend = tf.cast(rate, dtype) * equations.bend(factor, turn(change))
-            is_small = 2 * tf.norm(bend) <= _LONGEST_BEND * tf.norm(change)
+        if second_derivatives is not None:
+            # The correction is quadratic in the length of the step.
+            derivatives = second_derivatives(change)
+            bend = tf.cast(rate, dtype) * equations.bend(factor, derivatives)
+            is_small = 2 * tf.norm(bend) <= _MAX_BEND_RATIO * tf.norm(change)
             change += tf.where(is_small, bend, tf.zeros_like(bend))
         actual = before - loss(tf.cast(rate, dtype) * change)
-        # Not if one of them is NaN. A step that leads uphill is none, even if
-        # chance has made the loss smaller.
+        # False for NaN. Reject a step with a predicted increase, even if the
+        # loss decreases by chance.
         accepted = (actual > 0) & (predicted > 0) & all_finite([change])
         settled = ~accepted & (predicted >= 0) & (predicted <= floor)
         ratio = tf.minimum(actual / predicted, 1)
-        times = tf.maximum(1 - (2 * ratio - 1) ** 3, 1 / 3)
-        times = tf.where(accepted, times, last.growth)
-        times = tf.where(settled, tf.ones_like(times), times)
+        multiplier = tf.maximum(1 - (2 * ratio - 1) ** 3, 1 / 3)
+        multiplier = tf.where(accepted, multiplier, last.growth)
+        multiplier = tf.where(settled, tf.ones_like(multiplier), multiplier)
         return Search(
-            tf.clip_by_value(last.damping * times, least, LARGEST),
+            tf.clip_by_value(last.damping * multiplier, min_damping, LARGEST),
             2 * last.growth,
             last.tries + 1,
             tf.where(accepted, change, tf.zeros_like(change)),
@@ -219,13 +227,13 @@ def search(
             settled,
         )
 
-    nothing = tf.constant(0, tf.float64)
+    zero = tf.constant(0, tf.float64)
     first = Search(
         damping,
         tf.constant(_GROWTH, tf.float64),
         tf.constant(0),
         tf.zeros_like(gradient),
-        *[nothing] * 3,
+        *[zero] * 3,
         *[tf.constant(False)] * 2,
     )
     return repeat(
