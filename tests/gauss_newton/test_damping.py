@@ -36,7 +36,7 @@ def tries(
     rows: bool = False,
     rate: float = 1.0,
     max_tries: int = 6,
-    turn: Any = None,
+    second_derivatives: Any = None,
 ) -> Search:
     k, r = tf.constant(ROWS), tf.constant(RESIDUALS)
     equations: Any = ResidualSpace(k, r)
@@ -53,7 +53,7 @@ def tries(
         tf.constant(rate, tf.float64),
         max_tries,
         tf.float64,
-        turn,
+        second_derivatives,
     )
 
 
@@ -128,13 +128,15 @@ def test_the_rounding_of_the_loss_ends_the_tries() -> None:
 @pytest.mark.parametrize(("rows", "length"), [(0, 1e-3), (1, 1e-3), (1, 9.0)])
 def test_steps_bend_with_the_valley(rows: bool, length: float) -> None:
     """By `-1/2 (K^T K + shift)^-1 K^T y''`, unless that is long."""
-    turn = length * RNG.normal(size=6)
+    second = length * RNG.normal(size=6)
     rate, shift = 0.5, 0.5 * np.sum(ROWS**2) / 4
-    pulled = turn if rows else ROWS.T @ turn
-    found = tries(rows=rows, rate=rate, second_derivatives=lambda change: pulled)
+    pulled = second if rows else ROWS.T @ second
+    found = tries(
+        rows=rows, rate=rate, second_derivatives=lambda change: pulled
+    )
     straight = step(0.5)
     matrix = ROWS.T @ ROWS + shift * np.eye(4)
-    bend = -rate / 2 * np.linalg.solve(matrix, ROWS.T @ turn)
+    bend = -rate / 2 * np.linalg.solve(matrix, ROWS.T @ second)
     is_long = 2 * np.linalg.norm(bend) > 0.75 * np.linalg.norm(straight)
     assert is_long == (length > 1)
     want = straight + (0 if is_long else bend)
@@ -172,8 +174,8 @@ def test_the_second_derivatives_are_exact(
     matrix = rows.T @ rows
     damped = matrix + 0.1 * np.trace(matrix) / 2 * np.eye(2)
     velocity = -np.linalg.solve(damped, rows.T @ (root * (x + 1 - y))[:, 0])
-    turn = root * (2 * velocity[0] ** 2 * x[:, 0] + 6 * velocity[1] ** 2)
-    bend = -np.linalg.solve(damped, rows.T @ turn) / 2
+    second = root * (2 * velocity[0] ** 2 * x[:, 0] + 6 * velocity[1] ** 2)
+    bend = -np.linalg.solve(damped, rows.T @ second) / 2
     assert 0.1 < 2 * np.linalg.norm(bend) / np.linalg.norm(velocity) < 0.75
     got = np.array(model.get_weights()[0], float) - 1
     np.testing.assert_allclose(got, velocity + bend, rtol=allowed)

@@ -50,7 +50,7 @@ COMPILED: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: Own([keras.Input((3,)), layers.Dense(1)], name="own"),
-        "Model 'own' has a `compute_loss` of its own",
+        "Model 'own' overrides `compute_loss`",
     ),
 ]
 CHANGES = "Layer 'h' of model 'net' changes its state"

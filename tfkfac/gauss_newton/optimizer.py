@@ -1,4 +1,4 @@
-"""Exact Gauss-Newton as a Keras optimizer."""
+"""`GaussNewton`: exact Gauss-Newton steps as a Keras optimizer."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -22,79 +22,86 @@ from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 @keras.saving.register_keras_serializable(package="tfkfac")
 class GaussNewton(SecondOrderOptimizer):
-    """Exact damped Gauss-Newton steps, for small and physics-informed models.
+    """Optimizer with exact damped Gauss-Newton (Levenberg-Marquardt) steps.
 
-    With the residuals r of the batch and their Jacobian J, a step is
+    Meant for full batches and up to a few thousand weights, such as
+    physics-informed networks. With the residuals r of the batch, their Jacobian
+    J and n weights, a step d solves exactly
 
     ```
     (J^T J + lambda s I) d = -J^T r,      s = trace(J^T J) / n
     ```
 
-    exactly, where the damping lambda adapts itself: a step that lowers the
-    loss as its model says makes it smaller, one that does not is tried again
-    with more damping (Levenberg-Marquardt, by Nielsen's rule). The valleys of
-    such losses are curved, and steps bend with them (geodesic acceleration):
-    to d is added -1/2 (J^T J + lambda s I)^-1 J^T r'', with the second
-    derivatives r'' of the residuals along d, for three forward passes and a
-    backward one. The loss never rises on the batch of a step.
+    A step is accepted if it lowers the loss; otherwise it is tried again with
+    a larger damping lambda (Nielsen's rule). The loss of the batch never
+    increases. Geodesic acceleration adds the correction
+    `-1/2 (J^T J + lambda s I)^-1 J^T r''` to d, with the second derivatives r''
+    of the residuals along d. It costs three forward passes and a backward pass.
 
-    It is made for whole batches and up to a few thousand weights, in float64
-    where errors are to become small: a network for Poisson's equation on a
-    square (`examples/equations.py`) was within 7e-7 of the solution after 6
-    seconds on one core, within 2e-9 after 20 and 4e-11 after 60 (medians of
-    three seeds). Its work
-    grows as the number of residuals (examples times outputs) times that of
-    weights times the smaller of both: `summary()` has the bytes of a step. It
-    is the wrong tool for classifiers of 10^4 weights, and small noisy tables it
-    interpolates. Functions of many waves, as sin(20 x) e^x on [-1, 1], keep it
-    for about a hundred steps before the error falls.
+    Example:
+    ```python
+    keras.config.set_floatx("float64")
+    model = keras.Sequential(
+        [keras.Input((1,)), keras.layers.Dense(20, "tanh"),
+         keras.layers.Dense(1)]
+    )
+    model.compile(optimizer=tfkfac.GaussNewton(), loss="mse")
+    model.fit(x, y, batch_size=len(x), epochs=50)
+    ```
 
-    The residuals of a mean squared error are the errors, with sample weights,
-    masks, loss weights and several outputs as in `fit`. For cross-entropies
-    and other negative log-likelihoods (`tfkfac.register_distribution`) they
-    are those of the Fisher matrix at the logits, the generalised
-    Gauss-Newton matrix. L2 regularisers are part of the sum of squares.
+    Small errors need float64. A network for Poisson's equation on a square
+    (`examples/equations.py`) reached an error of 7e-7 in 6, 2e-9 in 20 and
+    4e-11 in 60 wall seconds on one core (medians of three seeds). The work of
+    a step is O(m n min(m, n)) for m residuals (examples times outputs);
+    `summary()` shows its memory. Do not use it for classifiers with 10^4 or
+    more weights. It overfits small noisy data. For functions with many waves,
+    such as sin(20 x) e^x on [-1, 1], the error stays high for about 100 steps.
 
-    For a differential equation see `minimize`, which trains by conditions of
-    any kind. In `fit` the model has to return what the equation says of the
-    network's function, the labels being the right-hand sides:
-    `examples/poisson.py`.
+    The residuals of a mean squared error are the errors, with the sample
+    weights, masks, loss weights and outputs of `fit`. For cross-entropies and
+    other negative log-likelihoods (`tfkfac.register_distribution`) J^T J is the
+    Fisher matrix (generalised Gauss-Newton matrix). L2 penalties are part of
+    the sum of squares.
 
-    Refused, with the layer or loss by name, is what has no residuals of single
-    examples: batch normalisation in training, dropout, losses added by layers,
-    absolute and Huber errors, constraints, regularisers other than L2, half
-    precision. Grouped convolutions and recurrent layers with a mask, or with
-    weights before them, are exact but slow, as TensorFlow does not vectorise
+    For differential equations see `minimize`. In `fit` the model has to return
+    the left-hand side of the equation, and the labels are its right-hand side,
+    see `examples/poisson.py`.
+
+    Models without residuals of single examples raise an error that names the
+    layer or loss: batch normalisation in training, dropout, losses added by
+    layers, absolute and Huber errors, constraints, regularisers other than L2,
+    half precision. Grouped convolutions, and recurrent layers with a mask or
+    with weights before them, are slow, because TensorFlow cannot vectorise
     them over examples.
 
-    Under several replicas each makes the rows of its own examples, and their
-    J^T J and J^T r, n (n + 3) / 2 numbers, are added up. `state_bytes` has the
-    bytes of the "previous_step" and of "counters", `communication_bytes` those
-    of "gradients", of the "curvature" (J^T J as a triangle) and, with one try,
-    of "losses" and the "acceleration".
+    With several replicas, J^T J and J^T r, n (n + 3) / 2 scalars, are summed
+    over the replicas. `state_bytes()` has the keys "previous_step" and
+    "counters". `communication_bytes()` has the keys "gradients", "curvature"
+    (J^T J as a triangle), "losses" and "acceleration" (for one try).
 
     Args:
-        damping: The initial damping, in units of the mean of the diagonal of
-            J^T J. It hardly matters. Defaults to 1e-3.
-        momentum: What part of the step before the first try of a step is
-            pulled to, in [0, 1), as in SPRING (Goldshlager, Abrahamsen & Lin,
-            2024). Defaults to 0.5.
-        acceleration: True bends steps, see above (Transtrum & Sethna, arXiv
-            1201.5885, eq. 9), where the bend is a small correction. Defaults
-            to True.
-        solve: "parameters" factorises a matrix of the weights, "residuals"
-            one of the residuals, with the same steps. "auto" is the smaller.
-            With several replicas, whose J^T J are added up, and with
-            regularisers it is that of the weights. Defaults to "auto".
-        max_tries: Most dampings that are tried in a step. If none lowers the
-            loss, the weights stay and the step is counted. Defaults to 6.
-        max_bytes: Most bytes that the matrices of a step may take. None is
-            2 GiB.
-        learning_rate: What a step is multiplied by: a float, a schedule or a
-            callable. Defaults to 1.0.
-        max_skipped_steps: Steps in a row, at least 1, skipped because their
-            loss was not finite, that end the training with an error. Defaults
-            to None: any number of them.
+        damping: Initial damping lambda, in units of the mean diagonal of
+            J^T J. It has little influence. Defaults to 1e-3.
+        momentum: Fraction of the previous step that the first try of a step
+            is pulled to, in [0, 1), as in SPRING (Goldshlager, Abrahamsen &
+            Lin, 2024, eq. 8). Defaults to 0.5.
+        acceleration: True to use geodesic acceleration if the correction is
+            small (Transtrum & Sethna, arXiv 1201.5885, eq. 9). Defaults to
+            True.
+        solve: "parameters" factorises an n x n matrix, "residuals" an m x m
+            matrix; the steps are equal. "auto" uses the smaller matrix, and
+            "parameters" with several replicas or regularisers. Defaults to
+            "auto".
+        max_tries: Upper bound: dampings tried in a step. If none lowers the
+            loss, the weights stay and the step is counted as rejected.
+            Defaults to 6.
+        max_bytes: Upper bound: bytes of the matrices of a step. Defaults to
+            None: 2 GiB.
+        learning_rate: Factor of a step: a float, a schedule or a callable.
+            Defaults to 1.0.
+        max_skipped_steps: Number of consecutive steps with a loss that is not
+            finite after which training raises an error, at least 1. Defaults
+            to None: no limit.
         name: Name of the optimizer.
 
     Raises:
@@ -103,7 +110,7 @@ class GaussNewton(SecondOrderOptimizer):
 
     method_type = GaussNewtonMethod
     method: GaussNewtonMethod
-    # The method's, shown as attributes.
+    # Attributes of the method.
     damping: float
     momentum: float
     acceleration: bool
@@ -132,28 +139,28 @@ class GaussNewton(SecondOrderOptimizer):
         super().__init__(inner, method, name, max_skipped_steps)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments of the constructor."""
+        """Return the arguments of the constructor."""
         config = super().get_config()
         inner = config.pop("inner_optimizer")
         return config | {"learning_rate": inner["config"]["learning_rate"]}
 
     def attach(self, model: keras.Model, **kwargs: Any) -> Self:
-        """Binds the optimizer to the model that it will train.
+        """Bind the optimizer to the model that it will train.
 
-        See `tfkfac.KFAC.attach`. A loop of your own has to compute the loss by
-        `model.compute_loss`.
+        See `tfkfac.KFAC.attach`. Custom training loops have to compute the
+        loss by `model.compute_loss`.
 
         Args:
             model: The model.
-            **kwargs: Others of `tfkfac.KFAC.attach`.
+            **kwargs: Other arguments of `tfkfac.KFAC.attach`.
 
         Raises:
-            ValueError: If there is a `LossScaleOptimizer` around this one.
+            ValueError: If a `LossScaleOptimizer` wraps this optimizer.
         """
         if kwargs.get("loss_scaler") is not None:
             raise ValueError(
-                "A `LossScaleOptimizer` must not be around `GaussNewton`, "
-                "which needs float32 or float64."
+                "A `LossScaleOptimizer` must not wrap `GaussNewton`, which "
+                "needs float32 or float64."
             )
         return super().attach(model, **kwargs)
 
@@ -169,37 +176,54 @@ class GaussNewton(SecondOrderOptimizer):
         every: int = 1,
         callbacks: Sequence[keras.callbacks.Callback] = (),
     ) -> keras.callbacks.History:
-        """Makes the residuals of named conditions small, by `fit`.
+        """Minimise the residuals r of named conditions.
 
-        The loss is the sum of `weight mean(r^2)` over the conditions. Another
-        call with the same variables goes on, with other conditions too.
+        The loss is `sum_c weight_c mean(r_c^2)` over the conditions c, such as
+        an equation and its boundary values. Further calls with the same
+        variables continue training, also with other conditions.
+
+        For example, y' = -y with y(0) = 1, and a Keras model `net`:
+
+        ```python
+        def equation(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = net(x)
+            return tape.gradient(y, x) + y
+
+        optimizer.minimize(
+            {"equation": equation, "start": lambda x: net(x) - 1.0},
+            net.trainable_variables,
+            {"equation": np.linspace(0, 1, 100)[:, None],
+             "start": np.zeros((1, 1))},
+            steps=100,
+        )
+        ```
 
         Args:
-            residuals: For each condition a function of its points, `(batch,
-                ...)`, that returns r, `(batch,)` or `(batch, k)`, in which row
-                i is of point i alone.
-            variables: Whatever is to be found: weights of networks, unknown
+            residuals: For each condition, a function from points `(batch,
+                ...)` to r, `(batch,)` or `(batch, k)`. Row i must depend only
+                on point i.
+            variables: The variables to optimise: weights of networks, unknown
                 coefficients.
-            points: For each condition an array of its points, or a function
-                of the number of steps so far that returns one, of the same
-                shape in all calls.
-            weights: Weights of conditions. That of the others is 1.
-            steps: Number of steps. Defaults to None: as many as there is time
-                for.
-            seconds: Wall-clock seconds after which no other step begins, the
-                first trace included. Defaults to None: no limit.
-            every: Steps between calls of the functions in `points`, and those
-                of an epoch, as callbacks know it.
-            callbacks: Callbacks of Keras. Their model is one whose weights are
-                the variables, to be saved with the optimizer's state.
+            points: For each condition, an array of points, or a function from
+                the number of completed steps to an array of constant shape.
+            weights: Weights of conditions. Missing weights are 1.
+            steps: Number of steps. Defaults to None: no limit.
+            seconds: Wall seconds after which no further step begins, including
+                the first trace. Defaults to None: no limit.
+            every: Steps per epoch of the callbacks, and between calls of the
+                functions in `points`. Defaults to 1.
+            callbacks: Keras callbacks. Their model has the variables as
+                weights, and can be saved with the optimizer's state.
 
         Returns:
-            The history of the epochs' "loss".
+            A `History` with the "loss" of each epoch.
 
         Raises:
-            ValueError: If an argument is not allowed, if there is neither a
-                number of steps nor of seconds, or if the optimizer belongs to
-                other variables.
+            ValueError: If an argument is not allowed, if both `steps` and
+                `seconds` are None, or if the optimizer is bound to other
+                variables.
         """
         weights = {} if weights is None else weights
         check_conditions(residuals, variables, points, weights)
@@ -247,30 +271,32 @@ class GaussNewton(SecondOrderOptimizer):
 
     @property
     def last_step(self) -> dict[str, float]:
-        """The numbers of the last step; empty before the first.
+        """Values of the last step; empty before the first step.
 
-        "damping" and "tries" are those of the step; "predicted_reduction" and
-        "actual_reduction", how much smaller its model and the loss itself
-        have become with the last try; "accepted", 1 if it was taken;
-        "residuals", their number, of this replica.
+        - "damping": damping of the last try
+        - "tries": number of tries
+        - "predicted_reduction", "actual_reduction": reduction of the quadratic
+          model and of the loss by the last try
+        - "accepted": 1 if the last try was accepted, else 0
+        - "residuals": number of residuals of this replica
         """
         return self.method.last_step()
 
 
 def refuse(unknown: Mapping[str, Any]) -> None:
-    """Refuses the arguments that a constructor does not know.
+    """Reject unknown arguments of the constructor.
 
     Raises:
-        ValueError: If one is of other optimizers.
-        TypeError: If one is of nobody.
+        ValueError: If an argument belongs to other optimizers.
+        TypeError: If an argument belongs to no optimizer.
     """
     others = inspect.signature(keras.optimizers.SGD.__init__).parameters
     for name, value in unknown.items():
         if name == "inner_optimizer" or name in others:
             raise ValueError(
-                f"Argument `{name}` must be left out: `GaussNewton` makes "
-                "whole steps by itself, each of one batch. In the place of "
-                "weight decay there are L2 regularisers. "
+                f"Argument `{name}` must be left out: `GaussNewton` has no "
+                "inner optimizer and computes a full step for each batch. Use "
+                "L2 regularisers in place of weight decay. "
                 f"Received: {name}={value!r}"
             )
     refuse_unknown(GaussNewton, unknown, keras.optimizers.SGD)

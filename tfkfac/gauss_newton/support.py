@@ -1,7 +1,7 @@
-"""Models and batches that no exact step can be made for, with reasons.
+"""Checks of models, losses and memory for exact Gauss-Newton steps.
 
-What has no residuals of single examples is refused by name, what is too large
-by its bytes.
+Models and losses without residuals of single examples are rejected by name,
+steps that are too large by their number of bytes.
 """
 
 import math
@@ -27,43 +27,43 @@ _INSTEAD = "Leave it out, or use `tfkfac.KFAC` or another optimizer."
 
 
 def check_model(model: keras.Model) -> None:
-    """Refuses what can be seen before the first step.
+    """Check a model before the first step.
 
     Raises:
-        ValueError: If the loss is not compiled losses of the outputs and L2
-            penalties alone, or computed in half precision.
+        ValueError: If the model overrides `compute_loss`, computes in half
+            precision, or has constraints or regularisers other than L2.
     """
     if type(model).compute_loss is not keras.Model.compute_loss:
         raise ValueError(
-            f"Model '{model.name}' has a `compute_loss` of its own. "
-            "`GaussNewton` needs the residuals: let the model return what the "
-            "equations say, the labels be their right-hand sides, and use "
-            'loss="mse".'
+            f"Model '{model.name}' overrides `compute_loss`. `GaussNewton` "
+            "needs the residuals: return the left-hand sides of the equations "
+            "from the model, use their right-hand sides as labels, and "
+            'compile with loss="mse".'
         )
     for node in walk(model):
         dtype = tf.as_dtype(node.layer.compute_dtype)
         if dtype.is_floating and dtype.size < 4:
             raise ValueError(
                 f"Layer '{node.layer.name}' computes in {dtype.name}. "
-                "`GaussNewton` needs float32 or float64: residuals in half "
-                "precision have no digits that its steps could lower."
+                "`GaussNewton` needs float32 or float64, because rounding in "
+                "half precision exceeds the residuals."
             )
     for variable in model.trainable_variables:
         l2_of(variable)
         if variable.constraint is not None:
             raise ValueError(
                 f"Variable '{variable.path}' has a constraint, which "
-                f"`GaussNewton` does not know in its steps. {_INSTEAD}"
+                f"`GaussNewton` does not support. {_INSTEAD}"
             )
 
 
 def train_without_xla(model: keras.Model) -> None:
-    """Turns XLA off, which Keras turns on where there is a GPU, and says so."""
+    """Turn XLA off, which Keras turns on for GPUs, with a warning."""
     if not uses_xla(model):
         return
     warnings.warn(
-        "XLA compiles neither the rows of a Jacobian of second derivatives "
-        "nor TensorFlow's least squares, which `GaussNewton` needs. Model "
+        "XLA compiles neither the Jacobian of second derivatives nor "
+        "TensorFlow's least squares, which `GaussNewton` needs. Model "
         f"'{model.name}' trains with jit_compile=False.",
         stacklevel=2,
     )
@@ -71,111 +71,116 @@ def train_without_xla(model: keras.Model) -> None:
 
 
 def l2_of(variable: keras.Variable) -> float:
-    """The factor of a variable's L2 penalty, 0 if there is none.
+    """Return the factor of a variable's L2 penalty; 0 without a penalty.
 
     Raises:
-        ValueError: If it has another regulariser.
+        ValueError: If the variable has a regulariser other than L2.
     """
-    own = variable.regularizer
-    if own is None:
+    l2 = variable.regularizer
+    if l2 is None:
         return 0.0
-    is_l2 = type(own) is keras.regularizers.L2
-    if not is_l2 and (type(own) is not keras.regularizers.L1L2 or own.l1 > 0):
+    is_l2 = type(l2) is keras.regularizers.L2
+    if not is_l2 and (type(l2) is not keras.regularizers.L1L2 or l2.l1 > 0):
         raise ValueError(
             f"Variable '{variable.path}' has the regulariser "
-            f"{type(own).__name__}. `GaussNewton` knows "
-            "`keras.regularizers.L2` alone, which is a sum of squares."
+            f"{type(l2).__name__}. `GaussNewton` supports only "
+            "`keras.regularizers.L2`, which is a sum of squares."
         )
-    return float(own.l2)
+    return float(l2.l2)
 
 
 def check_call(
     model: keras.Model, call: ForwardCall, terms: Sequence[LossTerms]
 ) -> None:
-    """Refuses what shows when the model is called.
+    """Check the first call of a model and its losses.
 
     Raises:
-        ValueError: If examples are not treated each by itself and the same
-            in every call, or a loss is not a sum of squares to second order.
+        ValueError: If the outputs of an example depend on other examples or
+            change between calls, or if a loss has no Gauss-Newton matrix.
     """
     for leaf in keras.tree.flatten((call.args, call.kwargs)):
         if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
             raise ValueError(
-                f"Model '{model.name}' has an input that is sparse or ragged, "
-                "of which `GaussNewton` cannot take single examples. "
+                f"Model '{model.name}' has a sparse or ragged input, which "
+                "`GaussNewton` cannot split into examples. "
                 f"Received: {leaf}"
             )
     changed_by_training, losing = changed_layers(model, call)
     for name in losing:
         raise ValueError(
             f"Layer '{name}' of model '{model.name}' adds a loss, whose "
-            "residuals `GaussNewton` does not see. Let the model return "
-            "them as another output, with a loss of its own."
+            "residuals are unknown to `GaussNewton`. Return the residuals as "
+            "an additional output of the model, and compile a loss for it."
         )
     for changed in changed_by_training:
         raise ValueError(
             f"Layer '{changed}' of model '{model.name}' changes its state in "
-            "training, as batch statistics and dropout do: its outputs are "
-            "not those of single examples. `GaussNewton` needs residuals "
-            f"that are. {_INSTEAD}"
+            "training, as batch normalisation and dropout do. `GaussNewton` "
+            "needs outputs that depend only on the example and the weights. "
+            f"{_INSTEAD}"
         )
     returned = {id(t): t for t in keras.tree.flatten(call.outputs)}
-    for one in terms:
-        output = output_of(one)
+    for loss_terms in terms:
+        output = output_of(loss_terms)
         if isinstance(output, str):
             raise ValueError(
-                f"`GaussNewton` needs a loss that is a sum of squares, or a "
+                f"`GaussNewton` needs a loss that is a sum of squares or a "
                 f"negative log-likelihood, but {output}. Absolute and Huber "
-                'errors have no curvature to step by. Use loss="mse" or a '
-                "cross-entropy, or declare the distribution of your own by "
+                'errors have no Gauss-Newton matrix. Use loss="mse" or a '
+                "cross-entropy, or declare the distribution of your loss by "
                 "`tfkfac.register_distribution`."
             )
         predictions = output.predictions
         if id(predictions) not in returned:
             raise ValueError(
-                f"A loss of model '{model.name}' is not of what a call of the "
-                "model returned. Compute it with `model.compute_loss(x=x, "
+                f"A loss of model '{model.name}' was not computed from outputs "
+                "of the model. Compute it with `model.compute_loss(x=x, "
                 "y=y, y_pred=model(x, training=True))`, as Keras' "
                 "`train_step` does."
             )
-        assert one.call is not None
+        assert loss_terms.call is not None
         exact = any(v.dtype == "float64" for v in model.trainable_variables)
-        if exact and (loss := one.call.loss).dtype != "float64":
+        if exact and (loss := loss_terms.call.loss).dtype != "float64":
             warnings.warn(
                 f"Loss '{loss.name}' of model '{model.name}' is computed in "
-                f"{loss.dtype}, whose rounding ends the steps, though weights "
-                "are float64. Call `keras.config.set_floatx('float64')` first, "
+                f"{loss.dtype}, although weights are float64. Its rounding "
+                "limits the accuracy. Call "
+                "`keras.config.set_floatx('float64')` first, "
                 'or compile with a loss of `dtype="float64"`.',
                 stacklevel=2,
             )
         if not predictions.shape[1:].is_fully_defined():
             raise ValueError(
-                "`GaussNewton` needs a fixed number of outputs for each "
-                f"example. Received: outputs of shape {predictions.shape} of "
-                f"model '{model.name}'."
+                "`GaussNewton` needs a static number of outputs per example. "
+                f"Received: outputs of shape {predictions.shape} of model "
+                f"'{model.name}'."
             )
 
 
 def why_only_parameters(
     model: keras.Model, replicas: int, terms: Sequence[LossTerms] = ()
 ) -> str | None:
-    """Why a step cannot be solved in the space of residuals, or None."""
+    """Return why the space of residuals is not available, or None.
+
+    The text continues 'Argument `solve` must be "auto" or "parameters" ...'.
+    """
     if replicas > 1:
         return (
-            "with several replicas, each of which has residuals of its own. "
-            "Their squares of Jacobians are what can be added up"
+            "with several replicas, because only the matrices J^T J of the "
+            "weights can be summed over replicas"
         )
     for variable in model.trainable_variables:
         if variable.regularizer is not None:
             return (
-                "where weights have a regulariser, which is a residual for "
-                f"each of them, as that of '{variable.path}'"
+                "with a regulariser, which adds one residual per weight, as "
+                f"for '{variable.path}'"
             )
-    for one in terms:
+    for loss_terms in terms:
         divergence = keras.losses.kl_divergence
-        if one.call and loss_function(one.call.loss) is divergence:
+        call = loss_terms.call
+        if call and loss_function(call.loss) is divergence:
             return (
-                "where a loss is a Kullback-Leibler divergence. Use "
+                "with a Kullback-Leibler divergence. Use "
                 '"categorical_crossentropy", which differs by a constant'
             )
     return None
@@ -183,47 +188,48 @@ def why_only_parameters(
 
 PARAMETERS, RESIDUALS, AUTO = "parameters", "residuals", "auto"
 SPACES = (AUTO, PARAMETERS, RESIDUALS)
-# Most bytes of a step where the user says nothing.
+# Default of `max_bytes`: 2 GiB.
 MOST_BYTES = 2**31
-# Matrices of the smaller size: the sum, its damped copy, the factor.
+# Square matrices in memory: the sum, its damped copy, the Cholesky factor.
 _MATRICES = 3
-# Copies of a row: its parts, and joined; all rows at once are scaled, too.
+# Copies of a row in memory: by variable and joined; in the space of residuals,
+# where all rows are in memory at once, also weighed by B^T.
 _COPIES = {PARAMETERS: 2, RESIDUALS: 3}
-# Numbers that a backward pass may keep: 64 MiB in float64.
+# Upper bound: scalars stored by a backward pass, 64 MiB in float64.
 KEPT = 2**23
-# Where a text has the bytes that only a run knows.
+# Placeholder in a message for a number of bytes that is known at run time.
 _NEED = "{}"
 
 
 class Limits(NamedTuple):
-    """Sizes of a step."""
+    """Sizes of a step, and its limit of memory."""
 
-    weights: int  # number, n
+    weights: int  # number of weights n
     dtype: tf.DType  # of the matrices
-    most: int  # bytes
-    outputs: int = 1  # of an example
-    activations: int = 0  # of an example, once for each output
+    most: int  # upper bound: bytes
+    outputs: int = 1  # per example
+    activations: int = 0  # scalars of a forward pass per example
 
     def bytes(self, space: str, residuals: int) -> int:
-        """Bytes of a step at work, the model's passes for its rows included."""
+        """Peak memory of a step in bytes, with the passes of the model."""
         n, m = self.weights, residuals
         size, rows = (n, min(m, self.block)) if space == PARAMETERS else (m, m)
-        numbers = _MATRICES * size * size + rows * self._row(space)
-        return int(numbers * self.dtype.size)
+        scalars = _MATRICES * size * size + rows * self._row(space)
+        return int(scalars * self.dtype.size)
 
     @property
     def block(self) -> int:
-        """Rows that are made at once in the space of parameters."""
+        """Rows per block in the space of parameters."""
         examples = block_examples(self.weights, self.outputs, self.activations)
         return examples * self.outputs
 
     @property
     def pass_examples(self) -> int:
-        """Examples of one backward pass, so that it keeps few numbers."""
+        """Examples of one backward pass; it stores at most `KEPT` scalars."""
         return max(KEPT // max(self.activations, 1), 1)
 
     def space(self, solve: str, residuals: int) -> str:
-        """The space for a number of residuals: the smaller that is allowed."""
+        """The smaller of the two spaces, if it is within the memory limit."""
         if solve != AUTO:
             return solve
         few = residuals < self.weights
@@ -233,56 +239,59 @@ class Limits(NamedTuple):
         return first
 
     def allows(self, space: str, residuals: int) -> bool:
-        """True if a step has the bytes that it needs."""
+        """True if a step is within the memory limit."""
         return self.bytes(space, residuals) <= self.most
 
     def most_residuals(self) -> int:
-        """The largest number m that can be solved for in their own space.
-
-        It is the largest with `a m^2 + b m <= c`.
-        """
+        """Upper bound of m in the space of residuals: `a m^2 + b m <= c`."""
         a, b = _MATRICES, self._row(RESIDUALS)
         c = self.most // self.dtype.size
         return (math.isqrt(b * b + 4 * a * c) - b) // (2 * a)
 
     def check_residuals(self, residuals: tf.Tensor) -> tf.Operation:
-        """Refuses a number of residuals in their own space when it is known."""
+        """Raise at run time if there are too many residuals for their space."""
         m = tf.cast(residuals, tf.int64)
-        numbers = _MATRICES * m * m + m * self._row(RESIDUALS)
+        scalars = _MATRICES * m * m + m * self._row(RESIDUALS)
         size, unit = unit_of(self.most)
-        need = tf.cast(self.dtype.size * numbers, tf.float64) / size
+        need = tf.cast(self.dtype.size * scalars, tf.float64) / size
         before, after = self.refusal(RESIDUALS, _NEED).split(_NEED)
         text = [before, tf.strings.as_string(need, 2), f" {unit}", after]
         return refuse(m > self.most_residuals(), tf.strings.join(text))
 
     def _row(self, space: str) -> int:
-        """Numbers of a row while it is made."""
+        """Scalars in memory per row."""
         return _COPIES[space] * self.weights + self.activations
 
     def refusal(self, space: str, need: str) -> str:
-        """Why a step is too large, and what to do."""
+        """Error message for a step that is too large."""
         smaller = (
-            "`batch_size` (a step on fewer residuals than weights is solved "
-            "for these)"
+            "`batch_size` (with fewer residuals than weights, a step is "
+            "solved in the space of residuals)"
             if space == PARAMETERS
             else "`batch_size`"
         )
         return (
             f"A step of `GaussNewton` in the space of {space} takes {need} "
             f"for {self.weights:,} weights, more than `max_bytes`, "
-            f"{bytes_text(self.most)}. Use a smaller {smaller} or model, "
-            'another `max_bytes`, or `tfkfac.KFAC(step="quadratic")`, which '
-            "makes no matrix of all weights."
+            f"{bytes_text(self.most)}. Use a smaller {smaller} or model, a "
+            'larger `max_bytes`, or `tfkfac.KFAC(step="quadratic")`, which '
+            "needs no matrix of all weights."
         )
 
 
 def choose_spaces(
     limits: Limits, solve: str, residuals: int | None, only: str | None
 ) -> tuple[str, ...]:
-    """The space of a step, or both if its batch decides when it runs.
+    """Choose the space of a step; both if the batch size decides at run time.
+
+    Args:
+        limits: Sizes of the step.
+        solve: One of `SPACES`.
+        residuals: Number of residuals; None if not static.
+        only: Result of `why_only_parameters`.
 
     Raises:
-        ValueError: If none will do.
+        ValueError: If no space is allowed.
     """
     if only is not None:
         if solve == RESIDUALS:
@@ -294,7 +303,7 @@ def choose_spaces(
     if solve == AUTO and residuals is None:
         if limits.allows(PARAMETERS, limits.block):
             return RESIDUALS, PARAMETERS
-        return (RESIDUALS,)  # the number is checked when it is known
+        return (RESIDUALS,)  # checked at run time
     space = limits.space(solve, residuals or 0)
     if residuals is None and space == PARAMETERS:
         residuals = limits.block
