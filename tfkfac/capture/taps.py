@@ -1,17 +1,16 @@
-"""Taps on layers: inputs and pre-activation gradients of the current trace.
+"""Taps on layers: record inputs and gradients at the pre-activations.
 
-A tap overrides `call` on one layer instance. It puts an identity between the
-linear part and the activation whose gradient function notes the gradient that
-flows through. The tape of `train_step`, or the user's own, does the rest. Only
-a call under a tape is touched; inference, saving and cloning are not.
+A tap overrides `call` of one layer instance. It inserts an identity before the
+activation. The gradient function of this identity records the gradient, when
+the tape of `train_step` or of the user runs backward. Calls without an active
+tape, saving and cloning are not affected.
 
-The records of a step are those of the backward passes before it, with all
-calls of the forward pass that went ahead of them. A call has one for each of
-them that came through it.
+A step uses the records of all backward passes of its forward pass. A call of a
+layer has one record per backward pass through it.
 
-Records are Python objects that hold the tensors of one trace. They live on
-the graph that they belong to, so that no trace ever sees another's tensors,
-and on the tap when running eagerly.
+Records are Python objects with tensors of one trace. They are stored on the
+graph of the trace, or on the tap in eager mode, so that no trace uses tensors
+of another trace.
 """
 
 import contextlib
@@ -47,17 +46,17 @@ from tfkfac.compat.overrides import (
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Input of one call of a layer, and a gradient that came back.
+    """Input and gradient of one call of a layer in one backward pass.
 
     Attributes:
-        inputs: The layer's input.
+        inputs: Input of the layer.
         gradient: Gradient of the (scaled) loss at the pre-activation.
         mask: Keras mask of the input, or None.
-        kwargs: The other arguments of the call, by name.
-        moments: Mean and variance that a batch normalisation computed.
-        order: Grows in the order in which gradients came: a smaller one is of
-            a layer nearer to the loss.
-        output: The pre-activation, for gradients of something else.
+        kwargs: Other arguments of the call, by name.
+        moments: Mean and variance computed by a batch normalisation, or None.
+        order: Increases with time in the backward pass: layers nearer to the
+            loss have smaller values.
+        output: The pre-activation, a source for other gradients, or None.
     """
 
     inputs: Any
@@ -72,46 +71,47 @@ class Record:
 _TAP = "_tfkfac_tap"
 _HOOK = "_tfkfac_first_call"
 _COPIES = ("Identity", "IdentityN")
-_moments_in_time = itertools.count()
+_clock = itertools.count()  # logical time of calls and gradients
 
-Noter = Callable[[tf.Tensor, tf.Tensor | None], None]
+# Function of a gradient and the pre-activation (None if not available yet).
+Recorder = Callable[[tf.Tensor, tf.Tensor | None], None]
 
 
-class Note(NamedTuple):
-    """A record, and when its layer was called and its gradient came."""
+class TimedRecord(NamedTuple):
+    """A record with the logical times of the call and of the gradient."""
 
-    called: int
-    noted: int
+    call_time: int
+    gradient_time: int
     record: Record
 
 
 class Tap:
-    """Records the calls of one layer, whose first argument is its input."""
+    """Recorder of the calls of one layer; its first argument is the input."""
 
     def __init__(self, layer: keras.layers.Layer) -> None:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._notes: Notes[Note] = Notes()
+        self._records: Notes[TimedRecord] = Notes()
         self._moments: dict[int, Any] = {}
         self._names = list(inspect.signature(layer.call).parameters)
         self._overrides = [override(layer, "call", self._call_of(layer))]
         if isinstance(layer, keras.layers.BatchNormalization):
-            # For good, not for the time of a call: a synchronised layer lets
-            # other replicas run in the middle of its call.
-            moments = override_moments(layer, self._note_moments)
+            # Permanent, not per call: other replicas run during the call of a
+            # synchronised layer.
+            moments = override_moments(layer, self._record_moments)
             self._overrides.append(moments)
 
     @classmethod
     def open(cls, layer: keras.layers.Layer, owner: object) -> "Tap":
-        """Returns the layer's tap, made if need be, for one more owner."""
+        """Return the tap of a layer, created if needed, and add an owner."""
         tap = keep_on(layer, _TAP, lambda: cls(layer))
         tap._owners.add(owner)
         return tap
 
     @classmethod
     def close(cls, layer: keras.layers.Layer, owner: object | None) -> None:
-        """Takes an owner off the layer's tap and removes it with the last.
+        """Remove an owner of a layer's tap; the last owner removes the tap.
 
-        Owners that are gone are off by themselves.
+        Owners that were garbage-collected are removed automatically.
         """
         tap = kept_on(layer, _TAP)
         if tap is None:
@@ -125,16 +125,16 @@ class Tap:
 
     @staticmethod
     def calls(layer: keras.layers.Layer) -> list[list[Record]]:
-        """Takes this replica's records of a layer from the current trace.
+        """Return and remove this replica's records in the current trace.
 
-        There are some for each call, in the order in which they came.
+        The result has one list of records per call, in the order of gradients.
         """
         tap = kept_on(layer, _TAP)
         if tap is None:
             return []
         calls: dict[int, list[Record]] = {}
-        for note in tap._notes.take():
-            calls.setdefault(note.called, []).append(note.record)
+        for timed in tap._records.take():
+            calls.setdefault(timed.call_time, []).append(timed.record)
         return list(calls.values())
 
     def _call_of(self, layer: keras.layers.Layer) -> Wrapper:
@@ -154,33 +154,33 @@ class Tap:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        rest = dict(zip(self._names, args, strict=False)) | kwargs
-        inputs = rest.pop(self._names[0])
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        inputs = arguments.pop(self._names[0])
         mask = mask_of(inputs)
-        called, replica = next(_moments_in_time), replica_id()
-        # Tapes that are kept must not keep the layer: nobody would free both.
-        own_notes = self._notes
-        moments: Any = None  # in forward mode `note` runs during the call
+        call_time, replica = next(_clock), replica_id()
+        # Do not capture `self`: a tape would keep the layer alive in a cycle.
+        records = self._records
+        moments: Any = None  # still None if forward mode records in the call
 
-        def note(gradient: tf.Tensor, output: tf.Tensor | None) -> None:
-            noted = next(_moments_in_time)
-            record = Record(
-                inputs, gradient, mask, rest, moments, noted, output
+        def record(gradient: tf.Tensor, output: tf.Tensor | None) -> None:
+            time = next(_clock)
+            result = Record(
+                inputs, gradient, mask, arguments, moments, time, output
             )
-            notes = own_notes.here(replica)
-            # What was noted before this call is of an earlier backward pass
-            # that was not for this optimizer (a saliency map, the other half
-            # of a GAN) or of an earlier micro-batch.
-            notes[:] = [note for note in notes if note.noted > called]
-            notes.append(Note(called, noted, record))
+            stored = records.here(replica)
+            # Drop records from before this call. They are of an earlier
+            # micro-batch, or of a backward pass that was not for this
+            # optimizer (a saliency map, the other network of a GAN).
+            stored[:] = [r for r in stored if r.gradient_time > call_time]
+            stored.append(TimedRecord(call_time, time, result))
 
-        with listening(layer, note) as passed:
+        with tapped_activation(layer, record) as passed:
             outputs = original(*args, **kwargs)
         moments = self._moments.pop(replica, None)
-        return outputs if passed else watch(outputs, note)
+        return outputs if passed else watch(outputs, record)
 
-    def _note_moments(self, below: Callable[..., Any], /, *args: Any) -> Any:
-        """Notes the batch moments that a normalisation layer computes."""
+    def _record_moments(self, below: Callable[..., Any], /, *args: Any) -> Any:
+        """Record the batch moments that a normalisation layer computes."""
         moments = below(*args)
         if capturing():
             self._moments[replica_id()] = moments
@@ -188,10 +188,12 @@ class Tap:
 
 
 @contextlib.contextmanager
-def listening(layer: keras.layers.Layer, note: Noter) -> Iterator[list[bool]]:
-    """Taps the input of a layer's activation, if it has one, for one call.
+def tapped_activation(
+    layer: keras.layers.Layer, record: Recorder
+) -> Iterator[list[bool]]:
+    """Tap the input of a layer's activation, if any, for one call.
 
-    The list that it yields is not empty once that has been called.
+    Yields a list that is non-empty once the activation was called.
     """
     passed: list[bool] = []
     if getattr(layer, "activation", None) is None:
@@ -200,7 +202,7 @@ def listening(layer: keras.layers.Layer, note: Noter) -> Iterator[list[bool]]:
 
     def tapped(activation: Callable[..., Any], z: tf.Tensor, /) -> tf.Tensor:
         passed.append(True)
-        return activation(watch(z, note))
+        return activation(watch(z, record))
 
     with overridden(layer, "activation", tapped):
         yield passed
@@ -209,42 +211,41 @@ def listening(layer: keras.layers.Layer, note: Noter) -> Iterator[list[bool]]:
 def before_first_call(
     layer: keras.layers.Layer, action: Callable[[], None]
 ) -> None:
-    """Runs `action` once when `layer` is called next, after it was built."""
+    """Run `action` once before the next call of a layer, after its build."""
 
     def call(_: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
-            # The mark stays on meanwhile: `layer` may still not be built.
+            # Remove the hook only afterwards: `layer` may not be built yet.
             action()
         finally:
             forget_first_call(layer)
-        # From the top, as `action` may have tapped the layer.
+        # Look `call` up again, as `action` may have tapped the layer.
         return layer.call(*args, **kwargs)
 
     keep_on(layer, _HOOK, lambda: override(layer, "call", call))
 
 
 def forget_first_call(layer: keras.layers.Layer) -> None:
-    """Removes what `before_first_call` put on a layer."""
+    """Remove the hook of `before_first_call` from a layer."""
     hook = drop_from(layer, _HOOK)
     if hook is not None:
         hook.remove()
 
 
-def watch(tensor: tf.Tensor, note: Noter) -> tf.Tensor:
-    """Identity that calls `note` when a gradient flows back.
+def watch(tensor: tf.Tensor, record: Recorder) -> tf.Tensor:
+    """Identity that calls `record(gradient, result)` in the backward pass.
 
-    That takes the gradient and what this function returned, or None while it
-    has not yet (in forward mode).
+    In forward mode `record` is called before there is a result, with None.
     """
-    made: list[tf.Tensor] = []
+    result: list[tf.Tensor] = []
 
     def backward(gradient: tf.Tensor) -> tf.Tensor:
         if not is_paused():
-            note(gradient, made[0] if made else None)
+            record(gradient, result[0] if result else None)
         return gradient
 
     watched = with_gradient(lambda z: z, tensor, backward)
-    made.append(watched)
+    result.append(watched)
     watch_for_pullbacks(watched)
     pass_mask(tensor, watched)
     return watched
@@ -256,13 +257,15 @@ def is_product(
 ) -> bool:
     """True if the gradients of a kernel and a bias are `a^T g` and `1^T g`.
 
-    The gradient that is applied may not be the one that flowed back: it may
-    have the term of a regulariser, have been clipped, unscaled or added up by
-    the user. So the graph is looked at. What is not the plain product of a
-    layer's recorded inputs and gradient, and nothing more, is not recognised.
+    Users or regularisers may change the gradients after the backward pass
+    (clipping, unscaling, sums). This function inspects the graph and returns
+    True only if the gradients are exactly these products.
 
-    The first axes of the kernel are those that are contracted with the inputs
-    `a`. There may be no bias. Features are last of `a` and `g`.
+    Args:
+        gradients: Gradients of the kernel and, optionally, of the bias. The
+            first axes of the kernel are contracted with a.
+        inputs: Recorded inputs a, with features last.
+        gradient: Recorded gradient g, with features last.
     """
     tensors = [*gradients, inputs, gradient]
     dense = all(isinstance(tensor, tf.Tensor) for tensor in tensors)
@@ -282,13 +285,13 @@ def is_product(
 
 
 def _factors(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
-    """The `a` and `g` of which a tensor is `a^T g`, summed over batches."""
+    """Return a and g if a tensor is `a^T g`, summed over batches, else None."""
     operation = tensor.op
     if operation.type == "MatMul":
         names = "transpose_a", "transpose_b"
     else:
         if operation.type == "Sum":
-            # Over the batches that shared the kernel.
+            # Sum over the batches of a matrix product with a shared kernel.
             if operation.inputs[1].op.type != "BroadcastGradientArgs":
                 return None
             operation = operation.inputs[0].op
@@ -302,14 +305,14 @@ def _factors(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor] | None:
 
 
 def _summed(tensor: tf.Tensor) -> tf.Tensor | None:
-    """The tensor whose sum over all but the features this is, or None."""
+    """Return x if a tensor is the sum of x over all but the last axis."""
     if tensor.op.type in ("BiasAddGrad", "Sum"):
         return _source(tensor.op.inputs[0])
     return None
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:
-    """The origin of a tensor's numbers, with all in the same order."""
+    """Follow identities and reshapes back to the source of a tensor."""
     while True:
         operation = tensor.op
         if operation.type in _COPIES:

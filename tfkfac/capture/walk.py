@@ -1,4 +1,4 @@
-"""The layers of a model in a fixed order, with unique paths."""
+"""Walk through the layers of a model in a fixed order, with unique paths."""
 
 import collections
 import dataclasses
@@ -12,8 +12,7 @@ from tfkfac.capture.taps import Tap, forget_first_call
 from tfkfac.compat.models import all_layers, children
 from tfkfac.compat.overrides import release_moments
 
-# Layers that call what is inside of them in a loop of their own, where no tap
-# of ours can follow.
+# Layers that call their sublayers in a loop, where taps do not work.
 _LOOPS = (keras.layers.RNN, keras.layers.TimeDistributed)
 _CONVOLUTIONS = (
     keras.layers.Conv1D,
@@ -21,7 +20,7 @@ _CONVOLUTIONS = (
     keras.layers.Conv3D,
 )
 
-# The reason of layers that the user has asked to leave alone.
+# `Node.reason` of layers in the argument `skip_layers`.
 SKIPPED = "skip_layers"
 
 SkipRule = str | re.Pattern[str] | type[keras.layers.Layer]
@@ -29,13 +28,14 @@ SkipRule = str | re.Pattern[str] | type[keras.layers.Layer]
 
 @dataclasses.dataclass
 class Node:
-    """A layer on the walk through a model.
+    """A layer of a model.
 
     Attributes:
+        layer: The layer.
         path: Names of the containers and of the layer, joined by "/".
-        reason: Why it can have no block, or None.
+        reason: Why the layer can have no block, or None.
         distributor: The `TimeDistributed` that calls the layer at each time
-            step, and whose input and output tell what the layer's are.
+            step, or None. Its input and output are recorded.
     """
 
     layer: keras.layers.Layer
@@ -50,7 +50,7 @@ class Node:
 
     @property
     def reason_inside(self) -> str | None:
-        """Why the layers inside of it can have no block, or None."""
+        """Why the sublayers can have no block, or None."""
         if self.reason is not None:
             return self.reason
         loop = self.distributor
@@ -62,9 +62,14 @@ class Node:
 def walk(
     root: keras.layers.Layer, skip_layers: Sequence[SkipRule] = ()
 ) -> Iterator[Node]:
-    """Yields every layer once, sublayers before their container.
+    """Yield every layer once, sublayers before their container.
 
-    The root, a model, is the last, with an empty path.
+    The root is last and has an empty path.
+
+    Args:
+        root: The model.
+        skip_layers: Rules for layers that get the reason `SKIPPED`: a layer
+            class, or a pattern of names or paths.
 
     Raises:
         ValueError: If a rule of `skip_layers` matches no layer.
@@ -115,7 +120,7 @@ def walk(
 def distributor(
     layer: keras.layers.Layer,
 ) -> keras.layers.TimeDistributed | None:
-    """Returns a layer if it calls another one at each time step."""
+    """Return the layer if it is a `TimeDistributed`, else None."""
     known = keras.layers.TimeDistributed
     if isinstance(layer, known) and type(layer).call is known.call:
         return layer
@@ -123,22 +128,22 @@ def distributor(
 
 
 def distributed_and_elsewhere(root: keras.layers.Layer) -> set[int]:
-    """Ids of layers in a `TimeDistributed` that something else holds too.
+    """Ids of layers that a `TimeDistributed` and another layer contain.
 
-    Only calls at one of these places would be recorded.
+    Taps would record the calls of only one of these containers.
     """
     layers = all_layers(root)
     inside = {id(outer.layer) for outer in filter(distributor, layers)}
     if not inside:
         return inside
-    holders = collections.Counter(
+    num_containers = collections.Counter(
         id(child) for layer in layers for child in children(layer)
     )
-    return {key for key in inside if holders[key] > 1}
+    return {key for key in inside if num_containers[key] > 1}
 
 
 def matches(rule: SkipRule, layer: keras.layers.Layer, path: str) -> bool:
-    """True if a rule of `skip_layers` means this layer."""
+    """True if a rule of `skip_layers` matches a layer."""
     if isinstance(rule, type):
         return isinstance(layer, rule)
     return any(re.fullmatch(rule, name) for name in (layer.name, path))
@@ -150,7 +155,7 @@ def unbuilt(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def detach(model: keras.Model, owner: object | None) -> None:
-    """Removes an owner's taps of a model; None are those that are gone."""
+    """Remove the taps of an owner (None: of collected owners) from a model."""
     for node in walk(model):
         forget_first_call(node.layer)
         release_moments(node.layer)
@@ -159,10 +164,10 @@ def detach(model: keras.Model, owner: object | None) -> None:
 
 
 def needs_loop(model: keras.Model) -> bool:
-    """True if examples are taken one after the other, which is slow.
+    """True if TensorFlow cannot vectorise a model's gradient over examples.
 
-    TensorFlow vectorises neither the gradient of grouped convolutions nor
-    recurrent layers with a mask, or with weights before them.
+    This is the case for grouped convolutions, and for recurrent layers with a
+    mask, or with weights before them. Examples then need a slow loop.
     """
     layers = [node.layer for node in walk(model)]
     convolutions = [x for x in layers if isinstance(x, _CONVOLUTIONS)]
@@ -176,7 +181,7 @@ def needs_loop(model: keras.Model) -> bool:
         or isinstance(layer, keras.layers.Masking)
         for layer in layers
     )
-    own = {id(v) for v in recurrent[0].trainable_variables}
+    first = {id(v) for v in recurrent[0].trainable_variables}
     before = layers[: layers.index(recurrent[-1])]
     others = [v for x in before for v in x.trainable_variables]
-    return masks or any(id(v) not in own for v in others)
+    return masks or any(id(v) not in first for v in others)
