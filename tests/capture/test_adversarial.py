@@ -1,4 +1,4 @@
-"""Two models that train against each other."""
+"""Generative adversarial networks."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ class Gan:
         fake = NOISE @ kernel + bias
         real_score = 1 / (1 + np.exp(-(X @ v + c)))
         fake_score = 1 / (1 + np.exp(-(fake @ v + c)))
-        # The critic sees two calls of the same size; theirs are pooled.
+        # The critic has two calls per step; their statistics are averaged.
         rows = append_one(np.concatenate([X, fake]))
         g = np.concatenate([real_score - 1, fake_score])
         self.critic_a = rows.T @ rows / (2 * ROWS)
@@ -76,16 +76,16 @@ class Gan:
 
 
 def test_critic_learns_from_its_own_loss() -> None:
-    """The generator's step runs through the critic and leaves no trace."""
+    """The generator's backward pass through the critic is not recorded."""
     gan = Gan()
     initial = gan.critic.get_weights()
 
     def step() -> None:
-        # The generator goes first: what it leaves on the critic is stale.
+        # The generator's step comes first; its records of the critic are stale.
         gan.train_generator()
         gan.train_critic(X)
 
-    # Learning rate zero, so that the closed form holds for both.
+    # Learning rate 0, so that both steps have the same weights.
     gan.of_generator.learning_rate = 0.0
     gan.of_critic.learning_rate = 0.0
     tf.function(step)()
@@ -101,7 +101,7 @@ def test_critic_learns_from_its_own_loss() -> None:
 def test_two_tapes_over_one_forward_pass(
     eager: bool, generator_first: bool
 ) -> None:
-    """TensorFlow's own example of a GAN: both gradients, then both steps."""
+    """As in TensorFlow's GAN tutorial: two gradients, then two steps."""
     gan = Gan()
 
     def step() -> None:
@@ -129,7 +129,7 @@ def test_two_tapes_over_one_forward_pass(
 
 
 def test_gan_as_a_keras_model() -> None:
-    """Two optimizers of parts of a model, none of the model's own."""
+    """Optimizers of submodels, without a compiled optimizer."""
 
     class Model(keras.Model):
         def __init__(self, gan: Gan) -> None:

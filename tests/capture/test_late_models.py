@@ -1,4 +1,4 @@
-"""Models whose layers, or whose calls, come late."""
+"""Models that are built, or called, late."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ X, Y = data()
 
 
 class LateBlock(layers.Layer):
-    """A container layer of the same kind."""
+    """A container layer that creates its layers in `build`."""
 
     def build(self, shape: Any) -> None:
         self.hidden = layers.Dense(5, activation="tanh", name="hidden")
@@ -47,7 +47,7 @@ def nested_unbuilt() -> Any:
     ("build", "eager"), [(LateBuilt, True), (nested_unbuilt, False)]
 )
 def test_unbuilt_models(build: Callable[[], Any], eager: bool) -> None:
-    """Taps are in time for layers that come with the first step."""
+    """Layers that are created in the first step are tapped."""
     keras.utils.set_random_seed(0)
     model = build()
     optimizer = tfkfac.KFAC(0.0, factor_update_interval=1)
@@ -65,7 +65,7 @@ def test_unbuilt_models(build: Callable[[], Any], eager: bool) -> None:
 
 
 def test_unbuilt_attention_is_found() -> None:
-    """Attention makes its projections when it is built."""
+    """`MultiHeadAttention` creates its projections in `build`."""
 
     class Attentive(keras.Model):
         def __init__(self) -> None:
@@ -89,7 +89,7 @@ def test_unbuilt_attention_is_found() -> None:
 
 
 def test_model_whose_call_is_never_used() -> None:
-    """An autoencoder's train step may call its parts and nothing else."""
+    """The train step of an autoencoder may call only its submodels."""
 
     class Parts(keras.Model):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Two gradients of one forward pass: the one that is applied decides."""
+"""Two gradients of one forward pass: factors use the applied gradient."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(6, 3)).astype("float32")
 Y = RNG.normal(size=(2, 6, 2)).astype("float32")
 
-# Weights of the two gradients in what is applied, and of those in G.
+# Weights of the two gradients in the applied gradient, and in G.
 APPLIED = {
     "sum": ((1, 1), (1, 1)),
     "first": ((1, 0), (1, 0)),
@@ -27,7 +27,7 @@ APPLIED = {
 
 
 def run(applied: Any, eager: bool, layer: Any) -> Any:
-    """A step with a mixture of the gradients of two losses."""
+    """Run a step with a weighted sum of the gradients of two losses."""
     model = keras.Sequential([keras.Input((3,)), layer])
     randomize(model)
     optimizer = tfkfac.KFAC(keras.optimizers.SGD(0.0)).attach(model)
@@ -63,7 +63,7 @@ def run(applied: Any, eager: bool, layer: Any) -> Any:
         ("second, clipped", False),
     ],
 )
-def test_factors_are_of_what_is_applied(name: str, eager: bool) -> None:
+def test_factors_use_the_applied_gradient(name: str, eager: bool) -> None:
     applied, counted = APPLIED[name]
     layer = layers.Dense(2, name="block")
     optimizer = run(applied, eager, layer)
@@ -74,7 +74,7 @@ def test_factors_are_of_what_is_applied(name: str, eager: bool) -> None:
     check_factors(find(optimizer.factors(), "block"), *want)
 
 
-def test_a_gradient_of_something_else_is_said_once(capfd: Any) -> None:
+def test_warning_for_another_gradient(capfd: Any) -> None:
     optimizer = run((1, -3), True, layers.Dense(2, name="block"))
     assert "tfkfac: block: the gradient that was" in capfd.readouterr().err
     lines: list[str] = []
@@ -83,7 +83,7 @@ def test_a_gradient_of_something_else_is_said_once(capfd: Any) -> None:
 
 
 def test_one_gradient_costs_nothing(capfd: Any) -> None:
-    """No comparison at all, whatever is applied in its place."""
+    """With one gradient nothing is compared, whatever is applied."""
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
     optimizer = tfkfac.KFAC().attach(model)
     with tf.GradientTape() as tape:

@@ -1,4 +1,4 @@
-"""What the taps record, and that derivatives do not notice them."""
+"""Records of taps, and derivatives through taps."""
 
 import gc
 from collections.abc import Callable
@@ -26,7 +26,7 @@ X, Y = data()
 
 
 # -------------------------------------------------------------- records
-def test_a_saliency_map_leaves_nothing_behind() -> None:
+def test_a_saliency_map_leaves_no_records() -> None:
     """A gradient that is never applied does not reach the next step."""
     models = [compiled_mlp(eager=True) for _ in range(2)]
     for model, saliency in zip(models, (False, True), strict=True):
@@ -41,22 +41,22 @@ def test_a_saliency_map_leaves_nothing_behind() -> None:
     assert_same(everything(models[1]), everything(models[0]))
 
 
-def test_unused_records_do_not_pile_up() -> None:
-    """Ten saliency maps hold no more tensors than one."""
+def test_unused_records_are_dropped() -> None:
+    """Ten saliency maps keep as many records as one saliency map."""
     model = compiled_mlp(eager=True)
 
-    def held() -> int:
+    def count_records() -> int:
         gc.collect()
         records = [o for o in gc.get_objects() if type(o).__name__ == "Record"]
         return len(records)
 
     gradients_of(model, X, Y)
-    one = held()
+    num_records = count_records()
     for _ in range(9):
         gradients_of(model, X, Y)
-    assert held() <= one
+    assert count_records() <= num_records
     model.train_on_batch(X, Y)
-    assert held() <= one - 2
+    assert count_records() <= num_records - 2
 
 
 def test_another_tape_between_backward_pass_and_step() -> None:
@@ -70,7 +70,7 @@ def test_another_tape_between_backward_pass_and_step() -> None:
 
 # ------------------------------------------------------------- derivatives
 def gradient_penalty(model: Any) -> list[Any]:
-    """Weights' gradients of a gradient with respect to the inputs."""
+    """Gradient of an input gradient's norm with respect to the weights."""
     x = tf.constant(X)
     with tf.GradientTape() as outer:
         with tf.GradientTape() as inner:
@@ -105,7 +105,7 @@ def jacobians(model: Any) -> list[Any]:
 def test_taps_are_transparent_to_derivatives(
     derivative: Callable[[Any], list[Any]],
 ) -> None:
-    """Equal to the last bit, with and without taps."""
+    """Bitwise equal with and without taps."""
     got, want = derivative(compiled_mlp(eager=True)), derivative(mlp())
     assert len(want) in (4, 5)
     for a, b in zip(got, want, strict=True):
@@ -114,12 +114,12 @@ def test_taps_are_transparent_to_derivatives(
 
 
 def test_gradient_penalty_trains() -> None:
-    """Nested tapes leave one record for each call of a layer."""
+    """Nested tapes record each call of a layer once."""
     model = mlp()
     optimizer = tfkfac.KFAC().attach(model)
     for _ in range(2):
         optimizer.apply(gradient_penalty(model), model.trainable_variables)
     a = append_one(X.astype(np.float64))
-    # The inputs are seen twice, which leaves their mean as it is.
+    # The inputs are counted twice; their mean does not change.
     got = optimizer.factors()["hidden"]["A"]
     assert_close(got, a.T @ a / ROWS, 1e-5)

@@ -1,4 +1,4 @@
-"""What is preconditioned, and what is not and why."""
+"""Layers with a block, and reasons of layers without."""
 
 import re
 from collections.abc import Callable
@@ -19,25 +19,25 @@ SEQUENCE = (4, FEATURES)
 
 # ---------------------------------------------------------- what is left out
 class OwnCall(layers.Dense):
-    """Computes something else than a dense layer."""
+    """A dense layer with another computation."""
 
     def call(self, x: Any, training: Any = None) -> Any:
         return 2 * super().call(x)
 
 
 class OwnTimes(layers.TimeDistributed):
-    """Not only applies its layer at each time step."""
+    """A `TimeDistributed` with another computation."""
 
     def call(self, x: Any, training: Any = None, mask: Any = None) -> Any:
         return 2 * super().call(x, training=training, mask=mask)
 
 
 class SameCall(layers.Dense):
-    """Adds nothing to the computation."""
+    """A dense layer with the same computation."""
 
 
 class Tied(layers.Dense):
-    """A dense layer with the kernel of another one."""
+    """A dense layer with the kernel of another layer."""
 
     def __init__(self, other: layers.Dense, **kwargs: Any) -> None:
         super().__init__(other.units, **kwargs)
@@ -179,8 +179,8 @@ LEFT: dict[str, tuple[Callable[[], Any], dict[str, str]]] = {
 
 @pytest.mark.filterwarnings("ignore:.*K-FAC")
 @pytest.mark.parametrize("case", LEFT)
-def test_what_is_left_is_listed_with_the_reason(case: str) -> None:
-    """And every variable moves in a step."""
+def test_uncovered_layers_have_a_reason(case: str) -> None:
+    """And a step changes every variable."""
     build, want = LEFT[case]
     model = build()
     optimizer = bind(model)
@@ -253,7 +253,7 @@ def nested() -> Any:
     ],
 )
 def test_skip_layers(skip: Any, kept: list[str]) -> None:
-    """By name, path, expression, class or container."""
+    """By name, path, regular expression, class or container."""
     optimizer = bind(nested(), skip_layers=skip)
     assert list(blocks_of(optimizer)) == kept
     assert set(leftovers_of(optimizer).values()) <= {"skip_layers"}
@@ -262,7 +262,7 @@ def test_skip_layers(skip: Any, kept: list[str]) -> None:
     assert names == everything - set(kept)
 
 
-def test_expressions_match_whole_names() -> None:
+def test_expressions_match_full_names() -> None:
     with pytest.raises(ValueError, match=r"skip_layers.*'firs'.*'ead'") as e:
         bind(nested(), skip_layers=["head", "firs", "ead"])
     assert "'head'" not in str(e.value)

@@ -1,4 +1,4 @@
-"""Taps change nothing of the model, and go when they must."""
+"""Taps do not change the model, and are removed with their owners."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ def test_compile_changes_nothing_of_the_model() -> None:
     assert [v.path for v in model.weights] == names
     clone = keras.models.clone_model(model)
     assert clone.get_config() == config
-    # Keras compiles the clone of a compiled model, with a new optimizer.
+    # Keras compiles the clone of a compiled model with a new optimizer.
     assert kfac_of(clone) is not kfac_of(model)
     before = everything(model)
     clone.train_on_batch(X, Y)
@@ -58,8 +58,8 @@ def test_export_is_untouched(tmp_path: Path) -> None:
     np.testing.assert_allclose(exported.serve(X), want, rtol=1e-6, atol=1e-6)
 
 
-def test_activation_is_itself_after_a_call() -> None:
-    """Also when the activation, or the layer, raises."""
+def test_activation_is_restored_after_a_call() -> None:
+    """Also if the activation or the layer raises."""
     broken = False
 
     def activation(x: Any) -> Any:
@@ -81,8 +81,8 @@ def test_activation_is_itself_after_a_call() -> None:
     assert int(kfac_of(model).factor_updates) == 2
 
 
-def test_methods_overridden_on_the_instance_come_back() -> None:
-    """Ours goes over somebody else's `call`, and leaves it in place."""
+def test_user_overrides_are_restored() -> None:
+    """A tap wraps a user's override of `call` and does not remove it."""
     model = mlp()
     layer = model.layers[0]
     original, calls = layer.call, []

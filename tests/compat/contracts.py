@@ -1,4 +1,4 @@
-"""What tfkfac relies on in Keras and TensorFlow, said when it is no more so."""
+"""Tests of Keras' and TensorFlow's internals that tfkfac relies on."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ import tensorflow as tf
 
 @contextlib.contextmanager
 def contract(function: str, promise: str) -> Iterator[None]:
-    """Decorates a test: whatever it raises says what has changed for whom.
+    """Decorate a test: a failure names the changed internal and its user.
 
     Args:
-        function: The function of `tfkfac` that relies on it.
-        promise: What is tested, a sentence on Keras or TensorFlow.
+        function: Function of `tfkfac` that relies on the promise.
+        promise: The tested behaviour of Keras or TensorFlow, as a sentence.
     """
     try:
         yield

@@ -1,11 +1,11 @@
-"""Keras on another backend than TensorFlow."""
+"""Keras with a backend other than TensorFlow."""
 
 import subprocess
 import sys
 
 import pytest
 
-# The other backends need packages of their own: only the answer is another.
+# Other backends need other packages, so only replace `backend()`.
 PRETENDED = """
 import keras
 keras.backend.backend = lambda: "jax"

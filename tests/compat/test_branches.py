@@ -1,4 +1,4 @@
-"""What compat relies on in conditions without a result."""
+"""Internals used by `when`: conditions without a result."""
 
 import gc
 import weakref
@@ -14,9 +14,9 @@ from tfkfac.compat.graphs import state_variable
 CONTRACT = "compat.functions.when"
 
 
-@contract(CONTRACT, "A branch runs if the predicate says so, and only then.")
+@contract(CONTRACT, "A branch runs only if the predicate is true.")
 @pytest.mark.parametrize("how", ["eager", "graph", "xla"])
-def test_branches_run_if_the_predicate_says_so(how: str) -> None:
+def test_branches_run_if_the_predicate_is_true(how: str) -> None:
     count = state_variable(0.0, "float32", "count")
 
     def step(x: Any, wanted: Any) -> Any:
@@ -33,7 +33,7 @@ def test_branches_run_if_the_predicate_says_so(how: str) -> None:
     assert seen == [2, 2, 8]
 
 
-@contract(CONTRACT, "Branches in branches, and calls in them, in their order.")
+@contract(CONTRACT, "Nested branches, and calls in branches, run in order.")
 def test_branches_in_branches() -> None:
     trail = state_variable(0, "int64", "trail")
 
@@ -67,12 +67,12 @@ def test_errors_in_a_branch() -> None:
         step(tf.constant(3.0))
 
 
-@contract(CONTRACT, "Branches live no longer than the function around them.")
+@contract(CONTRACT, "Branches are freed with the function that contains them.")
 def test_branches_are_freed() -> None:
     count = state_variable(0, "int64", "count")
 
     class Object:
-        """Something that a branch refers to."""
+        """An object that a branch refers to."""
 
         def add(self) -> None:
             count.assign_add(1)

@@ -1,4 +1,4 @@
-"""What compat relies on in functions that a graph calls."""
+"""Internals used by `shared_call`: functions that a graph calls."""
 
 import gc
 import weakref
@@ -18,7 +18,7 @@ SHARED = "compat.functions.shared_call"
 
 
 def doubling(traces: list[Any]) -> Callable[..., Any]:
-    """A function of tensors and a variable that notes its traces."""
+    """A function of tensors and a variable that records its traces."""
 
     def double(pair: Any, variable: Any) -> Any:
         traces.append(pair["x"].shape)
@@ -28,10 +28,10 @@ def doubling(traces: list[Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_shared_calls_are_traced_once_for_each_kind(
+def test_shared_calls_are_traced_once_per_key(
     alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here: once for each signature and shape, in branches too."""
+    """Once per signature and shape, also in branches."""
     monkeypatch.setattr(functions, "_on_one_device", lambda: alone)
     traces: list[Any] = []
     variables = [state_variable(0.0, "float32", "v") for _ in range(6)]
@@ -59,7 +59,7 @@ def test_shared_calls_are_traced_once_for_each_kind(
 @contract(
     SHARED, "A function with an `input_signature` is traced once for all sizes."
 )
-def test_calls_of_any_size_are_traced_once_for_each_rank() -> None:
+def test_calls_of_any_size_are_traced_once_per_rank() -> None:
     shapes: list[Any] = []
 
     def twice(x: Any) -> Any:
@@ -82,7 +82,7 @@ def test_calls_of_any_size_are_traced_once_for_each_rank() -> None:
 
 @contract(
     SHARED,
-    "A `ResourceVariable` of a handle reads and writes values of any size.",
+    "A `ResourceVariable` built from a handle has values of any size.",
 )
 def test_calls_of_any_size_change_variables() -> None:
     shapes: list[Any] = []
@@ -106,7 +106,7 @@ def test_calls_of_any_size_change_variables() -> None:
             return tf.concat([call(v) for v in variables], 0)
 
         both = tf.cond(flag, branch, lambda: tf.ones(6, tf.float64))
-        # After what was called, though nothing else says so.
+        # Reads come after the calls, by automatic control dependencies.
         return tf.concat([first, both, *variables], 0)
 
     found = step(tf.constant(True))
@@ -115,12 +115,12 @@ def test_calls_of_any_size_change_variables() -> None:
     assert list(call(variables[1])) == [5, 5]
 
 
-@contract(SHARED, "A function that is an operation changes variables in turn.")
+@contract(SHARED, "A function that is an operation changes variables in order.")
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_functions_are_operations(jit_compile: bool) -> None:
-    """One that reads waits for one that writes, in branches too.
+    """Calls that read wait for calls that write, also in branches.
 
-    XLA does not know it.
+    XLA does not support such operations.
     """
     total = state_variable(1.0, "float32", "total")
 
@@ -136,8 +136,8 @@ def test_functions_are_operations(jit_compile: bool) -> None:
         when(x > 0, lambda: shared_call("add", add, total, x))
         second = shared_call("read", read, total)
         third = shared_call("add", add, total, x)
-        kinds = [o.type for o in x.graph.get_operations()]
-        calls = sum("Partitioned" in kind for kind in kinds)
+        types = [o.type for o in x.graph.get_operations()]
+        calls = sum("Partitioned" in op_type for op_type in types)
         assert calls == (3 if jit_compile else 0)
         return first, second, third, shared_call("read", read, total)
 
@@ -147,9 +147,9 @@ def test_functions_are_operations(jit_compile: bool) -> None:
 
 @contract(
     SHARED,
-    "An error in a function that is called says the operation that calls it.",
+    "An error in a called function names the operation that calls it.",
 )
-def test_errors_in_shared_calls_say_who_called() -> None:
+def test_errors_in_shared_calls_name_the_call() -> None:
     def checked(x: Any) -> Any:
         return tf.debugging.check_numerics(tf.sqrt(x), "a root")
 
@@ -167,7 +167,7 @@ def test_errors_in_shared_calls_say_who_called() -> None:
 
 
 @contract(
-    SHARED, "A function that a graph has called does not keep that graph alive."
+    SHARED, "A called function does not keep the graph of its caller alive."
 )
 def test_shared_calls_end_with_their_graph() -> None:
     alive = []

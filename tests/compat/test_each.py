@@ -1,4 +1,4 @@
-"""Tests of `compat.functions.each`: equal rows, some of them in each call."""
+"""Tests of `compat.functions.each`: shared calls for rows of equal keys."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ def squares_plus(x: Any, y: Any) -> dict[str, Any]:
 
 
 def run(*args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-    """What `each` returns in a graph, and the graph."""
+    """The result of `each` in a graph, and the graph."""
     step = tf.function(lambda: each(*args, **kwargs), autograph=False)
     return step(), step.get_concrete_function().graph.as_graph_def()
 
@@ -28,8 +28,8 @@ def calls_in(graph: Any) -> int:
 
 
 @pytest.mark.parametrize("any_size", [False, True])
-def test_each_returns_its_own(any_size: bool) -> None:
-    """Whatever is made of them: eight rows of four kinds, one of them none."""
+def test_each_returns_the_result_of_each_row(any_size: bool) -> None:
+    """Eight rows with three keys and one row without a key."""
     sizes = [3, 3, 5, 3, 3, 3, 3, 3]
     x = [np.arange(n) + 10.0 * i for i, n in enumerate(sizes)]
     keys = ["one"] * 6 + ["another"]
@@ -45,7 +45,7 @@ def test_each_returns_its_own(any_size: bool) -> None:
 
 
 class Total(Member):
-    """A sum, and how much more is added each time."""
+    """A sum to which `more` is added in each call."""
 
     held = ("total",)
 
@@ -64,7 +64,7 @@ class Total(Member):
         return tf.identity(new), new > 20
 
 
-def test_state_is_written_by_its_own_call() -> None:
+def test_each_call_writes_its_state() -> None:
     states = [Total(float(i), float(i % 2)) for i in range(32)]
     rows, graph = run(Total.add, states, tf.constant(5.0), 2)
     want = [10.0 + i + i % 2 for i in range(32)]
@@ -91,8 +91,8 @@ def test_dataclasses_are_nests() -> None:
     assert len(graph.library.function) == 1
 
 
-def test_fewer_calls_than_there_are() -> None:
-    """A hundred are 25 calls of one function; one alone is none."""
+def test_rows_are_grouped_in_calls() -> None:
+    """100 rows are 25 calls of one function; a single row is inlined."""
     x = [tf.constant([1.0 * i]) for i in range(100)]
     graph = run(squares_plus, x, [v[0] for v in x], like=Kind())[1]
     assert calls_in(graph) == 25

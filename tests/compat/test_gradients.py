@@ -1,4 +1,4 @@
-"""Gradients of one's own, and second derivatives of moments."""
+"""Custom gradients, and second derivatives of moments."""
 
 import subprocess
 import sys
@@ -22,12 +22,12 @@ from tfkfac.compat.overrides import override
 
 
 def cube(x: tf.Tensor) -> tf.Tensor:
-    """With 5 x^3 in the place of its gradient 3 x^2."""
+    """x^3 with the custom gradient 5 x^3."""
     return with_gradient(lambda t: t**3, x, lambda g: 5 * g * x**3)
 
 
 def derivatives(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
-    """The cube, its derivatives, and that of a function that does nothing."""
+    """The cube, its derivatives, and the derivative of an identity."""
     with tf.GradientTape(persistent=True) as outer:
         outer.watch(x)
         with tf.GradientTape() as inner:
@@ -39,8 +39,8 @@ def derivatives(x: tf.Tensor) -> tuple[tf.Tensor, ...]:
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_tapes_take_the_gradient_that_was_given(graph: bool) -> None:
-    """No function is left in TensorFlow's registry of gradients."""
+def test_tapes_use_the_custom_gradient(graph: bool) -> None:
+    """TensorFlow's registry of gradients does not grow."""
     before = set(ops.gradient_registry.list())
     function = (
         tf.function(derivatives, autograph=False) if graph else derivatives
@@ -86,11 +86,11 @@ def hessian() -> Any:
 
 @contract(
     EXACT,
-    "The second derivative of `tf.nn.moments` is wrong (if it is right now, "
-    "nobody needs it any more).",
+    "The second derivative of `tf.nn.moments` is wrong. (If it is right "
+    "now, delete the function.)",
 )
-def test_second_derivatives_are_right_inside() -> None:
-    """Against differences of first derivatives, which TensorFlow has right."""
+def test_exact_second_derivatives() -> None:
+    """Against finite differences of first derivatives, which are right."""
     unit = np.eye(X.size).reshape(-1, *X.shape) * 1e-5
     columns = [
         (slope(tf.constant(X + e)) - slope(tf.constant(X - e))) / 2e-5
@@ -124,9 +124,9 @@ def test_layers_call_moments(layer: Any) -> None:
     assert len(calls) == 1
 
 
-@contract(EXACT, "Synchronised moments are those of `_compute_moments_sync`.")
+@contract(EXACT, "`_compute_moments_sync` computes synchronised moments.")
 def test_layers_call_synchronized_moments() -> None:
-    """The inner context counts."""
+    """The inner context is used."""
     layer = layers.BatchNormalization(synchronized=True)
     x = tf.constant(X, "float32")
     layer(x)
@@ -135,7 +135,7 @@ def test_layers_call_synchronized_moments() -> None:
     def sum_of(replicas: int) -> Any:
         def total(value: Any) -> Any:
             summed.append(replicas)
-            return replicas * value  # all with the same rows
+            return replicas * value  # all replicas have the same rows
 
         return exact_second_derivatives(total)
 
@@ -155,7 +155,7 @@ def test_values_of_moments(axes: list[int], keepdims: bool) -> None:
         want = tf.nn.moments(x, axes, keepdims=keepdims)
         with exactly():
             every = [tf.nn.moments(x, axes, keepdims=keepdims)]
-            if dtype == "float64":  # Keras casts before it synchronises
+            if dtype == "float64":  # Keras casts before it reduces
                 sync = keras_nn._compute_moments_sync
                 every.append(sync(x, axes, keepdims))
         for got in every:
@@ -184,7 +184,7 @@ def test_another_thread_is_untouched() -> None:
     assert (tf.nn.moments, keras_nn._compute_moments_sync) == BEFORE
 
 
-# Keras 3.16 has the module elsewhere.
+# Keras 3.16 moved the module.
 AS_LATER = """
 import sys
 import keras
@@ -204,7 +204,7 @@ print(keras_nn._compute_moments_sync.__name__)
 
 
 @pytest.mark.slow
-def test_the_place_of_later_versions() -> None:
+def test_module_of_later_keras_versions() -> None:
     done = subprocess.run(
         [sys.executable, "-c", AS_LATER],
         capture_output=True,

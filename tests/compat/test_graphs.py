@@ -1,4 +1,4 @@
-"""What compat relies on in TensorFlow's graphs, tapes and variables."""
+"""Internals of TensorFlow's graphs, tapes and variables."""
 
 import threading
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from tfkfac.compat.graphs import (
 # ---------------------------------------------------------------- variables
 @contract(
     "compat.graphs.state_variable",
-    "A `ResourceVariable` can be made in a trace, and saved in a checkpoint.",
+    "A `ResourceVariable` can be created in a trace and saved in a checkpoint.",
 )
 def test_variables_made_in_a_trace(tmp_path: Any) -> None:
     made: list[tf.Variable] = []
@@ -63,7 +63,7 @@ def test_variables_of_any_size() -> None:
 # ------------------------------------------------------------------- graphs
 @pytest.mark.parametrize("eager", [True, False])
 def test_repeat(eager: bool) -> None:
-    """Calls with each index and the last state."""
+    """The body is called with each index and the previous state."""
 
     def run(end: Any) -> Any:
         def body(index: Any, state: Any) -> Any:
@@ -78,7 +78,8 @@ def test_repeat(eager: bool) -> None:
 
 
 @contract(
-    "compat.graphs.stamp_time", "A call that is not inlined can be eager."
+    "compat.graphs.stamp_time",
+    "A function with `_noinline` can be called eagerly.",
 )
 def test_time_is_stamped() -> None:
     clock = state_variable(0.0, "float64", "clock")
@@ -90,7 +91,7 @@ def test_time_is_stamped() -> None:
 
 @contract(
     "compat.graphs.open_graphs",
-    "The graph of a branch or function has the one around it as `outer_graph`.",
+    "The graph of a branch or function has the attribute `outer_graph`.",
 )
 def test_open_graphs() -> None:
     seen: list[list[Any]] = []
@@ -113,7 +114,7 @@ def test_open_graphs() -> None:
 
 @contract(
     "compat.graphs.in_xla",
-    "`GraphOrParentsInXlaContext` knows what `jit_compile=True` traces.",
+    "`GraphOrParentsInXlaContext` is True in traces for `jit_compile=True`.",
 )
 def test_in_xla() -> None:
     seen: list[bool] = []
@@ -134,7 +135,7 @@ def test_in_xla() -> None:
 # -------------------------------------------------------------------- tapes
 @contract(
     "compat.graphs.under_tape",
-    "`could_possibly_record` is about the tapes of this thread.",
+    "`could_possibly_record` refers to the tapes of this thread.",
 )
 def test_under_tape() -> None:
     elsewhere: list[bool] = []
@@ -163,7 +164,7 @@ def test_under_tape() -> None:
 
 @contract(
     "compat.graphs.is_constant_to_tapes",
-    "`gradient_registry` has None for what is not differentiable.",
+    "`gradient_registry` has None for operations that are not differentiable.",
 )
 def test_constants_to_tapes() -> None:
     assert is_constant_to_tapes("ResizeBilinearGrad")
@@ -173,7 +174,7 @@ def test_constants_to_tapes() -> None:
 
 
 def second_derivative(x: tf.Tensor) -> None:
-    """Of a function that has none."""
+    """Second derivative of a function without one."""
     with tf.GradientTape() as outer:
         outer.watch(x)
         with tf.GradientTape() as inner:
@@ -192,8 +193,8 @@ def prevented(x: tf.Tensor) -> None:
 
 @contract(
     "compat.graphs.operation_without_gradient",
-    "The message of a missing gradient ends with the operation, that of "
-    "`PreventGradient` says that it is disabled.",
+    "The message of a missing gradient ends with the operation type; the "
+    'message of `PreventGradient` contains "disabled".',
 )
 @pytest.mark.parametrize(
     ("function", "kind"),
@@ -209,7 +210,7 @@ def test_operation_without_gradient(
 
 
 # --------------------------------------------------------------------- maps
-def test_a_map_that_raises_leaves_nothing_behind() -> None:
+def test_a_failed_map_restores_the_variable_scope() -> None:
     """A strategy can still be entered."""
 
     def fail(row: tf.Tensor) -> tf.Tensor:
@@ -225,8 +226,8 @@ def test_a_map_that_raises_leaves_nothing_behind() -> None:
         assert tf.Variable(1.0).numpy() == 1.0
 
 
-def test_tensors_of_other_graphs_become_this_graph_s() -> None:
-    """Those that are its own already are not copied."""
+def test_tensors_of_outer_graphs() -> None:
+    """Tensors of the current graph are not copied."""
 
     @tf.function(autograph=False)
     def step(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What compat relies on in losses and in the outputs that they read."""
+"""Internals of losses and of the outputs that they use."""
 
 from typing import Any
 
@@ -31,11 +31,10 @@ def network() -> Any:
 
 @contract(
     OBSERVED,
-    "a loss is called by `Loss.__call__`, which calls "
-    "`reduce_weighted_values` of its module.",
+    "`Loss.__call__` calls `reduce_weighted_values` of its module.",
 )
-def test_every_loss_is_seen() -> None:
-    """One that another one calls is not."""
+def test_every_loss_is_recorded() -> None:
+    """Except for losses that are called by another loss."""
 
     class Twice(keras.losses.Loss):
         def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -61,7 +60,7 @@ def test_every_loss_is_seen() -> None:
     assert second.reduction.kind == "sum"
     np.testing.assert_allclose(total, first.result + second.result)
     assert second.y_pred is outputs[1]
-    # Nothing is left behind, and nothing is seen outside.
+    # Overrides are removed, and later calls are not recorded.
     assert "observed" not in repr(keras.losses.Loss.__call__)
     model.compute_loss(x=X, y=labels, y_pred=outputs)
     assert len(calls) == 2
@@ -69,7 +68,7 @@ def test_every_loss_is_seen() -> None:
 
 @contract(
     "compat.losses.loss_weights",
-    "a compiled loss has `_flat_losses` with `loss` and `loss_weights`.",
+    "A compiled loss has `_flat_losses` with `loss` and `loss_weights`.",
 )
 def test_weights_are_in_the_order_of_the_calls() -> None:
     model = network()
@@ -85,8 +84,7 @@ def test_weights_are_in_the_order_of_the_calls() -> None:
 
 @contract(
     "compat.losses.loss_function",
-    "A loss of Keras' own has its function as `fn`, and what it passes to it "
-    "in `_fn_kwargs`.",
+    "A Keras loss has the attributes `fn` and `_fn_kwargs`.",
 )
 def test_function_of_a_loss() -> None:
     loss = keras.losses.CategoricalCrossentropy(True, 0.1)
@@ -104,8 +102,8 @@ LOGITS = tf.constant([[0.5, -1.0, 2.0]])
 
 @contract(
     "compat.losses.logits_of",
-    "softmax and sigmoid leave their input on what they return; losses take "
-    "it, and not the values.",
+    "Softmax and sigmoid store their input on the result; losses use this "
+    "input instead of the result.",
 )
 @pytest.mark.parametrize(
     ("name", "loss", "labels"),
@@ -130,12 +128,12 @@ def test_logits(name: str, loss: keras.Loss, labels: Any) -> None:
     np.testing.assert_allclose(found, loss(np.array(labels), output))
 
 
-@contract("compat.losses.in_place_of", "losses find a mask on the tensor.")
+@contract("compat.losses.in_place_of", "Losses read the mask of a tensor.")
 def test_mask_is_read_in_place_of() -> None:
     x = tf.constant([[[1.0], [2.0], [0.0]]])
     output = layers.Masking()(x)
     other = in_place_of(output, output + 1, None)
-    masked = tf.constant([[[0.0], [0.0], [9.0]]])  # what nobody looks at
+    masked = tf.constant([[[0.0], [0.0], [9.0]]])  # ignored by the loss
     loss = keras.losses.MeanSquaredError()
     assert float(loss(x, other)) == 1.0
     assert float(loss(x, in_place_of(output, x + masked, None))) == 0.0
@@ -148,7 +146,7 @@ class Own(keras.losses.Loss):
 
 @contract(
     "compat.losses.is_of_keras",
-    "Keras' functions and classes of losses are of modules in `keras`.",
+    "The modules of Keras' loss functions and classes are in `keras`.",
 )
 @pytest.mark.parametrize(
     ("loss", "of_keras"),

@@ -1,4 +1,4 @@
-"""What compat relies on in Keras optimizers, and where they touch variables."""
+"""Internals of Keras optimizers, and where they change variables."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,9 +26,9 @@ from tfkfac.compat.optimizers import (
 
 @contract(
     "compat.optimizers.KerasOptimizer",
-    "TensorFlow asks `_trackable_children` of an optimizer for what to save.",
+    "Checkpoints save the `_trackable_children` of an optimizer.",
 )
-def test_python_state_is_in_checkpoints_alone(tmp_path: Path) -> None:
+def test_python_state_is_only_in_checkpoints(tmp_path: Path) -> None:
     class State(tf.train.experimental.PythonState):
         value = b"before"
 
@@ -58,8 +58,8 @@ def variables(count: int = 2) -> list[Any]:
 
 @contract(
     "compat.optimizers.variable_key",
-    "`_var_key` is the same for a Keras variable, the mirrored variable inside "
-    "and a replica's copy of that.",
+    "`_var_key` is equal for a Keras variable, its mirrored variable and a "
+    "replica's copy.",
 )
 def test_variable_key() -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
@@ -78,8 +78,8 @@ def test_variable_key() -> None:
 
 @contract(
     "compat.optimizers.knows_variable",
-    "`_trainable_variables` are those of `build`, in their order; the keys of "
-    "`_trainable_variables_indices` are those of `_var_key`.",
+    "`_trainable_variables` are the variables of `build`, in order; the "
+    "keys of `_trainable_variables_indices` are results of `_var_key`.",
 )
 def test_trainable_variables() -> None:
     *every, other = variables(3)
@@ -94,8 +94,8 @@ def test_trainable_variables() -> None:
 
 @contract(
     "compat.optimizers.sgd_momenta",
-    "`momentums` are in the order of the variables, and SGD adds to the "
-    "weights what it makes of them.",
+    "`momentums` are in the order of the variables, and SGD adds the new "
+    "momentum to the weights.",
 )
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_sgd_momenta(nesterov: bool) -> None:
@@ -141,11 +141,11 @@ def gradients(step: int) -> list[tf.Tensor]:
 
 @contract(
     UPDATES,
-    "`apply` touches variables by five methods alone, with those arguments.",
+    "`apply` changes variables only through five methods with fixed arguments.",
 )
 @pytest.mark.parametrize("strategy", [False, True])
-def test_all_of_it_within_a_replica(strategy: bool) -> None:
-    """The same weights as from `apply` alone, inside of a `tf.cond` too."""
+def test_updates_in_a_replica(strategy: bool) -> None:
+    """Weights are as after `apply`, also inside a `tf.cond`."""
     optimizer, variables = make(**EVERYTHING)
     for step in range(4):
         optimizer.apply(gradients(step))
@@ -185,7 +185,7 @@ def test_all_of_it_within_a_replica(strategy: bool) -> None:
 
 @contract(
     "compat.optimizers.updates_by_step",
-    "`update_step` is all of an update, but for a factor in Nadam.",
+    "Updates consist of `update_step` calls, except for a factor in Nadam.",
 )
 @pytest.mark.parametrize(
     "name",
@@ -198,7 +198,7 @@ def test_all_of_it_within_a_replica(strategy: bool) -> None:
         and name not in ("LossScaleOptimizer", "MultiOptimizer")
     ),
 )
-def test_every_optimizer_within_a_replica(name: str) -> None:
+def test_every_optimizer_in_a_replica(name: str) -> None:
     ends = []
     for own in (False, True):
         variables = [keras.Variable(value) for value in START]
@@ -214,7 +214,7 @@ def test_every_optimizer_within_a_replica(name: str) -> None:
         assert not np.array_equal(one, start)
 
 
-def test_an_update_of_its_own_is_seen() -> None:
+def test_overridden_updates_are_detected() -> None:
     class Counting(keras.optimizers.SGD):
         def _backend_update_step(self, *args: Any) -> None:
             super()._backend_update_step(*args)
@@ -227,10 +227,10 @@ def test_an_update_of_its_own_is_seen() -> None:
 NOISE = [tf.random.stateless_normal([1000], [step, 0]) for step in range(3)]
 
 
-def one_of_twins(
+def train_sgd(
     momentum: float, nesterov: bool, dtype: str, own: bool
 ) -> list[np.ndarray]:
-    """A variable after three updates, and what SGD keeps of it."""
+    """A variable after three updates, and its momentum."""
     variable = keras.Variable(np.ones(1000), dtype=dtype)
     sgd = keras.optimizers.SGD(0.1, momentum, nesterov)
     sgd.build([keras.Variable(np.ones(3)), variable])
@@ -250,19 +250,17 @@ def one_of_twins(
 
 @contract(
     "compat.optimizers.update_variable",
-    "`SGD.update_step` is TensorFlow's kernels of SGD, to the last bit.",
+    "`SGD.update_step` equals TensorFlow's SGD kernels bitwise.",
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize(
     ("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)]
 )
 def test_update_of_sgd(momentum: float, nesterov: bool, dtype: str) -> None:
-    twins = [
-        one_of_twins(momentum, nesterov, dtype, own) for own in (True, False)
-    ]
+    twins = [train_sgd(momentum, nesterov, dtype, own) for own in (True, False)]
     for got, want in zip(*twins, strict=True):
         np.testing.assert_array_equal(got, want)
-    # Sutskever et al. (2013), eq. 3 and 4, as Keras writes them.
+    # Sutskever et al. (2013), eq. 3 and 4, in Keras' form.
     x, velocity = np.ones(1000), np.zeros(1000)
     for noise in NOISE:
         velocity = momentum * velocity - 0.1 * noise.numpy()
@@ -272,8 +270,8 @@ def test_update_of_sgd(momentum: float, nesterov: bool, dtype: str) -> None:
     np.testing.assert_allclose(twins[0][0], x, rtol=rtol, atol=rtol)
 
 
-def test_others_update_for_themselves() -> None:
-    """Subclasses do what they like; sparse gradients touch some rows."""
+def test_other_updates_use_update_step() -> None:
+    """For subclasses of SGD, and for sparse gradients."""
 
     class Signs(keras.optimizers.SGD):
         def update_step(self, gradient: Any, variable: Any, rate: Any) -> None:

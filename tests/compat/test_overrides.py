@@ -1,4 +1,4 @@
-"""Overriding an attribute of an object, and how Keras' layers look it up."""
+"""Overrides of attributes, and attribute lookups of Keras' layers."""
 
 import contextlib
 import functools
@@ -44,7 +44,9 @@ def adding(name: str) -> Callable[..., str]:
 # --------------------------------------------------------------- for good
 @pytest.mark.parametrize("order", itertools.permutations("abc"))
 @pytest.mark.parametrize("own", [False, True])
-def test_overrides_go_in_any_order(order: tuple[str, ...], own: bool) -> None:
+def test_overrides_are_removed_in_any_order(
+    order: tuple[str, ...], own: bool
+) -> None:
     speaker = Speaker()
     if own:
         speaker.say = lambda text: f"own {text}"  # type: ignore[method-assign]
@@ -64,8 +66,8 @@ def test_overrides_go_in_any_order(order: tuple[str, ...], own: bool) -> None:
 
 
 @pytest.mark.parametrize("copies_marks", [False, True])
-def test_what_others_put_on_top_stays(copies_marks: bool) -> None:
-    """Ours goes from below, and comes back on top."""
+def test_later_user_overrides_stay(copies_marks: bool) -> None:
+    """A lower override can be removed, and a new override added on top."""
     speaker = Speaker()
     ours = override(speaker, "say", adding("ours"))
     below = speaker.say
@@ -86,7 +88,7 @@ def test_what_others_put_on_top_stays(copies_marks: bool) -> None:
     assert speaker.say("hello") == "theirs(hello)"
 
 
-def test_things_kept_on_an_object() -> None:
+def test_data_on_an_object() -> None:
     speaker = Speaker()
     assert kept_on(speaker, "thing") is None
     for value in (1, 2):
@@ -97,8 +99,8 @@ def test_things_kept_on_an_object() -> None:
     assert not vars(speaker)
 
 
-def test_blocks_left_in_the_order_entered() -> None:
-    """One of them by an error."""
+def test_blocks_left_in_the_order_of_entry() -> None:
+    """One of the blocks is left by an exception."""
     speaker = Speaker()
     blocks = [overridden(speaker, "say", adding(name)) for name in "ab"]
     for block in blocks:
@@ -111,8 +113,8 @@ def test_blocks_left_in_the_order_entered() -> None:
     assert not vars(speaker)
 
 
-def test_many_threads_leave_nothing_behind() -> None:
-    """Threads that nobody orders."""
+def test_many_threads_restore_the_object() -> None:
+    """Threads in random order."""
     speaker = Speaker()
     wrong: list[str] = []
 
@@ -160,8 +162,8 @@ X = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
 
 @contract(
     OVERRIDE,
-    "`Layer.__call__` calls what `layer.call` is by then, a training step what "
-    "`model.compute_loss` is.",
+    "`Layer.__call__` looks up `layer.call` in each call, and a training "
+    "step looks up `model.compute_loss`.",
 )
 @pytest.mark.parametrize("eager", [True, False])
 def test_layers_call_their_call(eager: bool) -> None:
@@ -194,7 +196,7 @@ ACTIVATED: dict[str, Callable[..., Any]] = {
 }
 
 
-@contract(OVERRIDE, "A layer calls what `layer.activation` is by then.")
+@contract(OVERRIDE, "A layer looks up `layer.activation` in each call.")
 @pytest.mark.parametrize("kind", ACTIVATED)
 def test_layers_call_their_activation(kind: str) -> None:
     layer = ACTIVATED[kind](activation="tanh")
@@ -214,7 +216,7 @@ def test_layers_call_their_activation(kind: str) -> None:
     assert layer.activation is original
 
 
-@contract(OVERRIDE, "What is in a layer's dictionary is not saved or cloned.")
+@contract(OVERRIDE, "Entries of a layer's `__dict__` are not saved or cloned.")
 def test_overrides_are_not_saved(tmp_path: Path) -> None:
     model = network()
     config, weights = model.get_config(), model.get_weights()
@@ -239,8 +241,8 @@ def test_overrides_are_not_saved(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ moments
 @contract(MOMENTS, "Training calls `_moments(inputs, mask)` once.")
 @pytest.mark.parametrize("mask", [None, np.arange(5) > 1])
-def test_normalisation_calls_its_moments(mask: Any) -> None:
-    """Of those that replace each other the last one, until all are gone."""
+def test_normalisation_calls_moments(mask: Any) -> None:
+    """`replace_moments` replaces the previous override."""
     layer = layers.BatchNormalization()
     layer.build(X.shape)
     before = set(vars(layer))
@@ -269,7 +271,7 @@ def test_normalisation_calls_its_moments(mask: Any) -> None:
 
 
 @contract(MOMENTS, "`_moments` returns the mean and the variance.")
-def test_moments_that_are_given() -> None:
+def test_given_moments() -> None:
     layer = layers.BatchNormalization(epsilon=0.0, momentum=0.0)
     layer.build(X.shape)
     before = dict(vars(layer))

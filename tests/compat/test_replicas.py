@@ -1,4 +1,4 @@
-"""What compat relies on where replicas share a process."""
+"""Internals of replicas that share a process."""
 
 import itertools
 
@@ -17,16 +17,19 @@ JOBS.add("mirrored: meet", "meet")
 
 @contract(
     "compat.strategies.keep_apart",
-    "Resolvers say what is in order, and a replica's scope or device whose.",
+    "Resolvers change the order of operations; the name scope or the device"
+    " tells the replica.",
 )
 @pytest.mark.parametrize("job", ["in one order", "apart"])
-def test_each_replica_is_in_its_own_order(pool: Pool, job: str) -> None:
-    """In that of the program; it is one for all of them without."""
+def test_stateful_operations_are_ordered_per_replica(
+    pool: Pool, job: str
+) -> None:
+    """Program order per replica; without `keep_apart`, one common order."""
     (found,) = JOBS.results(pool, f"mirrored: {job}")
     names = list(found)
     assert len(names) == 10, names
     before = {after: [first] for first, after in itertools.pairwise(names)}
-    # A table is an order by itself, which the second replica leaves.
+    # Lookups of a table are ordered per table, except in replica 1.
     del before[names[4]], before[names[5]]
     if job == "in one order":
         before |= {names[5]: [names[3]], names[9]: [names[4]]}
@@ -35,9 +38,10 @@ def test_each_replica_is_in_its_own_order(pool: Pool, job: str) -> None:
 
 @contract(
     "compat.strategies.side_by_side",
-    "`merge_call` passes on a function, a `ReplicaContext` makes a replica.",
+    "`merge_call` passes functions, and `ReplicaContext` sets the replica "
+    "of a thread.",
 )
-def test_replicas_that_run_eagerly_meet(pool: Pool) -> None:
+def test_eager_replicas_run_in_parallel(pool: Pool) -> None:
     (found,) = JOBS.results(pool, "mirrored: meet")
     assert [number for number, _ in found] == [0, 1]
     assert [device[-5:] for _, device in found] == ["CPU:0", "CPU:1"]

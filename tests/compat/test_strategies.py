@@ -1,4 +1,4 @@
-"""What compat relies on in strategies, of one process and of several."""
+"""Internals of strategies, with one process and with several."""
 
 import ctypes
 import functools
@@ -26,17 +26,17 @@ from tfkfac.compat.strategies import (
 
 Results = Callable[[str], list[Any]]
 
-# Name: function and keyword arguments. All equal a single process.
+# Name: (function, keyword arguments). Results equal a single process.
 EQUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "two: sample weights, callbacks": ("train_with_extras", {}),
     "two: structures": ("train_structures", {}),
 }
-# Keras averages over replicas, not over rows: these train differently.
+# Keras averages over replicas, not over rows: results differ.
 UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
     "two: last batch": ("train", {"rows": 13, "dataset": True}),
     "two: only batch of one row": ("train", {"rows": 1}),
 }
-# The hardest for `reduce`: strings, and fewer rows on one worker.
+# Strings, and fewer rows on one worker, are special cases of `reduce`.
 HARDEST = "two: only batch, structures"
 REPAIRED = {HARDEST: ("train_structures", {"rows": 5})}
 
@@ -52,13 +52,13 @@ JOBS.add(REDUCE, "reductions")
 
 @pytest.fixture
 def results(pool: Pool) -> Results:
-    """Gives the results of a job by worker."""
+    """Function from the name of a job to the results by worker."""
     return functools.partial(JOBS.results, pool)
 
 
 @functools.cache
 def alone(name: str) -> dict[str, Any]:
-    """What a single process gets, this one."""
+    """Results of this process."""
     function, kwargs = ALL[name]
     return getattr(workers_strategy, function)(None, **kwargs)
 
@@ -92,7 +92,7 @@ def test_uneven_batches(results: Results, name: str) -> None:
     assert_same_everywhere(workers)
     (first, _) = workers
     assert np.all(np.isfinite(first["history"]["loss"]))
-    # Every row once and in order, evaluated by rows.
+    # Every row is predicted once and in order; metrics average over rows.
     want = first["expected_outputs"]
     np.testing.assert_allclose(first["outputs"], want, rtol=1e-5, atol=1e-6)
     _, y = workers_strategy.regression(len(want))
@@ -117,7 +117,7 @@ def test_reduce(results: Results, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS.params([HARDEST]))
 def test_repaired_stock_strategy(results: Results, name: str) -> None:
-    """In a cluster of its own: a process can have one such strategy only."""
+    """In a separate cluster: a process can have one such strategy only."""
     function, kwargs = ALL[name]
     stock = run(f"{FUNCTIONS}:{function}", "stock", *kwargs.values())
     assert_same_everywhere(results(name) + stock)
@@ -125,7 +125,7 @@ def test_repaired_stock_strategy(results: Results, name: str) -> None:
 
 @pytest.mark.slow
 def test_repaired_mirrored_strategy(pool: Pool) -> None:
-    """Whose own `reduce` takes neither strings nor uneven first batches."""
+    """Its own `reduce` supports neither strings nor uneven first batches."""
     name = "two: structures"
     function, kwargs = ALL[name]
     case = Case(f"{FUNCTIONS}:{function}", ("repaired",), kwargs)
@@ -134,7 +134,7 @@ def test_repaired_mirrored_strategy(pool: Pool) -> None:
 
 
 def test_repair() -> None:
-    """Once, and of what it can repair."""
+    """`repair` is idempotent and rejects other strategies."""
     with pytest.raises(TypeError, match="Argument `strategy` must be a"):
         repair(tf.distribute.OneDeviceStrategy("CPU:0"))
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
@@ -148,7 +148,7 @@ def test_repair() -> None:
 
 
 def test_without_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one machine the same program runs as on several."""
+    """Without a cluster the same program runs on one machine."""
     monkeypatch.delenv("TF_CONFIG", raising=False)
     strategy = MultiWorkerMirroredStrategy()
     assert repair(strategy) is strategy
@@ -162,7 +162,7 @@ def test_without_config(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contract(
     "compat.strategies.summing_replicas",
-    "the gradient of `all_reduce` of a replica context is `all_reduce`.",
+    "The gradient of `ReplicaContext.all_reduce` is an `all_reduce`.",
 )
 def test_gradients_of_sums_over_replicas() -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
@@ -185,10 +185,10 @@ def test_gradients_of_sums_over_replicas() -> None:
 
 @contract(
     "compat.strategies.keep_handler",
-    "`PyOS_getsig` and `PyOS_setsig` are the handlers in C.",
+    "`PyOS_getsig` and `PyOS_setsig` get and set C handlers.",
 )
 def test_keep_handler() -> None:
-    """Also one that was set in C, of which Python does not know."""
+    """Also for a handler that was set in C, unknown to Python."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     seen: list[int] = []

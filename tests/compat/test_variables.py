@@ -1,4 +1,4 @@
-"""What compat relies on in checkpoints, copies of variables and rows."""
+"""Internals of checkpoints, copies of variables, and rows in place."""
 
 import pathlib
 from typing import Any
@@ -26,7 +26,7 @@ COUNT, LENGTH = 5, 3
 
 
 def fill(start: Any) -> Any:
-    """Makes the rows 1, 2, ... one after the other, and adds them up."""
+    """Write the rows 1, 2, ... one by one, and sum them."""
 
     def body(index: Any, state: Any) -> Any:
         matrix, total = state
@@ -40,8 +40,8 @@ def fill(start: Any) -> Any:
 @pytest.mark.parametrize("xla", [False, True])
 @contract(
     "compat.graphs.set_row",
-    "`Empty` makes zeros, of which `InplaceUpdate` changes one row, anew in "
-    "each run.",
+    "`Empty` returns new zeros in each run, and `InplaceUpdate` changes one"
+    " row.",
 )
 def test_rows(xla: bool) -> None:
     def start() -> Any:
@@ -55,7 +55,10 @@ def test_rows(xla: bool) -> None:
         assert float(total) == want.cumsum(0).sum()
 
 
-@contract("compat.graphs.copied_rows", "`DeepCopy` leaves a variable alone.")
+@contract(
+    "compat.graphs.copied_rows",
+    "`DeepCopy` of a variable is independent of the variable.",
+)
 def test_copied_rows() -> None:
     kept = tf.Variable(tf.ones([COUNT, LENGTH]))
     run = tf.function(
@@ -74,7 +77,7 @@ class Part(Tracked):
 
 
 class Holder(keras.optimizers.SGD):
-    """As our optimizers hold their states: a tuple, set after `__init__`."""
+    """Holds a tuple of states set after `__init__`, as the optimizers do."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -84,7 +87,7 @@ class Holder(keras.optimizers.SGD):
 
 @contract(
     "compat.graphs.Tracked",
-    "A checkpoint of an optimizer follows tuples of modules to variables.",
+    "A checkpoint of an optimizer contains the variables of tuples of modules.",
 )
 def test_checkpoints_follow_modules(tmp_path: pathlib.Path) -> None:
     path = tf.train.Checkpoint(optimizer=Holder(3.0)).save(tmp_path / "saved")
@@ -96,8 +99,8 @@ def test_checkpoints_follow_modules(tmp_path: pathlib.Path) -> None:
 
 @contract(
     "compat.graphs.own_copy",
-    "A mirrored variable has `_get_on_device_or_primary`; others do not, nor "
-    "does a `ResourceVariable` become one.",
+    "Only mirrored variables have `_get_on_device_or_primary`, and a "
+    "`ResourceVariable` is not mirrored.",
 )
 def test_own_copy() -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
@@ -116,12 +119,13 @@ WRITTEN = "compat.graphs.written_variables"
 
 @contract(
     WRITTEN,
-    "`assign` and `scatter` are written as methods, in a graph by operations "
-    "of which `get_read_write_resource_inputs` knows, in functions too.",
+    "Variables are written by the methods `assign*` and `scatter*`; in a "
+    "graph, `get_read_write_resource_inputs` finds the writes, also in "
+    "functions.",
 )
 @pytest.mark.parametrize("graph", [False, True])
-def test_variables_that_are_written(graph: bool) -> None:
-    """Each once; those that are read are not, nor another resource."""
+def test_written_variables(graph: bool) -> None:
+    """Each written variable once; no read variables or other resources."""
     assigned, scattered, read, inner = (tf.Variable([1.0]) for _ in range(4))
     numbers = tf.random.Generator.from_seed(1)
     table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, 0)
@@ -152,9 +156,9 @@ def test_variables_that_are_written(graph: bool) -> None:
         assert any(handle is variable.handle for handle in found)
 
 
-@contract(WRITTEN, "The handle of a variable tells its dtype.")
+@contract(WRITTEN, "The handle of a variable has its dtype.")
 @pytest.mark.parametrize("graph", [False, True])
-def test_variables_that_are_kept(graph: bool) -> None:
+def test_kept_variables(graph: bool) -> None:
     variable, state = tf.Variable([1.0, 2.0]), tf.Variable(5, dtype=tf.int64)
 
     def change() -> None:
@@ -169,7 +173,7 @@ def test_variables_that_are_kept(graph: bool) -> None:
 
 @contract(
     "compat.graphs.has_effects",
-    "Operations with a side effect say that they are stateful.",
+    "`OpDef.is_stateful` is True for operations with side effects.",
 )
 @pytest.mark.parametrize("effect", [None, "assign", "print", "draw"])
 def test_graphs_with_effects(effect: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Several processes with several devices each agree, and train."""
+"""Agreement and training of several processes with several devices."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from tests.support.cluster import run
 from tests.support.strategies import strategy
 from tests.support.workers_collectives import OPTIMIZERS, batches, build
 
-# Another algorithm on several replicas.
+# Another algorithm with several replicas.
 NOT_AS_ALONE = {"dp_kfac", "accelerator"}
 QUICK = ["comm_opt", "dp_kfac", "rows"]
 
@@ -24,7 +24,7 @@ QUICK = ["comm_opt", "dp_kfac", "rows"]
     ],
 )
 def test_two_processes_of_two_devices(names: list[str]) -> None:
-    """All four replicas have the weights of one process, the same bits."""
+    """The weights of all four replicas equal those of one process bitwise."""
     first, second = run(
         "tests.support.workers_collectives:train_on_grid",
         names,

@@ -1,9 +1,8 @@
-"""Collectives are neither pruned nor do they change places.
+"""Collectives are neither pruned nor reordered.
 
-A pruned one hangs the other replicas, and only where a replica does not need
-its result: in a model of one layer, of which one replica owns everything.
-NCCL pairs the calls of devices by their order, which nothing here can run:
-that they have one is read off the graphs.
+A pruned collective hangs the other replicas. This can happen if a replica does
+not need the result, as in a model with one layer, owned by one replica. NCCL
+matches calls by order; the tests check the order in the graph, without GPUs.
 """
 
 import numpy as np
@@ -30,25 +29,25 @@ for job, name in SINGLE.items():
 
 @pytest.mark.parametrize("job", NCCL)
 def test_all_are_in_one_order(pool: Pool, job: str) -> None:
-    """NCCL adds neither integers nor bfloat16, says TensorFlow's source."""
+    """In TensorFlow, NCCL sums neither integers nor bfloat16."""
     (found,) = JOBS.results(pool, job)
     assert found["pairs"] >= 3, found
     assert not found["unordered"], found
-    # Clocks of the waiting times are the host's, like the event reports, of
-    # which that of empty batches has a number.
+    # Clocks of waiting times and event reports run on the host; the report
+    # of empty batches has a number.
     assert found["not on a GPU"] <= REPORTS | {"Timestamp", "StringFormat"}
     assert found["added up"] <= {"float32", "float64"}
 
 
 @pytest.mark.slow
-def test_bfloat16_factors_are_counted_as_they_are_sent(pool: Pool) -> None:
-    """Of 4 inputs, two layers of 5 units and 3 outputs, with biases."""
+def test_bytes_of_bfloat16_factors(pool: Pool) -> None:
+    """A model with 4 inputs, two layers of 5 units, 3 outputs, and biases."""
     (found,) = JOBS.results(pool, "mirrored: half over NCCL")
     inputs, outputs = (5, 6, 6), (5, 5, 3)
     elements = sum(n * n for n in inputs + outputs)
-    # Each factor comes with its number of rows and its unit.
+    # A factor is sent with its number of rows and its unit.
     scalars = 2 * len(inputs + outputs)
-    # Each of two replicas receives half of the sum, twice.
+    # In a ring of two replicas, each receives half of the sum twice.
     assert found["bytes"]["factor"]["factors"] == 4 * (elements + scalars)
 
 
@@ -63,16 +62,16 @@ def test_a_model_of_one_layer_trains(pool: Pool, job: str) -> None:
 
 @contract(
     "compat.strategies.store_text",
-    "all processes of a job read the first text that one sets for a key.",
+    "All processes of a job read the first text that is stored for a key.",
 )
-def test_meetings(pool: Pool) -> None:
-    """No one waits for ever, and none goes on as if all had come."""
+def test_rendezvous(pool: Pool) -> None:
+    """No member waits forever, and all members get the same result."""
     for found in JOBS.results(pool, "two: meetings"):
         assert found == {"both": True, "moments": False, "alone": False}
 
 
 def test_no_two_reductions_share_a_scope() -> None:
-    """TensorFlow would fuse them, whether or not one needs the other."""
+    """TensorFlow would fuse them, even if they depend on each other."""
     token = tf.Variable(0.0)
 
     def twice() -> tf.Tensor:

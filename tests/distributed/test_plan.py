@@ -1,4 +1,4 @@
-"""Who does what: assignment by cost, gradient workers, the plan of a layer."""
+"""Plans: assignment by cost, gradient workers, receivers."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ from tfkfac.distributed.plan import (
     plan_layers,
 )
 
-# A convolutional network's: of all kinds, with ties.
+# Factors of a convolutional network: all factor types, with equal costs.
 SHAPES: list[Shapes] = [
     {"A": (28, 28), "G": (32, 32)},
     {"G": (32, 2, 2)},
@@ -44,8 +44,10 @@ def plan(mode: str, workers: int, **kwargs: Any) -> tuple[LayerPlan, ...]:
 class TestPlan:
     @pytest.mark.parametrize("workers", [1, 2, 3, 16])
     @pytest.mark.parametrize("mode", MODES)
-    def test_everyone_has_one_place(self, mode: str, workers: int) -> None:
-        """Owners are gradient workers; all others receive of one of these."""
+    def test_every_worker_gets_the_gradient_once(
+        self, mode: str, workers: int
+    ) -> None:
+        """Owners are gradient workers; each other worker has one sender."""
         for layer, shapes in zip(plan(mode, workers), SHAPES, strict=True):
             groups = [(s, *r) for s, r in layer.receivers.items()]
             everyone = sorted(itertools.chain(*groups))
@@ -58,14 +60,14 @@ class TestPlan:
         layers = plan("comm_opt", 4)
         assert {p.gradient_workers for p in layers} == {(0, 1, 2, 3)}
         assert not any(any(p.receivers.values()) for p in layers)
-        # The two largest factors first; then 65, and 64 three times.
+        # The two largest factors first, then 65, then 64 three times.
         assert layers[2].owners == {"A": 0, "G": 3}
         assert layers[5].owners == {"A": 1, "G": 2}
         assert layers[6].owners["A"] == 2
 
     @pytest.mark.parametrize("mode", MODES)
     def test_whole_layers(self, mode: str) -> None:
-        """One owner of both factors; the gradient workers are the mode's."""
+        """Both factors have one owner; the mode sets the gradient workers."""
         fraction = 1 if mode == "hybrid_opt" else None
         whole = plan(mode, 4, fraction=fraction, whole_layers=True)
         split = plan(mode, 4, fraction=fraction)
@@ -97,7 +99,7 @@ class TestPlan:
     def test_hybrid_on_eight(
         self, fraction: float, columns: set[Any], sends: dict[int, set[int]]
     ) -> None:
-        """The groups of KAISA's authors' code, written out."""
+        """The groups of the code of KAISA's authors."""
         shapes: list[Shapes] = [{"A": (2, 2)}] * 8
         layers = plan_layers(shapes, 8, "hybrid_opt", fraction)
         assert {p.gradient_workers for p in layers} == columns
@@ -132,7 +134,7 @@ class TestPlan:
             assert [p.owners["A"] for p in layers] == owners
 
     def test_same_in_another_process(self) -> None:
-        """There, without the rest of the package: it needs no TensorFlow."""
+        """And without TensorFlow and the rest of the package."""
         code = (
             "import ast, sys, types\n"
             "for name in ('tfkfac', 'tfkfac.distributed'):\n"
@@ -163,7 +165,7 @@ class TestPlan:
             ("mem_opt", {"policy": "magic"}, "`assignment` must be one of"),
         ],
     )
-    def test_refusals(
+    def test_wrong_arguments(
         self, mode: str, arguments: dict[str, Any], message: str
     ) -> None:
         with pytest.raises(ValueError, match=message):
@@ -198,7 +200,7 @@ class TestAssign:
         assert 3 * workers * makespan(costs, chosen, workers) <= bound
 
     def test_by_hand(self) -> None:
-        """The costly first, ties by their order."""
+        """The most expensive task first; ties by order."""
         assert assign([5, 5, 9, 5], 2, "compute") == (1, 1, 0, 0)
         assert assign([1, 1, 1], 3, "memory") == (0, 1, 2)
         assert assign([9, 1, 1, 1, 1], 3, "round_robin") == (0, 1, 2, 0, 1)
@@ -207,20 +209,20 @@ class TestAssign:
         with pytest.raises(ValueError, match=r"`workers`.*workers=0"):
             assign([1], 0, "compute")
 
-    def test_every_turn_is_balanced(self) -> None:
-        """By hand: without turns, both nines would have one worker each."""
-        costs, turns = [9, 8, 5, 4, 4, 1], [0, 1, 0, 1, 0, 1]
-        assert assign(costs, 2, "compute", turns) == (0, 1, 1, 0, 1, 0)
-        # Turn 0 is 9 | 5 + 4, turn 1 is 4 + 1 | 8.
+    def test_every_group_is_balanced(self) -> None:
+        """By hand; without groups, the two tasks of cost 9 would be split."""
+        costs, groups = [9, 8, 5, 4, 4, 1], [0, 1, 0, 1, 0, 1]
+        assert assign(costs, 2, "compute", groups) == (0, 1, 1, 0, 1, 0)
+        # Group 0: 9 | 5 + 4, group 1: 4 + 1 | 8.
         assert assign(costs, 2, "compute") == (0, 1, 1, 0, 0, 1)
-        # Memory is held over all turns.
+        # Memory is balanced over all groups.
         memory = assign(costs, 2, "memory")
-        assert assign(costs, 2, "memory", turns) == memory
+        assert assign(costs, 2, "memory", groups) == memory
 
 
 class TestGradientWorkers:
     def test_counts(self) -> None:
-        """Rounding does no harm; fewer than one is one."""
+        """Rounding is tolerated; the minimum is one."""
         assert gradient_workers(4, 0.5) == 2
         assert gradient_workers(4, 1) == 4
         assert gradient_workers(49, 1 / 49) == 1  # times 49 is less than 1

@@ -11,8 +11,8 @@ FRACTIONS = st.floats(0, 1, exclude_max=True)
 
 
 @given(REPLICAS, FRACTIONS)
-def test_everyone_has_one_role(replicas: int, fraction: float) -> None:
-    """The last replicas accelerate, as many as the fraction says."""
+def test_every_replica_has_one_role(replicas: int, fraction: float) -> None:
+    """The last replicas are accelerators, a given fraction."""
     try:
         roles = assign_roles(replicas, fraction)
     except ValueError:
@@ -35,7 +35,7 @@ def test_a_half_is_rounded_up() -> None:
 @pytest.mark.parametrize(
     ("fraction", "missing"), [(0.12, "accelerator"), (0.9, "worker")]
 )
-def test_a_role_that_is_left_out(fraction: float, missing: str) -> None:
+def test_error_for_an_empty_role(fraction: float, missing: str) -> None:
     with pytest.raises(ValueError) as error:
         assign_roles(4, fraction)
     message = str(error.value)
@@ -52,8 +52,8 @@ def test_peers_have_the_same_role() -> None:
         assert roles.peers(rank) == peers
 
 
-def test_members_are_numbered_within_their_group() -> None:
-    """And keep the token, which orders the collectives of both."""
+def test_ranks_within_a_group() -> None:
+    """Sub-groups keep the token, which orders all collectives."""
     token = tf.Variable(0.0)
     for rank, place in [(2, 0), (4, 2)]:
         part = Communicator(rank, 5, "scope", token=token).among((2, 3, 4))

@@ -1,4 +1,4 @@
-"""Equal slices of a vector, one for each worker, and what they make of it."""
+"""Sharded vectors: equal slices, one per worker."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def numbers(*shape: int) -> Array:
 
 @given(SIZES, WORKERS)
 def test_every_element_has_one_owner(size: int, workers: int) -> None:
-    """In slices as short as equal ones can be."""
+    """Slices are equal and as short as possible."""
     shards = Shards(size, workers)
     ranges = [shards.range(worker) for worker in range(workers)]
     assert [i for part in ranges for i in range(size)[part]] == [*range(size)]
@@ -34,7 +34,7 @@ def test_every_element_has_one_owner(size: int, workers: int) -> None:
     "size,workers,ends",
     [
         (8, 4, [2, 4, 6, 8]),
-        (9, 4, [3, 6, 9, 9]),  # the last has none
+        (9, 4, [3, 6, 9, 9]),  # the last slice is empty
         (1, 4, [1, 1, 1, 1]),
         (7, 1, [7]),
     ],
@@ -47,7 +47,7 @@ def test_ranges(size: int, workers: int, ends: list[int]) -> None:
 @settings(max_examples=30, deadline=None)
 @given(SIZES, WORKERS)
 def test_messages(size: int, workers: int) -> None:
-    """Slices end in zeros; each worker receives as much as it lacks."""
+    """Slices are padded with zeros; a worker receives the missing slices."""
     shards, wholes = Shards(size, workers), numbers(workers, size)
     longer = np.pad(wholes, [[0, 0], [0, shards.whole - size]])
     assert shards.whole == workers * shards.length

@@ -1,4 +1,4 @@
-"""Items on their way from who has them to who needs them."""
+"""Broadcasts of items from the owners to the workers that need them."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ WORKERS = 3
 
 @st.composite
 def items(draw: st.DrawFn) -> list[Item]:
-    """Some items of any size, sender and receivers."""
+    """Random items with random sizes, senders and receivers."""
     made = []
     for number in range(draw(st.integers(1, 6))):
         members = draw(
@@ -69,7 +69,7 @@ def test_members_get_what_the_root_has(sent: list[Item]) -> None:
 
 
 def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two numbers a message: the first of each sender, then the second."""
+    """Messages of two scalars: the first of each sender, then the second."""
     monkeypatch.setattr(collectives, "BUCKET_BYTES", 8)
     spec = tf.TensorSpec([1])
     sent = [Item(i, "x", spec, i % 2, (0, 1)) for i in range(7)]
@@ -82,5 +82,5 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     [(100, 1, 0), (100, 2, 100), (100, 4, 150), (10, 3, 13), (0, 4, 0)],
 )
 def test_ring_all_reduce(size: int, workers: int, want: int) -> None:
-    """2 (P - 1) / P of the data comes in on each worker."""
+    """Each worker receives 2 (P - 1) / P of the data."""
     assert all_reduce_bytes(size, workers) == want

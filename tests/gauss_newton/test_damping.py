@@ -1,4 +1,4 @@
-"""The tries of a step, on models of a loss that are known in closed form."""
+"""Search for the damping of a step, on losses with a closed-form model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ RESIDUALS = RNG.normal(size=6)
 
 
 def quadratic(change: Any) -> Any:
-    """The loss that its model describes exactly."""
+    """A quadratic loss, equal to its Gauss-Newton model."""
     errors = RESIDUALS + tf.linalg.matvec(tf.constant(ROWS), change)
     return tf.reduce_sum(errors**2) / 2
 
@@ -58,7 +58,7 @@ def tries(
 
 
 def step(damping: float, momentum: Any = 0.0) -> Any:
-    """What minimises `|K d + r|^2 + shift |d - momentum|^2`."""
+    """The minimiser of `|K d + r|^2 + shift |d - momentum|^2`."""
     shift = damping * np.sum(ROWS**2) / 4
     stacked = np.concatenate([ROWS, np.sqrt(shift) * np.eye(4)])
     right = np.concatenate(
@@ -68,8 +68,8 @@ def step(damping: float, momentum: Any = 0.0) -> Any:
 
 
 @pytest.mark.parametrize(("rows", "rate"), [(False, 1.0), (True, 0.5)])
-def test_a_model_that_holds(rows: bool, rate: float) -> None:
-    """A ratio of 1 makes the damping three times smaller."""
+def test_exact_model_is_accepted(rows: bool, rate: float) -> None:
+    """A ratio of 1 divides the damping by 3."""
     found = tries(rows=rows, momentum=0.25, rate=rate)
     want = step(0.5, 0.25)
     np.testing.assert_allclose(found.change, want, rtol=1e-10)
@@ -82,11 +82,11 @@ def test_a_model_that_holds(rows: bool, rate: float) -> None:
     np.testing.assert_allclose(found.predicted, found.actual, rtol=1e-10)
 
 
-def test_failures_grow_the_damping() -> None:
-    """By 4, 8, 16; the momentum is of the first try alone."""
+def test_rejected_tries_increase_the_damping() -> None:
+    """By 4, 8, 16, ...; only the first try uses the momentum."""
 
     def narrow(change: Any) -> Any:
-        """Rises for all but short steps."""
+        """Decreases only for short steps."""
         size = tf.norm(change)
         return tf.where(size < 0.2, quadratic(change), 1e3)
 
@@ -101,23 +101,23 @@ def test_failures_grow_the_damping() -> None:
 
 
 @pytest.mark.parametrize("value", [1e9, float("nan")])
-def test_a_step_that_is_no_descent_is_not_taken(value: float) -> None:
-    def wall(change: Any) -> Any:
+def test_no_step_without_descent(value: float) -> None:
+    def infeasible(change: Any) -> Any:
         here = tf.reduce_all(change == 0)
         return tf.where(here, quadratic(change), value)
 
-    found = tries(wall, damping=2.0**-10)
+    found = tries(infeasible, damping=2.0**-10)
     assert not found.accepted
     assert not found.settled
     assert int(found.tries) == 6
     np.testing.assert_array_equal(found.change, 0)
     np.testing.assert_allclose(found.damping, 2.0 ** (27 - 10))
-    assert float(tries(wall, damping=LARGEST).damping) == LARGEST
-    assert int(tries(wall, max_tries=2).tries) == 2
+    assert float(tries(infeasible, damping=LARGEST).damping) == LARGEST
+    assert int(tries(infeasible, max_tries=2).tries) == 2
 
 
-def test_the_rounding_of_the_loss_ends_the_tries() -> None:
-    """With 1e18 added, no reduction can be seen: one try, same damping."""
+def test_rounding_of_the_loss_ends_the_tries() -> None:
+    """1e18 hides every reduction: one try, and the damping stays."""
     found = tries(lambda change: quadratic(change) + 1e18)
     assert bool(found.settled)
     assert int(found.tries) == 1
@@ -126,8 +126,8 @@ def test_the_rounding_of_the_loss_ends_the_tries() -> None:
 
 
 @pytest.mark.parametrize(("rows", "length"), [(0, 1e-3), (1, 1e-3), (1, 9.0)])
-def test_steps_bend_with_the_valley(rows: bool, length: float) -> None:
-    """By `-1/2 (K^T K + shift)^-1 K^T y''`, unless that is long."""
+def test_geodesic_acceleration(rows: bool, length: float) -> None:
+    """Add `-1/2 (K^T K + shift)^-1 K^T r''` unless it is long."""
     second = length * RNG.normal(size=6)
     rate, shift = 0.5, 0.5 * np.sum(ROWS**2) / 4
     pulled = second if rows else ROWS.T @ second
@@ -141,7 +141,7 @@ def test_steps_bend_with_the_valley(rows: bool, length: float) -> None:
     assert is_long == (length > 1)
     want = straight + (0 if is_long else bend)
     np.testing.assert_allclose(found.change, want, rtol=1e-9)
-    # What the model promises is that of the straight step.
+    # The predicted reduction is the one without acceleration.
     alone = tries(rows=rows, rate=rate)
     np.testing.assert_allclose(found.predicted, alone.predicted, rtol=1e-12)
 
@@ -153,7 +153,7 @@ def test_steps_bend_with_the_valley(rows: bool, length: float) -> None:
 def test_the_second_derivatives_are_exact(
     solve: str, dtype: str, allowed: float
 ) -> None:
-    """Of outputs `w1^2 x + w2^3`, whose fourth ones are zero."""
+    """Outputs `w1^2 x + w2^3`, whose fourth derivatives are zero."""
 
     class Cubic(keras.layers.Layer):
         def build(self, shape: Any) -> None:
@@ -169,7 +169,7 @@ def test_the_second_derivatives_are_exact(
         optimizer = tfkfac.GaussNewton(solve=solve, damping=0.1)
         model.compile(optimizer, "mse")
         model.train_on_batch(x, y)
-    root = np.sqrt(2 / 3)  # the loss is half the sum of squares of root (z - y)
+    root = np.sqrt(2 / 3)  # loss = sum((root (z - y))^2) / 2
     rows = root * np.hstack([2 * x, 3 * np.ones((3, 1))])
     matrix = rows.T @ rows
     damped = matrix + 0.1 * np.trace(matrix) / 2 * np.eye(2)

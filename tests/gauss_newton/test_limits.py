@@ -1,4 +1,4 @@
-"""Steps that are too large are refused before anything large is made."""
+"""Steps beyond the memory limit raise before large tensors are allocated."""
 
 import pathlib
 import re
@@ -23,7 +23,7 @@ JOBS.add("mirrored: large", "refusal")
 
 
 def batches(network: Any, size: int) -> tf.data.Dataset:
-    """A batch of a size that nobody knows before it comes."""
+    """A data set with one batch of unknown static size."""
     rng = np.random.default_rng(0)
     shapes = network.input_shape, network.output_shape
 
@@ -35,14 +35,14 @@ def batches(network: Any, size: int) -> tf.data.Dataset:
 
 
 def peak(run: Callable[[], object]) -> float:
-    """Most megabytes that this process has while it does something."""
+    """Increase of the peak memory of this process in MiB during `run`."""
     status, reset = (
         pathlib.Path("/proc/self", n) for n in ("status", "clear_refs")
     )
     try:
         reset.write_text("5")
     except OSError:
-        pytest.skip("The system does not say how much memory was in use")
+        pytest.skip("/proc/self/clear_refs is not writable")
 
     def most() -> float:
         lines = dict(x.split(":", 1) for x in status.read_text().splitlines())
@@ -54,7 +54,7 @@ def peak(run: Callable[[], object]) -> float:
 
 
 def wide() -> Any:
-    """64 outputs and 22,144 weights: 64 rows of an example have 5 MB."""
+    """64 outputs and 22,114 weights: the 64 rows of an example have 5 MB."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [keras.Input((160,)), layers.Dense(98, "tanh"), layers.Dense(64)]
@@ -64,7 +64,7 @@ def wide() -> Any:
 
 
 def images() -> Any:
-    """2,938 weights, and 2 x 62 x 62 x 16 numbers and more of an example."""
+    """2,938 weights, and at least 2 x 62 x 62 x 16 activations per example."""
     keras.utils.set_random_seed(0)
     return keras.Sequential(
         [
@@ -77,9 +77,9 @@ def images() -> Any:
     )
 
 
-# The first of all: memory that others have freed is there again.
-def test_activations_make_blocks_smaller() -> None:
-    """A block as long as the weights are many would take 290 MB."""
+# First test of the file, as memory freed by other tests would be reused.
+def test_activations_reduce_the_block_size() -> None:
+    """A block with as many rows as weights would take 290 MB."""
     model = images()
     optimizer = tfkfac.GaussNewton(solve="parameters")
     model.compile(optimizer, "mse")
@@ -87,8 +87,8 @@ def test_activations_make_blocks_smaller() -> None:
     assert peak(lambda: model.fit(batches(model, 60), verbose=0)) < 120
 
 
-def test_the_error_says_what_a_batch_takes() -> None:
-    """As a ValueError of `fit`, by the numbers of the batch that came."""
+def test_error_message_has_the_memory_of_the_batch() -> None:
+    """`fit` raises a ValueError with the numbers of the actual batch."""
     model = wide()
     model.compile(tfkfac.GaussNewton(max_bytes=64 * MEGA), "mse")
     model.fit(batches(model, 1), verbose=0)
@@ -115,8 +115,8 @@ def test_the_error_says_what_a_batch_takes() -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_the_space_that_is_allowed_is_taken() -> None:
-    """300 residuals are fewer than 301 weights, and take more."""
+def test_auto_uses_the_space_within_the_limit() -> None:
+    """300 residuals need more memory than 301 weights."""
     most = 4 * (3 * 301**2 + 2 * 300 * 301)
     assert most < 4 * (3 * 300**2 + 3 * 300 * 301)
     sizes = support.Limits(301, tf.float32, most)
@@ -124,7 +124,7 @@ def test_the_space_that_is_allowed_is_taken() -> None:
     assert sizes.space("auto", 200) == "residuals"
 
 
-def test_all_replicas_refuse(pool: Pool) -> None:
-    """What shows when the model is called, before any of them waits."""
+def test_all_replicas_raise(pool: Pool) -> None:
+    """All replicas raise in the trace, so that none waits for another."""
     for told in JOBS.results(pool, "mirrored: large"):
         assert "A step of `GaussNewton` in the space of parameters" in told

@@ -1,4 +1,4 @@
-"""Losses, weights, masks and outputs, against plain NumPy."""
+"""Losses, weights, masks and several outputs against NumPy."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,12 +35,12 @@ CLASSES = RNG.integers(0, 3, ROWS)
 HOT = np.eye(3)[CLASSES]
 BITS = RNG.integers(0, 2, (ROWS, 2)).astype(float)
 COUNTS = RNG.integers(0, 5, (ROWS, 2)).astype(float)
-# Of each output its Fisher diagonal and the slope of the loss, both there.
+# For each output: diagonal of the Fisher matrix, gradient of the loss.
 Curve = Callable[[list[Array]], list[tuple[Array, Array]]]
-# Logits of an output, and the derivatives of those by that.
+# Function from outputs to logits, and its derivative.
 Link = tuple[Callable[[Array], Array], Callable[[Array], Array]]
 SAME: Link = (lambda z: z, np.ones_like)
-LOG: Link = (np.log, lambda z: 1 / z)  # but for a constant, which has no weight
+LOG: Link = (np.log, lambda z: 1 / z)  # up to a constant, which does not matter
 LOGIT: Link = (lambda z: np.log(z / (1 - z)), lambda z: 1 / z / (1 - z))
 
 
@@ -52,7 +52,7 @@ class Case(NamedTuple):
     curve: Curve
     options: Any = {}  # noqa: RUF012 (never changed)
     weights: Any = None
-    links: tuple[Link, ...] = (SAME,)  # to what is linear in the loss
+    links: tuple[Link, ...] = (SAME,)  # functions to the logits, see `pull_of`
 
 
 def network(
@@ -169,7 +169,7 @@ FEW = ("logits",)
 
 
 def rows_of(model: Any, case: Case) -> Rows:
-    """Rows and residuals of all outputs, at the probabilities if any."""
+    """Rows and residuals of all outputs (probabilities, not logits)."""
 
     def rows(point: Array) -> tuple[Array, Array]:
         found = outputs(model, case, point)
@@ -189,15 +189,15 @@ def rows_of(model: Any, case: Case) -> Rows:
 
 
 def outputs(model: Any, case: Case, point: Array) -> list[tuple[Array, Array]]:
-    """For each output its value, a probability if it is a logit, and J."""
+    """Values of the outputs (logits as probabilities) and Jacobians."""
     found = outputs_and_jacobians(model, case.x, point)
     if case.loss is CASES["logits"].loss:
-        found = [probabilities(*one) for one in found]
+        found = [probabilities(*pair) for pair in found]
     return found
 
 
 def pull_of(model: Any, case: Case) -> Pull:
-    """J^T W y'' of all outputs, y being the logits of probabilities.
+    """J^T W y'' of all outputs, with y the logits of probabilities.
 
     With J of the probabilities, `J_y = (dy/dp) J` and `W = F (dp/dy)^2`.
     """
@@ -233,7 +233,7 @@ def probabilities(logits: Array, jacobian: Array) -> tuple[Array, Array]:
 )
 def test_every_loss(name: str) -> None:
     case = CASES[name]
-    # In the space of residuals, unless that is refused: see test_support.py.
+    # In the space of residuals if it is supported, see test_support.py.
     options = dict(case.options)
     solve = options.pop("solve", "residuals")
     with floats("float64"):

@@ -1,4 +1,4 @@
-"""Named conditions, each at points of its own, against plain NumPy."""
+"""`GaussNewton.minimize` against NumPy."""
 
 import functools
 import pathlib
@@ -34,7 +34,7 @@ def results(pool: Pool) -> Callable[[str], list[Any]]:
 
 
 class Stacked:
-    """The conditions of a problem as one vector, of flat weights."""
+    """Residuals of all conditions as a vector function of flat weights."""
 
     def __init__(self, problem: Decay) -> None:
         self.problem = problem
@@ -52,7 +52,7 @@ class Stacked:
             place += size
 
     def residuals(self, weights: Array) -> Any:
-        """Half their squares is `sum weight mean(r^2)`."""
+        """Scaled residuals: `|.|^2 / 2 = sum weight mean(r^2)`."""
         self.set(weights)
         parts = []
         for name, residual in self.problem.residuals.items():
@@ -84,9 +84,9 @@ class Stacked:
     "solve", with_slow(["parameters", "residuals"], "residuals")
 )
 def test_steps(solve: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown coefficient, other numbers of points, `(batch, k)`.
+    """With an unknown coefficient, several batch sizes and `(batch, k)`.
 
-    Backward passes are of few examples, in the space of parameters.
+    In the space of parameters, backward passes have few examples.
     """
     monkeypatch.setattr(support, "KEPT", 100)
     with floats("float64"):
@@ -111,7 +111,7 @@ def test_steps(solve: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_float32_and_an_unknown() -> None:
-    """The decay's rate is 2, and that of the measured values."""
+    """The decay rate 2 is recovered from measured values."""
     problem = Decay()
     problem.minimize(tfkfac.GaussNewton(), steps=60, every=20)
     assert problem.variables[-1].dtype == "float32"
@@ -119,7 +119,7 @@ def test_float32_and_an_unknown() -> None:
 
 
 class Root:
-    """A root of 1 + the number of steps, at points that are drawn."""
+    """Find the root of 1 + number of steps, with resampled points."""
 
     def __init__(self) -> None:
         self.level = keras.Variable(0.7)
@@ -139,8 +139,8 @@ class Root:
 
 
 @pytest.mark.parametrize("way", with_slow(["backup", "twice"], "twice"))
-def test_all_go_on(way: str, tmp_path: pathlib.Path) -> None:
-    """After a stop, from a backup; and in another call."""
+def test_training_continues(way: str, tmp_path: pathlib.Path) -> None:
+    """After a restart from a backup, and in a second call."""
 
     def run(*steps: int, callbacks: Any = ()) -> Any:
         problem, optimizer = Root(), tfkfac.GaussNewton()
@@ -168,8 +168,8 @@ def test_all_go_on(way: str, tmp_path: pathlib.Path) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_points_that_are_drawn() -> None:
-    """Every second step; the steps follow them."""
+def test_points_from_a_function() -> None:
+    """New points every second step; the steps use them."""
     problem, optimizer, followed = Root(), tfkfac.GaussNewton(1e-6), []
     follow = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: followed.append(float(problem.level))
@@ -180,8 +180,8 @@ def test_points_that_are_drawn() -> None:
     np.testing.assert_allclose(np.square(followed), [1, 5, 9], rtol=0.1)
 
 
-def test_refusals_of_another_call() -> None:
-    """And a step that ends after the seconds is the last one."""
+def test_errors_of_a_second_call() -> None:
+    """And no step begins after `seconds`."""
     problem, optimizer = Root(), tfkfac.GaussNewton()
     problem.minimize(optimizer, seconds=1e-9)
     assert int(optimizer.iterations) == 1
@@ -191,7 +191,7 @@ def test_refusals_of_another_call() -> None:
 
 @pytest.mark.slow
 def test_replicas_share_the_points(results: Any) -> None:
-    """Two that take every other point make the steps of one process."""
+    """Two replicas, each with half of the points, equal one process."""
     (worker,) = results("mirrored: conditions")
     single = workers_gauss.conditions(None)
     assert_same_bits([{"copies": [c]} for c in worker["copies"]])
@@ -204,7 +204,7 @@ def test_replicas_share_the_points(results: Any) -> None:
 
 
 @pytest.mark.slow
-def test_processes_have_no_seconds_in_common(results: Any) -> None:
+def test_seconds_with_several_processes(results: Any) -> None:
     for told in results("two: seconds"):
         assert "`seconds` must be None with several processes" in told
 
@@ -232,7 +232,7 @@ def residual(points: Any) -> Any:
         ),
     ],
 )
-def test_refused(change: dict[str, Any], message: str) -> None:
+def test_wrong_arguments(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
         "residuals": {"a": residual},
         "variables": [keras.Variable(1.0)],
@@ -243,8 +243,8 @@ def test_refused(change: dict[str, Any], message: str) -> None:
         tfkfac.GaussNewton().minimize(**(arguments | change))
 
 
-def test_an_unknown_of_less_digits_is_told_of() -> None:
-    """As `keras.Variable(1.0)` is, whatever Keras' default dtype."""
+def test_warning_for_a_variable_of_lower_precision() -> None:
+    """`keras.Variable(1.0)` is float32 for every `floatx`."""
     with pytest.warns(UserWarning, match=r"is float32.*is float64"):
         model = Conditions(
             [keras.Variable(1.0), keras.Variable(1.0, dtype="float64")]

@@ -1,4 +1,4 @@
-"""Steps against plain NumPy, in both spaces."""
+"""Steps for all layer types against NumPy, in both spaces."""
 
 import numpy as np
 import pytest
@@ -16,8 +16,8 @@ from tests.support.gauss_newton_reference import (
 from tests.support.marks import with_slow
 
 STEPS = 4
-# In the space of residuals; the others are in that of the parameters. Examples
-# are taken one after the other for groups of channels and masks.
+# In the space of residuals; all others in the space of parameters. Grouped
+# convolutions and masks loop over examples.
 RESIDUALS = ("layer_two_axes", "lstm")
 CASES = [
     "tanh", "conv_strides", "conv_groups", "depthwise", "transposed",

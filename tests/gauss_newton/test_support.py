@@ -1,4 +1,4 @@
-"""What is refused, with the layer, loss or argument by name."""
+"""Unsupported models raise errors that name the layer, loss or argument."""
 
 import functools
 from collections.abc import Callable
@@ -69,28 +69,28 @@ TRAINED: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), COMPILED)
-def test_refused_when_compiled(make: Any, message: str) -> None:
+def test_errors_in_compile(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make().compile(tfkfac.GaussNewton(), "mse")
 
 
 @pytest.mark.parametrize(("layer", "loss", "message"), TRAINED)
-def test_refused_in_the_first_step(layer: Any, loss: str, message: str) -> None:
-    """Running eagerly, which traces nothing before."""
+def test_errors_in_the_first_step(layer: Any, loss: str, message: str) -> None:
+    """In eager mode, where nothing is traced before."""
     network = model(layer(name="h"))
     network.compile(tfkfac.GaussNewton(), loss, run_eagerly=True)
     with pytest.raises(ValueError, match=message):
         network.train_on_batch(X, Y)
 
 
-def test_a_loss_in_less_than_its_weights_is_said() -> None:
+def test_warning_for_a_loss_of_lower_precision() -> None:
     network = model(dtype="float64")
     network.compile(tfkfac.GaussNewton(), "mse", run_eagerly=True)
     with pytest.warns(UserWarning, match="computed in float32"):
         network.train_on_batch(X.astype("float64"), Y)
 
 
-def test_residuals_are_refused() -> None:
+def test_errors_for_the_space_of_residuals() -> None:
     penalised = model(kernel_regularizer="l2")
     with pytest.raises(ValueError, match=r"regulariser.*/last/kernel"):
         penalised.compile(tfkfac.GaussNewton(solve="residuals"), "mse")
@@ -113,8 +113,8 @@ def test_no_loss_scale() -> None:
 
 
 # ------------------------------------------------------------------ limits
-def test_limits_are_known_before_training() -> None:
-    """n weights: 3 n^2 + 2 m n numbers; 3 m^2 + 3 m n for fewer residuals."""
+def test_memory_of_a_step() -> None:
+    """n weights, m residuals: 3 n^2 + 2 m n, or 3 m^2 + 3 m n scalars."""
     network = model(kernel_initializer="zeros")
     network.compile(tfkfac.GaussNewton(), "mse")
     optimizer = network.optimizer

@@ -1,4 +1,4 @@
-"""Batches of every size, without weight and with NaN."""
+"""Batches of several sizes, with zero weights and with NaN."""
 
 from typing import Any
 
@@ -18,7 +18,8 @@ def compiled(optimizer: Any = tfkfac.GaussNewton, **kwargs: Any) -> Any:
     keras.utils.set_random_seed(0)
     hidden, last = keras.layers.Dense(6, "tanh"), keras.layers.Dense(1)
     model = keras.Sequential([keras.Input((2,)), hidden, last])
-    eager = bool(kwargs)  # which traces nothing before
+    # With arguments, run eagerly, where nothing is traced before.
+    eager = bool(kwargs)
     model.compile(optimizer(**kwargs), "mse", run_eagerly=eager)
     return model
 
@@ -34,7 +35,7 @@ def everything(model: Any) -> list[Array]:
 
 @pytest.mark.slow
 def test_one_trace_for_all_batches() -> None:
-    """Of 32 and 8 examples for 25 weights: each is in another space."""
+    """32 and 8 examples for 25 weights use different spaces."""
     traces = []
 
     class Traces(tfkfac.GaussNewton):
@@ -48,7 +49,7 @@ def test_one_trace_for_all_batches() -> None:
     assert len(traces) == 1
 
 
-def test_a_batch_of_nan_costs_one_step() -> None:
+def test_a_batch_with_nan_is_skipped() -> None:
     model = compiled(solve="residuals")
     model.train_on_batch(X[:8], Y[:8])
     optimizer = model.optimizer
@@ -62,8 +63,8 @@ def test_a_batch_of_nan_costs_one_step() -> None:
     assert int(optimizer.skipped_steps) == 1
 
 
-def test_a_batch_without_weight_is_no_failure() -> None:
-    """Nothing to step by: not six tries, and the damping stays."""
+def test_a_batch_of_zero_weight_is_not_rejected() -> None:
+    """A zero step: one try, and the damping stays."""
     for solve in ("parameters", "residuals"):
         model = compiled(solve=solve, damping=0.25)
         before = model.get_weights()

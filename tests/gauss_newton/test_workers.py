@@ -1,4 +1,4 @@
-"""Several workers make the steps of one process."""
+"""Several workers compute the steps of a single process."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ _ALONE: dict[str, Mapping[str, Any]] = {}
 
 
 def alone(name: str) -> Mapping[str, Any]:
-    """What a single process gets on the same global batches."""
+    """Results of a single process on the same global batches."""
     kwargs = {"solve": "parameters"} | CASES[name]
     if "poison" in kwargs:
         kwargs["without"] = kwargs.pop("poison")[0]
@@ -49,35 +49,35 @@ def alone(name: str) -> Mapping[str, Any]:
     return _ALONE[key]
 
 
-def own(step: Mapping[str, float]) -> dict[str, float]:
-    """What all workers report alike: each has residuals of its own."""
+def common_values(step: Mapping[str, float]) -> dict[str, float]:
+    """The entries of `last_step` that are equal on all workers."""
     return {k: v for k, v in step.items() if k != "residuals"}
 
 
 @pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_steps(results: Results, name: str) -> None:
-    """Weights, dampings and tries; some workers have no row in some steps."""
+    """Weights, dampings and tries, also with empty batches of a worker."""
     single, workers = alone(name), results(name)
     assert_same_bits(workers)
     travelled = distance(single["weights"], single["start"])
     assert travelled > 0.5
-    steps = [own(step) for step in workers[0]["steps"]]
-    if "poison" in CASES[name]:  # which leaves the report as it was
+    steps = [common_values(step) for step in workers[0]["steps"]]
+    if "poison" in CASES[name]:  # skipped: `last_step` stays
         del steps[CASES[name]["poison"][0]]
     assert any(step["tries"] > 1 for step in steps)
     for got, want in zip(steps, single["steps"], strict=True):
-        assert got == pytest.approx(own(want), rel=1e-6, abs=1e-12)
+        assert got == pytest.approx(common_values(want), rel=1e-6, abs=1e-12)
     for worker in workers:
         away = distance(worker["weights"], single["weights"])
         assert away <= 1e-10 * travelled
-        assert list(map(own, worker["steps"])) == list(
-            map(own, workers[0]["steps"])
+        assert list(map(common_values, worker["steps"])) == list(
+            map(common_values, workers[0]["steps"])
         )
         assert set(worker["dampings"]) == set(workers[0]["dampings"])
         for previous in worker["previous"]:
             np.testing.assert_array_equal(previous, workers[0]["previous"][0])
         assert set(worker["skipped"]) == {int("poison" in CASES[name])}
-        # J^T J and J^T r are n (n + 3) / 2 numbers.
+        # J^T J and J^T r have n (n + 3) / 2 scalars.
         size = sum(w.size for w in worker["weights"])
         assert list(worker["bytes"]["plain"].values()) == [
             all_reduce_bytes(8 * n, replicas_of(name))

@@ -1,4 +1,4 @@
-"""The ends of spectra: oracle, orthogonality, arguments."""
+"""Lanczos: oracle, orthogonality, arguments."""
 
 import functools
 import pathlib
@@ -79,9 +79,9 @@ def test_one_trace() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("top", [1e3, 1e6, 1e9])
 def test_orthonormal(top: float) -> None:
-    """Of the basis and of the vectors, whatever the condition.
+    """Basis and Ritz vectors are orthonormal for every condition number.
 
-    Below 1e9 the rest is lost in rounding, and the basis has gaps.
+    With `top` 1e9 the other eigenvalues vanish in rounding: some rows are zero.
     """
     scales = np.append(np.logspace(-6, 3, 1999), top).astype("float32")
 
@@ -102,7 +102,7 @@ def test_orthonormal(top: float) -> None:
 
 @pytest.mark.parametrize("scale", [1e-12, 1e12])
 def test_scale(scale: float) -> None:
-    """Neither the operator's nor the start vector's matters."""
+    """The scales of the operator and the start vector do not matter."""
     matrix = scale * spectrum(np.arange(1.0, 11))
     for start in (1e-12, 1e12):
         values, vectors = run(

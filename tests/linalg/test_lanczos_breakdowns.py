@@ -1,4 +1,4 @@
-"""Krylov spaces that end early, and operators that are not finite."""
+"""Exhausted Krylov spaces, and operators that are not finite."""
 
 from typing import Any
 
@@ -22,13 +22,13 @@ CASES = {
     "clusters": spectrum([1.0] * 4 + [2.0] * 5 + [-1.0] * 3),
     "near_clusters": spectrum(np.repeat([1, 1 + 1e-6, 2, 2 + 1e-5], 3)),
 }
-# Of zeros, or what is no number, nothing comes but a random vector.
+# The iteration replaces a zero or non-finite start by a random vector.
 STARTS = [np.zeros(12), np.eye(12)[3], np.full(12, NAN)]
 
 
 @tf.function
 def all_pairs(matrix: tf.Tensor, start: tf.Tensor) -> Any:
-    """Twice the size leaves a step for every new beginning."""
+    """2 n steps leave one step for each restart."""
     return lanczos(
         operator(matrix),
         12,
@@ -53,7 +53,7 @@ def test_exhausted(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["zero", "rank_2", "identity", "clusters"])
 def test_exhausted_in_few_steps(case: str) -> None:
-    """What is found is right, and each end comes first."""
+    """The pairs that were found are right; the ends converge first."""
     matrix = CASES[case]
     values, vectors = run(matrix, 9, num_smallest=2, num_largest=2)
     assert_pairs(matrix, values, vectors)
@@ -62,7 +62,7 @@ def test_exhausted_in_few_steps(case: str) -> None:
 
 
 def test_too_few_steps_leave_zeros() -> None:
-    """The first pair is the start vector's; the step after it is lost."""
+    """The first step finds the start vector; the restart uses the second."""
     start = np.eye(6)[2]
     values, vectors = run(
         np.diag(np.arange(1.0, 7)), 2, start_vector=start, num_largest=2
@@ -81,7 +81,7 @@ def test_size_one(steps: int) -> None:
 
 @pytest.mark.parametrize(("value", "graph"), [(-INF, False), (NAN, True)])
 def test_not_finite_does_not_raise(value: float, graph: bool) -> None:
-    """Neither everywhere nor in one element of the operator."""
+    """With all elements, or a single element, not finite."""
     matrix = spectrum([3, 1, -2, 5])
     matrix[1, 2] = matrix[2, 1] = value
     for bad in (matrix, np.full((4, 4), value)):
@@ -94,7 +94,7 @@ def test_not_finite_does_not_raise(value: float, graph: bool) -> None:
 @settings(deadline=None, max_examples=10, derandomize=True)
 @given(data=st.data(), size=st.integers(2, 12), seed=st.integers(0, 2**31 - 1))
 def test_random_matrices(data: Any, size: int, seed: int) -> None:
-    """As many steps as rows find every pair."""
+    """n steps find all pairs."""
     noise = np.random.default_rng(seed).normal(size=(size, size))
     matrix = noise + noise.T
     largest = data.draw(st.integers(0, size))
@@ -112,7 +112,7 @@ def test_random_matrices(data: Any, size: int, seed: int) -> None:
 @settings(deadline=None, max_examples=6, derandomize=True)
 @given(data=st.data(), size=st.integers(1, 8))
 def test_integer_matrices(data: Any, size: int) -> None:
-    """Often singular, with repeated eigenvalues and poor start vectors."""
+    """Often singular, with repeated eigenvalues or bad start vectors."""
     numbers = st.integers(-2, 2)
     rows = st.lists(numbers, min_size=size, max_size=size)
     half = np.array(data.draw(st.lists(rows, min_size=size, max_size=size)))

@@ -1,4 +1,4 @@
-"""Nystroem's approximation against NumPy."""
+"""Nystroem approximation against NumPy."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ STACKS = pytest.mark.parametrize("stack", [(), (3,)])
     ("size", "rank"), [(2, 1), (7, 6), (50, 8), (70_000, 3)]
 )
 def test_probes_are_orthonormal(size: int, rank: int) -> None:
-    """And no coordinate stands out."""
+    """And no coordinate has a large norm."""
     for dtype, tolerance in ((tf.float64, 1e-11), (tf.float32, 1e-6)):
         columns = probes(size, rank, dtype)
         assert columns.shape == (size, rank)
@@ -26,14 +26,14 @@ def test_probes_are_orthonormal(size: int, rank: int) -> None:
 
 
 def test_probes_never_change() -> None:
-    """What was saved, or sent, is the product with these."""
+    """Saved and sent products depend on the probes."""
     a, b = 0.601500955, 0.371748034
     want = [[-a, -b], [b, -a], [0, 0], [b, -a], [-a, -b]]
     np.testing.assert_allclose(probes(5, 2, tf.float64), want, atol=1e-8)
 
 
 def moments(size: int, rank: int, stack: tuple[int, ...]) -> Array:
-    """Positive semi-definite matrices of a rank."""
+    """Positive semi-definite matrices of a given rank."""
     rng = np.random.default_rng(size + rank)
     rows = rng.normal(size=(*stack, rank, size))
     return np.asarray(np.swapaxes(rows, -1, -2) @ rows)
@@ -49,7 +49,7 @@ def approximated(matrix: Array, rank: int, dtype: tf.DType) -> Array:
 @STACKS
 @pytest.mark.parametrize("rank", [1, 5, 11])
 def test_formula(rank: int, stack: tuple[int, ...]) -> None:
-    """`Y (Omega^T Y)^+ Y^T`, which is not above the matrix."""
+    """`Y (Omega^T Y)^+ Y^T`, which is at most the matrix."""
     matrix = moments(12, 30, stack)
     omega = probes(12, rank, tf.float64).numpy()
     product = matrix @ omega
@@ -58,7 +58,7 @@ def test_formula(rank: int, stack: tuple[int, ...]) -> None:
     got = approximated(matrix, rank, tf.float64)
     assert_close(got, want, 1e-10)
     assert np.linalg.eigvalsh(matrix - got).min() > -1e-10
-    assert np.abs(matrix - got).max() > 1e-3  # or nothing was approximated
+    assert np.abs(matrix - got).max() > 1e-3  # not exact
 
 
 @STACKS
@@ -70,8 +70,8 @@ def test_exact_up_to_its_rank(rank: int, stack: tuple[int, ...]) -> None:
         np.testing.assert_allclose(got, matrix, atol=tolerance)
 
 
-def test_noise_of_half_precision_is_left_out() -> None:
-    """A product that was rounded to 8 bits, of a matrix of lower rank."""
+def test_rounding_noise_of_half_precision_is_removed() -> None:
+    """With a product rounded to 8 bits, of a matrix of lower rank."""
     matrix = moments(200, 10, ())
     columns = probes(200, 40, tf.float64)
     product = tf.cast(matrix @ columns, tf.bfloat16)
@@ -80,7 +80,7 @@ def test_noise_of_half_precision_is_left_out() -> None:
     assert_close(got, matrix, 0.05)
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_non_finite_input() -> None:
     columns = probes(9, 3, tf.float64)
     for value in (np.nan, np.inf):
         product = moments(9, 5, ()) @ columns.numpy()

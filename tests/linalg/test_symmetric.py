@@ -1,4 +1,4 @@
-"""Decompositions and inverses of symmetric matrices as they come; products."""
+"""Eigenvalues, inverses, products and packing of symmetric matrices."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,10 +27,10 @@ DTYPES = ["float32", "float64"]
 @pytest.mark.parametrize(
     "function", [lambda m: eigh(m)[0], lambda m: damped_inverse(m, 0.1)]
 )
-def test_not_finite_comes_out_as_not_finite(
+def test_non_finite_input_gives_non_finite_output(
     function: Callable[[Any], Any],
 ) -> None:
-    """No exception, which would end the training."""
+    """An exception would end training."""
     for value in (np.nan, np.inf, -np.inf):
         matrix = gram(4, 9)
         matrix[1, 2] = matrix[2, 1] = value
@@ -42,7 +42,7 @@ def test_not_finite_comes_out_as_not_finite(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("size", "rank"), [(1, 1), (6, 9), (300, 40)])
 def test_eigh(size: int, rank: int, dtype: str) -> None:
-    """The matrix again, orthogonal vectors, no negative values."""
+    """V diag(values) V^T = M, V^T V = I, values >= 0."""
     stack = np.stack([gram(size, rank, i, dtype) for i in range(2)])
     found = [t.numpy() for t in eigh(tf.constant(stack))]
     matrix, values, vectors = stack[1], found[0][1], found[1][1]
@@ -55,13 +55,13 @@ def test_eigh(size: int, rank: int, dtype: str) -> None:
     assert np.count_nonzero(values > 1e-4 * values[-1]) == min(size, rank)
 
 
-def test_eigh_clamps_what_is_negative() -> None:
+def test_eigh_clamps_negative_values() -> None:
     values, _ = eigh(tf.constant(np.diag([-2.0, 3.0])))
     np.testing.assert_array_equal(values, [0.0, 3.0])
 
 
-def test_eigh_looks_at_both_halves() -> None:
-    """The kernel reads one triangle; rounding must not be lost in it."""
+def test_eigh_uses_both_triangles() -> None:
+    """TensorFlow's kernel reads one triangle only."""
     skewed = np.array([[2.0, 0.5], [0.1, 1.0]], "float32")
     values, _ = eigh(tf.constant(skewed))
     want = np.linalg.eigvalsh((skewed + skewed.T) / 2)
@@ -86,7 +86,7 @@ def test_inverse(size: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("size", [3, 390])
 def test_inverse_of_a_batch(size: int) -> None:
-    """Each with its own damping, in any number of batch dimensions."""
+    """With one damping per matrix, and several batch dimensions."""
     stack = np.stack([gram(size, 2 * size, i, "float64") for i in range(4)])
     stack = stack.reshape(2, 2, size, size)
     shifts = np.array([[0.1, 1.0], [0.5, 2.0]])
@@ -106,10 +106,10 @@ def test_inverse_under_xla(size: int) -> None:
 
 
 @pytest.mark.parametrize("shift", [1e-2, 1e-8])
-def test_large_matrix_is_inverted_as_well_as_by_solving(shift: float) -> None:
-    """The errors are those of solving in the same precision.
+def test_block_inversion_is_as_accurate_as_solving(shift: float) -> None:
+    """Errors are as small as for solving in the same precision.
 
-    The spectrum falls over eight decades, more than float32 resolves.
+    The spectrum spans eight decades, more than float32 resolves.
     """
     matrix = spectrum(np.logspace(0, -8, 500)).astype("float32")
     floor = 4 * 2.0**-23 * np.trace(matrix, dtype=np.float64)
@@ -123,7 +123,7 @@ def test_large_matrix_is_inverted_as_well_as_by_solving(shift: float) -> None:
 
 
 def test_inverse_of_a_matrix_that_is_not_quite_symmetric() -> None:
-    """Rounding of a sum is no reason to get another matrix."""
+    """The symmetric part of the matrix is inverted."""
     matrix = gram(4, 9)
     skewed = matrix.copy()
     skewed[0, 1] += 0.2
@@ -140,7 +140,7 @@ def test_inverse_of_a_matrix_that_is_not_quite_symmetric() -> None:
 def test_singular_matrix_without_damping(
     size: int, rank: int, scale: float
 ) -> None:
-    """Finite, positive, as large as rounding allows."""
+    """The inverse is finite, positive and limited by rounding."""
     matrix = (np.float32(scale) * gram(size, rank)).astype("float32")
     got = damped_inverse(tf.constant(matrix), damping(0.0)).numpy()
     assert np.isfinite(got).all()
@@ -151,7 +151,7 @@ def test_singular_matrix_without_damping(
     if rank < size:
         largest = 1 / (4 * 2.0**-23 * np.trace(matrix, dtype=np.float64))
         assert 0.5 < values[-1] / largest < 2
-    # M (M + tiny)^-1 M is M up to rounding, which leaves the direction.
+    # M (M + tiny I)^-1 M = M up to rounding; compare directions.
     kept = matrix @ wide @ matrix
     norms = np.linalg.norm(kept) * np.linalg.norm(matrix.astype(np.float64))
     assert np.sum(kept * matrix) > 0.98 * norms
@@ -159,7 +159,7 @@ def test_singular_matrix_without_damping(
 
 @pytest.mark.parametrize("shape", [(4, 4), (3, 2, 2)])
 def test_zero_matrix(shape: tuple[int, ...]) -> None:
-    """Without damping it is left alone, with damping it is the damping's."""
+    """Without damping the inverse is I, with damping I / damping."""
     zeros = tf.zeros(shape)
     batch = shape[:-2]
     identity = np.broadcast_to(np.eye(shape[-1]), shape)
@@ -170,7 +170,7 @@ def test_zero_matrix(shape: tuple[int, ...]) -> None:
 
 
 def test_indefinite_matrix_comes_out_as_nan() -> None:
-    """And only that one of a batch."""
+    """Other matrices of the batch are not affected."""
     stack = np.stack([np.diag([3.0, 1.0]), np.diag([-3.0, 1.0])])
     got = damped_inverse(tf.constant(stack), tf.zeros(2, tf.float64)).numpy()
     assert_close(got[0], np.diag([1 / 3, 1.0]), 1e-12)

@@ -1,4 +1,4 @@
-"""Checks of tensors, and one of two tensors by a flag."""
+"""Finiteness checks, and selection by a flag."""
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ DTYPES = ["float16", "bfloat16", "float32", "float64"]
     ("way", "dtype"),
     [("eager", "float16"), ("graph", "bfloat16"), ("xla", "float32")],
 )
-def test_the_other_one_leaves_no_trace(way: str, dtype: str) -> None:
-    """Not even if it is NaN."""
+def test_select_ignores_the_other_tensor(way: str, dtype: str) -> None:
+    """Even if it is NaN."""
     run = select
     if way != "eager":
         run = tf.function(select, jit_compile=way == "xla")
@@ -29,7 +29,7 @@ def test_the_other_one_leaves_no_trace(way: str, dtype: str) -> None:
 
 
 def test_variables_keep_their_values() -> None:
-    """A tensor that was selected from a variable is no alias of it."""
+    """A tensor selected from a variable is not an alias."""
     kept, new = tf.Variable(tf.ones([5, 5])), tf.zeros([5, 5])
 
     @tf.function
@@ -60,8 +60,8 @@ def test_finite_of_several_dtypes() -> None:
     assert not bool(all_finite([*fine, tf.constant(NAN, tf.float16)]))
 
 
-def test_tensors_are_not_added_up() -> None:
-    """Infinities of two tensors do not cancel, large sums do not overflow."""
+def test_tensors_are_checked_separately() -> None:
+    """Infinities do not cancel between tensors, sums do not overflow."""
     assert not bool(all_finite([tf.constant(INF), tf.constant(-INF)]))
     assert bool(all_finite([tf.constant(3e38)] * 5))
     assert bool(all_finite([tf.fill([99], tf.constant(6e4, tf.float16))]))

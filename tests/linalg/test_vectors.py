@@ -1,4 +1,4 @@
-"""Tensors as one vector and back; sums over long vectors, against float64."""
+"""Flat vectors of tensors, and products of long vectors."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ SHAPES = [(2, 3), (), (4,), (0, 2), (1, 1, 2)]
 
 
 def tensors(dtypes: list[str]) -> list[tf.Tensor]:
-    """Halves, which every dtype can hold."""
+    """Multiples of 0.5, exact in every dtype."""
     count = iter(np.arange(100) / 2)
     return [
         tf.constant(
@@ -34,7 +34,7 @@ def space(dtypes: list[str]) -> FlatSpace:
 )
 @pytest.mark.parametrize("length", [None, 16])
 def test_round_trip(dtypes: list[str], wide: str, length: int | None) -> None:
-    """In row-major order, with zeros at the end up to a length."""
+    """In row-major order, padded with zeros to a length."""
     flat, given = space(dtypes), tensors(dtypes)
     vector = tf.function(flat.join)(given, length)
     assert flat.size == 13
@@ -50,7 +50,7 @@ def test_round_trip(dtypes: list[str], wide: str, length: int | None) -> None:
 
 
 def test_the_length_is_static() -> None:
-    """A graph does not know the shape of a sparse gradient made dense."""
+    """The static shape of a densified sparse gradient is unknown."""
     flat = FlatSpace([(4, 2), (3,)], [tf.float32] * 2)
 
     @tf.function
@@ -76,7 +76,7 @@ def test_none_is_zero() -> None:
     [(1, 1), (3, CHUNK), (1, CHUNK + 1), (3, 20 * CHUNK), (1, 1_000_003)],
 )
 def test_products(rows: int, size: int) -> None:
-    """Of which the first, of a vector with itself, is the hardest."""
+    """The first product, x . x, has the largest rounding error."""
     rng = np.random.default_rng(size)
     matrix = rng.normal(size=(rows, size)).astype("float32")
     got = tf.function(row_products)(tf.constant(matrix), matrix[0])
