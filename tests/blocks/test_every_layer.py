@@ -105,7 +105,7 @@ def test_statistics(case: str, dtype: str) -> None:
                 sharing,
                 weightless=[tf.constant(w) for w in weightless],
                 terms=tf.constant(BATCH, block.dtype),
-                part=part,
+                subsample=part,
             )
             found = statistics.batch_statistics(
                 {0: (block, [record])}, part_of_batch

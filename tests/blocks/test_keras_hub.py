@@ -163,7 +163,7 @@ def test_the_table_has_what_is_tested() -> None:
         # Whatever is not normalised over the last axis has no block.
         (
             lambda: hub("RmsNorm2d", data_format="channels_first"),
-            "normalises channels that come first",
+            "normalises channels in the first axis",
         ),
     ],
 )

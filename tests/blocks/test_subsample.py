@@ -121,7 +121,9 @@ def test_no_bias(case: str) -> None:
         view = View("reduce", terms=tf.constant(4, block.dtype))
         want = batch_statistics(layers, view)[0]
         halves = [
-            batch_statistics(layers, view._replace(part=part(0.5, turn)))[0]
+            batch_statistics(layers, view._replace(subsample=part(0.5, turn)))[
+                0
+            ]
             for turn in range(2)
         ]
         for name, (total, _) in want.items():
@@ -141,7 +143,7 @@ def test_a_record_with_its_examples_elsewhere() -> None:
     terms = tf.constant(6.0)
     for turn in range(3):
         rows = [turn, turn + 3]
-        view = View("expand", terms=terms, part=part(FRACTION, turn))
+        view = View("expand", terms=terms, subsample=part(FRACTION, turn))
         found = batch_statistics({0: (block, [record])}, view)[0]
         want_a = np.einsum("nsi,nsj->ij", x[rows], x[rows]) / 12
         want_g = np.einsum("sni,snj->ij", g[:, rows], g[:, rows]) / 2

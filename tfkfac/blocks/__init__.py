@@ -1,13 +1,14 @@
-"""Curvature blocks: what the factors A and G of a layer type are.
+"""Curvature blocks: the Kronecker factors A and G of each layer type.
 
-`tfkfac.register_block` gives a block to a layer class of one's own. A block is
-a subclass of one of these:
+`tfkfac.register_block` assigns a block to a custom layer class. Subclass one
+of these classes to write a block:
 
-- `PerExampleBlock`: a few weights, by the gradient of each example,
-- `MatrixBlock`: a kernel that is a matrix, by inputs and gradients as `Rows`,
-- `Block`: anything else; the kinds of factors are in `tfkfac.factors`.
+- `PerExampleBlock`: a few weights with a gradient per example,
+- `MatrixBlock`: a matrix-shaped kernel with inputs and gradients as `Rows`,
+- `Block`: any other layer; `tfkfac.factors` has the factor types.
 
-A new layer type of the library is one file here and one line in the table.
+To add a layer type to the library, add a file to this folder and an entry to
+`BLOCKS` in `registry.py`.
 """
 
 from tfkfac.blocks.base import Block, MatrixBlock, PerExampleBlock

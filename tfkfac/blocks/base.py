@@ -1,12 +1,12 @@
-"""Curvature blocks: a layer's factors and its gradient as a matrix.
+"""Base classes of curvature blocks: factors and gradient matrix of a layer.
 
-One tensor convention serves all layer types. Layer inputs `a` and gradients
-at the pre-activation `g` are rows of shape `(batch, shared, features)`, or
-`(batch, shared, groups, features)` for layers made of independent groups.
-`shared` counts the positions at which the same weights are used: output
-pixels, tokens, 1 for a plain dense layer. The gradient of the weights is a
-matrix `(inputs + 1, outputs)`, the bias last, or `(groups, inputs + 1,
-outputs)`.
+All layer types use the same tensor convention. Layer inputs `a` and
+pre-activation gradients `g` have shape `(batch, shared, features)`, or
+`(batch, shared, groups, features)` for layers with independent groups.
+`shared` is the number of positions that use the same weights: output pixels,
+tokens, or 1 for a dense layer on vectors. The weight gradient is a matrix
+`(inputs + 1, outputs)`, or `(groups, inputs + 1, outputs)`, with the bias as
+last row.
 """
 
 import abc
@@ -31,12 +31,13 @@ from tfkfac.capture.taps import Record
 from tfkfac.factors import Dense, Diagonal, Factor, Limit
 
 
-class Alike(NamedTuple):
-    """Kind of a call: those of one kind share the function of statistics.
+class TraceKey(NamedTuple):
+    """Key under which layer calls share one traced statistics function.
 
     Attributes:
-        key: The kind.
-        any_size: True if one function does for all sizes.
+        key: Calls with equal keys share the function.
+        any_size: True if the function works for tensors of any size. Defaults
+            to True.
     """
 
     key: Hashable
@@ -46,29 +47,29 @@ class Alike(NamedTuple):
 class Block(abc.ABC):
     """Kronecker-factored curvature block of the weights of one layer.
 
-    A subclass says which `variables` it covers and which kinds of `factors`
-    it has, turns what a call of the layer left behind into `rows`, and the
-    gradients of the variables into a matrix and back.
+    A subclass defines the covered `variables` and the types of their
+    `factors`. It converts the record of a layer call to `rows`, and the
+    gradients of the variables to a matrix and back.
 
     Attributes:
-        kind: Name in tables.
+        kind: Name of the block type in tables and messages.
         layer: The layer.
-        path: Its path.
-        dtype: Dtype of the statistics.
-        examples_first: True if input, gradient and mask of a record have the
-            examples as their first axis, and the rows of an example are of
-            its own alone. Then statistics of a part of a batch are cheaper.
-        swapped: True if its A is the G, and its G the A, of the block that it
-            takes the statistics for, see `used_as`.
-        left_out: Why the block took no part in the last step that was traced,
-            or None.
-        limit: `limit.matrix(size)` is the kind of a factor that is one matrix:
-            whole, or approximated if it is wider than the user allows. A layer
-            whose block declares a wider one nevertheless is left alone.
+        path: Path of the layer.
+        dtype: Dtype of the statistics, float32 or float64.
+        examples_first: True if the first axis of a record's input, gradient
+            and mask is the batch, and rows of an example depend on this
+            example alone. Statistics of a subsample are then cheaper.
+        swapped: True if factors A and G exchange their roles with respect to
+            the block that keeps the statistics, see `used_as`.
+        left_out: Reason for skipping the block in the last traced step, or
+            None.
+        limit: Creates factors of the allowed size: `limit.matrix(size)` is a
+            `Dense` factor, or a `LowRank` factor above `max_factor_dim`. A
+            block with a larger dense factor is not used.
 
     Args:
         layer: A built Keras layer.
-        path: Unique name that ends with the layer's name.
+        path: Unique path that ends with the layer's name.
     """
 
     kind: str
@@ -80,86 +81,97 @@ class Block(abc.ABC):
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         self.layer = layer
         self.path = path
-        wide = keras.backend.standardize_dtype(layer.variable_dtype)
-        self.dtype = tf.float64 if wide == "float64" else tf.float32
+        variable_dtype = keras.backend.standardize_dtype(layer.variable_dtype)
+        self.dtype = tf.float64 if variable_dtype == "float64" else tf.float32
 
-    # ------------------------------------------------------ of a layer type
+    # --------------------------------------------- defined by a subclass
     @staticmethod
     def unsupported(layer: keras.layers.Layer) -> str | None:
-        """Returns why this layer can have no such block, or None."""
+        """Returns why this block does not support a layer, or None."""
         return None
 
     @property
     @abc.abstractmethod
     def variables(self) -> list[keras.Variable]:
-        """The weights covered, kernel first."""
+        """Weights covered by the block, kernel first."""
 
     @property
     @abc.abstractmethod
     def factors(self) -> dict[str, Factor]:
-        """The kinds of "A", the inputs', and "G", the outputs' factor.
+        """Factors by name: "A" of the inputs and "G" of the outputs.
 
-        A block without "A" has an identity in its place.
+        A block without "A" uses the identity for it.
         """
 
     @abc.abstractmethod
     def rows(self, record: Record) -> Rows:
-        """Turns a record of the layer into rows."""
+        """Converts the record of a layer call to rows."""
 
-    def alike(self, record: Record) -> Alike | None:
-        """Kind of a call: those of one kind share the function of statistics.
+    def trace_key(self, record: Record) -> TraceKey | None:
+        """Key under which calls share one traced statistics function.
 
-        It is one of input, gradient and moments, where no mask was seen. None,
-        the default, if the statistics of this call are its own.
+        The shared function depends on input, gradient and moments of the
+        record only. It is not used for records with a mask.
 
         Args:
             record: The record of the call.
+
+        Returns:
+            The key. None, the default, to trace each call separately.
         """
         return None
 
     def relevant(
         self, calls: Sequence[Sequence[Record]]
     ) -> Sequence[Sequence[Record]]:
-        """Picks the calls that the block stands for, by their records.
+        """Selects the layer calls that belong to this block.
 
-        If the layer did something in this step that makes the block wrong,
-        `left_out` says what; its gradients then stay as they are.
+        An override may set `left_out` to a reason why the block is not valid
+        for these calls. The step then does not precondition its gradients.
+
+        Args:
+            calls: For each call of the layer, its records.
+
+        Returns:
+            The selected calls. Defaults to all calls.
         """
         return calls
 
     def used_as(self, calls: Sequence[Sequence[Record]]) -> "Block":
-        """The block that takes the statistics of a step; itself, by default.
+        """Returns the block that computes the statistics of this step.
 
-        Another one if the calls of the step are of another kind. It has the
-        same `variables` and kinds of factors, which may be `swapped`.
+        Defaults to `self`. An override may return another block, depending on
+        the calls. It must have the same `variables` and types of factors,
+        with A and G exchanged if it is `swapped`.
         """
         return self
 
     @property
     def form(self) -> Hashable | None:
-        """Kind of a block: one kind makes matrices of equal shapes alike.
+        """Key under which blocks share `to_matrix` and `from_matrix`.
 
-        None, the default, if this one has a way of its own.
+        Blocks with equal keys and equal shapes share one traced function.
+        None, the default, to trace them for each block.
         """
         return None
 
     @abc.abstractmethod
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Gradients of `variables` as one `([groups,] inputs, outputs)`."""
+        """Joins gradients of `variables` to `([groups,] inputs, outputs)`."""
 
     @abc.abstractmethod
     def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
         """Inverse of `to_matrix`."""
 
     def from_gradient(self, gradient: LayerGradient) -> list[tf.Tensor]:
-        """The same of a gradient in any form."""
+        """Splits a dense or row gradient into gradients of `variables`."""
         return self.from_matrix(gradient.matrix)
 
-    # -------------------------------------------------------------- shared
+    # ------------------------------------------------- common to all blocks
     @property
     def factor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors in which the factors are kept."""
-        return {name: kind.shape for name, kind in self.factors.items()}
+        """Shapes of the tensors that store the factors, by factor name."""
+        return {name: factor.shape for name, factor in self.factors.items()}
 
     @property
     def gradient_shape(self) -> tuple[int, ...]:
@@ -168,11 +180,11 @@ class Block(abc.ABC):
         return (*g.stack_shape, a.size if a else 1, g.size)
 
     def cast(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Casts to the dtype of the statistics, float32 or better."""
+        """Casts a tensor to the dtype of the statistics."""
         return tf.cast(tensor, self.dtype)
 
     def gradient(self, rows: Rows) -> tf.Tensor:
-        """The gradient matrix that rows come to."""
+        """Gradient matrix `sum a g^T` of the rows."""
         if rows.a is None:
             return tf.reduce_sum(rows.g, [0, 1])[..., None, :]
         return tf.einsum("bs...i,bs...o->...io", rows.a, rows.g)
@@ -180,18 +192,26 @@ class Block(abc.ABC):
     def input_multiplications(
         self, inputs: Sequence[int | None], rows: int
     ) -> float:
-        """About how many multiplications the statistic of A takes.
+        """Estimates the multiplications of the statistic of A.
 
         Args:
             inputs: Shape of the layer's input.
-            rows: Number of rows, those of all examples together.
+            rows: Number of rows of the batch, examples times positions.
         """
         return rows * self.factors["A"].multiplications
 
     def input_statistic(
         self, a: tf.Tensor, weights: tf.Tensor | None, sharing: str
     ) -> Statistic:
-        """Sum of `a a^T` over the rows that carry loss, and their number."""
+        """Sum of `a a^T` over the rows with nonzero weight, and their number.
+
+        Args:
+            a: Inputs `(batch, shared, [groups,] inputs)`.
+            weights: `(batch, shared)`, 1 for rows that count, else 0; or None
+                if all rows count.
+            sharing: "expand" to use each position as a row. "reduce" or
+                "average" to use the mean over the positions of an example.
+        """
         a, count = weigh(a, weights, self.dtype)
         if sharing != "expand":
             a, count = average_positions(a, weights, self.dtype)
@@ -200,8 +220,10 @@ class Block(abc.ABC):
     def output_statistic(self, g: tf.Tensor, sharing: str) -> tf.Tensor:
         """Sum of `g g^T` over rows.
 
-        "reduce" adds an example's rows first; "average" takes their mean, over
-        all positions.
+        Args:
+            g: Gradients `(batch, shared, [groups,] outputs)`.
+            sharing: "expand" to use each position as a row, "reduce" to use
+                the sum over the positions of an example, "average" the mean.
         """
         if sharing == "reduce":
             g = tf.reduce_sum(g, 1, keepdims=True)
@@ -210,14 +232,15 @@ class Block(abc.ABC):
         return self.factors["G"].gram(g)
 
     def dense(self, values: Mapping[str, tf.Tensor]) -> tf.Tensor:
-        """The block as an explicit matrix, for tests on small layers.
+        """Materialises the block as a matrix, for tests on small layers.
 
         Args:
-            values: The tensors of the factors by name.
+            values: The tensors that store the factors, by factor name.
 
         Returns:
-            `A (x) G` acting on the row-major flattened gradient matrix, of
-            shape `([groups,] inputs * outputs, inputs * outputs)`.
+            The Kronecker product `A (x) G`, of shape
+            `([groups,] inputs * outputs, inputs * outputs)`. It acts on the
+            row-major flattened gradient matrix.
         """
         g = self.factors["G"].as_matrix(values["G"])
         if "A" not in self.factors:
@@ -229,16 +252,16 @@ class Block(abc.ABC):
 
 
 class MatrixBlock(Block):
-    """Block of a kernel that is a matrix after a reshape, with its bias.
+    """Block of a kernel that can be reshaped to a matrix, with its bias.
 
-    The layer has the attributes `kernel` and, if there is one, `bias`. A
-    subclass has to turn a record into rows, with `with_bias` at the inputs.
+    The layer has an attribute `kernel`, and optionally `bias`. A subclass
+    implements `rows` and applies `with_bias` to the inputs.
 
-    A layer of `groups` independent parts has its kernel's last axis split
-    into groups and has one matrix for each.
+    With `groups`, the last axis of the kernel is split into independent
+    groups, each with its own gradient matrix and its own factors.
     """
 
-    # 0 for a layer of one part: its factors have no axis of groups.
+    # Number of independent groups; 0 if factors have no group axis.
     groups: int = 0
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
@@ -284,25 +307,25 @@ class MatrixBlock(Block):
     def factors(self) -> dict[str, Factor]:
         *_, inputs, outputs = self.matrix_shape
         return {
-            "A": self._kind(inputs + len(self._bias)),
-            "G": self._kind(outputs),
+            "A": self._factor(inputs + len(self._bias)),
+            "G": self._factor(outputs),
         }
 
-    def _kind(self, size: int) -> Factor:
+    def _factor(self, size: int) -> Factor:
         if self.groups:
             return self.limit.stack(self.groups, size)
         return self.limit.matrix(size)
 
-    def plainly_alike(self, record: Record) -> Alike | None:
-        """The `alike` of a call whose rows are the plain inputs.
+    def dense_trace_key(self, record: Record) -> TraceKey | None:
+        """Trace key for calls whose rows are the unchanged layer inputs.
 
-        That is with factors that are whole matrices.
+        None unless the input is one tensor and both factors are `Dense`.
         """
-        is_plain = isinstance(record.inputs, tf.Tensor)
-        kinds = tuple(type(kind) for kind in self.factors.values())
-        if not is_plain or kinds != (Dense, Dense):
+        is_tensor = isinstance(record.inputs, tf.Tensor)
+        factor_types = tuple(type(factor) for factor in self.factors.values())
+        if not is_tensor or factor_types != (Dense, Dense):
             return None
-        return Alike((type(self), self.dtype, bool(self._bias)))
+        return TraceKey((type(self), self.dtype, bool(self._bias)))
 
     @override
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -324,21 +347,21 @@ class MatrixBlock(Block):
     def from_gradient(self, gradient: LayerGradient) -> list[tf.Tensor]:
         if not self._bias or not isinstance(gradient, RowGradient):
             return super().from_gradient(gradient)
-        # Rows are cut, and not the matrix, which is larger.
-        a, one = tf.split(gradient.a, [gradient.a.shape[1] - 1, 1], 1)
+        # Split off the bias column of `a`: `a` is smaller than the matrix.
+        a, ones = tf.split(gradient.a, [gradient.a.shape[1] - 1, 1], 1)
         kernel = tf.matmul(a, gradient.g, transpose_a=True)
-        bias = tf.matmul(one, gradient.g, transpose_a=True)
+        bias = tf.matmul(ones, gradient.g, transpose_a=True)
         return [self._join(kernel), self._join_bias(bias)]
 
     def with_bias(self, a: tf.Tensor) -> tf.Tensor:
-        """Appends the bias' 1 to the inputs if there is a bias."""
+        """Appends a column of ones to the inputs if the layer has a bias."""
         if not self._bias:
             return a
         paddings = [[0, 0]] * (a.shape.rank - 1) + [[0, 1]]
         return tf.pad(a, paddings, constant_values=1)
 
     def _split(self, kernel: tf.Tensor) -> tf.Tensor:
-        """Kernel to `([groups,] inputs, outputs)`."""
+        """Reshapes the kernel to `([groups,] inputs, outputs)`."""
         if not self.groups:
             return with_shape(kernel, self.matrix_shape)
         groups, inputs, outputs = self.matrix_shape
@@ -352,36 +375,34 @@ class MatrixBlock(Block):
         return with_shape(matrix, self._kernel.shape)
 
     def _join_bias(self, row: tf.Tensor) -> tf.Tensor:
-        """The last row of the matrix as the bias."""
+        """Reshapes the last row of the matrix to the shape of the bias."""
         return tf.reshape(row, self._bias[0].shape)
 
 
 class PerExampleBlock(Block, abc.ABC):
-    """Fisher matrix of a few weights, or its diagonal.
+    """Fisher matrix of a few weights, or the diagonal of this matrix.
 
-    It is the mean over examples of `u u^T`, where `u` is the gradient of an
-    example's loss in all weights of the block: no Kronecker product, so there
-    is no A and nothing is approximated. Both ways of weight sharing are the
-    same.
+    The factor G is the mean over examples of `u u^T`, where `u` is the
+    gradient of an example's loss with respect to all weights of the block.
+    There is no factor A. All values of `weight_sharing` give the same matrix.
 
-    A subclass says which its `variables` are, and computes
-    `example_gradients`.
+    A subclass implements `variables` and `example_gradients`.
 
     Attributes:
-        diagonal: True to keep the diagonal only. Defaults to False.
+        diagonal: True to store the diagonal only. Defaults to False.
     """
 
     diagonal: bool = False
 
     @abc.abstractmethod
     def example_gradients(self, record: Record) -> list[tf.Tensor]:
-        """The gradient of each example, summed over its positions.
+        """Gradient of each example, summed over its positions.
 
         Args:
-            record: The record of one call of the layer.
+            record: The record of one layer call.
 
         Returns:
-            For each of `variables` a tensor of shape `(batch, *shape)`.
+            A tensor of shape `(batch, *variable.shape)` for each variable.
         """
 
     @property
@@ -409,10 +430,10 @@ class PerExampleBlock(Block, abc.ABC):
 
     @override
     def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
-        parts = tf.split(matrix[0], self._sizes)
+        flat = tf.split(matrix[0], self._sizes)
         return [
-            tf.reshape(part, variable.shape)
-            for part, variable in zip(parts, self.variables, strict=True)
+            tf.reshape(gradient, variable.shape)
+            for gradient, variable in zip(flat, self.variables, strict=True)
         ]
 
     @property

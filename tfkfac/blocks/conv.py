@@ -1,4 +1,4 @@
-"""Blocks of convolutions, transposed ones too, of one to three dimensions."""
+"""Blocks of convolutions and transposed convolutions in 1 to 3 dimensions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Alike, MatrixBlock, PerExampleBlock
+from tfkfac.blocks.base import MatrixBlock, PerExampleBlock, TraceKey
 from tfkfac.blocks.patches import (
     Geometry,
     channel_grams,
@@ -29,12 +29,12 @@ from tfkfac.factors import Dense, Stack
 
 
 class ConvBlock(MatrixBlock):
-    """Convolution seen as a dense layer on patches (Grosse & Martens, 2016).
+    """Convolution as a dense layer on patches (Grosse & Martens, 2016).
 
-    Patches are in the order of Keras' kernel, `(kernel size..., channels)`,
-    with the zeros of the padding. A grouped convolution has a pair of factors
-    for each of its groups. Where it is cheaper, A is made of the image's
-    correlation with itself instead.
+    Patch elements have the order of the Keras kernel, `(kernel size...,
+    channels)`. Patches include the zeros of the padding. A grouped
+    convolution has a pair of factors for each group. A is computed from the
+    autocorrelation of the image where this is cheaper than from patches.
     """
 
     kind = "Conv"
@@ -52,16 +52,16 @@ class ConvBlock(MatrixBlock):
 
     @property
     def _is_pointwise(self) -> bool:
-        """True if patches are the cells of the image, each once."""
+        """True for a kernel of size 1 and stride 1: patches equal pixels."""
         layer = self.layer
-        last = layer.data_format == "channels_last" and not self.groups
-        return last and max(*layer.kernel_size, *layer.strides) == 1
+        is_plain = layer.data_format == "channels_last" and not self.groups
+        return is_plain and max(*layer.kernel_size, *layer.strides) == 1
 
     @override
-    def alike(self, record: Record) -> Alike | None:
+    def trace_key(self, record: Record) -> TraceKey | None:
         if self._is_pointwise:
-            return self.plainly_alike(record)
-        return _equal_shapes(self)
+            return self.dense_trace_key(record)
+        return _conv_trace_key(self)
 
     @override
     def rows(self, record: Record) -> Rows:
@@ -82,7 +82,7 @@ class ConvBlock(MatrixBlock):
         slices = conv_slices(self.layer, inputs)
         if self.groups:
             return self.with_bias(split_channels(slices, self.groups))
-        # The bias' 1 in the same copy as the patches.
+        # One concatenation for patches and bias column saves a copy.
         ones = [tf.ones_like(slices[0][..., :1])] if self._bias else []
         return fold_positions(tf.concat(slices + ones, -1))
 
@@ -91,20 +91,20 @@ class ConvBlock(MatrixBlock):
         self, inputs: Sequence[int | None], rows: int
     ) -> float:
         layer = self.layer
-        plain = super().input_multiplications(inputs, rows)
+        from_patches = super().input_multiplications(inputs, rows)
         if not _is_image(layer) or not isinstance(self.factors["A"], Dense):
-            return plain
-        batch, *rest = inputs
+            return from_patches
+        batch, *shape = inputs
         if layer.data_format != "channels_last":
-            rest = [*rest[1:], rest[0]]
+            shape = [*shape[1:], shape[0]]
         geometry = _image_geometry(layer)
-        image = [batch, *[1] * (3 - len(rest)), *rest]
+        image = [batch, *[1] * (3 - len(shape)), *shape]
         if not is_cheaper(image, geometry):
-            return plain
+            return from_patches
         return costs(image, geometry)[0]
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
-        """Function that makes A of correlations, where that is cheaper."""
+        """Returns a function for A by correlation; None if not cheaper."""
         layer = self.layer
         if not _is_image(layer) or not isinstance(self.factors["A"], Dense):
             return None
@@ -123,7 +123,8 @@ class ConvBlock(MatrixBlock):
 class DepthwiseConvBlock(ConvBlock):
     """Depthwise convolution: a pair of small factors for each channel.
 
-    Where it can, A is made of each channel's correlation with itself.
+    A is computed from the autocorrelation of each channel where the strides
+    are equal and the kernel has at most two dimensions without dilation.
     """
 
     kind = "DepthwiseConv"
@@ -135,29 +136,29 @@ class DepthwiseConvBlock(ConvBlock):
         return self._kernel.shape[-1]
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
-        """Function that makes A of correlations, if the layer is such."""
+        """Returns a function for A by correlation; None if unsupported."""
         layer = self.layer
-        (stride, *others) = layer.strides
+        stride = layer.strides[0]
         if (
             not _is_image(layer)
-            or any(other != stride for other in others)
+            or any(other != stride for other in layer.strides)
             or not isinstance(self.factors["A"], Stack)
         ):
             return None
         images, geometry = _as_image(layer, inputs), _image_geometry(layer)
-        # The one row of a sequence has any stride.
+        # A sequence is an image of height 1, where any vertical stride works.
         geometry = geometry._replace(strides=(stride, stride))
         return lambda: channel_grams(images, geometry, bool(self._bias))
 
 
 class SeparableDepthwiseBlock(DepthwiseConvBlock):
-    """Depthwise half of a separable convolution; it has no bias."""
+    """Depthwise kernel of a separable convolution; it has no bias."""
 
     kind = "SeparableConv, depthwise"
 
     @override
-    def alike(self, record: Record) -> None:
-        return None  # the pointwise kernel is in it
+    def trace_key(self, record: Record) -> None:
+        return None  # the statistics depend on the pointwise kernel
 
     def _find_kernel(self) -> keras.Variable:
         return self.layer.depthwise_kernel
@@ -167,7 +168,7 @@ class SeparableDepthwiseBlock(DepthwiseConvBlock):
 
     @override
     def _gradients(self, gradient: tf.Tensor) -> tf.Tensor:
-        # The gradient between the halves is one product away.
+        # Backpropagate through the pointwise convolution.
         pointwise = self.layer.pointwise_kernel
         pointwise = tf.reshape(pointwise, [-1, pointwise.shape[-1]])
         return tf.matmul(
@@ -178,7 +179,7 @@ class SeparableDepthwiseBlock(DepthwiseConvBlock):
 
 
 class SeparablePointwiseBlock(MatrixBlock):
-    """Pointwise half of a separable convolution, with the bias."""
+    """Pointwise kernel of a separable convolution, with the bias."""
 
     kind = "SeparableConv, pointwise"
     examples_first = True
@@ -193,14 +194,15 @@ class SeparablePointwiseBlock(MatrixBlock):
         *_, channels, multiplier = kernel.shape
         taps = tf.unstack(tf.reshape(kernel, [-1, channels, multiplier]))
         pairs = zip(slices, taps, strict=True)
-        middle = tf.add_n([part[..., None] * tap for part, tap in pairs])
-        a = fold_axes(middle, middle.shape.rank - 3, channels * multiplier)
+        # The input of the pointwise convolution: the depthwise output.
+        inputs = tf.add_n([cells[..., None] * tap for cells, tap in pairs])
+        a = fold_axes(inputs, inputs.shape.rank - 3, channels * multiplier)
         gradient = channels_last(self.layer, self.cast(record.gradient))
         return Rows(self.with_bias(a), fold_positions(gradient), None)
 
 
-def _equal_shapes(block: MatrixBlock) -> Alike:
-    """Kind of the calls of convolutions of equal shapes."""
+def _conv_trace_key(block: MatrixBlock) -> TraceKey:
+    """Trace key of a convolution, equal for equal shapes and geometry."""
     key = (
         type(block),
         block.dtype,
@@ -209,7 +211,7 @@ def _equal_shapes(block: MatrixBlock) -> Alike:
         _geometry(block.layer),
         block.layer.data_format,
     )
-    return Alike(key, any_size=False)
+    return TraceKey(key, any_size=False)
 
 
 def _geometry(layer: keras.layers.Layer) -> Geometry:
@@ -220,25 +222,25 @@ def _geometry(layer: keras.layers.Layer) -> Geometry:
 
 
 def _is_image(layer: keras.layers.Layer) -> bool:
-    """True if inputs are images or sequences, under a kernel in one."""
+    """True for 1 or 2 spatial dimensions without dilation."""
     return len(layer.kernel_size) < 3 and max(layer.dilation_rate) == 1
 
 
 def _as_image(layer: keras.layers.Layer, inputs: tf.Tensor) -> tf.Tensor:
-    """Inputs as images; a sequence is an image of height 1."""
+    """Returns inputs as images; a sequence is an image of height 1."""
     images = channels_last(layer, inputs)
     return images if len(layer.kernel_size) == 2 else images[:, None]
 
 
 def _image_geometry(layer: keras.layers.Layer) -> Geometry:
-    """Geometry of a layer on such images."""
+    """Geometry of a layer on the images of `_as_image`."""
     ones = (1,) * (2 - len(layer.kernel_size))
     size, strides = (*ones, *layer.kernel_size), (*ones, *layer.strides)
     return Geometry(size, strides, layer.padding)
 
 
 def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
-    """Moves the channels of an image to the end if they are not there."""
+    """Transposes an image to channels last if the layer's are first."""
     if layer.data_format == "channels_last":
         return tensor
     rank = tensor.shape.rank
@@ -246,7 +248,7 @@ def channels_last(layer: keras.layers.Layer, tensor: tf.Tensor) -> tf.Tensor:
 
 
 def conv_slices(layer: keras.layers.Layer, image: tf.Tensor) -> list[tf.Tensor]:
-    """Slices of an image under each offset of the layer's kernel."""
+    """Slices an image at each offset of the layer's kernel."""
     geometry = _geometry(layer)
     return shared_call(
         ("patches", geometry),
@@ -256,7 +258,7 @@ def conv_slices(layer: keras.layers.Layer, image: tf.Tensor) -> list[tf.Tensor]:
 
 
 def split_channels(slices: Sequence[tf.Tensor], groups: int) -> tf.Tensor:
-    """Patches `(batch, shared, groups, offsets * channels of a group)`."""
+    """Joins slices to `(batch, shared, groups, offsets * group channels)`."""
     offsets, channels = len(slices), slices[0].shape[-1] // groups
     patches = fold_positions(tf.concat(slices, -1))
     shape = tf.shape(patches)[:2]
@@ -269,31 +271,29 @@ def split_channels(slices: Sequence[tf.Tensor], groups: int) -> tf.Tensor:
 
 
 def split_features(rows: tf.Tensor, groups: int) -> tf.Tensor:
-    """`(batch, shared, features)` to `(batch, shared, groups, ...)`."""
+    """Reshapes `(batch, shared, features)` to `(batch, shared, groups, -1)`."""
     width = rows.shape[-1] // groups
-    # Not -1 for both, as in `fold_axes`.
+    # At most one size may be -1 for an empty batch, see `fold_axes`.
     batch = -1 if rows.shape[1] else size_of(rows, 0)
     return tf.reshape(rows, [batch, size_of(rows, 1), groups, width])
 
 
 class ConvTransposeBlock(MatrixBlock):
-    """Kernel of a transposed convolution: a convolution from back to front.
+    """Kernel of a transposed convolution, without the bias.
 
-    The layer is the gradient of a convolution in its input, so the roles are
-    swapped (Grosse & Martens, 2016): each input position `s` is a dense layer
-    from its channels `a_s` to the patch of the output that it adds to. The
-    gradient in that patch is the patch of the output's gradient,
+    The layer is the input gradient of a convolution, so inputs and patches
+    exchange their roles (Grosse & Martens, 2016). At each input position `s`,
+    a dense layer maps the channels `a_s` to a patch of the output:
 
-        dL/dW[k, o, i] = sum_s patch_s(g)[k, o] a_s[i],
+        dL/dW[k, o, i] = sum_s patch_s(g)[k, o] a_s[i].
 
-    so A has the size of the input channels and G that of `(kernel size...,
-    output channels)`. With a single position, or patches that do not touch
-    (strides no smaller than the kernel), this is a dense layer's block.
-    The other way to see it, patches of an input with zeros between its cells,
-    gives the same gradient, but mixes rows of different strides in one A.
+    A has the size of the input channels, and G the size of `(kernel size...,
+    output channels)`. The block equals a dense layer's block for a single
+    position, and for disjoint patches (strides of at least the kernel size).
+    The alternative, patches of the zero-interleaved input, gives the same
+    gradient, but A would mix rows of different strides.
 
-    The bias is added at output positions, which are others: it has a block of
-    its own.
+    The bias has a separate block, because it is added at output positions.
     """
 
     kind = "ConvTranspose"
@@ -324,7 +324,7 @@ class ConvTransposeBlock(MatrixBlock):
 
 
 class ConvTransposeBiasBlock(PerExampleBlock):
-    """Bias of a transposed convolution: its Fisher matrix, exact."""
+    """Exact Fisher matrix of the bias of a transposed convolution."""
 
     kind = "ConvTranspose, bias"
     examples_first = True

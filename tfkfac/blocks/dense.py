@@ -1,4 +1,4 @@
-"""Blocks of `Dense` and `EinsumDense`, and so of attention projections."""
+"""Blocks of `Dense` and `EinsumDense`, including attention projections."""
 
 import dataclasses
 import math
@@ -9,20 +9,20 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Alike, MatrixBlock
+from tfkfac.blocks.base import MatrixBlock, TraceKey
 from tfkfac.blocks.rows import Rows, fold_mask, fold_positions
 from tfkfac.capture.taps import Record
 
 
 class DenseBlock(MatrixBlock):
-    """`z = a W + b` at every position of an input of rank 2 or more."""
+    """Dense layer `z = a W + b`, applied at each position of its input."""
 
     kind = "Dense"
     examples_first = True
 
     @override
-    def alike(self, record: Record) -> Alike | None:
-        return self.plainly_alike(record)
+    def trace_key(self, record: Record) -> TraceKey | None:
+        return self.dense_trace_key(record)
 
     @property
     @override
@@ -46,7 +46,7 @@ class DenseBlock(MatrixBlock):
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """Labels of an einsum `inputs,kernel->outputs` by their role."""
+    """Axis labels of an einsum equation `inputs,kernel->outputs`, by role."""
 
     inputs: str
     kernel: str
@@ -54,49 +54,52 @@ class Labels:
 
     @classmethod
     def of(cls, layer: keras.layers.EinsumDense) -> "Labels":
-        """Reads the equation of a layer, ellipsis written out."""
+        """Parses the equation of a layer and expands its ellipsis."""
         equation = layer.equation.replace(" ", "")
         free = [c for c in string.ascii_uppercase if c not in equation]
         named = equation.split(",")[0].replace("...", "")
-        dots = "".join(free[: layer.input_spec.ndim - len(named)])
-        left, outputs = equation.replace("...", dots).split("->")
-        inputs, kernel = left.split(",")
+        ellipsis = "".join(free[: layer.input_spec.ndim - len(named)])
+        operands, outputs = equation.replace("...", ellipsis).split("->")
+        inputs, kernel = operands.split(",")
         return cls(inputs, kernel, outputs)
 
     @property
     def shared(self) -> str:
-        """Batch and positions: in input and output, not in the kernel."""
+        """Batch and position axes: in input and output, not in the kernel."""
         return _pick(self.inputs, self.outputs, self.kernel)
 
     @property
     def groups(self) -> str:
-        """In input, kernel and output: independent parts."""
-        both = _pick(self.inputs, self.outputs)
-        return _pick(self.kernel, both)
+        """Group axes: in input, kernel and output."""
+        return _pick(self.kernel, _pick(self.inputs, self.outputs))
 
     @property
     def contracted(self) -> str:
-        """Input features, in the order of the kernel."""
+        """Input feature axes, in the order of the kernel."""
         return _pick(self.kernel, self.inputs, self.outputs)
 
     @property
     def features(self) -> str:
-        """Output features, in the order of the kernel."""
+        """Output feature axes, in the order of the kernel."""
         return _pick(self.kernel, self.outputs, self.inputs)
 
 
-def _pick(labels: str, within: str, besides: str = "") -> str:
-    """The labels that are within some and not in others."""
-    return "".join(c for c in labels if c in within and c not in besides)
+def _pick(labels: str, within: str, excluded: str = "") -> str:
+    """Filters labels: in `within` and not in `excluded`."""
+    return "".join(c for c in labels if c in within and c not in excluded)
 
 
 class EinsumDenseBlock(MatrixBlock):
-    """A contraction seen as a dense layer, or one for each group.
+    """Einsum contraction as a dense layer, or as a dense layer per group.
 
-    Labels in the input and the kernel only are the inputs, labels in the
-    kernel and the output only are the outputs, labels in the input and the
-    output only are batch and shared positions, labels in all three are
-    groups.
+    The role of an axis depends on the operands that have its label:
+
+    | input | kernel | output | role                       |
+    |-------|--------|--------|----------------------------|
+    | x     | x      |        | input features             |
+    |       | x      | x      | output features            |
+    | x     |        | x      | batch and shared positions |
+    | x     | x      | x      | groups                     |
     """
 
     kind = "EinsumDense"
@@ -104,8 +107,8 @@ class EinsumDenseBlock(MatrixBlock):
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
         self._labels = Labels.of(layer)
-        first = self._labels.inputs[0]
-        self.examples_first = self._labels.outputs.startswith(first)
+        batch = self._labels.inputs[0]
+        self.examples_first = self._labels.outputs.startswith(batch)
         self._size = dict(
             zip(self._labels.kernel, self._kernel.shape, strict=True)
         )
@@ -155,20 +158,20 @@ class EinsumDenseBlock(MatrixBlock):
         return super()._join_bias(tf.transpose(bias, invert(order)))
 
     def _bias_labels(self) -> str:
-        """Labels of the bias, in the order of the output."""
-        own = self._labels.groups + self._labels.features
-        return _pick(self._labels.outputs, own)
+        """Axis labels of the bias, in the order of the output."""
+        labels = self._labels.groups + self._labels.features
+        return _pick(self._labels.outputs, labels)
 
     def _bias_shape(self) -> list[int]:
         return [self._size[c] for c in self._bias_labels()]
 
     def _bias_order(self) -> list[int]:
-        """Bias axes as groups, outputs, in the order of the kernel."""
-        own = self._labels.groups + self._labels.features
-        return [self._bias_labels().index(c) for c in own]
+        """Permutation of the bias axes to (groups, outputs)."""
+        labels = self._labels.groups + self._labels.features
+        return [self._bias_labels().index(c) for c in labels]
 
     def _order(self) -> list[int]:
-        """Kernel axes as groups, inputs, outputs."""
+        """Permutation of the kernel axes to (groups, inputs, outputs)."""
         labels = self._labels
         order = labels.groups + labels.contracted + labels.features
         return [labels.kernel.index(c) for c in order]
@@ -183,7 +186,7 @@ class EinsumDenseBlock(MatrixBlock):
             self.cast(record.gradient), labels.outputs, labels.features
         )
         mask = None
-        # A mask covers the leading axes; they must be positions.
+        # Ignore a mask whose axes are not batch and position axes.
         rank = 0 if record.mask is None else record.mask.shape.rank
         if rank and labels.inputs.startswith(labels.shared[:rank]):
             shape = tf.shape(record.inputs)
@@ -192,18 +195,18 @@ class EinsumDenseBlock(MatrixBlock):
         return Rows(self.with_bias(a), g, mask)
 
     def _fold(self, tensor: tf.Tensor, labels: str, features: str) -> tf.Tensor:
-        """Brings a tensor to `(batch, shared, [groups,] features)`."""
+        """Transposes and reshapes to `(batch, shared, [groups,] features)`."""
         shared, groups = self._labels.shared, self._labels.groups
         order = [labels.index(c) for c in shared + groups + features]
         tensor = tf.transpose(tensor, order)
         shape = tf.shape(tensor)
         positions = tf.reduce_prod(shape[1 : len(shared)])
-        tail = [self._count(groups)] if groups else []
+        count = [self._count(groups)] if groups else []
         return tf.reshape(
-            tensor, [shape[0], positions, *tail, self._count(features)]
+            tensor, [shape[0], positions, *count, self._count(features)]
         )
 
 
 def invert(order: Sequence[int]) -> list[int]:
-    """Inverse of a permutation."""
+    """Inverts a permutation."""
     return sorted(range(len(order)), key=order.__getitem__)

@@ -1,4 +1,4 @@
-"""Blocks of embeddings: of tokens, reversible ones, and of positions."""
+"""Blocks of token, reversible and position embeddings."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Alike, Block, MatrixBlock
+from tfkfac.blocks.base import Block, MatrixBlock, TraceKey
 from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.rows import Rows, Statistic, fold_mask, fold_positions
 from tfkfac.capture.taps import Record
@@ -14,11 +14,11 @@ from tfkfac.factors import Diagonal, Factor
 
 
 class EmbeddingBlock(MatrixBlock):
-    """Embedding as a dense layer on one-hot tokens: A is diagonal.
+    """Embedding as a dense layer on one-hot tokens, with a diagonal A.
 
-    Its diagonal is the frequency of each token. With "reduce" it is the
-    diagonal of the full factor, the mean over examples of the squared share
-    of the token in the example.
+    With `weight_sharing="expand"`, the diagonal is the frequency of each
+    token. With "reduce", it is the mean over examples of the squared fraction
+    of the token in the example, the diagonal of the full factor.
     """
 
     kind = "Embedding"
@@ -55,12 +55,12 @@ class EmbeddingBlock(MatrixBlock):
             counts = tf.math.unsorted_segment_sum(weights, a, vocabulary)
             return Statistic(counts, tf.reduce_sum(weights))
         positions = tf.reduce_sum(weights, 1, keepdims=True)
-        shares = tf.math.divide_no_nan(weights, positions)
+        fractions = tf.math.divide_no_nan(weights, positions)
         example = tf.range(tf.shape(a)[0])[:, None]
-        shares = tf.math.unsorted_segment_sum(
-            shares, a + vocabulary * example, vocabulary * tf.shape(a)[0]
+        fractions = tf.math.unsorted_segment_sum(
+            fractions, a + vocabulary * example, vocabulary * tf.shape(a)[0]
         )
-        squares = tf.square(tf.reshape(shares, [-1, vocabulary]))
+        squares = tf.square(tf.reshape(fractions, [-1, vocabulary]))
         examples = tf.reduce_sum(tf.cast(positions > 0, self.dtype))
         return Statistic(tf.reduce_sum(squares, 0), examples)
 
@@ -72,19 +72,21 @@ class EmbeddingBlock(MatrixBlock):
 
     @override
     def to_matrix(self, gradients: Sequence[tf.Tensor]) -> tf.Tensor:
-        # A lookup's gradient is sparse; the preconditioned one is as sparse,
-        # but its duplicates have to be added up before the clip.
+        # The gradient is an `IndexedSlices`; convert it to a dense tensor to
+        # add up repeated tokens, which the norm for `kl_clip` needs.
         return self.cast(tf.convert_to_tensor(gradients[0]))
 
 
 class ReversibleEmbeddingBlock(EmbeddingBlock):
-    """Embedding that can also project back to the tokens.
+    """Embedding weights of a `ReversibleEmbedding`, tied or not.
 
-    The block is that of the embeddings as they look up tokens. With tied
-    weights the projection uses the same ones, and the sum of two Kronecker
-    products is none. Then the factors are those of the projection alone, with
-    which models trained better than with sums of both: A is the diagonal of
-    the logits' factor, G is of the features.
+    With untied weights, or if the step has no projection to tokens, this is
+    the block of the token lookup.
+
+    With tied weights, the exact curvature is a sum of two Kronecker products,
+    which is not a Kronecker product. The block then uses the factors of the
+    projection alone: a diagonal A of the logits and a G of the features.
+    Models trained better with these factors than with sums of both.
     """
 
     @override
@@ -103,16 +105,16 @@ class ReversibleEmbeddingBlock(EmbeddingBlock):
 
 
 class ProjectionBlock(DenseBlock):
-    """Projection of a `ReversibleEmbedding` by weights of its own.
+    """Untied projection weights of a `ReversibleEmbedding`.
 
-    It is a dense layer of the features, with an output for each token.
+    The projection is a dense layer from features to token logits.
     """
 
     kind = "Projection"
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
-        # What the cap takes of the output is not known of single examples.
+        # The soft cap needs the layer's output, which is not subsampled.
         self.examples_first = layer.logit_soft_cap is None
 
     def _find_kernel(self) -> keras.Variable:
@@ -122,7 +124,7 @@ class ProjectionBlock(DenseBlock):
     @override
     def unsupported(layer: keras.layers.Layer) -> str | None:
         if layer.tie_weights:
-            return "has no weights of its own"
+            return "uses the tied weights of the embedding"
         return DenseBlock.unsupported(layer)
 
     @override
@@ -132,21 +134,21 @@ class ProjectionBlock(DenseBlock):
         return [call for call in calls if is_reverse(call)]
 
     @override
-    def alike(self, record: Record) -> Alike | None:
-        return super().alike(record) if self.examples_first else None
+    def trace_key(self, record: Record) -> TraceKey | None:
+        return super().trace_key(record) if self.examples_first else None
 
     @override
     def rows(self, record: Record) -> Rows:
         rows, cap = super().rows(record), self.layer.logit_soft_cap
         if cap is None:
             return rows
-        # The gradient is taken back through cap * tanh(logits / cap).
-        shares = fold_positions(self.cast(record.output)) / cap
-        return Rows(rows.a, rows.g * (1 - tf.square(shares)), rows.mask)
+        # Backpropagate through output = cap * tanh(logits / cap).
+        tanh = fold_positions(self.cast(record.output)) / cap
+        return Rows(rows.a, rows.g * (1 - tf.square(tanh)), rows.mask)
 
 
 class TiedProjectionBlock(ProjectionBlock):
-    """The same by the embeddings, of which the kernel is the transpose."""
+    """Projection with tied weights: the kernel is the embedding transposed."""
 
     swapped = True
 
@@ -173,10 +175,10 @@ class TiedProjectionBlock(ProjectionBlock):
 
 
 class PositionEmbeddingBlock(EmbeddingBlock):
-    """Embedding of positions, as keras-hub has it: tokens are the positions.
+    """Position embedding of keras-hub: an embedding with positions as tokens.
 
-    The layer adds up its embeddings over all examples, each of which has the
-    same positions unless the call says otherwise.
+    All examples have the same positions, unless the call has an argument
+    `positions`.
     """
 
     kind = "PositionEmbedding"
@@ -200,5 +202,5 @@ class PositionEmbeddingBlock(EmbeddingBlock):
 
 
 def is_reverse(call: Sequence[Record]) -> bool:
-    """True if a call projects back to the tokens."""
+    """True if a call projects features to tokens."""
     return bool(call[0].kwargs.get("reverse"))

@@ -8,24 +8,25 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.blocks.base import Alike, Block, PerExampleBlock
+from tfkfac.blocks.base import Block, PerExampleBlock, TraceKey
 from tfkfac.blocks.rows import Rows, fold_axes, with_shape
 from tfkfac.capture.taps import Record
 from tfkfac.compat.functions import shared_call
 from tfkfac.compat.overrides import given_moments
 from tfkfac.factors import Factor, Stack
 
-# Names of the scale. Keras' `scale` is a weight in `RMSNormalization` alone,
-# elsewhere a flag; T5 of keras-hub has a `weight`.
-_GAINS = ("gamma", "scale", "weight")
+# Attributes that may hold the scale. In Keras, `scale` is a weight of
+# `RMSNormalization` and a flag of other layers; `weight` is T5's of keras-hub.
+_SCALES = ("gamma", "scale", "weight")
 
 
 class NormalizationBlock(Block):
-    """Exact Fisher of each feature's scale and offset, one 2x2 matrix each.
+    """Exact Fisher matrix of scale and offset, a 2x2 matrix per feature.
 
-    An example's gradient for one feature is `u = sum_s g_s [xhat_s, 1]`, with
-    the normalised input `xhat` of the current step. The factor is the mean of
-    `u u^T` over examples, for both ways of weight sharing. There is no A.
+    The gradient of an example for a feature is `u = sum_s g_s [xhat_s, 1]`,
+    where `xhat` is the normalised input of the current step. The factor G is
+    the mean of `u u^T` over examples for all values of `weight_sharing`.
+    There is no factor A.
     """
 
     kind = "Normalization"
@@ -33,11 +34,11 @@ class NormalizationBlock(Block):
 
     def __init__(self, layer: keras.layers.Layer, path: str) -> None:
         super().__init__(layer, path)
-        gains = [weight_of(layer, name) for name in _GAINS]
-        self._gain = next((w for w in gains if w is not None), None)
-        both = [self._gain, weight_of(layer, "beta")]
-        self._all = [w for w in both if w is not None]
-        self._weights = [w for w in self._all if w.trainable]
+        scales = [weight_of(layer, name) for name in _SCALES]
+        self._scale = next((w for w in scales if w is not None), None)
+        scale_and_offset = [self._scale, weight_of(layer, "beta")]
+        self._scale_and_offset = [w for w in scale_and_offset if w is not None]
+        self._weights = [w for w in self._scale_and_offset if w.trainable]
 
     @staticmethod
     @override
@@ -59,7 +60,7 @@ class NormalizationBlock(Block):
         return {"G": Stack(self._features, len(self._weights))}
 
     @override
-    def alike(self, record: Record) -> Alike | None:
+    def trace_key(self, record: Record) -> TraceKey | None:
         layer = self.layer
         if (
             type(layer) is not keras.layers.BatchNormalization
@@ -68,17 +69,17 @@ class NormalizationBlock(Block):
             or layer.axis not in (-1, record.inputs.shape.rank - 1)
         ):
             return None
-        gains = tuple(weight is self._gain for weight in self._weights)
-        return Alike((type(self), self.dtype, layer.epsilon, gains))
+        is_scale = tuple(weight is self._scale for weight in self._weights)
+        return TraceKey((type(self), self.dtype, layer.epsilon, is_scale))
 
     @override
     def rows(self, record: Record) -> Rows:
-        if self.alike(record) is not None:
-            return Rows(None, self._plain_sums(record), None)
+        if self.trace_key(record) is not None:
+            return Rows(None, self._batch_norm_sums(record), None)
         tensors: dict[str, tf.Tensor] = {}
-        plain: dict[str, Any] = {}
+        constants: dict[str, Any] = {}
         for name, value in record.kwargs.items():
-            (tensors if tf.is_tensor(value) else plain)[name] = value
+            (tensors if tf.is_tensor(value) else constants)[name] = value
 
         def sums(
             inputs: tf.Tensor,
@@ -87,72 +88,73 @@ class NormalizationBlock(Block):
             tensors: Mapping[str, tf.Tensor],
             statistics: Sequence[tf.Tensor],
         ) -> tf.Tensor:
-            call = inputs, moments or None, plain | dict(tensors), statistics
+            kwargs = constants | dict(tensors)
+            call = inputs, moments or None, kwargs, statistics
             return self._sums(gradient, lambda: self._normalized(*call))
 
         return Rows(
             None,
             shared_call(
-                ("normalization", self._signature, tuple(plain.items())),
+                ("normalization", self._signature, tuple(constants.items())),
                 sums,
                 record.inputs,
                 record.gradient,
                 record.moments or (),
                 tensors,
-                [tf.convert_to_tensor(w) for w in self._statistics],
+                [tf.convert_to_tensor(w) for w in self._other_variables],
             ),
             None,
         )
 
-    def _plain_sums(self, record: Record) -> tf.Tensor:
-        """`_sums` for features of any number, by the moments of the batch."""
+    def _batch_norm_sums(self, record: Record) -> tf.Tensor:
+        """`_sums` from recorded batch moments, for any number of features."""
         mean, variance = (self.cast(m) for m in record.moments or ())
         g, epsilon = self.cast(record.gradient), self.layer.epsilon
         positions = list(range(1, g.shape.rank - 1))
         sums = []
         for weight in self._weights:
-            part = g
-            if weight is self._gain:
+            gradient = g
+            if weight is self._scale:
                 inputs = self.cast(record.inputs)
-                part *= tf.nn.batch_normalization(
+                gradient *= tf.nn.batch_normalization(
                     inputs, mean, variance, None, None, epsilon
                 )
-            sums.append(tf.reduce_sum(part, positions))
+            sums.append(tf.reduce_sum(gradient, positions))
         return tf.expand_dims(tf.stack(sums, -1), 1)
 
     @property
     def _signature(self) -> Hashable:
-        """Key of the layer's computation.
+        """Cache key of the layer's computation.
 
-        That is what Keras' own layers save of themselves. Of other classes it
-        need not be all.
+        The config of a Keras layer describes its computation completely. The
+        config of a custom layer may not, so its key is the layer's identity.
         """
-        layer, kind = self.layer, type(self.layer)
-        if getattr(keras.layers, kind.__name__, None) is not kind:
+        layer, layer_class = self.layer, type(self.layer)
+        if getattr(keras.layers, layer_class.__name__, None) is not layer_class:
             return id(layer)
         config = {k: v for k, v in layer.get_config().items() if k != "name"}
         weights = tuple((tuple(w.shape), w.trainable) for w in layer.variables)
-        return kind, self.dtype, str(config), weights
+        return layer_class, self.dtype, str(config), weights
 
     @property
-    def _statistics(self) -> list[keras.Variable]:
-        """The layer's variables besides scale and offset."""
-        own = [id(weight) for weight in self._all]
-        return [w for w in self.layer.variables if id(w) not in own]
+    def _other_variables(self) -> list[keras.Variable]:
+        """Variables of the layer except scale and offset."""
+        excluded = [id(weight) for weight in self._scale_and_offset]
+        return [w for w in self.layer.variables if id(w) not in excluded]
 
     def _sums(
         self, gradient: tf.Tensor, normalize: Callable[[], tf.Tensor]
     ) -> tf.Tensor:
-        """One row an example, whatever the weight sharing."""
+        """Gradients per example: `(batch, 1, features, weights)`."""
         g = self._features_last(self.cast(gradient))
-        parts = [
+        products = [
             g * self._features_last(self.cast(normalize()))
-            if weight is self._gain
+            if weight is self._scale
             else g
             for weight in self._weights
         ]
-        # Summed before they are stacked, which copies numbers one by one.
-        sums = [tf.reduce_sum(part, 1, keepdims=True) for part in parts]
+        # Sum before stacking: `tf.stack` on the last axis copies slowly.
+        sums = [tf.reduce_sum(p, 1, keepdims=True) for p in products]
         return tf.stack(sums, -1)
 
     @property
@@ -160,38 +162,38 @@ class NormalizationBlock(Block):
         return math.prod(self._weights[0].shape)
 
     def _normalized(self, *call: Any) -> tf.Tensor:
-        """The normalised input: the output with a scale of one, no offset."""
+        """Normalised input: the output for scale 1 and offset 0."""
         return self._output(True, *call)
 
     def _output(
         self,
-        scaled: bool,
+        unit_scale: bool,
         inputs: tf.Tensor,
         moments: Sequence[tf.Tensor] | None,
         kwargs: Mapping[str, Any],
         statistics: Sequence[tf.Tensor],
     ) -> tf.Tensor:
-        """The layer's output with a scale of one or zero, and no offset.
+        """Output of the layer for scale 1 or 0 and offset 0.
 
-        The layer itself computes it, in a scope that takes the substitutes
-        and keeps its moving statistics from being updated once more. Batch
-        moments are not computed again: synchronised ones are a collective.
+        The layer's `call` runs in a stateless scope, so moving statistics are
+        not updated a second time. Recorded batch moments are reused, because
+        synchronised moments need a collective.
         """
-        one = self._gain if scaled else None
-        substitutes = [
-            (w, (tf.ones if w is one else tf.zeros)(w.shape, w.dtype))
-            for w in self._all
+        scale = self._scale if unit_scale else None
+        values = [
+            (w, (tf.ones if w is scale else tf.zeros)(w.shape, w.dtype))
+            for w in self._scale_and_offset
         ]
-        substitutes += zip(self._statistics, statistics, strict=True)
+        values += zip(self._other_variables, statistics, strict=True)
         layer = self.layer
         with (
-            keras.StatelessScope(state_mapping=substitutes),
+            keras.StatelessScope(state_mapping=values),
             given_moments(layer, moments),
         ):
             return type(layer).call(layer, self.cast(inputs), **kwargs)
 
     def _features_last(self, tensor: tf.Tensor) -> tf.Tensor:
-        """`(batch, ...)` to `(batch, shared, features)`."""
+        """Reshapes `(batch, ...)` to `(batch, shared, features)`."""
         rank = tensor.shape.rank
         axes = [axis % rank for axis in axes_of(self.layer)]
         shared = [i for i in range(1, rank) if i not in axes]
@@ -207,24 +209,25 @@ class NormalizationBlock(Block):
 
     @override
     def from_matrix(self, matrix: tf.Tensor) -> list[tf.Tensor]:
-        parts = tf.unstack(tf.squeeze(matrix, 1), len(self._weights), axis=1)
+        flat = tf.unstack(tf.squeeze(matrix, 1), len(self._weights), axis=1)
         return [
-            with_shape(part, weight.shape)
-            for part, weight in zip(parts, self._weights, strict=True)
+            with_shape(gradient, weight.shape)
+            for gradient, weight in zip(flat, self._weights, strict=True)
         ]
 
 
 class ShiftedNormalizationBlock(NormalizationBlock):
-    """The same for layers some of which multiply by 1 + scale.
+    """Normalisation that may multiply by `1 + scale` instead of `scale`.
 
-    What a change of the scale makes of the output is the normalised input.
+    The derivative of the output by the scale is the normalised input in both
+    cases: the output for scale 1 minus the output for scale 0.
     """
 
     @staticmethod
     @override
     def unsupported(layer: keras.layers.Layer) -> str | None:
         if getattr(layer, "data_format", None) == "channels_first":
-            return "normalises channels that come first"
+            return "normalises channels in the first axis"
         return NormalizationBlock.unsupported(layer)
 
     @override
@@ -233,13 +236,13 @@ class ShiftedNormalizationBlock(NormalizationBlock):
 
 
 def axes_of(layer: keras.layers.Layer) -> list[int]:
-    """The axes that have a scale; the last one if the layer does not say."""
+    """Axes with a scale: the layer's `axis`, by default the last."""
     axes = getattr(layer, "axis", -1)
     return list(axes) if isinstance(axes, (list, tuple)) else [axes]
 
 
 def weight_of(layer: keras.layers.Layer, name: str) -> keras.Variable | None:
-    """Returns an attribute of a layer if it is a weight."""
+    """Returns an attribute of a layer if it is a variable, else None."""
     value = getattr(layer, name, None)
     return value if isinstance(value, keras.Variable) else None
 
@@ -247,9 +250,9 @@ def weight_of(layer: keras.layers.Layer, name: str) -> keras.Variable | None:
 class PReLUBlock(PerExampleBlock):
     """Diagonal of the exact Fisher matrix of the slopes of a PReLU.
 
-    `z = max(x, 0) + alpha min(x, 0)`, so an example's gradient is the sum of
-    `g min(x, 0)` over the axes that share a slope. There may be as many slopes
-    as inputs, hence the diagonal.
+    The layer computes `z = max(x, 0) + alpha min(x, 0)`. The gradient of an
+    example is the sum of `g min(x, 0)` over the axes that share a slope. A
+    layer may have as many slopes as inputs, too many for a full matrix.
     """
 
     kind = "PReLU"

@@ -1,4 +1,4 @@
-"""The table of blocks by layer type, and the blocks of a model."""
+"""Table of blocks by layer class, and assignment of blocks to a model."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ from tfkfac.factors import Limit
 
 @dataclasses.dataclass(frozen=True)
 class Leftover:
-    """Trainable variables of a layer without a block, and the reason."""
+    """Uncovered trainable variables of a layer, and the reason."""
 
     path: str
     variables: tuple[keras.Variable, ...]
@@ -51,35 +51,38 @@ class Leftover:
 
 @dataclasses.dataclass(frozen=True)
 class Registry:
-    """Blocks of a model, and its variables without one."""
+    """Blocks of a model, and its uncovered variables."""
 
     blocks: tuple[Block, ...]
     leftovers: tuple[Leftover, ...]
 
     @property
     def left(self) -> tuple[Leftover, ...]:
-        """The leftovers, and the blocks that took no part in the last step."""
-        idle = [
+        """Leftovers, including the blocks skipped in the last traced step."""
+        skipped = [
             Leftover(block.path, tuple(block.variables), block.left_out)
             for block in self.blocks
             if block.left_out is not None
         ]
-        return (*self.leftovers, *idle)
+        return (*self.leftovers, *skipped)
 
     @property
     def covered(self) -> int:
-        """Number of weights that are preconditioned."""
+        """Number of preconditioned weights."""
         active = [b for b in self.blocks if b.left_out is None]
         return sum(count_weights(block.variables) for block in active)
 
     def agreement(self) -> dict[str, Any]:
-        """The part that all workers must have in common, as for JSON."""
+        """Values that must be equal on all workers, JSON-serializable."""
         layers = [
             [block.path, block.kind, [f.text for f in block.factors.values()]]
             for block in self.blocks
         ]
-        rest = [[left.path, left.reason] for left in self.leftovers]
-        return {"layers": layers, "layers left to the inner optimizer": rest}
+        uncovered = [[left.path, left.reason] for left in self.leftovers]
+        return {
+            "layers": layers,
+            "layers left to the inner optimizer": uncovered,
+        }
 
 
 def tap_layers(
@@ -88,19 +91,25 @@ def tap_layers(
     owner: object,
     without: tuple[type[Block], ...] = (),
 ) -> None:
-    """Taps the layers for an owner, and again when more have been built.
+    """Opens a tap on each trainable layer that has a block.
 
-    Those of blocks `without` which the owner does are not.
+    Runs again when a layer that is not built yet is called the first time.
+
+    Args:
+        model: The model.
+        skip_layers: Rules for layers to skip.
+        owner: The object that reads the records of the taps.
+        without: Layers whose blocks are all of these classes are skipped.
     """
     for node in walk(model, skip_layers):
         types = block_types(node.layer).values()
-        supported = not all(issubclass(kind, without) for kind in types)
+        supported = not all(issubclass(cls, without) for cls in types)
         if node.reason is None and node.layer.trainable and supported:
             Tap.open(node.tapped, owner)
-    again = functools.partial(tap_layers, model, skip_layers, owner, without)
+    tap = functools.partial(tap_layers, model, skip_layers, owner, without)
     for layer in unbuilt(model):
         if not block_types(layer):
-            before_first_call(layer, again)
+            before_first_call(layer, tap)
 
 
 def build_registry(
@@ -109,10 +118,13 @@ def build_registry(
     limit: Limit = Block.limit,
     without: tuple[type[Block], ...] = (),
 ) -> Registry:
-    """Gives each layer of a built model its blocks, in the order of layers.
+    """Creates the blocks of a built model, in the order of its layers.
 
-    Factors are kept whole up to the limit. Blocks of some classes may be left
-    out.
+    Args:
+        model: The model.
+        skip_layers: Rules for layers to skip.
+        limit: Largest size of a dense factor.
+        without: Classes of blocks to skip.
     """
     free = {id(v): v for v in model.trainable_variables}
     blocks: list[Block] = []
@@ -123,13 +135,13 @@ def build_registry(
         if reason is None and layer.built and layer.trainable:
             new, reason = _blocks_of(node, free, limit, without)
             blocks += new
-        rest = [v for v in layer.trainable_variables if id(v) in free]
-        for variable in rest:
+        uncovered = [v for v in layer.trainable_variables if id(v) in free]
+        for variable in uncovered:
             del free[id(variable)]
-        if rest:
+        if uncovered:
             missing = "not in the block of" if new else "no block for"
             reason = reason or f"{missing} {type(layer).__name__}"
-            leftovers.append(Leftover(node.path, tuple(rest), reason))
+            leftovers.append(Leftover(node.path, tuple(uncovered), reason))
     return Registry(tuple(blocks), tuple(leftovers))
 
 
@@ -139,19 +151,20 @@ def _blocks_of(
     limit: Limit,
     without: tuple[type[Block], ...],
 ) -> tuple[list[Block], str | None]:
-    """Makes a layer's blocks and takes their weights out of `free`.
+    """Creates the blocks of a layer and removes their weights from `free`.
 
-    They come with the reason if there could have been more.
+    Returns:
+        The blocks, and the reason if the layer has uncovered weights.
 
     Raises:
-        ValueError: If the layer, of a registered class, has not what it needs.
+        ValueError: If the layer lacks an attribute that its block needs.
     """
     blocks: list[Block] = []
     outer = node.distributor
-    for prefix, kind in block_types(node.layer).items():
-        if issubclass(kind, without):
-            return blocks, f"steps of this kind leave out {kind.kind}"
-        reason = kind.unsupported(node.layer)
+    for prefix, block_class in block_types(node.layer).items():
+        if issubclass(block_class, without):
+            return blocks, f"not supported by this step: {block_class.kind}"
+        reason = block_class.unsupported(node.layer)
         if outer is not None:
             reason = reason or TimeDistributedBlock.unsupported(outer)
         if reason is not None:
@@ -159,18 +172,19 @@ def _blocks_of(
         parent, slash, name = node.path.rpartition("/")
         path = f"{parent}{slash}{prefix}{name}"
         try:
-            block = kind(node.layer, path)
+            block = block_class(node.layer, path)
         except AttributeError as error:
             raise ValueError(
-                f"Layer '{path}' has not all that its block, {kind.__name__}, "
-                f"needs: {error}. See `tfkfac.register_block`."
+                f"Layer '{path}' lacks an attribute that its block, "
+                f"{block_class.__name__}, needs: {error}. See "
+                "`tfkfac.register_block`."
             ) from error
         block.limit = limit
         if not block.variables:
             continue
         if outer is not None:
             block = TimeDistributedBlock(outer, block)
-        reason = _why_not(block, free, limit)
+        reason = _reason_to_skip(block, free, limit)
         if reason is not None:
             return blocks, reason
         blocks.append(block)
@@ -179,14 +193,14 @@ def _blocks_of(
     return blocks, None
 
 
-def _why_not(
+def _reason_to_skip(
     block: Block, free: dict[int, keras.Variable], limit: Limit
 ) -> str | None:
-    """Why a block cannot be used, or None."""
+    """Returns why a block cannot be used, or None."""
     if not all(id(v) in free for v in block.variables):
         return "kernel frozen or shared with another layer"
     for name, factor in block.factors.items():
-        # Only of a block that does not ask the limit.
+        # A custom block may create a `Dense` factor without `self.limit`.
         if limit.exceeded(factor.whole_size):
             return (
                 f"factor {name} of {factor.text} exceeds "
@@ -196,11 +210,11 @@ def _why_not(
 
 
 def count_weights(variables: Sequence[keras.Variable]) -> int:
-    """Number of elements of some variables."""
+    """Counts the elements of variables."""
     return sum(math.prod(variable.shape) for variable in variables)
 
 
-# The blocks of a layer type, by the prefix that tells them apart.
+# Block classes of a layer class, by the prefix of the block's path.
 BlockTypes = dict[str, type[Block]]
 
 _SEPARABLE: BlockTypes = {
@@ -235,7 +249,7 @@ BLOCKS: dict[type[keras.layers.Layer], BlockTypes] = {
     keras.layers.RMSNormalization: {"": NormalizationBlock},
     keras.layers.PReLU: {"": PReLUBlock},
 }
-# Keras-hub's normalisations: RMS of the last axis, and a scale alone.
+# Normalisation layers of keras-hub: RMS of the last axis, with a scale only.
 _RMS_OF_KERAS_HUB = (
     "EdRecRMSNormalization",
     "Gemma3nAudioCumulativeGroupNorm",
@@ -256,7 +270,7 @@ _RMS_OF_KERAS_HUB = (
     "RoformerNorm",
     "T5LayerNorm",
 )
-# The same for layers of packages that need not be there, by package and name.
+# Blocks of layer classes in optional packages, by (package, class name).
 NAMED_BLOCKS: dict[tuple[str, str], BlockTypes] = {
     ("keras_hub", "PositionEmbedding"): {"": PositionEmbeddingBlock},
     **{
@@ -264,15 +278,15 @@ NAMED_BLOCKS: dict[tuple[str, str], BlockTypes] = {
         for name in _RMS_OF_KERAS_HUB
     },
 }
-# Classes that users have registered; they go before those above.
+# Blocks registered by the user. They take precedence over the tables above.
 _registered: dict[type[keras.layers.Layer], BlockTypes] = {}
 
 
 def block_types(layer: keras.layers.Layer) -> BlockTypes:
-    """Returns the blocks for a layer by prefix; empty if there are none.
+    """Returns the block classes of a layer by prefix, possibly empty.
 
-    A subclass of a known class counts as that class only if it has not
-    changed `call`: what else it computes is not known.
+    A subclass of a known class has the same blocks, unless it overrides
+    `call`: its computation is then unknown.
 
     Args:
         layer: The layer.
@@ -280,13 +294,13 @@ def block_types(layer: keras.layers.Layer) -> BlockTypes:
     for base in type(layer).__mro__:
         types = _types_of_class(base)
         if types is not None:
-            same = type(layer).call is getattr(base, "call", None)
-            return types if same else {}
+            same_call = type(layer).call is getattr(base, "call", None)
+            return types if same_call else {}
     return {}
 
 
 def _types_of_class(layer_class: type) -> BlockTypes | None:
-    """The blocks of a class itself, its bases not considered."""
+    """Returns the block classes of a layer class, ignoring its bases."""
     for table in (_registered, BLOCKS):
         if layer_class in table:
             return table[layer_class]
@@ -300,19 +314,20 @@ def register_block(
     like: type[keras.layers.Layer] | None = None,
     block: type[Block] | None = None,
 ) -> None:
-    """Makes `KFAC` precondition the layers of a class.
+    """Registers a curvature block for the layers of a class.
 
-    K-FAC has no block for a class that it does not know, nor for a subclass
-    with a `call` of its own, as it cannot tell what they compute. Either say
-    that they compute the same as the layers of another class, from the same
-    attributes. Those of `keras.layers.Dense` are `kernel`, and `bias` and
-    `activation` if there are any:
+    `KFAC` has no block for a custom layer class, nor for a subclass of a Keras
+    layer that overrides `call`, because it does not know their computation.
+
+    If a layer computes the same as another layer class from the same
+    attributes, use `like`. The attributes of `keras.layers.Dense` are
+    `kernel`, and optionally `bias` and `activation`:
 
     >>> tfkfac.register_block(MyDense, like=keras.layers.Dense)
 
-    Or write a block. `tfkfac.blocks` has three classes to start from:
+    Otherwise, write a block. `tfkfac.blocks` has three base classes:
     `PerExampleBlock` for a few weights without a kernel, `MatrixBlock` for a
-    kernel that is a matrix, and `Block` for all else. For example:
+    matrix-shaped kernel, and `Block` for any other layer. For example:
 
     ```python
     class Scale(keras.layers.Layer):
@@ -339,22 +354,21 @@ def register_block(
     tfkfac.register_block(Scale, block=ScaleBlock)
     ```
 
-    It counts for models that are compiled, or attached, from then on; a model
-    that is built keeps the blocks that it has until it is compiled again.
-    Registered classes go before the built-in ones, and the last registration
-    of a class counts. A subclass of a registered class is covered too, unless
-    it has a `call` of its own.
+    The registration applies to models that are compiled or attached
+    afterwards. It replaces a built-in block and an earlier registration of the
+    class. It includes subclasses of the class that do not override `call`.
 
     Args:
         layer_class: The layer class.
-        like: A layer class that has blocks, built-in or registered.
-        block: A subclass of `tfkfac.blocks.Block`.
+        like: A layer class with a built-in or registered block. Defaults to
+            None.
+        block: A subclass of `tfkfac.blocks.Block`. Defaults to None.
 
     Raises:
-        TypeError: If `layer_class` is no layer class, or `block` no class of
-            blocks.
+        TypeError: If `layer_class` is not a subclass of `keras.layers.Layer`,
+            or if `block` is not a complete subclass of `tfkfac.blocks.Block`.
         ValueError: If both or neither of `like` and `block` are given, or if
-            `like` has no blocks.
+            `like` has no block.
     """
     if not _is_class(layer_class, keras.layers.Layer):
         raise TypeError(
@@ -373,12 +387,12 @@ def register_block(
 
 
 def _types_like(like: Any) -> BlockTypes:
-    """The blocks of a class that a user says another one is like."""
+    """Returns the block classes for the argument `like`."""
     types = _types_of_class(like) if isinstance(like, type) else None
     if types is None:
         known = [c.__name__ for c in (*BLOCKS, *_registered)]
         raise ValueError(
-            "Argument `like` must be a layer class that has blocks: one of "
+            "Argument `like` must be a layer class with a block: one of "
             f"{', '.join(known)}. Received: like={like!r}"
         )
     return types
@@ -394,7 +408,7 @@ def _check_block(block: Any) -> type[Block]:
     missing += [] if hasattr(block, "kind") else ["kind"]
     if missing:
         raise TypeError(
-            "Argument `block` must be a class with all that a block has. "
+            "Argument `block` must define all attributes of a block. "
             f"Received: block={block!r}, which lacks {', '.join(missing)}"
         )
     return block

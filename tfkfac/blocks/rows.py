@@ -1,4 +1,4 @@
-"""Rows of a layer (inputs and pre-activation gradients), and its gradient."""
+"""Rows of a layer (inputs and output gradients), and weight gradients."""
 
 import abc
 import dataclasses
@@ -13,11 +13,11 @@ from tfkfac.linalg.tensors import select
 
 
 class Statistic(NamedTuple):
-    """A mean over rows of which other workers have some.
+    """Sum and count of a mean over the rows of all workers.
 
     Attributes:
-        total: The sum over the rows that are here.
-        count: The divisor of the sum.
+        total: Sum over the local rows.
+        count: Divisor. The mean is `sum(total) / sum(count)` over workers.
     """
 
     total: tf.Tensor
@@ -25,17 +25,17 @@ class Statistic(NamedTuple):
 
 
 class Rows:
-    """Inputs and pre-activation gradients as rows.
+    """Layer inputs and pre-activation gradients as rows.
 
     Args:
-        a: Inputs `(batch, shared, [groups,] inputs)`, the bias' 1 included;
-            for an embedding the integer tokens `(batch, shared)`; None
-            for a block without factor A. Or a function that makes them, for
-            those that are large and often not needed.
+        a: Inputs `(batch, shared, [groups,] inputs)`, with a column of ones
+            for the bias. For an embedding, integer tokens `(batch, shared)`.
+            None for a block without factor A. A function that returns the
+            inputs delays a large computation until it is needed.
         g: Gradients `(batch, shared, [groups,] outputs)`.
-        mask: Bool `(batch, shared)`, False where padded, or None.
-        gram: A function that makes the sum of `a a^T` over all rows without
-            them, and their number. Defaults to None: there is no other way.
+        mask: Bool `(batch, shared)`, False for padding; or None.
+        gram: Function that returns the sum of `a a^T` over all rows and their
+            number without computing `a`. Defaults to None.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Rows:
 
     @property
     def a(self) -> tf.Tensor | None:
-        """The inputs."""
+        """Inputs, computed at the first use."""
         if callable(self._a):
             self._a = self._a()
         return self._a
@@ -61,7 +61,7 @@ class Rows:
 def weigh(
     a: tf.Tensor, weights: tf.Tensor | None, dtype: tf.DType
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Zeroes the rows that carry no loss and counts the others."""
+    """Sets rows of weight 0 to zero and counts the other rows."""
     if weights is None:
         features = a.shape[2:].num_elements()
         if features:
@@ -69,7 +69,7 @@ def weigh(
         return a, tf.cast(tf.reduce_prod(tf.shape(a)[:2]), dtype)
     extra = [1] * (a.shape.rank - 2)
     shape = tf.concat([tf.shape(weights), extra], 0)
-    # Not a product: a padded row may hold anything, NaN included.
+    # Not a product with the weights: a padded row may contain NaN.
     a = tf.where(tf.reshape(weights, shape) > 0, a, tf.zeros_like(a))
     return a, tf.reduce_sum(weights)
 
@@ -77,7 +77,7 @@ def weigh(
 def average_positions(
     a: tf.Tensor, weights: tf.Tensor | None, dtype: tf.DType
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean over the positions of each example, and the examples."""
+    """Mean over the positions of each example, and number of examples."""
     if weights is None:
         return (
             tf.reduce_mean(a, 1, keepdims=True),
@@ -96,7 +96,7 @@ def fold_positions(tensor: tf.Tensor) -> tf.Tensor:
     """Reshapes `(batch, ..., features)` to `(batch, shared, features)`.
 
     Args:
-        tensor: The tensor, of two axes at least.
+        tensor: A tensor of rank 2 or more.
     """
     if tensor.shape.rank == 2:
         return tf.expand_dims(tensor, 1)
@@ -104,35 +104,44 @@ def fold_positions(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def size_of(tensor: tf.Tensor, axis: int) -> Any:
-    """Size of an axis, a Python integer if it is known."""
-    known = tensor.shape[axis]
-    # Taken apart, as an index would be three constants for each of them.
-    return tf.unstack(tf.shape(tensor))[axis] if known is None else known
+    """Size of an axis; a Python integer if it is static."""
+    size = tensor.shape[axis]
+    # `tf.unstack`, because each strided slice adds three constants.
+    return tf.unstack(tf.shape(tensor))[axis] if size is None else size
 
 
 def with_shape(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
-    """Reshapes a tensor that has not that shape already."""
+    """Reshapes a tensor unless its static shape is `shape` already."""
     if tensor.shape.as_list() == list(shape):
         return tensor
     return tf.reshape(tensor, shape)
 
 
 def fold_axes(tensor: tf.Tensor, shared: int, features: Any) -> tf.Tensor:
-    """`(batch, shared..., features...)` to `(batch, shared, features)`."""
+    """Reshapes `(batch, shared..., features...)` to 3 axes.
+
+    Args:
+        tensor: The tensor.
+        shared: Number of position axes.
+        features: Number of features.
+    """
     positions = tensor.shape[1 : 1 + shared].num_elements()
     if positions:
         return tf.reshape(tensor, [-1, positions, features])
-    # Not -1 for both: an empty batch leaves the number of positions open.
+    # `tf.reshape` cannot infer a size from an empty batch.
     batch, *sizes = tf.unstack(tf.shape(tensor))[: 1 + shared]
     return tf.reshape(tensor, [batch, math.prod(sizes), features])
 
 
 def fold_mask(mask: tf.Tensor | None, shape: tf.Tensor) -> tf.Tensor | None:
-    """Spreads a mask of the leading dimensions over `(batch, shared)`.
+    """Broadcasts a mask of the leading axes and reshapes it to 2 axes.
 
     Args:
         mask: Bool of shape `(batch, ...)`, or None.
         shape: Dynamic shape `(batch, ...)` of the positions.
+
+    Returns:
+        Bool `(batch, shared)`; None if the mask does not fit.
     """
     if mask is None or mask.shape.rank is None:
         return None
@@ -145,33 +154,33 @@ def fold_mask(mask: tf.Tensor | None, shape: tf.Tensor) -> tf.Tensor | None:
 
 
 class LayerGradient(abc.ABC):
-    """The gradient of a layer's weights, or what a solver made of it."""
+    """Gradient of a layer's weights, plain or preconditioned."""
 
     @property
     @abc.abstractmethod
     def matrix(self) -> tf.Tensor:
-        """The gradient written out, `([groups,] inputs, outputs)`."""
+        """The gradient as a matrix `([groups,] inputs, outputs)`."""
 
     @abc.abstractmethod
     def scaled(self, factor: tf.Tensor) -> Self:
-        """The gradient times a number."""
+        """Returns the gradient multiplied by a scalar."""
 
     @abc.abstractmethod
     def inner(self, other: "LayerGradient") -> tf.Tensor:
-        """The inner product of two gradients as matrices."""
+        """Returns the Frobenius inner product of two gradients."""
 
     @abc.abstractmethod
     def bound(self) -> tf.Tensor:
-        """A number of at least half the squared norm of the matrix."""
+        """Returns an upper bound of half the squared Frobenius norm."""
 
     @abc.abstractmethod
     def where(self, flag: tf.Tensor, otherwise: Self) -> Self:
-        """The gradient if a scalar bool is true, or another of its form."""
+        """Returns this gradient if `flag` is true, else `otherwise`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MatrixGradient(LayerGradient):
-    """A gradient that is written out.
+    """Gradient as a dense matrix.
 
     Attributes:
         value: The matrix, `([groups,] inputs, outputs)`.
@@ -205,15 +214,14 @@ class MatrixGradient(LayerGradient):
 
 @dataclasses.dataclass(frozen=True)
 class RowGradient(LayerGradient):
-    """A gradient `a^T g` that nobody has written out.
+    """Gradient `a^T g` as a product of rows, not computed as a matrix.
 
-    With fewer rows than the layer has features, it takes fewer operations to
-    multiply the rows with inverses of the factors than the matrix:
-    `A^-1 a^T g G^-1 = (a A^-1)^T (g G^-1)`.
+    For a batch with fewer rows than features, preconditioning the rows is
+    cheaper: `A^-1 a^T g G^-1 = (a A^-1)^T (g G^-1)`.
 
     Attributes:
-        a: The inputs, `(rows, inputs)`, the bias' 1 included.
-        g: The gradients at the pre-activation, `(rows, outputs)`.
+        a: Inputs `(rows, inputs)`, with a column of ones for the bias.
+        g: Pre-activation gradients `(rows, outputs)`.
     """
 
     a: tf.Tensor
@@ -231,10 +239,9 @@ class RowGradient(LayerGradient):
     @override
     def inner(self, other: LayerGradient) -> tf.Tensor:
         if isinstance(other, RowGradient):
-            along = tf.matmul(self.a, other.a, transpose_b=True)
-            return tf.reduce_sum(
-                along * tf.matmul(self.g, other.g, transpose_b=True)
-            )
+            products_a = tf.matmul(self.a, other.a, transpose_b=True)
+            products_g = tf.matmul(self.g, other.g, transpose_b=True)
+            return tf.reduce_sum(products_a * products_g)
         return tf.reduce_sum(tf.matmul(self.a, other.matrix) * self.g)
 
     @override

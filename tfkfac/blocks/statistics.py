@@ -1,13 +1,13 @@
-"""Batch statistics of a block: Kronecker factors from recorded rows.
+"""Batch statistics of a block: sums of the Kronecker factors A and G.
 
-They may be of a subsample of the examples, and are of the backward pass that is
-applied, where there were several. Somebody may take two gradients of one
-forward pass: of two losses, of which the sum is applied; of one loss for
-another model, as in a GAN; of a loss that itself has a gradient in it. Each
-leaves a record for the same call of a layer. The gradient that is applied
-decides: it is the product of the inputs with the recorded gradients of the last
-pass of each call, of the first (as in the GAN of TensorFlow's tutorial), or of
-all.
+Statistics may use a subsample of the batch.
+
+A training step may run several backward passes through the same layer call: to
+apply the sum of two gradients, for another model as in a GAN, or for a loss
+that contains a gradient. Each pass adds a record to the call. `records_of`
+selects the records that reproduce the applied gradient: of the last pass of
+each call, of all passes, or of the first pass (as in TensorFlow's DCGAN
+tutorial).
 """
 
 import dataclasses
@@ -24,70 +24,78 @@ from tfkfac.blocks.rows import Rows, Statistic, size_of
 from tfkfac.capture.taps import Record
 from tfkfac.compat.functions import Kind, each, shared_call
 
-# The measured part: a quarter, but so many of all workers together. Factors of
-# a few examples cost accuracy, and a small batch's are cheap.
-_QUARTER, _LEAST = 0.25, 64
+# Default subsample: 1/4 of the batch, at least 64 examples over all workers.
+# Statistics of fewer examples cost accuracy and hardly save time.
+_DEFAULT_FRACTION, _MIN_EXAMPLES = 0.25, 64
 
 
 class Subsample(NamedTuple):
-    """The part of each batch that statistics are taken of.
+    """Subsample of each batch for the statistics.
 
-    It is a share of the examples in (0, 1], but at least so many if there are
-    as many. `turn`, int64, is the number of parts taken before: the next one
-    has other examples.
+    Attributes:
+        fraction: Fraction of the examples, in (0, 1].
+        offset: int64, number of earlier subsamples. Each offset selects other
+            examples.
+        least: Minimum number of examples, where the batch has as many.
     """
 
     fraction: float
-    turn: tf.Tensor
+    offset: tf.Tensor
     least: int = 1
 
 
 def choose_subsample(
-    fraction: float | None, turn: tf.Tensor, workers: int
+    fraction: float | None, offset: tf.Tensor, workers: int
 ) -> Subsample | None:
-    """The part of a worker's batch, None if it is all of it.
+    """Returns the subsample of a worker's batch; None for the whole batch.
 
-    A fraction of None is the measured part, for so many workers whose
-    statistics are added up.
+    Args:
+        fraction: Fraction of the examples. None is the default subsample.
+        offset: Number of earlier subsamples.
+        workers: Number of workers that sum up their statistics.
     """
     if fraction is None:
-        return Subsample(_QUARTER, turn, math.ceil(_LEAST / workers))
-    return Subsample(fraction, turn) if fraction < 1 else None
+        least = math.ceil(_MIN_EXAMPLES / workers)
+        return Subsample(_DEFAULT_FRACTION, offset, least)
+    return Subsample(fraction, offset) if fraction < 1 else None
 
 
 class Examples:
-    """Some examples of a batch, evenly spaced and never none of several.
+    """Evenly spaced examples of a batch, at least one unless it is empty.
 
-    Not the first ones: batches may be sorted, and the first axis of a layer
-    may be time or patches. Turn by turn each example is taken as often as any
-    other, so that what they come to, times `weight`, has no bias. That is the
-    number of examples of the batch that each stands for, float64.
+    The first examples would be biased: batches may be sorted, and the first
+    axis of a layer may include time or patches. Over successive offsets, each
+    example is selected equally often, so sums times `weight` are unbiased.
+
+    Attributes:
+        weight: Batch size divided by the number of selected examples, float64.
     """
 
-    def __init__(self, size: int | tf.Tensor, part: Subsample) -> None:
+    def __init__(self, size: int | tf.Tensor, subsample: Subsample) -> None:
         def choose(
-            size: tf.Tensor, turn: tf.Tensor
+            size: tf.Tensor, offset: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor]:
-            share = part.fraction * tf.cast(size, tf.float64)
+            share = subsample.fraction * tf.cast(size, tf.float64)
             count = tf.cast(tf.math.ceil(share), tf.int64)
-            count = tf.maximum(count, tf.minimum(size, part.least))
-            # Nothing is taken of an empty batch, and divided by.
-            some, divisor = tf.maximum(size, 1), tf.maximum(count, 1)
-            indices = (turn * count % some + tf.range(count) * size) // divisor
+            count = tf.maximum(count, tf.minimum(size, subsample.least))
+            # Avoid a division by zero for an empty batch.
+            period, divisor = tf.maximum(size, 1), tf.maximum(count, 1)
+            first = offset * count % period
+            indices = (first + tf.range(count) * size) // divisor
             return indices, tf.cast(size, tf.float64) / tf.cast(
                 divisor, tf.float64
             )
 
         self._indices, self.weight = shared_call(
-            ("examples", part.fraction, part.least),
+            ("examples", subsample.fraction, subsample.least),
             choose,
             tf.cast(size, tf.int64),
-            tf.convert_to_tensor(part.turn, tf.int64),
+            tf.convert_to_tensor(subsample.offset, tf.int64),
             any_size=True,
         )
 
     def of(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
-        """Takes them of a tensor with the batch, or 1 for all, first."""
+        """Selects the examples of a tensor whose first axis is batch or 1."""
         if tensor is None:
             return None
         taken = shared_call(
@@ -103,11 +111,11 @@ def _take(tensor: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
 
 
 def _is_plain(record: Record) -> bool:
-    """True if only input, gradient and mask can be of single examples."""
-    others = tf.nest.flatten(dict(record.kwargs))
+    """True if a record has no per-example tensors among its arguments."""
+    arguments = tf.nest.flatten(dict(record.kwargs))
     return isinstance(record.inputs, tf.Tensor) and all(
         isinstance(value, (bool, int, float, str, type(None)))
-        for value in others
+        for value in arguments
     )
 
 
@@ -115,96 +123,99 @@ K = TypeVar("K")
 
 
 class View(NamedTuple):
-    """Part and weights of a batch, of which statistics are taken.
+    """Settings of the batch statistics: weight sharing, scales, subsample.
 
     Attributes:
         sharing: "expand", "reduce" or "average".
-        scale: Factor of the gradients. It makes a term's own gradient of what
-            the tape has seen, the gradient of a mean times some constants.
+        scale: Factor that converts recorded gradients, of the mean loss times
+            constants, to gradients of a single loss term. Defaults to 1.
         weightless: Bools of shape `(B, positions)`, True where a sample
-            weight is zero. What carries no loss does not count in A.
-        terms: The number `T`. None is the leading dimension of the layer, and
-            the gradients must be multiplied by it besides `scale`.
-        part: The part of the examples that stands for all; None is all.
-        weights: Weight of the Fisher matrix of a term of each loss; empty if
-            there is one loss.
-        unscale: Factor of the gradients before their products are taken,
-            which overflow under a large loss scale; None is 1.
+            weight is zero. Rows without loss do not count in A.
+        terms: The number of loss terms `T`. None is the size of the layer's
+            first axis; gradients are then multiplied by this size, too.
+        subsample: Subsample of the examples; None for the whole batch.
+        loss_weights: For each loss, the weight of the Fisher matrix of a term;
+            empty for a single loss.
+        unscale: Factor of the gradients, applied before their products, which
+            may overflow with loss scaling. None is 1.
     """
 
     sharing: str
     scale: tf.Tensor | float = 1.0
     weightless: Sequence[tf.Tensor] = ()
     terms: tf.Tensor | None = None
-    part: Subsample | None = None
-    weights: Sequence[tf.Tensor] = ()
+    subsample: Subsample | None = None
+    loss_weights: Sequence[tf.Tensor] = ()
     unscale: tf.Tensor | None = None
 
-    def numbers(self) -> dict[str, tf.Tensor]:
-        """Its numbers as tensors, without those that a step does not know."""
-        turn = None if self.part is None else self.part.turn
-        named = {
+    def scalars(self) -> dict[str, tf.Tensor]:
+        """The scalar fields that are not None, as tensors by name."""
+        fields = {
             "scale": self.scale,
             "terms": self.terms,
             "unscale": self.unscale,
-            "turn": turn,
+            "offset": self.subsample and self.subsample.offset,
         }
-        known = {name: x for name, x in named.items() if x is not None}
-        return {name: tf.convert_to_tensor(x) for name, x in known.items()}
+        given = {name: x for name, x in fields.items() if x is not None}
+        return {name: tf.convert_to_tensor(x) for name, x in given.items()}
 
-    def with_numbers(self, numbers: Mapping[str, tf.Tensor]) -> "View":
-        """The same view with such tensors in their places."""
-        own, part = dict(numbers), self.part
-        if part is not None:
-            part = part._replace(turn=own.pop("turn"))
-        return self._replace(part=part, **own)
+    def with_scalars(self, scalars: Mapping[str, tf.Tensor]) -> "View":
+        """Returns a copy with other values of the scalar fields."""
+        values, subsample = dict(scalars), self.subsample
+        if subsample is not None:
+            subsample = subsample._replace(offset=values.pop("offset"))
+        return self._replace(subsample=subsample, **values)
 
 
 def batch_statistics(
     layers: Mapping[K, tuple[Block, Sequence[Record]]], view: View
 ) -> dict[K, dict[str, Statistic]]:
-    """Sums the factors of one batch over all recorded calls of each layer.
+    """Computes the factors of one batch from all calls of each layer.
 
     With `B` examples, `S` shared positions and a loss that is the mean over
-    `T` terms, "expand" gives `A = 1/(B S) sum a a^T` and `G = T sum c c^T`
-    with the gradient `c` of that mean; "reduce" averages `a` and sums `c` over
-    the positions first (Eschenhagen et al., 2023). The rows of several calls
-    are pooled.
+    `T` terms, "expand" gives `A = 1/(B S) sum a a^T` and `G = T sum c c^T`,
+    where `c` is the gradient of this mean. "reduce" first averages `a` and
+    sums `c` over the positions (Eschenhagen et al., 2023). The rows of several
+    calls are pooled.
+
+    Args:
+        layers: Block and records, one per call, of each layer.
+        view: Settings of the statistics.
 
     Returns:
-        Sum and count of each factor by name, for each of the layers.
+        For each layer, sum and count of each factor by factor name.
     """
     if not layers:
         return {}
-    numbers = view.numbers()  # what variables hold is read once
-    view = view.with_numbers(numbers)
-    rows = [
-        _of_call(block, record, view)
+    scalars = view.scalars()  # Read variables once, not for each layer.
+    view = view.with_scalars(scalars)
+    calls = [
+        _statistics_call(block, record, view)
         for block, records in layers.values()
         for record in records
     ]
-    functions, likes, given = map(list, zip(*rows, strict=True))
-    made = iter(each(functions, given, numbers, like=likes))
+    functions, keys, tensors = map(list, zip(*calls, strict=True))
+    results = iter(each(functions, tensors, scalars, like=keys))
     return {
-        key: _pooled(block, list(itertools.islice(made, len(records))))
-        for key, (block, records) in layers.items()
+        layer: _pool(block, list(itertools.islice(results, len(records))))
+        for layer, (block, records) in layers.items()
     }
 
 
-def _pooled(
-    block: Block, every: Sequence[dict[str, Statistic]]
+def _pool(
+    block: Block, calls: Sequence[dict[str, Statistic]]
 ) -> dict[str, Statistic]:
-    """Adds up the calls of a layer."""
+    """Adds up the statistics of all calls of a layer."""
     shapes, pooled = block.factor_shapes, {}
-    for name in every[0]:
-        own = [one[name] for one in every]
-        for statistic in own:
+    for name in calls[0]:
+        statistics = [call[name] for call in calls]
+        for statistic in statistics:
             statistic.total.set_shape(shapes[name])
-        total = _added([statistic.total for statistic in own])
-        # The terms of a further call are the same terms.
-        count = own[-1].count
+        total = _add([statistic.total for statistic in statistics])
+        # All calls contribute to the same loss terms: do not add their counts.
+        count = statistics[-1].count
         if name == "A":
-            count = _added([statistic.count for statistic in own])
+            count = _add([statistic.count for statistic in statistics])
         pooled[name] = Statistic(total, count)
     return pooled
 
@@ -212,52 +223,60 @@ def _pooled(
 def output_total(
     block: Block, records: Sequence[Record], view: View
 ) -> tf.Tensor:
-    """Sums `g g^T` over the calls of a layer, as `batch_statistics` does."""
+    """Sums `g g^T` over the calls of a layer, without the scales of a view."""
     totals = []
     for record in records:
-        rows, _, examples = _rows(block, record, view.part)
+        rows, _, examples = _rows(block, record, view.subsample)
         total = block.output_statistic(rows.g, view.sharing)
-        totals.append(_of_all(total, examples))
+        totals.append(_rescale(total, examples))
     return tf.add_n(totals)
 
 
-def _added(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+def _add(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     first, *others = tensors
     return sum(others, first)
 
 
 # Inputs, gradient and moments of a call.
-_Given = tuple[Any, ...]
+_Tensors = tuple[Any, ...]
 
 
-def _of_call(
+def _statistics_call(
     block: Block, record: Record, view: View
-) -> tuple[Callable[..., dict[str, Statistic]], Kind | None, _Given]:
-    """Function of one call's sums and counts, its kind and first argument."""
-    plain = record.mask is None and not view.weightless
-    alike, part = block.alike(record) if plain else None, view.part
-    if alike is None:
+) -> tuple[Callable[..., dict[str, Statistic]], Kind | None, _Tensors]:
+    """Returns the statistics function of a call, its key and its tensors."""
+    has_key = record.mask is None and not view.weightless
+    trace_key = block.trace_key(record) if has_key else None
+    if trace_key is None:
         return lambda *_: _sums(block, record, view), None, ()
 
     def sums(
-        given: _Given, numbers: Mapping[str, tf.Tensor]
+        tensors: _Tensors, scalars: Mapping[str, tf.Tensor]
     ) -> dict[str, Statistic]:
-        inputs, gradient, moments = given
-        own = dataclasses.replace(
+        inputs, gradient, moments = tensors
+        new = dataclasses.replace(
             record, inputs=inputs, gradient=gradient, moments=moments or None
         )
-        return _sums(block, own, view.with_numbers(numbers))
+        return _sums(block, new, view.with_scalars(scalars))
 
-    taken = None if part is None else (part.fraction, part.least)
-    key = "statistics", alike.key, view.sharing, taken
-    # Convolutions are placed.
-    kind = Kind(key, alike.any_size, placed=not alike.any_size)
+    subsample = view.subsample and (
+        view.subsample.fraction,
+        view.subsample.least,
+    )
+    key = "statistics", trace_key.key, view.sharing, subsample
+    # Only convolutions depend on sizes; `placed` gives them oneDNN kernels.
+    any_size = trace_key.any_size
     moments = tuple(record.moments or ())
-    return sums, kind, (record.inputs, record.gradient, moments)
+    return (
+        sums,
+        Kind(key, any_size, placed=not any_size),
+        (record.inputs, record.gradient, moments),
+    )
 
 
 def _sums(block: Block, record: Record, view: View) -> dict[str, Statistic]:
-    rows, size, examples = _rows(block, record, view.part)
+    """Statistics of one call: those of G, and of A if the block has it."""
+    rows, size, examples = _rows(block, record, view.subsample)
     terms = size if view.terms is None else view.terms
     count = tf.cast(terms, block.dtype)
     factor = tf.cast(view.scale, block.dtype)
@@ -267,46 +286,46 @@ def _sums(block: Block, record: Record, view: View) -> dict[str, Statistic]:
     if view.unscale is not None:
         g *= tf.cast(view.unscale, g.dtype)
     total = block.output_statistic(g, view.sharing) * tf.square(factor)
-    sums = {"G": Statistic(_of_all(total, examples), count)}
+    sums = {"G": Statistic(_rescale(total, examples), count)}
     if "A" in block.factors:
         weights = _row_weights(block, rows, view.weightless, size, examples)
         if rows.gram and weights is None and view.sharing == "expand":
-            new = rows.gram()  # all rows count alike
+            statistic = rows.gram()
         else:
-            new = block.input_statistic(rows.a, weights, view.sharing)
-        sums["A"] = Statistic(*(_of_all(x, examples) for x in new))
+            statistic = block.input_statistic(rows.a, weights, view.sharing)
+        sums["A"] = Statistic(*(_rescale(x, examples) for x in statistic))
     return sums
 
 
 def _rows(
-    block: Block, record: Record, part: Subsample | None
+    block: Block, record: Record, subsample: Subsample | None
 ) -> tuple[Rows, int | tf.Tensor, Examples | None]:
-    """Rows, the examples of the batch, and those taken if not all are.
+    """Returns the rows of a call, the batch size, and the selected examples.
 
-    They are chosen before there are rows, if the record can be taken apart by
-    examples: that is what makes it cheap.
+    The record is subsampled before the conversion to rows where the block
+    supports it, which saves time.
     """
-    if part is not None and block.examples_first and _is_plain(record):
+    if subsample is not None and block.examples_first and _is_plain(record):
         size = size_of(record.gradient, 0)
-        examples = Examples(size, part)
-        cut = dataclasses.replace(
+        examples = Examples(size, subsample)
+        selected = dataclasses.replace(
             record,
             inputs=examples.of(record.inputs),
             gradient=examples.of(record.gradient),
             mask=examples.of(record.mask),
         )
-        return block.rows(cut), size, examples
+        return block.rows(selected), size, examples
     rows = block.rows(record)
     size = size_of(rows.g, 0)
-    if part is None:
+    if subsample is None:
         return rows, size, None
-    examples = Examples(size, part)
-    parts = (examples.of(tensor) for tensor in (rows.a, rows.g, rows.mask))
-    return Rows(*parts), size, examples
+    examples = Examples(size, subsample)
+    tensors = (examples.of(tensor) for tensor in (rows.a, rows.g, rows.mask))
+    return Rows(*tensors), size, examples
 
 
-def _of_all(total: tf.Tensor, examples: Examples | None) -> tf.Tensor:
-    """Sum over all examples, where it is one over those that were taken."""
+def _rescale(total: tf.Tensor, examples: Examples | None) -> tf.Tensor:
+    """Rescales a sum over the selected examples to the whole batch."""
     if examples is None:
         return total
     return total * tf.cast(examples.weight, total.dtype)
@@ -319,31 +338,33 @@ def _row_weights(
     size: int | tf.Tensor,
     examples: Examples | None,
 ) -> tf.Tensor | None:
-    """1 for rows that carry loss, else 0; None when nothing says otherwise.
+    """Weights of the rows in A, 1 or 0; None if all are 1.
 
-    A padded position, or one of weight zero, may still carry loss: a later
-    layer may ignore the mask, another output may have another weight. So it is
-    left out only if it has no gradient either.
+    Weight 0: rows that are padded or have sample weight 0, and have gradient
+    0. Such a row with a nonzero gradient counts: a later layer may ignore the
+    mask, or another output may have another sample weight.
     """
     if not weightless and rows.mask is None:
         return None
     shape = tf.stack([size, tf.shape(rows.g)[1]])
-    suspects = [_spread(w, shape) for w in weightless]
+    flags = [_broadcast_positions(w, shape) for w in weightless]
     if examples is not None:
-        suspects = [examples.of(suspect) for suspect in suspects]
+        flags = [examples.of(flag) for flag in flags]
     if rows.mask is not None:
-        suspects.append(tf.logical_not(rows.mask))
+        flags.append(tf.logical_not(rows.mask))
     features = list(range(2, rows.g.shape.rank))
-    idle = tf.reduce_all(tf.equal(rows.g, 0), features)
-    suspect = tf.reduce_any(tf.stack(suspects), 0)
-    return tf.cast(tf.logical_not(tf.logical_and(suspect, idle)), block.dtype)
+    no_gradient = tf.reduce_all(tf.equal(rows.g, 0), features)
+    no_weight = tf.reduce_any(tf.stack(flags), 0)
+    return tf.cast(
+        tf.logical_not(tf.logical_and(no_weight, no_gradient)), block.dtype
+    )
 
 
-def _spread(weightless: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
-    """Zero weights of a loss, `(B, positions)`, as those of a layer's rows.
+def _broadcast_positions(weightless: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
+    """Converts flags `(B, positions)` of a loss to the rows of a layer.
 
-    The layer may have other positions than the loss, and may see the batch
-    folded with other dimensions.
+    If the number of rows differs from the number of flags, a row has the flag
+    of its example: true if all positions of the example have no weight.
     """
 
     def by_position() -> tf.Tensor:
@@ -352,79 +373,103 @@ def _spread(weightless: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
     def by_example() -> tf.Tensor:
         example = tf.range(shape[0]) * tf.shape(weightless)[0]
         example //= tf.maximum(shape[0], 1)
-        whole = tf.gather(tf.reduce_all(weightless, 1), example)
-        return tf.broadcast_to(whole[:, None], shape)
+        flags = tf.gather(tf.reduce_all(weightless, 1), example)
+        return tf.broadcast_to(flags[:, None], shape)
 
-    same = tf.equal(tf.size(weightless), tf.reduce_prod(shape))
-    return tf.cond(same, by_position, by_example)
+    same_size = tf.equal(tf.size(weightless), tf.reduce_prod(shape))
+    return tf.cond(same_size, by_position, by_example)
 
 
-# The records of each call of a layer, in the order in which they came.
+# For each call of a layer, its records in the order of the backward passes.
 Calls = Sequence[Sequence[Record]]
 
-# Squared relative distance of a gradient from what it should be.
+# Largest squared relative distance of equal gradients.
 _TOLERANCE = 1e-4
 
 
 def records_of(
     block: Block, calls: Calls, gradients: Sequence[tf.Tensor]
 ) -> tuple[list[Record], tf.Tensor | None]:
-    """Returns one record of each call, of the pass that is applied.
+    """Returns one record per call, of the applied backward passes.
 
-    The gradients of the weights may be off by a factor, as clipping makes
-    them. A flag says whether the records explain them; None if there was no
-    choice.
+    The applied gradients may differ from the recorded ones by a factor, for
+    example after clipping.
+
+    Args:
+        block: Block of the layer.
+        calls: For each call of the layer, its records.
+        gradients: Applied gradients of the block's variables.
+
+    Returns:
+        The records, and a scalar bool, True if they reproduce the applied
+        gradients; None if each call has one record.
     """
     if all(len(records) == 1 for records in calls):
         return [records[0] for records in calls], None
     lengths = [len(records) for records in calls]
-    last = [float(i == n - 1) for n in lengths for i in range(n)]
-    first = [float(i == 0) for n in lengths for i in range(n)]
-    every = [1.0] * len(last)
-    choices = tf.constant([last, every, first], block.dtype)
-    parts = [block.gradient(block.rows(r)) for r in chain(*calls)]
-    best, explains = _compare(parts, block.to_matrix(gradients), choices)
-    chosen = tf.split(choices[best], lengths)
+    last_pass = [float(i == n - 1) for n in lengths for i in range(n)]
+    first_pass = [float(i == 0) for n in lengths for i in range(n)]
+    all_passes = [1.0] * len(last_pass)
+    choices = tf.constant([last_pass, all_passes, first_pass], block.dtype)
+    recorded = [block.gradient(block.rows(r)) for r in chain(*calls)]
+    best, explains = _compare(recorded, block.to_matrix(gradients), choices)
+    weights = tf.split(choices[best], lengths)
     merged = [
-        _merge(records, tf.unstack(own, len(records)))
-        for records, own in zip(calls, chosen, strict=True)
+        _merge(records, tf.unstack(chosen, len(records)))
+        for records, chosen in zip(calls, weights, strict=True)
     ]
     return merged, explains
 
 
 def _compare(
-    parts: Sequence[tf.Tensor], gradient: tf.Tensor, choices: tf.Tensor
+    recorded: Sequence[tf.Tensor], gradient: tf.Tensor, choices: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Place of the first choice that makes the gradient, or its direction.
+    """Finds the choice of records that reproduces a gradient.
 
-    It is that of the nearest if a flag says that there is none.
+    Args:
+        recorded: Gradients of the records, `n` in all.
+        gradient: The applied gradient.
+        choices: `(choices, n)`, 1 for selected records, else 0.
+
+    Returns:
+        Index of the first choice whose sum equals the gradient, else of the
+        first with its direction, else of the nearest; and a scalar bool, False
+        in the last case.
     """
-    rows = [tf.reshape(part, [1, -1]) for part in (*parts, gradient)]
+    rows = [tf.reshape(matrix, [1, -1]) for matrix in (*recorded, gradient)]
     matrix = tf.concat(rows, 0)
     products = tf.matmul(matrix, matrix, transpose_b=True)
-    gram, along, size = products[:-1, :-1], products[:-1, -1], products[-1, -1]
-    lengths = tf.reduce_sum(tf.matmul(choices, gram) * choices, 1)
-    cosines = tf.linalg.matvec(choices, along)
-    errors = size - 2 * cosines + lengths
-    shares = tf.math.divide_no_nan(tf.square(cosines), lengths * size)
-    # The opposite direction is another one.
-    sines = tf.where(cosines > 0, 1 - shares, tf.ones_like(shares))
-    same, parallel = errors <= _TOLERANCE * size, sines <= _TOLERANCE
+    # With s the sum of a choice and g the gradient: s.s, s.g and g.g.
+    gram, along, gg = products[:-1, :-1], products[:-1, -1], products[-1, -1]
+    ss = tf.reduce_sum(tf.matmul(choices, gram) * choices, 1)
+    sg = tf.linalg.matvec(choices, along)
+    squared_errors = gg - 2 * sg + ss
+    squared_cosines = tf.math.divide_no_nan(tf.square(sg), ss * gg)
+    # An opposite direction does not reproduce the gradient.
+    squared_sines = tf.where(
+        sg > 0, 1 - squared_cosines, tf.ones_like(squared_cosines)
+    )
+    same = squared_errors <= _TOLERANCE * gg
+    parallel = squared_sines <= _TOLERANCE
     best = tf.where(
         tf.reduce_any(same),
         _first(same),
-        tf.where(tf.reduce_any(parallel), _first(parallel), tf.argmin(sines)),
+        tf.where(
+            tf.reduce_any(parallel),
+            _first(parallel),
+            tf.argmin(squared_sines),
+        ),
     )
     return best, tf.reduce_any(tf.logical_or(same, parallel))
 
 
 def _first(flags: tf.Tensor) -> tf.Tensor:
-    """Place of the first flag that is set."""
+    """Index of the first true flag."""
     return tf.argmax(tf.cast(flags, tf.int32))
 
 
 def _merge(records: Sequence[Record], chosen: Sequence[tf.Tensor]) -> Record:
-    """One record of a call, its gradient the sum of the chosen ones."""
+    """Merges the records of a call: sums the gradients of chosen records."""
     gradients = [
         tf.math.multiply_no_nan(r.gradient, tf.cast(c, r.gradient.dtype))
         for r, c in zip(records, chosen, strict=True)

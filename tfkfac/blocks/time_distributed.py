@@ -1,4 +1,4 @@
-"""Block of a layer inside of a `keras.layers.TimeDistributed`."""
+"""Block of the inner layer of a `keras.layers.TimeDistributed`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,18 +16,18 @@ from tfkfac.factors import Factor
 
 
 class TimeDistributedBlock(Block):
-    """The block of a layer that is applied at each time step.
+    """Block of a layer that is applied at each time step.
 
-    The time steps are positions, so that a `Dense` in a `TimeDistributed` has
-    the factors of a `Dense` on sequences. Keras calls the layer in a loop, or
-    in a vectorised one, out of sight. But the outer layer's input and the
-    gradient at its output are those of the inner one, a batch of all steps of
-    all examples. An activation between them is gone through backwards, with
-    pre-activations computed anew.
+    Time steps are shared positions: a `Dense` in a `TimeDistributed` has the
+    factors of a `Dense` on sequences. Keras calls the inner layer in a loop,
+    where a tap cannot record it. The record therefore holds the input of the
+    `TimeDistributed` and the gradient at its output. The block folds the time
+    steps into the batch and, if the inner layer has an activation,
+    backpropagates the gradient through it with recomputed pre-activations.
 
     Args:
-        layer: The `TimeDistributed`.
-        block: The block of the layer inside.
+        layer: The `TimeDistributed` layer.
+        block: The block of the inner layer.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class TimeDistributedBlock(Block):
         inputs = fold(record.inputs)
         gradient = fold(self.cast(record.gradient))
         mask = None if record.mask is None else fold(record.mask)
-        with paused():  # what is computed anew is no call of the layer
+        with paused():  # Taps must not record the recomputation.
             gradient = self._before_activation(inputs, gradient)
         rows = self._block.rows(Record(inputs, gradient, mask))
         if "A" not in self.factors:
-            # One row an example, as without the loop.
-            summed = tf.reduce_sum(unfold(rows.g, shape), 1, keepdims=True)
-            return Rows(None, summed, None)
+            # Blocks without A have one row per example: sum over time steps.
+            total = tf.reduce_sum(unfold(rows.g, shape), 1, keepdims=True)
+            return Rows(None, total, None)
         mask = None if rows.mask is None else unfold(rows.mask, shape)
         return Rows(
             lambda: unfold(rows.a, shape),
@@ -77,7 +77,7 @@ class TimeDistributedBlock(Block):
         )
 
     def _before_activation(self, inputs: Any, gradient: tf.Tensor) -> tf.Tensor:
-        """Takes a gradient back through the inner layer's activation."""
+        """Backpropagates a gradient through the inner layer's activation."""
         inner = self._block.layer
         activation = getattr(inner, "activation", None)
         if activation is None or activation is keras.activations.linear:
@@ -110,7 +110,7 @@ class TimeDistributedBlock(Block):
 
 
 def fold(tensor: tf.Tensor) -> tf.Tensor:
-    """`(batch, time, ...)` to `(batch * time, ...)`."""
+    """Reshapes `(batch, time, ...)` to `(batch * time, ...)`."""
     shape = tf.shape(tensor)
     folded = tf.concat([[shape[0] * shape[1]], shape[2:]], 0)
     return tf.ensure_shape(
@@ -119,9 +119,12 @@ def fold(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def unfold(rows: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
-    """`(batch * time, shared, ...)` to `(batch, time * shared, ...)`."""
-    now = tf.shape(rows)
-    unfolded = tf.concat([[shape[0], shape[1] * now[1]], now[2:]], 0)
+    """Reshapes `(batch * time, shared, ...)` to `(batch, time * shared, ...)`.
+
+    `shape` is `(batch, time)`.
+    """
+    folded = tf.shape(rows)
+    unfolded = tf.concat([[shape[0], shape[1] * folded[1]], folded[2:]], 0)
     return tf.ensure_shape(
         tf.reshape(rows, unfolded), [None, None, *rows.shape[2:]]
     )

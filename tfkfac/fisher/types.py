@@ -42,7 +42,7 @@ def weighted(
     view: View, outputs: Sequence[Output]
 ) -> list[tuple[Output, tf.Tensor | None]]:
     """The outputs with the weights of their losses."""
-    weights = view.weights or [None] * len(outputs)
+    weights = view.loss_weights or [None] * len(outputs)
     return list(zip(outputs, weights, strict=True))
 
 
