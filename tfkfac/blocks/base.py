@@ -111,13 +111,8 @@ class Block(abc.ABC):
         """Key under which calls share one traced statistics function.
 
         The shared function depends on input, gradient and moments of the
-        record only. It is not used for records with a mask.
-
-        Args:
-            record: The record of the call.
-
-        Returns:
-            The key. None, the default, to trace each call separately.
+        record only. It is not used for records with a mask. None, the default,
+        traces each call separately.
         """
         return None
 
@@ -126,14 +121,9 @@ class Block(abc.ABC):
     ) -> Sequence[Sequence[Record]]:
         """Selects the layer calls that belong to this block.
 
-        An override may set `left_out` to a reason why the block is not valid
-        for these calls. The step then does not precondition its gradients.
-
-        Args:
-            calls: For each call of the layer, its records.
-
-        Returns:
-            The selected calls. Defaults to all calls.
+        Defaults to all calls. An override may set `left_out` to a reason why
+        the block is not valid for these calls; the step then does not
+        precondition its gradients.
         """
         return calls
 
@@ -205,12 +195,7 @@ class Block(abc.ABC):
     ) -> Statistic:
         """Sum of `a a^T` over the rows with nonzero weight, and their number.
 
-        Args:
-            a: Inputs `(batch, shared, [groups,] inputs)`.
-            weights: `(batch, shared)`, 1 for rows that count, else 0; or None
-                if all rows count.
-            sharing: "expand" to use each position as a row. "reduce" or
-                "average" to use the mean over the positions of an example.
+        "reduce" and "average" use the mean over the positions of an example.
         """
         a, count = weigh(a, weights, self.dtype)
         if sharing != "expand":
@@ -220,10 +205,8 @@ class Block(abc.ABC):
     def output_statistic(self, g: tf.Tensor, sharing: str) -> tf.Tensor:
         """Sum of `g g^T` over rows.
 
-        Args:
-            g: Gradients `(batch, shared, [groups,] outputs)`.
-            sharing: "expand" to use each position as a row, "reduce" to use
-                the sum over the positions of an example, "average" the mean.
+        "reduce" uses the sum over the positions of an example, "average" the
+        mean.
         """
         if sharing == "reduce":
             g = tf.reduce_sum(g, 1, keepdims=True)

@@ -38,15 +38,10 @@ class Geometry(NamedTuple):
 
 
 def extract_patches(inputs: tf.Tensor, geometry: Geometry) -> list[tf.Tensor]:
-    """Slices an image at each offset of a convolution kernel.
+    """Slices an image `(batch, *spatial, channels)` at each kernel offset.
 
-    Args:
-        inputs: `(batch, *spatial, channels)`, 1 to 3 spatial dimensions.
-        geometry: Geometry of the convolution.
-
-    Returns:
-        For each kernel offset, in row-major order, a tensor
-        `(batch, *outputs, channels)`.
+    Returns a tensor `(batch, *outputs, channels)` for each offset of the
+    kernel, in row-major order.
     """
     kernel_size, strides, _, dilation = geometry
     image, counts = fit(inputs, geometry)
@@ -85,10 +80,8 @@ def _slices(
 def fit(inputs: tf.Tensor, geometry: Geometry) -> tuple[tf.Tensor, list[Any]]:
     """Pads or crops an image to the cells that the patches cover.
 
-    With a stride above 1, the new size is a multiple of the stride.
-
-    Returns:
-        The image, and the number of outputs in each spatial dimension.
+    With a stride above 1, the new size is a multiple of the stride. Also
+    returns the number of outputs in each spatial dimension.
     """
     kernel_size, strides, padding, dilation = geometry
     index, paddings, outputs = [slice(None)], [(0, 0)], []
@@ -293,10 +286,7 @@ def patch_gram(images: tf.Tensor, geometry: Geometry, bias: bool) -> Statistic:
 def channel_grams(
     images: tf.Tensor, geometry: Geometry, bias: bool
 ) -> Statistic:
-    """Computes `patch_gram` of each channel: a stack of matrices.
-
-    Both strides must be equal.
-    """
+    """Computes `patch_gram` of each channel, for equal strides."""
     size, (stride, _) = geometry.size, geometry.strides
     pairs = SameChannelPairs()
     by_correlation = stride == 1 and _is_large(images.shape[1:3], size)
@@ -351,9 +341,6 @@ def costs(
     64 cells per side, kernels of 1 to 7 and strides of 1 to 3. The comparison
     was wrong only where both times were within 10 %. An unknown size counts
     as 32.
-
-    Returns:
-        The cost of `patch_gram`, and the cost of the product of patches.
     """
     kernel_size, strides = geometry.size, geometry.strides
     batch, *cells, channels = [32 if n is None else n for n in shape]
@@ -484,10 +471,7 @@ def _subtract_edge(
     along: tuple[int, int],
     at_end: bool,
 ) -> tf.Tensor:
-    """Subtracts the positions beyond one end of the outputs in one axis.
-
-    `along` is the padding of the other axis.
-    """
+    """Subtracts the positions beyond one end of the outputs in one axis."""
     size = window.size[axis]
     cells = size - 1 - window.padding[axis][at_end]
     if not cells:

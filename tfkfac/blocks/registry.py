@@ -93,13 +93,8 @@ def tap_layers(
 ) -> None:
     """Opens a tap on each trainable layer that has a block.
 
-    Runs again when a layer that is not built yet is called the first time.
-
-    Args:
-        model: The model.
-        skip_layers: Rules for layers to skip.
-        owner: The object that reads the records of the taps.
-        without: Layers whose blocks are all of these classes are skipped.
+    Layers whose blocks are all in `without` are skipped. Runs again when a
+    layer that is not built yet is called the first time.
     """
     for node in walk(model, skip_layers):
         types = block_types(node.layer).values()
@@ -120,11 +115,8 @@ def build_registry(
 ) -> Registry:
     """Creates the blocks of a built model, in the order of its layers.
 
-    Args:
-        model: The model.
-        skip_layers: Rules for layers to skip.
-        limit: Largest size of a dense factor.
-        without: Classes of blocks to skip.
+    `limit` is the largest size of a dense factor. Blocks of the classes in
+    `without` are skipped.
     """
     free = {id(v): v for v in model.trainable_variables}
     blocks: list[Block] = []
@@ -153,11 +145,7 @@ def _blocks_of(
 ) -> tuple[list[Block], str | None]:
     """Creates the blocks of a layer and removes their weights from `free`.
 
-    Returns:
-        The blocks, and the reason if the layer has uncovered weights.
-
-    Raises:
-        ValueError: If the layer lacks an attribute that its block needs.
+    Returns the blocks, and the reason if the layer has uncovered weights.
     """
     blocks: list[Block] = []
     outer = node.distributor

@@ -118,12 +118,9 @@ def with_shape(tensor: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
 
 
 def fold_axes(tensor: tf.Tensor, shared: int, features: Any) -> tf.Tensor:
-    """Reshapes `(batch, shared..., features...)` to 3 axes.
+    """Reshapes `(batch, shared..., features...)` to three axes.
 
-    Args:
-        tensor: The tensor.
-        shared: Number of position axes.
-        features: Number of features.
+    `shared` is the number of position axes, `features` the new last size.
     """
     positions = tensor.shape[1 : 1 + shared].num_elements()
     if positions:

@@ -49,10 +49,8 @@ def choose_subsample(
 ) -> Subsample | None:
     """Returns the subsample of a worker's batch; None for the whole batch.
 
-    Args:
-        fraction: Fraction of the examples. None is the default subsample.
-        offset: Number of earlier subsamples.
-        workers: Number of workers that sum up their statistics.
+    A `fraction` of None is the default subsample. `workers` is the number of
+    workers that add up their statistics.
     """
     if fraction is None:
         least = math.ceil(_MIN_EXAMPLES / workers)
@@ -179,7 +177,7 @@ def batch_statistics(
     calls are pooled.
 
     Args:
-        layers: Block and records, one per call, of each layer.
+        layers: Block and records of each layer; one record per call.
         view: Settings of the statistics.
 
     Returns:
@@ -259,19 +257,13 @@ def _statistics_call(
         )
         return _sums(block, new, view.with_scalars(scalars))
 
-    subsample = view.subsample and (
-        view.subsample.fraction,
-        view.subsample.least,
-    )
+    part, any_size = view.subsample, trace_key.any_size
+    subsample = part and (part.fraction, part.least)
     key = "statistics", trace_key.key, view.sharing, subsample
     # Only convolutions depend on sizes; `placed` gives them oneDNN kernels.
-    any_size = trace_key.any_size
+    function_key = Kind(key, any_size, placed=not any_size)
     moments = tuple(record.moments or ())
-    return (
-        sums,
-        Kind(key, any_size, placed=not any_size),
-        (record.inputs, record.gradient, moments),
-    )
+    return sums, function_key, (record.inputs, record.gradient, moments)
 
 
 def _sums(block: Block, record: Record, view: View) -> dict[str, Statistic]:
@@ -395,11 +387,6 @@ def records_of(
     The applied gradients may differ from the recorded ones by a factor, for
     example after clipping.
 
-    Args:
-        block: Block of the layer.
-        calls: For each call of the layer, its records.
-        gradients: Applied gradients of the block's variables.
-
     Returns:
         The records, and a scalar bool, True if they reproduce the applied
         gradients; None if each call has one record.
@@ -424,17 +411,12 @@ def records_of(
 def _compare(
     recorded: Sequence[tf.Tensor], gradient: tf.Tensor, choices: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Finds the choice of records that reproduces a gradient.
-
-    Args:
-        recorded: Gradients of the records, `n` in all.
-        gradient: The applied gradient.
-        choices: `(choices, n)`, 1 for selected records, else 0.
+    """Finds the choice of records whose sum equals the applied gradient.
 
     Returns:
-        Index of the first choice whose sum equals the gradient, else of the
-        first with its direction, else of the nearest; and a scalar bool, False
-        in the last case.
+        Index of the first choice that equals the gradient, else of the first
+        with its direction, else of the nearest. And a scalar bool, False in
+        the last case.
     """
     rows = [tf.reshape(matrix, [1, -1]) for matrix in (*recorded, gradient)]
     matrix = tf.concat(rows, 0)
