@@ -1,6 +1,6 @@
-"""Kinds of factors: how a symmetric matrix is kept, sent, solved and applied.
+"""Factor types: storage, transfer and decomposition of symmetric matrices.
 
-A new kind is one class here, a `Factor`; a block declares which it has.
+To add a factor type, subclass `Factor`; blocks declare their factor types.
 """
 
 from tfkfac.factors.base import (

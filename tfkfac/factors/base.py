@@ -1,4 +1,4 @@
-"""A kind of factor (`Factor`), and the tensors that it is made of (`Part`)."""
+"""Base class of factor types (`Factor`), and specs of tensors (`Part`)."""
 
 import abc
 import dataclasses
@@ -15,17 +15,17 @@ from tfkfac.linalg.symmetric import pack, packed_size, unpack
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A tensor of a factor or decomposition that acts element by element.
+    """Spec of a tensor of a factor or decomposition, applied elementwise.
 
     Attributes:
-        shape: Its shape.
+        shape: Shape of the tensor.
     """
 
     shape: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        """Number of elements that are kept."""
+        """Number of stored elements."""
         return math.prod(self.shape)
 
     @property
@@ -34,7 +34,7 @@ class Part:
         return self.shape
 
     def pack(self, value: tf.Tensor) -> tf.Tensor:
-        """Leaves out the entries that a receiver can tell from the rest."""
+        """Removes redundant entries before a transfer."""
         return value
 
     def unpack(self, packed: tf.Tensor) -> tf.Tensor:
@@ -43,31 +43,32 @@ class Part:
 
     @property
     def axes(self) -> list[int]:
-        """The axes of what may be of any size beside the rest."""
+        """Axes over which `largest` takes the maximum."""
         return list(range(len(self.shape)))
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """Shape of what `largest` returns."""
+        """Shape of the result of `largest`."""
         sizes = enumerate(self.shape)
         return tuple(1 if i in self.axes else size for i, size in sizes)
 
     def largest(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns the largest absolute entries, in a shape to divide by."""
+        """Largest absolute entries, in a shape that broadcasts to `value`."""
         return tf.reduce_max(tf.abs(value), self.axes, keepdims=True)
 
     def identity(self, dtype: tf.DType) -> tf.Tensor:
-        """The value that leaves a gradient as it is."""
+        """Initial value, which does not change a gradient."""
         return tf.ones(self.shape, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class MatrixPart(Part):
-    """Matrices `(..., n, m)` that a gradient is multiplied with.
+    """Spec of matrices `(..., n, m)`, applied by a matrix product.
 
     Attributes:
-        shape: Its shape.
-        symmetric: True if a triangle tells the rest, and only that travels.
+        shape: Shape of the tensor.
+        symmetric: True if the matrices are symmetric and `pack` returns their
+            triangles.
     """
 
     symmetric: bool = False
@@ -88,7 +89,7 @@ class MatrixPart(Part):
     @property
     @override
     def axes(self) -> list[int]:
-        return super().axes[-2:]  # of each matrix
+        return super().axes[-2:]  # One maximum per matrix.
 
     @override
     def identity(self, dtype: tf.DType) -> tf.Tensor:
@@ -98,21 +99,21 @@ class MatrixPart(Part):
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """The form in which parts travel between workers."""
+    """Format of tensors that are sent between workers."""
 
     symmetric: bool = False
-    """True if symmetric matrices travel as triangles."""
+    """True to send symmetric matrices as triangles."""
     factor_dtype: tf.DType | None = None
-    """Dtype of statistics; None is their own."""
+    """Dtype in which statistics are sent; None for the dtype of the block."""
     inverse_dtype: tf.DType | None = None
-    """Dtype of decompositions, kept or sent; None is their own."""
+    """Dtype in which decompositions are stored and sent; None likewise."""
 
     def shape(self, part: Part) -> tuple[int, ...]:
-        """Shape of a tensor on the wire."""
+        """Shape of a tensor in this format."""
         return part.packed_shape if self.symmetric else part.shape
 
     def pack(self, part: Part, value: tf.Tensor) -> tf.Tensor:
-        """A tensor as it travels."""
+        """Converts a tensor to this format."""
         return part.pack(value) if self.symmetric else value
 
     def unpack(self, part: Part, value: tf.Tensor) -> tf.Tensor:
@@ -123,77 +124,76 @@ class Wire:
 Tensors = Mapping[str, tf.Tensor]
 Side = Literal["left", "right"]
 
-# Name of the eigenvalues among the parts of an eigen-decomposition.
+# Suffix of the eigenvalues in an eigendecomposition.
 VALUES = "_values"
 
 
 class Factor(abc.ABC):
-    """A kind of factor: a symmetric positive semi-definite matrix.
+    """Factor type: representation of a symmetric positive semidefinite matrix.
 
-    It is kept as one tensor, linear in the matrix, which is added up over
-    rows, calls and workers, and averaged over time. An object of this class
-    holds no tensor; it knows what to do with one.
+    A factor is stored as one tensor that is linear in the matrix. So stored
+    tensors can be summed over rows, calls and workers, and averaged over time.
+    A `Factor` holds no tensor; its methods take the stored tensor as `value`.
 
-    A decomposition is made of parts, tensors named by a suffix: they are what
-    a worker sends and keeps. The main one has the empty suffix. The explicit
-    solver asks for `inverse` and `multiply`, the implicit one for `eigen` and
-    `rotate`.
+    A decomposition is a dict of tensors by suffix; the main tensor has the
+    empty suffix. `solver="inverse"` uses `inverse` and `multiply`,
+    `solver="eigen"` uses `eigen` and `rotate`.
 
     Attributes:
         size: Number of rows of the matrix.
-        any_size: True if one function serves all factors of the kind, whatever
-            their sizes.
+        any_size: True if factors of this type and any size can share a traced
+            function.
     """
 
     size: int
     any_size: ClassVar[bool] = True
 
-    # -------------------------------------------------------- how it is kept
+    # --------------------------------------------------------------- storage
     @property
     @abc.abstractmethod
     def storage(self) -> Part:
-        """The tensor that stands for the matrix."""
+        """Spec of the stored tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of that tensor."""
+        """Shape of the stored tensor."""
         return self.storage.shape
 
     @property
     def elements(self) -> int:
-        """Number of elements of that tensor."""
+        """Number of elements of the stored tensor."""
         return self.storage.elements
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
-        """Shape of the stack of matrices if this is one, else empty."""
+        """Shape of a stack of matrices; empty for a single matrix."""
         return ()
 
     @property
     def whole_size(self) -> int:
-        """Number of rows of the largest matrix kept whole; 0 if none is."""
+        """Number of rows of the dense matrix; 0 if there is none."""
         return self.size
 
     @property
     @abc.abstractmethod
     def operations(self) -> int:
-        """Rough number of operations of a decomposition."""
+        """Approximate number of operations of a decomposition."""
 
     @property
     def multiplications(self) -> int:
-        """Multiplications of an inverse with one vector.
+        """Multiplications of the product of an inverse and a vector.
 
-        Of a stack, the products of all with a vector each.
+        For a stack, the total of one product per matrix.
         """
         return self.elements
 
     @property
     def text(self) -> str:
-        """The kind and its size, for a table."""
+        """Type and size, for tables."""
         stack = "".join(f"{count} of " for count in self.stack_shape)
         return f"{stack}{self.size} x {self.size}"
 
-    # ------------------------------------------------------------- what it is
+    # ---------------------------------------------------------------- values
     @abc.abstractmethod
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
         """Sum of the outer products of rows with themselves.
@@ -202,45 +202,46 @@ class Factor(abc.ABC):
             rows: `(batch, shared, *stack_shape, size)`.
 
         Returns:
-            The tensor that stands for the sum.
+            The stored tensor of the sum.
         """
 
     @abc.abstractmethod
     def mean_eigenvalue(self, value: tf.Tensor) -> tf.Tensor:
-        """Trace over dimension, of shape `stack_shape`."""
+        """Trace divided by `size`, of shape `stack_shape`."""
 
     @abc.abstractmethod
     def as_matrix(self, value: tf.Tensor) -> tf.Tensor:
-        """The matrix written out, `(*stack_shape, size, size)`."""
+        """The dense matrix, `(*stack_shape, size, size)`."""
 
     def shown(self, value: tf.Tensor) -> tf.Tensor:
-        """The factor as users see it: the matrix, or only its diagonal."""
+        """Value for `KFAC.factors()`: the matrix, or a vector if diagonal."""
         return value
 
-    # ---------------------------------------------------- the explicit solver
+    # ------------------------------------------------------ solver="inverse"
     @abc.abstractmethod
     def inverse_parts(self) -> dict[str, Part]:
-        """The tensors that `inverse` returns, by suffix."""
+        """Specs of the tensors that `inverse` returns, by suffix."""
 
     @abc.abstractmethod
     def inverse(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        """Parts of `(F + damping I)^-1`.
+        """Computes `(F + damping I)^-1`.
 
         Args:
-            value: The tensor that stands for `F`.
-            damping: Scalar, or of shape `stack_shape`; not negative.
+            value: The stored tensor of `F`.
+            damping: Scalar, or of shape `stack_shape`; at least 0.
 
         Returns:
-            The parts. They are not finite if there is no inverse.
+            Tensors by suffix. They are not finite if the inverse does not
+            exist.
         """
 
     def for_products(self, inverse: Tensors, dtype: tf.DType) -> Tensors:
-        """The parts of an inverse in the dtype in which it is multiplied.
+        """Casts an inverse to the dtype in which it is multiplied.
 
         Args:
-            inverse: The parts; in bfloat16 they may be kept so.
+            inverse: Tensors of the inverse, possibly stored in bfloat16.
             dtype: Dtype of the gradients.
         """
         return {name: tf.cast(part, dtype) for name, part in inverse.items()}
@@ -249,63 +250,67 @@ class Factor(abc.ABC):
     def multiply(
         self, inverse: Tensors, matrix: tf.Tensor, side: Side
     ) -> tf.Tensor:
-        """Multiplies a gradient matrix with an inverse.
+        """Multiplies a gradient matrix by an inverse.
 
         Args:
             inverse: The result of `for_products`.
-            matrix: `(*stack_shape, inputs, outputs)`. On the right side also
-                rows, any number of them.
-            side: The side on which the inverse stands.
+            matrix: `(*stack_shape, inputs, outputs)`. For the right side, any
+                number of rows.
+            side: Side of the gradient on which the inverse is multiplied.
         """
 
-    # ---------------------------------------------------- the implicit solver
+    # -------------------------------------------------------- solver="eigen"
     @abc.abstractmethod
     def eigen_parts(self) -> dict[str, Part]:
-        """The tensors that `eigen` returns, the eigenvalues as `VALUES`."""
+        """Specs of the tensors that `eigen` returns, by suffix."""
 
     @abc.abstractmethod
     def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Parts of the eigen-decomposition, no eigenvalue below zero.
+        """Computes the eigendecomposition, with eigenvalues of at least 0.
 
         Args:
-            value: The tensor that stands for the matrix.
+            value: The stored tensor of the matrix.
 
         Returns:
-            The parts. They are not finite if there is no decomposition.
+            Tensors by suffix, the eigenvalues as `VALUES`. They are not finite
+            if the decomposition fails.
         """
 
     @abc.abstractmethod
     def rotate(
         self, eigen: Tensors, matrix: tf.Tensor, side: Side, back: bool = False
     ) -> tf.Tensor:
-        """Brings a gradient matrix to the eigenbasis, or back from it.
+        """Transforms a gradient matrix to the eigenbasis, or back.
 
         Args:
-            eigen: The parts; the eigenvalues may be missing.
+            eigen: The result of `eigen`, optionally without eigenvalues.
             matrix: `(*stack_shape, inputs, outputs)`.
-            side: The side on which the factor stands.
-            back: True for the way back from the eigenbasis.
+            side: Side of the gradient on which the factor is multiplied.
+            back: True to transform back from the eigenbasis. Defaults to
+                False.
         """
 
     def widen(self, values: tf.Tensor, side: Side) -> tf.Tensor:
-        """One number for each coordinate in the eigenbasis.
+        """Repeats values per eigenvalue for each coordinate of the eigenbasis.
 
         Args:
-            values: One for each eigenvalue of `eigen` along an axis of a
-                gradient matrix, which several coordinates may share.
-            side: The side on which the factor stands.
+            values: One value for each eigenvalue, along the axis of `side`.
+                Several coordinates may share an eigenvalue.
+            side: Side of the gradient on which the factor is multiplied.
         """
         return values
 
 
 def kind_of(factors: Mapping[str, Factor], key: Hashable) -> Kind:
-    """Kind of blocks in `each`: their factors may differ in size only.
+    """Key for `each`, equal for blocks whose factors differ in size only.
+
+    If a factor type does not support `any_size`, sizes must be equal, too.
 
     Args:
-        factors: The kinds of the block's factors by name.
+        factors: The block's factors by name.
         key: Distinguishes blocks with equal factors.
     """
-    if all(kind.any_size for kind in factors.values()):
-        kinds = tuple((name, type(kind)) for name, kind in factors.items())
-        return Kind((key, kinds), any_size=True)
+    if all(factor.any_size for factor in factors.values()):
+        types = tuple((name, type(factor)) for name, factor in factors.items())
+        return Kind((key, types), any_size=True)
     return Kind((key, tuple(factors.items())))

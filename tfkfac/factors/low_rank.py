@@ -1,9 +1,9 @@
-"""A wide factor, kept as its product with a few fixed columns.
+"""Low-rank approximation of large factors by a Nystroem sketch.
 
-`Limit` says from which size on a factor is wide. Of a wide matrix `M` only the
-product `Y = M Omega` is known. It says most of the leading part of the
-spectrum: Nystroem's approximation `Y (Omega^T Y)^-1 Y^T` (Halko, Martinsson &
-Tropp, 2011, section 5.4; Tropp et al., 2017).
+`Limit` defines the size above which a factor `M` is approximated. Only its
+sketch `Y = M Omega` with a fixed random matrix `Omega` is stored. The Nystroem
+approximation `Y (Omega^T Y)^-1 Y^T` recovers the leading part of the spectrum
+(Halko, Martinsson & Tropp, 2011, section 5.4; Tropp et al., 2017).
 """
 
 import dataclasses
@@ -23,15 +23,14 @@ from tfkfac.linalg.tensors import all_finite, rounding
 
 
 def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
-    """Orthonormal columns that are alike to every matrix: `Omega`.
+    """Fixed random orthonormal test matrix `Omega`, `(size, rank)`.
 
-    Random rows of the cosine transform of a vector with random signs (Halko,
-    Martinsson & Tropp, 2011, section 4.6). They are the same on every worker
-    and in every run. A graph holds the few random numbers; the matrix, of
-    `(size, rank)` with fewer columns than rows, is computed.
+    A subsampled cosine transform with random signs (Halko, Martinsson & Tropp,
+    2011, section 4.6), equal on all workers and in all runs. The graph stores
+    only signs and frequencies and computes the matrix.
     """
     signs, frequencies = _random_transform(size, rank)
-    # As whole numbers: a float32 knows no angle of a million turns.
+    # Integers: the product is too large for the precision of float32.
     odd = tf.expand_dims(tf.range(1, 2 * size, 2, tf.int64), 1)
     steps = odd * frequencies
     angles = tf.cast(steps % (4 * size), dtype) * (math.pi / (2 * size))
@@ -41,8 +40,8 @@ def probes(size: int, rank: int, dtype: tf.DType) -> tf.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _random_transform(size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """A sign for each row, and a frequency for each column of `probes`."""
-    # The legacy generator: its numbers are the same in all NumPy versions.
+    """Draws a sign for each row and a frequency for each column of `probes`."""
+    # The legacy generator returns equal numbers in all versions of NumPy.
     rng = np.random.RandomState(0)
     signs = 2 * rng.randint(2, size=size) - 1
     frequencies = 1 + rng.permutation(size - 1)[:rank]
@@ -52,24 +51,24 @@ def _random_transform(size: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
 def nystroem_half(
     product: tf.Tensor, columns: tf.Tensor, precision: tf.DType
 ) -> tf.Tensor:
-    """A matrix `F` with `F F^T` near the positive semi-definite `M`.
+    """Computes `F` with `F F^T` close to a positive semidefinite `M`.
 
-    If the rank of `M` is no larger than the number of columns, `F F^T` is `M`
-    to rounding; in any case it is not above `M`. It is not finite if the
-    product is not, or far from that with a positive semi-definite matrix.
+    `F F^T <= M`, with equality up to rounding if the rank of `M` is at most
+    `r`. The result is not finite if the product is not finite, or if no
+    positive semidefinite matrix has a similar product.
 
     Args:
         product: `M Omega`, `(..., n, r)`.
         columns: `Omega`, `(n, r)`.
-        precision: Dtype in which the product was made.
+        precision: Dtype in which the product was computed.
     """
     core = tf.matmul(columns, product, transpose_a=True)
-    # Directions below the noise are left out: that of rounding, and that of
-    # what the product has gone through, which shows as asymmetry.
+    # Shift by the noise level: rounding errors, plus the asymmetry of the core,
+    # which measures other errors of the product.
     skew = core - tf.linalg.matrix_transpose(core)
     noise = tf.norm(skew, axis=[-2, -1])
     noise += 4 * rounding(precision) * tf.linalg.trace(core)
-    # A matrix of zeros has the half zero.
+    # For M = 0, avoid a division by zero; the result is F = 0.
     noise = tf.where(tf.equal(noise, 0), tf.ones_like(noise), noise)
     identity = tf.eye(columns.shape[-1], dtype=core.dtype)
     root = tf.linalg.cholesky(
@@ -80,41 +79,41 @@ def nystroem_half(
     return tf.linalg.matrix_transpose(half)
 
 
-# Suffix of the number by which an inverse multiplies all directions.
+# Suffix of the scalar `c` of an inverse `c (I - V V^T)`.
 _SCALE = "_scale"
-# Directions below this share of the largest eigenvalue are like the others.
+# Relative eigenvalue below which an eigenvector is set to zero (float32 eps).
 _NEGLIGIBLE = 2.0**-23
 
 
 @dataclasses.dataclass(frozen=True)
 class LowRank(Factor):
-    """A wide matrix `M`, as a low rank matrix and a multiple of the identity.
+    """Large matrix `M` as a low-rank matrix plus a multiple of the identity.
 
-    `M` is never made. It is kept as the sketch `Y = M Omega` with
-    fixed orthonormal columns `Omega`, and under it a row that holds the mean
-    eigenvalue. Both are linear in `M`. When it is decomposed, Nystroem's
-    approximation gives `F`, and what that lacks of the trace is spread evenly
-    over all directions:
+    `M` itself is never computed. The stored tensor is the sketch `Y = M Omega`
+    with fixed orthonormal columns `Omega`, and a last row with the mean
+    eigenvalue. Both are linear in `M`. The decomposition approximates
 
-        M ~ F F^T + rest I.
+        M ~ F F^T + rest I,
+
+    where `F` is the Nystroem approximation and `rest` restores the trace.
 
     Attributes:
         size: Number of rows of the matrix.
         rank: Number of columns of the sketch, less than `size`.
-        stack_shape: Shape of the stack of matrices if this is one.
+        stack_shape: Shape of a stack of matrices. Defaults to a single matrix.
     """
 
     size: int
     rank: int
     stack_shape: tuple[int, ...] = ()
 
-    any_size: ClassVar[bool] = False  # its probes are constants
+    any_size: ClassVar[bool] = False  # `probes` are constants of the graph.
 
     @property
     def _basis_shape(self) -> tuple[int, ...]:
         return (*self.stack_shape, self.size, self.rank)
 
-    # -------------------------------------------------------- how it is kept
+    # --------------------------------------------------------------- storage
     @property
     @override
     def storage(self) -> Part:
@@ -140,18 +139,18 @@ class LowRank(Factor):
     def text(self) -> str:
         return f"{super().text}, rank {self.rank}"
 
-    # ------------------------------------------------------------- what it is
+    # ---------------------------------------------------------------- values
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
         rows = tf.reshape(rows, [-1, *self.stack_shape, self.size])
         return shared_call(("sketch", self), self._sketch, rows)
 
     def _sketch(self, rows: tf.Tensor) -> tf.Tensor:
-        """Sketch and mean eigenvalue of the sum, of rows in one axis."""
+        """Stored tensor of `sum x x^T` over rows `(n, *stack_shape, size)`."""
         if self.stack_shape:
             rows = tf.transpose(rows, [1, 0, 2])
-        inside = tf.matmul(rows, probes(self.size, self.rank, rows.dtype))
-        sketch = tf.matmul(rows, inside, transpose_a=True)
+        projected = tf.matmul(rows, probes(self.size, self.rank, rows.dtype))
+        sketch = tf.matmul(rows, projected, transpose_a=True)
         mean = tf.reduce_sum(tf.square(rows), [-2, -1]) / self.size
         last = tf.broadcast_to(
             mean[..., None, None], (*self.stack_shape, 1, self.rank)
@@ -170,19 +169,19 @@ class LowRank(Factor):
         return tf.cast(low_rank + rest * identity, value.dtype)
 
     def explained(self, value: tf.Tensor) -> tf.Tensor:
-        """Share of the trace that is in `F F^T`."""
+        """Fraction of the trace in the low-rank matrix `F F^T`."""
         half, rest = self._split(value)
         low_rank = tf.reduce_sum(tf.square(half))
-        whole = low_rank + self.size * tf.reduce_sum(rest)
-        return tf.math.divide_no_nan(low_rank, whole)
+        trace = low_rank + self.size * tf.reduce_sum(rest)
+        return tf.math.divide_no_nan(low_rank, trace)
 
     @override
     def shown(self, value: tf.Tensor) -> tf.Tensor:
         return self.as_matrix(value)
 
     def _split(self, value: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """`F`, and `rest` in a shape to multiply it with, in float64."""
-        # `tf.maximum` and comparisons below would hide what is not finite.
+        """Returns `F` and `rest`, with two axes of size 1, in float64."""
+        # Propagate NaN to the whole result: `tf.maximum` below may hide it.
         finite = all_finite([value])
         wide = tf.where(finite, tf.cast(value, tf.float64), float("nan"))
         half = nystroem_half(
@@ -194,7 +193,7 @@ class LowRank(Factor):
         rest = tf.maximum(wide[..., -1, 0] - low_rank, 0)
         return half, rest[..., None, None]
 
-    # ---------------------------------------------------- the explicit solver
+    # ------------------------------------------------------ solver="inverse"
     @override
     def inverse_parts(self) -> dict[str, Part]:
         return {
@@ -206,7 +205,7 @@ class LowRank(Factor):
     def inverse(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        """Parts `V` and `c` of `(M + damping I)^-1 = c (I - V V^T)`."""
+        """Computes `V` and `c` of `(M + damping I)^-1 = c (I - V V^T)`."""
         key = "sketch's inverse", self
         return shared_call(key, self._inverse, value, damping)
 
@@ -218,7 +217,7 @@ class LowRank(Factor):
         floor = tf.cast(4 * rounding(value.dtype) * trace, half.dtype)
         damping = tf.maximum(tf.cast(damping, half.dtype), floor)
         shift = rest + damping[..., None, None]
-        # A matrix of zeros without damping is inverted as the identity.
+        # For M = 0 and damping 0, return the identity.
         shift = tf.where(shift > 0, shift, tf.ones_like(shift))
         # (F F^T + s I)^-1 = 1/s (I - F (F^T F + s I)^-1 F^T)
         core = tf.matmul(half, half, transpose_a=True)
@@ -236,10 +235,10 @@ class LowRank(Factor):
         self, inverse: Tensors, matrix: tf.Tensor, side: Side
     ) -> tf.Tensor:
         basis = inverse[""]
-        inside = _coordinates(basis, matrix, side)
-        return (matrix - _combined(basis, inside, side)) * inverse[_SCALE]
+        coordinates = _project(basis, matrix, side)
+        return (matrix - _expand(basis, coordinates, side)) * inverse[_SCALE]
 
-    # ---------------------------------------------------- the implicit solver
+    # -------------------------------------------------------- solver="eigen"
     @override
     def eigen_parts(self) -> dict[str, Part]:
         return {
@@ -249,13 +248,13 @@ class LowRank(Factor):
 
     @override
     def eigen(self, value: tf.Tensor) -> dict[str, tf.Tensor]:
-        """The eigenvectors of `F F^T` and their eigenvalues, then `rest`."""
+        """Eigenvectors of `F F^T`; their eigenvalues in `M`, then `rest`."""
         half, rest = self._split(value)
-        squares, turn = eigh(tf.matmul(half, half, transpose_a=True))
-        clear = squares > _NEGLIGIBLE * squares[..., -1:]
-        lengths = tf.where(clear, tf.sqrt(squares), tf.zeros_like(squares))
+        squares, rotation = eigh(tf.matmul(half, half, transpose_a=True))
+        is_large = squares > _NEGLIGIBLE * squares[..., -1:]
+        lengths = tf.where(is_large, tf.sqrt(squares), tf.zeros_like(squares))
         vectors = tf.math.divide_no_nan(
-            tf.matmul(half, turn), lengths[..., None, :]
+            tf.matmul(half, rotation), lengths[..., None, :]
         )
         values = tf.concat([squares + rest[..., 0], rest[..., 0]], -1)
         return {
@@ -267,19 +266,19 @@ class LowRank(Factor):
     def rotate(
         self, eigen: Tensors, matrix: tf.Tensor, side: Side, back: bool = False
     ) -> tf.Tensor:
-        """To `rank` coordinates, and the `size` of what is outside of them."""
+        """Transforms to `rank` coordinates, then the `size` of the residual."""
         basis = eigen[""]
         axis = -2 if side == "left" else -1
         if back:
-            inside, outside = tf.split(matrix, [self.rank, self.size], axis)
-            return outside + _combined(basis, inside, side)
-        inside = _coordinates(basis, matrix, side)
-        outside = matrix - _combined(basis, inside, side)
-        return tf.concat([inside, outside], axis)
+            inside, residual = tf.split(matrix, [self.rank, self.size], axis)
+            return residual + _expand(basis, inside, side)
+        inside = _project(basis, matrix, side)
+        residual = matrix - _expand(basis, inside, side)
+        return tf.concat([inside, residual], axis)
 
     @override
     def widen(self, values: tf.Tensor, side: Side) -> tf.Tensor:
-        axis, shape = (-2, [self.size, 1])
+        axis, shape = -2, [self.size, 1]
         if side == "right":
             axis, shape = -1, [self.size]
         inside, rest = tf.split(values, [self.rank, 1], axis)
@@ -287,22 +286,22 @@ class LowRank(Factor):
 
 
 class _Correction(MatrixPart):
-    """The `V` of an inverse `c (I - V V^T)`: zero at first."""
+    """Spec of `V` in an inverse `c (I - V V^T)`, initially zero."""
 
     @override
     def identity(self, dtype: tf.DType) -> tf.Tensor:
         return tf.zeros(self.shape, dtype)
 
 
-def _coordinates(basis: tf.Tensor, matrix: tf.Tensor, side: Side) -> tf.Tensor:
-    """A gradient matrix times the columns of a basis."""
+def _project(basis: tf.Tensor, matrix: tf.Tensor, side: Side) -> tf.Tensor:
+    """Computes the coordinates of a gradient matrix in a basis."""
     if side == "left":
         return tf.matmul(basis, matrix, transpose_a=True)
     return tf.matmul(matrix, basis)
 
 
-def _combined(basis: tf.Tensor, inside: tf.Tensor, side: Side) -> tf.Tensor:
-    """The columns of a basis, added up with some coordinates."""
+def _expand(basis: tf.Tensor, inside: tf.Tensor, side: Side) -> tf.Tensor:
+    """Computes a gradient matrix from its coordinates in a basis."""
     if side == "left":
         return tf.matmul(basis, inside)
     return tf.matmul(inside, basis, transpose_b=True)
@@ -310,29 +309,29 @@ def _combined(basis: tf.Tensor, inside: tf.Tensor, side: Side) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Largest size of a symmetric matrix that is kept whole.
+    """Limit on the size of dense matrices, and rank of larger ones.
 
     Attributes:
-        size: Most rows of a matrix that is kept whole, or None for any.
-        rank: Rank to which a wider one is approximated, if it has as many
-            rows.
+        size: Maximum number of rows of a dense matrix. Defaults to None, for
+            no limit.
+        rank: Rank of the approximation of larger matrices. Defaults to 64.
     """
 
     size: int | None = None
     rank: int = 64
 
     def matrix(self, size: int) -> Factor:
-        """The kind of one matrix."""
+        """Creates a factor of one matrix."""
         return self._low_rank(size) if self.exceeded(size) else Dense(size)
 
     def stack(self, count: int, size: int) -> Factor:
-        """The kind of one matrix for each of `count` independent parts."""
+        """Creates a factor of `count` matrices, one per group of a layer."""
         if self.exceeded(size):
             return self._low_rank(size, count)
         return Stack(count, size)
 
     def exceeded(self, size: int) -> bool:
-        """True if a matrix of this size is not kept whole."""
+        """True if a matrix of this size is approximated."""
         return self.size is not None and size > self.size
 
     def _low_rank(self, size: int, *stack_shape: int) -> LowRank:

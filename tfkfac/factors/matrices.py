@@ -1,4 +1,4 @@
-"""Factors that are kept whole: one matrix, one for each group, a diagonal."""
+"""Exact factor types: one matrix, a stack of matrices, a diagonal."""
 
 import abc
 import dataclasses
@@ -14,7 +14,7 @@ from tfkfac.linalg.tensors import rounding
 
 
 class _Matrices(Factor, abc.ABC):
-    """Common base of one matrix and a stack of matrices."""
+    """Base class of `Dense` and `Stack`."""
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class _Matrices(Factor, abc.ABC):
     def inverse(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        large = self.size >= LARGE  # a function of any size cannot see it
+        large = self.size >= LARGE  # The traced function has unknown sizes.
         inverse = shared_call(
             ("damped inverse", large),
             functools.partial(damped_inverse, large=large),
@@ -59,15 +59,16 @@ class _Matrices(Factor, abc.ABC):
 
     @override
     def for_products(self, inverse: Tensors, dtype: tf.DType) -> Tensors:
-        return inverse  # a product in half precision is half the work
+        return inverse  # Products in the stored dtype, maybe half precision.
 
     @override
     def multiply(
         self, inverse: Tensors, matrix: tf.Tensor, side: Side
     ) -> tf.Tensor:
-        own, other = inverse[""], tf.cast(matrix, inverse[""].dtype)
-        pair = (own, other) if side == "left" else (other, own)
-        return tf.cast(tf.matmul(*pair), matrix.dtype)
+        left, right = inverse[""], tf.cast(matrix, inverse[""].dtype)
+        if side == "right":
+            left, right = right, left
+        return tf.cast(tf.matmul(left, right), matrix.dtype)
 
     @override
     def eigen_parts(self) -> dict[str, Part]:
@@ -94,17 +95,17 @@ class _Matrices(Factor, abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Dense(_Matrices):
-    """One matrix.
+    """One dense matrix.
 
     Attributes:
-        size: Number of its rows.
+        size: Number of rows of the matrix.
     """
 
     size: int
 
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
-        # Of any size in a function that equal blocks have in common.
+        # The static size is unknown in a shared traced function.
         size = rows.shape[-1] or tf.unstack(tf.shape(rows))[-1]
         rows = tf.reshape(rows, [-1, size])
         return tf.matmul(rows, rows, transpose_a=True)
@@ -112,11 +113,11 @@ class Dense(_Matrices):
 
 @dataclasses.dataclass(frozen=True)
 class Stack(_Matrices):
-    """One matrix for each of the independent parts of a layer.
+    """A stack of dense matrices, one per group or feature of a layer.
 
     Attributes:
         count: Number of matrices.
-        size: Number of rows of each.
+        size: Number of rows of each matrix.
     """
 
     count: int
@@ -129,7 +130,7 @@ class Stack(_Matrices):
 
     @override
     def gram(self, rows: tf.Tensor) -> tf.Tensor:
-        # Of any number in a function that equal blocks have in common.
+        # The static count is unknown in a shared traced function.
         count = rows.shape[-2] or tf.unstack(tf.shape(rows))[-2]
         rows = tf.reshape(rows, [-1, count, self.size])
         rows = tf.transpose(rows, [1, 0, 2])
@@ -138,10 +139,10 @@ class Stack(_Matrices):
 
 @dataclasses.dataclass(frozen=True)
 class Diagonal(Factor):
-    """A diagonal matrix, kept as a vector. Its eigenbasis is the identity.
+    """A diagonal matrix, stored as a vector, with eigenvectors I.
 
     Attributes:
-        size: Number of its elements.
+        size: Number of elements of the diagonal.
     """
 
     size: int
@@ -188,7 +189,7 @@ class Diagonal(Factor):
     ) -> dict[str, tf.Tensor]:
         floor = rounding(value.dtype) * tf.reduce_max(value)
         shift = tf.maximum(damping, floor)
-        # A diagonal of zeros without damping is inverted as the identity.
+        # For a zero diagonal and damping 0, return the identity.
         shift = tf.where(shift > 0, shift, tf.ones_like(shift))
         return {"": 1 / (value + shift)}
 
