@@ -1,12 +1,12 @@
-"""Types of the Fisher matrix, and distributions of labels.
+"""Types of the Fisher matrix, and predictive distributions of labels.
 
-`KFAC(fisher=...)` chooses the type of the Fisher matrix (`types.py`). That of
-labels drawn from the model's own predictions needs the distribution that a
-loss is the likelihood of: `tfkfac.register_distribution` gives one to a loss
-of one's own. A distribution is a subclass of one of these:
+`KFAC(fisher=...)` selects the type of the Fisher matrix (`types.py`). The
+types "monte_carlo" and "type2" need the predictive distribution whose negative
+log-likelihood is the loss. `tfkfac.register_distribution` assigns one to a
+custom loss. Subclass one of these classes to write a distribution:
 
-- `Independent`: labels that are independent, one for each output,
-- `Distribution`: any other.
+- `Independent`: independent labels, one for each output,
+- `Distribution`: any other distribution.
 """
 
 from tfkfac.fisher.distributions import (

@@ -1,10 +1,10 @@
-"""Predictive distributions of labels, and the losses that belong to them.
+"""Predictive distributions of labels, and their assignment to losses.
 
-A loss is the negative log-likelihood of the labels under a distribution whose
-parameters are the outputs. The Fisher matrix of a term at its outputs, which
-for all of these is the Hessian there where the outputs are natural parameters
-(logits, means), is the covariance of the gradient of that for labels drawn
-from the distribution itself (Martens & Grosse, 2015, section 5).
+The loss of a term is the negative log-likelihood of its labels under a
+distribution whose parameters are the model outputs. The Fisher matrix of the
+term at the outputs is the covariance of the loss gradient for sampled labels
+(Martens & Grosse, 2015, section 5). It equals the Hessian of the loss if the
+outputs are natural parameters (logits, means).
 """
 
 import abc
@@ -25,56 +25,59 @@ from tfkfac.loss import recognition
 from tfkfac.loss import terms as loss_terms
 from tfkfac.loss.terms import LossTerms
 
-# Keras adds it to rates; and a probability or rate of 0 is never divided by.
+# Keras' epsilon for Poisson rates; also the lower end of uniform samples.
 _EPSILON = 1e-7
 
 
 class Distribution(abc.ABC):
-    """A predictive distribution of labels, given the outputs of a model.
+    """Predictive distribution of labels, given the outputs of a model.
 
-    Outputs are `(..., n)`, float32 or float64, with the `n` outputs of a term
-    last.
+    Outputs have shape `(..., n)` and dtype float32 or float64, where `n` is
+    the number of outputs of a loss term.
 
     Attributes:
-        categorical: True if a label is one of several classes. For these the
-            empirical Fisher matrix is the default.
+        categorical: True if labels are classes. The default Fisher matrix is
+            then the empirical one. Defaults to False.
     """
 
     categorical: bool = False
 
     @abc.abstractmethod
     def sample(self, outputs: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        """Draws labels and returns the gradient that they make.
+        """Samples labels and returns the gradient of their loss.
 
         Args:
-            outputs: The outputs.
+            outputs: Model outputs `(..., n)`.
             seed: int64 `(2,)`, for the stateless functions of `tf.random`.
 
         Returns:
-            The gradient at the outputs of the negative log-likelihood of
-            labels drawn from the distribution, of the shape of the outputs.
+            Gradient of the negative log-likelihood of sampled labels with
+            respect to the outputs, `(..., n)`.
         """
 
     @abc.abstractmethod
     def column(self, outputs: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-        """A column of a square root of each term's Fisher matrix.
+        """Column of a square root of each term's Fisher matrix.
 
         Args:
-            outputs: The outputs.
-            index: Number of the column, an int32 scalar below `n`.
+            outputs: Model outputs `(..., n)`.
+            index: Index of the column, an int32 scalar below `n`.
 
         Returns:
-            The columns `b`, of the shape of the outputs. Of a term they come
-            to `sum_index b b^T`, its Fisher matrix at the outputs.
+            Columns `b` of shape `(..., n)`. For each term, the sum of `b b^T`
+            over all `n` columns is the Fisher matrix at the outputs.
         """
 
 
 class Independent(Distribution):
-    """Labels that are independent of each other, one for each output."""
+    """Distribution of independent labels, one for each output.
+
+    A subclass implements `sample` and `fisher`.
+    """
 
     @abc.abstractmethod
     def fisher(self, outputs: tf.Tensor) -> tf.Tensor:
-        """Diagonals of the Fisher matrices, of the shape of the outputs."""
+        """Diagonals of the Fisher matrices, `(..., n)`."""
 
     @override
     def column(self, outputs: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
@@ -83,7 +86,7 @@ class Independent(Distribution):
 
 
 class Normal(Independent):
-    """Normal distribution with the outputs as means and variance 1."""
+    """Normal distribution with means `outputs` and variance 1."""
 
     @override
     def sample(self, outputs: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
@@ -98,10 +101,11 @@ class Normal(Independent):
 
 @dataclasses.dataclass(frozen=True)
 class Bernoulli(Independent):
-    """Zeros and ones.
+    """Bernoulli distribution of labels 0 and 1.
 
     Args:
-        from_logits: True if the outputs are logits, not probabilities of 1.
+        from_logits: True if the outputs are logits, False if they are
+            probabilities of label 1. Defaults to False.
     """
 
     from_logits: bool = False
@@ -129,11 +133,12 @@ class Bernoulli(Independent):
 
 @dataclasses.dataclass(frozen=True)
 class Categorical(Distribution):
-    """One of several classes.
+    """Categorical distribution: the label is one of `n` classes.
 
     Args:
-        from_logits: True if the outputs are logits, not probabilities. These
-            need not add up to 1.
+        from_logits: True if the outputs are logits, False if they are
+            probabilities, which are normalised to the sum 1. Defaults to
+            False.
     """
 
     categorical = True
@@ -141,8 +146,7 @@ class Categorical(Distribution):
 
     @override
     def sample(self, outputs: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        # The largest of logits with Gumbel's noise. (There is a function for
-        # it, which XLA does not compile.)
+        # The Gumbel-max trick: XLA does not compile `stateless_categorical`.
         draws = tf.random.stateless_uniform(
             tf.shape(outputs), seed, _EPSILON, 1, outputs.dtype
         )
@@ -162,7 +166,7 @@ class Categorical(Distribution):
         return outputs / tf.reduce_sum(outputs, -1, keepdims=True)
 
     def _gradient(self, outputs: tf.Tensor, classes: tf.Tensor) -> tf.Tensor:
-        """Gradient of the negative log-likelihood of classes."""
+        """Gradient of the negative log-likelihood of given classes."""
         size = tf.shape(outputs)[-1]
         hot = tf.one_hot(classes, size, dtype=outputs.dtype)
         if self.from_logits:
@@ -172,11 +176,11 @@ class Categorical(Distribution):
 
 
 class Poisson(Independent):
-    """Counts, with the outputs as their mean numbers.
+    """Poisson distribution of counts, with means `outputs`.
 
-    Not the counts are drawn, but the signs of the gradients that they make:
-    with the same mean, 0, and variance. XLA draws no counts, and where
-    they are mostly 0 their gradients vary wildly.
+    `sample` returns gradients with random signs and the exact mean 0 and
+    variance instead of sampling counts. XLA cannot sample counts, and for
+    small means the gradients of sampled counts have heavy tails.
     """
 
     @override
@@ -192,67 +196,69 @@ class Poisson(Independent):
 
 
 class OneOf(Distribution):
-    """One of several distributions, by an index known in the step only.
+    """A distribution selected from several candidates during the step.
 
-    That is an int32 scalar; their number is none of them, for which the normal
-    distribution stands.
+    `index` is an int32 scalar. Its value `len(candidates)` stands for an
+    unknown distribution, which is computed as a normal distribution.
     """
 
-    def __init__(self, among: Sequence[Distribution], index: tf.Tensor) -> None:
-        self.among = tuple(among)
+    def __init__(
+        self, candidates: Sequence[Distribution], index: tf.Tensor
+    ) -> None:
+        self.candidates = tuple(candidates)
         self.index = index
-        self.categorical = all(each.categorical for each in among)
+        self.categorical = all(d.categorical for d in candidates)
 
     @property
     def is_known(self) -> tf.Tensor:
-        """True if it is any of them, a scalar bool."""
-        return self.index < len(self.among)
+        """True if a candidate is selected, a scalar bool."""
+        return self.index < len(self.candidates)
 
     @property
     def is_categorical(self) -> tf.Tensor:
-        """True if it is one of classes, a scalar bool."""
-        flags = [each.categorical for each in self.among]
+        """True if the selected distribution is categorical, a scalar bool."""
+        flags = [d.categorical for d in self.candidates]
         return tf.gather(tf.constant([*flags, False]), self.index)
 
     def map(
         self, function: Callable[[Distribution], Distribution]
     ) -> "Distribution":
-        """Maps each of the distributions to another."""
-        return one_of([function(each) for each in self.among], self.index)
+        """Applies a function to each candidate."""
+        return one_of([function(d) for d in self.candidates], self.index)
 
     @override
     def sample(self, outputs: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-        return self._switch(lambda it: it.sample(outputs, seed))
+        return self._switch(lambda d: d.sample(outputs, seed))
 
     @override
     def column(self, outputs: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-        return self._switch(lambda it: it.column(outputs, index))
+        return self._switch(lambda d: d.column(outputs, index))
 
-    def _switch(self, make: Callable[[Any], tf.Tensor]) -> tf.Tensor:
-        """Calls a function with the distribution of the index."""
-        every = [*self.among, Normal()]
-        return tf.switch_case(
-            self.index, [functools.partial(make, each) for each in every]
-        )
+    def _switch(self, compute: Callable[[Any], tf.Tensor]) -> tf.Tensor:
+        """Calls a function with the selected distribution."""
+        branches = [
+            functools.partial(compute, d) for d in (*self.candidates, Normal())
+        ]
+        return tf.switch_case(self.index, branches)
 
 
 class OneOfIndependent(OneOf, Independent):
-    """One of several distributions of independent labels."""
+    """`OneOf` whose candidates are all `Independent`."""
 
     @override
     def fisher(self, outputs: tf.Tensor) -> tf.Tensor:
-        return self._switch(lambda it: it.fisher(outputs))
+        return self._switch(lambda d: d.fisher(outputs))
 
 
-def one_of(among: Sequence[Distribution], index: tf.Tensor) -> OneOf:
-    """`OneOf` some distributions, independent if all of them are."""
-    independent = all(isinstance(each, Independent) for each in among)
-    return (OneOfIndependent if independent else OneOf)(among, index)
+def one_of(candidates: Sequence[Distribution], index: tf.Tensor) -> OneOf:
+    """Creates a `OneOf`, `Independent` if all candidates are."""
+    independent = all(isinstance(d, Independent) for d in candidates)
+    return (OneOfIndependent if independent else OneOf)(candidates, index)
 
 
-Maker = Callable[[keras.losses.Loss], Distribution | None]
+DistributionFunction = Callable[[keras.losses.Loss], Distribution | None]
 
-_NAMED: dict[str | None, Distribution] = {
+_DISTRIBUTIONS: dict[str | None, Distribution] = {
     recognition.NORMAL: Normal(),
     recognition.POISSON: Poisson(),
     recognition.BERNOULLI: Bernoulli(),
@@ -262,43 +268,42 @@ _NAMED: dict[str | None, Distribution] = {
 }
 
 
-# Distributions that users have registered, by class or function.
-_registered: dict[Any, Maker] = {}
+# Distributions registered by the user, by loss class or loss function.
+_registered: dict[Any, DistributionFunction] = {}
 
 
 def distribution_of(terms: LossTerms) -> Distribution | None:
-    """Distribution of a loss, None if it is not known to have one."""
+    """Returns the distribution of a loss, or None if it is unknown."""
     if terms.call is None:
         return None
-    make = loss_terms.declared(_registered, terms.call.loss)
-    if make is not None:
-        return make(terms.call.loss)
+    get_distribution = loss_terms.declared(_registered, terms.call.loss)
+    if get_distribution is not None:
+        return get_distribution(terms.call.loss)
     if terms.verdict is not None:
-        among = [_NAMED[name] for name in terms.verdict.names]
-        return one_of(among, terms.verdict.index)
-    return _NAMED.get(terms.likelihood)
+        candidates = [_DISTRIBUTIONS[name] for name in terms.verdict.names]
+        return one_of(candidates, terms.verdict.index)
+    return _DISTRIBUTIONS.get(terms.likelihood)
 
 
 def register_distribution(
     loss: type[keras.losses.Loss] | Callable[..., Any],
-    distribution: Distribution | Maker,
+    distribution: Distribution | DistributionFunction,
     *,
     unit: float | None = None,
     features: str = "sum",
 ) -> None:
-    """Declares the distribution that a loss is the likelihood of.
+    """Registers the distribution whose negative log-likelihood is a loss.
 
-    With it, the Fisher matrix can be that of labels drawn from the model's own
-    predictions (`KFAC(fisher="monte_carlo")`) or the exact one ("type2").
-    Keras' mean squared error, binary, categorical and sparse categorical
-    cross-entropy, Kullback-Leibler divergence and Poisson loss are known, and
-    so is a loss that is a multiple of one of the first four: a function of
-    yours that sums squares, say.
+    `KFAC(fisher="monte_carlo")` and `KFAC(fisher="type2")` need this
+    distribution. It is known for Keras' mean squared error, binary,
+    categorical and sparse categorical cross-entropy, Kullback-Leibler
+    divergence and Poisson loss. Custom functions that compute a multiple of
+    one of the first four losses are recognised, such as a sum of squares.
 
     `tfkfac.fisher` has the distributions `Normal`, `Bernoulli`, `Categorical`
-    and `Poisson`, and `Distribution` and `Independent` to write others. For
-    example, labels whose logarithm has a standard deviation of 0.1 around the
-    outputs:
+    and `Poisson`, and the base classes `Distribution` and `Independent` for
+    others. For example, labels whose logarithm is normally distributed around
+    the outputs with a standard deviation of 0.1:
 
     ```python
     class LogNormal(tfkfac.fisher.Independent):
@@ -315,21 +320,21 @@ def register_distribution(
     ```
 
     Args:
-        loss: A class of losses, without its subclasses, or the function that
-            is passed to `compile`. Its outputs are the last axis of one
-            tensor of predictions.
-        distribution: The distribution; or a function that takes the loss, a
-            `keras.losses.Loss`, and returns its distribution, or None if it
-            has none.
-        unit: Ratio of the loss of a term to the negative log-likelihood of its
-            labels. None is 1 for a loss that is not a known one or a multiple
-            of it.
+        loss: A loss class (subclasses excluded), or the loss function that is
+            passed to `compile`. The last axis of its predictions holds the
+            outputs of a term.
+        distribution: The distribution; or a function from the loss, a
+            `keras.losses.Loss`, to its distribution or None.
+        unit: Loss of a term divided by the negative log-likelihood of its
+            labels; positive. Defaults to None, for 1 or the recognised
+            multiple of a known loss.
         features: With a `unit`, "sum" if the loss of a term is the sum over
-            its outputs, or "mean", as Keras' `mse` with the unit 2.
+            its outputs, "mean" if it is their mean. Keras' `mse` has "mean"
+            and the unit 2. Defaults to "sum".
 
     Raises:
-        TypeError: If `loss` or `distribution` is of the wrong type.
-        ValueError: If `unit` or `features` is not allowed.
+        TypeError: If `loss` or `distribution` has the wrong type.
+        ValueError: If `unit` or `features` is invalid.
     """
     is_class = inspect.isclass(loss) and issubclass(loss, keras.losses.Loss)
     if not is_class and not inspect.isroutine(loss):
@@ -337,11 +342,11 @@ def register_distribution(
             "Argument `loss` must be a subclass of `keras.losses.Loss` or a "
             f"function. Received: loss={loss!r}"
         )
-    made = isinstance(distribution, Distribution)
-    if not made and not inspect.isroutine(distribution):
+    is_distribution = isinstance(distribution, Distribution)
+    if not is_distribution and not inspect.isroutine(distribution):
         raise TypeError(
             "Argument `distribution` must be a `tfkfac.fisher.Distribution` "
-            "or a function of the loss that returns one. Received: "
+            "or a function from the loss to its distribution. Received: "
             f"distribution={distribution!r}"
         )
     if features not in ("sum", "mean"):
@@ -355,22 +360,22 @@ def register_distribution(
         )
     loss_terms.declare(loss, unit, features == "mean")
     if isinstance(distribution, Distribution):
-        known = distribution
-        _registered[loss] = lambda _: known
+        constant = distribution
+        _registered[loss] = lambda _: constant
     else:
         _registered[loss] = distribution
 
 
-# Makes a tensor of the shape of some outputs, of these and their distribution.
+# Computes a tensor of the shape of the outputs: f(distribution, outputs).
 OutputGradient = Callable[[Distribution, tf.Tensor], tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """The predictions that one loss was computed from, and their labels'.
+    """Predictions that a loss was computed from, and their distribution.
 
-    They are `(examples, positions..., outputs of a term)`. Weights, of terms,
-    can be multiplied with them; None if all are 1.
+    Predictions are `(examples, positions..., outputs of a term)`. Weights of
+    the terms broadcast to the predictions; None if all are 1.
     """
 
     predictions: tf.Tensor
@@ -378,51 +383,51 @@ class Output:
     weights: tf.Tensor | None
 
     def gradient(
-        self, make: OutputGradient, weight: tf.Tensor | None
+        self, compute: OutputGradient, weight: tf.Tensor | None
     ) -> tf.Tensor:
-        """A gradient at the predictions, or a column of the root there.
+        """Computes a gradient, or a column of a Fisher root, with weights.
 
-        The Fisher matrix of a term counts by its weight, and by that of the
-        whole loss (None is 1), so its root is multiplied by the root of these.
+        Weights of the terms and the loss (None is 1) multiply the Fisher
+        matrix, so the result is multiplied by their square root.
         """
         outputs = self.predictions
-        wide = tf.float64 if outputs.dtype == tf.float64 else tf.float32
-        # A single number for each example is a term of one output.
+        dtype = tf.float64 if outputs.dtype == tf.float64 else tf.float32
+        # Predictions of shape (examples,) are terms with one output.
         single = outputs.shape.rank == 1
-        parameters = tf.cast(outputs[:, None] if single else outputs, wide)
-        result = make(self.distribution, parameters)
+        parameters = tf.cast(outputs[:, None] if single else outputs, dtype)
+        result = compute(self.distribution, parameters)
         result = result[:, 0] if single else result
         for factor in (self.weights, weight):
             if factor is not None:
-                result *= tf.sqrt(tf.abs(tf.cast(factor, wide)))
+                result *= tf.sqrt(tf.abs(tf.cast(factor, dtype)))
         return tf.cast(result, outputs.dtype)
 
     def sample(self, seed: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
-        """Gradient of labels that are drawn from the distribution."""
+        """Gradient of the loss for sampled labels."""
         return self.gradient(lambda d, z: d.sample(z, seed), weight)
 
     def column(self, index: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
-        """Column of a root of the Fisher matrix of whole examples."""
+        """Column of a root of each example's block-diagonal Fisher matrix."""
         *positions, size = self.predictions.shape[1:].as_list() or [1]
-        here = tf.equal(tf.range(math.prod(positions)), index // size)
-        here = tf.reshape(here, [1, *positions, 1])
+        at_position = tf.equal(tf.range(math.prod(positions)), index // size)
+        at_position = tf.reshape(at_position, [1, *positions, 1])
 
-        def make(distribution: Distribution, outputs: tf.Tensor) -> tf.Tensor:
-            column = distribution.column(outputs, index % size)
-            return tf.where(here, column, tf.zeros_like(column))
+        def compute(d: Distribution, outputs: tf.Tensor) -> tf.Tensor:
+            column = d.column(outputs, index % size)
+            return tf.where(at_position, column, tf.zeros_like(column))
 
-        return self.gradient(make, weight)
+        return self.gradient(compute, weight)
 
     @property
     def size(self) -> int | None:
-        """Number of outputs of an example, None if that is not fixed."""
+        """Number of outputs of an example; None if it is not static."""
         shape = self.predictions.shape[1:]
         return math.prod(shape) if shape.is_fully_defined() else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood:
-    """The outputs of a step, and the way back from them to the layers."""
+    """Outputs of all losses of a step, and the backward pass to the layers."""
 
     outputs: tuple[Output, ...]
     pullback: Pullback
@@ -432,28 +437,29 @@ class Likelihood:
         """True if the labels of all outputs are classes."""
         return all(x.distribution.categorical for x in self.outputs)
 
-    def applies(self, to_classes: bool) -> tf.Tensor | None:
-        """True in a step whose losses are likelihoods; None if they always are.
+    def applies(self, include_categorical: bool) -> tf.Tensor | None:
+        """True, a scalar bool, if the distributions are known in this step.
 
-        They may be of classes alone only if that is asked for.
+        None if they are known in all steps. With `include_categorical=False`,
+        false where all of them are categorical.
         """
-        own = [output.distribution for output in self.outputs]
-        unknown = [d for d in own if isinstance(d, OneOf)]
-        if not unknown:
+        distributions = [output.distribution for output in self.outputs]
+        selected = [d for d in distributions if isinstance(d, OneOf)]
+        if not selected:
             return None
-        known = tf.reduce_all([d.is_known for d in unknown])
-        if to_classes or not all(
-            d.categorical or isinstance(d, OneOf) for d in own
+        known = tf.reduce_all([d.is_known for d in selected])
+        if include_categorical or not all(
+            d.categorical or isinstance(d, OneOf) for d in distributions
         ):
             return known
-        classes = [d.is_categorical for d in unknown]
-        return known & tf.logical_not(tf.reduce_all(classes))
+        categorical = [d.is_categorical for d in selected]
+        return known & tf.logical_not(tf.reduce_all(categorical))
 
 
 def find_likelihood(
     losses: Sequence[LossTerms], calls: Sequence[Pullback]
 ) -> Likelihood | str:
-    """The outputs of the losses of a step, or why there are none."""
+    """Returns the outputs of all losses of a step, or why they are unknown."""
     if all(terms.call is None for terms in losses):
         return "no loss was computed by `model.compute_loss`"
     outputs = []
@@ -465,11 +471,11 @@ def find_likelihood(
     for call in reversed(calls):
         if all(call.returned(output.predictions) for output in outputs):
             return Likelihood(tuple(outputs), call)
-    return "the loss is not of what a call of the model returned"
+    return "the loss was not computed from the outputs of a call of the model"
 
 
 def output_of(terms: LossTerms) -> Output | str:
-    """The output of one loss, or why its distribution is unknown."""
+    """Returns the output of one loss, or why its distribution is unknown."""
     distribution = distribution_of(terms)
     if terms.call is None or distribution is None:
         name = "" if terms.call is None else terms.call.loss.name
@@ -479,17 +485,17 @@ def output_of(terms: LossTerms) -> Output | str:
 
 
 def _weights(call: LossCall) -> tf.Tensor | None:
-    """Weights of the terms, to multiply predictions with; None if all are 1."""
+    """Weights of the loss terms with the rank of the predictions, or None."""
     reduction, predictions = call.reduction, call.y_pred
     assert reduction is not None
     rank = reduction.values.shape.rank
-    given = [w for w in (reduction.weights, reduction.mask) if w is not None]
-    if not rank or not given:
+    factors = [w for w in (reduction.weights, reduction.mask) if w is not None]
+    if not rank or not factors:
         return None
     shape = tf.shape(reduction.values)
     product = tf.ones(shape, tf.float32)
-    for weights in given:
-        if weights.shape.rank == rank + 1:  # a last axis of one
+    for weights in factors:
+        if weights.shape.rank == rank + 1:  # The last axis has size 1.
             weights = tf.squeeze(weights, -1)
         product *= tf.cast(weights, product.dtype)
     missing = predictions.shape.rank - rank

@@ -1,17 +1,17 @@
-"""Types of the Fisher matrix: whose gradients the factors G are made of.
+"""Types of the Fisher matrix: the gradients from which G is computed.
 
-- "empirical": those of the loss at the labels of the batch.
-- "monte_carlo": those at labels drawn from the model's own predictions
-  (Martens & Grosse, 2015, section 5). One more backward pass to the
-  pre-activations.
-- "type2": the columns of a square root of each example's Fisher matrix at the
-  outputs, all of them (Botev et al., 2017): K-FAC of the generalised
-  Gauss-Newton matrix, without noise. A backward pass for each output.
+- "empirical": gradients of the loss at the labels of the batch.
+- "monte_carlo": gradients of the loss at labels sampled from the model's
+  predictions (Martens & Grosse, 2015, section 5). One additional backward
+  pass to the pre-activations.
+- "type2": gradients for all columns of a square root of each example's Fisher
+  matrix at the outputs (Botev et al., 2017). G is exact, without sampling
+  noise: K-FAC of the generalised Gauss-Newton matrix. One backward pass for
+  each output.
 
-The inputs, and with them A, are the same for all. The passes go through what
-the training step has recorded (`capture/model_taps.py`), and not through a
-second forward pass on a part of the batch: that would trace the model twice,
-would draw other masks of dropout, and has other batch statistics.
+All types have the same inputs and the same A. The backward passes reuse the
+forward pass recorded by `capture/model_taps.py`. A second forward pass would
+trace the model twice and have other dropout masks and batch moments.
 """
 
 import dataclasses
@@ -34,20 +34,20 @@ TYPES = (EMPIRICAL, MONTE_CARLO, TYPE2)
 
 Statistics = Mapping[int, Mapping[str, Statistic]]
 Layers = Mapping[int, tuple[Block, Sequence[Record]]]
-# Most backward passes of a factor update.
-_MOST_COLUMNS = 1024
+# Maximum number of backward passes in a factor update of type "type2".
+_MAX_COLUMNS = 1024
 
 
 def weighted(
     view: View, outputs: Sequence[Output]
 ) -> list[tuple[Output, tf.Tensor | None]]:
-    """The outputs with the weights of their losses."""
+    """Pairs of outputs and the weights of their losses."""
     weights = view.loss_weights or [None] * len(outputs)
     return list(zip(outputs, weights, strict=True))
 
 
 def empirical(layers: Layers, view: View) -> Statistics:
-    """Statistics of the gradients of the loss."""
+    """Statistics from the gradients of the loss."""
     return batch_statistics(layers, view)
 
 
@@ -58,11 +58,11 @@ def monte_carlo(
     seeds: Sequence[tf.Tensor],
     total: Sum,
 ) -> Statistics:
-    """Statistics of the gradients that drawn labels make.
+    """Statistics from the gradients of the loss for sampled labels.
 
-    A layer that no output depends on, as one that only a loss of its own
-    trains, keeps the gradient of the loss. Each output has a seed; `total`
-    adds up over the replicas, for synchronised layers.
+    A layer that no output depends on, for example with `add_loss` alone, uses
+    the gradient of the loss. Each output has a seed. `total` sums over the
+    replicas, for synchronised layers.
     """
     outputs = weighted(view, likelihood.outputs)
     gradients = [
@@ -70,45 +70,46 @@ def monte_carlo(
         for (output, weight), seed in zip(outputs, seeds, strict=True)
     ]
     pulled = _pull(layers, likelihood, likelihood.outputs, gradients, total)
-    drawn = {i: (layers[i][0], records) for i, records in pulled.items()}
-    rest = {i: layer for i, layer in layers.items() if i not in pulled}
-    # What drawn labels make is the own gradient of a term.
-    plain = view._replace(scale=1.0, unscale=None)
-    made = batch_statistics(drawn, plain) | batch_statistics(rest, view)
-    return {i: made[i] for i in layers}
+    sampled = {i: (layers[i][0], records) for i, records in pulled.items()}
+    others = {i: layer for i, layer in layers.items() if i not in pulled}
+    # Gradients for sampled labels are gradients of single terms, not scaled.
+    unscaled = view._replace(scale=1.0, unscale=None)
+    statistics = batch_statistics(sampled, unscaled)
+    statistics |= batch_statistics(others, view)
+    return {i: statistics[i] for i in layers}
 
 
 def type2(layers: Layers, view: View, likelihood: Likelihood) -> Statistics:
-    """Statistics of the columns of the root of the outputs' Fisher matrix.
+    """Statistics from all columns of a root of the outputs' Fisher matrix.
 
     Raises:
-        ValueError: If there are too many outputs, or not a fixed number.
+        ValueError: If the number of outputs is too large or not static.
     """
     sums: dict[int, tf.Tensor] = {}
     for output, weight in weighted(view, likelihood.outputs):
-        added = _squares(layers, view, likelihood, output, weight)
-        for position, squares in added.items():
-            sums[position] = sums.get(position, 0) + squares
+        totals = _output_totals(layers, view, likelihood, output, weight)
+        for position, total in totals.items():
+            sums[position] = sums.get(position, 0) + total
     statistics = batch_statistics(layers, view)
     for position, total in sums.items():
-        made = statistics[position]
-        made["G"] = Statistic(total, made["G"].count)
+        factors = statistics[position]
+        factors["G"] = Statistic(total, factors["G"].count)
     return statistics
 
 
-def _squares(
+def _output_totals(
     layers: Layers,
     view: View,
     likelihood: Likelihood,
     output: Output,
     weight: tf.Tensor | None,
 ) -> dict[int, tf.Tensor]:
-    """Sums of G over the columns of one output, for each block."""
+    """Sums `g g^T` of each block over the columns of one output."""
     size = output.size
-    if size is None or size > _MOST_COLUMNS:
+    if size is None or size > _MAX_COLUMNS:
         raise ValueError(
             'Argument `fisher="type2"` takes a backward pass for each output '
-            f"of an example, at most {_MOST_COLUMNS:,}. Received: a model "
+            f"of an example, at most {_MAX_COLUMNS:,}. Received: a model "
             f"with outputs of shape {output.predictions.shape}. Use "
             'fisher="monte_carlo", which has the same mean.'
         )
@@ -118,28 +119,28 @@ def _squares(
         column = output.column(index, weight)
         pulled = _pull(layers, likelihood, [output], [column], _refuse_sums)
         reached.update(pulled)
-        added = [
+        totals = [
             output_total(layers[i][0], pulled[i], view)
             if i in pulled
             else tf.zeros_like(old)
             for i, old in zip(layers, sums, strict=True)
         ]
-        return index + 1, *(s + a for s, a in zip(sums, added, strict=True))
+        return index + 1, *(s + t for s, t in zip(sums, totals, strict=True))
 
-    nothing = [
+    zeros = [
         tf.zeros(block.factor_shapes["G"], block.dtype)
         for block, _ in layers.values()
     ]
     _, *sums = tf.while_loop(
-        lambda index, *_: index < size, add, (tf.constant(0), *nothing)
+        lambda index, *_: index < size, add, (tf.constant(0), *zeros)
     )
-    found = zip(layers, sums, strict=True)
-    return {i: value for i, value in found if i in reached}
+    totals = zip(layers, sums, strict=True)
+    return {i: total for i, total in totals if i in reached}
 
 
 def _refuse_sums(_: tf.Tensor) -> tf.Tensor:
     raise ValueError(
-        'Argument `fisher="type2"` does not go with layers that are '
+        'Argument `fisher="type2"` does not support layers that are '
         "synchronised over several replicas. Use "
         'fisher="monte_carlo", which has the same mean.'
     )
@@ -152,19 +153,22 @@ def _pull(
     gradients: Sequence[tf.Tensor],
     total: Sum,
 ) -> dict[int, list[Record]]:
-    """Records with the gradients of some outputs, of blocks they depend on."""
+    """Returns the records of the layers with backpropagated gradients.
+
+    Layers that the outputs do not depend on are missing.
+    """
     flat = [record for _, records in layers.values() for record in records]
-    found = likelihood.pullback.pull(
+    new_gradients = likelihood.pullback.pull(
         [output.predictions for output in outputs],
         gradients,
         [record.output for record in flat],
         total,
     )
-    new = iter(zip(flat, found, strict=True))
+    pairs = iter(zip(flat, new_gradients, strict=True))
     pulled = {}
     for position, (_, records) in layers.items():
-        own = list(itertools.islice(new, len(records)))
-        if any(gradient is not None for _, gradient in own):
+        calls = list(itertools.islice(pairs, len(records)))
+        if any(gradient is not None for _, gradient in calls):
             pulled[position] = [
                 dataclasses.replace(
                     record,
@@ -172,18 +176,18 @@ def _pull(
                     if gradient is None
                     else gradient,
                 )
-                for record, gradient in own
+                for record, gradient in calls
             ]
     return pulled
 
 
 class Choice(NamedTuple):
-    """A type of the Fisher matrix, with its likelihood if it needs one.
+    """Type of the Fisher matrix of a step, and why it was chosen.
 
     Attributes:
-        reason: Why it was chosen; empty if the user did.
-        applies: True in a step of this type, where the losses are of the
-            likelihood, a scalar bool; else it is empirical. None is always.
+        reason: Reason for the choice; empty if the user chose the type.
+        applies: Scalar bool, False to use "empirical" in this step. None is
+            True in all steps.
     """
 
     type: str
@@ -192,43 +196,43 @@ class Choice(NamedTuple):
     applies: tf.Tensor | None = None
 
     def without_tensors(self) -> "Choice":
-        """The choice without its tensors, to keep after the trace."""
+        """Returns a copy without tensors, to keep after the trace."""
         return Choice(self.type, reason=self.reason)
 
 
 def choose_type(
-    wanted: str | None,
+    requested: str | None,
     losses: Sequence[LossTerms],
     calls: Sequence[Pullback],
 ) -> Choice:
-    """Chooses the type for a step, by its losses and the calls of the model.
+    """Chooses the type of the Fisher matrix for a step.
 
-    What the user wants is not "empirical". None is "monte_carlo" where the
-    loss has a distribution and not of classes alone, else "empirical".
+    `requested` is "monte_carlo", "type2" or None. None is "monte_carlo" if the
+    distributions of the losses are known and not all labels are classes, else
+    "empirical".
 
     Raises:
-        ValueError: If it needs a distribution and there is none.
+        ValueError: If the requested type needs an unknown distribution.
     """
     likelihood = find_likelihood(losses, calls)
-    if wanted is not None:
+    if requested is not None:
         if isinstance(likelihood, str):
             raise ValueError(
-                f'Argument `fisher="{wanted}"` needs the predictive '
+                f'Argument `fisher="{requested}"` needs the predictive '
                 f"distribution of the model, but {likelihood}. Compute the "
                 "loss with `model.compute_loss(x=x, y=y, y_pred=model(x, "
-                "training=True))`, as Keras' `train_step` does, declare its "
+                "training=True))`, as Keras' `train_step` does, register its "
                 "distribution by `tfkfac.register_distribution`, or use "
                 'fisher="empirical".'
             )
-        return Choice(
-            wanted, likelihood, applies=likelihood.applies(to_classes=True)
-        )
+        applies = likelihood.applies(include_categorical=True)
+        return Choice(requested, likelihood, applies=applies)
     if isinstance(likelihood, str):
         return Choice(EMPIRICAL, reason=likelihood)
     if likelihood.is_categorical:
         return Choice(EMPIRICAL, reason="the labels are classes")
-    reason = "the labels are not classes alone"
-    applies = likelihood.applies(to_classes=False)
+    reason = "not all labels are classes"
+    applies = likelihood.applies(include_categorical=False)
     if applies is not None:
-        reason = "where the loss is a likelihood, and not of classes alone"
+        reason = "in steps with a known distribution that is not categorical"
     return Choice(MONTE_CARLO, likelihood, reason, applies)
