@@ -1,11 +1,13 @@
-"""The Gauss-Newton matrix of a Keras model's loss, as a quadratic form.
+"""Quadratic form of the Gauss-Newton matrix of a Keras model's loss.
 
-`d^T J^T H J d`, with J the Jacobian of what the loss reads of the model and H
-the loss' Hessian with respect to that. Keras' cross-entropies read the logits
-behind the model's softmax or sigmoid, if these are Keras' own; all else is
-read off the outputs. H is positive semi-definite where the loss is convex in
-what it reads, as Keras' squared errors, cross-entropies, Poisson and
-Kullback-Leibler losses are.
+The form is `d^T J^T H J d`, where J is the Jacobian of the inputs of the loss,
+and H is the Hessian of the loss with respect to these inputs. The inputs are
+the model outputs. For Keras' cross-entropies after Keras' softmax or sigmoid,
+the inputs are the logits.
+
+H is positive semidefinite if the loss is convex in its inputs. This is the
+case for Keras' squared errors, cross-entropies, Poisson and Kullback-Leibler
+losses.
 """
 
 import itertools
@@ -28,7 +30,7 @@ from tfkfac.curvature.hessian import (
 from tfkfac.loss.batch import replay_loss
 from tfkfac.loss.terms import LossTerms
 
-# A tensor for each weight; None is zero.
+# A direction in weight space: a tensor for each variable, None for zero.
 Direction = Sequence[tf.Tensor | None]
 
 
@@ -43,22 +45,22 @@ def gauss_newton_form(
     shares: Sequence[tf.Tensor] = (),
     whole: Sequence[LossTerms] = (),
 ) -> tf.Tensor:
-    """The symmetric float64 matrix `d_i^T (J^T H J) d_j` of some directions.
+    """Computes the matrix `d_i^T (J^T H J) d_j` for directions `d_i`.
 
-    One forward pass, and for each direction about another one. No state
-    changes; see `replay_loss`, also for the other arguments. `total` is a
-    differentiable sum over the replicas, for synchronised layers.
+    Costs one forward pass, and about one forward pass per direction. No state
+    changes. The matrix is float64. `total` is a differentiable sum over the
+    replicas, for synchronised layers. For other arguments see `replay_loss`.
 
     Raises:
         NotImplementedError: If an operation of the model or its loss has no
             second derivative. The message names the layer.
     """
-    first = len(operations())
+    num_before = len(operations())
     with exact_second_derivatives(total):
-        with tape() as network, tape(persistent=True) as twice:
-            network.watch(values)
-            with tape() as once:
-                reading = Reading(once, twice)
+        with tape() as model_tape, tape(persistent=True) as outer:
+            model_tape.watch(values)
+            with tape() as inner:
+                reading = Reading(inner, outer)
                 loss = replay_loss(
                     model,
                     call,
@@ -69,16 +71,16 @@ def gauss_newton_form(
                     whole,
                     reading.cut,
                 )
-            slopes = once.gradient(loss, reading.leaves)
-        read = [slope is not None for slope in slopes]
-        if not any(read):
+            slopes = inner.gradient(loss, reading.leaves)
+        is_used = [slope is not None for slope in slopes]
+        if not any(is_used):
             return tf.zeros([len(directions)] * 2, tf.float64)
         outputs, leaves, slopes = (
-            list(itertools.compress(found, read))
-            for found in (reading.outputs, reading.leaves, slopes)
+            list(itertools.compress(tensors, is_used))
+            for tensors in (reading.outputs, reading.leaves, slopes)
         )
-        push = jacobian_product(network, outputs, values)
-        refuse_silent_zeros(model, first)
+        push = jacobian_product(model_tape, outputs, values)
+        refuse_silent_zeros(model, num_before)
         with naming_layers(model):
             tangents = [
                 [
@@ -88,21 +90,22 @@ def gauss_newton_form(
                 for d in directions
             ]
             images = [
-                twice.gradient(
+                outer.gradient(
                     slopes,
                     leaves,
-                    output_gradients=one,
+                    output_gradients=tangent,
                     unconnected_gradients="zero",
                 )
-                for one in tangents
+                for tangent in tangents
             ]
     return symmetric_products(tangents, images)
 
 
 class Reading:
-    """The outputs that a loss reads of a model, and their logits if any.
+    """Replaces the inputs of a loss by leaf tensors that tapes watch.
 
-    In their place there are leaves, in float32 or wider, which tapes watch.
+    `outputs` are the model outputs, and their logits where known. `leaves`
+    replace them, in float32 or float64.
     """
 
     def __init__(self, *tapes: tf.GradientTape) -> None:
@@ -111,42 +114,44 @@ class Reading:
         self.leaves: list[tf.Tensor] = []
 
     def cut(self, outputs: Any) -> Any:
-        """Returns what the loss takes for the outputs."""
-        return keras.tree.map_structure(self._cut_one, outputs)
+        """Returns the outputs with leaves as values and logits."""
+        return keras.tree.map_structure(self._cut_output, outputs)
 
-    def _cut_one(self, output: Any) -> Any:
+    def _cut_output(self, output: Any) -> Any:
         if not tf.is_tensor(output) or not output.dtype.is_floating:
             return output
         logits = logits_of(output)
-        own = None if logits is None else self._leaf(logits)
-        return in_place_of(output, self._leaf(output), own)
+        leaf = None if logits is None else self._leaf(logits)
+        return in_place_of(output, self._leaf(output), leaf)
 
     def _leaf(self, tensor: tf.Tensor) -> tf.Tensor:
-        wide = tf.float32 if tensor.dtype.size < 4 else tensor.dtype
-        # Losses of half precision would lose products with a small Hessian.
-        leaf = tf.identity(tf.cast(tensor, wide))
-        for one in self._tapes:
-            one.watch(leaf)
+        dtype = tf.float32 if tensor.dtype.size < 4 else tensor.dtype
+        # In half precision, products with a small Hessian would underflow.
+        leaf = tf.identity(tf.cast(tensor, dtype))
+        for leaf_tape in self._tapes:
+            leaf_tape.watch(leaf)
         self.outputs.append(tensor)
         self.leaves.append(leaf)
         return leaf
 
 
 def jacobian_product(
-    network: tf.GradientTape,
+    model_tape: tf.GradientTape,
     outputs: Sequence[tf.Tensor],
     values: Sequence[tf.Tensor],
 ) -> Callable[[Direction], list[tf.Tensor]]:
-    """Returns the product of a direction with the Jacobian of outputs.
+    """Returns a function that multiplies the Jacobian J by a direction.
 
-    The backward pass `J^T u` is linear in u, and its derivative is J: what is
-    left of it in a graph is the forward pass of a tangent. It takes first
-    derivatives of the model alone, with whatever is their gradient.
+    The backward pass `J^T u` is linear in u, and its derivative by u is J.
+    Differentiating it gives a forward-mode product from reverse-mode
+    gradients. In a graph, TensorFlow prunes the backward pass itself.
     """
     dual = [tf.zeros_like(output) for output in outputs]
     with tape(persistent=True) as backward:
         backward.watch(dual)
-        pulled = dense(network.gradient(outputs, values, output_gradients=dual))
+        pulled = dense(
+            model_tape.gradient(outputs, values, output_gradients=dual)
+        )
 
     def product(direction: Direction) -> list[tf.Tensor]:
         present = [
@@ -154,13 +159,13 @@ def jacobian_product(
             for p, d in zip(pulled, direction, strict=True)
             if p is not None and d is not None
         ]
-        found: list[tf.Tensor] = backward.gradient(
+        tangents: list[tf.Tensor] = backward.gradient(
             [p for p, _ in present],
             dual,
             output_gradients=[d for _, d in present],
             unconnected_gradients="zero",
         )
-        return found
+        return tangents
 
     return product
 
@@ -168,21 +173,23 @@ def jacobian_product(
 def symmetric_products(
     left: Sequence[Sequence[tf.Tensor]], right: Sequence[Sequence[tf.Tensor]]
 ) -> tf.Tensor:
-    """The inner products of lists of tensors, of which `(i, j) = (j, i)`."""
-    places = range(len(left))
-    found: dict[tuple[int, int], tf.Tensor] = {}
-    for i, j in itertools.combinations_with_replacement(places, 2):
-        found[i, j] = found[j, i] = inner_product(left[i], right[j])
-    return tf.stack([tf.stack([found[i, j] for j in places]) for i in places])
+    """Matrix of inner products of lists of tensors, assumed symmetric."""
+    indices = range(len(left))
+    products: dict[tuple[int, int], tf.Tensor] = {}
+    for i, j in itertools.combinations_with_replacement(indices, 2):
+        products[i, j] = products[j, i] = inner_product(left[i], right[j])
+    return tf.stack(
+        [tf.stack([products[i, j] for j in indices]) for i in indices]
+    )
 
 
 def inner_product(left: Direction, right: Direction) -> tf.Tensor:
-    """The inner product of two lists of tensors, a float64 scalar."""
+    """Inner product of two lists of tensors, a float64 scalar."""
     sums = [tf.constant(0, tf.float64)]
     for x, y in zip(left, right, strict=True):
         if x is not None and y is not None:
-            wide = tf.float32 if x.dtype.size < 4 else x.dtype
-            product = tf.cast(x, wide) * tf.cast(y, wide)
+            dtype = tf.float32 if x.dtype.size < 4 else x.dtype
+            product = tf.cast(x, dtype) * tf.cast(y, dtype)
             sums.append(tf.cast(tf.reduce_sum(product), tf.float64))
     return tf.add_n(sums)
 
@@ -192,24 +199,24 @@ def penalty_form(
     values: Sequence[tf.Tensor],
     directions: Sequence[Direction],
 ) -> tf.Tensor:
-    """Returns `d_i^T R d_j` with the Hessian R of the weights' regularisers."""
-    places = [i for i, v in enumerate(variables) if v.regularizer is not None]
-    own = [[direction[i] for i in places] for direction in directions]
-    points = [values[i] for i in places]
-    with tape(persistent=True) as twice:
-        twice.watch(points)
-        with tape() as once:
-            once.watch(points)
+    """Computes `d_i^T R d_j` with the Hessian R of the weight regularizers."""
+    indices = [i for i, v in enumerate(variables) if v.regularizer is not None]
+    parts = [[direction[i] for i in indices] for direction in directions]
+    points = [values[i] for i in indices]
+    with tape(persistent=True) as outer:
+        outer.watch(points)
+        with tape() as inner:
+            inner.watch(points)
             penalties = [
                 variables[i].regularizer(x)
-                for i, x in zip(places, points, strict=True)
+                for i, x in zip(indices, points, strict=True)
             ]
-        slopes = once.gradient(penalties, points)
+        slopes = inner.gradient(penalties, points)
 
     def image(d: Any, slope: Any, x: tf.Tensor) -> tf.Tensor | None:
         if d is None or slope is None:
             return None
-        return twice.gradient(slope, x, output_gradients=d)
+        return outer.gradient(slope, x, output_gradients=d)
 
-    images = [list(map(image, direction, slopes, points)) for direction in own]
-    return symmetric_products(own, images)
+    images = [list(map(image, tangents, slopes, points)) for tangents in parts]
+    return symmetric_products(parts, images)

@@ -1,4 +1,4 @@
-"""The Hessian of a Keras model's loss, as an operator."""
+"""Products with the Hessian of a Keras model's loss."""
 
 import contextlib
 import re
@@ -30,18 +30,18 @@ def hessian_operator(
     total: Sum = tf.identity,
     shares: Sequence[tf.Tensor] = (),
 ) -> Product:
-    """Product of a flat vector with the Hessian of a compiled model's loss.
+    """Returns a function that multiplies the Hessian of the loss by a vector.
 
-    The forward and the first backward pass are done here, once. A product is
-    one more pass backward through both (reverse over reverse).
+    Computes the forward and the backward pass once. Each product of a flat
+    vector is a backward pass through both (reverse over reverse).
 
-    The values are those of all trainable variables; `total` is a
-    differentiable sum over the replicas, for synchronised layers. For the other
-    arguments see `replay_loss`.
+    `values` are the values of all trainable variables. `total` is a
+    differentiable sum over the replicas, for synchronised layers. For the
+    other arguments see `replay_loss`.
     """
     variables = model.trainable_variables
     space = flat_space(variables)
-    first = len(operations())
+    num_before = len(operations())
     with tape(persistent=True) as outer, exact_second_derivatives(total):
         outer.watch(values)
         with tape() as inner:
@@ -50,9 +50,9 @@ def hessian_operator(
                 model, call, arguments, variables, values, shares
             )
         slopes = inner.gradient(loss, values)
-        # Sparse gradients become dense, so that a product can meet them.
+        # Convert sparse gradients while the tape records.
         slopes = dense(slopes)
-    refuse_silent_zeros(model, first)
+    refuse_silent_zeros(model, num_before)
 
     def product(vector: tf.Tensor) -> tf.Tensor:
         present = [
@@ -72,17 +72,17 @@ def hessian_operator(
 
 
 def tape(persistent: bool = False) -> tf.GradientTape:
-    """A tape of what is watched alone."""
+    """Creates a tape that records watched tensors only."""
     return tf.GradientTape(persistent, watch_accessed_variables=False)
 
 
 def dense(gradients: Sequence[Any]) -> list[tf.Tensor | None]:
-    """Gradients as dense tensors; None where there is none."""
+    """Converts gradients to dense tensors and keeps None."""
     return [None if g is None else tf.convert_to_tensor(g) for g in gradients]
 
 
 def flat_space(variables: Sequence[keras.Variable]) -> FlatSpace:
-    """The space of flat vectors of some variables."""
+    """Space of flat vectors with an element for each weight."""
     return FlatSpace(
         [tuple(v.shape) for v in variables],
         [tf.as_dtype(v.dtype) for v in variables],
@@ -90,53 +90,57 @@ def flat_space(variables: Sequence[keras.Variable]) -> FlatSpace:
 
 
 def operations() -> list[tf.Operation]:
-    """The operations of the current graph so far; none of eager code."""
+    """Operations of the current graph; empty if running eagerly."""
     if tf.executing_eagerly():
         return []
     return list(tf.compat.v1.get_default_graph().get_operations())
 
 
-def refuse_silent_zeros(model: keras.Model, first: int) -> None:
-    """Refuses first derivatives that TensorFlow takes for constants.
+def refuse_silent_zeros(model: keras.Model, start: int) -> None:
+    """Raises an error for gradient operations with a wrong derivative of 0.
 
-    The gradient operation of bilinear resizing, for one, is registered as not
-    differentiable, which counts as a derivative of zero.
+    TensorFlow registers some gradient operations as not differentiable, for
+    example of bilinear resizing, and treats them as constants. Checks the
+    operations from index `start`.
     """
-    for operation in operations()[first:]:
-        kind = operation.type
-        if kind.endswith(("Grad", "Gradient")) and is_constant_to_tapes(kind):
-            raise no_second_derivative(model, kind)
+    for operation in operations()[start:]:
+        op_type = operation.type
+        is_gradient = op_type.endswith(("Grad", "Gradient"))
+        if is_gradient and is_constant_to_tapes(op_type):
+            raise no_second_derivative(model, op_type)
 
 
 @contextlib.contextmanager
 def naming_layers(model: keras.Model) -> Iterator[None]:
-    """Names the layer of an operation that has no second derivative."""
+    """Context that adds the layer's name to missing-gradient errors."""
     try:
         yield
     except LookupError as error:
-        kind = operation_without_gradient(error)
-        raise no_second_derivative(model, kind) from error
+        op_type = operation_without_gradient(error)
+        raise no_second_derivative(model, op_type) from error
 
 
-def no_second_derivative(model: keras.Model, kind: str) -> NotImplementedError:
-    """The error for an operation, with the layer that it belongs to."""
+def no_second_derivative(
+    model: keras.Model, op_type: str
+) -> NotImplementedError:
+    """Creates the error for an operation type, with the name of its layer."""
     names = {node.layer.name for node in walk(model)}
-    found: list[str] = []
+    layers: list[str] = []
     for graph in open_graphs():
         for operation in graph.get_operations():
-            if operation.type == kind:
-                for part in operation.name.split("/"):
-                    # Since version 3.16 Keras adds no number to the first.
-                    known = {layer_name(part), part} & names
-                    found += sorted(known, key=len)[:1]
-    where = f"Layer '{found[-1]}'" if found else "An operation"
+            if operation.type == op_type:
+                for scope in operation.name.split("/"):
+                    # Keras 3.16 and later does not number the first scope.
+                    matches = {layer_name(scope), scope} & names
+                    layers += sorted(matches, key=len)[:1]
+    where = f"Layer '{layers[-1]}'" if layers else "An operation"
     return NotImplementedError(
         f"{where} of model '{model.name}' has no second derivative in "
-        f"TensorFlow: that of its operation {kind} is missing. Leave it out, "
-        "or use an optimizer that needs none."
+        f"TensorFlow: operation {op_type} has no gradient. Remove the layer, "
+        "or use an optimizer that needs no second derivatives."
     )
 
 
 def layer_name(scope: str) -> str:
-    """The layer's name in a name scope, to which Keras adds a number."""
+    """Removes the number that Keras appends to a layer's name scope."""
     return re.sub(r"_\d+$", "", scope)

@@ -1,4 +1,4 @@
-"""Curvature of Keras models: Hessian-vector products and extreme spectra."""
+"""Hessian-vector products of Keras models, and the Lanczos iteration."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -34,15 +34,16 @@ def lanczos(
     num_largest: int | None = None,
     num_smallest: int = 0,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Computes the ends of the spectrum of a symmetric operator.
+    """Computes extreme eigenpairs of a symmetric operator.
 
-    The Lanczos iteration (FOSI, Sivan et al., 2023, algorithm 1 and appendix),
-    each product of which is made orthogonal to the last two vectors and then
-    to the whole basis, in float32 with a tridiagonal matrix in float64. It
-    takes `steps` products.
-    When the Krylov space of the start vector is exhausted before (an operator
-    of low rank or with repeated eigenvalues), it goes on from a random vector,
-    which takes one of the steps.
+    Runs `steps` Lanczos iterations (FOSI, Sivan et al., 2023, algorithm 1 and
+    appendix). Each product is orthogonalised against the last two vectors and
+    then against the whole basis, in float32. The tridiagonal matrix is
+    float64.
+
+    If the Krylov space is exhausted early (an operator of low rank or with
+    repeated eigenvalues), the iteration continues from a random vector, which
+    takes one of the steps.
 
     >>> H = tf.linalg.diag([3.0, 1.0, -2.0])
     >>> values, vectors = tfkfac.curvature.lanczos(
@@ -52,24 +53,25 @@ def lanczos(
     Works eagerly and inside a `tf.function`, where `matvec` is traced once.
 
     Args:
-        matvec: Function of a float32 tensor `(size,)` that returns its product
-            with the operator.
+        matvec: Function from a float32 tensor `(size,)` to the product of the
+            operator with it.
         size: Size of the operator.
         steps: Number of products.
-        start_vector: Vector `(size,)` to start from. A float64 tensor makes
-            the whole iteration float64. None is a random vector.
-        seed: Seed of the random vectors.
-        num_largest: Number of pairs from the upper end. None is 10, or as
-            many as there are.
-        num_smallest: Number of pairs from the lower end.
+        start_vector: Start vector `(size,)`. A float64 tensor makes the whole
+            iteration float64. Defaults to None, for a random vector.
+        seed: Seed of the random vectors. Defaults to 0.
+        num_largest: Number of pairs from the upper end. Defaults to None, for
+            10, or fewer if `steps` or `size` is smaller.
+        num_smallest: Number of pairs from the lower end. Defaults to 0.
 
     Returns:
         Ritz values `(num_smallest + num_largest,)`, ascending, and Ritz
-        vectors `(size, num_smallest + num_largest)` as columns. Where the
-        steps were not enough to find so many, the value and vector are zero.
+        vectors `(size, num_smallest + num_largest)` as columns. Pairs that
+        were not found are zero.
 
     Raises:
-        ValueError: If an argument is not allowed.
+        TypeError: If `matvec` is not a function.
+        ValueError: If another argument is invalid.
     """
     check_count("size", size, 1)
     check_count("steps", steps, 1)
@@ -87,8 +89,7 @@ def lanczos(
         )
     if not callable(matvec):
         raise TypeError(
-            "Argument `matvec` must be a function of a vector. "
-            f"Received: matvec={matvec!r}"
+            f"Argument `matvec` must be a function. Received: matvec={matvec!r}"
         )
     check_count("seed", seed, 0)
     start = _start_vector(start_vector, size, seed)
@@ -117,30 +118,32 @@ def hessian_vector_product(
     vectors: Any,
     sample_weight: Any = None,
 ) -> Any:
-    """Multiplies vectors by the Hessian of a model's compiled loss.
+    """Multiplies the Hessian of a model's compiled loss by vectors.
 
-    The loss is that of `fit` for this batch: with its weights, regularisers,
-    added losses and all outputs, and the model in training mode. No state
-    changes (moving averages, random seeds, metrics), and all vectors see the
-    same dropout mask. Second derivatives through normalisation layers are the
-    true ones, which TensorFlow's own are not.
+    The loss equals the loss of `fit` on this batch: all outputs with their
+    weights, regularizers and added losses, in training mode. The call does not
+    change the model's state (moving averages, random seeds, metrics). All
+    vectors have the same dropout mask. Second derivatives of normalisation
+    layers are exact; those of plain TensorFlow are not.
 
     Args:
-        model: A built and compiled model. The Hessian is that of its trainable
-            variables.
+        model: A built and compiled model. The Hessian is taken with respect to
+            its trainable variables.
         x: Inputs, as for `fit`.
-        y: Targets.
-        vectors: A vector `(n,)`, or several as the columns of `(n, k)`, where
-            `n` is the number of trainable weights, in the order of
-            `model.trainable_variables`, each row-major; or a list of arrays
-            with the shapes of the variables.
-        sample_weight: Weights of the examples.
+        y: Targets, as for `fit`.
+        vectors: A vector `(n,)`, or vectors as the columns of a matrix
+            `(n, k)`, where `n` is the number of trainable weights. Weights
+            have the order of `model.trainable_variables`, each flattened in
+            row-major order. Or a list of arrays with the variables' shapes.
+        sample_weight: Weights of the examples. Defaults to None.
 
     Returns:
         The products, in the form of `vectors`.
 
     Raises:
-        ValueError: If the model is not ready or shapes do not fit.
+        TypeError: If `model` is not a `keras.Model`, or `vectors` not numbers.
+        ValueError: If the model is not built and compiled, or if shapes do not
+            match.
         NotImplementedError: If an operation of the model has no second
             derivative. The message names the layer.
     """
@@ -150,7 +153,7 @@ def hessian_vector_product(
     if not variables:
         raise ValueError(
             "Argument `model` must have trainable weights. "
-            f"Received: model '{model.name}' without any."
+            f"Received: model '{model.name}' without trainable weights."
         )
     as_list = isinstance(vectors, (list, tuple))
     if as_list:
@@ -177,14 +180,14 @@ _products: weakref.WeakKeyDictionary[
 
 
 def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
-    """The compiled product of a model, made anew when the model changes."""
+    """Returns the traced product of a model; retraces if the model changed."""
     variables = tuple(id(v) for v in model.trainable_variables)
-    # Nothing in it may refer to the model, which would then never be freed.
+    # The cache must not refer to the model, which would never be freed.
     loss = getattr(model.compute_loss, "__func__", model.compute_loss)
     key = (id(compiled_loss(model)), id(loss), variables)
-    known = _products.get(model)
-    if known is not None and known[0] == key:
-        return known[1]
+    cached = _products.get(model)
+    if cached is not None and cached[0] == key:
+        return cached[1]
     reference = weakref.ref(model)
 
     @tf.function(autograph=False, reduce_retracing=True)
@@ -210,7 +213,7 @@ def _compiled_product(model: keras.Model) -> Callable[..., tf.Tensor]:
 
 
 def as_numbers(name: str, value: Any, dtype: tf.DType) -> tf.Tensor:
-    """Returns an argument as a tensor of a floating point dtype."""
+    """Converts an argument to a tensor of a floating point dtype."""
     try:
         return tf.cast(value, dtype)
     except (TypeError, ValueError) as error:
@@ -221,7 +224,7 @@ def as_numbers(name: str, value: Any, dtype: tf.DType) -> tf.Tensor:
 
 
 def as_fit_does(leaf: Any) -> tf.Tensor | None:
-    """Converts a part of a batch; NumPy's default floats become Keras'."""
+    """Converts an array of a batch; NumPy's float64 becomes `floatx()`."""
     if leaf is None:
         return None
     if not tf.is_tensor(leaf) and np.asarray(leaf).dtype == np.float64:
@@ -240,7 +243,7 @@ def _start_vector(value: Any, size: int, seed: int) -> tf.Tensor:
             f"Argument `start_vector` must have shape ({size},). "
             f"Received: start_vector of shape {vector.shape}"
         )
-    # Squares of very small or large numbers leave the range of float32.
+    # Normalise: squares of very small or large numbers exceed float32.
     return tf.math.divide_no_nan(vector, tf.reduce_max(tf.abs(vector)))
 
 
@@ -253,8 +256,8 @@ def _check_model(model: Any) -> None:
     if not model.compiled or not model.built:
         state = "compiled" if model.built else "built"
         raise ValueError(
-            f"Argument `model` must be a built and compiled model: '"
-            f"{model.name}' is not {state}."
+            "Argument `model` must be a built and compiled model. Received: "
+            f"model '{model.name}', which is not {state}."
         )
 
 
