@@ -68,7 +68,10 @@ def solve(dimension: int, name: str, seconds: float, seed: int) -> contest.Race:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--dimension", type=int, choices=(2, 5), default=2)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--output", default="poisson.png")

@@ -10,9 +10,9 @@ networks make of them after squeezing them through 30 numbers. The plot needs
 Matplotlib.
 """
 
+import argparse
 import importlib.util
 import pathlib
-import sys
 from collections.abc import Mapping
 
 import keras
@@ -33,6 +33,12 @@ PLOTTED = 10
 
 def main() -> None:
     """Trains, and shows what came out."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("plot", nargs="?", type=pathlib.Path, metavar="PLOT")
+    options = parser.parse_args()
     adam, kfac = (
         Run(
             FINAL,
@@ -63,8 +69,8 @@ def main() -> None:
     report("Adam", training.run(adam.seed, allowance))
     images["Adam"] = outputs(training.model, data.test_x[:PLOTTED])
     show(images)
-    if len(sys.argv) > 1:
-        save_plot(pathlib.Path(sys.argv[1]), images)
+    if options.plot:
+        save_plot(options.plot, images)
 
 
 def report(name: str, record: Mapping[str, Mapping[str, list[float]]]) -> float:

@@ -15,8 +15,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 # Without it a machine without a GPU is told so as an error.
 export TF_CPP_MIN_LOG_LEVEL=3
 if (($# == 0)); then
-  PYTHONPATH="$root/examples" exec "$python" "$root/tools/demo.py" \
-    "$root/demo/digits.png"
+  exec "$python" "$root/tools/demo.py" "$root/demo/digits.png"
 fi
 
 launch=()

@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -337,10 +336,11 @@ def row(fault: Fault, result: Result) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; returns the number of rows that are not right."""
     parser = argparse.ArgumentParser(
-        prog=pathlib.Path(__file__).name, description=__doc__
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("faults", nargs="*", metavar="FAULT")
-    parser.add_argument("--worker", metavar="DIRECTORY", help="(its own use)")
+    parser.add_argument("--worker", metavar="DIRECTORY", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     unknown = set(options.faults) - set(FAULTS)
     if unknown:

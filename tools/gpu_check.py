@@ -165,8 +165,7 @@ class Bench:
         Raises:
             CheckError: If it ends with an error.
         """
-        path = f"{TOOLS.parent}:{TOOLS.parent / 'examples'}:{TOOLS}"
-        own = {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
+        own = {"PYTHONPATH": str(TOOLS.parent), "TF_CPP_MIN_LOG_LEVEL": "3"}
         done = subprocess.run(
             command,
             env={**os.environ, **own, **variables},

@@ -3,7 +3,8 @@ r"""Says what K-FAC would cost on a cluster, before anything is trained.
     python tools/plan.py ResNet50 --workers 64 --batch 32 \
         --bandwidth 100Gbit --latency 5us --flops 14T
     python tools/plan.py MobileNetV2 --image-size 96 --measure
-    python tools/plan.py ResNet50 ... --kfac max_factor_dim=null --plot plan.png
+    python tools/plan.py ResNet50 --flops 14T --plot plan.png \
+        --kfac max_factor_dim=null
     python tools/plan.py --papers        # DP-KFAC's and KAISA's figures
     python tools/plan.py --verify        # against steps of this machine
 

@@ -10,6 +10,7 @@ the command that repeats it, the machine, and the commits that its figures came
 with.
 """
 
+import argparse
 import json
 import pathlib
 import statistics
@@ -141,4 +142,8 @@ def race_table(
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     main()

@@ -615,7 +615,10 @@ def compare(old: Any, new: Any, only: str) -> Iterator[str]:
 
 def main() -> int:
     """Runs what the command line says."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("what", choices=("write", "compare", "place"))
     parser.add_argument("name", help="a file; of `place`, the place")
     parser.add_argument("--only", default="", help="part of a run's name")

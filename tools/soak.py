@@ -162,12 +162,13 @@ def row(mode: str, steps: int, found: Sequence[Mapping[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(
-        prog=pathlib.Path(__file__).name, description=__doc__
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("modes", nargs="*", metavar="MODE")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--worker", action="store_true", help="(its own use)")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     unknown = set(options.modes) - set(MODES)
     if unknown:

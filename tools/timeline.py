@@ -197,7 +197,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"MODE must be one of {[*MODES]}: {sorted(unknown)}")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs Matplotlib: pip install 'tfkfac[examples]'")
+        parser.error("--plot needs Matplotlib: pip install '.[examples]'")
     return options
 
 

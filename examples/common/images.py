@@ -75,7 +75,7 @@ def load_digits() -> ImageData:
         from sklearn import datasets, model_selection
     except ImportError as error:
         raise DatasetError(
-            "digits needs scikit-learn: pip install 'tfkfac[examples]'."
+            "digits needs scikit-learn: pip install '.[examples]'."
         ) from error
     digits = datasets.load_digits()
     images = digits.images.astype(np.uint8)[..., np.newaxis]

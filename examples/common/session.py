@@ -160,7 +160,7 @@ def prepare_plot(path: pathlib.Path, argument: str) -> None:
     """Fails before the training rather than after it."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
-            f"{argument} needs matplotlib: pip install 'tfkfac[examples]'"
+            f"{argument} needs matplotlib: pip install '.[examples]'"
         )
     make_directory(path.parent)
 

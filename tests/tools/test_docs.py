@@ -31,23 +31,61 @@ def test_length_of_readme() -> None:
     assert len(results.README.read_text().split()) <= 1300
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["README.md", "CONTRIBUTING.md", "tools/README.md", "examples/README.md"],
+NAMES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "tools/README.md",
+    "examples/README.md",
 )
-def test_links_to_files(name: str) -> None:
-    """Those of files that MkDocs does not build."""
-    path = ROOT / name
-    for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", path.read_text()):
+DOCUMENTS = [
+    *(ROOT / name for name in NAMES),
+    *results.PAGE.parent.rglob("*.md"),
+]
+# Folders that are named by their place in the repository or in the package.
+BASES = (ROOT, ROOT / "tfkfac")
+FOLDERS = {p.name for base in BASES for p in base.iterdir() if p.is_dir()}
+FILES = {
+    path.name
+    for folder in ("docs", "examples", "tests", "tfkfac", "tools")
+    for path in (ROOT / folder, *(ROOT / folder).rglob("*"))
+} | {path.name for path in ROOT.iterdir()}
+WRITTEN = {"demo/", "docs/site"}  # by scripts
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_links_to_files(path: pathlib.Path) -> None:
+    """Those of Markdown, and the sources that MkDocs puts into pages."""
+    text = path.read_text()
+    for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", text):
         assert (path.parent / link).exists(), link
+    assert "8 <" not in text, "ruff has formatted a snippet's mark"
+    for source in re.findall(r'^(?:--8<--\s+"?)([\w./]+)', text, re.M):
+        assert (ROOT / source).exists(), source
 
 
-def test_modules_that_are_named_exist() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    named = set(re.findall(r"`(?:tfkfac/)?([a-z_]+/(?:[a-z_]+\.py)?)`", text))
-    assert "kfac/method.py" in named
-    for name in named:
-        assert (ROOT / "tfkfac" / name).exists() or (ROOT / name).exists(), name
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+def test_files_that_are_named_exist(path: pathlib.Path) -> None:
+    """In backticks: paths, and names of files anywhere in a folder."""
+    text = path.read_text()
+    for name in set(re.findall(r"`([\w.-]+/[\w./-]*)`", text)) - WRITTEN:
+        if name.partition("/")[0] in FOLDERS:
+            assert any((base / name).exists() for base in BASES), name
+    for name in set(re.findall(r"`(\w+\.(?:py|sh|md|json))`", text)):
+        assert name in FILES, name
+
+
+def test_modules_that_docstrings_name_exist() -> None:
+    pattern = rf"(?<![\w./-])(?:{'|'.join(sorted(FOLDERS))})/[a-z_/]*[a-z_]\b"
+    package = ROOT / "tfkfac"
+    named = 0
+    for path in package.rglob("*.py"):
+        for name in re.findall(pattern, path.read_text()):
+            named += 1
+            files = [
+                base / end for base in BASES for end in (name, f"{name}.py")
+            ]
+            assert any(file.exists() for file in files), f"{path}: {name}"
+    assert named > 5
 
 
 @pytest.mark.slow
@@ -80,6 +118,8 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
     for path in (results.README, *results.PAGE.parent.rglob("*.md")):
         for block, inline in code.findall(path.read_text()):
             if not block and not re.match(r"(tfkfac\.|KFAC\()", inline):
+                continue
+            if block.startswith("--8<--"):  # a file of examples/
                 continue
             text = block or f"tfkfac.{inline.removeprefix('tfkfac.')}"
             for node in ast.walk(ast.parse(text)):

@@ -7,10 +7,11 @@ import pathlib
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 
 import plan
-from planning import models, units
+from planning import local, models, report, units
 
 CLUSTER = ["--flops", "1T", "--bandwidth", "10Gbit", "--latency", "5us"]
 
@@ -107,18 +108,34 @@ def test_plan(
 
 
 # ------------------------------------------------------------------- papers
+@pytest.mark.parametrize("number", [float, np.float32, np.float64])
+def test_large_errors_are_marked(number: Any) -> None:
+    """The cost model and a clock give numbers of NumPy."""
+    row = {"model": "M1", "solver": "inverse", "kind": "plain"}
+    rows = [
+        local.Comparison(**row, measured=number(2), predicted=number(p))
+        for p in (2.5, 2.7)
+    ]
+    text = report.verify_text(rows)
+    assert "+25%\n" in text and "+35% (!)\n" in text
+
+
 @pytest.mark.slow
 def test_papers() -> None:
-    """DP-KFAC, tables 2 and 5; KAISA's ranking."""
+    """DP-KFAC, tables 2 and 5; KAISA's ranking; how `--papers` shows them."""
     from planning.papers import (
         CASES,
         KAISA_CLUSTER,
+        STALE,
         Kaisa,
         PaperNetwork,
         reproduce,
     )
 
     found = reproduce()
+    text = report.papers_text(found, STALE)
+    assert "ResNet-50: 153.90 M, 25.56 M" in text
+    assert text.count("\nResNet-50") == text.count("\nDenseNet-201") == 3
     counts = found.counts["ResNet-50"]
     assert round(counts.factors / 1e6, 1) == 153.9
     assert round(counts.weights / 1e6, 1) == 25.6

@@ -10,7 +10,7 @@ each kind.
 | a statistic | an update of its block's factors | `rejected` | kfac/averages |
 | a factor | what is known of its block | `dropped` | kfac/averages |
 | a decomposition | this one, the last good stays | `failures` | kfac/averages |
-| a preconditioned gradient | the plain one | `plain` | kfac/precondition |
+| a preconditioned gradient | the plain one | `plain` | kfac/natural |
 | all tries of a step | the step | `rejected_steps` | gauss_newton/method |
 | an estimation | this one, the last stays | `failures` | fosi/update |
 | a direction | all of them, the step is plain | `forgotten` | fosi/layouts |

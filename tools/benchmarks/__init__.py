@@ -3,5 +3,11 @@
 The controller (`measurement`, `sweep`, `jobs`) starts a process for each
 variant of an optimizer (`worker`) and lets them take turns; `phases` turns the
 times of steps into numbers, `report` and `plots` show them. The controller
-imports neither TensorFlow nor PyTorch, a worker only its own framework.
+imports neither TensorFlow nor PyTorch, a worker only its own framework. Data
+and models are those of examples/.
 """
+
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))

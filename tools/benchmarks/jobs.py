@@ -17,7 +17,6 @@ from benchmarks.variants import Variant
 from launch import environments
 
 TOOLS = pathlib.Path(__file__).parents[1]
-EXAMPLES = TOOLS.parent / "examples"  # whose data and models are used here
 GRACE = 20.0  # seconds for a process to end by itself
 
 
@@ -155,7 +154,7 @@ def common_environment(
         threads: Threads of an operation.
         folders: What goes first on the module path.
     """
-    path = [*folders, EXAMPLES, TOOLS.parent, os.environ.get("PYTHONPATH", "")]
+    path = [*folders, TOOLS.parent, os.environ.get("PYTHONPATH", "")]
     return {
         "CUDA_VISIBLE_DEVICES": "-1",
         "OMP_NUM_THREADS": str(threads),

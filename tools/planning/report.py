@@ -171,7 +171,7 @@ def _kaisa(found: "Reproduction", stale: Intervals) -> list[str]:
 
 
 def _marked(error: float, bound: float) -> str:
-    return f"{error:+.0%}{' (!)' * (abs(error) > bound)}"
+    return f"{error:+.0%}{' (!)' if abs(error) > bound else ''}"
 
 
 # ---------------------------------------------------------------- measured

@@ -4,5 +4,10 @@ The controller does not import TensorFlow: `plan` says which trainings there
 are, of `problems` and `methods`, and `study` starts a process for each setting
 (`training`, with `data`, `tiny`, `models` and `recording`) and keeps the
 records. `results` turns these into seconds to a target and claims, `report`
-into tables.
+into tables. Data and models are those of examples/.
 """
+
+import pathlib
+import sys
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
