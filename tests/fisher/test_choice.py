@@ -82,7 +82,7 @@ def test_a_loss_without_distribution_is_refused(fisher: str, loss: str) -> None:
 
 
 class Doubled(keras.Model):
-    """Its loss is of something that is computed from what it returned."""
+    """Model whose loss is computed on twice its outputs."""
 
     def compute_loss(self, x: Any, y: Any, y_pred: Any, *args: Any) -> Any:
         return super().compute_loss(x, y, 2 * y_pred, *args)
@@ -95,7 +95,7 @@ def test_predictions_that_no_call_returned() -> None:
     model.train_on_batch(X, REAL)
     assert said(model.optimizer).startswith("empirical (the loss is")
     model.compile(tfkfac.KFAC(fisher="monte_carlo"), "mse", run_eagerly=True)
-    with pytest.raises(ValueError, match="what a call of the model"):
+    with pytest.raises(ValueError, match="outputs of a call of the model"):
         model.train_on_batch(X, REAL)
 
 

@@ -471,7 +471,7 @@ def find_likelihood(
     for call in reversed(calls):
         if all(call.returned(output.predictions) for output in outputs):
             return Likelihood(tuple(outputs), call)
-    return "the loss was not computed from the outputs of a call of the model"
+    return "the loss is not computed on the outputs of a call of the model"
 
 
 def output_of(terms: LossTerms) -> Output | str:
