@@ -88,7 +88,7 @@ def test_steps(solve: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     In the space of parameters, backward passes have few examples.
     """
-    monkeypatch.setattr(support, "KEPT", 100)
+    monkeypatch.setattr(support, "MAX_STORED", 100)
     with floats("float64"):
         problem = Decay()
         stacked = Stacked(problem)

@@ -30,7 +30,7 @@ _MIN_BLOCK_ROWS = 256
 _DIFFERENCE_FRACTION = 0.1
 
 
-class Read(NamedTuple):
+class LossInput(NamedTuple):
     """A model output, or its logits, that one loss uses."""
 
     position: int  # index of the model's output
@@ -51,9 +51,9 @@ class Rows(NamedTuple):
     # Function from points to outputs, by index of the model's output.
     outputs: Callable[[Sequence[tf.Tensor]], Mapping[int, tf.Tensor]]
     points: Sequence[tf.Tensor]  # inputs, with one batch axis
-    places: Sequence[int]  # indices of the model's outputs
+    indices: Sequence[int]  # indices of the model's outputs
     size: int  # number of residuals per example
-    reads: Sequence[Read] = ()  # uses of the outputs by losses
+    loss_inputs: Sequence[LossInput] = ()  # uses of the outputs by losses
 
     @property
     def examples(self) -> int | tf.Tensor:
@@ -61,23 +61,23 @@ class Rows(NamedTuple):
         size: int | None = self.points[0].shape[0]
         return tf.shape(self.points[0])[0] if size is None else size
 
-    def joined(self, outputs: Mapping[int, tf.Tensor]) -> tf.Tensor:
+    def concat_outputs(self, outputs: Mapping[int, tf.Tensor]) -> tf.Tensor:
         """Concatenate the outputs y that the losses use, `(examples, size)`."""
         columns = []
-        for read in self.reads:
-            output = outputs[read.position]
-            output = logits_of(output) if read.is_logits else output
-            columns.append(flat_output(output, read))
+        for loss_input in self.loss_inputs:
+            output = outputs[loss_input.position]
+            output = logits_of(output) if loss_input.is_logits else output
+            columns.append(flat_output(output, loss_input))
         return tf.concat(columns, 1)
 
-    def weigh(
+    def apply_root(
         self, rows: tf.Tensor, first: Any = 0, end: tf.Tensor | None = None
     ) -> tf.Tensor:
         """`B^T` times rows `(examples, size, n)` of examples `[first, end)`."""
         end = tf.shape(rows)[0] if end is None else end
-        by_read = tf.split(rows, [read.size for read in self.reads], 1)
-        pairs = zip(self.reads, by_read, strict=True)
-        return tf.concat([r.root.times(x, first, end) for r, x in pairs], 1)
+        columns = tf.split(rows, [x.size for x in self.loss_inputs], 1)
+        pairs = zip(self.loss_inputs, columns, strict=True)
+        return tf.concat([i.root.times(c, first, end) for i, c in pairs], 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,41 +93,36 @@ class Jacobian:
     values: Sequence[tf.Tensor]  # values of the weights
     space: FlatSpace  # conversion of the weights to flat vectors
     block: int  # rows per block
-    most_examples: int  # upper bound: examples of one backward pass
+    max_examples: int  # upper bound: examples of one backward pass
 
-    def whole(self) -> tf.Tensor:
+    def matrix(self) -> tf.Tensor:
         """K, `(m, n)`."""
-        return tf.concat(
-            [
-                flat(rows.weigh(self._output_rows(rows)(0, None)))
-                for rows in self.rows
-            ],
-            0,
-        )
+        rows = [r.apply_root(self._output_rows(r)(0, None)) for r in self.rows]
+        return tf.concat(list(map(flat, rows)), 0)
 
     def residuals(self) -> tf.Tensor:
         """r, `(m,)`."""
         by_rows = [
-            tf.concat([r.root.residuals(r.slopes) for r in rows.reads], 1)
+            tf.concat([r.root.residuals(r.slopes) for r in rows.loss_inputs], 1)
             for rows in self.rows
         ]
         return tf.concat([tf.reshape(r, [-1]) for r in by_rows], 0)
 
-    def squares(self) -> tuple[tf.Tensor, tf.Tensor]:
+    def gram_matrix(self) -> tuple[tf.Tensor, tf.Tensor]:
         """`K^T K`, `(n, n)`, and the gradient of the loss, `(n,)`."""
         size, dtype = self.space.size, self.space.dtype
         shapes = [size], *band_shapes(size)
         sums: Sequence[tf.Tensor] = [tf.zeros(s, dtype) for s in shapes]
         for rows in self.rows:
-            sums = self._add_squares(rows, sums)
+            sums = self._add_gram(rows, sums)
         return from_bands(sums[1:]), sums[0]
 
-    def _add_squares(
+    def _add_gram(
         self, rows: Rows, sums: Sequence[tf.Tensor]
     ) -> Sequence[tf.Tensor]:
         """Add `J^T dL/dy` and the bands of `K^T K`, block by block."""
         output_rows, examples = self._output_rows(rows), rows.examples
-        slopes = tf.concat([read.slopes for read in rows.reads], 1)
+        slopes = tf.concat([x.slopes for x in rows.loss_inputs], 1)
         block = max(self.block // rows.size, 1)
 
         def add(first: tf.Tensor, gradient: tf.Tensor, *sums: Any) -> Any:
@@ -137,7 +132,7 @@ class Jacobian:
             gradient += tf.matmul(flat(jacobian), column, transpose_a=True)[
                 :, 0
             ]
-            new = bands(flat(rows.weigh(jacobian, first, end)))
+            new = bands(flat(rows.apply_root(jacobian, first, end)))
             return end, gradient, *map(tf.add, sums, new)
 
         _, *sums = tf.while_loop(
@@ -159,12 +154,12 @@ class Jacobian:
         plus = outputs([v + delta for v, delta in pairs])
         minus = outputs([v - delta for v, delta in pairs])
         center = [
-            tf.concat([flat_output(r.output, r) for r in rows.reads], 1)
+            tf.concat([flat_output(r.output, r) for r in rows.loss_inputs], 1)
             for rows in self.rows
         ]
         triples = zip(plus, center, minus, strict=True)
         square = _DIFFERENCE_FRACTION**2
-        return self._weigh_all(
+        return self._apply_roots(
             [(p - 2 * y + q) / square for p, y, q in triples]
         )
 
@@ -179,12 +174,14 @@ class Jacobian:
         vector = tf.reshape(vector, [-1, rows.size])
 
         def add(first: tf.Tensor, total: tf.Tensor) -> Any:
-            end = tf.minimum(first + self.most_examples, rows.examples)
+            end = tf.minimum(first + self.max_examples, rows.examples)
             points = [x[first:end] for x in rows.points]
             with tape() as back:
                 back.watch(self.values)
                 outputs = self._outputs(rows, points, self.values)
-                weighed = rows.weigh(outputs[..., None], first, end)[..., 0]
+                weighed = rows.apply_root(outputs[..., None], first, end)[
+                    ..., 0
+                ]
             slopes = back.gradient(
                 weighed, self.values, output_gradients=vector[first:end]
             )
@@ -198,10 +195,10 @@ class Jacobian:
         )
         return total
 
-    def _weigh_all(self, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
+    def _apply_roots(self, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
         """`B^T y`, `(m,)`, of the result of `_all_outputs`."""
         pairs = zip(self.rows, outputs, strict=True)
-        weighed = [rows.weigh(y[..., None]) for rows, y in pairs]
+        weighed = [rows.apply_root(y[..., None]) for rows, y in pairs]
         return tf.concat([tf.reshape(y, [-1]) for y in weighed], 0)
 
     def _all_outputs(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -257,12 +254,14 @@ class Jacobian:
         """The outputs y of examples for given values of the weights."""
         mapping = list(zip(self.weights, values, strict=True))
         with stateless(self.model, mapping):
-            return rows.joined(rows.outputs(points))
+            return rows.concat_outputs(rows.outputs(points))
 
 
-def flat_output(output: tf.Tensor, read: Read) -> tf.Tensor:
+def flat_output(output: tf.Tensor, loss_input: LossInput) -> tf.Tensor:
     """Reshape to `(examples, outputs)` and cast to the dtype of the slopes."""
-    return tf.cast(tf.reshape(output, [-1, read.size]), read.slopes.dtype)
+    return tf.cast(
+        tf.reshape(output, [-1, loss_input.size]), loss_input.slopes.dtype
+    )
 
 
 def activations(model: keras.Model, rows: Rows) -> int:

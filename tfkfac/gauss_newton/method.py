@@ -29,7 +29,7 @@ from tfkfac.gauss_newton.solve import (
     search,
 )
 from tfkfac.gauss_newton.support import (
-    MOST_BYTES,
+    DEFAULT_MAX_BYTES,
     PARAMETERS,
     RESIDUALS,
     SPACES,
@@ -166,7 +166,7 @@ class GaussNewtonMethod(Method):
             if len(searches) == 1:
                 result = searches[0]()
             else:
-                most = min(self.space.size - 1, self.limits.most_residuals())
+                most = min(self.space.size - 1, self.limits.max_residuals())
                 result = tf.cond(residuals <= most, *searches)
             state.record(result, residuals, self.job.name)
             return Update(gradients_of(result.change))
@@ -203,7 +203,7 @@ class GaussNewtonMethod(Method):
         derivatives: Callable[[tf.Tensor], tf.Tensor]
         if space == RESIDUALS:
             residuals = jacobian.residuals()
-            equations = ResidualSpace(jacobian.whole(), residuals)
+            equations = ResidualSpace(jacobian.matrix(), residuals)
             before = point.loss
             derivatives = jacobian.second_derivatives
         else:
@@ -230,7 +230,7 @@ class GaussNewtonMethod(Method):
         self, objective: Objective, point: Point
     ) -> tuple[NormalEquations, tf.Tensor]:
         """Sum `K^T K`, `K^T r` and the loss over all replicas."""
-        matrix, gradient = point.jacobian.squares()
+        matrix, gradient = point.jacobian.gram_matrix()
         matrix, gradient, before = objective.total(matrix, gradient, point.loss)
         # Diagonal of R, the Hessian of the L2 penalties.
         ridge = self.space.join(
@@ -276,7 +276,7 @@ class GaussNewtonMethod(Method):
     @property
     def limits(self) -> Limits:
         """Sizes and memory limit of a step."""
-        most = MOST_BYTES if self.max_bytes is None else self.max_bytes
+        most = DEFAULT_MAX_BYTES if self.max_bytes is None else self.max_bytes
         n, dtype = self.space.size, self.space.dtype
         return Limits(n, dtype, most, self.outputs, self.activations)
 

@@ -13,7 +13,7 @@ from tfkfac.curvature.gauss_newton import Reading
 from tfkfac.curvature.hessian import tape
 from tfkfac.fisher.distributions import Output, output_of
 from tfkfac.fisher.roots import root_of
-from tfkfac.gauss_newton.jacobian import Jacobian, Read, Rows
+from tfkfac.gauss_newton.jacobian import Jacobian, LossInput, Rows
 from tfkfac.gauss_newton.support import check_call
 from tfkfac.linalg.symmetric import pack, unpack
 from tfkfac.linalg.vectors import FlatSpace
@@ -38,7 +38,7 @@ class Objective:
     call: ForwardCall  # call of the model, with its outputs
     arguments: dict[str, Any]  # arguments of `compute_loss`
     space: FlatSpace  # conversion of all trainable weights to flat vectors
-    rows: Sequence[Rows]  # without `Rows.reads`
+    rows: Sequence[Rows]  # without `Rows.loss_inputs`
 
     @classmethod
     def of(cls, step: Step, space: FlatSpace) -> "Objective":
@@ -72,14 +72,11 @@ class Objective:
         dtypes = [tf.as_dtype(c.loss.dtype) for c in calls if c is not None]
         return min([self.space.dtype, *dtypes], key=lambda dtype: dtype.size)
 
-    def point(self, block: int, most: int) -> Point:
+    def point(self, block: int, max_examples: int) -> Point:
         """Compute the loss and the Jacobian at the current weights.
 
-        Uses the outputs of the forward pass of the training step.
-
-        Args:
-            block: Rows per block of the Jacobian.
-            most: Upper bound: examples of a backward pass.
+        Uses the outputs of the forward pass of the training step. `block` is
+        the number of rows per block of the Jacobian.
         """
         model, dtype = self.step.job.model, self.space.dtype
         values = [tf.identity(v.value) for v in self.weights]
@@ -99,13 +96,15 @@ class Objective:
                     model, self.arguments, outputs, self.step.loss.shares
                 )
         slopes = back.gradient(loss, [r.leaves for r in readings])
-        reads = read_outputs(self.step, self.call, readings, slopes, dtype)
-        all_rows = [
-            rows._replace(reads=[r for r in reads if r.position in rows.places])
-            for rows in self.rows
+        inputs = find_loss_inputs(self.step, self.call, readings, slopes, dtype)
+        rows = [
+            r._replace(
+                loss_inputs=[x for x in inputs if x.position in r.indices]
+            )
+            for r in self.rows
         ]
         jacobian = Jacobian(
-            model, all_rows, self.weights, values, self.space, block, most
+            model, rows, self.weights, values, self.space, block, max_examples
         )
         return Point(as_float64(loss), jacobian)
 
@@ -191,13 +190,13 @@ def outputs_of_losses(
     return result
 
 
-def read_outputs(
+def find_loss_inputs(
     step: Step,
     call: ForwardCall,
     readings: Sequence[Reading],
     slopes: Sequence[Sequence[tf.Tensor | None]],
     dtype: tf.DType,
-) -> list[Read]:
+) -> list[LossInput]:
     """Find the outputs or logits that the losses of a step use.
 
     `slopes` are the gradients of the loss at the leaves of the readings, and
@@ -205,7 +204,7 @@ def read_outputs(
     """
     losses, replicas = step.loss.losses, step.job.topology.replicas
     shares = step.loss.shares or [tf.ones([], tf.float64)] * len(losses)
-    reads = []
+    result = []
     outputs = outputs_of_losses(step, call)
     for terms, share, (i, output) in zip(losses, shares, outputs, strict=True):
         # The leaves are the logits, if any, and then the output.
@@ -217,8 +216,8 @@ def read_outputs(
         scale = scale_of(terms, share, replicas)
         values = tf.cast(leaves[used], dtype)
         root = root_of(output, values, is_logits, scale)
-        reads.append(Read(i, is_logits, leaves[used], slope, root, size))
-    return reads
+        result.append(LossInput(i, is_logits, leaves[used], slope, root, size))
+    return result
 
 
 def scale_of(terms: LossTerms, share: tf.Tensor, replicas: int) -> tf.Tensor:

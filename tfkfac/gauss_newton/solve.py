@@ -173,20 +173,13 @@ def search(
     precision: tf.DType,
     second_derivatives: Callable[[tf.Tensor], tf.Tensor] | None = None,
 ) -> Search:
-    """Try dampings until a step lowers the loss.
+    """Try at most `max_tries` dampings until a step lowers the loss.
 
-    Args:
-        equations: The quadratic model.
-        loss: Function from a change of the weights to the loss, a float64
-            scalar. It may use collectives.
-        before: The loss before the step, a float64 scalar.
-        damping: Damping of the first try, float64.
-        momentum: The vector `start` of the first try; later tries use zero.
-        rate: The learning rate, float64.
-        max_tries: Upper bound: number of tries.
-        precision: Dtype in which the loss is computed.
-        second_derivatives: Function from a step to the argument of `bend`. It
-            may use collectives. Defaults to None: no geodesic acceleration.
+    The first try minimises around `start = momentum`, later tries around zero.
+    `loss`, after a change of the weights, is float64 but computed in
+    `precision`, like `before`. `second_derivatives` maps a step to the argument
+    of `bend`; None disables geodesic acceleration. Both functions may use
+    collectives, because all replicas make the same tries.
     """
     gradient, dtype = equations.gradient, equations.gradient.dtype
     floor = _MIN_REDUCTION * rounding(precision) * tf.abs(before)

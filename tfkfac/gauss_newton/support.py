@@ -189,14 +189,14 @@ def why_only_parameters(
 PARAMETERS, RESIDUALS, AUTO = "parameters", "residuals", "auto"
 SPACES = (AUTO, PARAMETERS, RESIDUALS)
 # Default of `max_bytes`: 2 GiB.
-MOST_BYTES = 2**31
+DEFAULT_MAX_BYTES = 2**31
 # Square matrices in memory: the sum, its damped copy, the Cholesky factor.
 _MATRICES = 3
 # Copies of a row in memory: by variable and joined; in the space of residuals,
 # where all rows are in memory at once, also weighed by B^T.
 _COPIES = {PARAMETERS: 2, RESIDUALS: 3}
 # Upper bound: scalars stored by a backward pass, 64 MiB in float64.
-KEPT = 2**23
+MAX_STORED = 2**23
 # Placeholder in a message for a number of bytes that is known at run time.
 _NEED = "{}"
 
@@ -206,7 +206,7 @@ class Limits(NamedTuple):
 
     weights: int  # number of weights n
     dtype: tf.DType  # of the matrices
-    most: int  # upper bound: bytes
+    max_bytes: int
     outputs: int = 1  # per example
     activations: int = 0  # scalars of a forward pass per example
 
@@ -225,8 +225,8 @@ class Limits(NamedTuple):
 
     @property
     def pass_examples(self) -> int:
-        """Examples of one backward pass; it stores at most `KEPT` scalars."""
-        return max(KEPT // max(self.activations, 1), 1)
+        """Examples per backward pass, which stores `MAX_STORED` scalars."""
+        return max(MAX_STORED // max(self.activations, 1), 1)
 
     def space(self, solve: str, residuals: int) -> str:
         """The smaller of the two spaces, if it is within the memory limit."""
@@ -240,23 +240,23 @@ class Limits(NamedTuple):
 
     def allows(self, space: str, residuals: int) -> bool:
         """True if a step is within the memory limit."""
-        return self.bytes(space, residuals) <= self.most
+        return self.bytes(space, residuals) <= self.max_bytes
 
-    def most_residuals(self) -> int:
+    def max_residuals(self) -> int:
         """Upper bound of m in the space of residuals: `a m^2 + b m <= c`."""
         a, b = _MATRICES, self._row(RESIDUALS)
-        c = self.most // self.dtype.size
+        c = self.max_bytes // self.dtype.size
         return (math.isqrt(b * b + 4 * a * c) - b) // (2 * a)
 
     def check_residuals(self, residuals: tf.Tensor) -> tf.Operation:
         """Raise at run time if there are too many residuals for their space."""
         m = tf.cast(residuals, tf.int64)
         scalars = _MATRICES * m * m + m * self._row(RESIDUALS)
-        size, unit = unit_of(self.most)
+        size, unit = unit_of(self.max_bytes)
         need = tf.cast(self.dtype.size * scalars, tf.float64) / size
         before, after = self.refusal(RESIDUALS, _NEED).split(_NEED)
         text = [before, tf.strings.as_string(need, 2), f" {unit}", after]
-        return refuse(m > self.most_residuals(), tf.strings.join(text))
+        return refuse(m > self.max_residuals(), tf.strings.join(text))
 
     def _row(self, space: str) -> int:
         """Scalars in memory per row."""
@@ -273,8 +273,8 @@ class Limits(NamedTuple):
         return (
             f"A step of `GaussNewton` in the space of {space} takes {need} "
             f"for {self.weights:,} weights, more than `max_bytes`, "
-            f"{bytes_text(self.most)}. Use a smaller {smaller} or model, a "
-            'larger `max_bytes`, or `tfkfac.KFAC(step="quadratic")`, which '
+            f"{bytes_text(self.max_bytes)}. Use a smaller {smaller} or model, "
+            'a larger `max_bytes`, or `tfkfac.KFAC(step="quadratic")`, which '
             "needs no matrix of all weights."
         )
 
@@ -284,11 +284,8 @@ def choose_spaces(
 ) -> tuple[str, ...]:
     """Choose the space of a step; both if the batch size decides at run time.
 
-    Args:
-        limits: Sizes of the step.
-        solve: One of `SPACES`.
-        residuals: Number of residuals; None if not static.
-        only: Result of `why_only_parameters`.
+    The number of residuals is None if it is not static. `only` is the result
+    of `why_only_parameters`.
 
     Raises:
         ValueError: If no space is allowed.

@@ -46,12 +46,9 @@ class FlatSpace:
     def join(
         self, tensors: Sequence[tf.Tensor | None], length: int | None = None
     ) -> tf.Tensor:
-        """Concatenate tensors to a vector of static length.
+        """Concatenate tensors (None: zeros) to a vector of static length.
 
-        Args:
-            tensors: The tensors; None for zeros.
-            length: Length to which the vector is padded with zeros. Defaults
-                to no padding.
+        The vector is padded with zeros to `length`, if given.
         """
         parts = [
             tf.zeros([size], self.dtype)
