@@ -93,7 +93,7 @@ class Tap:
         self._records: Notes[TimedRecord] = Notes()
         self._moments: dict[int, Any] = {}
         self._names = list(inspect.signature(layer.call).parameters)
-        self._overrides = [override(layer, "call", self._call_of(layer))]
+        self._overrides = [override(layer, "call", self._wrap_call(layer))]
         if isinstance(layer, keras.layers.BatchNormalization):
             # Permanent, not per call: other replicas run during the call of a
             # synchronised layer.
@@ -137,17 +137,17 @@ class Tap:
             calls.setdefault(timed.call_time, []).append(timed.record)
         return list(calls.values())
 
-    def _call_of(self, layer: keras.layers.Layer) -> Wrapper:
+    def _wrap_call(self, layer: keras.layers.Layer) -> Wrapper:
         def call(
             below: Callable[..., Any], /, *args: Any, **kwargs: Any
         ) -> Any:
             if not capturing():
                 return below(*args, **kwargs)
-            return self._tapped(layer, below, args, kwargs)
+            return self._tapped_call(layer, below, args, kwargs)
 
         return call
 
-    def _tapped(
+    def _tapped_call(
         self,
         layer: keras.layers.Layer,
         original: Callable[..., Any],

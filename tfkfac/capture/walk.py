@@ -74,7 +74,7 @@ def walk(
     Raises:
         ValueError: If a rule of `skip_layers` matches no layer.
     """
-    seen, ambiguous = {id(root)}, distributed_and_elsewhere(root)
+    seen, ambiguous = {id(root)}, ambiguous_layers(root)
     paths: set[str] = set()
     used: set[int] = set()
 
@@ -127,7 +127,7 @@ def distributor(
     return None
 
 
-def distributed_and_elsewhere(root: keras.layers.Layer) -> set[int]:
+def ambiguous_layers(root: keras.layers.Layer) -> set[int]:
     """Ids of layers that a `TimeDistributed` and another layer contain.
 
     Taps would record the calls of only one of these containers.

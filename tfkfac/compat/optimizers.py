@@ -242,9 +242,9 @@ def updates_in_replica(
     def update_step(
         _: Any, grads: Any, variables: Any, learning_rate: Any
     ) -> None:
-        rate = tf.convert_to_tensor(learning_rate)  # read once
+        rate = tf.convert_to_tensor(learning_rate)  # read the variable once
         if isinstance(inner, keras.optimizers.Nadam):
-            move_product(inner)
+            update_momentum_product(inner)
         for gradient, variable in zip(grads, variables, strict=True):
             update_variable(inner, gradient, variable, rate)
         if after is not None:
@@ -269,10 +269,12 @@ def updates_in_replica(
         replica_value = own_copy(iterations.value)
         replica_value.assign_add(tf.cast(delta, replica_value.dtype))
 
-    maybe_name = "_backend_maybe_overwrite_model_variables"
+    overwrite_hook = "_backend_maybe_overwrite_model_variables"
     with contextlib.ExitStack() as stack:
-        if hasattr(inner, maybe_name):
-            stack.enter_context(overridden(inner, maybe_name, overwrite_if_due))
+        if hasattr(inner, overwrite_hook):
+            stack.enter_context(
+                overridden(inner, overwrite_hook, overwrite_if_due)
+            )
         for owner, name, function in (
             (inner, "_backend_update_step", update_step),
             (inner, "_backend_increment_gradient_accumulators", accumulate),
@@ -296,10 +298,10 @@ def apply_or_count(
         raw_iterations(optimizer).assign_add(1)
         return
     gradients, variables = zip(*pairs, strict=True)
-    optimizer.apply(list(map(with_rows_once, gradients)), variables)
+    optimizer.apply(list(map(merge_rows, gradients)), variables)
 
 
-def with_rows_once(gradient: Any) -> Any:
+def merge_rows(gradient: Any) -> Any:
     """Sum duplicate rows of a sparse gradient.
 
     Keras' Adam squares each slice separately. The second moment of a row with
@@ -316,7 +318,7 @@ def with_rows_once(gradient: Any) -> Any:
     return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
 
-def move_product(nadam: keras.optimizers.Nadam) -> None:
+def update_momentum_product(nadam: keras.optimizers.Nadam) -> None:
     """Update Nadam's product of momenta, once per update (Dozat, 2016).
 
     In step t the factor is `beta_1 (1 - 0.96^t / 2)`. This relies on Nadam

@@ -29,7 +29,7 @@ Wrapper = Callable[..., Any]
 _STACK = "_tfkfac_overrides"
 _MOMENTS = "_moments"
 _MOMENTS_TAP = "_tfkfac_moments_tap"
-_NOTHING = object()
+_MISSING = object()
 # Replicas are threads that can switch during a call, and a user may train two
 # models that share a layer in two threads.
 _lock = threading.RLock()
@@ -54,7 +54,7 @@ class _Stack:
     def __init__(self, instance: Any, name: str) -> None:
         self._instance = instance
         self._name = name
-        self._before = vars(instance).get(name, _NOTHING)
+        self._before = vars(instance).get(name, _MISSING)
         self._original = getattr(instance, name)
         self._overrides: tuple[Override, ...] = ()
         self._function = self._dispatcher()
@@ -85,7 +85,7 @@ class _Stack:
             is_current = vars(self._instance).get(self._name) is self._function
             if self._overrides or not before or not is_current:
                 return
-            if self._before is _NOTHING:
+            if self._before is _MISSING:
                 object.__delattr__(self._instance, self._name)
             else:
                 _set(self._instance, self._name, self._before)

@@ -135,7 +135,7 @@ def _reduce(
             sparse = isinstance(local[0], (tf.SparseTensor, tf.RaggedTensor))
             if sparse or local[0].dtype not in _REDUCIBLE:
                 return local[0]
-            if not _have_one_shape(strategy, original, local):
+            if not _have_equal_shapes(strategy, original, local):
                 return local[0]
         return original(reduce_op, leaf, axis=axis)
 
@@ -147,7 +147,7 @@ def _is_mean(reduce_op: tf.distribute.ReduceOp | str) -> bool:
     return str(name).upper() == tf.distribute.ReduceOp.MEAN.value
 
 
-def _have_one_shape(
+def _have_equal_shapes(
     strategy: tf.distribute.Strategy,
     original: Callable[..., Any],
     local: Sequence[Any],

@@ -384,7 +384,7 @@ def bundles(
 
 
 def rounds(items: Sequence[Item]) -> list[list[Item]]:
-    """Group items into rounds: round i has message i of every sender's group.
+    """Group items into rounds: round i has the i-th message of each sender.
 
     A round can be in transit while the senders compute the next.
     """

@@ -26,7 +26,7 @@ from typing import Literal, Protocol
 
 from tfkfac.checks import check_choice, check_count, is_number
 
-# Ways to balance an assignment.
+# Policies of load balancing.
 POLICIES = ("compute", "memory", "round_robin")
 
 
@@ -63,7 +63,7 @@ class Mode:
     policy: str = "compute"
 
 
-# Distributed K-FAC (optimised; layer-wise), KAISA, DP-KFAC.
+# Papers, in order: Distributed K-FAC (optimised; layer-wise), KAISA, DP-KFAC.
 MODES: dict[str, Mode] = {
     "comm_opt": Mode("all"),
     "mem_opt": Mode("one"),
@@ -86,7 +86,7 @@ class LayerPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Placement of all layers on the workers."""
+    """Assignment of all layers to workers."""
 
     mode: Mode
     workers: int

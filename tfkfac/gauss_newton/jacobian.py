@@ -96,12 +96,12 @@ class Jacobian:
     max_examples: int  # upper bound: examples of one backward pass
 
     def matrix(self) -> tf.Tensor:
-        """K, `(m, n)`."""
+        """The Jacobian K, `(m, n)`."""
         rows = [r.apply_root(self._output_rows(r)(0, None)) for r in self.rows]
         return tf.concat(list(map(flat, rows)), 0)
 
     def residuals(self) -> tf.Tensor:
-        """r, `(m,)`."""
+        """The residuals r, `(m,)`."""
         by_rows = [
             tf.concat([r.root.residuals(r.slopes) for r in rows.loss_inputs], 1)
             for rows in self.rows
@@ -109,7 +109,7 @@ class Jacobian:
         return tf.concat([tf.reshape(r, [-1]) for r in by_rows], 0)
 
     def gram_matrix(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """`K^T K`, `(n, n)`, and the gradient of the loss, `(n,)`."""
+        """Return `K^T K`, `(n, n)`, and the gradient of the loss, `(n,)`."""
         size, dtype = self.space.size, self.space.dtype
         shapes = [size], *band_shapes(size)
         sums: Sequence[tf.Tensor] = [tf.zeros(s, dtype) for s in shapes]
@@ -164,7 +164,7 @@ class Jacobian:
         )
 
     def pull(self, vector: tf.Tensor) -> tf.Tensor:
-        """`K^T` times a vector `(m,)`, by one backward pass in blocks."""
+        """Return `K^T v` for v of shape `(m,)`, by blockwise backward passes."""
         sizes = [rows.size * rows.examples for rows in self.rows]
         pairs = zip(self.rows, tf.split(vector, sizes), strict=True)
         return tf.add_n([self._pull(rows, v) for rows, v in pairs])

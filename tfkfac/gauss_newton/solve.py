@@ -183,7 +183,7 @@ def search(
     """
     gradient, dtype = equations.gradient, equations.gradient.dtype
     floor = _MIN_REDUCTION * rounding(precision) * tf.abs(before)
-    min_damping = 1e-14 if dtype == tf.float64 else 1e-8  # rounding of matrix
+    min_damping = 1e-14 if dtype == tf.float64 else 1e-8  # rounding error
 
     def attempt(index: tf.Tensor, last: Search) -> Search:
         shift = tf.cast(last.damping, dtype) * equations.scale

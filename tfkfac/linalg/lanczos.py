@@ -327,7 +327,7 @@ def ritz_pairs(
     matrix = tf.linalg.diag(full)
     if coupling.shape[0]:
         matrix += tf.linalg.diag(coupling, k=1) + tf.linalg.diag(coupling, k=-1)
-    # TensorFlow's CPU kernel raises on a matrix that is not finite.
+    # TensorFlow's CPU kernel raises for a non-finite matrix.
     values, vectors = tf.linalg.eigh(
         tf.where(finite, matrix, tf.zeros_like(matrix))
     )

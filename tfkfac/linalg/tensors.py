@@ -18,7 +18,7 @@ def are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     overflows float32 count as not finite.
     """
     wide = [tf.cast(t, tf.float32) if t.dtype.size < 4 else t for t in tensors]
-    # Share constants of axes; a default axis is an additional operation.
+    # Pass axes as shared constants; default axes need an operation per sum.
     ranks = {tensor.shape.rank for tensor in wide} - {None}
     axes = {n: tf.constant(list(range(n)), tf.int32) for n in ranks}
     sums = [tf.reduce_sum(t, axes.get(t.shape.rank)) for t in wide]
