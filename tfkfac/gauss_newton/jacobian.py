@@ -164,7 +164,7 @@ class Jacobian:
         )
 
     def pull(self, vector: tf.Tensor) -> tf.Tensor:
-        """Return `K^T v` for v of shape `(m,)`, by blockwise backward passes."""
+        """`K^T v` for v of shape `(m,)`, by blockwise backward passes."""
         sizes = [rows.size * rows.examples for rows in self.rows]
         pairs = zip(self.rows, tf.split(vector, sizes), strict=True)
         return tf.add_n([self._pull(rows, v) for rows, v in pairs])

@@ -98,8 +98,7 @@ class State(Slots):
             ~(result.accepted | result.settled),
             self.rejected,
             [name],
-            "a step is rejected, no damping tried has lowered the loss; the "
-            "weights stay.",
+            "a step is rejected: no damping lowered the loss. The weights stay.",
         )
         values = (
             result.used,
@@ -142,7 +141,7 @@ class GaussNewtonMethod(Method):
     @override
     def run(self, step: Step) -> None:
         """Run one training step (equations in `gauss_newton/solve.py`)."""
-        step.note_losses("its Hessian is taken for the identity")
+        step.note_losses("its Hessian is replaced by the identity")
         objective = Objective.of(step, self.space)
         model, residuals = self.job.model, objective.residuals
         self.outputs = max(rows.size for rows in objective.rows)
@@ -299,8 +298,8 @@ class GaussNewtonMethod(Method):
     def events(self) -> list[tuple[str, tf.Variable]]:
         state = self.states[0]
         return [
-            ("steps rejected, no try lowered the loss", state.rejected),
-            ("steps at the rounding of the loss", state.settled),
+            ("rejected steps, no damping lowered the loss", state.rejected),
+            ("steps at the rounding error of the loss", state.settled),
             *self.job.losses.events(),
         ]
 
