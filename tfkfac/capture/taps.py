@@ -160,7 +160,9 @@ class Tap:
         call_time, replica = next(_clock), replica_id()
         # Do not capture `self`: a tape would keep the layer alive in a cycle.
         records = self._records
-        moments: Any = None  # still None if forward mode records in the call
+        moments: Any = (
+            None  # forward mode calls `record` before there are moments
+        )
 
         def record(gradient: tf.Tensor, output: tf.Tensor | None) -> None:
             time = next(_clock)

@@ -21,7 +21,7 @@ from tfkfac.compat.overrides import overridden
 
 _StrategyT = TypeVar("_StrategyT", bound=tf.distribute.Strategy)
 
-_ADDS = "all_reduce"
+_ALL_REDUCE = "all_reduce"
 _REPAIRABLE = (
     tf.distribute.MultiWorkerMirroredStrategy,
     tf.distribute.MirroredStrategy,
@@ -182,7 +182,9 @@ def summing_replicas(total: Sum) -> Iterator[None]:
     calling the method `all_reduce`.
     """
     owner = next(
-        c for c in tf.distribute.ReplicaContext.__mro__ if _ADDS in vars(c)
+        c
+        for c in tf.distribute.ReplicaContext.__mro__
+        if _ALL_REDUCE in vars(c)
     )
 
     def all_reduce(
@@ -196,7 +198,7 @@ def summing_replicas(total: Sum) -> Iterator[None]:
         count = replica.num_replicas_in_sync if _is_mean(reduce_op) else 1
         return tf.nest.map_structure(lambda x: total(x) / count, value)
 
-    with overridden(owner, _ADDS, all_reduce):
+    with overridden(owner, _ALL_REDUCE, all_reduce):
         yield
 
 

@@ -98,7 +98,8 @@ class State(Slots):
             ~(result.accepted | result.settled),
             self.rejected,
             [name],
-            "a step is rejected: no damping lowered the loss. The weights stay.",
+            "a step is rejected, since no damping lowered the loss; the "
+            "weights stay.",
         )
         values = (
             result.used,
