@@ -160,9 +160,8 @@ class Tap:
         call_time, replica = next(_clock), replica_id()
         # Do not capture `self`: a tape would keep the layer alive in a cycle.
         records = self._records
-        moments: Any = (
-            None  # forward mode calls `record` before there are moments
-        )
+        # Forward mode calls `record` before there are moments.
+        moments: Any = None
 
         def record(gradient: tf.Tensor, output: tf.Tensor | None) -> None:
             time = next(_clock)

@@ -95,7 +95,7 @@ def repair(strategy: _StrategyT) -> _StrategyT:
         handler = signal.getsignal(signal.SIGTERM)
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and handler is not None:
-            # TensorFlow has replaced it in C; see `keep_handler`.
+            # TensorFlow replaced the C handler, see `keep_handler`.
             signal.signal(signal.SIGTERM, handler)
     return strategy
 
