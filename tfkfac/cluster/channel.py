@@ -53,6 +53,8 @@ class Line:
         longest: int = LONGEST_LINE,
     ) -> None:
         connection.settimeout(timeout)
+        # Two short messages in a row must not wait 40 ms for a receipt.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _keep_alive(connection)
         self._socket = connection
         self._timeout = timeout

@@ -68,10 +68,12 @@ def read_tf_config(text: str, ray_job: str = "") -> Cluster | None:
         raise invalid(f"be JSON ({error})") from error
     if not isinstance(config, dict):
         raise invalid("be an object of JSON")
+    task = config.get("task", {})
+    if not isinstance(task, dict):
+        raise invalid('have a "task" that is an object')
     if not config.get("cluster"):
         return None
-    task = config.get("task")
-    if not isinstance(task, dict) or not {"type", "index"} <= task.keys():
+    if not {"type", "index"} <= task.keys():
         raise invalid('have a "task" with a "type" and an "index"')
     cluster = _cluster(config["cluster"], task["type"], task["index"], invalid)
     if cluster is None or not ray_job:
@@ -138,7 +140,9 @@ def _cluster(
             f'have a task "type" of {", ".join(TRAINING)} or {EVALUATOR}'
         )
     lists = [jobs.get(name, []) for name in TRAINING]
-    if not all(isinstance(part, (list, tuple)) for part in lists):
+    if not all(
+        isinstance(part, (list, tuple)) for part in (*lists, *jobs.values())
+    ):
         raise invalid("list the addresses of its workers")
     addresses = [one for part in lists for one in part]
     if not all(isinstance(one, str) for one in addresses):

@@ -25,7 +25,7 @@ from tfkfac.cluster.authentication import (
     Session,
     make_nonce,
 )
-from tfkfac.cluster.channel import Line, Message, parse
+from tfkfac.cluster.channel import LONGEST_LINE, Line, Message, parse
 from tfkfac.cluster.config import Cluster, split_address
 from tfkfac.cluster.waiting import (
     RefusedError,
@@ -154,6 +154,7 @@ class _Reception:
         lines = {index: peer.line for index, peer in self._present.items()}
         for line in lines.values():
             self._selector.unregister(line)
+            line.longest = LONGEST_LINE
         self._present.clear()
         return lines
 
@@ -166,8 +167,11 @@ class _Reception:
         """Accept one connection; drop the oldest if there are too many."""
         try:
             connection, address = server.accept()
-        except OSError:
-            return  # it has ended already
+        except OSError as error:
+            # Else the connection has ended already.
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._pending:
+                self._drop(next(iter(self._pending)), "too many connections")
+            return
         try:
             host, here = plain(address[0]), connection.getsockname()[0]
             is_local = host == plain(here) or is_loopback(host)
@@ -373,7 +377,7 @@ def _listen(
         except OSError as error:
             cause = error.strerror
             if error.errno == errno.EADDRINUSE:
-                _knock(cluster, secret, hosts, port)
+                _knock(cluster, secret, hosts, port, wait)
             if error.errno != errno.EADDRINUSE or time.monotonic() > end:
                 raise RefusedError(
                     f"This process cannot be {cluster.name(0)}: {cause}. Is "
@@ -421,25 +425,29 @@ def _open_servers(hosts: Sequence[str], port: int) -> list[socket.socket]:
 
 
 def _knock(
-    cluster: Cluster, secret: bytes, hosts: Sequence[str], port: int
+    cluster: Cluster,
+    secret: bytes,
+    hosts: Sequence[str],
+    port: int,
+    wait: Wait,
 ) -> None:
     """Ask the process that has the port whether it is a waiting worker 0.
 
     Raises:
         RefusedError: If it is.
     """
-    job = "an unknown job"
+    job, seconds = "an unknown job", wait.left(waiting.MANNERS)
     for host in waiting.LOOPBACK if hosts == [""] else hosts:
         try:
-            connection = socket.create_connection((host, port), waiting.MANNERS)
+            connection = socket.create_connection((host, port), seconds)
         except OSError:
             continue
         greeting = Greeting(
             0, cluster.addresses, cluster.job, make_nonce(), make_nonce(), True
         )
-        with contextlib.closing(Line(connection, waiting.MANNERS)) as line:
+        with contextlib.closing(Line(connection, seconds)) as line:
             line.send(dataclasses.asdict(greeting))
-            answer = line.receive(waiting.MANNERS) or {}
+            answer = line.receive(seconds) or {}
             nonce = answer.get("nonce")
             if not isinstance(nonce, str) or "proof" not in answer:
                 continue
@@ -448,7 +456,7 @@ def _knock(
                 line.send({"proof": session.prove(OTHER)})
                 if secret:
                     line.protect(session.key(OTHER), session.key(FIRST))
-                answer = line.receive(waiting.MANNERS) or {}
+                answer = line.receive(seconds) or {}
                 job = f"job {quote(str(answer.get('waiting') or 'unknown'))}"
         raise RefusedError(
             f"This process cannot be {cluster.name(0)}: worker 0 of {job} "
