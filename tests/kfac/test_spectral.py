@@ -17,6 +17,8 @@ from tests.support.mode_cases import (
 )
 from tests.support.reference import Array
 from tests.support.small import (
+    CLASSES,
+    FEATURES,
     compiled_mlp,
     curvature,
     data,
@@ -105,6 +107,7 @@ def plain() -> Result:
         (1e-3, None),
         (30.0, None),
         (None, cross_entropy(reduction="sum")),
+        (None, cross_entropy(reduction="none")),
         (None, lambda y, p: 17.0 * cross_entropy()(y, p)),
     ],
 )
@@ -134,6 +137,47 @@ def test_a_rate_that_callbacks_set(
     for one, whole in zip(*moves, strict=True):
         assert np.abs(whole).max() > 5e-4
         np.testing.assert_allclose(one, share * whole, rtol=1e-5, atol=1e-7)
+
+
+# ------------------------------------------------------ gradients of nothing
+@pytest.mark.parametrize("solver", ["inverse", "eigen"])
+@pytest.mark.parametrize("block", [1, 6, 32])
+def test_weights_without_a_gradient_do_not_move(
+    solver: str, block: int
+) -> None:
+    """W = 0 in every step: so are M, N and P, and D with them."""
+    dead, pruned, missing = np.s_[7:39], np.s_[41:44], np.s_[2:4]
+    keras.utils.set_random_seed(0)
+    hidden = keras.layers.Dense(50, "relu")
+    model = keras.Sequential(
+        [keras.Input((FEATURES,)), hidden, keras.layers.Dense(CLASSES)]
+    )
+    kernel, bias = hidden.get_weights()
+    bias[dead] = -1e3
+    hidden.set_weights([kernel, bias])
+    step = tfkfac.SpectralStep(block=block)
+    optimizer = tfkfac.KFAC(step=step, solver=solver)
+    optimizer.attach(model, loss_terms=32)
+    before, weights = model.get_weights(), model.trainable_variables
+    for seed in range(4):
+        x, y = data(32, seed)
+        x[:, missing] = 0
+        # Pruned by the loop: the gradients at the outputs are not zero.
+        kernel, bias, *others = (g.numpy() for g in gradients_of(model, x, y))
+        kernel[:, pruned] = bias[pruned] = 0
+        optimizer.apply(
+            [tf.constant(g) for g in (kernel, bias, *others)], weights
+        )
+    pairs = zip(model.get_weights(), before, strict=True)
+    kernel, bias, last, _ = (new - old for new, old in pairs)
+    assert not kernel[missing].any()
+    assert not last[dead].any()
+    for one in (kernel, bias):
+        for where in (dead, pruned):
+            assert not one[..., where].any()
+    living = np.delete(kernel, np.r_[dead, pruned], 1)
+    living = np.delete(living, np.r_[missing], 0)
+    assert np.abs(living).min() > 1e-6
 
 
 # ---------------------------------------------------------------- bad numbers

@@ -15,7 +15,7 @@ from typing_extensions import override
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient, Statistic
 from tfkfac.compat.functions import Kind, Member, when
 from tfkfac.factors import Factor, Tensors, kind_of
-from tfkfac.linalg.tensors import all_finite, select
+from tfkfac.linalg.tensors import all_finite, rounding, select
 from tfkfac.saving.entries import Read, Spread
 from tfkfac.saving.slots import Slots
 from tfkfac.solvers import Solver
@@ -261,12 +261,18 @@ class Momentum(Slots, Member):
         """Takes in W and `A^-1 W G^-1`.
 
         Returns:
-            `N_t = W_t + mu M_t` and `A^-1 N_t G^-1`.
+            `N_t = W_t + mu M_t` and `A^-1 N_t G^-1`, which is zero in rows
+            and columns where `N_t` is zero or below its rounding errors. An
+            orthogonalisation would make them as long as the others.
         """
-        return (
-            _nesterov(self.value, matrix, decay),
-            _nesterov(self.preconditioned, preconditioned, decay),
-        )
+        N = _nesterov(self.value, matrix, decay)
+        P = _nesterov(self.preconditioned, preconditioned, decay)
+        sizes = tf.abs(N)
+        largest = tf.reduce_max(sizes, [-2, -1], keepdims=True)
+        for axis in (-2, -1):
+            most = tf.reduce_max(sizes, axis, keepdims=True)
+            P *= tf.cast(most > rounding(N.dtype) * largest, P.dtype)
+        return N, P
 
 
 def _nesterov(kept: tf.Variable, new: tf.Tensor, decay: float) -> tf.Tensor:

@@ -46,7 +46,8 @@ class LossBatch:
         arguments: Arguments of `compute_loss`.
         ordinal: Number of batches that were seen before in the same step.
         measure: Measure of the loss by all replicas, if it has been weighed.
-        value: The loss, divided by the number of replicas as Keras does.
+        value: The loss, divided by the number of replicas as Keras does; the
+            sum of its values with `reduction="none"`.
     """
 
     terms: tuple[LossTerms, ...] = ()
@@ -88,7 +89,7 @@ class LossTap(ModelTap[LossBatch]):
                 written.append(handle)
         ordinal = before[-1].ordinal + 1 if before else 0
         batch = loss_batch(arguments, terms, ordinal)
-        self.note(dataclasses.replace(batch, value=loss))
+        self.note(dataclasses.replace(batch, value=scalar_loss(loss)))
         return loss
 
     def written(self) -> list[tf.Tensor]:
@@ -235,7 +236,13 @@ def loss_of_outputs(
     with kept_variables(written), observed_losses() as losses:
         loss = model.compute_loss(**{**arguments, "y_pred": outputs})
     terms = read_terms(model, losses)
-    return weigh(loss, terms, shares_of_part(terms, whole, shares))
+    return scalar_loss(weigh(loss, terms, shares_of_part(terms, whole, shares)))
+
+
+def scalar_loss(loss: Any) -> tf.Tensor:
+    """Sum of the values of a loss, whose gradient a tape takes."""
+    loss = tf.convert_to_tensor(loss)
+    return loss if loss.shape.rank == 0 else tf.reduce_sum(loss)
 
 
 def _identities(outputs: Any) -> list[int]:
