@@ -1,11 +1,13 @@
 """Weights without a block have an optimizer of their own."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfkfac
 from tests.support.small import CLASSES, FEATURES, data, loss, mlp
@@ -29,11 +31,16 @@ def towers() -> Any:
     return keras.Model(inputs, outputs)
 
 
-def trained(optimizer: Any) -> dict[str, list[np.ndarray]]:
-    """Weights of each tower after some steps."""
+def trained(
+    optimizer: Any, fits: Sequence[int] = ()
+) -> dict[str, list[np.ndarray]]:
+    """Weights of each tower after some steps, or fits of so many steps."""
     model = towers()
     model.compile(optimizer, [loss(), loss()])
-    for step in range(STEPS):
+    for steps in fits:
+        x, y = data(16 * steps, steps)
+        model.fit(x, [y, y], 16, shuffle=False, verbose=0)
+    for step in () if fits else range(STEPS):
         x, y = data(16, step)
         model.train_on_batch(x, [y, y])
     return {
@@ -92,6 +99,58 @@ def test_adam_with_the_shape_of_the_schedule() -> None:
         tfkfac.KFAC(WarmUp(0.2), rest_optimizer=None, skip_layers=["right.*"])
     )
     same(ours["right"], trained(Adam(WarmUp(0.001)))["right"])
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Table(keras.optimizers.schedules.LearningRateSchedule):
+    """Rates of a run of known length; there are no others."""
+
+    def __init__(self, rates: Sequence[float], scale: float = 1.0) -> None:
+        self.rates = list(rates)
+        self.scale = scale
+
+    def __call__(self, step: Any) -> Any:
+        rates = tf.constant(self.rates)
+        inside = tf.less(tf.cast(step, tf.int32), len(self.rates))
+        with tf.control_dependencies([tf.debugging.Assert(inside, [step])]):
+            rate = tf.gather(rates, tf.cast(step, tf.int32))
+        return self.scale * rate
+
+    def get_config(self) -> dict[str, Any]:
+        return {"rates": self.rates, "scale": self.scale}
+
+
+GROWING = [2.0**-20 * 4**i for i in range(6)]
+RAMP = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("rates", "fits", "shares"),
+    [
+        (GROWING, [6], [4.0 ** (i - 5) for i in range(6)]),
+        (RAMP, [6], RAMP),
+        # Each run knows its own end.
+        (RAMP, [3, 3], [0.0, 0.5, 1.0, 0.75, 1.0, 0.5]),
+        (RAMP[::-1], [2, 4], RAMP[::-1]),
+        (RAMP, [], [*RAMP, 0.125]),  # nobody says where the run ends
+    ],
+)
+def test_a_schedule_is_asked_for_the_steps_of_the_run_alone(
+    rates: list[float], fits: list[int], shares: list[float]
+) -> None:
+    """Rates are shares of the largest one up to the end of `fit`."""
+    rates = [*rates, 0.125]  # for what is traced after the last step
+    ours = trained(tfkfac.KFAC(Table(rates), skip_layers=["right.*"]), fits)
+    want = trained(Adam(Table([*shares, 0.125], 1e-3)), fits)
+    for one, other in zip(ours["right"], want["right"], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_a_schedule_that_grows_for_ever_moves_the_weights() -> None:
+    """Outside of `fit` its rate counts as the largest so far."""
+    grows = keras.optimizers.schedules.ExponentialDecay(0.01, 1, 1.1)
+    ours = trained(tfkfac.KFAC(grows, skip_layers=["right.*"]))
+    same(ours["right"], trained(Adam(1e-3))["right"])
 
 
 def test_its_rate_falls_where_a_callback_reduces_the_rate() -> None:

@@ -96,7 +96,7 @@ class FOSIMethod(Method):
 
     # --------------------------------------------------- binding and state
     @override
-    def expect(self, steps: int | None) -> None:
+    def expect(self, steps: int | None, remaining: int | None = None) -> None:
         """Warms up for a share of the run, unless that is known or over."""
         known = [
             max(int(state.warmup.numpy()), int(state.last.numpy())) >= 0

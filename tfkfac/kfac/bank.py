@@ -469,7 +469,7 @@ _NAMES = (
 _FIRST, _MANY, _LITTLE = 200, 100, 0.25
 # Below this share of the default learning rate, where the clip has shortened
 # none of the very first steps, a step hardly trains.
-SMALL = 0.1
+_SMALL = 0.1
 _VERY_FIRST = 50
 
 
@@ -483,6 +483,7 @@ class StepReport(Slots):
         shortened: Number of the very first of them that the clip has shortened
             at all.
         slow: 1 once it has been said that the learning rate is too small.
+        largest_rate: Largest learning rate of the inner optimizer's schedule.
         sums: Number of times that the loss has looked like a sum.
         lost: Number of steps whose quadratic model was not finite.
     """
@@ -494,6 +495,9 @@ class StepReport(Slots):
         self.hints = self.slot("clip_hints", saved=False)
         self.shortened = self.slot("shortened_steps", saved=False)
         self.slow = self.slot("rate_hints", saved=False)
+        self.largest_rate = self.slot(
+            "largest_scheduled_rate", (), "float64", saved=False
+        )
         self.sums = self.slot("summed_losses", saved=False)
         self.lost = self.slot("lost_models", saved=False)
         self._values = {
@@ -510,7 +514,8 @@ class StepReport(Slots):
     ) -> None:
         """Notes a step of the optimizer of this name.
 
-        There is a learning rate if it may be too small, and SGD's.
+        There is a learning rate, of a schedule the largest, if it may be too
+        small, and SGD's.
         """
         if rate is not None:
             self._note_rate(clip, rate, name)
@@ -535,13 +540,13 @@ class StepReport(Slots):
         shortened = (self.steps < _VERY_FIRST) & (clip.factor < 1)
         self.shortened.assign_add(tf.cast(shortened, tf.int64))
         last = tf.equal(self.steps, _VERY_FIRST - 1)
-        small = tf.cast(rate, tf.float64) < SMALL * RATE
+        small = tf.cast(rate, tf.float64) < _SMALL * RATE
         count_each(
             last & tf.equal(self.shortened, 0) & small,
             self.slow,
             [name],
             f"kl_clip has shortened none of the first {_VERY_FIRST} steps, and "
-            f"the learning rate is below {SMALL * RATE:g}. Rates of Adam are "
+            f"the learning rate is below {_SMALL * RATE:g}. Rates of Adam are "
             f"too small here: the default is {RATE:g}.",
         )
 

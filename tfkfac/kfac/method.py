@@ -103,6 +103,7 @@ class KFACMethod(Method):
     @override
     def run(self, step: Step) -> None:
         """One step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
+        self._kind.find_rates(self.job, self.states)
         own = self.job.own(self.states)
         by_rows = self.placement.takes_rows and own.pending is None
         by_rows &= self._kind.takes_rows(step.group.size)
@@ -327,6 +328,14 @@ class KFACMethod(Method):
         self._advice.give(
             job, report.solver_warning(job.model, SOLVERS[self.solver])
         )
+
+    @override
+    def expect(self, steps: int | None, remaining: int | None = None) -> None:
+        """Looks for the largest rates of schedules in the run alone."""
+        if remaining is not None:
+            updates = remaining // (self.gradient_accumulation_steps or 1)
+            end = int(self.job.clock) + updates
+            self._kind.expect(end, self.job, self.states)
 
     @property
     def placement(self) -> Placement:

@@ -9,21 +9,20 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.optimizers.schedules import LearningRateSchedule
 
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient, RowGradient
 from tfkfac.compat.functions import Kind, each, fields
 from tfkfac.compat.optimizers import rate_of
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.averages import Decomposition
-from tfkfac.kfac.bank import SMALL, Clip, Counters, State
+from tfkfac.kfac.bank import Clip, Counters, State
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.settings import RATE, Rule
+from tfkfac.kfac.settings import Rule
 from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.arguments import Hyperparameter
-from tfkfac.shell.rest import largest_rate
+from tfkfac.shell.rest import follows, has_schedule, largest_rate
 from tfkfac.solvers.base import most_rows
 from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
@@ -78,6 +77,8 @@ class Natural:
         self.rule = rule
         self._damping = damping
         self._clip = clip
+        self._end: int | None = None
+        self._knows_rates = False
 
     # ------------------------------------------------------------ the step
     def sample(self, step: Step) -> Any:
@@ -127,14 +128,41 @@ class Natural:
         if self._clip.get() is not None:
             limit = self._clip.at(step.job.clock)
         clip = clip_step(products, limit, rate)
-        small = limit is not None and may_be_small(step.job)
-        shown = rate if small else None
+        inner, shown = step.job.inner_optimizer, None
+        if limit is not None and isinstance(inner, keras.optimizers.SGD):
+            shown = rate
+            if has_schedule(inner):  # which may warm up
+                largest = tf.convert_to_tensor(state.report.largest_rate)
+                shown = tf.maximum(tf.cast(rate, largest.dtype), largest)
         state.report.note(clip, seen.damping, step.job.name, shown)
         return put_back(made, clip.factor, step.gradients)
 
     # --------------------------------------------------- binding and state
     def attach(self, model: keras.Model) -> None:
         """Has what it needs of a model recorded."""
+
+    def expect(self, end: int, job: Job, states: Sequence[State]) -> None:
+        """Receives the step where the run that `fit` announces ends."""
+        self._end, self._knows_rates = end, False
+        self.find_rates(job, states)
+
+    def find_rates(self, job: Job, states: Sequence[State]) -> None:
+        """Finds the largest rates of schedules, once for a run."""
+        if self._knows_rates:
+            return
+        with tf.init_scope():
+            self.update_rates(job, states)
+        self._knows_rates = bool(states)
+
+    def update_rates(self, job: Job, states: Sequence[State]) -> None:
+        """Updates the largest rates of schedules that others are shares of."""
+        for optimizer in (job.inner_optimizer, job.rest_optimizer):
+            if optimizer is not None and follows(optimizer):
+                rate_of(optimizer).measure(self._end)
+        if has_schedule(job.inner_optimizer):
+            largest = largest_rate(job.inner_optimizer, self._end)
+            for state in states:
+                state.report.largest_rate.assign(largest)
 
     def sections(self, job: Job) -> Sequence[Slots]:
         """State that it keeps between steps, of one replica."""
@@ -158,15 +186,6 @@ class Natural:
     def lines(self, state: State) -> list[str]:
         """Lines at the end of a summary."""
         return []
-
-
-def may_be_small(job: Job) -> bool:
-    """True if the learning rate could be too small for the inner SGD."""
-    inner = job.inner_optimizer
-    is_sgd = isinstance(inner, keras.optimizers.SGD)
-    # A number may be another one by then.
-    has_schedule = isinstance(rate_of(inner), LearningRateSchedule)
-    return is_sgd and not (has_schedule and largest_rate(inner) >= SMALL * RATE)
 
 
 def clip_step(

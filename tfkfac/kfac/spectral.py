@@ -31,7 +31,7 @@ from tfkfac.kfac.settings import SpectralStep
 from tfkfac.linalg.polar import polar_factors
 from tfkfac.linalg.tensors import all_finite, are_finite, select, stack_scalars
 from tfkfac.saving.slots import Slots
-from tfkfac.shell.rest import largest_rate, share_of_largest
+from tfkfac.shell.rest import known_rate, share_of_largest, update_largest
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step
 
@@ -100,7 +100,14 @@ class Spectral(Natural):
 
     @override
     def sections(self, job: Job) -> Sequence[Slots]:
-        return (LargestRate(largest_rate(job.inner_optimizer)),)
+        return (LargestRate(known_rate(job.inner_optimizer)),)
+
+    @override
+    def update_rates(self, job: Job, states: Sequence[State]) -> None:
+        super().update_rates(job, states)
+        for state in states:
+            kept = state.section(LargestRate).value
+            update_largest(kept, job.inner_optimizer, self._end)
 
     @override
     def bytes(
@@ -112,7 +119,8 @@ class Spectral(Natural):
 class LargestRate(Slots):
     """The learning rate that those of spectral steps are shares of.
 
-    A number is what callbacks reduce, before and after a model is saved.
+    A number is what callbacks reduce, before and after a model is saved. That
+    of a schedule is known when training begins.
     """
 
     def __init__(self, rate: float) -> None:

@@ -72,10 +72,12 @@ class Method(abc.ABC):
         The model is built.
         """
 
-    def expect(self, steps: int | None) -> None:  # noqa: B027 (few need it)
+    def expect(  # noqa: B027 (few need it)
+        self, steps: int | None, remaining: int | None = None
+    ) -> None:
         """Learns how many training steps all epochs of `fit` will make.
 
-        None if `fit` does not know it. Called on every worker after `attach`;
+        And how many of them remain, from its first epoch on. None if `fit` does not know it. Called on every worker after `attach`;
         the state may not exist yet. In loops of one's own nobody calls it.
         """
 

@@ -1,11 +1,13 @@
 """Rest optimizer: trains the weights that a method has no part in."""
 
+import math
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 
+from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.optimizers import rate_of
 from tfkfac.shell.arguments import check_inner
 
@@ -14,6 +16,9 @@ INNER = "inner"
 _PEAK = 1e-3
 # Steps at which the largest value of a schedule is looked for.
 _PROBES = (0, *(2**i for i in range(25)))
+# A schedule that grows by this factor over the last doubling of the steps has
+# no largest value.
+_GROWTH = 1.01
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -25,29 +30,36 @@ class ShapedRate(LearningRateSchedule):
 
     Args:
         peak: Learning rate where the other one's is largest.
-        largest: Largest learning rate of the other optimizer.
+        largest: Largest learning rate of the other optimizer, 0 if it is not
+            known yet.
     """
 
     def __init__(self, peak: float, largest: float) -> None:
         super().__init__()
         self.peak = peak
-        self.largest = largest
+        self._largest = state_variable(largest, "float32", "largest_rate")
         self._followed: keras.optimizers.Optimizer | None = None
 
     def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Takes the shape of the learning rate of an optimizer."""
         self._followed = optimizer
 
+    def measure(self, end: int | None) -> None:
+        """Updates the largest learning rate, see `update_largest`."""
+        if self._followed is not None:
+            update_largest(self._largest, self._followed, end)
+
     def __call__(self, step: tf.Tensor) -> tf.Tensor:
         """Returns the learning rate of a step, float32."""
         if self._followed is None:
             return tf.constant(self.peak)
         rate = tf.cast(self._followed.learning_rate, tf.float32)
-        return self.peak * share_of_largest(rate, tf.constant(self.largest))
+        largest = tf.convert_to_tensor(self._largest)
+        return self.peak * share_of_largest(rate, largest)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""
-        return {"peak": self.peak, "largest": self.largest}
+        return {"peak": self.peak, "largest": float(self._largest.numpy())}
 
 
 def share_of_largest(rate: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
@@ -72,7 +84,7 @@ def choose_rest(
     if rest_optimizer == INNER:
         return None
     if rest_optimizer is None:
-        rate = ShapedRate(_PEAK, largest_rate(inner))
+        rate = ShapedRate(_PEAK, known_rate(inner))
         rest_optimizer = keras.optimizers.Adam(rate)
     rest = check_inner(rest_optimizer, "rest_optimizer")
     if rest is inner or rest.gradient_accumulation_steps:
@@ -101,9 +113,9 @@ def follow_rest(
     rest = rest_optimizer
     if not isinstance(rest, keras.optimizers.Optimizer):
         return None
-    if not isinstance(rate_of(rest), LearningRateSchedule) or follows(rest):
+    if not has_schedule(rest) or follows(rest):
         return None
-    return ShapedRate(peak, largest_rate(rest))
+    return ShapedRate(peak, known_rate(rest))
 
 
 def follows(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -111,15 +123,63 @@ def follows(optimizer: keras.optimizers.Optimizer) -> bool:
     return isinstance(rate_of(optimizer), ShapedRate)
 
 
-def largest_rate(optimizer: keras.optimizers.Optimizer) -> float:
-    """Largest learning rate: a schedule's at powers of two, else the first.
+def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
+    """True if the learning rate is a schedule, and not a number."""
+    return isinstance(rate_of(optimizer), LearningRateSchedule)
 
-    (A warm-up begins at 0. A number is what callbacks reduce.)
+
+def known_rate(optimizer: keras.optimizers.Optimizer) -> float:
+    """The learning rate if it is a number, 0 for a schedule."""
+    if has_schedule(optimizer):
+        return 0.0
+    return float(tf.convert_to_tensor(optimizer.learning_rate))
+
+
+def update_largest(
+    kept: tf.Variable, optimizer: keras.optimizers.Optimizer, end: int | None
+) -> None:
+    """Updates the largest rate of a schedule for a run that ends at a step.
+
+    Without an end a rate that is known stays, as that of a loaded model.
+    """
+    is_known = 0 < float(kept.numpy()) < math.inf
+    if has_schedule(optimizer) and not (end is None and is_known):
+        kept.assign(largest_rate(optimizer, end))
+
+
+def largest_rate(
+    optimizer: keras.optimizers.Optimizer, end: int | None
+) -> float:
+    """Largest learning rate before the step `end`, where a run ends.
+
+    Of a schedule it is that of the steps that are powers of two, the first and
+    the last; of a number, which callbacks reduce, the present one. Values that
+    are not finite do not count, and steps from the first error on, as of a
+    table that ends. If the end is not known, None, a schedule that grows for
+    ever has its first value.
     """
     rate = rate_of(optimizer)
     if isinstance(rate, ShapedRate):  # of the present step, which may warm up
         return rate.peak
-    if isinstance(rate, LearningRateSchedule):
-        with tf.init_scope():
-            return max(float(rate(step)) for step in _PROBES)
-    return float(tf.convert_to_tensor(optimizer.learning_rate))
+    if not isinstance(rate, LearningRateSchedule):
+        return known_rate(optimizer)
+    probes = [*_PROBES]
+    if end is not None:
+        probes = [step for step in probes if step < end] + [max(end - 1, 0)]
+    found: list[float] = []
+    is_table = False
+    with tf.init_scope():
+        for step in probes:
+            try:
+                found.append(float(rate(step)))
+            except Exception:
+                is_table = True
+                break
+        found = [value for value in found if math.isfinite(value)]
+        if not found:
+            return float(tf.convert_to_tensor(optimizer.learning_rate))
+    *before, last = found
+    is_open = end is None and not is_table
+    if is_open and before and last > _GROWTH * max(before):
+        return found[0]
+    return max(found)

@@ -123,11 +123,14 @@ class Supervision(keras.callbacks.Callback):
     def _begin_together(self) -> None:
         """Begins the run, once all callbacks have."""
         epochs, steps = self.params.get("epochs"), self.params.get("steps")
-        total = None if steps is None else epochs * steps
-        self._optimizer.method.expect(total)
+        epoch = first_epoch(self.model, self._initial_epoch)
+        total = remaining = None
+        if steps is not None:
+            total, remaining = epochs * steps, (epochs - epoch) * steps
+        self._optimizer.method.expect(total, remaining)
         if not self._is_alone:
             run = {
-                "epoch": first_epoch(self.model, self._initial_epoch),
+                "epoch": epoch,
                 "epochs": epochs,
                 "steps per epoch": steps,
             }
