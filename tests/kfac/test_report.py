@@ -21,7 +21,12 @@ from tests.support.reference import (
     gradient,
     inverse_solve,
 )
-from tests.support.small import FEATURES, Scale, gradients_of
+from tests.support.small import (
+    FEATURES,
+    Scale,
+    gradients_of,
+    summary_text,
+)
 from tests.support.summaries import sequential
 from tfkfac.kfac.report import Advice
 
@@ -131,6 +136,26 @@ def test_the_last_layer_is_always_named(make: Any) -> None:
 def test_what_the_user_skips_does_not_count(rule: str) -> None:
     dense = layers.Dense(50, name="large"), layers.Dense(1, name="small")
     assert not compiling(sequential(*dense), skip_layers=[rule])
+
+
+@pytest.mark.parametrize("weights", [0, 60])
+def test_embeddings_under_spectral_steps_do_not_count(weights: int) -> None:
+    """They are the rest optimizer's, as documented; other layers count."""
+    model = sequential(
+        layers.Embedding(90, 4, name="tokens"),
+        layers.Flatten(),
+        *([Offset(weights, name="offset")] if weights else []),
+        layers.Dense(1),
+        shape=(3,),
+    )
+    texts = compiling(model, step="spectral")
+    assert len(texts) == (weights > 0)
+    for text in texts:
+        assert "alone: offset (60 weights: no block" in text
+        assert "tokens" not in text
+    summary = summary_text(model.optimizer)
+    _, left = summary.split("Left to the rest optimizer as they are:\n")
+    assert re.search(r"tokens.* 360 .*left to the rest optimizer", left)
 
 
 @pytest.mark.parametrize("built_late", [False, True])

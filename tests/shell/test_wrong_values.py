@@ -294,6 +294,12 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize("owner", [KFAC, FOSI, GN])
+def test_none_is_not_refused_where_inner_optimizers_have_it(owner: Any) -> None:
+    for name in ("gradient_accumulation_steps", "weight_decay", "clipnorm"):
+        owner(**{name: None})
+
+
 @pytest.mark.parametrize(("owner", "arguments", "words"), TOGETHER)
 def test_what_does_not_go_together(
     owner: Any, arguments: dict[str, Any], words: str

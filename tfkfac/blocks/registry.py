@@ -34,6 +34,9 @@ from tfkfac.capture.taps import Tap, before_first_call
 from tfkfac.capture.walk import Node, SkipRule, unbuilt, walk
 from tfkfac.factors import Limit
 
+# The reason of a class of blocks that a kind of steps leaves out on purpose.
+EXCLUDED = "left to the rest optimizer by steps of this kind"
+
 
 @dataclasses.dataclass(frozen=True)
 class Leftover:
@@ -151,7 +154,7 @@ def _blocks_of(
     outer = node.distributor
     for prefix, block_class in block_types(node.layer).items():
         if issubclass(block_class, without):
-            return blocks, f"not supported by this step: {block_class.kind}"
+            return blocks, EXCLUDED
         reason = block_class.unsupported(node.layer)
         if outer is not None:
             reason = reason or TimeDistributedBlock.unsupported(outer)

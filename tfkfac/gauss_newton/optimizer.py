@@ -292,7 +292,8 @@ def refuse(unknown: Mapping[str, Any]) -> None:
     """
     others = inspect.signature(keras.optimizers.SGD.__init__).parameters
     for name, value in unknown.items():
-        if name == "inner_optimizer" or name in others:
+        is_given = name in others and value is not None
+        if name == "inner_optimizer" or is_given:
             raise ValueError(
                 f"Argument `{name}` must be left out: `GaussNewton` has no "
                 "inner optimizer and computes a full step for each batch. Use "

@@ -7,7 +7,12 @@ from collections.abc import Mapping, Sequence
 import keras
 
 from tfkfac.blocks import Block
-from tfkfac.blocks.registry import Leftover, Registry, count_weights
+from tfkfac.blocks.registry import (
+    EXCLUDED,
+    Leftover,
+    Registry,
+    count_weights,
+)
 from tfkfac.capture.walk import SKIPPED
 from tfkfac.compat.models import last_layers
 from tfkfac.factors import LowRank
@@ -64,10 +69,11 @@ def coverage_warning(registry: Registry, job: Job) -> str | None:
     """Returns what to say of weights that K-FAC leaves alone, or None.
 
     That is if they are most of the model, or if one is a large part of it or
-    its last layer's, which is named then. Layers of `skip_layers` do not count:
-    that they are left alone is known.
+    its last layer's, which is named then. Layers of `skip_layers`, and those
+    that a kind of steps leaves out on purpose, do not count.
     """
-    left = [one for one in registry.left if one.reason != SKIPPED]
+    known = SKIPPED, EXCLUDED
+    left = [one for one in registry.left if one.reason not in known]
     covered = registry.covered
     total = covered + sum(one.weights for one in left)
     last = {id(w) for layer in last_layers(job.model) for w in layer.weights}

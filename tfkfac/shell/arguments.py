@@ -382,14 +382,17 @@ def refuse_unknown(
         TypeError: If one is of nobody.
     """
     owner, known = kind.__name__, inspect.signature(kind.__init__).parameters
+    inner = inspect.signature(default.__init__).parameters
     for name, value in unknown.items():
+        if value is None and name in inner and inner[name].default is None:
+            continue
         if name == "loss_scale_factor":
             raise ValueError(
                 f"Argument `{name}` is neither of {owner} nor of its inner "
                 "optimizer: put a `keras.optimizers.LossScaleOptimizer` around "
                 f"{owner}. Received: {name}={value!r}"
             )
-        if name in inspect.signature(default.__init__).parameters:
+        if name in inner:
             raise ValueError(
                 f"Argument `{name}` must be set on the inner optimizer: "
                 f"{owner}(keras.optimizers.{default.__name__}(..., "

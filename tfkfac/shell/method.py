@@ -77,8 +77,9 @@ class Method(abc.ABC):
     ) -> None:
         """Learns how many training steps all epochs of `fit` will make.
 
-        And how many of them remain, from its first epoch on. None if `fit` does not know it. Called on every worker after `attach`;
-        the state may not exist yet. In loops of one's own nobody calls it.
+        And how many of them remain, from its first epoch on. None if `fit`
+        does not know it. Called on every worker after `attach`; the state may
+        not exist yet. In loops of one's own nobody calls it.
         """
 
     @abc.abstractmethod
