@@ -463,10 +463,9 @@ _NAMES = (
     "predicted_reduction",
     "actual_reduction",
 )
-# Steps that are looked at, how many of them are many, and what of a step is
-# little. In healthy runs half of the clip factors are above 0.6 (autoencoders;
-# of classifiers most are 1), on pixels times 4,080 below 0.07.
-_FIRST, _MANY, _LITTLE = 200, 100, 0.25
+# The clip rules the first steps if so many of them keep less than this share
+# of their length, and would have had more than this squared Fisher length.
+FIRST, _MANY, LITTLE, _LONG = 20, 12, 0.1, 2.0
 # Below this share of the default learning rate, where the clip has shortened
 # none of the very first steps, a step hardly trains.
 _SMALL = 0.1
@@ -511,29 +510,23 @@ class StepReport(Slots):
         damping: tf.Tensor,
         name: str,
         rate: tf.Tensor | None,
-    ) -> None:
+    ) -> tf.Tensor:
         """Notes a step of the optimizer of this name.
 
         There is a learning rate, of a schedule the largest, if it may be too
         small, and SGD's.
+
+        Returns:
+            Scalar bool, true in one step if the clip rules the first ones.
         """
         if rate is not None:
             self._note_rate(clip, rate, name)
         length = tf.square(clip.factor) * clip.length
         self.assign(clip_factor=clip.factor, length=length, damping=damping)
-        early = self.steps <= _FIRST
-        clipped = tf.logical_and(early, clip.factor < _LITTLE)
+        long = (clip.factor < LITTLE) & (clip.length > _LONG)
+        clipped = tf.logical_and(self.steps <= FIRST, long)
         self.clipped.assign_add(tf.cast(clipped, tf.int64))
-        ruled = tf.equal(self.steps, _FIRST) & (self.clipped >= _MANY)
-        count_each(
-            ruled,
-            self.hints,
-            [name],
-            f"kl_clip has left less than {_LITTLE:.0%} of half of the first "
-            f"{_FIRST} steps. Are the model's inputs normalised? If they "
-            'cannot be, try KFAC(fisher="monte_carlo"). A smaller learning '
-            "rate or a larger damping may help too; see `optimizer.last_step`.",
-        )
+        return tf.equal(self.steps, FIRST) & (self.clipped >= _MANY)
 
     def _note_rate(self, clip: Clip, rate: tf.Tensor, name: str) -> None:
         """Says that a learning rate is one of Adam's."""

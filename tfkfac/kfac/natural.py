@@ -11,11 +11,21 @@ import keras
 import tensorflow as tf
 
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient, RowGradient
-from tfkfac.compat.functions import Kind, each, fields
+from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
+from tfkfac.checks import is_number
+from tfkfac.compat.functions import Kind, each, fields, when
+from tfkfac.compat.graphs import in_xla
 from tfkfac.compat.optimizers import rate_of
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.averages import Decomposition
-from tfkfac.kfac.bank import Clip, Counters, State
+from tfkfac.kfac.bank import (
+    FIRST,
+    LITTLE,
+    Clip,
+    Counters,
+    State,
+    StepReport,
+)
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.settings import Rule
@@ -28,6 +38,8 @@ from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step
 
+# Blocks of tables of which each example reads some rows.
+TABLES = (EmbeddingBlock, PositionEmbeddingBlock)
 # Kind of what does the same for tensors of all sizes.
 ANY_SIZE = Kind(any_size=True)
 
@@ -134,7 +146,9 @@ class Natural:
             if has_schedule(inner):  # which may warm up
                 largest = tf.convert_to_tensor(state.report.largest_rate)
                 shown = tf.maximum(tf.cast(rate, largest.dtype), largest)
-        state.report.note(clip, seen.damping, step.job.name, shown)
+        ruled = state.report.note(clip, seen.damping, step.job.name, shown)
+        layers, limit = [one.layer for one in made], self._clip.get()
+        when(ruled, lambda: hint_at_clip(layers, step, state.report, limit))
         return put_back(made, clip.factor, step.gradients)
 
     # --------------------------------------------------- binding and state
@@ -186,6 +200,47 @@ class Natural:
     def lines(self, state: State) -> list[str]:
         """Lines at the end of a summary."""
         return []
+
+
+# Root mean square of inputs far from unit scale, and a loss, in nats of a term,
+# that takes many steps: of 14 healthy runs the clip ruled an autoencoder's.
+_FAR, _HIGH = 3.0, 20.0
+
+
+def hint_at_clip(
+    layers: Sequence[ActiveBlock],
+    step: Step,
+    report: StepReport,
+    limit: Any,
+) -> None:
+    """Names the cause where the clip rules the first steps, if it is known."""
+    head = (
+        f"kl_clip has left less than {LITTLE:.0%} of most of the first "
+        f"{FIRST} steps. "
+    )
+    less = f", KFAC(kl_clip={limit / 4:g})," if is_number(limit) else ""
+    text: str | tf.Tensor = (
+        f"{head}Try a smaller one{less} or a larger damping; see "
+        "`optimizer.last_step`."
+    )
+    loss = tf.math.divide_no_nan(step.own_loss(), step.loss.unit)
+    applies = step.group.size * loss < _HIGH
+    # The backward pass ends with the first layer.
+    first = max(layers, key=lambda one: max(r.order for r in one.records))
+    inputs, block = first.records[-1].inputs, first.block
+    has_scale = "A" in block.factors and not isinstance(block, TABLES)
+    if has_scale and tf.is_tensor(inputs) and inputs.dtype.is_floating:
+        squares = tf.square(tf.cast(inputs, tf.float32))
+        size = tf.sqrt(tf.reduce_mean(squares))
+        applies |= size > _FAR
+        if not in_xla():  # which knows no strings
+            cause = (
+                f"{head}The inputs of layer '{block.path}' are far from unit "
+                "scale: normalise the inputs of the model. If they cannot be, "
+                'KFAC(fisher="monte_carlo") suffers less.'
+            )
+            text = tf.where(size > _FAR, cause, text)
+    count_each(applies, report.hints, [step.job.name], text)
 
 
 def clip_step(

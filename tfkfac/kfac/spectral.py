@@ -8,7 +8,6 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.blocks import MatrixGradient
-from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
 from tfkfac.compat.functions import each, fields, shared_call
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.averages import SPECTRAL, Momentum
@@ -16,6 +15,7 @@ from tfkfac.kfac.bank import Clip, State
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.natural import (
     ANY_SIZE,
+    TABLES,
     Natural,
     Pair,
     Preconditioned,
@@ -35,10 +35,6 @@ from tfkfac.shell.rest import known_rate, share_of_largest, update_largest
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step
 
-# Blocks that spectral steps leave out: of a table each row sees little of the
-# data, and orthogonalised it would move as much as one that sees all.
-TABLES = (EmbeddingBlock, PositionEmbeddingBlock)
-
 
 class Spectral(Natural):
     """Steps along the orthogonalised, preconditioned momentum."""
@@ -47,6 +43,8 @@ class Spectral(Natural):
     sees_loss = True
     has_momenta = True
     beside = 2  # <D, N> and <P, N>
+    # Of a table each row sees little of the data, and orthogonalised it would
+    # move as much as one that sees all.
     left_out = TABLES
     rule: SpectralStep
 

@@ -32,7 +32,7 @@ def count_each(
     happened: tf.Tensor,
     counter: tf.Variable,
     names: Sequence[str],
-    message: str,
+    message: str | tf.Tensor,
 ) -> None:
     """Counts things that should not happen and reports the first of each.
 
@@ -48,7 +48,7 @@ def count_each(
         return
 
     def report() -> None:
-        texts = tf.constant(list(names)), tf.constant(message)
+        texts = tf.constant(list(names)), tf.convert_to_tensor(message)
         which = tf.reshape(new, [-1])
         shared_call("report", _print, which, *texts, any_size=True)
 
