@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient, RowGradient
 from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
-from tfkfac.checks import is_number
 from tfkfac.compat.functions import Kind, each, fields, when
 from tfkfac.compat.graphs import in_xla
 from tfkfac.compat.optimizers import rate_of
@@ -218,7 +217,7 @@ def hint_at_clip(
         f"kl_clip has left less than {LITTLE:.0%} of most of the first "
         f"{FIRST} steps. "
     )
-    less = f", KFAC(kl_clip={limit / 4:g})," if is_number(limit) else ""
+    less = f", KFAC(kl_clip={limit / 4:g})," if isinstance(limit, float) else ""
     text: str | tf.Tensor = (
         f"{head}Try a smaller one{less} or a larger damping; see "
         "`optimizer.last_step`."
