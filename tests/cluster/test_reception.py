@@ -291,6 +291,24 @@ def test_a_process_connects_again_in_its_place(
         peer.line.close()
 
 
+def test_a_worker_connects_again_when_its_connection_breaks(
+    addresses: Any,
+) -> None:
+    """As where worker 0 is started again."""
+    host, _, port = addresses[0].rpartition(":")
+    meeting = Meeting()
+    with socket.create_server((host, int(port))) as server:
+        meeting.join(addresses, 1)
+        with contextlib.closing(Line(server.accept()[0], LIMIT)) as line:
+            greeting = Greeting.read(line.receive(LIMIT) or {})
+            session = Session(b"", greeting, "nonce")
+            line.send({"nonce": "nonce", "proof": session.prove(FIRST)})
+            line.receive(LIMIT)
+            line.send({"missing": [1]})
+    meeting.join(addresses, 0)
+    assert meeting.end() == {0: None, 1: None}
+
+
 def test_a_worker_that_speaks_before_the_start_is_dropped(
     addresses: Any, capsys: Any
 ) -> None:

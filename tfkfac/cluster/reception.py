@@ -366,7 +366,7 @@ def _listen(
     """
     end = time.monotonic() + wait.left(waiting.PATIENCE)
     host, port = split_address(cluster.addresses[0])
-    known = [split_address(one)[0] for one in cluster.addresses if one]
+    known = [split_address(a)[0] for a in cluster.addresses if a]
     hosts = [""]
     if all(map(is_loopback, known)):
         hosts = list(waiting.LOOPBACK) if host == "localhost" else [host]
