@@ -323,6 +323,34 @@ def test_a_worker_that_speaks_before_the_start_is_dropped(
     assert isinstance(meeting.end()[0], TimeoutError)
 
 
+@pytest.mark.parametrize("secret", ["", "secret"])
+def test_the_connections_serve_the_running_job(
+    addresses: Any, secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With long lines, and MACs if there is a secret."""
+    monkeypatch.setenv("TFKFAC_SECRET", secret)
+    results: dict[int, Any] = {}
+
+    def run(index: int) -> None:
+        results[index] = wait_for_all(Cluster(addresses, index), LIMIT)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    lines = results[0].lines[1], results[1].lines[0]
+    for sender, receiver in (lines, lines[::-1]):
+        for number in range(2):
+            message = {"number": number, "text": "x" * 200_000}
+            sender.send(message)
+            assert receiver.receive(LIMIT) == message
+    lines[0]._socket.sendall(b"{}\n")
+    assert lines[1].receive(LIMIT) == (None if secret else {})
+    for line in lines:
+        line.close()
+
+
 def test_a_stray_line_of_another_worker_0_ends_nothing(addresses: Any) -> None:
     """A knock counts only when worker 0's nonce is answered."""
     with waiting_worker_0(addresses), connect(addresses) as peer:
