@@ -1,7 +1,7 @@
 """Factors of deep, shared and composed models.
 
-They are compared with explicit per-example gradients of a float64 twin, or
-with those of two layers by hand.
+Expected values are computed from per-example gradients of an equal float64
+model, or by hand in NumPy for two layers.
 """
 
 from collections.abc import Callable
@@ -35,10 +35,10 @@ BATCH = 4
 
 
 def test_deep_model_per_example() -> None:
-    """Reduced G is the second moment of the per-example bias gradients.
+    """With "reduce", G is the second moment of per-example bias gradients.
 
-    A bias's per-example gradient is the sum of g over the positions, so this
-    holds for every layer and needs no knowledge of what the layer does.
+    The bias gradient of an example is the sum of g over the positions, for all
+    layer types.
     """
     x = make_input("", (6, 6, 2), 5)
     labels = np.array([0, 2, 1, 2, 0])
@@ -68,16 +68,16 @@ def test_deep_model_per_example() -> None:
     # One position: the kernel's per-example gradient is a (x) g.
     for name in ("hidden", "logits"):
         b, k = grads[f"{name}/bias"], grads[f"{name}/kernel"]
-        at = np.argmax(np.abs(b), axis=1)
+        unit = np.argmax(np.abs(b), axis=1)
         n = np.arange(5)
-        a = append_one(k[n, :, at] / b[n, at][:, None])
+        a = append_one(k[n, :, unit] / b[n, unit][:, None])
         assert_close(step.of(name)["A"], a.T @ a / 5, 3e-5, f"A of {name}")
     assert len(step.factors) == len(names) + 1
 
 
 # --------------------------------------------- shared and composed models
 def test_shared_layer_pools_rows() -> None:
-    """Called twice on inputs of different lengths."""
+    """The rows of two calls on inputs of different lengths are pooled."""
     first, second = keras.Input((3, 4)), keras.Input((5, 4))
     layer = layers.Dense(2, name="twice")
     model = keras.Model([first, second], [layer(first), layer(second)])
@@ -93,7 +93,7 @@ def test_shared_layer_pools_rows() -> None:
 
 
 def test_shared_layer_in_a_chain() -> None:
-    """The second call's input is the first call's output."""
+    """A layer is called twice; the second input is the first output."""
 
     def build() -> Any:
         layer = layers.Dense(3, activation="tanh", name="twice")
@@ -133,7 +133,7 @@ def nested_model() -> Any:
 
 
 class Pair(keras.Model):
-    """Subclassed, with its layers in a list."""
+    """Subclassed model with its layers in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Pair(keras.Model):
 
 
 class Wrapped(layers.Layer):
-    """A custom layer that owns a Dense."""
+    """Custom layer with a `Dense` sublayer."""
 
     def __init__(self) -> None:
         super().__init__(name="wrapped")
@@ -176,12 +176,12 @@ COMPOSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "eager"),
+    ("case", "eager"),
     [("nested", True), ("subclassed", False), ("custom_layer", False)],
 )
-def test_composed_model(kind: str, eager: bool) -> None:
-    """The factors are those of the same layers in a plain model."""
-    factory, first = COMPOSED[kind]
+def test_composed_model(case: str, eager: bool) -> None:
+    """The factors equal the factors of the same layers in a flat model."""
+    factory, first = COMPOSED[case]
     model = factory()
     x = make_input("", (3,), BATCH)
     y = np.random.default_rng(4).normal(size=(BATCH, 2)).astype("float32")
@@ -202,14 +202,14 @@ def test_composed_model(kind: str, eager: bool) -> None:
     check_factors(step.of("second"), *want["second"].values())
 
 
-# ------------------------------------------- what factors do not depend on
+# ------------------------------------------------------------- invariances
 @pytest.mark.parametrize(
     ("eager", "scale"), [(True, 2.0**10), (False, 2.0**100)]
 )
-def test_loss_scale_is_undone(eager: bool, scale: float) -> None:
-    """Inside Keras' LossScaleOptimizer: same factors, same step.
+def test_loss_scale_does_not_change_factors(eager: bool, scale: float) -> None:
+    """Factors and step are equal inside Keras' `LossScaleOptimizer`.
 
-    A scale that grows in bfloat16 may be one whose square is infinite.
+    The square of a large scale overflows, so products must be unscaled.
     """
     runs = []
     for scaled in (False, True):
@@ -233,10 +233,10 @@ def test_loss_scale_is_undone(eager: bool, scale: float) -> None:
 
 @pytest.mark.parametrize(("copies", "sharing"), [(2, "reduce"), (5, "expand")])
 def test_batch_size_invariance(copies: int, sharing: str) -> None:
-    """A repeated batch has the same factors and makes the same step."""
+    """A repeated batch has the same factors and the same step."""
     x = make_input("", (6, 6, 2), 3)
     labels = np.array([0, 2, 1])
-    one, many = (
+    once, repeated = (
         train_once(
             deep_model("float32"),
             np.tile(x, (n, 1, 1, 1)),
@@ -247,10 +247,10 @@ def test_batch_size_invariance(copies: int, sharing: str) -> None:
         )
         for n in (1, copies)
     )
-    assert set(one.factors) == set(many.factors)
-    for path, block in one.factors.items():
+    assert set(once.factors) == set(repeated.factors)
+    for path, block in once.factors.items():
         for key, value in block.items():
-            other = many.factors[path][key]
+            other = repeated.factors[path][key]
             assert_close(other, value, 3e-5, f"{key} of {path}")
-    for got, want in zip(many.delta, one.delta, strict=True):
+    for got, want in zip(repeated.delta, once.delta, strict=True):
         assert_close(got, want, 1e-3, "step")

@@ -1,4 +1,4 @@
-"""A of a convolution without patches is that of the patches in NumPy."""
+"""A of a convolution by autocorrelation, against patches in NumPy."""
 
 import itertools
 from collections.abc import Iterator
@@ -30,19 +30,19 @@ GEOMETRIES = [
     ((3, 2), (1, 1), "valid", (3, 7)),  # one output in a dimension
     ((5, 3), (1, 1), "same", (2, 1)),  # an image smaller than the kernel
     ((3, 3), (2, 2), "same", (6, 7)),
-    ((5, 4), (3, 1), "valid", (9, 6)),  # a rest is left out
+    ((5, 4), (3, 1), "valid", (9, 6)),  # the last cells are not used
     ((2, 1), (3, 4), "same", (7, 9)),  # strides larger than the kernel
     ((1, 3), (1, 2), "causal", (1, 8)),
 ]
 
 
-# Those of depthwise convolutions: their strides are equal.
+# Geometries of depthwise convolutions, with equal strides.
 DEPTHWISE = [
     ((3, 3), (1, 1), "same", (5, 6)),
     ((4, 5), (1, 1), "valid", (7, 5)),
     ((3, 3), (1, 1), "same", (2, 1)),
     ((3, 2), (2, 2), "same", (6, 7)),
-    ((2, 3), (3, 3), "valid", (8, 7)),  # a rest is left out
+    ((2, 3), (3, 3), "valid", (8, 7)),  # the last cells are not used
     ((1, 3), (2, 2), "same", (1, 8)),
 ]
 
@@ -52,17 +52,17 @@ def sweep() -> Iterator[Any]:
     kernels = [(1, 1), (2, 2), (3, 3), (1, 3), (5, 2), (4, 6), (7, 7)]
     strides = [(1, 1), (2, 2), (1, 3), (4, 1), (8, 8)]
     images = [(6, 5), (9, 8), (2, 3), (1, 1)]
-    every = itertools.product(
+    cases = itertools.product(
         kernels, strides, ["same", "valid", "causal"], images
     )
-    for kernel, stride, padding, image in itertools.islice(every, 0, None, 5):
+    for kernel, stride, padding, image in itertools.islice(cases, 0, None, 5):
         fits = all(n >= k for n, k in zip(image, kernel, strict=True))
         if padding != "valid" or fits:
             yield kernel, stride, padding, image
 
 
 def from_patches(x: Array, geometry: Any) -> Array:
-    """Sum of the outer products, one patch after the other."""
+    """Sum of the outer products of patches, with a bias column."""
     kernel, strides, padding, _ = geometry
     rows = patches(x, kernel, strides, (1, 1), padding)
     rows = append_one(rows.reshape(*rows.shape[:2], -1))
@@ -70,11 +70,11 @@ def from_patches(x: Array, geometry: Any) -> Array:
 
 
 def check(geometry: Any, each_channel: bool = False, **options: Any) -> None:
-    """Compares with the patches, for images of known and unknown size."""
+    """Compares with patches, for images of static and dynamic size."""
     kernel, strides, padding, image = geometry
     x = np.random.default_rng(0).normal(size=(BATCH, *image, CHANNELS)) + 0.3
-    parts = np.split(x, CHANNELS, -1) if each_channel else [x]
-    want = np.squeeze([from_patches(part, geometry) for part in parts])
+    images = np.split(x, CHANNELS, -1) if each_channel else [x]
+    want = np.squeeze([from_patches(image, geometry) for image in images])
 
     def gram(x: tf.Tensor) -> Any:
         gram = channel_grams if each_channel else patch_gram
@@ -92,8 +92,8 @@ def check(geometry: Any, each_channel: bool = False, **options: Any) -> None:
 @pytest.mark.parametrize(
     "geometry",
     [
-        pytest.param(one, marks=[pytest.mark.slow] * (i % 2))
-        for i, one in enumerate(GEOMETRIES)
+        pytest.param(geometry, marks=[pytest.mark.slow] * (i % 2))
+        for i, geometry in enumerate(GEOMETRIES)
     ],
     ids=str,
 )
@@ -122,7 +122,7 @@ def test_compiled_by_xla() -> None:
         check(geometry, each_channel=True, jit_compile=True)
 
 
-def test_no_examples() -> None:
+def test_empty_batch() -> None:
     x = tf.zeros([0, 5, 5, CHANNELS])
     geometry = Geometry((3, 3), (1, 1), "same")
     total, count = patch_gram(x, geometry, bias=True)
@@ -161,8 +161,7 @@ CORRELATED: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", CORRELATED)
-def test_both_ways_agree(case: str) -> None:
-    """The rows of a block and what it makes without them."""
+def test_gram_agrees_with_rows(case: str) -> None:
     factory, shape = CORRELATED[case]
     block = block_of(factory(name="block"), shape)
     x = np.random.default_rng(0).normal(size=(32, *shape)).astype("float32")
@@ -174,7 +173,7 @@ def test_both_ways_agree(case: str) -> None:
     assert_close(total, np.einsum("bs...i,bs...j->...ij", a, a), FACTOR_RTOL)
 
 
-# Layers whose patches are no more work, or that correlations do not fit.
+# Layers for which patches are cheaper, or correlation is not supported.
 BY_PATCHES: dict[str, Case] = {
     "dilated": (partial(layers.Conv2D, 3, 3, dilation_rate=2), (9, 8, 8)),
     "1x1": (partial(layers.Conv2D, 3, 1), (9, 8, 8)),
@@ -190,7 +189,7 @@ BY_PATCHES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", BY_PATCHES)
-def test_patches_stay(case: str) -> None:
+def test_layers_without_correlation(case: str) -> None:
     factory, shape = BY_PATCHES[case]
     block = block_of(factory(name="block"), shape)
     x = tf.ones([32, *shape])

@@ -1,4 +1,4 @@
-"""Embeddings of positions."""
+"""Blocks of position embeddings."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ BATCH, TOKENS, WIDTH, TIME = 4, 6, 3, 5
 
 
 class PositionEmbedding(layers.Layer):
-    """What keras-hub's layer of this name computes from its arguments."""
+    """Imitates the layer of this name in keras-hub."""
 
     __module__ = "keras_hub.src.layers.modeling.position_embedding"
 
@@ -70,7 +70,7 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], Array]] = {
     zip(CALLS, ["expand", "reduce"] * len(CALLS), strict=False),
 )
 def test_position_embedding(case: str, sharing: str) -> None:
-    """The factors of an embedding whose tokens are the positions."""
+    """The factors equal an embedding's factors with positions as tokens."""
     call, positions = CALLS[case]
     layer = PositionEmbedding(6, name="block")
 
@@ -101,7 +101,7 @@ def test_position_embedding(case: str, sharing: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Layer 'block'.*does not support masking")
 def test_positions_of_padding_do_not_count() -> None:
-    """Padded ones without a gradient are no rows."""
+    """Padded positions without a gradient do not count in A."""
     inputs = keras.Input((TIME,), dtype="int32")
     tokens = layers.Embedding(TOKENS, WIDTH, mask_zero=True)(inputs)
     positions = PositionEmbedding(TIME, name="block")(tokens)

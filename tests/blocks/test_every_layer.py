@@ -1,7 +1,7 @@
-"""Statistics of every layer type: sharing x rows that count x dtype.
+"""Statistics of every layer type: weight sharing x row weights x dtype.
 
-A record of an input and a gradient is given to the block of a layer, and no
-step is made. Keras' own gradient says which rows are right.
+Statistics are computed from a record of an input and a gradient, without a
+training step. The gradient of the rows is compared with Keras' gradient.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ MASKED = {*DENSE, "einsum_sequence", "einsum_heads"}
 
 
 def build(case: str, dtype: str) -> tuple[Any, Block]:
-    """A layer without activation, and its block."""
+    """Creates a layer without activation, and its block."""
     factory, shape = LINEAR[case]
     layer = factory(name="block", dtype=dtype)
     is_embedding = case in EMBEDDING
@@ -41,25 +41,25 @@ def build(case: str, dtype: str) -> tuple[Any, Block]:
 
 
 def kronecker(view: View, A: Array, G: Array) -> Array:
-    """The dense matrix of a layer, or of each of its groups."""
+    """Kronecker product of the factors of a layer, or of each group."""
     if view.groups is None:
         return np.kron(np.diag(A) if view.diagonal else A, G)
     return np.stack([np.kron(*pair) for pair in zip(A, G, strict=True)])
 
 
-def which_rows(case: str, x: Array) -> dict[str, tuple[Any, Any, Any, Any]]:
+def row_cases(case: str, x: Array) -> dict[str, tuple[Any, Any, Any, Any]]:
     """Examples, rows with loss, mask and zero weights, by name."""
-    every = range(BATCH)
-    ways: dict[str, Any] = {
-        "all": (every, None, None, ()),
-        "weights": (every, ~ZERO, None, [ZERO[:, None]]),
-        "part": ([1, 4], None, None, ()),
+    batch = range(BATCH)
+    cases: dict[str, Any] = {
+        "all": (batch, None, None, ()),
+        "weights": (batch, ~ZERO, None, [ZERO[:, None]]),
+        "subsample": ([1, 4], None, None, ()),
     }
     if case in MASKED and x.ndim > 2:
         mask = np.random.default_rng(4).random(x.shape[:2]) < 0.6
         mask[:, 0] = True
-        ways["mask"] = every, mask, mask, ()
-    return ways
+        cases["mask"] = batch, mask, mask, ()
+    return cases
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,10 @@ def test_statistics(case: str, dtype: str) -> None:
     want = block.to_matrix(tape.gradient(loss, weights))
     record = Record(tf.constant(x), tf.constant(noise, z.dtype))
     assert_close(block.gradient(block.rows(record)), want, rtol, "gradient")
-    again = block.to_matrix(block.from_matrix(want))
-    assert_close(again, want, rtol, "there and back")
+    round_trip = block.to_matrix(block.from_matrix(want))
+    assert_close(round_trip, want, rtol, "round trip")
 
-    for name, (examples, keep, mask, weightless) in which_rows(case, x).items():
+    for name, (examples, keep, mask, weightless) in row_cases(case, x).items():
         g = noise.astype(dtype).astype(float)
         if keep is not None:
             g[~keep] = 0
@@ -92,25 +92,25 @@ def test_statistics(case: str, dtype: str) -> None:
         )
         rows = view.rows(x.astype(float)), view.split(g)
         a, g = (r[:, list(examples)] for r in rows)
-        if keep is not None:  # spread over the positions that are left
+        if keep is not None:  # Repeat for the positions without a mask axis.
             times = a.shape[2] // (keep.shape[1] if keep.ndim > 1 else 1)
             keep = np.repeat(keep.reshape(BATCH, -1), times, axis=1)
-        part = (
+        subsample = (
             statistics.Subsample(1 / 3, tf.constant(1, tf.int64))
-            if name == "part"
+            if name == "subsample"
             else None
         )
         for sharing in SHARING:
-            part_of_batch = statistics.View(
+            settings = statistics.View(
                 sharing,
                 weightless=[tf.constant(w) for w in weightless],
                 terms=tf.constant(BATCH, block.dtype),
-                subsample=part,
+                subsample=subsample,
             )
-            found = statistics.batch_statistics(
-                {0: (block, [record])}, part_of_batch
+            sums = statistics.batch_statistics(
+                {0: (block, [record])}, settings
             )[0]
-            values = {k: total / count for k, (total, count) in found.items()}
+            values = {k: total / count for k, (total, count) in sums.items()}
             factors = expected_factors(view, a, g, sharing, keep)
             assert_close(
                 block.dense(values),

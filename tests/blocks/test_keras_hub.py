@@ -1,7 +1,7 @@
-"""Layers and models of keras-hub, which need not be installed.
+"""Layers and models of keras-hub, an optional package.
 
-Layers that look like its own stand for them; where it is installed, so do its
-own ones.
+Imitations of its layers are always tested; the layers themselves are tested if
+keras-hub is installed.
 """
 
 import ast
@@ -27,7 +27,7 @@ BATCH, WIDTH = 6, 5
 SHAPE = (4, WIDTH)
 
 
-def test_nothing_imports_it() -> None:
+def test_library_does_not_import_keras_hub() -> None:
     for path in modules():
         names = list(imported(ast.parse(path.read_text())))
         assert not [name for name in names if name.startswith("keras_hub")]
@@ -35,9 +35,9 @@ def test_nothing_imports_it() -> None:
 
 # ------------------------------------------------------------ normalisations
 class Rms(layers.Layer):
-    """What its normalisations have in common."""
+    """Base class of imitated normalisation layers."""
 
-    # What a scale of zero multiplies by.
+    # The layer multiplies by `shift + scale`.
     shift = 0.0
 
     def build(self, shape: Any) -> None:
@@ -52,7 +52,7 @@ class Rms(layers.Layer):
 
 
 def hub(name: str, base: type[layers.Layer] = Rms, **members: Any) -> Any:
-    """A class that bears the name of one of keras-hub's."""
+    """Creates a class with the name and module of a keras-hub class."""
     members["__module__"] = "keras_hub.src.models.some"
     return type(name, (base,), {"call": call_of(base), **members})
 
@@ -68,7 +68,7 @@ def by_another_name(self: Any, shape: Any) -> None:
     self.weight = self.add_weight((shape[-1],), "ones", name="weight")
 
 
-LOOK_ALIKES: dict[str, Any] = {
+IMITATIONS: dict[str, Any] = {
     "Llama's": lambda: hub("LlamaLayerNorm")(),
     "Gemma's": lambda: hub("RMSNormalization", shift=1.0)(),
     "T5's": lambda: hub(
@@ -78,7 +78,7 @@ LOOK_ALIKES: dict[str, Any] = {
     )(),
 }
 # Module below `keras_hub.src` and class.
-OWN = [
+HUB = [
     "layers.modeling.rms_normalization:RMSNormalization",
     "models.edrec.edrec_layers:EdRecRMSNormalization",
     "models.gemma.rms_normalization:RMSNormalization",
@@ -101,9 +101,9 @@ OWN = [
     "models.roformer_v2.roformer_v2_attention:RoformerNorm",
     "models.t5.t5_layer_norm:T5LayerNorm",
 ]
-# Arguments and shape of an example of those that need others.
+# Constructor arguments and shape of an example, if not the default.
 ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    OWN[0]: ({"input_dim": WIDTH}, SHAPE),
+    HUB[0]: ({"input_dim": WIDTH}, SHAPE),
     "models.gemma3n.rms_normalization:Gemma3nRMSNorm": ({"dim": WIDTH}, SHAPE),
     "models.gemma3n.gemma3n_audio_layers:Gemma3nAudioCumulativeGroupNorm": (
         {"num_channels": WIDTH, "feature_dims": (3,)},
@@ -133,51 +133,51 @@ def check_normalization(layer: Any, shape: tuple[int, ...]) -> None:
     assert_close(np.ravel(block["G"]), np.ravel(np.mean(u**2, 0)), 1e-5, "G")
 
 
-@pytest.mark.parametrize("name", LOOK_ALIKES)
-def test_normalization_like_one_of_its(name: str) -> None:
-    check_normalization(LOOK_ALIKES[name](), SHAPE)
+@pytest.mark.parametrize("name", IMITATIONS)
+def test_imitated_normalization(name: str) -> None:
+    check_normalization(IMITATIONS[name](), SHAPE)
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_its_normalization(name: str) -> None:
+@pytest.mark.parametrize("name", HUB)
+def test_keras_hub_normalization(name: str) -> None:
     pytest.importorskip("keras_hub")
     module, _, cls = name.partition(":")
-    own = getattr(importlib.import_module(f"keras_hub.src.{module}"), cls)
+    layer = getattr(importlib.import_module(f"keras_hub.src.{module}"), cls)
     arguments, shape = ARGUMENTS.get(name, ({}, SHAPE))
-    check_normalization(own(**arguments), shape)
+    check_normalization(layer(**arguments), shape)
 
 
-def test_the_table_has_what_is_tested() -> None:
-    tested = {name.partition(":")[2] for name in OWN} | {"PositionEmbedding"}
+def test_all_named_blocks_are_tested() -> None:
+    tested = {name.partition(":")[2] for name in HUB} | {"PositionEmbedding"}
     assert set(NAMED_BLOCKS) == {("keras_hub", name) for name in tested}
 
 
 @pytest.mark.parametrize(
-    ("make", "why"),
+    ("make", "reason"),
     [
-        # A class of that name elsewhere may compute something else.
+        # A class of this name in another package may compute something else.
         (
             lambda: type("LlamaLayerNorm", (Rms,), {"call": call_of(Rms)}),
             "no block for LlamaLayerNorm",
         ),
-        # Whatever is not normalised over the last axis has no block.
+        # Only normalisation over the last axis has a block.
         (
             lambda: hub("RmsNorm2d", data_format="channels_first"),
             "normalises channels in the first axis",
         ),
     ],
 )
-def test_what_has_no_block(make: Callable[[], Any], why: str) -> None:
+def test_layers_without_block(make: Callable[[], Any], reason: str) -> None:
     optimizer = bind(
-        sequential(make()(name="own"), layers.Dense(40), shape=SHAPE)
+        sequential(make()(name="custom"), layers.Dense(40), shape=SHAPE)
     )
-    assert leftovers_of(optimizer) == {"own:scale": why}
+    assert leftovers_of(optimizer) == {"custom:scale": reason}
 
 
 # -------------------------------------------------------------------- models
 @pytest.mark.parametrize("tie_weights", [True, False])
-def test_its_llama(tie_weights: bool) -> None:
-    """All weights have blocks, and nobody is warned."""
+def test_llama(tie_weights: bool) -> None:
+    """All weights are covered, and compiling does not warn."""
     hub = pytest.importorskip("keras_hub")
     backbone = hub.models.Llama3Backbone(
         vocabulary_size=30,

@@ -1,8 +1,8 @@
-"""Factors of a training step against float64 NumPy references.
+"""Factors after a training step, against float64 NumPy references.
 
-The model under test is one layer with the loss on its output, so inputs and
-pre-activation gradients are known in closed form. Linear layers of all types
-are in `test_every_layer.py`.
+The tested model is one layer with the loss on its output, so inputs and
+pre-activation gradients have a closed form. `test_every_layer.py` tests linear
+layers of all types.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ BATCH = 4
 
 # ---------------------------------------------------------- linear layers
 @pytest.mark.parametrize(
-    ("where", "kind", "eager"),
+    ("position", "activation", "eager"),
     [
         ("fused", "tanh", True),
         ("fused", "relu", False),
@@ -51,21 +51,22 @@ BATCH = 4
         ("none", None, True),
     ],
 )
-def test_activation_position(where: str, kind: str | None, eager: bool) -> None:
-    """G is taken before the activation, wherever that one stands."""
-    layer = layers.Conv1D(
-        3, 2, name="block", activation=kind if where == "fused" else None
-    )
-    after = kind if where == "separate" else None
+def test_activation_position(
+    position: str, activation: str | None, eager: bool
+) -> None:
+    """G is computed before the activation, inside or after the layer."""
+    fused = activation if position == "fused" else None
+    layer = layers.Conv1D(3, 2, name="block", activation=fused)
+    after = activation if position == "separate" else None
     model, x, y = problem(layer, (5, 2), BATCH, after)
     view = view_of(layer)
-    a, g = expected_rows(view, weights_of(model), x, y, kind)
+    a, g = expected_rows(view, weights_of(model), x, y, activation)
     step = train_once(model, x, y, eager=eager)
     check_factors(step.of("block"), *expected_factors(view, a, g, "expand"))
 
 
 def test_activation_layer_object_and_callable() -> None:
-    """Activations that are layers or plain functions are fused ones too."""
+    """An activation may be a layer or a function."""
     for activation in (layers.LeakyReLU(0.3), lambda z: z * z):
         layer = layers.Dense(3, activation=activation, name="block")
         model, x, y = problem(layer, (4,), BATCH)
@@ -93,32 +94,32 @@ def test_activation_layer_object_and_callable() -> None:
 def test_separable(
     sharing: str, rank: int, options: Any, shape: tuple[int, ...]
 ) -> None:
-    """Its blocks are those of the two convolutions that it stands for."""
-    whole = getattr(layers, f"SeparableConv{rank}D")
-    first = getattr(layers, f"DepthwiseConv{rank}D")
-    second = getattr(layers, f"Conv{rank}D")
+    """Its blocks equal the blocks of a depthwise and a 1x1 convolution."""
+    separable = getattr(layers, f"SeparableConv{rank}D")
+    depthwise = getattr(layers, f"DepthwiseConv{rank}D")
+    pointwise = getattr(layers, f"Conv{rank}D")
     models = [
         one_layer(
-            whole(3, 3, activation="tanh", name="both", **options), shape
+            separable(3, 3, activation="tanh", name="both", **options), shape
         ),
         keras.Sequential(
             [
                 keras.Input(shape),
-                first(3, use_bias=False, name="first", **options),
-                second(3, 1, activation="tanh", name="second"),
+                depthwise(3, use_bias=False, name="first", **options),
+                pointwise(3, 1, activation="tanh", name="second"),
             ]
         ),
     ]
     models[1].set_weights(models[0].get_weights())
     x = make_input("", shape, BATCH)
     y = targets(models[0], x)
-    one, two = (train_once(m, x, y, weight_sharing=sharing) for m in models)
-    check_factors(one.of("depthwise/both"), *two.of("first").values())
-    check_factors(one.of("pointwise/both"), *two.of("second").values())
+    got, want = (train_once(m, x, y, weight_sharing=sharing) for m in models)
+    check_factors(got.of("depthwise/both"), *want.of("first").values())
+    check_factors(got.of("pointwise/both"), *want.of("second").values())
 
 
-def test_embedding_counts() -> None:
-    """Frequencies written down by hand, in both modes."""
+def test_embedding_frequencies() -> None:
+    """Token frequencies, computed by hand."""
     x = np.array([[0, 0, 2], [2, 2, 2]], "int32")
     for sharing, want in (
         ("expand", [2 / 6, 0, 4 / 6, 0]),
@@ -146,7 +147,7 @@ def test_normalization(case: str) -> None:
 
 
 def test_normalization_reference_is_keras() -> None:
-    """The NumPy normalisations agree with Keras' forward passes."""
+    """The NumPy normalisations equal the forward passes of Keras."""
     for case, (factory, shape) in NORMS.items():
         layer = factory()
         x = make_input(case, shape, 6)
@@ -157,14 +158,15 @@ def test_normalization_reference_is_keras() -> None:
 # -------------------------------------------------------------- attention
 @pytest.mark.parametrize("kind", ["multi_head", "grouped_query", "gated"])
 def test_attention(kind: str) -> None:
-    """Projections of cross attention, where reduced G is that of biases.
+    """Projections of cross attention, with `weight_sharing="reduce"`.
 
-    A is of the queries or the memory, but for the output's.
+    G is the second moment of the bias gradients. A is computed from queries or
+    memory; A of the output projection is not checked.
     """
 
     def build(dtype: str) -> Any:
         if kind == "multi_head":
-            # Only this one takes a memory of another width.
+            # Only this layer supports a memory of another width.
             layer, width = layers.MultiHeadAttention(2, 3, dtype=dtype), 6
         else:
             gate, width = kind == "gated", 4
@@ -191,7 +193,7 @@ def test_attention(kind: str) -> None:
         block, b = step.of(name), gradient.reshape(3, -1)
         G = b.T @ b / 3
         if name == "key":
-            # Softmax does not see a shift of all keys.
+            # Softmax is invariant to a shift of all keys.
             assert np.abs(G).max() < 1e-20
             assert np.abs(block["G"]).max() < 1e-9
         else:
@@ -209,8 +211,8 @@ def test_attention(kind: str) -> None:
     ("case", "solver"),
     zip(PRELU, ["inverse", "eigen"] * len(PRELU), strict=False),
 )
-def test_slopes(case: str, solver: str) -> None:
-    """G and the step, which divides by the damped diagonal."""
+def test_prelu(case: str, solver: str) -> None:
+    """G, and the step, which divides by the damped diagonal."""
     factory, shape = PRELU[case]
     model, x, y = problem(factory(name="block"), shape, BATCH)
     (u,) = per_example(model, x, y).values()
@@ -224,8 +226,8 @@ def test_slopes(case: str, solver: str) -> None:
     assert_close(step.delta[0].ravel(), want, 1e-5, "step")
 
 
-def test_slopes_as_the_activation_of_a_layer() -> None:
-    """Both have a block, and the layer's G is before its activation."""
+def test_prelu_as_activation_of_a_layer() -> None:
+    """Both have a block; G of the layer is computed before the activation."""
     prelu = layers.PReLU(name="slopes")
     dense = layers.Dense(3, activation=prelu, name="dense")
     model, x, y = problem(dense, (4,), BATCH)

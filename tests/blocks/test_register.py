@@ -1,4 +1,4 @@
-"""Blocks of layer classes that users register."""
+"""`register_block`: blocks of custom layer classes."""
 
 import inspect
 import textwrap
@@ -38,14 +38,14 @@ def clean_register(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Doubled(layers.Dense):
-    """A dense layer with a call of its own."""
+    """Dense layer that overrides `call`."""
 
     def call(self, x: Any, training: Any = None) -> Any:
         return super().call(x)
 
 
 class Linear(layers.Layer):
-    """Not related to Dense, and without a bias."""
+    """Layer that does not subclass `Dense` and has no bias."""
 
     def __init__(self, activation: str | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -59,7 +59,7 @@ class Linear(layers.Layer):
 
 
 class Square(layers.Dense):
-    """A dense layer on squares."""
+    """Dense layer on squared inputs."""
 
     def call(self, x: Any) -> Any:
         return super().call(x * x)
@@ -75,8 +75,8 @@ class SquareBlock(MatrixBlock):
 
 
 # -------------------------------------------------------------------- like
-def test_a_class_with_the_same_attributes() -> None:
-    """Its gradient is taken before its activation; it needs no bias."""
+def test_like_dense_without_bias() -> None:
+    """G is computed before the activation; a bias is optional."""
     tfkfac.register_block(Linear, like=layers.Dense)
     model, x, y = problem(Linear("tanh", name="block"), (4,), BATCH)
     (kernel,) = weights_of(model)
@@ -87,8 +87,8 @@ def test_a_class_with_the_same_attributes() -> None:
     check_factors(step.of("block"), *factors(a[:, None], g[:, None]))
 
 
-def test_an_own_normalisation() -> None:
-    """Its own call is what normalises, and its gain may be a `scale`."""
+def test_like_normalization() -> None:
+    """The layer's own `call` normalises; its weight may be named `scale`."""
 
     class Power(layers.Layer):
         def build(self, shape: Any) -> None:
@@ -109,8 +109,8 @@ def test_an_own_normalisation() -> None:
     assert_close(step.of("block")["G"], G, 1e-5, "G")
 
 
-def test_a_class_without_the_attributes() -> None:
-    """The error names the layer, when its model is compiled."""
+def test_like_without_the_attributes() -> None:
+    """Compiling the model raises an error that names the layer."""
     tfkfac.register_block(Scale, like=layers.Dense)
     message = r"Layer 'mine' .*DenseBlock, needs: .*'kernel'"
     with pytest.raises(ValueError, match=message):
@@ -119,7 +119,7 @@ def test_a_class_without_the_attributes() -> None:
 
 # ------------------------------------------------------------------- block
 def test_documented_example() -> None:
-    """G is the Fisher matrix of the gains, and the step is its inverse's."""
+    """G is the Fisher matrix of the gains, and the step uses its inverse."""
     text = inspect.getdoc(tfkfac.register_block)
     assert text is not None
     names: dict[str, Any] = {"keras": keras, "tf": tf, "tfkfac": tfkfac}
@@ -132,7 +132,10 @@ def test_documented_example() -> None:
 
 
 def check_fisher(step: Any, u: Array) -> None:
-    """G is of the gradients of single examples; it is inverted in a step."""
+    """G is the second moment of per-example gradients `u`; P = (G + d I)^-1 u.
+
+    Here `P` is the step and `d` the damping, 0.1.
+    """
     assert set(step.of("block")) == {"G"}
     fisher = u.T @ u / BATCH
     assert_close(step.of("block")["G"], fisher, 1e-5, "G")
@@ -150,7 +153,7 @@ def test_block_of_a_kernel() -> None:
 
 
 def test_several_weights() -> None:
-    """One Fisher matrix of all of them, in the order of the variables."""
+    """All weights share one Fisher matrix, in the order of `variables`."""
 
     class Affine(Scale):
         def build(self, shape: Any) -> None:
@@ -179,11 +182,11 @@ def test_several_weights() -> None:
     check_fisher(train_once(model, x, y, damping=0.1), u)
 
 
-# ------------------------------------------------------------- whose it is
-def test_whose_blocks_a_layer_has() -> None:
-    """The last registration's, before built-in ones; subclasses' too.
+# -------------------------------------------------------------- precedence
+def test_precedence_of_registrations() -> None:
+    """The last registration replaces earlier and built-in ones.
 
-    Unless these change the call.
+    It includes subclasses, unless they override `call`.
     """
 
     class Same(Doubled):
@@ -220,7 +223,7 @@ def test_late_registration_waits_for_the_next_compile() -> None:
 
 # ------------------------------------------------------------------ errors
 class Unfinished(tfkfac.blocks.PerExampleBlock):
-    """Without its kind and all that is abstract."""
+    """Block without `kind` and the abstract members."""
 
 
 BOTH = {"like": layers.Dense, "block": SquareBlock}
@@ -254,7 +257,7 @@ def test_errors(
 
 
 class Optional(layers.Dense):
-    """A dense layer, unless a call says otherwise."""
+    """Dense layer that a call may apply twice."""
 
     def call(self, x: Any, twice: bool = False) -> Any:
         return super().call(super().call(x)) if twice else super().call(x)
@@ -269,12 +272,12 @@ class OptionalBlock(DenseBlock):
         return calls
 
 
-def test_a_block_that_does_not_stand_for_a_step() -> None:
-    """The gradients stay as they are, and the summary says why."""
+def test_block_that_is_skipped_in_a_step() -> None:
+    """Its gradients are not preconditioned; the summary states the reason."""
     tfkfac.register_block(Optional, block=OptionalBlock)
     inputs = keras.Input((3,))
     layer = Optional(3, name="block")
-    for twice, left in [
+    for twice, leftovers in [
         (
             True,
             {f"block:{n}": "called twice at once" for n in ("kernel", "bias")},
@@ -286,9 +289,9 @@ def test_a_block_that_does_not_stand_for_a_step() -> None:
         y = targets(model, x)
         gradients = keras_gradients(model, x, y)
         step = train_once(model, x, y)
-        assert leftovers_of(model.optimizer) == left
-        plain = [
+        assert leftovers_of(model.optimizer) == leftovers
+        equal = [
             np.allclose(delta, gradient, rtol=1e-4, atol=1e-6)
             for delta, gradient in zip(step.delta, gradients, strict=True)
         ]
-        assert all(plain) if twice else not any(plain)
+        assert all(equal) if twice else not any(equal)

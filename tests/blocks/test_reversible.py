@@ -1,7 +1,7 @@
-"""Embeddings that project back to the tokens, tied or not.
+"""`ReversibleEmbedding` with tied and untied weights.
 
-Their factors are compared with those of a dense layer of the features in
-float64 NumPy: A of its inputs, G of the gradients at its logits.
+The factors of the projection are compared with a dense layer in float64 NumPy:
+A from the features, G from the gradients at the logits.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ BATCH, TOKENS, WIDTH, TIME = 4, 6, 3, 5
 
 
 class Head(layers.Layer):
-    """Projects by an embedding that it was given, as a masked model's head."""
+    """Output head that projects by a given embedding, as in masked models."""
 
     def __init__(self, tokens: Any) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Head(layers.Layer):
 
 
 class Language(keras.Model):
-    """Calls its embedding where no functional model sees it."""
+    """Subclassed model that calls its embedding in `call`."""
 
     def __init__(self, tokens: Any) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ MODELS: dict[str, Callable[[Any], Any]] = {
     "inside a layer": lambda tokens: functional(tokens, True),
     "subclassed": Language,
 }
-# Each with another way to share weights, and in a graph or not.
-WAYS = [
+# Model, weight sharing, eager.
+RUNS = [
     ("functional", "expand", True),
     ("inside a layer", "reduce", True),
     ("subclassed", "expand", False),
@@ -78,9 +78,9 @@ def embedding(tie_weights: bool, **kwargs: Any) -> Any:
     )
 
 
-def language(kind: str, tie_weights: bool, **kwargs: Any) -> Any:
-    """A model that is built, tokens, and targets for its outputs."""
-    model = MODELS[kind](embedding(tie_weights, **kwargs))
+def language(case: str, tie_weights: bool, **kwargs: Any) -> Any:
+    """Creates a built model, tokens, and targets for its outputs."""
+    model = MODELS[case](embedding(tie_weights, **kwargs))
     x = make_input("embedding", (TIME,), BATCH)
     model(x)
     randomize(model)
@@ -98,7 +98,7 @@ def weights_by_name(model: Any) -> dict[str, Array]:
 
 
 def rows_of(model: Any, x: Array, y: Array, cap: float | None = None) -> Any:
-    """Inputs and gradients at the projection, then those at the lookups."""
+    """Inputs and gradients of the projection, then of the lookups."""
     weights = weights_by_name(model)
     table, hidden = weights["embeddings"], weights["kernel"]
     kernel = weights.get("reverse_embeddings", table.T)
@@ -116,7 +116,7 @@ def gradient_by(a: Array, g: Array) -> Array:
 
 
 def check_projection(step: Any, tied: bool, A: Array, G: Array) -> None:
-    """A and G of the projection, which tied weights keep the other way."""
+    """Checks A and G of the projection; tied weights exchange A and G."""
     if tied:
         check_factors(step.factors["tokens"], np.diagonal(G), A)
     else:
@@ -124,23 +124,22 @@ def check_projection(step: Any, tied: bool, A: Array, G: Array) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("kind", "sharing", "eager"), WAYS)
+@pytest.mark.parametrize(("case", "sharing", "eager"), RUNS)
 def test_factors_and_step(
-    kind: str, sharing: str, eager: bool, tied: bool
+    case: str, sharing: str, eager: bool, tied: bool
 ) -> None:
-    """With tied weights the projection's solve the gradient of both uses.
+    """Tied: the factors of the projection precondition the whole gradient.
 
-    Else there is a dense block besides that of the lookups, each of its own
-    calls.
+    Untied: lookups and projection have separate blocks.
     """
-    model, x, y = language(kind, tied)
+    model, x, y = language(case, tied)
     a, g, one_hot, down = rows_of(model, x, y)
     name = "embeddings" if tied else "reverse_embeddings"
-    place = list(weights_by_name(model)).index(name)
+    index = list(weights_by_name(model)).index(name)
     mean = gradient_by(a, g)
     if tied:
         mean = mean.T + gradient_by(one_hot, down)
-    assert_close(mean, keras_gradients(model, x, y)[place], 1e-5, "gradient")
+    assert_close(mean, keras_gradients(model, x, y)[index], 1e-5, "gradient")
     step = train_once(
         model,
         x,
@@ -162,12 +161,12 @@ def test_factors_and_step(
         diagonal = np.diagonal(lookups[0])
         check_factors(step.factors["tokens"], diagonal, lookups[1])
     assert set(step.factors) == paths
-    assert_close(step.delta[place], eigen_solve(mean, A, G, 0.3), 1e-4, "step")
+    assert_close(step.delta[index], eigen_solve(mean, A, G, 0.3), 1e-4, "step")
 
 
-# --------------------------------------------------------- one of the two uses
-def test_only_the_projection_is_used() -> None:
-    """Its weights have a block, those of the lookups no gradient."""
+# ------------------------------------------------- lookups or projection only
+def test_untied_projection_without_lookups() -> None:
+    """The projection has a block; the lookup weights have no gradient."""
     tokens = embedding(tie_weights=False)
     inputs = keras.Input((TIME, WIDTH))
     model = keras.Model(inputs, tokens(inputs, reverse=True))
@@ -181,11 +180,11 @@ def test_only_the_projection_is_used() -> None:
     assert not step.delta[0].any()
 
 
-def test_tied_weights_that_only_look_up() -> None:
-    """An encoder whose embedding nobody uses in reverse."""
+def test_tied_weights_without_projection() -> None:
+    """An encoder whose embedding is not used in reverse."""
     tokens = embedding(tie_weights=True)
     inputs = keras.Input((TIME,), dtype="int32")
-    tokens(keras.Input((WIDTH,)), reverse=True)  # in a model that is not run
+    tokens(keras.Input((WIDTH,)), reverse=True)  # Not part of the model.
     model = keras.Model(inputs, tokens(inputs))
     randomize(model)
     x = make_input("embedding", (TIME,), BATCH)
@@ -198,7 +197,7 @@ def test_tied_weights_that_only_look_up() -> None:
 
 @pytest.mark.parametrize("tie_weights", [True, False])
 def test_exact_fisher_matrix(tie_weights: bool) -> None:
-    """Of a softmax at the logits: `diag(p) - p p^T`."""
+    """G is `diag(p) - p p^T` for a softmax at the logits."""
     model, x, _ = language("functional", tie_weights)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     a, z, *_ = rows_of(model, x, 0.0)
@@ -209,20 +208,20 @@ def test_exact_fisher_matrix(tie_weights: bool) -> None:
     check_projection(step, tie_weights, A, G)
 
 
-# ---------------------------------------------------------------------- both
+# ------------------------------------------------------ lookups and projection
 @pytest.mark.parametrize(
     ("tie_weights", "sharing"), [(True, "reduce"), (False, "expand")]
 )
 def test_soft_cap(tie_weights: bool, sharing: str) -> None:
-    """G is that of the logits before they are capped."""
+    """G is computed at the logits before the soft cap."""
     model, x, y = language("functional", tie_weights, logit_soft_cap=0.7)
     a, g, *_ = rows_of(model, x, y, 0.7)
     step = train_once(model, x, y, weight_sharing=sharing)
     check_projection(step, tie_weights, *factors(a, g, sharing))
 
 
-def test_soft_cap_of_a_part_of_the_batch() -> None:
-    """Outputs and gradients of the same examples: here all are alike."""
+def test_soft_cap_with_subsample() -> None:
+    """Outputs and gradients must be of the same examples; all are equal."""
     model, x, y = language("functional", False, logit_soft_cap=0.7)
     x, y = np.repeat(x[:1], 8, 0), np.repeat(y[:1], 8, 0)
     a, g, *_ = rows_of(model, x, y, 0.7)
@@ -232,7 +231,7 @@ def test_soft_cap_of_a_part_of_the_batch() -> None:
 
 @pytest.mark.parametrize("tie_weights", [True, False])
 def test_padding_does_not_count(tie_weights: bool) -> None:
-    """Masked positions that carry no loss dilute neither use."""
+    """Masked positions without loss do not count in any factor."""
     model = functional(embedding(tie_weights, mask_zero=True))
     randomize(model)
     x = np.array([[1, 2, 0, 0, 0], [3, 1, 1, 2, 0], [5, 0, 0, 0, 0]], "int32")
@@ -272,7 +271,7 @@ def test_several_calls(tie_weights: bool) -> None:
         factors(a, a @ kernel - want)
         for a, want in zip(inputs, np.split(y, 2, -1), strict=True)
     ]
-    A = sum(A for A, _ in pairs) / 2  # as many rows in each
+    A = sum(A for A, _ in pairs) / 2  # Both calls have equally many rows.
     G = sum(G for _, G in pairs)
     step = train_once(model, x, y)
     check_projection(step, tie_weights, A, G)

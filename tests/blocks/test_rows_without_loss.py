@@ -1,4 +1,4 @@
-"""Weights, masks and losses that leave rows without a gradient."""
+"""Sample weights, masks and losses for which some rows have no gradient."""
 
 import keras
 import numpy as np
@@ -54,7 +54,7 @@ def test_zero_sample_weights(sharing: str, eager: bool) -> None:
 
 
 def test_sample_weights_per_output() -> None:
-    """A head's rows are those that its own loss has a weight for."""
+    """The rows of a head count where its own loss has a nonzero weight."""
     inputs = keras.Input((3,))
     heads = [layers.Dense(2, name=f"head_{i}") for i in range(2)]
     model = keras.Model(inputs, [head(inputs) for head in heads])
@@ -79,7 +79,7 @@ def test_sample_weights_per_output() -> None:
 
 
 def test_all_sample_weights_zero() -> None:
-    """A batch without any loss leaves everything finite and in place."""
+    """A batch without loss has finite factors and a step of zero."""
     model = one_layer(layers.Dense(3, name="block"), (4,))
     x = make_input("", (4,), BATCH)
     step = train_once(
@@ -95,7 +95,7 @@ MASK = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 0]], bool)
 
 
 def test_valid_positions_without_gradient_still_count() -> None:
-    """Under a mask, a dead unit is not a padded position."""
+    """With a mask, a position with a dead unit counts."""
     layer = layers.Dense(1, activation="relu", name="block")
     inputs = keras.Input((3, 4))
     model = keras.Model(inputs, layer(layers.Masking()(inputs)))
@@ -113,11 +113,11 @@ def test_valid_positions_without_gradient_still_count() -> None:
 
 
 def test_mask_that_the_loss_ignores() -> None:
-    """Padded positions whose outputs are used do carry loss."""
+    """Padded positions whose outputs enter the loss count."""
     layer = layers.Dense(2, name="block")
     inputs = keras.Input((3, 4))
     masked = layer(layers.Masking()(inputs))
-    # The mask ends here, its positions go on.
+    # The reshape drops the mask but keeps the padded positions.
     flat_rows = keras.ops.reshape(masked * 1.0, (-1, 6))
     model = keras.Model(inputs, flat_rows)
     randomize(model)
@@ -130,7 +130,7 @@ def test_mask_that_the_loss_ignores() -> None:
 
 
 def test_embedding_padding_mask() -> None:
-    """Padding tokens carry no loss, so they do not count."""
+    """Padding tokens have no loss and do not count."""
     inputs = keras.Input((3,), dtype="int32")
     layer = layers.Embedding(5, 2, mask_zero=True, name="embedding")
     head = layers.Dense(2, use_bias=False, name="head")
@@ -151,7 +151,7 @@ def test_embedding_padding_mask() -> None:
 
 
 def test_positions_without_gradient_still_count() -> None:
-    """Only the last position is used: nothing is padded, all rows count."""
+    """All rows count without a mask, even if the loss uses the last only."""
     layer = layers.Dense(2, activation="tanh", name="block")
     inputs = keras.Input((3, 4))
     model = keras.Model(inputs, layer(inputs)[:, -1])
@@ -167,7 +167,7 @@ def test_positions_without_gradient_still_count() -> None:
 
 
 def test_dead_units_still_count() -> None:
-    """An example behind a dead ReLU has no gradient but is a row of A."""
+    """An example with a dead ReLU has no gradient but counts in A."""
     layer = layers.Dense(1, activation="relu", name="block")
     model, x, y = problem(layer, (3,), 12)
     a, g = expected_rows(view_of(layer), weights_of(model), x, y, "relu")
@@ -178,7 +178,7 @@ def test_dead_units_still_count() -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_batch_folded_into_positions(weighted: bool) -> None:
-    """The loss' examples are the batch, however a layer sees them."""
+    """A layer sees positions as examples; the loss has the real batch."""
     layer = layers.Dense(2, name="block")
     inputs = keras.Input((3, 4))
     rows = layer(keras.ops.reshape(inputs, (-1, 4)))
@@ -199,12 +199,12 @@ def test_batch_folded_into_positions(weighted: bool) -> None:
 
 
 def test_only_applied_gradients_count() -> None:
-    """A gradient taken twice, or never applied, leaves no row behind."""
+    """Records of gradients that are not applied do not count."""
     layer = layers.Dense(2, activation="tanh", name="block")
     model, x, y = problem(layer, (3,), BATCH)
     a, g = expected_rows(view_of(layer), weights_of(model), x, y, "tanh")
     optimizer = compiled(model)
-    # Somebody looks at the gradients of another batch first.
+    # Gradients of another batch that are not applied.
     keras_gradients(model, x[:2] + 1.0, y[:2])
 
     def step() -> None:

@@ -1,4 +1,4 @@
-"""Normalisation layers that are alike in a graph, and yet have other rows."""
+"""Normalisation layers of one graph that must not share a traced function."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ POSITIONS, FEATURES = 5, 3
 
 
 class Shifted(layers.LayerNormalization):
-    """Has what it does not save."""
+    """Layer with an attribute that is not in its config."""
 
     def __init__(self, shift: float) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def built(layer: Any, moving_mean: float = 0, frozen: str = "") -> Any:
 
 
 LAYER, BATCH = layers.LayerNormalization, layers.BatchNormalization
-# What else the calls had; layers, with their normalised inputs.
+# Arguments of the calls; layers with their normalised inputs.
 CASES: dict[str, tuple[dict[str, Any], list[tuple[Any, Any]]]] = {
     "equal": ({}, [(LAYER(), over_features) for _ in range(3)]),
     "other epsilon": (
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[Any, Any]]]] = {
             (LAYER(epsilon=10.0), lambda x: over_features(x, 10.0)),
         ],
     ),
-    "own class": (
+    "custom class": (
         {},
         [(Shifted(n), lambda x, n=n: over_features(x) + n) for n in (1, 2)],
     ),
@@ -81,8 +81,8 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[Any, Any]]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_layer_has_its_own_rows(case: str) -> None:
-    """Sums over positions of `g [xhat, 1]`, in NumPy."""
+def test_rows_of_each_layer(case: str) -> None:
+    """Rows are sums over positions of `g [xhat, 1]`."""
     kwargs, pairs = CASES[case]
     blocks = [NormalizationBlock(built(layer), "n") for layer, _ in pairs]
 
@@ -100,11 +100,11 @@ def test_each_layer_has_its_own_rows(case: str) -> None:
     shape = (len(pairs), 4, POSITIONS, FEATURES)
     inputs = random.normal(1, 2, shape).astype("float32")
     gradients = random.normal(size=shape).astype("float32")
-    found = step(tf.unstack(inputs), tf.unstack(gradients))
+    rows = step(tf.unstack(inputs), tf.unstack(gradients))
     for row, x, g, (layer, normalize) in zip(
-        found, inputs, gradients, pairs, strict=True
+        rows, inputs, gradients, pairs, strict=True
     ):
-        both = [(g * normalize(x)).sum(1), g.sum(1)]
-        trains = [layer.gamma.trainable, layer.beta.trainable]
-        want = np.stack(both, -1)[..., trains]
+        sums = [(g * normalize(x)).sum(1), g.sum(1)]
+        trainable = [layer.gamma.trainable, layer.beta.trainable]
+        want = np.stack(sums, -1)[..., trainable]
         np.testing.assert_allclose(row[:, 0], want, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Statistics of a part of a batch: `factor_batch_fraction`."""
+"""Statistics of a subsample of the batch: `factor_batch_fraction`."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tests.factors.test_declared import ALL, seen
+from tests.factors.test_declared import ALL, recorded
 from tests.support.harness import (
     assert_close,
     check_factors,
@@ -36,20 +36,22 @@ from tfkfac.blocks.statistics import (
 )
 
 
-def part(fraction: float, turn: int) -> Subsample:
-    return Subsample(fraction, tf.constant(turn, tf.int64))
+def subsample(fraction: float, offset: int) -> Subsample:
+    return Subsample(fraction, tf.constant(offset, tf.int64))
 
 
-def chosen(size: int, fraction: float, turn: int) -> tuple[list[int], float]:
-    """The positions that are taken, and what each stands for."""
-    examples = Examples(tf.constant(size), part(fraction, turn))
-    positions = examples.of(tf.range(size)).numpy().tolist()
-    return positions, float(examples.weight)
+def selected(
+    size: int, fraction: float, offset: int
+) -> tuple[list[int], float]:
+    """Indices of the selected examples, and their weight."""
+    examples = Examples(tf.constant(size), subsample(fraction, offset))
+    indices = examples.of(tf.range(size)).numpy().tolist()
+    return indices, float(examples.weight)
 
 
-# ------------------------------------------------------------ which examples
-def test_they_are_evenly_spaced_and_move_on() -> None:
-    assert [chosen(8, 0.25, t) for t in range(5)] == [
+# --------------------------------------------------------- selected examples
+def test_examples_are_evenly_spaced_and_shift() -> None:
+    assert [selected(8, 0.25, t) for t in range(5)] == [
         ([0, 4], 4.0),
         ([1, 5], 4.0),
         ([2, 6], 4.0),
@@ -62,50 +64,53 @@ def test_they_are_evenly_spaced_and_move_on() -> None:
     ("size", "fraction"),
     [(0, 0.25), (1, 0.25), (3, 0.25), (5, 0.4), (12, 1 / 3), (13, 0.3), (7, 1)],
 )
-def test_each_is_taken_as_often(size: int, fraction: float) -> None:
-    """One at least, each once in a turn at most, all with the same weight."""
+def test_examples_are_selected_equally_often(
+    size: int, fraction: float
+) -> None:
+    """At least one example, without repetition, and with equal weights."""
     count = math.ceil(fraction * size)
-    taken = np.zeros(size)
-    turns = size // math.gcd(size, count) if size else 3
-    for turn in range(turns):
-        positions, weight = chosen(size, fraction, turn)
-        assert len(set(positions)) == len(positions) == count
+    totals = np.zeros(size)
+    offsets = size // math.gcd(size, count) if size else 3
+    for offset in range(offsets):
+        indices, weight = selected(size, fraction, offset)
+        assert len(set(indices)) == len(indices) == count
         assert weight == (size / count if size else 0)
-        taken[positions] += weight
-    np.testing.assert_allclose(taken, turns)
+        totals[indices] += weight
+    np.testing.assert_allclose(totals, offsets)
 
 
 # ------------------------------------------------------------------- default
-def measured(size: int, turn: int, workers: int = 1) -> list[int]:
-    """The positions of a worker's batch that are taken by default."""
-    part = choose_subsample(None, tf.constant(turn, tf.int64), workers)
-    assert part is not None
-    examples = Examples(tf.constant(size), part)
+def default_indices(size: int, offset: int, workers: int = 1) -> list[int]:
+    """Indices of the default subsample of a worker's batch."""
+    default = choose_subsample(None, tf.constant(offset, tf.int64), workers)
+    assert default is not None
+    examples = Examples(tf.constant(size), default)
     return sorted(examples.of(tf.range(size)).numpy().tolist())
 
 
-def test_a_quarter_but_no_small_batch() -> None:
-    """At least 64 of all workers together."""
+def test_default_is_a_quarter_and_at_least_64() -> None:
+    """The minimum of 64 examples is over all workers."""
     sizes = [1000, 256, 100, 64, 8, 0]
-    counts = [len(measured(size, 0)) for size in sizes]
+    counts = [len(default_indices(size, 0)) for size in sizes]
     assert counts == [250, 64, 64, 64, 8, 0]
-    assert [len(measured(size, 0, 4)) for size in (64, 12)] == [16, 12]
+    counts = [len(default_indices(size, 0, 4)) for size in (64, 12)]
+    assert counts == [16, 12]
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_workers_take_what_one_process_takes(workers: int) -> None:
-    """Where the shares are whole: no number of 96 examples is."""
-    for size, turn in itertools.product([32, 96, 128, 192, 1024], [0, 3]):
+def test_workers_select_the_examples_of_one_process(workers: int) -> None:
+    """Except for 96 examples, whose count per worker is not whole."""
+    for size, offset in itertools.product([32, 96, 128, 192, 1024], [0, 3]):
         share = size // workers
         together = [
             rank * share + i
             for rank in range(workers)
-            for i in measured(share, turn, workers)
+            for i in default_indices(share, offset, workers)
         ]
         if size == 96:
-            assert len(together) == len(measured(size, turn))
+            assert len(together) == len(default_indices(size, offset))
         else:
-            assert together == measured(size, turn)
+            assert together == default_indices(size, offset)
 
 
 # ---------------------------------------------------------- every layer type
@@ -113,27 +118,23 @@ BATCH, FRACTION = 6, 1 / 3
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_no_bias(case: str) -> None:
-    """Over its turns, the parts come to the whole batch."""
-    model, records, _ = seen(case)
+def test_subsamples_are_unbiased(case: str) -> None:
+    """The mean over successive offsets is the whole batch."""
+    model, records, _ = recorded(case)
     for block in build_registry(model, ()).blocks:
         layers = {0: (block, records)}
         view = View("reduce", terms=tf.constant(4, block.dtype))
         want = batch_statistics(layers, view)[0]
-        halves = [
-            batch_statistics(layers, view._replace(subsample=part(0.5, turn)))[
-                0
-            ]
-            for turn in range(2)
-        ]
+        views = [view._replace(subsample=subsample(0.5, i)) for i in range(2)]
+        halves = [batch_statistics(layers, half)[0] for half in views]
         for name, (total, _) in want.items():
             mean = np.mean([half[name].total for half in halves], 0)
             assert_close(mean, total, 1e-5, name)
 
 
-def test_a_record_with_its_examples_elsewhere() -> None:
-    """The output's first axis is a position: examples are taken of rows."""
-    # Keras builds it with as many positions as examples only.
+def test_record_with_another_first_axis() -> None:
+    """The output's first axis is a position: rows are subsampled instead."""
+    # Keras builds this layer only with equally many positions and examples.
     layer = layers.EinsumDense("bsi,io->sbo", (BATCH, 2))
     layer.build((BATCH, BATCH, 3))
     block = EinsumDenseBlock(layer, "block")
@@ -141,21 +142,22 @@ def test_a_record_with_its_examples_elsewhere() -> None:
     x, g = (rng.normal(size=(BATCH, BATCH, n)) for n in (3, 2))
     record = Record(tf.constant(x, "float32"), tf.constant(g, "float32"))
     terms = tf.constant(6.0)
-    for turn in range(3):
-        rows = [turn, turn + 3]
-        view = View("expand", terms=terms, subsample=part(FRACTION, turn))
-        found = batch_statistics({0: (block, [record])}, view)[0]
+    for offset in range(3):
+        rows = [offset, offset + 3]
+        sample = subsample(FRACTION, offset)
+        view = View("expand", terms=terms, subsample=sample)
+        sums = batch_statistics({0: (block, [record])}, view)[0]
         want_a = np.einsum("nsi,nsj->ij", x[rows], x[rows]) / 12
         want_g = np.einsum("sni,snj->ij", g[:, rows], g[:, rows]) / 2
         for name, want in (("A", want_a), ("G", want_g)):
-            total, count = found[name]
+            total, count = sums[name]
             assert_close(total / count, want, 1e-5, name)
-        assert float(found["A"].count) == pytest.approx(36)
+        assert float(sums["A"].count) == pytest.approx(36)
 
 
-# ------------------------------------------------------------- with the rest
+# ------------------------------------------------------------ training steps
 def test_sample_weights() -> None:
-    """What has no loss does not count, of those that are taken."""
+    """Selected examples without loss do not count in A."""
     layer = layers.Dense(3, activation="tanh", name="block")
     model, x, y = problem(layer, (2, 4), BATCH)
     weight = np.array([1, 0, 2, 0, 1, 0.5], "float32")
@@ -177,28 +179,28 @@ def test_sample_weights() -> None:
 
 
 def dense(size: int) -> tuple[Any, list[Array], list[Array]]:
-    """A model of one layer, with its data, and its rows of a and g."""
+    """Creates a model of one layer, its data, and its rows a and g."""
     model, x, y = problem(layers.Dense(3, name="block"), (4,), size)
     a = append_one(x.astype(np.float64))
     return model, [x, y], [a, a @ np.vstack(weights_of(model)) - y]
 
 
 def test_micro_batches() -> None:
-    """Of each its own part; they are added up in units of examples."""
+    """Each micro-batch is subsampled; sums are weighted by examples."""
     model, (x, y), rows_of_all = dense(7)
     optimizer = compiled(
         model, gradient_accumulation_steps=2, factor_batch_fraction=0.25
     )
     for rows in (slice(0, 1), slice(1, 7)):
         model.train_on_batch(x[rows], y[rows])
-    # The one row of the first, and of the other six the first and fourth.
+    # Row 0 of the first micro-batch; rows 0 and 3 of the second one.
     weights = np.array([1, 3, 0, 0, 3, 0, 0])
     want = [(r * weights[:, None]).T @ r / 7 for r in rows_of_all]
     check_factors(find(optimizer.factors(), "block"), *want)
 
 
-def test_in_fit_with_a_ragged_last_batch() -> None:
-    """The number of rows is known in the step only."""
+def test_fit_with_a_smaller_last_batch() -> None:
+    """The batch size is dynamic."""
     model, (x, y), rows_of_all = dense(9)
     optimizer = compiled(
         model,

@@ -1,4 +1,4 @@
-"""A layer at each time step has the factors of one on sequences."""
+"""`TimeDistributed`: factors equal those of the layer on sequences."""
 
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ BATCH, TIME = 4, 3
 
 
 def distributed(layer: Any, *shape: int | None) -> Any:
-    """A model of one layer at each time step."""
+    """Creates a model of one layer in a `TimeDistributed`."""
     model = keras.Sequential(
         [keras.Input(shape), layers.TimeDistributed(layer, name="each")]
     )
@@ -51,7 +51,7 @@ def distributed(layer: Any, *shape: int | None) -> Any:
             1e-5,
         ),
         (partial(layers.Dense, 3, activation="softmax"), {}, 1e-5),
-        # Pre-activations are computed in the precision of the weights.
+        # Recomputed pre-activations have the precision of the weights.
         (
             partial(layers.Dense, 3, "tanh", dtype="mixed_bfloat16"),
             {},
@@ -61,27 +61,27 @@ def distributed(layer: Any, *shape: int | None) -> Any:
     ],
 )
 def test_as_on_sequences(make: Any, options: Any, rtol: float) -> None:
-    """The factors and the step."""
-    found = []
+    """Factors and step are equal."""
+    results = []
     for wrap in (layers.TimeDistributed, lambda layer: layer):
         layer = wrap(make(name="block"))
         model = keras.Sequential([keras.Input((TIME, 4)), layer])
         randomize(model)
         x = make_input("", (TIME, 4), BATCH)
-        found.append(train_once(model, x, targets(model, x), **options))
-    got, want = found
+        results.append(train_once(model, x, targets(model, x), **options))
+    got, want = results
     for name, value in want.of("block").items():
         assert_close(got.of("block")[name], value, rtol, name)
-    for mine, his in zip(got.delta, want.delta, strict=True):
-        assert_close(mine, his, 10 * rtol, "step")
+    for delta, expected in zip(got.delta, want.delta, strict=True):
+        assert_close(delta, expected, 10 * rtol, "step")
 
 
-def test_time_steps_of_unknown_number() -> None:
-    """Keras then calls the layer in a vectorised loop; `B` is the batch's."""
+def test_dynamic_number_of_time_steps() -> None:
+    """Keras then calls the layer in a vectorised loop."""
     layer = layers.Dense(3, activation="tanh", name="block")
     model = distributed(layer, None, 4)
     optimizer = compiled(model)
-    # Keras 3.15 counts the steps by the examples there.
+    # Keras 3.15 needs equally many time steps and examples here.
     x = make_input("", (TIME, 4), TIME)
     y = targets(model, x)
     a = append_one(x.astype(np.float64))
@@ -101,12 +101,12 @@ def test_time_steps_of_unknown_number() -> None:
 
 
 def images(x: Array) -> Array:
-    """The time steps as examples."""
+    """Folds time steps into the batch."""
     return x.reshape(-1, *x.shape[2:])
 
 
 def steps(rows: Array) -> Array:
-    """`(groups, batch * time, shared, features)`, time to the positions."""
+    """Moves time steps from the batch axis to the positions."""
     groups, _, _, features = rows.shape
     return rows.reshape(groups, BATCH, -1, features)
 
@@ -121,22 +121,22 @@ def steps(rows: Array) -> Array:
     ],
 )
 def test_other_layers(case: str, sharing: str) -> None:
-    """Positions are those of all time steps of an example."""
+    """Positions of all time steps of an example are shared positions."""
     factory, shape = LINEAR[case]
     layer = factory(name="block")
     model = distributed(layer, TIME, *shape)
     x = make_input(case, (TIME, *shape), BATCH)
     y = targets(model, x)
     view = view_of(layer)
-    curve = activation_name(layer)
-    a, g = expected_rows(view, weights_of(model), images(x), images(y), curve)
+    name = activation_name(layer)
+    a, g = expected_rows(view, weights_of(model), images(x), images(y), name)
     step = train_once(model, x, y, weight_sharing=sharing)
     want = expected_factors(view, steps(a), steps(g), sharing)
     check_factors(step.of("block"), *want)
 
 
 def test_mask() -> None:
-    """Padded time steps without a loss are no rows of A."""
+    """Padded time steps without loss do not count in A."""
     keep = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 0]], bool)
     inputs = keras.Input((TIME, 4))
     hidden = layers.Masking()(inputs)
@@ -145,7 +145,7 @@ def test_mask() -> None:
     model = keras.Model(inputs, distributed(hidden))
     randomize(model)
     x = make_input("", (TIME, 4), BATCH) * keep[..., None]
-    # Since version 3.16 of Keras the mask ends there, and the loss has all.
+    # In Keras 3.16 and later, the layer drops the mask: all steps have loss.
     keep = keep if distributed.supports_masking else np.ones_like(keep)
     y = targets(model, x)
     a = append_one(x.astype(np.float64))

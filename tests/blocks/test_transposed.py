@@ -1,4 +1,4 @@
-"""Transposed convolutions: rows written out in NumPy, gradients by Keras."""
+"""Transposed convolutions: rows in NumPy, gradients by Keras."""
 
 import itertools
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ from tfkfac.blocks import Block, Record
 from tfkfac.blocks.registry import build_registry
 
 BATCH = 4
-# What TensorFlow cannot run on a CPU.
-OTHERS: dict[str, Case] = {
+# Layers that TensorFlow cannot run on a CPU; only their rows are tested.
+NOT_ON_CPU: dict[str, Case] = {
     "dilated": (
         partial(layers.Conv2DTranspose, 2, (3, 2), dilation_rate=(2, 3)),
         (3, 4, 2),
@@ -47,7 +47,7 @@ OTHERS: dict[str, Case] = {
 
 
 def expected_rows(layer: Any, x: Array, g: Array) -> tuple[Array, Array]:
-    """Inputs, and the patches of the output's gradient that they add to."""
+    """Inputs, and patches of the output gradient for each input position."""
     if layer.data_format == "channels_first":
         x, g = (np.moveaxis(v, 1, -1) for v in (x, g))
     cells, outputs = x.shape[1:-1], g.shape[1:-1]
@@ -56,13 +56,13 @@ def expected_rows(layer: Any, x: Array, g: Array) -> tuple[Array, Array]:
     strides, dilation = (
         np.array(v)[:, None, None] for v in (layer.strides, layer.dilation_rate)
     )
-    at = grid * strides + offsets * dilation
-    extent = at.max((1, 2)) + 1
-    # "same" cuts what is more than the output, the odd cell at the end.
-    cut = np.maximum(extent - outputs, 0) // 2
-    ends = np.maximum(extent - cut - outputs, 0)
-    pads = [(0, 0), *zip(cut, ends, strict=True), (0, 0)]
-    patches = np.pad(g, pads)[(slice(None), *at)]
+    index = grid * strides + offsets * dilation
+    extent = index.max((1, 2)) + 1
+    # "same" crops the output, by an odd cell more at the end.
+    crop = np.maximum(extent - outputs, 0) // 2
+    ends = np.maximum(extent - crop - outputs, 0)
+    pads = [(0, 0), *zip(crop, ends, strict=True), (0, 0)]
+    patches = np.pad(g, pads)[(slice(None), *index)]
     a = x.reshape(BATCH, -1, x.shape[-1])
     return a, patches.reshape(*a.shape[:2], -1)
 
@@ -72,9 +72,9 @@ def block_of(layer: Any, shape: Any) -> Block:
     return build_registry(model, ()).blocks[0]
 
 
-@pytest.mark.parametrize("case", {**TRANSPOSED, **OTHERS})
+@pytest.mark.parametrize("case", {**TRANSPOSED, **NOT_ON_CPU})
 def test_rows(case: str) -> None:
-    factory, shape = {**TRANSPOSED, **OTHERS}[case]
+    factory, shape = {**TRANSPOSED, **NOT_ON_CPU}[case]
     layer = factory(name="up", activation=None)
     block = block_of(layer, shape)
     rng = np.random.default_rng(0)
@@ -88,7 +88,7 @@ def test_rows(case: str) -> None:
 
 
 def test_step_of_several_examples() -> None:
-    """P is what the dense matrix of A and G gives, in the kernel's layout."""
+    """The step equals a solve with the dense matrix of A and G."""
     factory, shape = TRANSPOSED["transposed2d_overlap"]
     layer = factory(name="up")
     model, x, y = problem(layer, shape, BATCH)
@@ -108,7 +108,7 @@ def test_step_of_several_examples() -> None:
 
 
 def geometries() -> Iterator[tuple[int, int, int, str, int | None]]:
-    """Some of rank, kernel, stride, padding and output padding."""
+    """Rank, kernel, stride, padding and output padding: every third case."""
     choices = itertools.product(
         (1, 2, 3), (1, 2, 3, 5), (1, 2, 3), ("valid", "same"), (None, 0, 1, 2)
     )
@@ -124,13 +124,13 @@ def geometries() -> Iterator[tuple[int, int, int, str, int | None]]:
 @pytest.mark.parametrize(
     "geometry",
     [
-        pytest.param(one, marks=[pytest.mark.slow] * bool(i % 4))
-        for i, one in enumerate(geometries())
+        pytest.param(geometry, marks=[pytest.mark.slow] * bool(i % 4))
+        for i, geometry in enumerate(geometries())
     ],
     ids=str,
 )
 def test_gradients(geometry: Any) -> None:
-    """The rows reproduce the gradient of Keras' own layer."""
+    """The rows reproduce the gradient of the Keras layer."""
     rank, kernel, stride, padding, output = geometry
     layer = getattr(layers, f"Conv{rank}DTranspose")(
         3, kernel, stride, padding=padding, output_padding=output
@@ -149,14 +149,14 @@ def test_gradients(geometry: Any) -> None:
 
 
 @pytest.mark.parametrize("padding", ["valid", "same"])
-def test_images_of_unknown_size(padding: str) -> None:
-    """Two sizes through one trace: the rows of known sizes."""
+def test_images_of_dynamic_size(padding: str) -> None:
+    """A trace for dynamic sizes returns the rows of static sizes."""
     layer = layers.Conv2DTranspose(2, 3, 2, padding=padding, name="up")
     block = block_of(layer, (None, None, 2))
 
     def rows(x: tf.Tensor, g: tf.Tensor) -> Any:
-        made = block.rows(Record(x, g))
-        return made.a, made.g
+        result = block.rows(Record(x, g))
+        return result.a, result.g
 
     unknown = tf.TensorSpec((None, None, None, 2))
     traced = tf.function(rows, input_signature=[unknown, unknown])

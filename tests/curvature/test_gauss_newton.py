@@ -1,4 +1,4 @@
-"""The Gauss-Newton form, against differences of outputs and NumPy."""
+"""`gauss_newton_form` against finite differences of the outputs."""
 
 from typing import Any
 
@@ -21,11 +21,11 @@ from tfkfac.curvature.gauss_newton import gauss_newton_form
 from tfkfac.loss.batch import training_call
 
 DIRECTIONS = 3
-FEW = ("conv_strides", "batch")
+QUICK = ("conv_strides", "batch")
 
 
 def form(model: Any, vectors: Array, x: Any, y: Any, **kwargs: Any) -> Array:
-    """`gauss_newton_form` of the rows of a matrix."""
+    """`gauss_newton_form` with the rows of a matrix as directions."""
     variables = model.trainable_variables
     arguments = {"x": x, "y": y, **kwargs}
 
@@ -44,10 +44,10 @@ def form(model: Any, vectors: Array, x: Any, y: Any, **kwargs: Any) -> Array:
 
 
 @pytest.mark.parametrize(
-    "case", with_slow(ZOO, *(case for case in ZOO if case not in FEW))
+    "case", with_slow(ZOO, *(case for case in ZOO if case not in QUICK))
 )
 def test_every_layer(case: str) -> None:
-    """Mean squared error: `2 / (B D)` times products of tangents."""
+    """For the mean squared error: `2 / (B D)` times products of tangents."""
     with floats("float64"):
         model, x, y = ready(case)
         vectors = noise(DIRECTIONS, weight_count(model))
@@ -55,8 +55,8 @@ def test_every_layer(case: str) -> None:
         got = form(model, vectors, x, y)
         for v, old in zip(model.variables, before, strict=True):
             np.testing.assert_array_equal(np.asarray(v), old)
-        pushed = differences(
+        tangents = differences(
             model, lambda: np.asarray(model(x, training=True)), vectors, 1e-6
         ).reshape(DIRECTIONS, -1)
-    want = 2 / pushed.shape[1] * pushed @ pushed.T
+    want = 2 / tangents.shape[1] * tangents @ tangents.T
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-8)

@@ -1,4 +1,4 @@
-"""`hessian_vector_product`: oracle, forms, changes and errors."""
+"""`hessian_vector_product`: values, forms, model changes and errors."""
 
 import functools
 import pathlib
@@ -79,8 +79,8 @@ def test_oracle_lanczos() -> None:
         )
 
     values, vectors = pairs()
-    true = want["lanczos24/eigenvalues"]
-    np.testing.assert_allclose(values, true, rtol=0, atol=2e-6 * true[-1])
+    exact = want["lanczos24/eigenvalues"]
+    np.testing.assert_allclose(values, exact, rtol=0, atol=2e-6 * exact[-1])
     overlap = np.sum(vectors.numpy() * want["lanczos24/eigenvectors"], 0)
     np.testing.assert_allclose(abs(overlap), 1, atol=1e-4)
 
@@ -89,24 +89,24 @@ def test_oracle_lanczos() -> None:
 def test_forms() -> None:
     model, x, y = ready("batch")
     columns = noise(weight_count(model), 3)
-    many = hessian_vector_product(model, x, y, columns)
-    assert many.shape == columns.shape
+    products = hessian_vector_product(model, x, y, columns)
+    assert products.shape == columns.shape
     column = columns[:, 0]
-    one = hessian_vector_product(model, x, y, column)
-    assert one.shape == column.shape
-    np.testing.assert_allclose(many[:, 0], one, rtol=1e-4, atol=1e-5)
-    again = hessian_vector_product(model, x, y, column.astype(float)[:, None])
-    assert again.dtype == tf.float32
-    np.testing.assert_array_equal(again[:, 0], one)
-    parts = split(model, column)
+    product = hessian_vector_product(model, x, y, column)
+    assert product.shape == column.shape
+    np.testing.assert_allclose(products[:, 0], product, rtol=1e-4, atol=1e-5)
+    single = hessian_vector_product(model, x, y, column.astype(float)[:, None])
+    assert single.dtype == tf.float32
+    np.testing.assert_array_equal(single[:, 0], product)
+    arrays = split(model, column)
     for form in (list, tuple):
-        images = hessian_vector_product(model, x, y, form(parts))
-        assert [t.shape for t in images] == [p.shape for p in parts]
-        np.testing.assert_array_equal(flat(images), one)
+        images = hessian_vector_product(model, x, y, form(arrays))
+        assert [t.shape for t in images] == [a.shape for a in arrays]
+        np.testing.assert_array_equal(flat(images), product)
 
 
-def test_one_mask_for_all_columns() -> None:
-    """And the same in the next call."""
+def test_dropout_mask_is_fixed() -> None:
+    """All columns and all calls have the same mask."""
     model, x, y = ready("dropout")
     pair = noise(weight_count(model), 2)
     vectors = np.concatenate([pair, pair.sum(1, keepdims=True)], 1)
@@ -117,7 +117,7 @@ def test_one_mask_for_all_columns() -> None:
     np.testing.assert_array_equal(images, again)
 
 
-def test_in_a_function_of_any_batch_size() -> None:
+def test_function_with_dynamic_batch_size() -> None:
     model, x, y = ready("batch")
     vectors = noise(weight_count(model), 2)
     specs = [tf.TensorSpec([None, *IMAGE]), tf.TensorSpec([None, 2])]
@@ -133,14 +133,14 @@ def test_in_a_function_of_any_batch_size() -> None:
     assert product.experimental_get_tracing_count() == 1
 
 
-# --------------------------------------------------------------------- changes
-def test_new_weights_loss_and_freezing() -> None:
+# --------------------------------------------------------------- model changes
+def test_changed_weights_loss_and_trainable() -> None:
     model, x, y = ready()
     unit = np.eye(weight_count(model))
 
     def hessian(size: int = len(unit)) -> Array:
-        part = unit[:size, :size]
-        return hessian_vector_product(model, x, y, part).numpy()
+        columns = unit[:size, :size]
+        return hessian_vector_product(model, x, y, columns).numpy()
 
     first = hessian()
     weights = model.get_weights()
@@ -163,7 +163,7 @@ def assert_allclose(got: Any, want: Array, tolerance: float) -> None:
 
 
 def test_mixed_precision() -> None:
-    """Finite, float32, and near to what the same float32 model gives."""
+    """The product is float32 and close to the product in float32."""
 
     def product(dtype: str) -> Any:
         stack = [
@@ -187,7 +187,7 @@ def test_mixed_precision() -> None:
 
 # ---------------------------------------------------------------------- errors
 class NoSecond(layers.Layer):
-    """Its only operation has a first derivative, not a second one."""
+    """Layer whose operation has no second derivative."""
 
     def call(self, x: Any) -> Any:
         return tf.nn.local_response_normalization(x)
@@ -207,7 +207,7 @@ def up(interpolation: str, **kwargs: Any) -> layers.Layer:
     ],
 )
 def test_no_second_derivative(layer: Any, columns: int) -> None:
-    """The message names the layer, also when others have similar names."""
+    """The message names the layer, even if other names are similar."""
     before, bad, after = layers.Dense(3), layer(), layers.Dense(3)
     model = network(lambda x: after(bad(before(x))), IMAGE)
     model.compile("sgd", "mse")
@@ -218,7 +218,7 @@ def test_no_second_derivative(layer: Any, columns: int) -> None:
 
 
 def test_second_derivative_of_bilinear_resizing() -> None:
-    """TensorFlow takes it for zero: right or refused, but not wrong."""
+    """TensorFlow treats it as 0: it must be correct or raise an error."""
     model = network(lambda x: up("bilinear")(layers.Dense(3)(x)), IMAGE)
     model.compile("sgd", "mse")
     x, y, vectors = inputs(IMAGE), noise(ROWS, 2), noise(weight_count(model), 2)

@@ -1,4 +1,4 @@
-"""Hessian-vector products of layers and losses against differences."""
+"""Hessian-vector products of layers and losses, by finite differences."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -37,7 +37,7 @@ def double() -> Iterator[None]:
 def assert_agrees(
     model: Any, x: Any, y: Any, sample_weight: Any = None
 ) -> None:
-    """Compares two products with differences."""
+    """Compares two products with finite differences of the gradient."""
     vectors = noise(weight_count(model), 2)
     want = difference_products(model, vectors, x, y, sample_weight)
     got = hessian_vector_product(model, x, y, vectors, sample_weight).numpy()
@@ -46,7 +46,7 @@ def assert_agrees(
     np.testing.assert_allclose(got / scale, want / scale, rtol=0, atol=1e-6)
 
 
-# One of each kind; the others are slow.
+# One case of each type of layer; the other cases are slow.
 QUICK = (
     "tanh", "softmax", "conv_strides", "max_pooling", "batch", "layer",
     "batch_synchronized", "attention", "embedding", "dropout", "add_loss",
@@ -78,7 +78,7 @@ def perceptron(units: int, activation: Any = None) -> Any:
     return model
 
 
-# A loss has the dtype of the time when it is made.
+# Factories: a loss has the dtype of the backend at its creation.
 SPARSE = partial(losses.SparseCategoricalCrossentropy, from_logits=True)
 SMOOTH = partial(
     losses.CategoricalCrossentropy, from_logits=True, label_smoothing=0.1
@@ -139,7 +139,7 @@ def test_outputs_with_loss_weights() -> None:
 
 @pytest.mark.parametrize("form", [list, dict])
 def test_several_inputs(form: type) -> None:
-    """And a layer that is called twice, in a model within the model."""
+    """A nested model with a layer is called twice."""
     first, second = keras.Input((3,), name="p"), keras.Input((3,), name="q")
     twice = keras.Sequential([keras.Input((3,)), layers.Dense(2, "tanh")])
     h = layers.Concatenate()([twice(first), twice(second)])

@@ -1,4 +1,4 @@
-"""`hessian_vector_product` leaves model, optimizer and taps as they were."""
+"""`hessian_vector_product` does not change model, optimizer and taps."""
 
 import gc
 import weakref
@@ -29,7 +29,7 @@ from tfkfac.curvature import hessian_vector_product
 
 
 def stateful() -> tuple[Any, Any, Any]:
-    """Moving averages, seeds, trackers and slots; no step taken yet."""
+    """A model with moving averages, seeds, metrics and slots, not trained."""
     keras.utils.set_random_seed(0)
     x = keras.Input((3,))
     h = layers.Dense(4, activity_regularizer="l2")(x)
@@ -52,9 +52,9 @@ def state(model: Any) -> dict[str, Array]:
     return {f"{i} {v.path}": np.array(v) for i, v in enumerate(variables)}
 
 
-def test_training_does_not_notice() -> None:
-    """Not even when the products come before the first step."""
-    ends = []
+def test_training_is_unchanged() -> None:
+    """The first product runs before the first step."""
+    results = []
     for with_products in (False, True):
         model, x, y = stateful()
         logs = []
@@ -63,21 +63,21 @@ def test_training_does_not_notice() -> None:
                 vectors = noise(weight_count(model), 2)
                 before = state(model)
                 hessian_vector_product(model, x, y, vectors)
-                if logs:  # the first step has made all variables
+                if logs:  # The first step creates all variables.
                     assert_same(state(model), before)
             logs.append(model.train_on_batch(x, y, return_dict=True))
-        ends.append((logs, state(model)))
-    for kind in ("seed_generator", "moving_mean", "accuracy", "a_loss", "adam"):
-        assert any(kind in name for name in before), kind
-    assert ends[0][0] == ends[1][0]
-    plain, same = (list(values.values()) for _, values in ends)
-    for one, other in zip(plain, same, strict=True):
-        np.testing.assert_array_equal(one, other)
+        results.append((logs, state(model)))
+    for part in ("seed_generator", "moving_mean", "accuracy", "a_loss", "adam"):
+        assert any(part in name for name in before), part
+    assert results[0][0] == results[1][0]
+    want, got = (list(values.values()) for _, values in results)
+    for expected, value in zip(want, got, strict=True):
+        np.testing.assert_array_equal(value, expected)
 
 
-def test_taps_of_kfac_are_not_disturbed() -> None:
+def test_kfac_training_is_unchanged() -> None:
     x, y = data()
-    ends = []
+    results = []
     for with_products in (False, True):
         model = compiled_mlp(eager=True)
         for _ in range(3):
@@ -85,11 +85,11 @@ def test_taps_of_kfac_are_not_disturbed() -> None:
                 vector = noise(weight_count(model))
                 hessian_vector_product(model, x, y, vector)
             model.train_on_batch(x, y)
-        ends.append(everything(model))
-    assert_same(ends[1], ends[0])
+        results.append(everything(model))
+    assert_same(results[1], results[0])
 
 
-def test_added_losses_stay() -> None:
+def test_added_losses_are_kept() -> None:
     model, x, y = ready("activity_regularizer")
     model(x, training=True)
     before = [float(value) for value in model.losses]
@@ -97,7 +97,7 @@ def test_added_losses_stay() -> None:
     assert [float(value) for value in model.losses] == before != []
 
 
-def test_model_can_be_collected() -> None:
+def test_model_is_garbage_collected() -> None:
     model, x, y = ready()
     hessian_vector_product(model, x, y, noise(weight_count(model)))
     reference = weakref.ref(model)
@@ -108,7 +108,7 @@ def test_model_can_be_collected() -> None:
 
 
 class Custom(keras.Model):
-    """Its own layers, call, added loss, tracker and loss."""
+    """Subclassed model with an added loss, a metric and `compute_loss`."""
 
     def __init__(self) -> None:
         super().__init__()

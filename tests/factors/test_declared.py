@@ -1,4 +1,4 @@
-"""The kinds of factors that the block of each layer type declares."""
+"""Factor types that the block of each layer type declares."""
 
 from typing import Any
 
@@ -35,27 +35,30 @@ SEPARABLE: dict[str, Any] = {
 ALL = {**LINEAR, **NORMS, **SEPARABLE, **TRANSPOSED, **PRELU}
 
 
-def expected_kinds(case: str) -> list[dict[str, type[Factor]]]:
+def expected_types(case: str) -> list[dict[str, type[Factor]]]:
     if case in NORMS:
         return [{"G": Stack}]
     if case in PRELU:
         return [{"G": Diagonal}]
     if case in EMBEDDING:
         return [{"A": Diagonal, "G": Dense}]
-    whole: dict[str, type[Factor]] = {"A": Dense, "G": Dense}
+    dense: dict[str, type[Factor]] = {"A": Dense, "G": Dense}
     if case in TRANSPOSED:
-        return [whole] if "no_bias" in case else [whole, {"G": Dense}]
-    parts: dict[str, type[Factor]] = {"A": Stack, "G": Stack}
+        return [dense] if "no_bias" in case else [dense, {"G": Dense}]
+    stacks: dict[str, type[Factor]] = {"A": Stack, "G": Stack}
     if case in SEPARABLE:
-        return [parts, whole]
-    return [parts if case in GROUPED or "group" in case else whole]
+        return [stacks, dense]
+    return [stacks if case in GROUPED or "group" in case else dense]
 
 
-Seen = tuple[keras.Model, list[Record], dict[int, tf.Tensor]]
+Recorded = tuple[keras.Model, list[Record], dict[int, tf.Tensor]]
 
 
-def seen(case: str) -> Seen:
-    """A model of one layer, with what a step left behind in it."""
+def recorded(case: str) -> Recorded:
+    """Creates a model of one layer; records a forward and backward pass.
+
+    Returns the model, the records, and the gradients by id of the variable.
+    """
     factory, shape = ALL[case]
     layer = factory(name="block")
     model = one_layer(layer, shape)
@@ -77,28 +80,28 @@ def seen(case: str) -> Seen:
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("case", ALL)
-def test_blocks_declare_what_they_make(case: str, sharing: str) -> None:
-    """Kinds, statistics and gradients of a block fit together."""
-    model, records, gradients = seen(case)
+def test_shapes_match_the_declared_factors(case: str, sharing: str) -> None:
+    """Types and shapes of factors, statistics and gradients agree."""
+    model, records, gradients = recorded(case)
     blocks = build_registry(model, ()).blocks
-    kinds = [{k: type(f) for k, f in b.factors.items()} for b in blocks]
-    assert kinds == expected_kinds(case)
+    types = [{k: type(f) for k, f in b.factors.items()} for b in blocks]
+    assert types == expected_types(case)
     for block in blocks:
         factors = block.factors
-        made = batch_statistics({0: (block, records)}, View(sharing))[0]
-        assert set(made) == set(factors)
-        for key, statistic in made.items():
+        statistics = batch_statistics({0: (block, records)}, View(sharing))[0]
+        assert set(statistics) == set(factors)
+        for key, statistic in statistics.items():
             assert statistic.total.shape == factors[key].shape
         assert block.factor_shapes == {k: f.shape for k, f in factors.items()}
-        own = [gradients[id(v)] for v in block.variables]
-        assert block.to_matrix(own).shape == block.gradient_shape
+        block_gradients = [gradients[id(v)] for v in block.variables]
+        assert block.to_matrix(block_gradients).shape == block.gradient_shape
         values = {k: tf.ones(f.shape) for k, f in factors.items()}
         *stack, inputs, outputs = block.gradient_shape
         size = inputs * outputs
         assert block.dense(values).shape == (*stack, size, size)
 
 
-# Of each way to make rows, one.
+# One case for each implementation of `rows`.
 QUICK = {
     "dense_rank3",
     "conv2d_same_even_strided",
@@ -116,22 +119,22 @@ WIDE = {**LINEAR, **SEPARABLE, **TRANSPOSED}
 
 @pytest.mark.parametrize("sharing", with_slow(["expand", "reduce"], "reduce"))
 @pytest.mark.parametrize("case", with_slow(WIDE, *(WIDE.keys() - QUICK)))
-def test_blocks_make_sketches_of_wide_factors(case: str, sharing: str) -> None:
-    """The product of what they make otherwise with the probes."""
-    model, records, _ = seen(case)
-    whole = build_registry(model, ()).blocks
+def test_sketches_of_wide_factors(case: str, sharing: str) -> None:
+    """A sketch is the product of the dense statistic and the probes."""
+    model, records, _ = recorded(case)
+    exact = build_registry(model, ()).blocks
     wide = build_registry(model, (), Limit(2, 2)).blocks
-    for block, other in zip(whole, wide, strict=True):
+    for block, sketched in zip(exact, wide, strict=True):
         want = batch_statistics({0: (block, records)}, View(sharing))[0]
-        got = batch_statistics({0: (other, records)}, View(sharing))[0]
-        for name, kind in other.factors.items():
-            (total, count), (matrix, same) = got[name], want[name]
-            assert count == same
+        got = batch_statistics({0: (sketched, records)}, View(sharing))[0]
+        for name, factor in sketched.factors.items():
+            (total, count), (matrix, expected) = got[name], want[name]
+            assert count == expected
             size = block.factors[name].size
-            assert isinstance(kind, LowRank) == (
-                size > 2 and not isinstance(kind, Diagonal)
+            assert isinstance(factor, LowRank) == (
+                size > 2 and not isinstance(factor, Diagonal)
             )
-            if isinstance(kind, LowRank):
+            if isinstance(factor, LowRank):
                 columns = probes(size, 2, matrix.dtype)
                 matrix = tf.matmul(matrix, columns)
                 total = total[..., :-1, :]

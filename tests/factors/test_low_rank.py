@@ -1,4 +1,4 @@
-"""What only wide factors do, which are kept as sketches."""
+"""`LowRank` factors, stored as sketches, and `Limit`."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from tfkfac.factors import Dense, Limit, LowRank, Stack
 
 
 def test_counts() -> None:
-    one, stack = LowRank(20, 6), LowRank(15, 5, (3,))
-    assert (one.multiplications, stack.multiplications) == (240, 450)
-    assert (one.whole_size, stack.whole_size) == (0, 0)
+    single, stack = LowRank(20, 6), LowRank(15, 5, (3,))
+    assert (single.multiplications, stack.multiplications) == (240, 450)
+    assert (single.whole_size, stack.whole_size) == (0, 0)
 
 
 def test_limit() -> None:
-    """Wider than the limit, and of as many rows as are left."""
+    """Larger matrices are approximated; the rank is below the size."""
     limit = Limit(10, 4)
     assert limit.matrix(10) == Dense(10)
     assert limit.matrix(11) == LowRank(11, 4)
@@ -31,33 +31,33 @@ def test_limit() -> None:
 
 @pytest.mark.parametrize("name", ["wide", "wide stack"])
 def test_explained(name: str) -> None:
-    """Of 2 or 4 rows nothing is lost: they span no more than that."""
+    """The fraction is 1 for 2 or 4 rows, fewer than the rank."""
     for count in (1, 2):
         case = Case(name, count)
-        assert_close(case.kind.as_matrix(case.value), case.exact, 1e-9)
-        assert float(case.kind.explained(case.value)) == pytest.approx(1)
+        assert_close(case.factor.as_matrix(case.value), case.exact, 1e-9)
+        assert float(case.factor.explained(case.value)) == pytest.approx(1)
     case = Case(name)
     _, missing = case.low_rank()
     trace = np.trace(case.exact, axis1=-2, axis2=-1)
     want = 1 - np.sum(missing) / np.sum(trace)
     assert 0.3 < want < 0.95
-    assert float(case.kind.explained(case.value)) == pytest.approx(want)
-    assert float(case.kind.explained(tf.zeros_like(case.value))) == 0
-    # The rest is added to it: it keeps the trace.
-    shown = case.kind.shown(case.value)
+    assert float(case.factor.explained(case.value)) == pytest.approx(want)
+    assert float(case.factor.explained(tf.zeros_like(case.value))) == 0
+    # `rest I` restores the trace.
+    shown = case.factor.shown(case.value)
     assert_close(np.trace(shown, axis1=-2, axis2=-1), trace, 1e-12)
 
 
 def test_multiply_takes_any_number_of_rows() -> None:
-    """Also in a graph that does not know it."""
+    """The number of rows may be dynamic."""
     case = Case("wide")
     damping = np.float64(0.3)
-    inverse = case.kind.inverse(case.value, tf.constant(damping))
+    inverse = case.factor.inverse(case.value, tf.constant(damping))
     signature = [tf.TensorSpec([None, case.size], tf.float64)]
 
     @tf.function(input_signature=signature)
     def multiply(rows: tf.Tensor) -> tf.Tensor:
-        return case.kind.multiply(inverse, rows, "right")
+        return case.factor.multiply(inverse, rows, "right")
 
     for count in (0, 1, 30):
         rows = case.rng.normal(size=(count, case.size))
@@ -66,27 +66,27 @@ def test_multiply_takes_any_number_of_rows() -> None:
 
 
 def test_eigenvectors_are_orthonormal_or_zero() -> None:
-    """Of two rows there are two; the others are not made of noise."""
-    for count, found in ((1, 2), (40, 6)):
+    """Two rows have two eigenvectors; the others are zero, not noise."""
+    for count, rank in ((1, 2), (40, 6)):
         case = Case("wide", count)
         for dtype in (tf.float64, tf.float32):
-            value = case.kind.gram(tf.cast(case.rows, dtype))
-            vectors = case.kind.eigen(value)[""].numpy()
-            want = np.diag(np.arange(6) >= 6 - found)
+            value = case.factor.gram(tf.cast(case.rows, dtype))
+            vectors = case.factor.eigen(value)[""].numpy()
+            want = np.diag(np.arange(6) >= 6 - rank)
             np.testing.assert_allclose(vectors.T @ vectors, want, atol=1e-6)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_fewer_rows_than_columns(side: Any) -> None:
-    """No direction is made of rounding errors, in single precision too."""
+    """Rounding errors add no directions, in float32 and float64."""
     for count in (1, 2):
         case = Case("wide", count)
         case.matrix = case.exact
         gradient = case.gradient(side)
-        damping = np.float64(0.1)  # a Python float would be of 32 bits
+        damping = np.float64(0.1)  # TensorFlow casts a Python float to float32.
         want = case.solution(damping, gradient, side)
         for dtype, tolerance in ((tf.float64, 1e-9), (tf.float32, 1e-4)):
-            case.value = case.kind.gram(tf.cast(case.rows, dtype))
+            case.value = case.factor.gram(tf.cast(case.rows, dtype))
             cast = gradient.astype(dtype.as_numpy_dtype)
             for got in (
                 case.by_eigen(damping, cast, side),
@@ -97,17 +97,17 @@ def test_fewer_rows_than_columns(side: Any) -> None:
 
 
 def test_inverse_in_half_precision() -> None:
-    """Off by its roundings, of whatever size the inverse is."""
+    """The relative error is at most 2 %, at any scale of the inverse."""
     for scale in (1e-8, 1.0, 1e8):
         case = Case("wide")
         case.value = tf.cast(scale * case.value, tf.float32)
         case.matrix = scale * case.matrix
         damping = np.float64(0.3 * scale)
-        inverse = case.kind.inverse(case.value, tf.cast(damping, tf.float32))
-        kept = case.kind.for_products(
+        inverse = case.factor.inverse(case.value, tf.cast(damping, tf.float32))
+        stored = case.factor.for_products(
             {k: tf.cast(v, tf.bfloat16) for k, v in inverse.items()}, tf.float32
         )
         gradient = case.gradient("left")
         cast = tf.constant(gradient, tf.float32)
-        got = case.kind.multiply(kept, cast, "left")
+        got = case.factor.multiply(stored, cast, "left")
         assert_close(got, case.solution(damping, gradient, "left"), 0.02)

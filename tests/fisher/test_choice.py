@@ -1,4 +1,4 @@
-"""Which type is chosen, what is said of it, and what is refused."""
+"""Choice of the Fisher matrix, its summary, and `register_distribution`."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ from tfkfac.fisher import distributions
 LOSSES = keras.losses
 
 
-def said(optimizer: Any) -> str:
-    """What the summary says of the Fisher matrix."""
+def fisher_summary(optimizer: Any) -> str:
+    """Returns the line of the summary about the Fisher matrix."""
     texts: list[str] = []
     optimizer.summary(texts.append)
     (line,) = [
@@ -56,25 +56,25 @@ def trained(loss: Any, y: Any, activation: str | None = None) -> Any:
         (LOSSES.BinaryFocalCrossentropy(), BITS, "sigmoid", "empirical (the"),
     ],
 )
-def test_none_asks_the_loss(
+def test_default_depends_on_the_loss(
     loss: Any, y: Any, activation: str | None, want: str
 ) -> None:
-    assert said(trained(loss, y, activation)).startswith(want)
+    assert fisher_summary(trained(loss, y, activation)).startswith(want)
 
 
-def test_one_output_that_is_not_of_classes_is_enough() -> None:
+def test_default_with_one_categorical_output() -> None:
     inputs = keras.Input((4,))
     model = keras.Model(inputs, [layers.Dense(3)(inputs) for _ in range(2)])
     losses = ["mse", LOSSES.SparseCategoricalCrossentropy(from_logits=True)]
     model.compile(tfkfac.KFAC(), losses, run_eagerly=True)
     model.train_on_batch(X, [REAL, CLASSES])
-    assert said(model.optimizer).startswith("monte_carlo")
+    assert fisher_summary(model.optimizer).startswith("monte_carlo")
 
 
 @pytest.mark.parametrize(
     ("fisher", "loss"), [("monte_carlo", "huber"), ("type2", "log_cosh")]
 )
-def test_a_loss_without_distribution_is_refused(fisher: str, loss: str) -> None:
+def test_loss_without_distribution_raises(fisher: str, loss: str) -> None:
     model = network()
     model.compile(tfkfac.KFAC(fisher=fisher), loss, run_eagerly=True)
     with pytest.raises(ValueError, match=f"{fisher}.*loss '{loss}'"):
@@ -88,24 +88,24 @@ class Doubled(keras.Model):
         return super().compute_loss(x, y, 2 * y_pred, *args)
 
 
-def test_predictions_that_no_call_returned() -> None:
+def test_loss_of_modified_outputs() -> None:
     inputs = keras.Input((4,))
     model = Doubled(inputs, layers.Dense(OUT)(inputs))
     model.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
     model.train_on_batch(X, REAL)
-    assert said(model.optimizer).startswith("empirical (the loss is")
+    assert fisher_summary(model.optimizer).startswith("empirical (the loss is")
     model.compile(tfkfac.KFAC(fisher="monte_carlo"), "mse", run_eagerly=True)
     with pytest.raises(ValueError, match="outputs of a call of the model"):
         model.train_on_batch(X, REAL)
 
 
 def test_custom_loops() -> None:
-    """Without `compute_loss` nobody knows what the labels would be."""
+    """Without `compute_loss`, the distribution of the labels is unknown."""
     model = network()
     variables = model.trainable_variables
     optimizer = tfkfac.KFAC().attach(model)
     optimizer.apply(gradients_of(model, X, REAL, squares), variables)
-    assert said(optimizer).startswith("empirical (no loss")
+    assert fisher_summary(optimizer).startswith("empirical (no loss")
     optimizer = tfkfac.KFAC(fisher="monte_carlo").attach(model)
     gradients = gradients_of(model, X, REAL, squares)
     with pytest.raises(ValueError, match="compute_loss"):
@@ -116,17 +116,17 @@ def squares(y: Any, p: Any) -> Any:
     return tf.reduce_mean((p - y) ** 2)
 
 
-def test_too_many_outputs_for_all_columns() -> None:
+def test_type2_with_too_many_outputs() -> None:
     model = keras.Sequential([keras.Input((4,)), layers.Dense(1025)])
     model.compile(tfkfac.KFAC(fisher="type2"), "mse", run_eagerly=True)
     with pytest.raises(ValueError, match="at most 1,024"):
         model.train_on_batch(X, np.zeros((len(X), 1025)))
 
 
-# --------------------------------------------------------------- the register
+# ------------------------------------------------------ register_distribution
 @pytest.fixture(autouse=True)
-def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes back what a test registers."""
+def clean_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes the registrations of a test."""
     for module, name in [
         (distributions, "_registered"),
         (distributions.loss_terms, "_known"),
@@ -135,7 +135,7 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Tenths(tfkfac.fisher.Independent):
-    """A normal distribution with standard deviation 0.1."""
+    """Normal distribution with standard deviation 0.1."""
 
     def sample(self, outputs: Any, seed: Any) -> Any:
         return 10 * tf.random.stateless_normal(tf.shape(outputs), seed)
@@ -145,7 +145,7 @@ class Tenths(tfkfac.fisher.Independent):
 
 
 def huge_errors(y: Any, p: Any) -> Any:
-    """No multiple of a known likelihood where it is tried."""
+    """A loss that is not a multiple of a known likelihood."""
     return tf.reduce_mean(50 * (y - p) ** 2 + tf.abs(p), -1)
 
 
@@ -155,36 +155,37 @@ class HugeErrors(keras.losses.Loss):
 
 
 @pytest.mark.parametrize(
-    ("loss", "made"),
+    ("loss", "distribution"),
     [
         (huge_errors, Tenths()),
         pytest.param(HugeErrors, lambda loss: Tenths(), marks=pytest.mark.slow),
     ],
 )
-def test_registered_distributions(loss: Any, made: Any) -> None:
-    """The mean over three outputs: in units of 1/3, or 1 if not told."""
-    tfkfac.register_distribution(loss, made, unit=1, features="mean")
+def test_registered_distributions(loss: Any, distribution: Any) -> None:
+    """The loss is a mean over three outputs, so its unit is divided by 3."""
+    register = tfkfac.register_distribution
+    register(loss, distribution, unit=1, features="mean")
     model = network()
     used = loss if loss is huge_errors else loss()
-    found = factors_after(model, X, REAL, used, "type2")
-    assert_close(find(found, "out")["G"], 100 * np.eye(OUT), 2e-5)
-    assert said(trained(used, REAL)).startswith("monte_carlo")
-    # The gradient is divided by the unit: so is the step.
-    moved = {}
+    factors = factors_after(model, X, REAL, used, "type2")
+    assert_close(find(factors, "out")["G"], 100 * np.eye(OUT), 2e-5)
+    assert fisher_summary(trained(used, REAL)).startswith("monte_carlo")
+    # A loss and its unit, both multiplied by 7, make the same step.
+    steps = {}
     for factor, unit in [(1, 1.0), (7, 7.0)]:
-        own = lambda y, p, c=factor: c * huge_errors(y, p)  # noqa: E731
-        tfkfac.register_distribution(own, made, unit=unit, features="mean")
+        scaled = lambda y, p, c=factor: c * huge_errors(y, p)  # noqa: E731
+        register(scaled, distribution, unit=unit, features="mean")
         model = network()
         before = model.get_weights()
-        model.compile(tfkfac.KFAC(fisher="type2"), own, run_eagerly=True)
+        model.compile(tfkfac.KFAC(fisher="type2"), scaled, run_eagerly=True)
         model.train_on_batch(X, REAL)
-        moved[factor] = model.get_weights()[2] - before[2]
-    assert_close(moved[7], moved[1], 2e-5)
+        steps[factor] = model.get_weights()[2] - before[2]
+    assert_close(steps[7], steps[1], 2e-5)
 
 
-def test_a_function_of_the_loss_may_say_none() -> None:
+def test_registered_function_returns_none() -> None:
     tfkfac.register_distribution(huge_errors, lambda loss: None)
-    assert said(trained(huge_errors, REAL)).startswith("empirical")
+    assert fisher_summary(trained(huge_errors, REAL)).startswith("empirical")
 
 
 @pytest.mark.parametrize(
@@ -198,17 +199,17 @@ def test_a_function_of_the_loss_may_say_none() -> None:
         ((huge_errors, Tenths()), {"features": "max"}, "`features`"),
     ],
 )
-def test_what_is_registered_is_checked(
+def test_invalid_registrations(
     arguments: Any, options: Any, match: str
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=match):
         tfkfac.register_distribution(*arguments, **options)
 
 
-def test_the_loss_of_the_whole_batch_of_numbers() -> None:
-    """A model whose outputs have no axis of features."""
+def test_outputs_without_feature_axis() -> None:
+    """A model whose outputs have shape `(examples,)`."""
     model = keras.Sequential(
         [keras.Input((4,)), layers.Dense(1, name="d"), layers.Reshape(())]
     )
-    found = factors_after(model, X, REAL[:, 0], "mse", "type2")
-    assert_close(find(found, "d")["G"], np.ones((1, 1)), 1e-6)
+    factors = factors_after(model, X, REAL[:, 0], "mse", "type2")
+    assert_close(find(factors, "d")["G"], np.ones((1, 1)), 1e-6)

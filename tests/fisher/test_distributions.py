@@ -1,4 +1,4 @@
-"""Draws and roots of the distributions, against their covariances in NumPy."""
+"""Samples and roots of the distributions, against covariances in NumPy."""
 
 from collections.abc import Callable
 
@@ -18,34 +18,36 @@ from tfkfac.fisher import (
 
 Z = np.array([[0.3, -1.0, 1.5], [2.0, 0.0, -0.5]])
 P = 1 / (1 + np.exp(-Z))
-DRAWS = 40_000
+SAMPLES = 40_000
 
 
-# Every combination of three bits.
+# All combinations of three bits.
 BITS = np.array(np.meshgrid(*[[0, 1]] * 3)).reshape(3, -1).T
 
 
 def fisher(
     labels: Array,
-    chance: Callable[[Array], Array],
-    slope: Callable[[Array, Array], Array],
+    probability: Callable[[Array], Array],
+    gradient: Callable[[Array, Array], Array],
 ) -> Array:
-    """`E[g g^T]` by enumeration."""
-    slopes = [slope(labels, p) for p in P]
+    """`E[g g^T]` by enumeration of all labels."""
+    gradients = [gradient(labels, p) for p in P]
     return np.stack(
         [
-            np.einsum("n,ni,nj->ij", chance(p), g, g)
-            for p, g in zip(P, slopes, strict=True)
+            np.einsum("n,ni,nj->ij", probability(p), g, g)
+            for p, g in zip(P, gradients, strict=True)
         ]
     )
 
 
-def fisher_of_bits(slope: Callable[[Array, Array], Array]) -> Array:
-    return fisher(BITS, lambda p: np.prod(np.where(BITS, p, 1 - p), -1), slope)
+def fisher_of_bits(gradient: Callable[[Array, Array], Array]) -> Array:
+    return fisher(
+        BITS, lambda p: np.prod(np.where(BITS, p, 1 - p), -1), gradient
+    )
 
 
-def fisher_of_classes(slope: Callable[[Array, Array], Array]) -> Array:
-    return fisher(np.eye(3), lambda p: p / p.sum(), slope)
+def fisher_of_classes(gradient: Callable[[Array, Array], Array]) -> Array:
+    return fisher(np.eye(3), lambda p: p / p.sum(), gradient)
 
 
 # Outputs, distribution, Fisher matrix.
@@ -61,7 +63,7 @@ CASES: dict[str, tuple[Array, Distribution, Array]] = {
         Bernoulli(from_logits=True),
         fisher_of_bits(lambda y, p: p - y),
     ),
-    # -log(p_y / sum p), as Keras normalises.
+    # The loss is -log(p_y / sum p), because Keras normalises probabilities.
     "classes": (
         P,
         Categorical(),
@@ -88,19 +90,19 @@ def test_columns_are_a_root(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_draws_have_mean_zero_and_that_covariance(name: str) -> None:
+def test_samples_have_mean_zero_and_fisher_covariance(name: str) -> None:
     outputs, distribution, want = CASES[name]
-    many = np.repeat(outputs[:, None], DRAWS, 1)
+    repeated = np.repeat(outputs[:, None], SAMPLES, 1)
     seed = tf.constant([3, 5], tf.int64)
-    draws = np.asarray(distribution.sample(tf.constant(many), seed))
+    samples = np.asarray(distribution.sample(tf.constant(repeated), seed))
     size = np.sqrt(want.max())
-    np.testing.assert_allclose(draws.mean(1), 0, atol=0.03 * size)
-    got = np.einsum("bni,bnj->bij", draws, draws) / DRAWS
+    np.testing.assert_allclose(samples.mean(1), 0, atol=0.03 * size)
+    got = np.einsum("bni,bnj->bij", samples, samples) / SAMPLES
     assert_close(got, want, 0.05)
-    again = distribution.sample(tf.constant(many), seed)
-    np.testing.assert_array_equal(again, draws)
-    other = distribution.sample(tf.constant(many), seed + 1)
-    assert np.mean(np.asarray(other) == draws) < 0.95
+    same_seed = distribution.sample(tf.constant(repeated), seed)
+    np.testing.assert_array_equal(same_seed, samples)
+    other_seed = distribution.sample(tf.constant(repeated), seed + 1)
+    assert np.mean(np.asarray(other_seed) == samples) < 0.95
 
 
 @pytest.mark.parametrize(
@@ -111,6 +113,6 @@ def test_certain_predictions_are_finite(
     distribution: Distribution, outputs: list[float]
 ) -> None:
     z = tf.constant([outputs] * 100)
-    drawn = distribution.sample(z, tf.constant([0, 1], tf.int64))
-    assert np.isfinite(drawn).all()
+    samples = distribution.sample(z, tf.constant([0, 1], tf.int64))
+    assert np.isfinite(samples).all()
     assert np.isfinite(distribution.column(z, 0)).all()

@@ -1,4 +1,4 @@
-"""What drawing labels does to a step: nothing but other factors G."""
+"""Training steps with sampled labels differ only in the factors G."""
 
 import itertools
 import types
@@ -42,30 +42,30 @@ def compiled(
     return model
 
 
-def test_the_masks_of_dropout_are_those_of_the_step() -> None:
-    """Where a single example's unit was dropped, nothing flows back."""
+def test_dropout_mask_of_the_forward_pass_is_reused() -> None:
+    """With one example, G of a dropped unit is 0."""
     model = network()
     model = keras.Sequential(
         [keras.Input((6,)), *model.layers[::2], model.layers[-1]]
     )
     model.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
     model.train_on_batch(X[:1], Y[:1])
-    found = model.optimizer.factors()
-    dropped = np.diag(find(found, "out")["A"])[:-1] == 0
-    silent = np.diag(find(found, "hidden")["G"]) == 0
+    factors = model.optimizer.factors()
+    dropped = np.diag(find(factors, "out")["A"])[:-1] == 0
+    no_gradient = np.diag(find(factors, "hidden")["G"]) == 0
     assert 0 < dropped.sum() < 20
-    np.testing.assert_array_equal(silent, dropped)
+    np.testing.assert_array_equal(no_gradient, dropped)
 
 
 def test_no_state_changes() -> None:
-    """Moving statistics and seeds are those of a step without draws."""
-    kept = []
+    """Moving statistics and seeds equal a step with `fisher="empirical"`."""
+    states = []
     for fisher in ("empirical", "monte_carlo", "type2"):
         model = compiled(fisher, learning_rate=0.0)
         weights_after(model, 2)
-        kept.append([v.numpy() for v in model.non_trainable_variables])
-    for other in kept[1:]:
-        for want, got in zip(kept[0], other, strict=True):
+        states.append([v.numpy() for v in model.non_trainable_variables])
+    for other in states[1:]:
+        for want, got in zip(states[0], other, strict=True):
             np.testing.assert_array_equal(got, want)
 
 
@@ -75,18 +75,21 @@ def weights_after(model: Any, steps: int) -> list[Array]:
     return list(model.get_weights())
 
 
-def test_micro_batches_draw_their_own_labels() -> None:
-    """Two of the same rows are not twice the same statistic."""
-    model = compiled(dropout=0.0, gradient_accumulation_steps=2)
-    weights_after(model, 2)
-    once = compiled(dropout=0.0)
-    weights_after(once, 1)
-    two, one = (find(m.optimizer.factors(), "out")["G"] for m in (model, once))
-    assert np.linalg.norm(two - one) > 0.05 * np.linalg.norm(one)
+def test_micro_batches_have_different_seeds() -> None:
+    """Two equal micro-batches have another G than one batch."""
+    micro_batches = compiled(dropout=0.0, gradient_accumulation_steps=2)
+    weights_after(micro_batches, 2)
+    batch = compiled(dropout=0.0)
+    weights_after(batch, 1)
+    got, other = (
+        find(model.optimizer.factors(), "out")["G"]
+        for model in (micro_batches, batch)
+    )
+    assert np.linalg.norm(got - other) > 0.05 * np.linalg.norm(other)
 
 
-def test_a_layer_that_no_output_depends_on_keeps_its_gradient() -> None:
-    """A loss of its own trains it: its G is that of the loss, L = mean h^2."""
+def test_layer_with_added_loss_uses_the_empirical_gradient() -> None:
+    """The layer is trained by `add_loss` alone, so G is of this loss."""
 
     class Penalised(layers.Layer):
         def __init__(self) -> None:
@@ -107,16 +110,16 @@ def test_a_layer_that_no_output_depends_on_keeps_its_gradient() -> None:
         v.numpy() for v in model.trainable_variables if "side" in v.path
     )
     model.train_on_batch(X, Y)
-    found = optimizer.factors()
-    # Its gradient 2/3 h, in the unit 2/3 of the squares, is h.
+    factors = optimizer.factors()
+    # The gradient is 2/3 h; divided by the unit 2/3 of `mse`, it is h.
     h = X @ kernel
-    assert_close(find(found, "side")["G"], h.T @ h / len(X), 2e-5)
-    assert_close(find(found, "out")["G"], np.eye(3), 2e-5)
+    assert_close(find(factors, "side")["G"], h.T @ h / len(X), 2e-5)
+    assert_close(find(factors, "out")["G"], np.eye(3), 2e-5)
 
 
-def test_every_replica_and_micro_batch_has_seeds_of_its_own() -> None:
-    """Two outputs, three replicas, two micro-batches, two steps."""
-    seen = set()
+def test_seeds_are_unique() -> None:
+    """For 2 outputs, 3 replicas, 2 micro-batches and 2 steps."""
+    all_seeds = set()
     for clock, rank, count in itertools.product(range(2), range(3), range(2)):
         step: Any = types.SimpleNamespace(
             job=types.SimpleNamespace(clock=tf.constant(clock, tf.int64)),
@@ -125,5 +128,5 @@ def test_every_replica_and_micro_batch_has_seeds_of_its_own() -> None:
         pending = types.SimpleNamespace(count=tf.constant(count, tf.int64))
         state: Any = types.SimpleNamespace(pending=pending)
         seeds = label_seeds(step, state, 2)
-        seen.update(tuple(seed.numpy()) for seed in seeds)
-    assert len(seen) == 2 * 3 * 2 * 2
+        all_seeds.update(tuple(seed.numpy()) for seed in seeds)
+    assert len(all_seeds) == 2 * 3 * 2 * 2

@@ -1,8 +1,11 @@
 """The factors G of each type of the Fisher matrix, against NumPy.
 
-The output Hessians are the textbooks': `diag(p) - p p^T` of a softmax, `p(1-p)`
-of Bernoulli variables, 1 of a normal distribution, the rate of a Poisson
-distribution where it is the exponential of the output.
+Hessians of the loss at the pre-activations of the outputs:
+
+- softmax: `diag(p) - p p^T`,
+- Bernoulli: `p (1 - p)`,
+- normal: 1,
+- Poisson with the rate `exp(z)`: `exp(z)`.
 """
 
 from collections.abc import Callable
@@ -54,7 +57,7 @@ def of_poisson(z: Array) -> Array:
 
 Hessian = Callable[[Array], Array]
 # Labels, activation of the outputs, loss, Hessian at the pre-activation.
-KINDS: dict[str, tuple[Array, str | None, Any, Hessian]] = {
+CASES: dict[str, tuple[Array, str | None, Any, Hessian]] = {
     "mse": (REAL, None, "mse", of_normal),
     "binary": (BITS, "sigmoid", "binary_crossentropy", of_bernoulli),
     "binary logits, smoothed": (
@@ -83,8 +86,8 @@ KINDS: dict[str, tuple[Array, str | None, Any, Hessian]] = {
         ),
         of_softmax,
     ),
-    # Keras warns of it, and uses the logits that it remembers.
-    "logits that are none": (
+    # Keras warns, and uses the logits before the softmax.
+    "probabilities as logits": (
         CLASSES,
         "softmax",
         LOSSES.SparseCategoricalCrossentropy(from_logits=True),
@@ -107,14 +110,14 @@ def network(activation: str | None = None, out: int = OUT) -> Any:
 
 
 def forward(model: Any, x: Array = X) -> tuple[Array, Array]:
-    """Activations of the hidden layer, and outputs before their activation."""
+    """Activations of the hidden layer, and pre-activations of the outputs."""
     w1, b1, w2, b2 = weights_of(model)
     h = np.tanh(x.astype(np.float64) @ w1 + b1)
     return h, h @ w2 + b2
 
 
 def hidden_factor(model: Any, hessians: Array) -> Array:
-    """Per example `J^T H J` with the Jacobian `J` of the outputs."""
+    """`J^T H J` per example, with the Jacobian J of the outputs."""
     h, _ = forward(model)
     jacobians = (1 - h**2)[..., None] * weights_of(model)[2]
     return np.einsum("nij,njk,nlk->nil", jacobians, hessians, jacobians)
@@ -123,7 +126,7 @@ def hidden_factor(model: Any, hessians: Array) -> Array:
 def factors_after(
     model: Any, x: Any, y: Any, loss: Any, fisher: str | None, **fit: Any
 ) -> dict[str, Any]:
-    """Factors after one step that does not move."""
+    """Factors after one step with a negligible learning rate."""
     options = {k: fit.pop(k) for k in ("loss_weights",) if k in fit}
     eager = fit.pop("eager", True)
     optimizer = tfkfac.KFAC(learning_rate=1e-9, fisher=fisher)
@@ -134,62 +137,62 @@ def factors_after(
 
 @pytest.mark.filterwarnings("ignore:.*received `from_logits=True`")
 @pytest.mark.parametrize(
-    "kind",
+    "case",
     with_slow(
-        KINDS,
+        CASES,
         "categorical, smoothed",
         "sparse",
-        "logits that are none",
+        "probabilities as logits",
     ),
 )
-def test_type2_has_the_output_hessian(kind: str) -> None:
-    y, activation, loss, hessian = KINDS[kind]
+def test_type2_is_the_output_hessian(case: str) -> None:
+    y, activation, loss, hessian = CASES[case]
     model = network(activation)
     h, z = forward(model)
-    found = factors_after(model, X, y, loss, "type2")
+    factors = factors_after(model, X, y, loss, "type2")
     hessians = hessian(z)
-    assert_close(find(found, "out")["G"], hessians.mean(0), 2e-5)
+    assert_close(find(factors, "out")["G"], hessians.mean(0), 2e-5)
     want = hidden_factor(model, hessians).mean(0)
-    assert_close(find(found, "hidden")["G"], want, 2e-5)
+    assert_close(find(factors, "hidden")["G"], want, 2e-5)
     a = append_one(h)
-    assert_close(find(found, "out")["A"], a.T @ a / ROWS, 2e-5)
+    assert_close(find(factors, "out")["A"], a.T @ a / ROWS, 2e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*received `from_logits=True`")
 @pytest.mark.parametrize(
-    "kind",
+    "case",
     with_slow(["binary", "sparse logits, unreduced", "poisson"], "poisson"),
 )
-def test_drawn_labels_have_it_as_their_mean(kind: str) -> None:
-    """4,000 draws for each example: 1/sqrt(32,000) is 0.6 %."""
-    y, activation, loss, hessian = KINDS[kind]
+def test_mean_of_monte_carlo_is_the_output_hessian(case: str) -> None:
+    """With 4,000 samples for each of 8 examples: 1/sqrt(32,000) = 0.6 %."""
+    y, activation, loss, hessian = CASES[case]
     model = network(activation)
     _, z = forward(model)
-    many = np.repeat(X, 4000, 0), np.repeat(y, 4000, 0)
-    found = factors_after(model, *many, loss, "monte_carlo")
+    repeated = np.repeat(X, 4000, 0), np.repeat(y, 4000, 0)
+    factors = factors_after(model, *repeated, loss, "monte_carlo")
     hessians = hessian(z)
-    assert_close(find(found, "out")["G"], hessians.mean(0), 0.05)
+    assert_close(find(factors, "out")["G"], hessians.mean(0), 0.05)
     want = hidden_factor(model, hessians).mean(0)
-    assert_close(find(found, "hidden")["G"], want, 0.05)
+    assert_close(find(factors, "hidden")["G"], want, 0.05)
 
 
 # ------------------------------------------------- weights, terms, outputs
-def test_a_weight_counts_once() -> None:
-    """`(1/T) sum_t s_t F_t`; what has no weight is missing from A."""
+def test_sample_weights() -> None:
+    """G is `(1/T) sum_t s_t F_t`; rows of weight 0 do not count in A."""
     model = network("sigmoid")
     h, z = forward(model)
     weights = np.array([1, 0, 2, 0.5, 0, 1, 3, 1], "float32")
-    found = factors_after(
+    factors = factors_after(
         model, X, BITS, "binary_crossentropy", "type2", sample_weight=weights
     )
     want = np.einsum("n,nij->ij", weights, of_bernoulli(z)) / ROWS
-    assert_close(find(found, "out")["G"], want, 2e-5)
+    assert_close(find(factors, "out")["G"], want, 2e-5)
     a = append_one(h)[weights > 0]
-    assert_close(find(found, "out")["A"], a.T @ a / len(a), 2e-5)
+    assert_close(find(factors, "out")["A"], a.T @ a / len(a), 2e-5)
 
 
 def test_tokens_and_masks() -> None:
-    """Terms are the valid tokens; drawn labels of others have no gradient."""
+    """Terms are the valid tokens; padded tokens have no gradient."""
     mask = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 0]], bool)
     x = RNG.normal(size=(4, 3, 4)).astype("float32") * mask[..., None]
     inputs = keras.Input((3, 4))
@@ -200,19 +203,19 @@ def test_tokens_and_masks() -> None:
     loss = LOSSES.SparseCategoricalCrossentropy(
         from_logits=True, reduction="mean_with_sample_weight"
     )
-    found = factors_after(model, x, y, loss, "type2")
+    factors = factors_after(model, x, y, loss, "type2")
     w, b = weights_of(model)
     valid = of_softmax(x.astype(np.float64) @ w + b)[mask]
-    assert_close(find(found, "out")["G"], valid.mean(0), 2e-5)
+    assert_close(find(factors, "out")["G"], valid.mean(0), 2e-5)
     a = append_one(x.astype(np.float64))[mask]
-    assert_close(find(found, "out")["A"], a.T @ a / len(a), 2e-5)
+    assert_close(find(factors, "out")["A"], a.T @ a / len(a), 2e-5)
 
 
 @pytest.mark.parametrize(
     "summed", [False, pytest.param(True, marks=pytest.mark.slow)]
 )
 def test_two_outputs(summed: bool) -> None:
-    """In the unit of the main loss, here the squares: 3 * 2/3 of a term."""
+    """G is in the unit of the main loss: weight 3 times 2/3 for `mse`."""
     inputs = keras.Input((4,))
     h = layers.Dense(5, activation="tanh", name="hidden")(inputs)
     model = keras.Model(
@@ -232,21 +235,21 @@ def test_two_outputs(summed: bool) -> None:
             LOSSES.MeanSquaredError(reduction="sum"),
             LOSSES.BinaryCrossentropy(reduction="sum"),
         ]
-    found = factors_after(
+    factors = factors_after(
         model, X, [REAL, BITS[:, :2]], losses, "type2", loss_weights=[3, 0.5]
     )
     want = 0
     for w, hessian, unit in [(w2, hessians[0], 2.0), (w3, hessians[1], 0.25)]:
         jacobian = (1 - a**2)[..., None] * w
-        part = np.einsum("nij,njk,nlk->il", jacobian, hessian, jacobian)
-        want = want + unit / 2 * part / ROWS
-    assert_close(find(found, "hidden")["G"], want, 2e-5)
-    assert_close(find(found, "bits")["G"], hessians[1].mean(0) / 8, 2e-5)
+        total = np.einsum("nij,njk,nlk->il", jacobian, hessian, jacobian)
+        want = want + unit / 2 * total / ROWS
+    assert_close(find(factors, "hidden")["G"], want, 2e-5)
+    assert_close(find(factors, "bits")["G"], hessians[1].mean(0) / 8, 2e-5)
 
 
 # ------------------------------------------------------------- identities
-def test_deep_linear_nets_have_gauss_newton_blocks() -> None:
-    """MATH.md: K-FAC of the type-2 Fisher is the Gauss-Newton block."""
+def test_deep_linear_network_has_gauss_newton_blocks() -> None:
+    """For a linear network, "type2" gives the exact Gauss-Newton blocks."""
     damping = 0.05
 
     def build(dtype: str) -> Any:
@@ -275,14 +278,14 @@ def test_deep_linear_nets_have_gauss_newton_blocks() -> None:
     model.compile(optimizer, "mse", run_eagerly=True)
     before = weights_of(model)
     model.train_on_batch(X, REAL)
-    moved = [
+    steps = [
         np.ravel(a - b) for a, b in zip(before, weights_of(model), strict=True)
     ]
     for i in range(0, 6, 2):
         jacobian = np.concatenate(jacobians[i : i + 2], -1)
         block = np.einsum("nki,nkj->ij", jacobian, jacobian) / ROWS
         gradient = np.concatenate(gradients[i : i + 2])
-        # `W/u`, where `mse` over three outputs is u = 2/3 of the half squares.
+        # `mse` over three outputs is 2/3 of the half squares, divided out.
         want = np.linalg.solve(block + damping * np.eye(len(block)), gradient)
-        got = np.concatenate(moved[i : i + 2])
+        got = np.concatenate(steps[i : i + 2])
         assert_close(got, want, 1e-4, f"layer {i // 2}")

@@ -104,7 +104,7 @@ class ConvBlock(MatrixBlock):
         return costs(image, geometry)[0]
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
-        """Returns a function for A by correlation; None if not cheaper."""
+        """Returns a function that computes A by correlation; None if slower."""
         layer = self.layer
         if not _is_image(layer) or not isinstance(self.factors["A"], Dense):
             return None
@@ -136,7 +136,7 @@ class DepthwiseConvBlock(ConvBlock):
         return self._kernel.shape[-1]
 
     def _gram_of(self, inputs: tf.Tensor) -> Callable[[], Statistic] | None:
-        """Returns a function for A by correlation; None if unsupported."""
+        """Returns a function that computes A by correlation, if supported."""
         layer = self.layer
         stride = layer.strides[0]
         if (

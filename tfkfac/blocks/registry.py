@@ -121,18 +121,18 @@ def build_registry(
     `limit` is the largest size of a dense factor. Blocks of the classes in
     `without` are skipped.
     """
-    free = {id(v): v for v in model.trainable_variables}
+    remaining = {id(v): v for v in model.trainable_variables}
     blocks: list[Block] = []
     leftovers: list[Leftover] = []
     for node in walk(model, skip_layers):
         layer, reason = node.layer, node.reason
         new: list[Block] = []
         if reason is None and layer.built and layer.trainable:
-            new, reason = _blocks_of(node, free, limit, without)
+            new, reason = _blocks_of(node, remaining, limit, without)
             blocks += new
-        uncovered = [v for v in layer.trainable_variables if id(v) in free]
+        uncovered = [v for v in layer.trainable_variables if id(v) in remaining]
         for variable in uncovered:
-            del free[id(variable)]
+            del remaining[id(variable)]
         if uncovered:
             missing = "not in the block of" if new else "no block for"
             reason = reason or f"{missing} {type(layer).__name__}"
@@ -142,11 +142,11 @@ def build_registry(
 
 def _blocks_of(
     node: Node,
-    free: dict[int, keras.Variable],
+    remaining: dict[int, keras.Variable],
     limit: Limit,
     without: tuple[type[Block], ...],
 ) -> tuple[list[Block], str | None]:
-    """Creates the blocks of a layer and removes their weights from `free`.
+    """Creates the blocks of a layer and removes their weights from `remaining`.
 
     Returns the blocks, and the reason if the layer has uncovered weights.
     """
@@ -175,20 +175,20 @@ def _blocks_of(
             continue
         if outer is not None:
             block = TimeDistributedBlock(outer, block)
-        reason = _reason_to_skip(block, free, limit)
+        reason = _reason_to_skip(block, remaining, limit)
         if reason is not None:
             return blocks, reason
         blocks.append(block)
         for variable in block.variables:
-            del free[id(variable)]
+            del remaining[id(variable)]
     return blocks, None
 
 
 def _reason_to_skip(
-    block: Block, free: dict[int, keras.Variable], limit: Limit
+    block: Block, remaining: dict[int, keras.Variable], limit: Limit
 ) -> str | None:
     """Returns why a block cannot be used, or None."""
-    if not all(id(v) in free for v in block.variables):
+    if not all(id(v) in remaining for v in block.variables):
         return "kernel frozen or shared with another layer"
     for name, factor in block.factors.items():
         # A custom block may create a `Dense` factor without `self.limit`.

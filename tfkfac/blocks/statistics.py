@@ -421,7 +421,7 @@ def _compare(
     rows = [tf.reshape(matrix, [1, -1]) for matrix in (*recorded, gradient)]
     matrix = tf.concat(rows, 0)
     products = tf.matmul(matrix, matrix, transpose_b=True)
-    # With s the sum of a choice and g the gradient: s.s, s.g and g.g.
+    # Dot products of the sum s of chosen gradients and the gradient g.
     gram, along, gg = products[:-1, :-1], products[:-1, -1], products[-1, -1]
     ss = tf.reduce_sum(tf.matmul(choices, gram) * choices, 1)
     sg = tf.linalg.matvec(choices, along)

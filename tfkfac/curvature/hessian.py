@@ -50,7 +50,7 @@ def hessian_operator(
                 model, call, arguments, variables, values, shares
             )
         slopes = inner.gradient(loss, values)
-        # Convert sparse gradients while the tape records.
+        # Convert sparse gradients inside the tape, which records this.
         slopes = dense(slopes)
     refuse_silent_zeros(model, num_before)
 

@@ -46,7 +46,7 @@ class _Matrices(Factor, abc.ABC):
     def inverse(
         self, value: tf.Tensor, damping: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        large = self.size >= LARGE  # The traced function has unknown sizes.
+        large = self.size >= LARGE  # Sizes are dynamic in the traced function.
         inverse = shared_call(
             ("damped inverse", large),
             functools.partial(damped_inverse, large=large),

@@ -292,13 +292,14 @@ def register_distribution(
     unit: float | None = None,
     features: str = "sum",
 ) -> None:
-    """Registers the distribution whose negative log-likelihood is a loss.
+    """Registers the predictive distribution of a loss.
 
-    `KFAC(fisher="monte_carlo")` and `KFAC(fisher="type2")` need this
-    distribution. It is known for Keras' mean squared error, binary,
-    categorical and sparse categorical cross-entropy, Kullback-Leibler
-    divergence and Poisson loss. Custom functions that compute a multiple of
-    one of the first four losses are recognised, such as a sum of squares.
+    The loss is the negative log-likelihood of this distribution.
+    `KFAC(fisher="monte_carlo")` and `KFAC(fisher="type2")` need it. It is
+    known for Keras' mean squared error, binary, categorical and sparse
+    categorical cross-entropy, Kullback-Leibler divergence and Poisson loss.
+    Custom functions that compute a multiple of one of the first four losses
+    are recognised, such as a sum of squares.
 
     `tfkfac.fisher` has the distributions `Normal`, `Bernoulli`, `Categorical`
     and `Poisson`, and the base classes `Distribution` and `Independent` for

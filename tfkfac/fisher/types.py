@@ -69,7 +69,9 @@ def monte_carlo(
         output.sample(seed, weight)
         for (output, weight), seed in zip(outputs, seeds, strict=True)
     ]
-    pulled = _pull(layers, likelihood, likelihood.outputs, gradients, total)
+    pulled = _backpropagate(
+        layers, likelihood, likelihood.outputs, gradients, total
+    )
     sampled = {i: (layers[i][0], records) for i, records in pulled.items()}
     others = {i: layer for i, layer in layers.items() if i not in pulled}
     # Gradients for sampled labels are gradients of single terms, not scaled.
@@ -117,7 +119,9 @@ def _output_totals(
 
     def add(index: tf.Tensor, *sums: tf.Tensor) -> tuple[tf.Tensor, ...]:
         column = output.column(index, weight)
-        pulled = _pull(layers, likelihood, [output], [column], _refuse_sums)
+        pulled = _backpropagate(
+            layers, likelihood, [output], [column], _refuse_sums
+        )
         reached.update(pulled)
         totals = [
             output_total(layers[i][0], pulled[i], view)
@@ -146,7 +150,7 @@ def _refuse_sums(_: tf.Tensor) -> tf.Tensor:
     )
 
 
-def _pull(
+def _backpropagate(
     layers: Layers,
     likelihood: Likelihood,
     outputs: Sequence[Output],
