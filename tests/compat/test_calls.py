@@ -109,8 +109,8 @@ def test_calls_of_any_size_change_variables() -> None:
         # Reads come after the calls, by automatic control dependencies.
         return tf.concat([first, both, *variables], 0)
 
-    found = step(tf.constant(True))
-    assert list(found) == [3, 5, 3, 3, 3, 3, 3, 4, 2, 2, 2, 2, 2]
+    result = step(tf.constant(True))
+    assert list(result) == [3, 5, 3, 3, 3, 3, 3, 4, 2, 2, 2, 2, 2]
     assert shapes == [[None]]
     assert list(call(variables[1])) == [5, 5]
 
@@ -141,8 +141,8 @@ def test_functions_are_operations(jit_compile: bool) -> None:
         assert calls == (3 if jit_compile else 0)
         return first, second, third, shared_call("read", read, total)
 
-    found = step(tf.constant(2.0))
-    assert [float(x) for x in found] == [10, 30, 5, 50]
+    result = step(tf.constant(2.0))
+    assert [float(x) for x in result] == [10, 30, 5, 50]
 
 
 @contract(

@@ -37,9 +37,9 @@ def test_each_returns_the_result_of_each_row(any_size: bool) -> None:
     numbers = [tf.constant(1.0 * i, tf.float64) for i in range(len(x))]
     args = ([squares_plus] * len(x), [*column, None], [*numbers, None])
     like = [*(Kind(key, any_size) for key in keys), None, None]
-    for found in (run(*args, like=like)[0], each(*args, like=like)):
-        assert found.pop() is None
-        for i, (one, v) in enumerate(zip(found, x, strict=True)):
+    for result in (run(*args, like=like)[0], each(*args, like=like)):
+        assert result.pop() is None
+        for i, (one, v) in enumerate(zip(result, x, strict=True)):
             assert_close(one["sum"], (v * v).sum() + i, 1e-6)
             assert_close(one["x"], 2 * v, 1e-6)
 
@@ -86,8 +86,8 @@ class Pair:
 
 def test_dataclasses_are_nests() -> None:
     pairs = [Pair(tf.constant(2.0 * i), tf.constant(3.0)) for i in range(5)]
-    found, graph = run(lambda pair: pair.x * pair.y, pairs, like=Kind())
-    assert [float(x) for x in found] == [6.0 * i for i in range(5)]
+    result, graph = run(lambda pair: pair.x * pair.y, pairs, like=Kind())
+    assert [float(x) for x in result] == [6.0 * i for i in range(5)]
     assert len(graph.library.function) == 1
 
 

@@ -171,8 +171,8 @@ def test_another_thread_is_untouched() -> None:
     def look() -> None:
         with tf.Graph().as_default() as graph:
             tf.nn.moments(tf.zeros((2, 2)), [0])
-        kinds = {operation.type for operation in graph.get_operations()}
-        seen.append("StopGradient" not in kinds)
+        types = {operation.type for operation in graph.get_operations()}
+        seen.append("StopGradient" not in types)
 
     with exactly():
         look()

@@ -29,19 +29,19 @@ from tfkfac.compat.graphs import (
     "A `ResourceVariable` can be created in a trace and saved in a checkpoint.",
 )
 def test_variables_made_in_a_trace(tmp_path: Any) -> None:
-    made: list[tf.Variable] = []
+    result: list[tf.Variable] = []
 
     @tf.function(autograph=False)
     def step() -> Any:
-        if not made:
-            made.append(state_variable(3, "int64", "late"))
-        return made[0].assign_add(1)
+        if not result:
+            result.append(state_variable(3, "int64", "late"))
+        return result[0].assign_add(1)
 
     assert [int(step()) for _ in range(2)] == [4, 5]
-    path = tf.train.Checkpoint(v=made[0]).save(tmp_path / "checkpoint")
-    made[0].assign(0)
-    tf.train.Checkpoint(v=made[0]).read(path)
-    assert int(made[0]) == 5
+    path = tf.train.Checkpoint(v=result[0]).save(tmp_path / "checkpoint")
+    result[0].assign(0)
+    tf.train.Checkpoint(v=result[0]).read(path)
+    assert int(result[0]) == 5
 
 
 @contract(

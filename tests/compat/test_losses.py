@@ -77,9 +77,9 @@ def test_weights_are_in_the_order_of_the_calls() -> None:
     outputs = model(X)
     with observed_losses() as calls:
         model.compute_loss(x=X, y=outputs, y_pred=outputs)
-    found = loss_weights(model)
-    assert [loss for loss, _ in found] == [call.loss for call in calls]
-    assert [weight for _, weight in found] == [0.25, 3.0]
+    result = loss_weights(model)
+    assert [loss for loss, _ in result] == [call.loss for call in calls]
+    assert [weight for _, weight in result] == [0.25, 3.0]
 
 
 @contract(
@@ -121,11 +121,11 @@ def test_logits(name: str, loss: keras.Loss, labels: Any) -> None:
         values, logits = tf.identity(output), tf.identity(LOGITS)
         tape.watch([values, logits])
         other = in_place_of(output, values, logits)
-        found = loss(np.array(labels), other)
-    slopes = tape.gradient(found, [values, logits])
+        result = loss(np.array(labels), other)
+    slopes = tape.gradient(result, [values, logits])
     assert slopes[0] is None
     assert np.abs(slopes[1]).max() > 0
-    np.testing.assert_allclose(found, loss(np.array(labels), output))
+    np.testing.assert_allclose(result, loss(np.array(labels), output))
 
 
 @contract("compat.losses.in_place_of", "Losses read the mask of a tensor.")
@@ -161,5 +161,5 @@ def test_losses_of_keras(loss: Any, of_keras: bool) -> None:
     model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
     model.compile("sgd", loss)
     model.compute_loss(y=np.ones((2, 1)), y_pred=tf.ones((2, 1)))
-    ((found, _),) = loss_weights(model)
-    assert is_of_keras(found) == of_keras
+    ((result, _),) = loss_weights(model)
+    assert is_of_keras(result) == of_keras

@@ -49,7 +49,7 @@ def network() -> Any:
 )
 @pytest.mark.parametrize("stateless", [False, True])
 def test_losses_are_kept(stateless: bool) -> None:
-    """The scope's losses go nowhere else, the layers' stay."""
+    """Losses collected by a scope are not added to the layers' losses."""
     penalty = layers.ActivityRegularization(l2=1.0)
     model = keras.Sequential([keras.Input((2,)), layers.ReLU(), penalty])
     model(X)
@@ -93,7 +93,7 @@ def test_what_takes_training() -> None:
 # ------------------------------------------------------------------ compile
 @pytest.fixture
 def compiled() -> Iterator[list[Any]]:
-    """Models in the order compiled; the class is as before afterwards."""
+    """List of models in the order of `compile`; the hook is removed on exit."""
     seen: list[Any] = []
     override = after_compile(seen.append)
     yield seen
@@ -106,7 +106,7 @@ def compiled() -> Iterator[list[Any]]:
     "`clone_model` call it.",
 )
 def test_after_compile(compiled: list[Any], tmp_path: Path) -> None:
-    """Once, with the model compiled, whatever its class."""
+    """The hook runs once, after `compile`, for every class of models."""
 
     class Own(keras.Model):
         def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -131,7 +131,7 @@ def test_after_compile(compiled: list[Any], tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------- fit
 class Begin(keras.callbacks.Callback):
-    """Notes the epochs."""
+    """Record the epochs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Begin(keras.callbacks.Callback):
 
 
 class Fit:
-    """Callbacks and first epochs that `within` has been given."""
+    """Callbacks and first epochs of the calls of `within`."""
 
     def __init__(self, model: Any, *ours: Any) -> None:
         self.given: list[Any] = []
@@ -168,7 +168,7 @@ AROUND_FIT = contract(
 
 @AROUND_FIT
 def test_fit_has_our_callbacks() -> None:
-    """Whatever the user's are, until the override goes."""
+    """With any callbacks of the user, until the override is removed."""
     model, own, ours = network(), Begin(), Begin()
     model.compile("sgd", "mse", run_eagerly=True)
     fit = Fit(model, ours)
@@ -189,7 +189,7 @@ def test_fit_has_our_callbacks() -> None:
 @AROUND_FIT
 @pytest.mark.parametrize("kind", ["named", "any", "none"])
 def test_a_fit_of_the_users_own(kind: str) -> None:
-    """It gets callbacks where it has a place for them."""
+    """An overridden `fit` gets callbacks if it has an argument for them."""
 
     class Named(keras.Sequential):
         def fit(self, data: Any, callbacks: Any = ()) -> Any:
@@ -260,7 +260,7 @@ def test_layers_in_layers() -> None:
     assert not children(layer.one)
     found = all_layers(layer)
     assert found[0] is layer
-    # `Sequential` keeps its layers in a list of its own as well.
+    # `Sequential` also has a private list of its layers.
     kinds = {type(x).__name__ for x in found}
     assert kinds == {"Container", "Dense", "Sequential"}
     assert len({id(x) for x in found}) == 1 + 2 + 2
@@ -274,13 +274,13 @@ def test_last_layers() -> None:
     inputs = keras.Input((3,))
     first, second = layers.Dense(3), layers.Dense(3)
     hidden = second(first(inputs))
-    # What has no weights is passed, in both directions of a branch.
+    # Layers without weights are skipped, in both branches.
     outputs = layers.Softmax()(keras.ops.tanh(hidden) + first(inputs))
     model = keras.Model(inputs, outputs)
     assert {id(x) for x in last_layers(model)} == {id(first)}
     both = keras.Model(inputs, {"a": hidden, "b": outputs})
     assert last_layers(both) == [second, first]
-    # The call counts, and not where the layer was made.
+    # The order of calls matters, not the order of creation.
     again = keras.Model(inputs, first(layers.ReLU()(hidden)))
     assert last_layers(again) == [first]
     assert last_layers(keras.Sequential([again, layers.ReLU()])) == [first]

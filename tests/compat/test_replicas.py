@@ -25,15 +25,15 @@ def test_stateful_operations_are_ordered_per_replica(
     pool: Pool, job: str
 ) -> None:
     """Program order per replica; without `keep_apart`, one common order."""
-    (found,) = JOBS.results(pool, f"mirrored: {job}")
-    names = list(found)
+    (result,) = JOBS.results(pool, f"mirrored: {job}")
+    names = list(result)
     assert len(names) == 10, names
     before = {after: [first] for first, after in itertools.pairwise(names)}
     # Lookups of a table are ordered per table, except in replica 1.
     del before[names[4]], before[names[5]]
     if job == "in one order":
         before |= {names[5]: [names[3]], names[9]: [names[4]]}
-    assert found == {name: before.get(name, []) for name in names}
+    assert result == {name: before.get(name, []) for name in names}
 
 
 @contract(
@@ -42,6 +42,6 @@ def test_stateful_operations_are_ordered_per_replica(
     "of a thread.",
 )
 def test_eager_replicas_run_in_parallel(pool: Pool) -> None:
-    (found,) = JOBS.results(pool, "mirrored: meet")
-    assert [number for number, _ in found] == [0, 1]
-    assert [device[-5:] for _, device in found] == ["CPU:0", "CPU:1"]
+    (result,) = JOBS.results(pool, "mirrored: meet")
+    assert [number for number, _ in result] == [0, 1]
+    assert [device[-5:] for _, device in result] == ["CPU:0", "CPU:1"]

@@ -102,16 +102,16 @@ def test_uneven_batches(results: Results, name: str) -> None:
 
 @pytest.mark.parametrize("name", JOBS.params([REDUCE]))
 def test_reduce(results: Results, name: str) -> None:
-    for found in results(name):
-        vector, (scalar,) = found["structure, sum"]
+    for result in results(name):
+        vector, (scalar,) = result["structure, sum"]
         assert (vector.tolist(), scalar) == ([3, 3], 3)
-        vector, (scalar,) = found["structure, mean"]
+        vector, (scalar,) = result["structure, mean"]
         assert (vector.tolist(), scalar) == ([1.5, 1.5], 1.5)
-        assert found["scalar, axis"] == 1.5
-        assert found["keywords"] == 3
-        assert found["uneven, axis"] == pytest.approx(5 / 3)
-        assert found["uneven, shape"].tolist() == [2]
-        assert found["in graph"] == {"scalar": 1.5, "vector": 1.5}
+        assert result["scalar, axis"] == 1.5
+        assert result["keywords"] == 3
+        assert result["uneven, axis"] == pytest.approx(5 / 3)
+        assert result["uneven, shape"].tolist() == [2]
+        assert result["in graph"] == {"scalar": 1.5, "vector": 1.5}
 
 
 @pytest.mark.slow
@@ -177,10 +177,10 @@ def test_gradients_of_sums_over_replicas() -> None:
             return tape.gradient(total, x)
 
     for kind in ("SUM", "MEAN"):  # of one replica
-        found = strategy.run(
+        result = strategy.run(
             tf.function(gradient, autograph=False), args=(kind,)
         )
-        assert found.numpy().tolist() == [5, 5]
+        assert result.numpy().tolist() == [5, 5]
 
 
 @contract(

@@ -146,14 +146,14 @@ def test_written_variables(graph: bool) -> None:
             table.insert(keys, keys)
             if graph:
                 function()
-        found.extend(handles)
+        result.extend(handles)
 
-    found: list[tf.Tensor] = []
+    result: list[tf.Tensor] = []
     (tf.function(write, autograph=False) if graph else write)()
     want = [assigned, scattered, numbers.state, *([inner] if graph else [])]
-    assert len(found) == len(want)
+    assert len(result) == len(want)
     for variable in want:
-        assert any(handle is variable.handle for handle in found)
+        assert any(handle is variable.handle for handle in result)
 
 
 @contract(WRITTEN, "The handle of a variable has its dtype.")

@@ -30,25 +30,25 @@ for job, name in SINGLE.items():
 @pytest.mark.parametrize("job", NCCL)
 def test_all_are_in_one_order(pool: Pool, job: str) -> None:
     """In TensorFlow, NCCL sums neither integers nor bfloat16."""
-    (found,) = JOBS.results(pool, job)
-    assert found["pairs"] >= 3, found
-    assert not found["unordered"], found
+    (result,) = JOBS.results(pool, job)
+    assert result["pairs"] >= 3, result
+    assert not result["unordered"], result
     # Clocks of waiting times and event reports run on the host; the report
     # of empty batches has a number.
-    assert found["not on a GPU"] <= REPORTS | {"Timestamp", "StringFormat"}
-    assert found["added up"] <= {"float32", "float64"}
+    assert result["not on a GPU"] <= REPORTS | {"Timestamp", "StringFormat"}
+    assert result["added up"] <= {"float32", "float64"}
 
 
 @pytest.mark.slow
 def test_bytes_of_bfloat16_factors(pool: Pool) -> None:
     """A model with 4 inputs, two layers of 5 units, 3 outputs, and biases."""
-    (found,) = JOBS.results(pool, "mirrored: half over NCCL")
+    (result,) = JOBS.results(pool, "mirrored: half over NCCL")
     inputs, outputs = (5, 6, 6), (5, 5, 3)
     elements = sum(n * n for n in inputs + outputs)
     # A factor is sent with its number of rows and its unit.
     scalars = 2 * len(inputs + outputs)
     # In a ring of two replicas, each receives half of the sum twice.
-    assert found["bytes"]["factor"]["factors"] == 4 * (elements + scalars)
+    assert result["bytes"]["factor"]["factors"] == 4 * (elements + scalars)
 
 
 @pytest.mark.slow
@@ -66,8 +66,8 @@ def test_a_model_of_one_layer_trains(pool: Pool, job: str) -> None:
 )
 def test_rendezvous(pool: Pool) -> None:
     """No member waits forever, and all members get the same result."""
-    for found in JOBS.results(pool, "two: meetings"):
-        assert found == {"both": True, "moments": False, "alone": False}
+    for result in JOBS.results(pool, "two: meetings"):
+        assert result == {"both": True, "moments": False, "alone": False}
 
 
 def test_no_two_reductions_share_a_scope() -> None:

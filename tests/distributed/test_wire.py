@@ -24,7 +24,7 @@ WORKERS = 3
 @st.composite
 def items(draw: st.DrawFn) -> list[Item]:
     """Random items with random sizes, senders and receivers."""
-    made = []
+    result = []
     for number in range(draw(st.integers(1, 6))):
         members = draw(
             st.sets(st.integers(0, WORKERS - 1), min_size=1).map(sorted)
@@ -33,8 +33,8 @@ def items(draw: st.DrawFn) -> list[Item]:
         size = draw(st.integers(0, 5))
         dtype = draw(st.sampled_from([tf.float32, tf.float64]))
         spec = tf.TensorSpec([size], dtype)
-        made.append(Item(number, "x", spec, root, tuple(members)))
-    return made
+        result.append(Item(number, "x", spec, root, tuple(members)))
+    return result
 
 
 def value_of(item: Item) -> tf.Tensor:
@@ -73,8 +73,8 @@ def test_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "BUCKET_BYTES", 8)
     spec = tf.TensorSpec([1])
     sent = [Item(i, "x", spec, i % 2, (0, 1)) for i in range(7)]
-    found = [[item.layer for item in one] for one in rounds(sent)]
-    assert found == [[0, 2, 1, 3], [4, 6, 5]]
+    result = [[item.layer for item in one] for one in rounds(sent)]
+    assert result == [[0, 2, 1, 3], [4, 6, 5]]
 
 
 @pytest.mark.parametrize(

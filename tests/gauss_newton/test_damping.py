@@ -70,16 +70,16 @@ def step(damping: float, momentum: Any = 0.0) -> Any:
 @pytest.mark.parametrize(("rows", "rate"), [(False, 1.0), (True, 0.5)])
 def test_exact_model_is_accepted(rows: bool, rate: float) -> None:
     """A ratio of 1 divides the damping by 3."""
-    found = tries(rows=rows, momentum=0.25, rate=rate)
+    result = tries(rows=rows, momentum=0.25, rate=rate)
     want = step(0.5, 0.25)
-    np.testing.assert_allclose(found.change, want, rtol=1e-10)
-    assert int(found.tries) == 1
-    assert bool(found.accepted)
-    np.testing.assert_allclose(found.damping, 0.5 / 3)
+    np.testing.assert_allclose(result.change, want, rtol=1e-10)
+    assert int(result.tries) == 1
+    assert bool(result.accepted)
+    np.testing.assert_allclose(result.damping, 0.5 / 3)
     before = np.sum(RESIDUALS**2)
     after = np.sum((RESIDUALS + ROWS @ want * rate) ** 2)
-    np.testing.assert_allclose(found.actual, (before - after) / 2, rtol=1e-10)
-    np.testing.assert_allclose(found.predicted, found.actual, rtol=1e-10)
+    np.testing.assert_allclose(result.actual, (before - after) / 2, rtol=1e-10)
+    np.testing.assert_allclose(result.predicted, result.actual, rtol=1e-10)
 
 
 def test_rejected_tries_increase_the_damping() -> None:
@@ -90,14 +90,14 @@ def test_rejected_tries_increase_the_damping() -> None:
         size = tf.norm(change)
         return tf.where(size < 0.2, quadratic(change), 1e3)
 
-    found = tries(narrow, momentum=1.0)
+    result = tries(narrow, momentum=1.0)
     dampings = 0.5 * np.array([1, 4, 32, 512, 2**14])
     sizes = [np.linalg.norm(step(d)) for d in dampings]
     first = int(np.argmax(np.array(sizes) < 0.2))
     assert first > 0
-    assert int(found.tries) == first + 1
-    np.testing.assert_allclose(found.used, dampings[first])
-    np.testing.assert_allclose(found.change, step(dampings[first]), rtol=1e-9)
+    assert int(result.tries) == first + 1
+    np.testing.assert_allclose(result.used, dampings[first])
+    np.testing.assert_allclose(result.change, step(dampings[first]), rtol=1e-9)
 
 
 @pytest.mark.parametrize("value", [1e9, float("nan")])
@@ -106,23 +106,23 @@ def test_no_step_without_descent(value: float) -> None:
         here = tf.reduce_all(change == 0)
         return tf.where(here, quadratic(change), value)
 
-    found = tries(infeasible, damping=2.0**-10)
-    assert not found.accepted
-    assert not found.settled
-    assert int(found.tries) == 6
-    np.testing.assert_array_equal(found.change, 0)
-    np.testing.assert_allclose(found.damping, 2.0 ** (27 - 10))
+    result = tries(infeasible, damping=2.0**-10)
+    assert not result.accepted
+    assert not result.settled
+    assert int(result.tries) == 6
+    np.testing.assert_array_equal(result.change, 0)
+    np.testing.assert_allclose(result.damping, 2.0 ** (27 - 10))
     assert float(tries(infeasible, damping=LARGEST).damping) == LARGEST
     assert int(tries(infeasible, max_tries=2).tries) == 2
 
 
 def test_rounding_of_the_loss_ends_the_tries() -> None:
     """1e18 hides every reduction: one try, and the damping stays."""
-    found = tries(lambda change: quadratic(change) + 1e18)
-    assert bool(found.settled)
-    assert int(found.tries) == 1
-    np.testing.assert_array_equal(found.damping, 0.5)
-    np.testing.assert_array_equal(found.change, 0)
+    result = tries(lambda change: quadratic(change) + 1e18)
+    assert bool(result.settled)
+    assert int(result.tries) == 1
+    np.testing.assert_array_equal(result.damping, 0.5)
+    np.testing.assert_array_equal(result.change, 0)
 
 
 @pytest.mark.parametrize(("rows", "length"), [(0, 1e-3), (1, 1e-3), (1, 9.0)])
@@ -131,7 +131,7 @@ def test_geodesic_acceleration(rows: bool, length: float) -> None:
     second = length * RNG.normal(size=6)
     rate, shift = 0.5, 0.5 * np.sum(ROWS**2) / 4
     pulled = second if rows else ROWS.T @ second
-    found = tries(
+    result = tries(
         rows=rows, rate=rate, second_derivatives=lambda change: pulled
     )
     straight = step(0.5)
@@ -140,10 +140,10 @@ def test_geodesic_acceleration(rows: bool, length: float) -> None:
     is_long = 2 * np.linalg.norm(bend) > 0.75 * np.linalg.norm(straight)
     assert is_long == (length > 1)
     want = straight + (0 if is_long else bend)
-    np.testing.assert_allclose(found.change, want, rtol=1e-9)
+    np.testing.assert_allclose(result.change, want, rtol=1e-9)
     # The predicted reduction is the one without acceleration.
     alone = tries(rows=rows, rate=rate)
-    np.testing.assert_allclose(found.predicted, alone.predicted, rtol=1e-12)
+    np.testing.assert_allclose(result.predicted, alone.predicted, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -103,14 +103,16 @@ def test_error_message_has_the_memory_of_the_batch() -> None:
 
     texts: list[str] = []
     assert peak(refused) < 90  # the Jacobian has 181 MB
-    (told,) = texts
+    (message,) = texts
     m, n = 32 * 64, model.count_params()
     least, most = (4 * (3 * m * m + 3 * m * (n + x)) / MEGA for x in (0, 999))
-    found = re.search(r"takes ([\d.]+) MB for 22,114 weights", told)
-    assert found is not None
-    assert least <= float(found[1]) <= most
-    assert "more than `max_bytes`, 64.00 MB. Use a smaller `batch_size`" in told
-    assert 'KFAC(step="quadratic")' in told
+    result = re.search(r"takes ([\d.]+) MB for 22,114 weights", message)
+    assert result is not None
+    assert least <= float(result[1]) <= most
+    assert (
+        "more than `max_bytes`, 64.00 MB. Use a smaller `batch_size`" in message
+    )
+    assert 'KFAC(step="quadratic")' in message
     for a, b in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -126,5 +128,5 @@ def test_auto_uses_the_space_within_the_limit() -> None:
 
 def test_all_replicas_raise(pool: Pool) -> None:
     """All replicas raise in the trace, so that none waits for another."""
-    for told in JOBS.results(pool, "mirrored: large"):
-        assert "A step of `GaussNewton` in the space of parameters" in told
+    for message in JOBS.results(pool, "mirrored: large"):
+        assert "A step of `GaussNewton` in the space of parameters" in message

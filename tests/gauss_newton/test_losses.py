@@ -172,11 +172,11 @@ def rows_of(model: Any, case: Case) -> Rows:
     """Rows and residuals of all outputs (probabilities, not logits)."""
 
     def rows(point: Array) -> tuple[Array, Array]:
-        found = outputs(model, case, point)
-        curves = case.curve([output for output, _ in found])
+        result = outputs(model, case, point)
+        curves = case.curve([output for output, _ in result])
         parts = [
             (np.sqrt(f)[..., None] * j, np.divide(q, np.sqrt(f), where=f > 0))
-            for (f, q), (_, j) in zip(curves, found, strict=True)
+            for (f, q), (_, j) in zip(curves, result, strict=True)
         ]
         size = len(point)
         return (
@@ -190,10 +190,10 @@ def rows_of(model: Any, case: Case) -> Rows:
 
 def outputs(model: Any, case: Case, point: Array) -> list[tuple[Array, Array]]:
     """Values of the outputs (logits as probabilities) and Jacobians."""
-    found = outputs_and_jacobians(model, case.x, point)
+    result = outputs_and_jacobians(model, case.x, point)
     if case.loss is CASES["logits"].loss:
-        found = [probabilities(*pair) for pair in found]
-    return found
+        result = [probabilities(*pair) for pair in result]
+    return result
 
 
 def pull_of(model: Any, case: Case) -> Pull:
@@ -203,14 +203,14 @@ def pull_of(model: Any, case: Case) -> Pull:
     """
 
     def linked(point: Array) -> Array:
-        found = outputs(model, case, point)
-        parts = zip(case.links, found, strict=True)
+        result = outputs(model, case, point)
+        parts = zip(case.links, result, strict=True)
         return np.concatenate([link(z).ravel() for (link, _), (z, _) in parts])
 
     def pull(point: Array, direction: Array) -> Array:
-        found = outputs(model, case, point)
-        curves = case.curve([z for z, _ in found])
-        parts = zip(case.links, curves, found, strict=True)
+        result = outputs(model, case, point)
+        curves = case.curve([z for z, _ in result])
+        parts = zip(case.links, curves, result, strict=True)
         pulls = [
             (f / slope(z))[..., None] * j
             for (_, slope), (f, _), (z, j) in parts

@@ -66,8 +66,8 @@ class Stacked:
             r = self.residuals(weights)
         values = [v.value for v in self.problem.variables]
         parts = tape.jacobian(r, values, experimental_use_pfor=False)
-        found = [np.reshape(part, [len(r), -1]) for part in parts]
-        return np.concatenate(found, 1), r.numpy()
+        result = [np.reshape(part, [len(r), -1]) for part in parts]
+        return np.concatenate(result, 1), r.numpy()
 
     def pull(self, weights: Array, direction: Array) -> Array:
         turn = second(lambda w: self.residuals(w).numpy(), weights, direction)
@@ -205,8 +205,8 @@ def test_replicas_share_the_points(results: Any) -> None:
 
 @pytest.mark.slow
 def test_seconds_with_several_processes(results: Any) -> None:
-    for told in results("two: seconds"):
-        assert "`seconds` must be None with several processes" in told
+    for message in results("two: seconds"):
+        assert "`seconds` must be None with several processes" in message
 
 
 def residual(points: Any) -> Any:

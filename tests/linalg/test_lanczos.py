@@ -89,8 +89,8 @@ def test_orthonormal(top: float) -> None:
         return v * scales
 
     iteration = Lanczos(product, 2000, lambda i: random_vector(2000, 0, i + 1))
-    made, matrices = iteration.run(random_vector(2000, 0, 0), 100)
-    kept = made.kept.numpy().astype(np.float64)
+    result, matrices = iteration.run(random_vector(2000, 0, 0), 100)
+    kept = result.kept.numpy().astype(np.float64)
     rows = np.concatenate(matrices).astype(np.float64)
     np.testing.assert_allclose(rows @ rows.T, np.diag(kept), atol=1e-6)
     assert kept.all() or top == 1e9

@@ -44,8 +44,8 @@ def test_exhausted(case: str) -> None:
     matrix = CASES[case]
     want = np.linalg.eigvalsh(matrix)
     for start in STARTS:
-        found = all_pairs(tf.constant(matrix), tf.constant(start, tf.float32))
-        values, vectors = (t.numpy().astype(np.float64) for t in found)
+        result = all_pairs(tf.constant(matrix), tf.constant(start, tf.float32))
+        values, vectors = (t.numpy().astype(np.float64) for t in result)
         np.testing.assert_allclose(values, want, atol=1e-5)
         assert_pairs(matrix, values, vectors)
         assert (np.linalg.norm(vectors, axis=0) > 0.5).all()

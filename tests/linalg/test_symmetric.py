@@ -44,8 +44,8 @@ def test_non_finite_input_gives_non_finite_output(
 def test_eigh(size: int, rank: int, dtype: str) -> None:
     """V diag(values) V^T = M, V^T V = I, values >= 0."""
     stack = np.stack([gram(size, rank, i, dtype) for i in range(2)])
-    found = [t.numpy() for t in eigh(tf.constant(stack))]
-    matrix, values, vectors = stack[1], found[0][1], found[1][1]
+    result = [t.numpy() for t in eigh(tf.constant(stack))]
+    matrix, values, vectors = stack[1], result[0][1], result[1][1]
     assert values.dtype == vectors.dtype == dtype
     assert (values >= 0).all()
     assert (np.diff(values) >= 0).all()
