@@ -49,7 +49,7 @@ def network() -> Any:
 )
 @pytest.mark.parametrize("stateless", [False, True])
 def test_losses_are_kept(stateless: bool) -> None:
-    """Losses collected by a scope are not added to the layers' losses."""
+    """`kept_losses` restores the losses of all layers on exit."""
     penalty = layers.ActivityRegularization(l2=1.0)
     model = keras.Sequential([keras.Input((2,)), layers.ReLU(), penalty])
     model(X)
