@@ -153,6 +153,36 @@ def test_a_schedule_that_grows_for_ever_moves_the_weights() -> None:
     same(ours["right"], trained(Adam(1e-3))["right"])
 
 
+def test_a_run_that_is_resumed_has_the_same_largest_rates(
+    tmp_path: Any,
+) -> None:
+    """Of spectral steps and of Adam's rate; then they end alike."""
+    x, y = data(16 * 6)
+    file = str(tmp_path / "model.keras")
+
+    def fit(model: Any, **options: Any) -> list[np.ndarray]:
+        options |= {"epochs": 2, "shuffle": False, "verbose": 0}
+        model.fit(x, [y, y], 32, **options)
+        return list(model.get_weights())
+
+    def compiled() -> Any:
+        model = towers()
+        optimizer = tfkfac.KFAC(
+            Table(GROWING), step="spectral", skip_layers=["right.*"]
+        )
+        model.compile(optimizer, [loss(), loss()])
+        return model
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = True
+
+    want, stopped = fit(compiled()), compiled()
+    fit(stopped, callbacks=[Stop()])
+    stopped.save(file)
+    same(fit(keras.models.load_model(file), initial_epoch=1), want)
+
+
 def test_its_rate_falls_where_a_callback_reduces_the_rate() -> None:
     model = mlp()
     model.compile(

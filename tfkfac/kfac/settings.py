@@ -352,7 +352,9 @@ class SpectralStep(Settings):
 
     so that no direction of a block is longer than another (Muon: Jordan et
     al., 2024), in blocks of columns of P, by a few polynomials of its singular
-    values (Amsel et al., 2025). Vectors are divided by their norm.
+    values (Amsel et al., 2025). Vectors are divided by their norm. P is zero in
+    rows and columns where N is, or is below its rounding errors: weights
+    without a gradient do not move.
 
     With `length="fisher"` all D together get the length at which the loss
     decreases, to first order, as much as along a natural gradient step with a
@@ -361,8 +363,10 @@ class SpectralStep(Settings):
         kappa s,   kappa = max(0.07, 0.02 sqrt(B), sqrt(0.005 L)),
 
     where B is the number of blocks, s the learning rate over the largest one
-    of its schedule, at most 1, and L the negative log-likelihood of a term of
-    the loss, 0 if nobody sees it or if it is not finite. So a learning rate
+    of its schedule in the run, at most 1, and L the negative log-likelihood of
+    a term of the loss, 0 if nobody sees it or if it is not finite. The run is
+    the one that `fit` announces; elsewhere a rate that grows for ever has a
+    share of 1. So a learning rate
     says nothing but its schedule's shape, and it needs one: at a constant rate
     these steps do not get shorter by themselves. That length takes
     `<D, N> / sqrt(<P, N>)`, a lower bound of the Fisher length of D by Cauchy
