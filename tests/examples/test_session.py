@@ -46,7 +46,9 @@ def fit(model):
 FOSI_SETTINGS = ":warmup_steps=2:update_interval=2:num_largest=2"
 
 
-@pytest.mark.parametrize("name", ["kfac", "fosi_adam", "adamw"])
+@pytest.mark.parametrize(
+    "name", ["kfac", pytest.param("fosi_adam", marks=pytest.mark.slow), "adamw"]
+)
 def test_trains(name):
     text, kinds = name, ["plain"] * 3  # without the first step
     if name.startswith("fosi"):

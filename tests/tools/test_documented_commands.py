@@ -19,6 +19,7 @@ from tests.support.scripts import ROOT, Done, Job, run_all
 
 PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
 READMES = [ROOT / folder / "README.md" for folder in (".", "examples", "tools")]
+README = READMES[0].read_text()
 DOCUMENTS = [*READMES, ROOT / "CONTRIBUTING.md", *PAGES]
 FOLDERS = (ROOT / "tools", ROOT / "examples", ROOT / "examples" / "clusters")
 FENCE = re.compile(r"^( *)```\w*\n(.*?)^\1```$", re.M | re.S)
@@ -27,6 +28,7 @@ COMMAND = re.compile(
     r"srun|sbatch|scancel|scontrol|mpirun|torchrun|horovodrun|ray)\s+\S.*)"
 )
 
+SNIPPET = "README.md, first snippet"
 # Run in full: the command, arguments that make it quick, a part of its output.
 QUICK = (
     ("python examples/reproduce.py --list", "", "kaisa-figure-6"),
@@ -58,8 +60,16 @@ SLOW = (
         "--problems regression --seeds 1 --seconds 6",
         "lbfgs",
     ),
-    ("python examples/language.py --optimizer kfac adam", TRAIN, "kfac"),
-    ("python examples/masked_language.py --optimizer kfac adam", TRAIN, "kfac"),
+    (
+        "python examples/language.py --optimizer kfac adam",
+        f"{TRAIN} --optimizer kfac",
+        "kfac",
+    ),
+    (
+        "python examples/masked_language.py --optimizer kfac adam",
+        f"{TRAIN} --optimizer kfac",
+        "kfac",
+    ),
     (
         "python examples/plot_spectrum.py --epochs 5 --every 20 "
         "--output spectrum.png",
@@ -76,7 +86,7 @@ SLOW = (
     (
         "python tools/benchmark.py --first-step 3 --models mlp-64x100 "
         "MobileNetV2 M3",
-        "--models mlp-8x2",
+        "--first-step 1 --models mlp-8x2 --variants sgd kfac-inverse",
         "mlp-8x2  kfac-inverse",
     ),
     (
@@ -311,7 +321,12 @@ def words_of(command: str, more: str = "") -> list[str] | None:
     program, script, *words = shlex.split(match[2])
     if program != "python" or not (ROOT / script).is_file():
         return None
-    return [str(ROOT / script), *words, *shlex.split(more)]
+    more_words = [*words, *shlex.split(more)]
+    # launch.py takes the script of its workers as an argument.
+    words = [
+        str(ROOT / w) if w.startswith("examples/") else w for w in more_words
+    ]
+    return [str(ROOT / script), *words]
 
 
 @pytest.fixture(scope="module")
@@ -325,13 +340,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
             (folder / "DIR" / f"{name}-{kind}-ubyte").touch()
     (folder / "my.py").write_text("def make(rate, decay): ...\n")
     (folder / "train.py").write_text("print('trained')\n")
+    snippet = re.search(r"^```python\n(.*?)^```$", README, re.M | re.S)
+    assert snippet is not None
+    (folder / "snippet.py").write_text(snippet[1])
     (folder / "before.npz").touch()
     return folder
 
 
 @pytest.fixture(scope="module")
 def done(documented: set[str], folder: pathlib.Path) -> dict[str, Done]:
-    """What scripts did: dry runs, `--help`, quick runs."""
+    """What scripts did: dry runs, `--help`, quick runs, README's snippet."""
     jobs = {
         command: Job(words)
         for command in sorted(documented)
@@ -342,6 +360,7 @@ def done(documented: set[str], folder: pathlib.Path) -> dict[str, Done]:
         jobs[f"{script} --help"] = Job([str(script), "--help"])
     for command, more, _ in QUICK:
         jobs[f"{command} in full"] = Job(words_of(command, more) or (), False)
+    jobs[SNIPPET] = Job([str(folder / "snippet.py")], False)
     return dict(zip(jobs, run_all([*jobs.values()], folder), strict=True))
 
 
@@ -380,6 +399,10 @@ def test_quick_run(
     command: str, more: str, says: str, done: dict[str, Done]
 ) -> None:
     assert says in done[f"{command} in full"].output
+
+
+def test_first_snippet(done: dict[str, Done]) -> None:
+    assert "Preconditioned weights" in done[SNIPPET].output
 
 
 def test_commands_of_records(
