@@ -134,20 +134,20 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
         "factor_decay": 0.95, "factor_batch_fraction": None,
         "weight_sharing": "expand", "max_factor_dim": 640, "factor_rank": 64,
         "skip_layers": [], "gradient_accumulation_steps": None,
-        "max_skipped_steps": None,
+        "max_skipped_steps": 100,
     },
     tfkfac.FOSI: {
         "name": "fosi", "num_largest": 5, "num_smallest": 0, "alpha": 0.1,
         "update_interval": None, "warmup_steps": None, "lanczos_steps": None,
         "momentum": 0.9, "learning_rate_clip": 1.0, "layout": "rows",
         "accelerator_fraction": 0.0, "final_update": "stale", "seed": 0,
-        "max_skipped_steps": None,
+        "max_skipped_steps": 100,
     },
     tfkfac.GaussNewton: {
         "name": "gauss_newton", "damping": 1e-3, "momentum": 0.5,
         "acceleration": True, "solve": "auto", "max_tries": 6,
         "max_bytes": None,
-        "learning_rate": 1.0, "max_skipped_steps": None,
+        "learning_rate": 1.0, "max_skipped_steps": 100,
     },
 }  # fmt: skip
 RESTS = {tfkfac.KFAC: "Adam"}

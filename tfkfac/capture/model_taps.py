@@ -19,11 +19,13 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Sum, open_graphs, under_tape
 from tfkfac.compat.models import changing_variables, own_value
 from tfkfac.compat.overrides import drop_from, keep_on, override
@@ -268,11 +270,10 @@ def watch_for_pullbacks(tensor: tf.Tensor) -> None:
 
 # ------------------------------------------------ what a skipped step undoes
 class BeforeTap(ModelTap[Values]):
-    """Notes what a model keeps, before its first call in a training step.
+    """Records the state of a model before its first call in a training step.
 
-    That is what the call and Keras' `train_step` change whatever comes of the
-    step: moving statistics, random seeds, means of losses. Tensors that
-    nobody asks for cost nothing.
+    That is the state that the call changes whatever comes of the step: moving
+    statistics and random seeds. Tensors that nobody uses cost nothing.
     """
 
     method = "call"
@@ -288,29 +289,76 @@ class BeforeTap(ModelTap[Values]):
             raise
 
 
-class MetricsTap(ModelTap[tf.Variable]):
-    """Keeps the batch of a skipped step out of the metrics that follow it.
+class LeftOut(NamedTuple):
+    """Verdict on the batch of a step.
 
-    Keras' `train_step` ends with `compute_metrics`, which updates those that
-    the model was compiled with and returns the results of all. What is noted
-    is a variable, positive if this replica's batch is left out.
+    Attributes:
+        flag: Positive if the batch is left out of the metrics.
+        loss_is_known: False if the loss of the batch was not computed by
+            `compute_loss`; then only metrics that are not finite count as
+            evidence of a loss that is not.
     """
 
-    method = "compute_metrics"
+    flag: tf.Variable
+    loss_is_known: bool
+
+
+class MetricsTap(ModelTap[LeftOut]):
+    """Keeps batches whose loss is not finite out of the metrics after them.
+
+    The results that `train_step` returns include the batch, so that its logs
+    show the loss. Then the metrics get the values that they had before it.
+    """
+
+    method = "train_step"
 
     def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
-        model, noted = self._model(), self.take()
-        # The mean of the loss alone is not updated here.
-        if model is None or not noted or len(model.metrics) < 2:
-            return below(*args, **kwargs)
-        before = read(model.metrics_variables)
+        self.take()
+        model = self._model()
+        known = [] if model is None else model.metrics_variables
+        before = read(known)
         results = below(*args, **kwargs)
+        noted = self.take()
+        if model is None or not noted:
+            return results
 
-        def without() -> Any:
+        def restore() -> None:
             put_back(before)
-            return model.get_metrics_result()
+            # Variables created in this step, which were in no other.
+            old = {id(variable) for variable in known}
+            for metric in model.metrics:
+                if any(id(v) not in old for v in metric.variables):
+                    metric.reset_state()
 
-        return tf.cond(noted[-1] > 0, without, lambda: results)
+        def restore_if_lost() -> None:
+            finite = [
+                tf.reduce_all(tf.math.is_finite(value))
+                for _, value in read(model.metrics_variables)
+                if value.dtype.is_floating
+            ]
+            when(~tf.reduce_all(finite), restore)
+
+        verdict = noted[-1]
+        do = restore if verdict.loss_is_known else restore_if_lost
+        when(verdict.flag > 0, do)
+        return results
+
+
+def no_batch_counted(model: keras.Model) -> bool:
+    """True if the metrics are as after a reset. Not in graphs.
+
+    Under a strategy this is a collective operation, as `Metric.result` is.
+    """
+    return all(
+        np.array_equal(
+            keras.ops.convert_to_numpy(variable),
+            keras.ops.convert_to_numpy(value),
+        )
+        for metric in model.metrics
+        for variable, value in zip(
+            metric.variables, metric.stateless_reset_state(), strict=True
+        )
+    )
 
 
 def read(variables: Sequence[keras.Variable]) -> Values:

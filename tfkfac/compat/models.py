@@ -141,9 +141,9 @@ def loss_takes_training(model: keras.Model) -> bool:
 
 
 def changing_variables(model: keras.Model) -> list[keras.Variable]:
-    """Variables that a training step may change before there are gradients.
+    """Variables of a model that a call in training may change.
 
-    Moving statistics, random seeds and metrics, but no frozen weights.
+    Moving statistics and random seeds, but no frozen weights.
     """
     frozen = {
         id(variable)
@@ -151,8 +151,7 @@ def changing_variables(model: keras.Model) -> list[keras.Variable]:
         if not layer.trainable
         for variable in layer.weights
     }
-    own = [v for v in model.non_trainable_variables if id(v) not in frozen]
-    return [*own, *model.metrics_variables]
+    return [v for v in model.non_trainable_variables if id(v) not in frozen]
 
 
 def own_value(variable: keras.Variable) -> tf.Variable:

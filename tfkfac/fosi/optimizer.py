@@ -104,6 +104,7 @@ class FOSI(SecondOrderOptimizer):
         max_skipped_steps: Steps in a row, at least 1, skipped because their
             gradients were not finite, that end the training with an error on
             all workers; see `check_skipped_steps`. None is any number.
+            Defaults to 100.
         name: Name of the optimizer.
 
     Raises:
@@ -142,7 +143,7 @@ class FOSI(SecondOrderOptimizer):
         accelerator_fraction: float = 0.0,
         final_update: str = "stale",
         seed: int = 0,
-        max_skipped_steps: int | None = None,
+        max_skipped_steps: int | None = 100,
         name: str = "fosi",
         **unknown: Never,
     ) -> None:

@@ -100,8 +100,8 @@ class GaussNewton(SecondOrderOptimizer):
         learning_rate: Factor of a step: a float, a schedule or a callable.
             Defaults to 1.0.
         max_skipped_steps: Number of consecutive steps with a loss that is not
-            finite after which training raises an error, at least 1. Defaults
-            to None: no limit.
+            finite after which training raises an error, at least 1. None is no
+            limit. Defaults to 100.
         name: Name of the optimizer.
 
     Raises:
@@ -128,7 +128,7 @@ class GaussNewton(SecondOrderOptimizer):
         max_tries: int = 6,
         max_bytes: int | None = None,
         learning_rate: Any = 1.0,
-        max_skipped_steps: int | None = None,
+        max_skipped_steps: int | None = 100,
         name: str = "gauss_newton",
         **unknown: Never,
     ) -> None:

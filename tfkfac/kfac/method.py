@@ -205,7 +205,7 @@ class KFACMethod(Method):
         sample: Any,
     ) -> None:
         """Adds a micro-batch to those before; with the last one, updates."""
-        step.keep_finite()
+        step.keep_finite(tf.convert_to_tensor(pending.loss))
         step.weigh()
         pending.add(step)
         due, late = self.factors_due(layers, step)

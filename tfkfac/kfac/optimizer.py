@@ -178,8 +178,8 @@ class KFAC(SecondOrderOptimizer):
         name: Name of the optimizer.
         **seldom: `max_skipped_steps`, the number of steps in a row, at least 1,
             skipped because their gradients were not finite, that end the
-            training with an error on all workers, see `check_skipped_steps`;
-            None, the default, is any number. And the
+            training with an error on all workers, see `check_skipped_steps`.
+            Defaults to 100; None is any number. And the
             `gradient_worker_fraction` of "hybrid_opt".
 
     Raises:
@@ -229,7 +229,7 @@ class KFAC(SecondOrderOptimizer):
         name: str = "kfac",
         **seldom: Unpack[Seldom],
     ) -> None:
-        max_skipped_steps = seldom.pop("max_skipped_steps", None)
+        max_skipped_steps = seldom.pop("max_skipped_steps", 100)
         fraction = seldom.pop("gradient_worker_fraction", None)
         refuse_unknown(KFAC, seldom, keras.optimizers.SGD)
         if fraction is not None:

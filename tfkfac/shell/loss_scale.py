@@ -6,11 +6,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import BeforeTap, MetricsTap, put_back
+from tfkfac.capture.model_taps import (
+    BeforeTap,
+    LeftOut,
+    MetricsTap,
+    put_back,
+)
 from tfkfac.checks import check_count, check_positive
 from tfkfac.compat.models import own_value
 from tfkfac.compat.optimizers import on_overflow
+from tfkfac.loss.batch import LossTap
 from tfkfac.shell.optimizer import SecondOrderOptimizer
+from tfkfac.training.step import is_lost
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -125,18 +132,21 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
 
 def undo_overflows(scaler: Any, optimizer: SecondOrderOptimizer) -> None:
-    """Lets the steps that Keras' own `scaler` skips leave no trace either."""
+    """Restores the model where Keras' own `scaler` skips a step."""
 
     def prepare() -> Callable[[], None]:
         job = optimizer.method.job
         streak = job.own(job.streaks)
         before = BeforeTap.open(job.model).noted()
-        MetricsTap.open(job.model).note(streak.left_out)
+        batches = LossTap.open(job.model).noted()
+        loss = batches[-1].value if batches else None
+        verdict = LeftOut(streak.left_out, loss is not None)
+        MetricsTap.open(job.model).note(verdict)
 
         def undo() -> None:
             for values in before:
                 put_back(values)
-            streak.overflow()
+            streak.overflow(is_lost(loss))
 
         return undo
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import keras
 import tensorflow as tf
 
-from tfkfac.capture.model_taps import BeforeTap, MetricsTap
+from tfkfac.capture.model_taps import BeforeTap, LeftOut, MetricsTap
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.checks import check_count
 from tfkfac.compat.models import is_saving_legacy_file, legacy_variables
@@ -68,7 +68,7 @@ class SecondOrderOptimizer(KerasOptimizer):
         inner_optimizer: Any,
         method: Method,
         name: str,
-        max_skipped_steps: int | None = None,
+        max_skipped_steps: int | None = 100,
         rest_optimizer: keras.optimizers.Optimizer | None = None,
     ) -> None:
         super().__init__(learning_rate=0.0, name=name)
@@ -77,6 +77,7 @@ class SecondOrderOptimizer(KerasOptimizer):
         self.method = method
         self._scaling = LossScaling(name)
         self.max_skipped_steps = max_skipped_steps
+        self._skipped_in_a_row = 0  # upper bound
         self._job: Job | None = None
         # Checkpoints follow the attributes of an optimizer.
         self._saved_state = SavedState(name, method)
@@ -85,7 +86,7 @@ class SecondOrderOptimizer(KerasOptimizer):
     # ---------------------------------------------------------- the config
     @property
     def max_skipped_steps(self) -> int | None:
-        """Steps skipped in a row that end the training; None is none."""
+        """Steps skipped in a row that end the training; None is never."""
         return self._max_skipped_steps
 
     @max_skipped_steps.setter
@@ -334,9 +335,11 @@ class SecondOrderOptimizer(KerasOptimizer):
         before = BeforeTap.open(job.model).take_last([])
         step = Step(job, list(grads), variables, batch, job.group(), before)
         job.together(lambda: self.method.run(step))
-        MetricsTap.open(job.model).note(job.own(job.streaks).left_out)
+        flag = job.own(job.streaks).left_out
+        verdict = LeftOut(flag, batch.value is not None)
+        MetricsTap.open(job.model).note(verdict)
         if tf.executing_eagerly():
-            self.check_skipped_steps()
+            self.count_steps()
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
@@ -420,8 +423,27 @@ class SecondOrderOptimizer(KerasOptimizer):
         Raises:
             FloatingPointError: If they have been.
         """
-        if self._job is not None and self._job.streaks:
-            self._job.streaks[0].check(self.max_skipped_steps, self.name)
+        most = self.max_skipped_steps
+        if most is not None and self._job is not None and self._job.streaks:
+            streak = self._job.streaks[0]
+            self._skipped_in_a_row = streak.check(most, self.name)
+
+    def count_steps(self, steps: int = 1) -> None:
+        """Checks the skipped steps once enough of them may have been done.
+
+        Reading their number waits for the device, so it is read only where
+        `max_skipped_steps` steps have been done since it was 0.
+
+        Args:
+            steps: Number of steps since the last call. Defaults to 1.
+
+        Raises:
+            FloatingPointError: As `check_skipped_steps`.
+        """
+        self._skipped_in_a_row += steps
+        most = self.max_skipped_steps
+        if most is not None and self._skipped_in_a_row >= most:
+            self.check_skipped_steps()
 
     def summary(self, print_fn: Callable[[str], None] = print) -> None:
         """Prints what the optimizer does with the model, and its state.

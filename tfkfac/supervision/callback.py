@@ -77,7 +77,7 @@ class Supervision(keras.callbacks.Callback):
             if any(self._batches % number == 0 for number in numbers):
                 self._optimizer.gather_state()
         self.on_test_batch_end(batch)
-        self._optimizer.check_skipped_steps()
+        self._optimizer.count_steps(self.model.steps_per_execution)
 
     @override
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:

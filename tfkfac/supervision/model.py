@@ -6,13 +6,16 @@ class, until it is compiled with another optimizer.
 """
 
 import contextlib
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
+from tfkfac.capture.model_taps import no_batch_counted
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.cluster.watch import find_standstill
 from tfkfac.compat.models import (
@@ -124,8 +127,20 @@ def _watch(
         with as_errors():
             result = below(*args, **kwargs)
         if optimizer is not None:
-            optimizer.check_skipped_steps()
+            optimizer.count_steps()
         return result
+
+    def get_metrics_result(below: Callable[[], Any]) -> Any:
+        results = below()
+        if tf.inside_function() or not no_batch_counted(model):
+            return results
+        streaks = optimizer.method.job.streaks if optimizer is not None else ()
+        if not streaks or not int(streaks[0].left_out.numpy()):
+            return results
+        # Keras' means are 0 where no batch has counted.
+        return keras.tree.map_structure(
+            lambda result: tf.fill(tf.shape(result), math.nan), results
+        )
 
     found = []
     if watch is not None:
@@ -134,6 +149,7 @@ def _watch(
         found.append(around_fit(model, within))
     if optimizer is not None:
         found.append(override(model, "train_on_batch", train_on_batch))
+        found.append(override(model, "get_metrics_result", get_metrics_result))
     return found
 
 

@@ -93,7 +93,9 @@ class Accumulation(Slots):
         measure = LossMeasure(
             loss.terms, loss.row_scale, unit, loss.summed, loss.total
         )
-        mean = tf.math.divide_no_nan(tf.convert_to_tensor(self.loss), norm)
+        mean = None
+        if step.batch.value is not None:
+            mean = tf.math.divide_no_nan(tf.convert_to_tensor(self.loss), norm)
         batch = dataclasses.replace(step.batch, measure=measure, value=mean)
         return dataclasses.replace(step, gradients=gradients, batch=batch)
 

@@ -70,8 +70,8 @@ class Streak:
 
     Attributes:
         length: Number of them.
-        left_out: 1 if the last batch is left out of all that follows it, as
-            one of a step that is skipped is, else 0.
+        left_out: 1 if the last batch is left out of the metrics, else 0. That
+            is where its step is skipped and its loss is not finite.
         names: The gradients that are looked at, in the last trace.
     """
 
@@ -88,20 +88,23 @@ class Streak:
         self.length.assign(tf.zeros_like(self.length))
         self.left_out.assign(tf.zeros_like(self.left_out))
 
-    def extend(self, finite: tf.Tensor) -> None:
-        """Notes a step that is skipped, by a flag for each gradient."""
+    def extend(self, finite: tf.Tensor, is_lost: tf.Tensor) -> None:
+        """Records a skipped step, by a flag for each gradient.
+
+        `is_lost` is true if the loss is not finite either.
+        """
         # Of integers a GPU knows neither the sum nor the largest.
         bad = tf.cast(~finite, tf.float32)
-        self._lengthen(tf.cast(tf.reduce_sum(bad), tf.int64))
+        self._lengthen(tf.cast(tf.reduce_sum(bad), tf.int64), is_lost)
         self._first.assign(tf.argmax(bad))
 
-    def overflow(self) -> None:
-        """Notes a step that somebody else skips, whose gradients overflow."""
-        self._lengthen(tf.zeros_like(self._bad))
+    def overflow(self, is_lost: tf.Tensor) -> None:
+        """Records a step that a `LossScaleOptimizer` skips."""
+        self._lengthen(tf.zeros_like(self._bad), is_lost)
 
-    def _lengthen(self, bad: tf.Tensor) -> None:
+    def _lengthen(self, bad: tf.Tensor, is_lost: tf.Tensor) -> None:
         self.length.assign_add(1)
-        self.left_out.assign(tf.ones_like(self.left_out))
+        self.left_out.assign(tf.cast(is_lost, self.left_out.dtype))
         self._bad.assign(bad)
 
     def told(self) -> tf.Tensor:
@@ -114,14 +117,14 @@ class Streak:
         for number, value in zip(self._numbers, tf.unstack(told), strict=True):
             number.assign(tf.cast(value, number.dtype))
 
-    def check(self, most: int | None, name: str) -> None:
-        """Ends the training of an optimizer at some length. Not in graphs.
+    def check(self, most: int, name: str) -> int:
+        """Returns the length, below the limit of an optimizer. Not in graphs.
 
         Raises:
-            FloatingPointError: If it has that length.
+            FloatingPointError: If it has reached the limit.
         """
-        if most is None or (length := int(self.length.numpy())) < most:
-            return
+        if (length := int(self.length.numpy())) < most:
+            return length
         raise FloatingPointError(
             f"Optimizer '{name}' has skipped {length} steps in a row "
             f"(max_skipped_steps={most}): {self._reason()} The weights are "

@@ -190,7 +190,7 @@ class Step:
         )
 
         def skip() -> None:
-            streak.extend(flags)
+            streak.extend(flags, self._is_lost())
             put_back(self.before)
 
         when(skipped, skip)
@@ -209,20 +209,32 @@ class Step:
 
         when(self.finite, update)
 
-    def keep_finite(self) -> None:
-        """Takes back what the model keeps of a batch if it is not finite.
+    def keep_finite(self, losses: tf.Tensor) -> None:
+        """Restores moving statistics that a micro-batch made not finite.
 
-        For a batch whose step comes later. It is left out of metrics, too.
+        If its loss or the sum of the `losses` of the micro-batches before it
+        in the same step is not finite, it is left out of the metrics.
         """
-        known = [
+        lost = is_lost(self.batch.value, losses)
+        self._streak.left_out.assign(tf.cast(lost, tf.int64))
+        statistics = [
             tf.convert_to_tensor(v)
             for v, _ in self.before
             if v.dtype.is_floating
         ]
-        if known:
-            lost = ~all_finite(known)
-            self._streak.left_out.assign(tf.cast(lost, tf.int64))
-            when(lost, lambda: put_back(self.before))
+        if statistics:
+            when(~all_finite(statistics), lambda: put_back(self.before))
+
+    def _is_lost(self) -> tf.Tensor:
+        """True if the loss of a replica of the group is not finite.
+
+        Where one replica calls this, all must.
+        """
+        lost = is_lost(self.batch.value)
+        if self.batch.value is None or self.group.size == 1:
+            return lost
+        (total,) = self.group.all_reduce([tf.cast(lost, tf.float32)])
+        return total > 0
 
     @property
     def _streak(self) -> Streak:
@@ -268,6 +280,14 @@ class Step:
         for optimizer, own, after in tasks:
             with updates_in_replica(optimizer, after):
                 apply_or_count(optimizer, own)
+
+
+def is_lost(loss: tf.Tensor | None, *others: tf.Tensor) -> tf.Tensor:
+    """True if one of several losses is not finite, or the first is unknown."""
+    if loss is None:
+        return tf.constant(True)
+    finite = [tf.reduce_all(tf.math.is_finite(x)) for x in (loss, *others)]
+    return ~tf.reduce_all(finite)
 
 
 def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:
