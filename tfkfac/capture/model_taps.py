@@ -25,7 +25,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Sum, open_graphs, under_tape
 from tfkfac.compat.models import changing_variables, own_value
 from tfkfac.compat.overrides import drop_from, keep_on, override
@@ -322,26 +321,32 @@ class MetricsTap(ModelTap[LeftOut]):
         if model is None or not noted:
             return results
 
-        def restore() -> None:
-            put_back(before)
-            # Variables created in this step, which were in no other.
+        verdict = noted[-1]
+        left_out = verdict.flag > 0
+        if not verdict.loss_is_known:
+            left_out &= ~_all_finite(read(model.metrics_variables))
+        if tf.executing_eagerly() and left_out:
+            # Variables created in this step belong to no other.
             old = {id(variable) for variable in known}
             for metric in model.metrics:
                 if any(id(v) not in old for v in metric.variables):
                     metric.reset_state()
-
-        def restore_if_lost() -> None:
-            finite = [
-                tf.reduce_all(tf.math.is_finite(value))
-                for _, value in read(model.metrics_variables)
-                if value.dtype.is_floating
-            ]
-            when(~tf.reduce_all(finite), restore)
-
-        verdict = noted[-1]
-        do = restore if verdict.loss_is_known else restore_if_lost
-        when(verdict.flag > 0, do)
+        # Without a condition, which takes longer than the assignments.
+        for variable, value in before:
+            variable.assign(
+                tf.raw_ops.Select(condition=left_out, x=value, y=variable)
+            )
         return results
+
+
+def _all_finite(values: Values) -> tf.Tensor:
+    """True if all floating-point values are finite."""
+    finite = [
+        tf.reduce_all(tf.math.is_finite(value))
+        for _, value in values
+        if value.dtype.is_floating
+    ]
+    return tf.reduce_all(finite)
 
 
 def no_batch_counted(model: keras.Model) -> bool:
