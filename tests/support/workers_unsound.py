@@ -252,3 +252,36 @@ def half(kind: str | None, optimizer: str) -> dict[str, Any]:
         "copies": copies(kind, [*model.variables, *scale]),
         "iterations": int(scaler.iterations.numpy()),
     }
+
+
+def lose_batches(kind: str | None, optimizer: str) -> dict[str, Any]:
+    """Losses where a batch has a NaN on one worker, and where all have."""
+    steps = even(kind, 3)
+    x, _ = images()
+    x[steps[1][-1]] = np.nan  # the last worker that trains
+    if optimizer == "accelerator":
+        x[steps[1][0]] = np.nan
+    batches: list[float] = []
+
+    class Losses(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            batches.append(logs["loss"])
+
+    def run(steps: Steps, x: Array, *callbacks: Any) -> Any:
+        model = network(kind, OPTIMIZERS[optimizer], metrics=["accuracy"])
+        model.optimizer.max_skipped_steps = 3
+        history = fit(kind, model, steps, x, *callbacks)
+        return [history[name][0] for name in ("loss", "accuracy")]
+
+    result = {
+        "epoch": run(steps, x, Losses()),
+        "batches": batches,
+        "without": run([steps[0], steps[2]], x),
+        "lost": run(steps[:2], np.full_like(x, np.nan)),
+        "error": "",
+    }
+    try:
+        run(steps, np.full_like(x, np.nan))
+    except FloatingPointError as error:
+        result["error"] = str(error)
+    return result

@@ -1,0 +1,346 @@
+"""Logs and metrics where the loss of a batch is not finite."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfkfac
+from tests.support import workers_unsound
+from tests.support.cluster import Pool
+from tests.support.jobs import Jobs
+from tests.support.reference import Array
+from tfkfac.training.guards import Streak
+
+BATCH, BATCHES = 8, 4
+# Steps of length 0: the loss of each batch is that of the initial weights.
+STILL: dict[str, Callable[[], Any]] = {
+    "kfac": lambda: tfkfac.KFAC(keras.optimizers.SGD(0.0)),
+    "fosi": lambda: tfkfac.FOSI(keras.optimizers.SGD(0.0), warmup_steps=2),
+    "gauss_newton": lambda: tfkfac.GaussNewton(learning_rate=0.0),
+    "micro-batches": lambda: tfkfac.KFAC(
+        keras.optimizers.SGD(0.0), gradient_accumulation_steps=2
+    ),
+}
+NONE, ALL = (), tuple(range(BATCHES))
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(BATCH * BATCHES, 3)).astype("float32")
+Y = X[:, :1] + 0.1 * RNG.normal(size=(BATCH * BATCHES, 1)).astype("float32")
+KERNEL = np.array([[0.5], [-0.2], [0.1]], "float32")
+
+
+def linear(kind: type[Any] = keras.Model, **compile_options: Any) -> Any:
+    inputs = keras.Input((3,))
+    dense = layers.Dense(1, use_bias=False, name="dense")
+    model = kind(inputs, dense(inputs))
+    dense.kernel.assign(KERNEL)
+    model.compile(loss="mse", **compile_options)
+    return model
+
+
+def spoiled(bad: tuple[int, ...], value: float = np.nan) -> Array:
+    x = X.copy()
+    for batch in bad:
+        x[BATCH * batch + 3, 1] = value
+    return x
+
+
+def errors(batches: list[int]) -> dict[str, float]:
+    """Keras' means of some batches, in NumPy; nan if there are none."""
+    rows = [i for b in batches for i in range(BATCH * b, BATCH * (b + 1))]
+    gaps = (X @ KERNEL - Y)[rows]
+    if not rows:
+        return {"loss": np.nan, "mae": np.nan}
+    return {"loss": float(np.mean(gaps**2)), "mae": float(np.mean(abs(gaps)))}
+
+
+class Logs(keras.callbacks.Callback):
+    """Keeps the logs of all batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches.append(dict(logs))
+
+
+def fit(model: Any, x: Array, **options: Any) -> Any:
+    """The logs of the batches, and those of the last epoch."""
+    logs = Logs()
+    history = model.fit(
+        x, Y, BATCH, shuffle=False, verbose=0, callbacks=[logs], **options
+    ).history
+    return logs.batches, {name: value[-1] for name, value in history.items()}
+
+
+def check(model: Any, bad: tuple[int, ...], value: float = np.nan) -> None:
+    """Compares the logs of an epoch with NumPy's."""
+    batches, epoch = fit(model, spoiled(bad, value))
+    good = [b for b in ALL if b not in bad]
+    for number, logs in enumerate(batches):
+        if number in bad:
+            assert not np.isfinite(list(logs.values())).any()
+            continue
+        want = errors([b for b in good if b <= number])
+        assert logs == pytest.approx(want, rel=1e-5)
+    assert epoch == pytest.approx(errors(good), rel=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", [n for n in STILL if n != "micro-batches"])
+def test_logs(name: str) -> None:
+    """A bad batch is in its own logs alone, an epoch without any other nan."""
+    model = linear(optimizer=STILL[name](), metrics=["mae"])
+    for bad in [(0,), (1, 2), (3,), NONE, ALL]:
+        check(model, bad)
+    check(model, (1,), np.inf)
+    before = model.evaluate(X, Y, BATCH, verbose=0, return_dict=True)
+    assert before == pytest.approx(errors([*ALL]), rel=1e-5)
+
+
+def test_logs_of_micro_batches() -> None:
+    """With a bad one those after it in the same step are left out."""
+    model = linear(optimizer=STILL["micro-batches"]())
+    for bad, good in [((0,), [2, 3]), ((3,), [0, 1, 2]), (ALL, [])]:
+        batches, epoch = fit(model, spoiled(bad))
+        assert np.isnan(batches[bad[0]]["loss"])
+        want = errors(good)["loss"]
+        assert epoch["loss"] == pytest.approx(want, rel=1e-5, nan_ok=True)
+
+
+class Trackers(keras.Model):
+    """A train step with metrics of its own, updated after the weights."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mean = keras.metrics.Mean("loss")
+        self.mae = keras.metrics.MeanAbsoluteError("mae")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.mean, self.mae]
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = tf.reduce_mean((outputs - y) ** 2)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.mean.update_state(loss)
+        self.mae.update_state(y, outputs)
+        return {m.name: m.result() for m in self.metrics}
+
+
+@pytest.mark.filterwarnings("ignore:Optimizer 'kfac' has not seen the loss")
+@pytest.mark.parametrize("eager", [False, True])
+def test_train_step_of_the_user(eager: bool) -> None:
+    """Of which nobody knows the loss; the metrics show it."""
+    model = linear(Trackers, optimizer=STILL["kfac"](), run_eagerly=eager)
+    for bad in [(0,), (3,), ALL]:
+        check(model, bad)
+
+
+def test_eager_metrics_of_the_first_batch() -> None:
+    """Which creates them."""
+    optimizer = STILL["kfac"]()
+    model = linear(optimizer=optimizer, metrics=["mae"], run_eagerly=True)
+    check(model, (0,))
+
+
+class Extremes(keras.metrics.Metric):
+    """A metric that is not 0 after a reset, the least output."""
+
+    def __init__(self, name: str = "least") -> None:
+        super().__init__(name=name)
+        self.least = self.add_variable((), "zeros", name="least")
+        self.reset_state()
+
+    def update_state(self, y: Any, outputs: Any, sample_weight: Any) -> None:
+        low = keras.ops.min(outputs)
+        self.least.assign(keras.ops.minimum(self.least, low))
+
+    def result(self) -> Any:
+        return self.least
+
+    def reset_state(self) -> None:
+        self.least.assign(1e9)
+
+
+def test_other_metrics() -> None:
+    """Two outputs, weighted metrics, vectors, other values after a reset."""
+    inputs = keras.Input((3,))
+    heads = [layers.Dense(2, name=name)(inputs) for name in "ab"]
+    model = keras.Model(inputs, heads)
+    model.compile(
+        optimizer=STILL["kfac"](),
+        loss=["mse", "mse"],
+        metrics=[["mae", Extremes()], [keras.metrics.F1Score()]],
+        weighted_metrics=[["mse"], []],
+    )
+    y = np.eye(2, dtype="float32")[[0, 1] * (len(X) // 2)]
+
+    def logs(x: Array) -> dict[str, list[Any]]:
+        run = model.fit(x, [y, y], BATCH, shuffle=False, verbose=0)
+        history: dict[str, list[Any]] = run.history
+        return history
+
+    good = logs(X)
+    lost = logs(spoiled(ALL))
+    assert set(good) == set(lost) == {
+        "loss", "a_loss", "b_loss", "a_mae", "a_least", "a_mse", "b_f1_score",
+    }  # fmt: skip
+    assert all(np.isnan(value).all() for value in lost.values())
+    again = logs(X)
+    for name, value in good.items():
+        np.testing.assert_array_equal(again[name], value)
+
+
+def test_train_on_batch() -> None:
+    """Nan for the bad batch, as Keras' SGD; nothing of it in the next."""
+    model = linear(optimizer=STILL["kfac"](), metrics=["mae"])
+    bad = spoiled((0,))[:BATCH]
+    assert np.isnan(model.train_on_batch(bad, Y[:BATCH])).all()
+    good = model.train_on_batch(X[:BATCH], Y[:BATCH], return_dict=True)
+    assert good == pytest.approx(errors([0]), rel=1e-5)
+
+
+# ------------------------------------- gradients that are not, of finite losses
+def scaled(make: Callable[[], Any], scaler: Any) -> dict[str, Any]:
+    keras.utils.set_random_seed(0)
+    half = {"dtype": "mixed_float16"}
+    hidden = layers.Dense(8, "tanh", **half)
+    model = keras.Sequential(
+        [keras.Input((3,)), hidden, layers.Dense(1, **half)]
+    )
+    model.compile(scaler(make(), initial_scale=2.0**40), "mse", ["mae"])
+    history: dict[str, Any] = model.fit(X, Y, BATCH, verbose=0).history
+    assert int(model.optimizer.iterations) == 0
+    return history
+
+
+SCALERS = {
+    "Keras'": keras.optimizers.LossScaleOptimizer,
+    "ours": tfkfac.LossScaleOptimizer,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "scaler"),
+    [
+        ("kfac", "Keras'"),
+        ("fosi", "ours"),
+        pytest.param("kfac", "ours", marks=pytest.mark.slow),
+        pytest.param("fosi", "Keras'", marks=pytest.mark.slow),
+    ],
+)
+def test_finite_losses_count(name: str, scaler: str) -> None:
+    """Every step overflows; the history is that of Keras' Adam."""
+    want = scaled(keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer)
+    got = scaled(STILL[name], SCALERS[scaler])
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        np.testing.assert_allclose(got[key], value, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["kfac", "fosi", "gauss_newton"])
+def test_a_gradient_that_overflows(name: str) -> None:
+    """Without any scale: outputs of 10, gradients of 2e39."""
+    model = linear(optimizer=STILL[name]())
+    kernel = np.array([[1e-37], [0], [0]], "float32")
+    model.layers[-1].kernel.assign(kernel)
+    x = X.copy()
+    x[:BATCH] = 1e38
+    _, epoch = fit(model, x)
+    want = np.mean((x @ kernel - Y) ** 2)
+    assert epoch["loss"] == pytest.approx(want, rel=1e-5)
+
+
+# ------------------------------------------------------------------- callbacks
+def epochs() -> Iterator[Any]:
+    """Batches of three epochs, of which the second is bad."""
+    for x in (X, spoiled(ALL), X):
+        for batch in ALL:
+            rows = slice(BATCH * batch, BATCH * (batch + 1))
+            yield x[rows], Y[rows]
+
+
+def test_the_best_epoch_is_another(tmp_path: Any) -> None:
+    """Callbacks that look for the least loss pass over the bad epoch."""
+    model = linear(optimizer=tfkfac.KFAC(1e-4))
+    checkpoint = keras.callbacks.ModelCheckpoint(
+        tmp_path / "{epoch}.keras", monitor="loss", save_best_only=True
+    )
+    stopping = keras.callbacks.EarlyStopping("loss", patience=3)
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=2)
+    history = model.fit(
+        epochs(), steps_per_epoch=BATCHES, epochs=3, verbose=0,
+        callbacks=[checkpoint, stopping, plateau], validation_data=(X, Y),
+    ).history  # fmt: skip
+    losses = history["loss"]
+    assert np.isnan(losses).tolist() == [False, True, False]
+    least = np.nanmin(losses)
+    assert [checkpoint.best, stopping.best, plateau.best] == [least] * 3
+    assert {path.stem for path in tmp_path.iterdir()} == {"1", "3"}
+    assert np.isfinite(history["val_loss"]).all()
+
+
+def test_terminate_on_nan() -> None:
+    model = linear(optimizer=tfkfac.KFAC())
+    logs = Logs()
+    callbacks = [keras.callbacks.TerminateOnNaN(), logs]
+    x = spoiled((2,), np.inf)
+    model.fit(x, Y, BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+    assert len(logs.batches) == 3
+
+
+# ------------------------------------------------------- too many skipped steps
+def test_100_steps_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end the training; the device is not waited for in each step."""
+    reads, below = [], Streak.check
+
+    def counted(self: Streak, *args: Any) -> int:
+        reads.append(args)
+        return below(self, *args)
+
+    monkeypatch.setattr(Streak, "check", counted)
+    for make in (tfkfac.KFAC, tfkfac.FOSI, tfkfac.GaussNewton):
+        assert make().max_skipped_steps == 100
+    model = linear(optimizer=STILL["kfac"]())
+    x, y = np.resize(X, (150, 3)), np.resize(Y, (150, 1))
+    model.fit(x, y, 1, epochs=2, verbose=0)
+    assert len(reads) == 3  # after 100, 200 and 300 batches
+    model.fit(x[:30] * np.nan, y[:30], 1, verbose=0)
+    model.fit(x[:30], y[:30], 1, verbose=0)
+    with pytest.raises(FloatingPointError, match="skipped 100 steps in a row"):
+        model.fit(x * np.nan, y, 1, verbose=0)
+    assert int(model.optimizer.skipped_steps) == 30 + 100
+
+
+# ------------------------------------------------------------- several workers
+JOBS = Jobs(workers_unsound)
+JOBS.add("two: kfac", "lose_batches", "kfac")
+JOBS.add("mirrored: kfac", "lose_batches", "kfac")
+JOBS.add("two: fosi", "lose_batches", "fosi", slow=True)
+JOBS.add("two: accelerator", "lose_batches", "accelerator", slow=True)
+JOBS.add("mirrored: fosi", "lose_batches", "fosi", slow=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    JOBS.params(
+        ["two: kfac", "mirrored: kfac", "two: fosi", "mirrored: fosi",
+         "two: accelerator"]
+    ),
+)  # fmt: skip
+def test_all_workers_leave_out_the_same(pool: Pool, name: str) -> None:
+    """A batch with a NaN on one worker is lost as a whole."""
+    for worker in JOBS.results(pool, name):
+        assert np.isnan(worker["batches"]).tolist() == [False, True, False]
+        np.testing.assert_allclose(worker["epoch"], worker["without"], 1e-5)
+        assert np.isnan(worker["lost"]).all()
+        assert "3 steps in a row" in worker["error"]
