@@ -1,6 +1,6 @@
 """Runs Keras' own tests of callbacks with K-FAC as the optimizer.
 
-    python tools/keras_tests.py [--source ARCHIVE] [pytest options]
+    python tools/keras_tests.py [--source ARCHIVE] [PYTEST OPTIONS]
 
 The tests come from the source distribution of the installed version of Keras,
 which pip downloads unless `--source` names it: wheels have none. Every
