@@ -190,6 +190,9 @@ NOT_RUN = {
         "python tools/gpu_check.py --json gpu.json",
     ),
     "by tests/tools/test_plan.py": ("python tools/plan.py --papers",),
+    "downloads; with other tests, by tests/tools/test_keras_tests.py": (
+        "python tools/keras_tests.py",
+    ),
     "small, by tests/tools/test_timeline.py": (
         "python tools/timeline.py",
         "python tools/timeline.py --width 512 --depth 4 comm_opt hybrid_opt",
