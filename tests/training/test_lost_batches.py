@@ -20,7 +20,7 @@ BATCH, BATCHES = 8, 4
 # Steps of length 0: the loss of each batch is that of the initial weights.
 STILL: dict[str, Callable[[], Any]] = {
     "kfac": lambda: tfkfac.KFAC(keras.optimizers.SGD(0.0)),
-    "fosi": lambda: tfkfac.FOSI(keras.optimizers.SGD(0.0), warmup_steps=2),
+    "fosi": lambda: tfkfac.FOSI(keras.optimizers.SGD(0.0), warmup_steps=999),
     "gauss_newton": lambda: tfkfac.GaussNewton(learning_rate=0.0),
     "micro-batches": lambda: tfkfac.KFAC(
         keras.optimizers.SGD(0.0), gradient_accumulation_steps=2
@@ -217,7 +217,8 @@ def scaled(make: Callable[[], Any], scaler: Any) -> dict[str, Any]:
     model = keras.Sequential(
         [keras.Input((3,)), hidden, layers.Dense(1, **half)]
     )
-    model.compile(scaler(make(), initial_scale=2.0**40), "mse", ["mae"])
+    optimizer = scaler(make(), initial_scale=2.0**40)
+    model.compile(optimizer, "mse", metrics=["mae"])
     history: dict[str, Any] = model.fit(X, Y, BATCH, verbose=0).history
     assert int(model.optimizer.iterations) == 0
     return history
