@@ -13,6 +13,7 @@ import tfkfac
 from tests.support import workers_unsound
 from tests.support.cluster import Pool
 from tests.support.jobs import Jobs
+from tests.support.marks import with_slow
 from tests.support.reference import Array
 from tfkfac.training.guards import Streak
 
@@ -248,7 +249,7 @@ def test_finite_losses_count(name: str, scaler: str) -> None:
         np.testing.assert_allclose(got[key], value, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["kfac", "fosi", "gauss_newton"])
+@pytest.mark.parametrize("name", with_slow(STILL, "fosi", "gauss_newton")[:3])
 def test_a_gradient_that_overflows(name: str) -> None:
     """Without any scale: outputs of 10, gradients of 2e39."""
     model = linear(optimizer=STILL[name]())
@@ -325,7 +326,7 @@ def test_100_steps_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------- several workers
 JOBS = Jobs(workers_unsound)
 JOBS.add("two: kfac", "lose_batches", "kfac")
-JOBS.add("mirrored: kfac", "lose_batches", "kfac")
+JOBS.add("mirrored: kfac", "lose_batches", "kfac", slow=True)
 JOBS.add("two: fosi", "lose_batches", "fosi", slow=True)
 JOBS.add("two: accelerator", "lose_batches", "accelerator", slow=True)
 JOBS.add("mirrored: fosi", "lose_batches", "fosi", slow=True)
