@@ -326,7 +326,7 @@ def _statistic(
 def is_cheaper(shape: Sequence[int | None], geometry: Geometry) -> bool:
     """True if `patch_gram` is faster than the product of patches."""
     if max(geometry.size) == 1:
-        return False  # The patches are slices of the image.
+        return False  # A kernel of size 1 needs no patches.
     by_correlation, by_patches = costs(shape, geometry)
     return by_correlation < by_patches
 

@@ -50,8 +50,7 @@ def hessian_operator(
                 model, call, arguments, variables, values, shares
             )
         slopes = inner.gradient(loss, values)
-        # Convert sparse gradients inside the tape, which records this.
-        slopes = dense(slopes)
+        slopes = dense(slopes)  # Inside the tape, to record the conversion.
     refuse_silent_zeros(model, num_before)
 
     def product(vector: tf.Tensor) -> tf.Tensor:

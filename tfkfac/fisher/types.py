@@ -69,9 +69,7 @@ def monte_carlo(
         output.sample(seed, weight)
         for (output, weight), seed in zip(outputs, seeds, strict=True)
     ]
-    pulled = _backpropagate(
-        layers, likelihood, likelihood.outputs, gradients, total
-    )
+    pulled = _backprop(layers, likelihood, likelihood.outputs, gradients, total)
     sampled = {i: (layers[i][0], records) for i, records in pulled.items()}
     others = {i: layer for i, layer in layers.items() if i not in pulled}
     # Gradients for sampled labels are gradients of single terms, not scaled.
@@ -119,9 +117,7 @@ def _output_totals(
 
     def add(index: tf.Tensor, *sums: tf.Tensor) -> tuple[tf.Tensor, ...]:
         column = output.column(index, weight)
-        pulled = _backpropagate(
-            layers, likelihood, [output], [column], _refuse_sums
-        )
+        pulled = _backprop(layers, likelihood, [output], [column], _refuse_sums)
         reached.update(pulled)
         totals = [
             output_total(layers[i][0], pulled[i], view)
@@ -150,17 +146,14 @@ def _refuse_sums(_: tf.Tensor) -> tf.Tensor:
     )
 
 
-def _backpropagate(
+def _backprop(
     layers: Layers,
     likelihood: Likelihood,
     outputs: Sequence[Output],
     gradients: Sequence[tf.Tensor],
     total: Sum,
 ) -> dict[int, list[Record]]:
-    """Returns the records of the layers with backpropagated gradients.
-
-    Layers that the outputs do not depend on are missing.
-    """
+    """Records with new gradients, of layers that the outputs depend on."""
     flat = [record for _, records in layers.values() for record in records]
     new_gradients = likelihood.pullback.pull(
         [output.predictions for output in outputs],
