@@ -124,6 +124,7 @@ ENVELOPES = [
     b"\xff",
     b"[" * 100_000,
     b'{"from": NaN, "message": {}}',
+    b'{"from": 0, "message": {"number": NaN}}',
     b'{"message": {"stop": true}}',
     b'{"from": 0}',
     b'{"from": 0, "message": null}',
