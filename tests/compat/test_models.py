@@ -154,8 +154,10 @@ class Fit:
         self.override = around_fit(model, self._within)
 
     @contextlib.contextmanager
-    def _within(self, callbacks: list[Any], epoch: int) -> Iterator[list[Any]]:
-        self.given.append((callbacks, epoch))
+    def _within(
+        self, callbacks: list[Any], arguments: Any
+    ) -> Iterator[list[Any]]:
+        self.given.append((callbacks, arguments.get("initial_epoch", 0)))
         yield [*callbacks, *self._ours]
         self.ended += 1
 

@@ -1,9 +1,12 @@
-"""Workers whose weights are no longer the same."""
+"""Workers whose weights or data are no longer the same."""
+
+import itertools
+import pathlib
 
 import pytest
 
-from tests.support import workers_unsound
-from tests.support.cluster import Pool
+from tests.support import workers_data, workers_unsound
+from tests.support.cluster import Pool, run
 from tests.support.jobs import Jobs
 
 JOBS = Jobs(workers_unsound)
@@ -22,3 +25,50 @@ def test_one_bit_of_a_weight(pool: Pool, name: str) -> None:
     assert f"After {WHEN[name]} updates these checksums differ: {path}" in first
     assert "on worker 0" in first
     assert "on worker 1" in first
+
+
+# ------------------------------------------------------- the order of the data
+@pytest.mark.parametrize(
+    ("workers", "is_wide"),
+    [
+        (2, False),
+        pytest.param(2, True, marks=pytest.mark.slow),
+        pytest.param(4, False, marks=pytest.mark.slow),
+    ],
+)
+def test_every_row_once_in_each_epoch(
+    tmp_path: pathlib.Path, workers: int, is_wide: bool
+) -> None:
+    """Without a common seed; a cluster of its own, as others may set seeds."""
+    rows = workers_data.ROWS
+    for i in range(workers):
+        lines = map(str, range(rows)[i::workers])
+        (tmp_path / f"{i}.txt").write_text("\n".join(lines))
+    target = f"{workers_data.__name__}:see_rows"
+    results = run(
+        target, str(tmp_path), is_wide, time_limit=600, workers=workers
+    )
+    for name in results[0]["rows"]:
+        by_worker = [result["rows"][name] for result in results]
+        epochs = list(zip(*by_worker, strict=True))
+        assert len(epochs) == workers_data.EPOCHS
+        for epoch in epochs:
+            assert sorted(itertools.chain(*epoch)) == list(range(rows)), name
+        assert epochs[0] != epochs[1], name  # shuffled anew
+    # Keras draws the seeds of layers on each worker for itself.
+    for seeds in zip(*(result["seeds"] for result in results), strict=True):
+        assert len(set(seeds)) == workers
+    for name in results[0]["errors"]:
+        texts = {result["errors"][name] for result in results}
+        assert len(texts) == 1, name  # the same on all workers
+        (text,) = texts
+        assert "must shuffle their data in the same order" in text, name
+        assert "keras.utils.set_random_seed" in text
+        assert f"on worker {workers - 1}" in text
+    for name in results[0]["own rows"]:
+        by_worker = [result["own rows"][name] for result in results]
+        for epoch in zip(*by_worker, strict=True):
+            assert sorted(itertools.chain(*epoch)) == list(range(rows)), name
+    for result in results:
+        assert len(result["warnings"]["shuffled"]) == 1
+        assert not result["warnings"]["in order"]

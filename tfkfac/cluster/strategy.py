@@ -25,6 +25,7 @@ from tfkfac.cluster.launchers import KERAS, find_cluster
 from tfkfac.cluster.rendezvous import wait_for_all
 from tfkfac.cluster.stopping import Stopping
 from tfkfac.cluster.watch import Standstill, Watch
+from tfkfac.compat.data import global_seed
 from tfkfac.compat.strategies import ReducingStrategy, keep_handler
 
 Resolver: TypeAlias = tf.distribute.cluster_resolver.ClusterResolver
@@ -51,6 +52,10 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
     cause, and in `predict` and a loop of your own the error of the collective
     does. A worker that is slow is left alone; when no step of `fit` ends for a
     minute, the first worker says in which functions each of them is.
+
+    On several workers it calls `tf.random.set_seed` with a random seed that
+    all have in common, unless there is a seed: each worker takes its rows of
+    each batch, so all of them must shuffle alike. Create datasets after it.
 
     SIGTERM does what it did before the strategy: a process without a handler
     of its own ends. (TensorFlow's strategy alone makes a process ignore it.)
@@ -98,6 +103,7 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
     watch: Watch | None = None  # of several workers
     stopping: Stopping | None = None
     standstill: Standstill | None = None
+    shuffle_seed: int | None = None  # where the user has set none
 
     def __init__(
         self,
@@ -118,7 +124,11 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
         cluster, resolver = _find_cluster(cluster_resolver, given)
         lines: dict[int, Line] = {}
         if cluster is not None:
-            cluster, lines, _ = wait_for_all(cluster, start_timeout)
+            cluster, lines, seed = wait_for_all(cluster, start_timeout)
+            if seed is not None and global_seed() is None:
+                # Otherwise each worker shuffles its data for itself.
+                tf.random.set_seed(seed)
+                self.shuffle_seed = seed
             if resolver is None:
                 resolver = _resolver(cluster)
                 _share_gpus(cluster)

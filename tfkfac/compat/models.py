@@ -19,7 +19,8 @@ from tfkfac.compat.optimizers import named_optimizer
 from tfkfac.compat.overrides import Override, override
 
 Callbacks = list[keras.callbacks.Callback]
-Within = Callable[[Callbacks, int], AbstractContextManager[Callbacks]]
+Arguments = Mapping[str, Any]
+Within = Callable[[Callbacks, Arguments], AbstractContextManager[Callbacks]]
 
 State = Mapping[str, np.ndarray]
 
@@ -192,10 +193,10 @@ def after_compile(action: Callable[[keras.Model], None]) -> Override:
 def around_fit(model: keras.Model, within: Within) -> Override:
     """Runs each `fit` of a model in a context, which chooses its callbacks.
 
-    This relies on the names of the arguments `callbacks` and `initial_epoch`,
-    and on `fit` making a new `CallbackList` of a flat list of callbacks. The
-    context gets these and `initial_epoch`; its value is the callbacks. A
-    `fit` of the user's own that has no place for callbacks by name gets none.
+    This relies on the names of the arguments of `fit`, and on `fit` making a
+    new `CallbackList` of a flat list of callbacks. The context gets these and
+    all arguments; its value is the callbacks. A `fit` of the user's own that
+    has no place for callbacks by name gets none.
     """
     signature = inspect.signature(model.fit)
     kinds = {p.kind: name for name, p in signature.parameters.items()}
@@ -214,7 +215,7 @@ def around_fit(model: keras.Model, within: Within) -> Override:
         if isinstance(known, keras.callbacks.CallbackList):
             known = known.callbacks
         flat = keras.tree.flatten(known) if known else []
-        with within(flat, arguments.get("initial_epoch", 0)) as chosen:
+        with within(flat, arguments) as chosen:
             if chosen is not flat:
                 arguments["callbacks"] = chosen
             return below(*given.args, **given.kwargs)

@@ -7,14 +7,17 @@ a processor one of them would train on with other weights, and nobody would
 know.
 """
 
+import contextlib
+import warnings
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfkfac.compat.data import global_seed, label_checksums, shuffle_seeds
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.distributed.agreement import (
     check_agreement,
@@ -22,12 +25,97 @@ from tfkfac.distributed.agreement import (
     find_differences,
     first_of,
 )
+from tfkfac.distributed.collectives import Communicator
+from tfkfac.distributed.topology import find_topology
 from tfkfac.saving.entries import Spread
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 # Batches between two comparisons: each takes a message, and to read all that is
 # compared.
 EVERY = 100
+_LABELS_DIFFER = (
+    "The labels of the first batch of a `PyDataset` differ between workers. "
+    "Each worker takes its rows of every batch, so some rows may be missed and "
+    "others come twice. If the `PyDataset` shuffles rows, call "
+    "`keras.utils.set_random_seed` with the same seed on all workers before it "
+    "is made."
+)
+
+
+@contextlib.contextmanager
+def comparing_orders(
+    strategy: tf.distribute.Strategy, arguments: Mapping[str, Any]
+) -> Iterator[list[keras.callbacks.Callback]]:
+    """Compares the order of the data of a `fit`; all workers call it.
+
+    Each worker takes its rows of each batch. If they shuffle differently, some
+    rows are missed and others come twice. The seeds are compared, not the
+    rows: nothing is taken from the data.
+
+    The order of a `PyDataset` is in the user's code, which may also draw
+    random changes of the inputs. So the labels of the first batch are
+    compared, and a difference is a warning. (Keras' own shuffle of a
+    `PyDataset` is of whole batches, which loses no rows.) A generator is not
+    compared: workers may have generators of their own.
+
+    Args:
+        strategy: The strategy of the model.
+        arguments: The arguments of `fit`.
+
+    Yields:
+        Callbacks for this `fit`.
+
+    Raises:
+        ValueError: On all workers, if their orders differ.
+    """
+    topology = find_topology(strategy)
+    if topology.processes == 1:
+        yield []
+        return
+    group = Communicator(topology.process, topology.processes, "data")
+    shuffle = arguments.get("shuffle", True)
+    orders = {
+        "x": _order(arguments.get("x"), shuffle, group.rank),
+        "validation_data": _order(
+            arguments.get("validation_data"), False, group.rank
+        ),
+    }
+    refuse_differences(
+        "All workers must shuffle their data in the same order: each takes its "
+        "rows of every batch. Call `keras.utils.set_random_seed` with the same "
+        "seed on all workers before the strategy and the data, or use "
+        "`shuffle=False`. If each worker has a `tf.data.Dataset` with rows of "
+        "its own, set its `auto_shard_policy` to `AutoShardPolicy.OFF`. These "
+        "seeds differ",
+        exchange(orders, group),
+    )
+    if not isinstance(arguments.get("x"), keras.utils.PyDataset):
+        yield []
+        return
+
+    def compare_labels(logs: Any = None) -> None:
+        by_worker = exchange({"checksums": checksums}, group)
+        if find_differences(by_worker):
+            warnings.warn(_LABELS_DIFFER, stacklevel=2)
+
+    with label_checksums() as checksums:
+        yield [keras.callbacks.LambdaCallback(on_train_begin=compare_labels)]
+
+
+def _order(data: Any, shuffle: Any, rank: int) -> list[Any]:
+    """The seeds of the order of an argument of `fit`."""
+    none = f"drawn by worker {rank}"
+    data = getattr(data, "_original_dataset", data)  # distributed already
+    if isinstance(data, keras.utils.PyDataset):
+        return ["PyDataset"]
+    if isinstance(data, tf.data.Dataset):
+        seeds = shuffle_seeds(data)
+        return [list(pair) if any(pair) else none for pair in seeds]
+    leaves = keras.tree.flatten(data)
+    if shuffle and leaves and all(hasattr(x, "shape") for x in leaves):
+        seed = global_seed()
+        return [none if seed is None else seed]
+    return []
 
 
 def compare_beginnings(

@@ -18,7 +18,9 @@ import tensorflow as tf
 from tfkfac.capture.model_taps import no_batch_counted
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.cluster.watch import find_standstill
+from tfkfac.compat.data import global_seed, reshuffle_arrays
 from tfkfac.compat.models import (
+    Arguments,
     Callbacks,
     State,
     after_compile,
@@ -31,6 +33,7 @@ from tfkfac.compat.overrides import Override, drop_from, keep_on, override
 from tfkfac.shell.loss_scale import undo_overflows
 from tfkfac.shell.optimizer import SecondOrderOptimizer, ours
 from tfkfac.supervision.callback import Supervision
+from tfkfac.supervision.comparison import comparing_orders
 from tfkfac.training.guards import as_errors
 
 _OVERRIDES, _BOUND = "_tfkfac_supervision", "_tfkfac_optimizer"
@@ -95,26 +98,36 @@ def _watch(
     Under a strategy of ours other workers learn if one of them fails, and the
     reverse, whatever the optimizer.
     """
-    watch = getattr(model.distribute_strategy, "watch", None)
+    strategy = model.distribute_strategy
+    watch = getattr(strategy, "watch", None)
 
     def watched() -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if watch is None else watch.fit()
 
     @contextlib.contextmanager
-    def within(callbacks: Callbacks, initial_epoch: int) -> Iterator[Callbacks]:
+    def within(
+        callbacks: Callbacks, arguments: Arguments
+    ) -> Iterator[Callbacks]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(watched())
+            order = comparing_orders(strategy, arguments)
+            if extra := stack.enter_context(order):
+                callbacks = [*extra, *callbacks]
+            seed = getattr(strategy, "shuffle_seed", None)
+            if seed is not None and seed == global_seed():
+                stack.enter_context(reshuffle_arrays(seed))
             if optimizer is None:
                 yield callbacks
                 return
             stack.enter_context(as_errors())
-            standstill = find_standstill(model.distribute_strategy)
+            standstill = find_standstill(strategy)
             if standstill is not None:
                 stack.enter_context(standstill.training())
             for one in callbacks:
                 if isinstance(one, contextlib.AbstractContextManager):
                     stack.enter_context(one)
-            supervision = Supervision(optimizer, callbacks, initial_epoch)
+            first = arguments.get("initial_epoch", 0)
+            supervision = Supervision(optimizer, callbacks, first)
             yield [supervision, *callbacks, supervision.last]
 
     def evaluate(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

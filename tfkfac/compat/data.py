@@ -1,0 +1,136 @@
+"""The order of the data of a `fit`: seeds of pipelines, arrays in Keras."""
+
+import collections
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from tensorflow.python.eager import context
+
+from tfkfac.compat.overrides import overridden
+
+# Sources of which `AutoShardPolicy.AUTO` gives each worker its own files.
+_READERS = (
+    "ArrayRecordDataset",
+    "FixedLengthRecordDataset",
+    "RecordIODataset",
+    "SSTableDataset",
+    "TextLineDataset",
+    "TFRecordDataset",
+)
+Policy = tf.data.experimental.AutoShardPolicy
+
+
+def global_seed() -> int | None:
+    """The seed of `tf.random.set_seed` or `keras.utils.set_random_seed`.
+
+    None if neither has been called. It relies on the `global_seed` of
+    TensorFlow's context.
+    """
+    return context.global_seed()
+
+
+def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
+    """Seeds that determine which rows of a pipeline each worker takes.
+
+    (0, 0) is a shuffle without a seed. The list is empty where each worker
+    has data of its own: with `AutoShardPolicy.OFF`, and where it reads its
+    own files. Nothing is taken from the pipeline.
+
+    This relies on the inputs of a dataset in `_inputs()`, its functions in
+    `_functions()`, and the seeds of a shuffle or of the choice among several
+    datasets in `_seed` and `_seed2`. Of a shuffle inside a function only the
+    global seed is known.
+    """
+    datasets = list(_with_inputs(dataset))
+    seeds = [(d._seed, d._seed2) for d in datasets if hasattr(d, "_seed2")]
+    names = [type(d).__name__ for d in datasets]
+    graphs = [f.function.graph for d in datasets for f in d._functions()]
+    for graph in graphs:
+        content = graph.as_graph_def()  # with the functions of the function
+        bodies = [f.node_def for f in content.library.function]
+        inside = [n.op for body in (content.node, *bodies) for n in body]
+        names += inside
+        if graph.seed and any(op.startswith("ShuffleDataset") for op in inside):
+            seeds.append((graph.seed, 0))
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    by_file = any(reader in name for name in names for reader in _READERS)
+    if policy != Policy.DATA and (policy != Policy.AUTO or by_file):
+        return []
+    return [(int(first), int(second)) for first, second in seeds]
+
+
+def _with_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    yield dataset
+    for one in dataset._inputs():
+        yield from _with_inputs(one)
+
+
+@contextlib.contextmanager
+def reshuffle_arrays(seed: int) -> Iterator[None]:
+    """Lets `fit` shuffle arrays anew in each epoch, alike in all processes.
+
+    With a seed of `tf.random.set_seed` Keras repeats the order of the first
+    epoch: `tf.random.shuffle` starts again with each iterator. Here the order
+    depends on the seed and the number of iterators before.
+
+    This relies on `ArrayDataAdapter.get_tf_dataset` calling
+    `tf.random.shuffle`, and on `TFEpochIterator._get_iterator` being called
+    once for each iterator, the next one only when all of the one before has
+    been used or when it is dropped.
+    """
+    iterators: collections.Counter[int] = collections.Counter()
+
+    def get_iterator(below: Callable[..., Any], epochs: Any) -> Any:
+        iterators[id(epochs.data_adapter)] += 1
+        return below(epochs)
+
+    def get_tf_dataset(below: Callable[..., Any], adapter: Any) -> Any:
+        def shuffle(_: Callable[..., Any], indices: tf.Tensor) -> tf.Tensor:
+            number = tf.numpy_function(
+                lambda: np.int64(iterators[id(adapter)]), [], tf.int64
+            )
+            number.set_shape(())
+            # With `shuffle="batch"` the first index distinguishes batches.
+            return tf.random.experimental.stateless_shuffle(
+                indices, [seed + number, indices[0]]
+            )
+
+        with overridden(tf.random, "shuffle", shuffle):
+            return below(adapter)
+
+    with (
+        overridden(ArrayDataAdapter, "get_tf_dataset", get_tf_dataset),
+        overridden(TFEpochIterator, "_get_iterator", get_iterator),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def label_checksums() -> Iterator[list[int]]:
+    """Collects the checksum of the labels of the first batch of a `PyDataset`.
+
+    Of the whole batch if it has no labels. This relies on Keras passing the
+    batches that it reads for their shapes, before training and in the thread
+    of `fit`, to `_standardize_batch`. Nothing is read for the checksum.
+    """
+    checksums: list[int] = []
+
+    def standardize(below: Callable[..., Any], adapter: Any, batch: Any) -> Any:
+        batch = below(adapter, batch)
+        if not checksums:
+            has_labels = isinstance(batch, tuple) and len(batch) > 1
+            leaves = keras.tree.flatten(batch[1] if has_labels else batch)
+            content = b"".join(np.asarray(leaf).tobytes() for leaf in leaves)
+            checksums.append(zlib.crc32(content))
+        return batch
+
+    with overridden(PyDatasetAdapter, "_standardize_batch", standardize):
+        yield checksums
