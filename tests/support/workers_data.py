@@ -73,7 +73,8 @@ class Epochs(keras.callbacks.Callback):
 
     def _take(self) -> None:
         if not self._in_test:
-            self.rows.append(self._recorder.rows)
+            # Keras tracks the lists of a layer.
+            self.rows.append(list(self._recorder.rows))
         self._in_test = True
 
 
