@@ -65,10 +65,12 @@ def test_every_row_once_in_each_epoch(
         assert "must shuffle their data in the same order" in text, name
         assert "keras.utils.set_random_seed" in text
         assert f"on worker {workers - 1}" in text
-    for name in results[0]["own rows"]:
+    for name in "files", "no shuffle":
         by_worker = [result["own rows"][name] for result in results]
         for epoch in zip(*by_worker, strict=True):
             assert sorted(itertools.chain(*epoch)) == list(range(rows)), name
-    for result in results:
+    for index, result in enumerate(results):
+        for epoch in result["own rows"]["sharding off"]:
+            assert set(epoch) <= set(range(index, rows, workers))
         assert len(result["warnings"]["shuffled"]) == 1
         assert not result["warnings"]["in order"]
