@@ -17,7 +17,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.compat.data import global_seed, label_checksums, shuffle_seeds
+from tfkfac.compat.data import (
+    global_seed,
+    label_checksums,
+    reshuffle_arrays,
+    shuffle_seeds,
+)
 from tfkfac.compat.optimizers import raw_iterations
 from tfkfac.distributed.agreement import (
     check_agreement,
@@ -43,12 +48,13 @@ _LABELS_DIFFER = (
 
 
 @contextlib.contextmanager
-def comparing_orders(
+def common_order(
     strategy: tf.distribute.Strategy, arguments: Mapping[str, Any]
 ) -> Iterator[list[keras.callbacks.Callback]]:
-    """Compares the order of the data of a `fit`; all workers call it.
+    """Compares the order of the data of a `fit`, as a context.
 
-    Each worker takes its rows of each batch. If they shuffle differently, some
+    All workers call it. Arrays are shuffled anew in each epoch where the seed
+    is that of the strategy. Each worker takes its rows of each batch. If they shuffle differently, some
     rows are missed and others come twice. The seeds are compared, not the
     rows: nothing is taken from the data.
 
@@ -89,17 +95,21 @@ def comparing_orders(
         "seeds differ",
         exchange(orders, group),
     )
-    if not isinstance(arguments.get("x"), keras.utils.PyDataset):
-        yield []
-        return
 
     def compare_labels(logs: Any = None) -> None:
         by_worker = exchange({"checksums": checksums}, group)
         if find_differences(by_worker):
             warnings.warn(_LABELS_DIFFER, stacklevel=2)
 
-    with label_checksums() as checksums:
-        yield [keras.callbacks.LambdaCallback(on_train_begin=compare_labels)]
+    seed = getattr(strategy, "shuffle_seed", None)
+    is_ours = seed is not None and seed == global_seed()
+    with (
+        reshuffle_arrays(seed) if is_ours else contextlib.nullcontext(),
+        label_checksums() as checksums,
+    ):
+        compare = keras.callbacks.LambdaCallback(on_train_begin=compare_labels)
+        is_python = isinstance(arguments.get("x"), keras.utils.PyDataset)
+        yield [compare] if is_python else []
 
 
 def _order(data: Any, shuffle: Any, rank: int) -> list[Any]:

@@ -18,7 +18,6 @@ import tensorflow as tf
 from tfkfac.capture.model_taps import no_batch_counted
 from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.cluster.watch import find_standstill
-from tfkfac.compat.data import global_seed, reshuffle_arrays
 from tfkfac.compat.models import (
     Arguments,
     Callbacks,
@@ -33,7 +32,7 @@ from tfkfac.compat.overrides import Override, drop_from, keep_on, override
 from tfkfac.shell.loss_scale import undo_overflows
 from tfkfac.shell.optimizer import SecondOrderOptimizer, ours
 from tfkfac.supervision.callback import Supervision
-from tfkfac.supervision.comparison import comparing_orders
+from tfkfac.supervision.comparison import common_order
 from tfkfac.training.guards import as_errors
 
 _OVERRIDES, _BOUND = "_tfkfac_supervision", "_tfkfac_optimizer"
@@ -110,12 +109,8 @@ def _watch(
     ) -> Iterator[Callbacks]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(watched())
-            order = comparing_orders(strategy, arguments)
-            if extra := stack.enter_context(order):
-                callbacks = [*extra, *callbacks]
-            seed = getattr(strategy, "shuffle_seed", None)
-            if seed is not None and seed == global_seed():
-                stack.enter_context(reshuffle_arrays(seed))
+            extra = stack.enter_context(common_order(strategy, arguments))
+            callbacks = [*extra, *callbacks] if extra else callbacks
             if optimizer is None:
                 yield callbacks
                 return
