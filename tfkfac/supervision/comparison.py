@@ -54,7 +54,9 @@ def common_order(
     """Compares the order of the data of a `fit`, as a context.
 
     All workers call it. Arrays are shuffled anew in each epoch where the seed
-    is that of the strategy. Each worker takes its rows of each batch. If they shuffle differently, some
+    is that of the strategy.
+
+    Each worker takes its rows of each batch. If they shuffle differently, some
     rows are missed and others come twice. The seeds are compared, not the
     rows: nothing is taken from the data.
 

@@ -104,12 +104,10 @@ def _watch(
         return contextlib.nullcontext() if watch is None else watch.fit()
 
     @contextlib.contextmanager
-    def within(
-        callbacks: Callbacks, arguments: Arguments
-    ) -> Iterator[Callbacks]:
+    def within(callbacks: Callbacks, given: Arguments) -> Iterator[Callbacks]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(watched())
-            extra = stack.enter_context(common_order(strategy, arguments))
+            extra = stack.enter_context(common_order(strategy, given))
             callbacks = [*extra, *callbacks] if extra else callbacks
             if optimizer is None:
                 yield callbacks
@@ -121,7 +119,7 @@ def _watch(
             for one in callbacks:
                 if isinstance(one, contextlib.AbstractContextManager):
                     stack.enter_context(one)
-            first = arguments.get("initial_epoch", 0)
+            first = given.get("initial_epoch", 0)
             supervision = Supervision(optimizer, callbacks, first)
             yield [supervision, *callbacks, supervision.last]
 
