@@ -103,12 +103,11 @@ def common_order(
         if find_differences(by_worker):
             warnings.warn(_LABELS_DIFFER, stacklevel=2)
 
-    seed = getattr(strategy, "shuffle_seed", None)
-    is_ours = seed is not None and seed == global_seed()
-    with (
-        reshuffle_arrays(seed) if is_ours else contextlib.nullcontext(),
-        label_checksums() as checksums,
-    ):
+    with contextlib.ExitStack() as stack:
+        seed: int | None = getattr(strategy, "shuffle_seed", None)
+        if seed is not None and seed == global_seed():
+            stack.enter_context(reshuffle_arrays(seed))
+        checksums = stack.enter_context(label_checksums())
         compare = keras.callbacks.LambdaCallback(on_train_begin=compare_labels)
         is_python = isinstance(arguments.get("x"), keras.utils.PyDataset)
         yield [compare] if is_python else []
