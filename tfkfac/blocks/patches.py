@@ -437,10 +437,7 @@ def _element_order(geometry: Geometry, channels: int) -> np.ndarray:
 
 # --------------------------------------------------------------- stride 1
 def _products(pairs: AllChannelPairs, window: Window) -> tf.Tensor:
-    """Products of all pairs of offsets, `(height, width, height, width, ...)`.
-
-    Step 1 of the module docstring, then step 2 for each edge.
-    """
+    """Products of all pairs of offsets, in the shape of `patch_products`."""
     shifts = pairs.correlation(window.images, window.size)
     total = _expand_shifts(shifts, window.size)
     # Top and bottom edges include the corners; left and right edges do not.
