@@ -25,6 +25,7 @@ from tfkfac.compat.models import (
     loss_takes_training,
     mask_of,
     pass_mask,
+    swap_averages_of,
 )
 from tfkfac.curvature.hessian import layer_name
 
@@ -345,3 +346,40 @@ def test_operations_bear_the_names_of_layers() -> None:
     assert len(names) == 2
     for name in names:
         assert "last" in [layer_name(part) for part in name.split("/")]
+
+
+# ------------------------------------------------------------------ averages
+@contract(
+    "compat.models.swap_averages_of",
+    "`SwapEMAWeights` calls `_tf_swap_variables` and `_tf_finalize_ema_values` "
+    "with an optimizer, and swaps its averages there.",
+)
+def test_swap_averages_of() -> None:
+    """Two optimizers in the place of that of the model."""
+    variables = [keras.Variable(value) for value in (1.0, 2.0)]
+    optimizers = [keras.optimizers.SGD(use_ema=True) for _ in variables]
+    for variable, optimizer in zip(variables, optimizers, strict=True):
+        optimizer.build([variable])
+    given: list[Any] = []
+
+    def choose(optimizer: Any) -> list[Any]:
+        given.append(optimizer)
+        return optimizers
+
+    model = network()
+    model.compile(keras.optimizers.SGD(use_ema=True), "mse")
+    model.optimizer.build(model.trainable_variables)
+    before = model.get_weights()
+    callback = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    for _ in range(2):
+        swap_averages_of(callback, choose)
+    callback.set_model(model)
+    callback.set_params({"epochs": 1})
+    callback.on_epoch_end(0)
+    assert given == [model.optimizer] * 2  # to swap and to keep the averages
+    assert [float(v) for v in variables] == [0.0, 0.0]
+    for one in optimizers:
+        (average,) = one._model_variables_moving_average
+        assert float(average) == 0.0
+    for got, want in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(got, want)

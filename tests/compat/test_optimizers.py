@@ -13,6 +13,7 @@ import tfkfac
 from tests.compat.contracts import contract
 from tfkfac.compat.optimizers import (
     KerasOptimizer,
+    averages_of,
     knows_variable,
     raw_iterations,
     sgd_momenta,
@@ -22,6 +23,23 @@ from tfkfac.compat.optimizers import (
     updates_in_replica,
     variable_key,
 )
+
+
+@contract(
+    "compat.optimizers.averages_of",
+    "`_model_variables_moving_average` is in the order of `build`.",
+)
+def test_averages_of() -> None:
+    first, second = variables()
+    optimizer = keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.75)
+    optimizer.build([second, first])
+    for _ in range(2):
+        gradients = [tf.ones(v.shape) for v in (second, first)]
+        optimizer.apply(gradients, [second, first])
+    pairs = averages_of(optimizer)
+    assert [variable for variable, _ in pairs] == [second, first]
+    for _, average in pairs:  # of 0.5 and 0
+        np.testing.assert_array_equal(average, np.full(average.shape, 0.375))
 
 
 @contract(

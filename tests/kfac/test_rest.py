@@ -1,7 +1,8 @@
 """Weights without a block have an optimizer of their own."""
 
 import functools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -257,3 +258,123 @@ def test_quadratic_steps_move_all_weights() -> None:
     with pytest.raises(ValueError, match="must be left out with quadratic"):
         tfkfac.KFAC(step="quadratic", rest_optimizer="adam")
     assert tfkfac.KFAC(step="quadratic").rest_optimizer is None
+
+
+# ---------------------------------------------------------- averaged weights
+def averaging(**options: Any) -> Any:
+    inner = SGD(0.1, use_ema=True, ema_momentum=0.75)
+    return tfkfac.KFAC(inner, skip_layers=["hidden"], **options)
+
+
+def average_of(weights: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """a_1 = w_1 and a_t = 0.75 a_(t-1) + 0.25 w_t."""
+    average, *later = weights
+    for values in later:
+        pairs = zip(average, values, strict=True)
+        average = [0.75 * a + 0.25 * w for a, w in pairs]
+    return average
+
+
+def close(got: Any, want: Any) -> None:
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+SCALERS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda optimizer: optimizer,
+    "Keras'": keras.optimizers.LossScaleOptimizer,
+    "ours": tfkfac.LossScaleOptimizer,
+}
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("on_epoch", [False, True])
+def test_all_weights_are_averaged(scaler: str, on_epoch: bool) -> None:
+    """By one rule, whoever trains them: for evaluations and at the end."""
+    model, (x, y) = mlp(), data(16)
+    optimizer = SCALERS[scaler](averaging())
+    model.compile(optimizer, loss(), run_eagerly=True)
+    batches: list[Any] = []
+    epochs: list[Any] = []
+    evaluated: list[Any] = []
+    seen = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_, **__: batches.append(model.get_weights()),
+        on_epoch_end=lambda *_, **__: epochs.append(model.get_weights()),
+        on_test_batch_end=lambda *_, **__: evaluated.append(
+            model.get_weights()
+        ),
+    )
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=on_epoch)
+    model.fit(
+        x,
+        y,
+        batch_size=8,
+        epochs=2,
+        verbose=0,
+        validation_data=(x, y),
+        validation_batch_size=16,
+        callbacks=[swap, seen],
+    )
+    first, last = average_of(batches[:2]), average_of(batches)
+    for got, want in zip(evaluated, [first, last], strict=True):
+        close(got, want)
+    for got, want in zip(
+        epochs,
+        [first, last] if on_epoch else [batches[1], batches[3]],
+        strict=True,
+    ):
+        close(got, want)
+    close(model.get_weights(), last)
+
+
+def test_averages_outside_of_fit() -> None:
+    """In `evaluate`, which puts the weights back, and in `predict`.
+
+    (Keras' callback does not put them back after `predict`.)
+    """
+    model, (x, y) = mlp(), data(16)
+    model.compile(averaging(), loss(), run_eagerly=True)
+    batches = []
+    for _ in range(3):
+        model.train_on_batch(x, y)
+        batches.append(model.get_weights())
+    plain, inside = model.evaluate(x, y, verbose=0), []
+    swap = keras.callbacks.SwapEMAWeights()
+    seen = keras.callbacks.LambdaCallback(
+        on_test_batch_end=lambda *_, **__: inside.append(model.get_weights()),
+        on_predict_batch_end=lambda *_, **__: inside.append(
+            model.get_weights()
+        ),
+    )
+    for _ in range(2):  # with the same callbacks
+        assert model.evaluate(x, y, verbose=0, callbacks=[swap, seen]) != plain
+        close(model.get_weights(), batches[-1])
+    model.predict(x, verbose=0, callbacks=[swap, seen])
+    assert len(inside) == 3
+    for weights in inside:
+        close(weights, average_of(batches))
+
+
+def test_the_rest_optimizer_averages_as_the_inner() -> None:
+    names = "use_ema", "ema_momentum", "ema_overwrite_frequency"
+    inner = functools.partial(SGD, 0.1, use_ema=True, ema_momentum=0.75)
+    inner = functools.partial(inner, ema_overwrite_frequency=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rest in (None, "adam"):
+            optimizer = tfkfac.KFAC(inner(), rest_optimizer=rest)
+            again = tfkfac.KFAC.from_config(optimizer.get_config())
+            for one in (optimizer, again):
+                got = [getattr(one.rest_optimizer, name) for name in names]
+                assert got == [True, 0.75, 3]
+        tfkfac.KFAC(inner(), rest_optimizer=inner())
+        # Averages that are not used may differ.
+        tfkfac.KFAC(SGD(0.1, ema_momentum=0.5), rest_optimizer=Adam(0.01))
+    for ours, rest in (
+        (inner(), Adam(0.01)),
+        (inner(), inner(ema_momentum=0.5)),
+        (inner(), inner(ema_overwrite_frequency=None)),
+        (SGD(0.1), Adam(0.01, use_ema=True)),
+    ):
+        with pytest.warns(UserWarning, match=f"Received.*'{rest.name}' with"):
+            tfkfac.KFAC(ours, rest_optimizer=rest)

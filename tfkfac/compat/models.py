@@ -16,7 +16,7 @@ from keras.src.saving.saving_lib import safe_get_h5_dataset, safe_get_h5_group
 
 from tfkfac.compat.graphs import own_copy
 from tfkfac.compat.optimizers import named_optimizer
-from tfkfac.compat.overrides import Override, override
+from tfkfac.compat.overrides import Override, keep_on, override
 
 Callbacks = list[keras.callbacks.Callback]
 Arguments = Mapping[str, Any]
@@ -190,15 +190,19 @@ def after_compile(action: Callable[[keras.Model], None]) -> Override:
     return override(owner, "compile", compile)
 
 
-def around_fit(model: keras.Model, within: Within) -> Override:
+def around_fit(
+    model: keras.Model, within: Within, name: str = "fit"
+) -> Override:
     """Runs each `fit` of a model in a context, which chooses its callbacks.
+
+    `name` is of another method with callbacks, `evaluate` or `predict`.
 
     This relies on the names of the arguments of `fit`, and on `fit` making a
     new `CallbackList` of a flat list of callbacks. The context gets these and
     all arguments; its value is the callbacks. A `fit` of the user's own that
     has no place for callbacks by name gets none.
     """
-    signature = inspect.signature(model.fit)
+    signature = inspect.signature(getattr(model, name))
     kinds = {p.kind: name for name, p in signature.parameters.items()}
     others = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
 
@@ -220,7 +224,31 @@ def around_fit(model: keras.Model, within: Within) -> Override:
                 arguments["callbacks"] = chosen
             return below(*given.args, **given.kwargs)
 
-    return override(model, "fit", fit)
+    return override(model, name, fit)
+
+
+def swap_averages_of(
+    callback: keras.callbacks.SwapEMAWeights,
+    choose: Callable[[keras.optimizers.Optimizer], Sequence[Any]],
+) -> None:
+    """Lets a callback swap the averages of other optimizers.
+
+    `choose` is given the optimizer that the callback finds, and returns those
+    to use. A second time for the same callback changes nothing.
+
+    It relies on `_tf_swap_variables` and `_tf_finalize_ema_values` being
+    called with an optimizer, and on doing all for its variables.
+    """
+
+    def for_all(below: Callable[[Any], None], optimizer: Any) -> None:
+        for one in choose(optimizer):
+            below(one)
+
+    def override_both() -> list[Override]:
+        names = "_tf_swap_variables", "_tf_finalize_ema_values"
+        return [override(callback, name, for_all) for name in names]
+
+    keep_on(callback, "_tfkfac_averages", override_both)
 
 
 def first_epoch(model: keras.Model, initial_epoch: int) -> int:

@@ -130,6 +130,18 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
     return optimizer._learning_rate
 
 
+def averages_of(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[tuple[keras.Variable, keras.Variable]]:
+    """The variables of an optimizer with `use_ema`, each with its average.
+
+    It relies on `_model_variables_moving_average`, in the order of
+    `_trainable_variables`.
+    """
+    averages = optimizer._model_variables_moving_average
+    return list(zip(trainable_variables(optimizer), averages, strict=True))
+
+
 def raw_iterations(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
     """Return the variable that counts the calls of `apply`.
 

@@ -89,7 +89,9 @@ class KFAC(SecondOrderOptimizer):
             inner optimizer, as the papers do; quadratic steps move all weights
             and allow nothing else. None is that with them, and otherwise Adam,
             whose rate is 0.001 where the inner optimizer's is largest, and
-            falls with it. Defaults to None.
+            falls with it. None and a name take over `use_ema`, `ema_momentum`
+            and `ema_overwrite_frequency` of the inner optimizer. Defaults to
+            None.
         learning_rate: Learning rate of the inner SGD, if there is no other
             `inner_optimizer`: a float, a schedule or a callable.
         momentum: Momentum of the inner SGD, likewise; of spectral steps.

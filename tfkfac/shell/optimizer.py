@@ -13,6 +13,7 @@ from tfkfac.checks import check_count
 from tfkfac.compat.models import is_saving_legacy_file, legacy_variables
 from tfkfac.compat.optimizers import (
     KerasOptimizer,
+    averages_of,
     knows_variable,
     variable_key,
 )
@@ -563,6 +564,41 @@ class SecondOrderOptimizer(KerasOptimizer):
         values = iter(weights)
         for one in self._optimizers:
             one.set_weights(list(itertools.islice(values, len(one.variables))))
+
+    # Keras' `SwapEMAWeights` asks for these two inside a scaler of the loss.
+    @property
+    def use_ema(self) -> bool:
+        """True if the inner or the rest optimizer averages the weights."""
+        if self._is_building:  # Keras would make averages of its own
+            return False
+        return bool(self.averaging_optimizers)
+
+    @use_ema.setter
+    def use_ema(self, value: bool) -> None:
+        """Keras' constructor sets it, to False."""
+        if value:
+            raise AttributeError(
+                "Argument `use_ema` must be set on the inner optimizer. "
+                f"Received: use_ema={value!r}"
+            )
+
+    @property
+    def _model_variables_moving_average(self) -> list[Any]:
+        """Averages of the trainable variables; None where there is none."""
+        if not (self.use_ema and self.built):
+            raise AttributeError(f"'{self.name}' has no averages of weights.")
+        known = {
+            variable_key(one, variable): average
+            for one in self.averaging_optimizers
+            for variable, average in averages_of(one)
+        }
+        variables = known_variables(self)
+        return [known.get(variable_key(self, v)) for v in variables]
+
+    @property
+    def averaging_optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """The inner and the rest optimizer, if they average the weights."""
+        return [one for one in self._optimizers if one.use_ema]
 
     def finalize_variable_values(
         self, var_list: Sequence[keras.Variable]

@@ -1,6 +1,7 @@
 """Rest optimizer: trains the weights that a method has no part in."""
 
 import math
+import warnings
 from typing import Any
 
 import keras
@@ -14,6 +15,8 @@ from tfkfac.shell.arguments import check_inner
 # Name of the choice that leaves them to the inner optimizer.
 INNER = "inner"
 _PEAK = 1e-3
+# Arguments of a Keras optimizer that averages the weights.
+_AVERAGES = "use_ema", "ema_momentum", "ema_overwrite_frequency"
 # Steps at which the largest value of a schedule is looked for.
 _PROBES = (0, *(2**i for i in range(25)))
 # A schedule that grows by this factor over the last doubling of the steps has
@@ -77,12 +80,15 @@ def choose_rest(
     """Returns the rest optimizer that a user means, None for "inner".
 
     What a user calls None is Adam, whose rate has the shape of the inner one's.
+    None and a name stand for an optimizer that averages the weights as the
+    inner one does. A user's own that does not is named in a warning.
 
     Raises:
         ValueError: If it is not an optimizer, or one that cannot be this.
     """
     if rest_optimizer == INNER:
         return None
+    is_new = rest_optimizer is None or isinstance(rest_optimizer, str)
     if rest_optimizer is None:
         rate = ShapedRate(_PEAK, known_rate(inner))
         rest_optimizer = keras.optimizers.Adam(rate)
@@ -97,10 +103,28 @@ def choose_rest(
             f"Argument `rest_optimizer` must be {why}. "
             f"Received: rest_optimizer={rest}"
         )
+    if is_new:
+        for name in _AVERAGES:
+            setattr(rest, name, getattr(inner, name))
+    elif averages(rest) != averages(inner):
+        warnings.warn(
+            f"Argument `rest_optimizer` should average the weights as the "
+            "inner optimizer does: otherwise the model is a mixture of "
+            "averages and weights where they are swapped or written into it. "
+            f"Received: rest_optimizer={rest.name!r} with {averages(rest)}, "
+            f"and the inner optimizer {inner.name!r} with {averages(inner)}",
+            stacklevel=3,
+        )
     for one, other in ((rest, inner), (inner, rest)):
         if follows(one):  # of a config, too
             rate_of(one).follow(other)
     return rest
+
+
+def averages(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """Return the settings of the average of the weights, if there is one."""
+    used = _AVERAGES if optimizer.use_ema else _AVERAGES[:1]
+    return {name: getattr(optimizer, name) for name in used}
 
 
 def follow_rest(

@@ -6,6 +6,7 @@ class, until it is compiled with another optimizer.
 """
 
 import contextlib
+import functools
 import math
 import warnings
 import weakref
@@ -26,6 +27,7 @@ from tfkfac.compat.models import (
     around_fit,
     carry_in_state_trees,
     legacy_state,
+    swap_averages_of,
 )
 from tfkfac.compat.optimizers import build_once
 from tfkfac.compat.overrides import Override, drop_from, keep_on, override
@@ -112,6 +114,7 @@ def _watch(
             if optimizer is None:
                 yield callbacks
                 return
+            _swap_all_averages(callbacks)
             stack.enter_context(as_errors())
             standstill = find_standstill(strategy)
             if standstill is not None:
@@ -148,15 +151,43 @@ def _watch(
             lambda result: tf.fill(tf.shape(result), math.nan), results
         )
 
+    @contextlib.contextmanager
+    def averaging(callbacks: Callbacks, _: int) -> Iterator[Callbacks]:
+        _swap_all_averages(callbacks)
+        yield callbacks
+
     found = []
     if watch is not None:
         found.append(override(model, "evaluate", evaluate))
+    if optimizer is not None and optimizer.use_ema:
+        found += [
+            around_fit(model, averaging, name)
+            for name in ("evaluate", "predict")
+        ]
     if watch is not None or optimizer is not None:
         found.append(around_fit(model, within))
     if optimizer is not None:
         found.append(override(model, "train_on_batch", train_on_batch))
         found.append(override(model, "get_metrics_result", get_metrics_result))
     return found
+
+
+def _swap_all_averages(callbacks: Callbacks) -> None:
+    """Let `SwapEMAWeights` swap the weights of the rest optimizer too.
+
+    In the place of an optimizer of ours it finds the inner one alone.
+    """
+
+    def choose(
+        callback: keras.callbacks.Callback,
+        optimizer: keras.optimizers.Optimizer,
+    ) -> list[keras.optimizers.Optimizer]:
+        owner = ours(callback.model.optimizer)
+        return [optimizer] if owner is None else owner.averaging_optimizers
+
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.SwapEMAWeights):
+            swap_averages_of(callback, functools.partial(choose, callback))
 
 
 def _carry_state(
