@@ -15,10 +15,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
 import tfkfac
 from tests.support.saved_models import Subclassed, compiled, train
 from tests.support.small import (
+    CLASSES,
     FEATURES,
     assert_same,
     compiled_mlp,
@@ -185,6 +187,100 @@ def test_saved_before_training(tmp_path: Path) -> None:
     train(copy, 0, 1)
     assert int(kfac_of(copy).factor_updates) == 1
     assert kfac_of(copy).factors()["logits"]["A"].any()
+
+
+# ---------------------------------------------------------- random layers
+def random_layers(count: int = 4) -> Any:
+    """Nested, with and without a user's seed, and in a recurrent cell."""
+    nested = keras.Sequential([layers.GaussianNoise(0.5), layers.Dense(6)])
+    some = [
+        layers.Dropout(0.5, seed=-3),
+        nested,
+        layers.Reshape((2, 3)),
+        layers.LSTM(3, dropout=0.5),
+        layers.Dropout(0.5, name="last"),
+    ]
+    shape = keras.Input((FEATURES,))
+    kept = some if count == 4 else some[:-1]
+    model = keras.Sequential([shape, *kept, layers.Dense(CLASSES)])
+    return model
+
+
+def by_keras_file(model: Any, path: Path) -> Any:
+    model.save(path / "model.keras")
+    return keras.models.load_model(path / "model.keras")
+
+
+def by_legacy_file(model: Any, path: Path) -> Any:
+    model.save(path / "model.h5")
+    return keras.models.load_model(path / "model.h5")
+
+
+def fresh(optimizer: Any) -> Any:
+    """Another model of the same layers, with other seeds."""
+    keras.utils.set_random_seed(1)
+    model = random_layers()
+    model.compile(optimizer, loss(), run_eagerly=True)
+    return model
+
+
+def by_weights_file(model: Any, path: Path) -> Any:
+    model.save_weights(path / "model.weights.h5")
+    copy = fresh(type(model.optimizer)())
+    copy.load_weights(path / "model.weights.h5")
+    return copy
+
+
+def by_checkpoint(model: Any, path: Path) -> Any:
+    tf.train.Checkpoint(model=model).write(str(path / "checkpoint"))
+    copy = fresh(type(model.optimizer)())
+    tf.train.Checkpoint(model=copy).read(str(path / "checkpoint"))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("way", "optimizer"),
+    [
+        (by_keras_file, tfkfac.KFAC),
+        (by_legacy_file, tfkfac.KFAC),
+        (by_weights_file, tfkfac.KFAC),
+        (by_checkpoint, tfkfac.KFAC),
+        (by_weights_file, tfkfac.FOSI),
+    ],
+)
+def test_random_layers_go_on(way: Any, optimizer: Any, tmp_path: Path) -> None:
+    """The draws of Keras' generators follow from their states alone."""
+    keras.utils.set_random_seed(0)
+    model = random_layers()
+    model.compile(optimizer(), loss(), run_eagerly=True)
+    train(model, 0, 2)
+    copy = way(model, tmp_path)
+    seeds = [
+        [np.array(v) for v in one.variables if "seed_generator" in v.path]
+        for one in (model, copy)
+    ]
+    assert [seed[1] for seed in seeds[0]] == [2] * 4  # two steps
+    np.testing.assert_array_equal(*seeds)
+    losses = [one.train_on_batch(*data(seed=5)) for one in (model, copy)]
+    assert losses[0] == losses[1]
+
+
+def test_random_layers_of_another_model(tmp_path: Path) -> None:
+    """They keep their states, and it is said where one is saved for them."""
+    models = [mlp(), random_layers(), random_layers(3)]
+    for model in models:
+        model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
+        train(model, 0, 1)
+    plain, four, three = models
+    store: dict[str, Any] = {}
+    plain.optimizer.save_own_variables(store)
+    assert not [key for key in store if "seed" in key]
+    four.save_weights(tmp_path / "four.weights.h5")
+    before = [np.array(v) for v in three.variables if "seed_gen" in v.path]
+    with pytest.warns(UserWarning, match="no use for .*4 seed generators"):
+        three.load_weights(tmp_path / "four.weights.h5")
+    after = [np.array(v) for v in three.variables if "seed_gen" in v.path]
+    np.testing.assert_array_equal(after, before)
 
 
 # ------------------------------------------------------------- SavedModels

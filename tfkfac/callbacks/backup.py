@@ -13,7 +13,6 @@ from typing import Any
 
 import h5py
 import keras
-import numpy as np
 from typing_extensions import override
 
 from tfkfac.callbacks.files import (
@@ -195,8 +194,6 @@ class ChiefBackup(
             self.model.load_weights(path)
         with h5py.File(path, "r") as file:
             own = file[_OWN]
-            for i, variable in enumerate(self._random_state()):
-                variable.assign(own[f"random_{i}"][()])
             self._epoch = int(own.attrs["epoch"])
             self._skipped = int(own.attrs.get("batch", 0))
         set_first_epoch(self.model, self._epoch)
@@ -226,8 +223,6 @@ class ChiefBackup(
                 own = file.create_group(_OWN)
                 own.attrs["epoch"] = epoch
                 own.attrs["batch"] = batch
-                for i, variable in enumerate(self._random_state()):
-                    own[f"random_{i}"] = np.asarray(variable)
             append_checksum(beside)
 
         try:
@@ -326,11 +321,6 @@ class ChiefBackup(
             if _NAME.fullmatch(path.name)
         ]
         return sorted(paths, key=lambda path: _position(path.name))
-
-    def _random_state(self) -> list[keras.Variable]:
-        """Counters of random layers, which files of weights do not have."""
-        weights = {id(v) for v in self.model.weights}
-        return [v for v in self.model.variables if id(v) not in weights]
 
     @property
     def _is_chief(self) -> bool:

@@ -1,10 +1,13 @@
 """State of an optimizer beside its variables, in files and checkpoints."""
 
+import dataclasses
 import io
+import math
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -131,9 +134,24 @@ class SavedState(tf.train.experimental.PythonState):
         job = self._job
         assert job is not None
         found = {}
-        for rank, skipped in zip(job.topology.local, job.skipped, strict=True):
+        seeds = seed_states(job.find_model())
+        # Named by the number, so that seeds of other layers do not fit.
+        section = f"{len(seeds)} seed generators"
+        for place, rank in enumerate(job.topology.local):
             own = self._method.contents(rank)
-            own.entries.insert(0, Entry("", "skipped_steps", skipped))
+            own.entries.insert(
+                0, Entry("", "skipped_steps", job.skipped[place])
+            )
+            if seeds:
+                own = dataclasses.replace(
+                    own, parts={**own.parts, section: lambda: None}
+                )
+            own.entries.extend(
+                Entry(
+                    "", f"state_{i}", seed[place], part=section, least=-math.inf
+                )
+                for i, seed in enumerate(seeds)
+            )
             found[rank] = own
         return found
 
@@ -229,6 +247,22 @@ class SavedState(tf.train.experimental.PythonState):
             return
         with np.load(io.BytesIO(string_value), allow_pickle=False) as store:
             self.load(store)
+
+
+def seed_states(model: keras.Model | None) -> list[tuple[tf.Variable, ...]]:
+    """State of each seed generator of a model, on each replica of a process.
+
+    Keras' files do not have them: they are no weights of the model.
+    """
+    if model is None:
+        return []
+    strategy = model.distribute_strategy
+    weights = {id(variable) for variable in model.weights}
+    return [
+        strategy.experimental_local_results(variable.value)
+        for variable in model.variables
+        if id(variable) not in weights
+    ]
 
 
 # ------------------------------------------------ the state of all workers
