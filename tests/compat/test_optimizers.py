@@ -36,9 +36,10 @@ def test_averages_of() -> None:
     for _ in range(2):
         gradients = [tf.ones(v.shape) for v in (second, first)]
         optimizer.apply(gradients, [second, first])
-    pairs = averages_of(optimizer)
-    assert [variable for variable, _ in pairs] == [second, first]
-    for _, average in pairs:  # of 0.5 and 0
+    averages = averages_of(optimizer)
+    for variable in (second, first):  # of 0.5 and 0
+        average = averages[variable_key(optimizer, variable)]
+        assert average.shape == variable.shape
         np.testing.assert_array_equal(average, np.full(average.shape, 0.375))
 
 

@@ -132,14 +132,15 @@ def rate_of(optimizer: keras.optimizers.Optimizer) -> Any:
 
 def averages_of(
     optimizer: keras.optimizers.Optimizer,
-) -> list[tuple[keras.Variable, keras.Variable]]:
-    """The variables of an optimizer with `use_ema`, each with its average.
+) -> dict[Hashable, keras.Variable]:
+    """The averages of an optimizer with `use_ema`, by key of the variable.
 
     It relies on `_model_variables_moving_average`, in the order of
     `_trainable_variables`.
     """
     averages = optimizer._model_variables_moving_average
-    return list(zip(trainable_variables(optimizer), averages, strict=True))
+    keys = [variable_key(optimizer, v) for v in trainable_variables(optimizer)]
+    return dict(zip(keys, averages, strict=True))
 
 
 def raw_iterations(optimizer: keras.optimizers.Optimizer) -> keras.Variable:

@@ -12,8 +12,6 @@ from tfkfac.capture.walk import detach, unbuilt
 from tfkfac.checks import check_count
 from tfkfac.compat.models import is_saving_legacy_file, legacy_variables
 from tfkfac.compat.optimizers import (
-    KerasOptimizer,
-    averages_of,
     knows_variable,
     variable_key,
 )
@@ -28,6 +26,7 @@ from tfkfac.shell.arguments import (
     restore_value,
     serialize_value,
 )
+from tfkfac.shell.averages import AveragingOptimizer
 from tfkfac.shell.method import Method, shown
 from tfkfac.shell.model import (
     check_settings,
@@ -42,7 +41,7 @@ from tfkfac.training.job import Job
 from tfkfac.training.step import Step, weigh_loss
 
 
-class SecondOrderOptimizer(KerasOptimizer):
+class SecondOrderOptimizer(AveragingOptimizer):
     """Changes the gradients, then lets an inner Keras optimizer apply them.
 
     The learning rate, the iterations and everything an inner optimizer does
@@ -54,7 +53,6 @@ class SecondOrderOptimizer(KerasOptimizer):
     """
 
     method_type: ClassVar[type[Method]]
-    _is_building = False  # whether Keras makes its state
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -500,12 +498,6 @@ class SecondOrderOptimizer(KerasOptimizer):
 
     # ------------------------------------------------- the other optimizers
     @property
-    def _optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """The inner optimizer and, if there is one, the rest optimizer."""
-        rest = self.rest_optimizer
-        return [self.inner_optimizer] + ([] if rest is None else [rest])
-
-    @property
     def learning_rate(self) -> Any:
         """The inner optimizer's learning rate."""
         return self.inner_optimizer.learning_rate
@@ -564,41 +556,6 @@ class SecondOrderOptimizer(KerasOptimizer):
         values = iter(weights)
         for one in self._optimizers:
             one.set_weights(list(itertools.islice(values, len(one.variables))))
-
-    # Keras' `SwapEMAWeights` asks for these two inside a scaler of the loss.
-    @property
-    def use_ema(self) -> bool:
-        """True if the inner or the rest optimizer averages the weights."""
-        if self._is_building:  # Keras would make averages of its own
-            return False
-        return bool(self.averaging_optimizers)
-
-    @use_ema.setter
-    def use_ema(self, value: bool) -> None:
-        """Keras' constructor sets it, to False."""
-        if value:
-            raise AttributeError(
-                "Argument `use_ema` must be set on the inner optimizer. "
-                f"Received: use_ema={value!r}"
-            )
-
-    @property
-    def _model_variables_moving_average(self) -> list[Any]:
-        """Averages of the trainable variables; None where there is none."""
-        if not (self.use_ema and self.built):
-            raise AttributeError(f"'{self.name}' has no averages of weights.")
-        known = {
-            variable_key(one, variable): average
-            for one in self.averaging_optimizers
-            for variable, average in averages_of(one)
-        }
-        variables = known_variables(self)
-        return [known.get(variable_key(self, v)) for v in variables]
-
-    @property
-    def averaging_optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """The inner and the rest optimizer, if they average the weights."""
-        return [one for one in self._optimizers if one.use_ema]
 
     def finalize_variable_values(
         self, var_list: Sequence[keras.Variable]

@@ -84,6 +84,9 @@ def _after_compile(model: keras.Model) -> None:
     overrides = _watch(model, optimizer)
     if optimizer is not None:
         overrides += _carry_state(model, optimizer)
+        if optimizer.use_ema:
+            names = "fit", "evaluate", "predict"
+            overrides += [around_fit(model, _averaging, name) for name in names]
     if overrides:
         # Not a list, in which Keras would look for layers to save.
         stack = keep_on(model, _OVERRIDES, contextlib.ExitStack)
@@ -114,7 +117,6 @@ def _watch(
             if optimizer is None:
                 yield callbacks
                 return
-            _swap_all_averages(callbacks)
             stack.enter_context(as_errors())
             standstill = find_standstill(strategy)
             if standstill is not None:
@@ -151,19 +153,9 @@ def _watch(
             lambda result: tf.fill(tf.shape(result), math.nan), results
         )
 
-    @contextlib.contextmanager
-    def averaging(callbacks: Callbacks, _: int) -> Iterator[Callbacks]:
-        _swap_all_averages(callbacks)
-        yield callbacks
-
     found = []
     if watch is not None:
         found.append(override(model, "evaluate", evaluate))
-    if optimizer is not None and optimizer.use_ema:
-        found += [
-            around_fit(model, averaging, name)
-            for name in ("evaluate", "predict")
-        ]
     if watch is not None or optimizer is not None:
         found.append(around_fit(model, within))
     if optimizer is not None:
@@ -172,7 +164,8 @@ def _watch(
     return found
 
 
-def _swap_all_averages(callbacks: Callbacks) -> None:
+@contextlib.contextmanager
+def _averaging(callbacks: Callbacks, _: int) -> Iterator[Callbacks]:
     """Let `SwapEMAWeights` swap the weights of the rest optimizer too.
 
     In the place of an optimizer of ours it finds the inner one alone.
@@ -188,6 +181,7 @@ def _swap_all_averages(callbacks: Callbacks) -> None:
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.SwapEMAWeights):
             swap_averages_of(callback, functools.partial(choose, callback))
+    yield callbacks
 
 
 def _carry_state(
