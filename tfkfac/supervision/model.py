@@ -165,7 +165,7 @@ def _watch(
 
 
 @contextlib.contextmanager
-def _averaging(callbacks: Callbacks, _: int) -> Iterator[Callbacks]:
+def _averaging(callbacks: Callbacks, _: Arguments) -> Iterator[Callbacks]:
     """Let `SwapEMAWeights` swap the weights of the rest optimizer too.
 
     In the place of an optimizer of ours it finds the inner one alone.
