@@ -2,6 +2,7 @@
 
 import itertools
 import pathlib
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,30 @@ def test_one_bit_of_a_weight(pool: Pool, name: str) -> None:
 
 
 # ------------------------------------------------------- the order of the data
+def check_rows(results: list[dict[str, Any]]) -> None:
+    """Each epoch has every row once, in an order of its own."""
+    for name in results[0]["rows"]:
+        by_worker = [result["rows"][name] for result in results]
+        epochs = list(zip(*by_worker, strict=True))
+        assert len(epochs) == workers_data.EPOCHS
+        for epoch in epochs:
+            seen = sorted(itertools.chain(*epoch))
+            assert seen == list(range(workers_data.ROWS)), name
+        assert epochs[0] != epochs[1], name
+
+
+def test_every_row_once_under_the_stock_strategy() -> None:
+    """The first `fit` sets a common seed; a dataset of before is refused."""
+    results = run(
+        f"{workers_data.__name__}:see_rows_under_stock",
+        time_limit=120,
+        workers=2,
+    )
+    check_rows(results)
+    for result in results:
+        assert "must shuffle their data in the same order" in result["error"]
+
+
 @pytest.mark.parametrize(
     ("workers", "is_wide"),
     [
@@ -48,13 +73,7 @@ def test_every_row_once_in_each_epoch(
     results = run(
         target, str(tmp_path), is_wide, time_limit=600, workers=workers
     )
-    for name in results[0]["rows"]:
-        by_worker = [result["rows"][name] for result in results]
-        epochs = list(zip(*by_worker, strict=True))
-        assert len(epochs) == workers_data.EPOCHS
-        for epoch in epochs:
-            assert sorted(itertools.chain(*epoch)) == list(range(rows)), name
-        assert epochs[0] != epochs[1], name  # shuffled anew
+    check_rows(results)
     # Keras draws the seeds of layers on each worker for itself.
     for seeds in zip(*(result["seeds"] for result in results), strict=True):
         assert len(set(seeds)) == workers

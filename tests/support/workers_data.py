@@ -166,6 +166,18 @@ def see_rows(folder: str, is_wide: bool) -> dict[str, Any]:
     return results
 
 
+def see_rows_under_stock() -> dict[str, Any]:
+    """Trains under TensorFlow's own strategy, without any seed."""
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    arguments = inputs("dataset", strategy)  # made before a seed is set
+    text = error(strategy, arguments, "KFAC")
+    rows = {
+        name: fit(strategy, inputs(name, strategy), "KFAC")
+        for name in ("arrays", "dataset")
+    }
+    return {"error": text, "rows": rows}
+
+
 def seeds_of_layers() -> list[int]:
     """Seeds that Keras draws, outside of the strategy's scope."""
     drawn = [keras.random.SeedGenerator().state.numpy()[0] for _ in range(3)]

@@ -8,6 +8,7 @@ know.
 """
 
 import contextlib
+import secrets
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -81,6 +82,7 @@ def common_order(
         yield []
         return
     group = Communicator(topology.process, topology.processes, "data")
+    seed = _common_seed(strategy, group)
     shuffle = arguments.get("shuffle", True)
     orders = {
         "x": _order(arguments.get("x"), shuffle, group.rank),
@@ -104,13 +106,32 @@ def common_order(
             warnings.warn(_LABELS_DIFFER, stacklevel=2)
 
     with contextlib.ExitStack() as stack:
-        seed: int | None = getattr(strategy, "shuffle_seed", None)
         if seed is not None and seed == global_seed():
             stack.enter_context(reshuffle_arrays(seed))
         checksums = stack.enter_context(label_checksums())
         compare = keras.callbacks.LambdaCallback(on_train_begin=compare_labels)
         is_python = isinstance(arguments.get("x"), keras.utils.PyDataset)
         yield [compare] if is_python else []
+
+
+def _common_seed(
+    strategy: tf.distribute.Strategy, group: Communicator
+) -> int | None:
+    """Return the seed that the strategy has set on all workers, if any.
+
+    `tfkfac.MultiWorkerMirroredStrategy` sets it in its constructor. Under
+    TensorFlow's own strategy the first `fit` sets it, which is too late for a
+    `tf.data.Dataset` that was made before, but not for arrays.
+    """
+    if not hasattr(strategy, "shuffle_seed"):
+        proposal = {"seed": global_seed(), "random": secrets.randbits(31)}
+        proposals = exchange(proposal, group)
+        strategy.shuffle_seed = None
+        if all(worker["seed"] is None for worker in proposals):
+            strategy.shuffle_seed = int(proposals[0]["random"])
+            tf.random.set_seed(strategy.shuffle_seed)
+    seed: int | None = strategy.shuffle_seed
+    return seed
 
 
 def _order(data: Any, shuffle: Any, rank: int) -> list[Any]:
