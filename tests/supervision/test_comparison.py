@@ -65,15 +65,17 @@ def test_every_row_once_in_each_epoch(
     tmp_path: pathlib.Path, workers: int, is_wide: bool
 ) -> None:
     """Without a common seed; a cluster of its own, as others may set seeds."""
-    rows = workers_data.ROWS
+    num_rows = workers_data.ROWS
     for i in range(workers):
-        lines = map(str, range(rows)[i::workers])
+        lines = map(str, range(num_rows)[i::workers])
         (tmp_path / f"{i}.txt").write_text("\n".join(lines))
     target = f"{workers_data.__name__}:see_rows"
     results = run(
         target, str(tmp_path), is_wide, time_limit=600, workers=workers
     )
     check_rows(results)
+    rows = results[0]["rows"]
+    assert rows["arrays, KFAC"][0] != rows["arrays, steps, Adam"][0]
     # Keras draws the seeds of layers on each worker for itself.
     for seeds in zip(*(result["seeds"] for result in results), strict=True):
         assert len(set(seeds)) == workers
@@ -87,9 +89,11 @@ def test_every_row_once_in_each_epoch(
     for name in "files", "no shuffle":
         by_worker = [result["own rows"][name] for result in results]
         for epoch in zip(*by_worker, strict=True):
-            assert sorted(itertools.chain(*epoch)) == list(range(rows)), name
+            assert sorted(itertools.chain(*epoch)) == list(range(num_rows)), (
+                name
+            )
     for index, result in enumerate(results):
         for epoch in result["own rows"]["sharding off"]:
-            assert set(epoch) <= set(range(index, rows, workers))
+            assert set(epoch) <= set(range(index, num_rows, workers))
         assert len(result["warnings"]["shuffled"]) == 1
         assert not result["warnings"]["in order"]

@@ -8,6 +8,7 @@ know.
 """
 
 import contextlib
+import itertools
 import secrets
 import warnings
 import zlib
@@ -36,6 +37,8 @@ from tfkfac.distributed.topology import find_topology
 from tfkfac.saving.entries import Spread
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 
+# Numbers of the calls of `fit` in a job of several processes.
+_fit_numbers = itertools.count()
 # Batches between two comparisons: each takes a message, and to read all that is
 # compared.
 EVERY = 100
@@ -54,8 +57,8 @@ def common_order(
 ) -> Iterator[list[keras.callbacks.Callback]]:
     """Compares the order of the data of a `fit`, as a context.
 
-    All workers call it. Arrays are shuffled anew in each epoch where the seed
-    is that of the strategy.
+    All workers call it. Arrays are shuffled anew in each epoch and each `fit`
+    where the seed is that of the strategy.
 
     Each worker takes its rows of each batch. If they shuffle differently, some
     rows are missed and others come twice. The seeds are compared, not the
@@ -82,7 +85,7 @@ def common_order(
         yield []
         return
     group = Communicator(topology.process, topology.processes, "data")
-    seed = _common_seed(strategy, group)
+    seed, fit = _common_seed(strategy, group), next(_fit_numbers)
     shuffle = arguments.get("shuffle", True)
     orders = {
         "x": _order(arguments.get("x"), shuffle, group.rank),
@@ -107,7 +110,8 @@ def common_order(
 
     with contextlib.ExitStack() as stack:
         if seed is not None and seed == global_seed():
-            stack.enter_context(reshuffle_arrays(seed))
+            seed_of_fit = zlib.crc32(f"{seed}, {fit}".encode())
+            stack.enter_context(reshuffle_arrays(seed_of_fit))
         checksums = stack.enter_context(label_checksums())
         compare = keras.callbacks.LambdaCallback(on_train_begin=compare_labels)
         is_python = isinstance(arguments.get("x"), keras.utils.PyDataset)
