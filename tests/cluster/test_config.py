@@ -45,6 +45,7 @@ def test_what_is_found(text: str, found: Cluster | None) -> None:
 
 def test_addresses() -> None:
     assert split_address("[::1]:80") == ("::1", 80)
+    assert split_address("[fe80::1%eth0]:80") == ("fe80::1%eth0", 80)
     assert split_address("a_b-c.d:65535") == ("a_b-c.d", 65535)
     found = Cluster(tuple(TWO), 0)
     assert found.name(1) == "worker 1 at host1:2223"
@@ -55,7 +56,8 @@ def test_addresses() -> None:
     ["", ":1", "a", "a:", "a:0", "a:65536", "a:-1", "a:1.0", "a:x", "a: 1",
      "::1:80", "fe80::1:80", "[::1]", "[::1:80", "::1]:80", "[x]:80", "[]:80",
      "http://a:1", "http://a", "a:1/x", "a b:1", "a\n:1", "a:1\n", "u@a:1",
-     "a,b:1", "a:1:2", "a:" + "1" * 5000, "a" * 300 + ":1", "a:\u0661"],
+     "a,b:1", "a:1:2", "a:" + "1" * 5000, "a" * 300 + ":1", "a:\u0661",
+     "[::1%\x1b]:80"],
 )  # fmt: skip
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(ValueError, match="address must be 'host:port'"):

@@ -20,7 +20,8 @@ _SERVER = "ps"
 MOST_WORKERS = 2**12
 _LONGEST_RECEIVED = 1000  # characters of a malformed value in a message
 _ADDRESS = re.compile(
-    r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>[\w.-]{1,253})):(?P<port>[0-9]{1,5})"
+    r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<host>[\w.-]{1,253}))"
+    r":(?P<port>[0-9]{1,5})"
 )
 
 
