@@ -235,6 +235,12 @@ def test_two_jobs_with_one_port(
     assert results["A0"] is None and results["A1"] is None
 
 
+def test_a_reason_of_worker_0_is_escaped() -> None:
+    assert waiting.escape("\x1b[2J\u202e\nö" + "a" * 9**5) == (
+        r"\x1b[2J\u202e\nö" + "a" * 9993
+    )
+
+
 # ------------------------------------------------------ why worker 0 is missing
 NAME = "no-such-host.invalid"
 NO_ADDRESS = f"host name '{NAME}' cannot be resolved"

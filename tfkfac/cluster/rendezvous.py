@@ -44,6 +44,7 @@ from tfkfac.cluster.waiting import (
     RefusedError,
     Rendezvous,
     Wait,
+    escape,
     is_loopback,
     quote,
 )
@@ -169,9 +170,9 @@ def _wait_for_go(
         wait.cause = ""
         match message:
             case {"refused": str(text)}:
-                raise RefusedError(text)
+                raise RefusedError(escape(text))
             case {"timeout": str(text)}:
-                raise TimeoutError(text)
+                raise TimeoutError(escape(text))
             case {"go": list(addresses), "seed": int(seed)} if _is_valid(
                 addresses, greeting
             ):

@@ -18,6 +18,7 @@ MANNERS = 1.0
 PATIENCE = 5.0
 # Workers, dropped processes and characters of a peer's text in one message.
 MOST_NAMED, _MOST_DROPPED, _LONGEST_QUOTE = 10, 5, 80
+_LONGEST_REASON = 10_000  # characters of a reason that worker 0 gives
 LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -115,6 +116,14 @@ def quote(text: bytes | str) -> str:
         text = text.decode("latin-1")
     cut = ascii(text[:_LONGEST_QUOTE])
     return f"{cut}..." if len(text) > _LONGEST_QUOTE else cut
+
+
+def escape(text: str) -> str:
+    """Return a peer's text with escapes for what cannot be printed."""
+    return "".join(
+        character if character.isprintable() else ascii(character)[1:-1]
+        for character in text[:_LONGEST_REASON]
+    )
 
 
 def plain(host: str) -> str:
