@@ -121,7 +121,7 @@ def kfac_in_compile() -> Iterator[None]:
 
 
 def in_place_of(optimizer: Any) -> Any:
-    """The optimizer that a model gets instead of the given one."""
+    """Return the optimizer that replaces the given optimizer."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         inner = in_place_of(optimizer.inner_optimizer)
         return keras.optimizers.LossScaleOptimizer(inner)

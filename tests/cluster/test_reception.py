@@ -181,7 +181,7 @@ def test_idle_connections_delay_nobody(
 def test_a_greeting_has_one_deadline(
     addresses: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(waiting, "PATIENCE", 0.5)
+    monkeypatch.setattr(waiting, "TIMEOUT_S", 0.5)
     done = threading.Event()
     with waiting_worker_0(addresses), connect(addresses) as peer:
         threading.Thread(target=drip, args=([peer], done)).start()

@@ -148,7 +148,7 @@ def test_it_says_for_whom_it_waits(
     capsys: Any,
 ) -> None:
     """Once, and then more and more rarely."""
-    monkeypatch.setattr(waiting, "PATIENCE", 0.1)
+    monkeypatch.setattr(waiting, "TIMEOUT_S", 0.1)
     name = f"worker {missing} at {addresses[missing]}"
     with pytest.raises(TimeoutError, match=name):
         wait_for_all(Cluster(addresses[:2], index), 0.5)
@@ -201,7 +201,7 @@ def test_two_first_workers(
     addresses: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The port is that of a process that does not answer."""
-    monkeypatch.setattr(waiting, "PATIENCE", 0.2)
+    monkeypatch.setattr(waiting, "TIMEOUT_S", 0.2)
     port = int(addresses[0].rpartition(":")[2])
     with (
         socket.create_server(("", port)),
@@ -290,7 +290,7 @@ def test_the_cause_is_said_soon_and_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
 ) -> None:
-    monkeypatch.setattr(waiting, "PATIENCE", 0.2)
+    monkeypatch.setattr(waiting, "TIMEOUT_S", 0.2)
     port = int(addresses[0].rpartition(":")[2])
     start = time.monotonic()
     with (

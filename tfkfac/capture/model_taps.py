@@ -271,8 +271,8 @@ def watch_for_pullbacks(tensor: tf.Tensor) -> None:
 class BeforeTap(ModelTap[Values]):
     """Records the state of a model before its first call in a training step.
 
-    That is the state that the call changes whatever comes of the step: moving
-    statistics and random seeds. Tensors that nobody uses cost nothing.
+    The call changes this state, moving statistics and random seeds, even if
+    the step is skipped. Tensors that nobody uses cost nothing.
     """
 
     method = "call"
@@ -289,7 +289,7 @@ class BeforeTap(ModelTap[Values]):
 
 
 class LeftOut(NamedTuple):
-    """Verdict on the batch of a step.
+    """Decision about the batch of a step: does it count in the metrics?
 
     Attributes:
         flag: Positive if the batch is left out of the metrics.
@@ -331,7 +331,7 @@ class MetricsTap(ModelTap[LeftOut]):
             for metric in model.metrics:
                 if any(id(v) not in old for v in metric.variables):
                     metric.reset_state()
-        # Without a condition, which takes longer than the assignments.
+        # No `tf.cond`, which takes longer than the assignments.
         for variable, value in before:
             variable.assign(
                 tf.raw_ops.Select(condition=left_out, x=value, y=variable)

@@ -60,12 +60,12 @@ class Greeting:
 
     Attributes:
         worker: Index of the peer.
-        cluster: Addresses of all workers as the peer knows them, its own
-            among them; "" where it knows none.
+        cluster: Addresses of all workers, including that of the peer; "" if
+            the peer does not know an address.
         job: Identity of the peer's job; "" if unknown.
         process: Random number of the process, equal in all its greetings.
         nonce: Fresh random number of this greeting.
-        knock: True from another worker 0, which has found the port in use.
+        knock: True if the sender is another worker 0 whose port is in use.
     """
 
     worker: int
@@ -80,7 +80,8 @@ class Greeting:
         """Check a message of an unknown peer.
 
         Raises:
-            ValueError: If it is no greeting. The text has nothing of it.
+            ValueError: If the message is not a greeting. The error text
+                contains nothing of the message.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         if message.keys() != names:

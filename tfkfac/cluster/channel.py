@@ -95,7 +95,7 @@ class Line:
     def receive(self, seconds: float) -> Message | None:
         """Return the next message; None if none comes in so many seconds.
 
-        None, too, if the next line is no message.
+        Also None if the next line is malformed.
         """
         end = time.monotonic() + seconds
         try:
@@ -165,8 +165,8 @@ def parse(text: bytes) -> Message:
     """Parse a message.
 
     Raises:
-        ValueError: If the text is not an object of strict JSON. Nesting that
-            is too deep for the parser is such an error, too.
+        ValueError: If the text is not an object of strict JSON, or is nested
+            too deeply for the parser.
     """
     try:
         message = json.loads(text, parse_constant=_refuse_constant)
@@ -264,8 +264,8 @@ class Channel:
     def _call(self, method: Callable[..., None], *args: Any) -> None:
         """Call a listener; report its error.
 
-        An error must not end the thread: it is the only one that notices a
-        worker that is lost.
+        An error must not end the thread: no other thread notices that a
+        worker is lost.
         """
         try:
             method(*args)

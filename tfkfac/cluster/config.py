@@ -142,17 +142,18 @@ def _cluster(
         )
     lists = [jobs.get(name, []) for name in TRAINING]
     if not all(
-        isinstance(part, (list, tuple)) for part in (*lists, *jobs.values())
+        isinstance(section, (list, tuple))
+        for section in (*lists, *jobs.values())
     ):
         raise invalid("list the addresses of its workers")
-    addresses = [one for part in lists for one in part]
-    if not all(isinstance(one, str) for one in addresses):
+    addresses = [address for section in lists for address in section]
+    if not all(isinstance(address, str) for address in addresses):
         raise invalid("list the addresses of its workers")
     if len(addresses) > MOST_WORKERS:
         raise invalid(f"have at most {MOST_WORKERS} workers")
-    for one in addresses:
+    for address in addresses:
         try:
-            split_address(one)
+            split_address(address)
         except ValueError as error:
             raise invalid(
                 "name workers as 'host:port' or '[IPv6 address]:port'"

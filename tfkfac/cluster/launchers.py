@@ -158,7 +158,7 @@ class MPICH(Launcher):
 
     name = "MPICH"
     number, index = "PMI_SIZE", "PMI_RANK"
-    # It has no number of its own, but runs in an allocation of these.
+    # MPICH has no job id. The allocation in which it runs has one of these.
     identity = ("SLURM_JOB_ID", "PBS_JOBID")
 
 

@@ -1,9 +1,9 @@
 """Worker 0 at the rendezvous: it receives all other workers.
 
 Any process can connect to the port of worker 0. A message that is no greeting
-is reported, its connection dropped. A process with a valid greeting that
-cannot take part, as of another job, is given the reason and dropped. Neither
-ends the start.
+is reported, and its connection is dropped. A process with a valid greeting that
+cannot take part, for example of another job, receives the reason and is
+dropped. Neither case ends the start.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def receive_all(cluster: Cluster, secret: bytes, wait: Wait) -> Rendezvous:
             while missing := reception.missing():
                 wait.check(missing)
                 reception.tell_missing(missing)
-                events = selector.select(wait.left(waiting.LOOK))
+                events = selector.select(wait.left(waiting.POLL_INTERVAL_S))
                 peers = [key.data for key, _ in events if key.data is not None]
                 # The end of an admitted connection comes before a greeting
                 # that takes its place.
@@ -80,7 +80,7 @@ def receive_all(cluster: Cluster, secret: bytes, wait: Wait) -> Rendezvous:
         seed = secrets.randbits(31)
         reception.send_all({"go": reception.addresses, "seed": seed})
         lines = reception.release()
-        # TensorFlow may listen where these are: nobody else does any more.
+        # The servers are closed on return, so TensorFlow can use the port.
         complete = dataclasses.replace(
             cluster, addresses=tuple(reception.addresses)
         )
@@ -97,7 +97,7 @@ class _Peer:
         self.host = plain(address[0])
         self.port = address[1]
         self.is_local = is_local  # on the host of worker 0
-        self.deadline = time.monotonic() + waiting.PATIENCE  # of the greeting
+        self.deadline = time.monotonic() + waiting.TIMEOUT_S  # of the greeting
         self.greeting: Greeting | None = None
         self.session: Session | None = None
         self.is_admitted = False
@@ -144,7 +144,7 @@ class _Reception:
             peer.line.send(message)
 
     def tell_missing(self, missing: Sequence[int]) -> None:
-        """Let the workers know now and then for whom all wait."""
+        """Send the missing workers to all admitted workers, once a second."""
         if time.monotonic() > self._next_heartbeat:
             self._next_heartbeat = time.monotonic() + _HEARTBEAT
             self.send_all({"missing": missing[: waiting.MOST_NAMED + 1]})
@@ -175,7 +175,7 @@ class _Reception:
         try:
             host, here = plain(address[0]), connection.getsockname()[0]
             is_local = host == plain(here) or is_loopback(host)
-            line = Line(connection, waiting.MANNERS, self._longest)
+            line = Line(connection, waiting.SHORT_TIMEOUT_S, self._longest)
         except OSError:
             connection.close()
             return
@@ -194,12 +194,12 @@ class _Reception:
         for peer in list(self._pending):
             if now < peer.deadline:
                 break
-            self._drop(peer, f"no greeting within {waiting.PATIENCE:g} s")
+            self._drop(peer, f"no greeting within {waiting.TIMEOUT_S:g} s")
 
     def receive(self, peer: _Peer) -> None:
         """Take what a peer has sent; drop the peer if that is not valid."""
         if not self._is_open(peer):
-            return  # dropped since the selector has found it
+            return  # dropped after the selector returned it
         peer.line.read()
         while self._is_open(peer) and (text := peer.line.pop()) is not None:
             try:
@@ -359,12 +359,12 @@ def _listen(
 ) -> Iterator[list[socket.socket]]:
     """Listen at the port of worker 0, once another process has left it.
 
-    Addresses that are all of the loopback interface need no other one.
+    If all addresses are loopback addresses, listen at these only.
 
     Raises:
         RefusedError: If another process keeps the port.
     """
-    end = time.monotonic() + wait.left(waiting.PATIENCE)
+    end = time.monotonic() + wait.left(waiting.TIMEOUT_S)
     host, port = split_address(cluster.addresses[0])
     known = [split_address(a)[0] for a in cluster.addresses if a]
     hosts = [""]
@@ -384,7 +384,7 @@ def _listen(
                     "another process of this machine worker 0, too, or has an "
                     "earlier job not ended?"
                 ) from error
-            time.sleep(wait.left(waiting.LOOK))
+            time.sleep(wait.left(waiting.POLL_INTERVAL_S))
     if not secret and hosts == [""]:
         print_line(
             "the start of this job is not authenticated: any process that "
@@ -436,7 +436,7 @@ def _knock(
     Raises:
         RefusedError: If it is.
     """
-    job, seconds = "an unknown job", wait.left(waiting.MANNERS)
+    job, seconds = "an unknown job", wait.left(waiting.SHORT_TIMEOUT_S)
     for host in waiting.LOOPBACK if hosts == [""] else hosts:
         try:
             connection = socket.create_connection((host, port), seconds)

@@ -87,7 +87,7 @@ def _report_to_first(cluster: Cluster, secret: bytes, wait: Wait) -> Rendezvous:
             try:
                 connection = lookup.connect(wait)
                 with contextlib.ExitStack() as stack:
-                    line = Line(connection, waiting.PATIENCE)
+                    line = Line(connection, waiting.TIMEOUT_S)
                     stack.callback(line.close)
                     known = list(cluster.addresses)
                     if not known[cluster.index]:
@@ -107,7 +107,7 @@ def _report_to_first(cluster: Cluster, secret: bytes, wait: Wait) -> Rendezvous:
             except _NoAnswerError as error:
                 wait.cause = str(error)
             wait.check([0])
-            time.sleep(wait.left(waiting.LOOK))
+            time.sleep(wait.left(waiting.POLL_INTERVAL_S))
 
 
 def _host_here(connection: socket.socket, cluster: Cluster) -> str:
@@ -135,7 +135,7 @@ def _greet(
         RefusedError: If worker 0 has another secret.
     """
     line.send(dataclasses.asdict(greeting))
-    answer = line.receive(wait.left(waiting.PATIENCE)) or {}
+    answer = line.receive(wait.left(waiting.TIMEOUT_S)) or {}
     nonce, proof = answer.get("nonce"), answer.get("proof")
     if not isinstance(nonce, str) or not isinstance(proof, str):
         raise _NoAnswerError(
@@ -166,7 +166,7 @@ def _wait_for_go(
         TimeoutError: If the time of this worker or of worker 0 is over.
     """
     size = len(cluster.addresses)
-    while (message := line.receive(wait.left(waiting.PATIENCE))) is not None:
+    while (message := line.receive(wait.left(waiting.TIMEOUT_S))) is not None:
         wait.cause = ""
         match message:
             case {"refused": str(text)}:
@@ -225,8 +225,10 @@ class _Lookup:
             _NoAnswerError: If there is none. The text is the cause.
         """
         last = "it has no address"
-        targets = self._resolve(wait.left(waiting.MANNERS))
-        seconds = max(waiting.PATIENCE / max(len(targets), 1), waiting.MANNERS)
+        targets = self._resolve(wait.left(waiting.SHORT_TIMEOUT_S))
+        seconds = max(
+            waiting.TIMEOUT_S / max(len(targets), 1), waiting.SHORT_TIMEOUT_S
+        )
         for family, type_, protocol, _, address in targets:
             connection = socket.socket(family, type_, protocol)
             try:

@@ -9,13 +9,12 @@ from typing import NamedTuple
 from tfkfac.cluster.channel import Line
 from tfkfac.cluster.config import Cluster
 
-LOOK = 0.1  # seconds between two looks or attempts
-# Seconds until a message cannot be sent; for another worker 0 to answer; for
-# one attempt of name resolution.
-MANNERS = 1.0
-# Seconds until the first message; for a peer to complete its greeting or to
-# answer; for a process of an earlier job to leave the port.
-PATIENCE = 5.0
+POLL_INTERVAL_S = 0.1
+# For a message to be sent, another worker 0 to answer, a name to be resolved.
+SHORT_TIMEOUT_S = 1.0
+# For a greeting, an answer, or an earlier job to free the port; and until the
+# first reminder.
+TIMEOUT_S = 5.0
 # Workers, dropped processes and characters of a peer's text in one message.
 MOST_NAMED, _MOST_DROPPED, _LONGEST_QUOTE = 10, 5, 80
 _LONGEST_REASON = 10_000  # characters of a reason that worker 0 gives
@@ -54,7 +53,7 @@ class Wait:
         self._cluster = cluster
         self._timeout = timeout
         self._start = time.monotonic()
-        self._next_reminder = self._pause = PATIENCE
+        self._next_reminder = self._pause = TIMEOUT_S
         self._printed_cause = ""
         self.cause = ""
         self.dropped: list[str] = []
@@ -86,8 +85,8 @@ class Wait:
         is_new = self.cause not in ("", self._printed_cause)
         if passed > self._next_reminder or (is_new and passed > self._pause):
             # First after 5 s, then after twice the time; a cause at once.
-            self._next_reminder = passed + max(passed, 6 * PATIENCE)
-            self._pause = passed + PATIENCE
+            self._next_reminder = passed + max(passed, 6 * TIMEOUT_S)
+            self._pause = passed + TIMEOUT_S
             self._printed_cause = self.cause
             cause = f": {self.cause}" if self.cause else ""
             print_line(

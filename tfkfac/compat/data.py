@@ -69,8 +69,8 @@ def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
 
 def _with_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     yield dataset
-    for one in dataset._inputs():
-        yield from _with_inputs(one)
+    for source in dataset._inputs():
+        yield from _with_inputs(source)
 
 
 @contextlib.contextmanager
@@ -83,8 +83,8 @@ def reshuffle_arrays(seed: int) -> Iterator[None]:
 
     This relies on `ArrayDataAdapter.get_tf_dataset` calling
     `tf.random.shuffle`, and on `TFEpochIterator._get_iterator` being called
-    once for each iterator, the next one only when all of the one before has
-    been used or when it is dropped.
+    once for each iterator, and only after the iterator before is used up or
+    dropped.
     """
     iterators: collections.Counter[int] = collections.Counter()
 

@@ -233,16 +233,16 @@ def swap_averages_of(
 ) -> None:
     """Lets a callback swap the averages of other optimizers.
 
-    `choose` is given the optimizer that the callback finds, and returns those
-    to use. A second time for the same callback changes nothing.
+    `choose` is given the optimizer that the callback finds, and returns the
+    optimizers to use. Repeated calls for a callback have no effect.
 
     It relies on `_tf_swap_variables` and `_tf_finalize_ema_values` being
     called with an optimizer, and on doing all for its variables.
     """
 
     def for_all(below: Callable[[Any], None], optimizer: Any) -> None:
-        for one in choose(optimizer):
-            below(one)
+        for chosen in choose(optimizer):
+            below(chosen)
 
     def override_both() -> list[Override]:
         names = "_tf_swap_variables", "_tf_finalize_ema_values"

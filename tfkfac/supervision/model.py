@@ -168,7 +168,7 @@ def _watch(
 def _averaging(callbacks: Callbacks, _: Arguments) -> Iterator[Callbacks]:
     """Let `SwapEMAWeights` swap the weights of the rest optimizer too.
 
-    In the place of an optimizer of ours it finds the inner one alone.
+    The callback itself finds only the inner optimizer of one of ours.
     """
 
     def choose(

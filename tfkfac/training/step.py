@@ -210,7 +210,7 @@ class Step:
         when(self.finite, update)
 
     def keep_finite(self, losses: tf.Tensor) -> None:
-        """Restores moving statistics that a micro-batch made not finite.
+        """Restore moving statistics that are not finite after a micro-batch.
 
         If its loss or the sum of the `losses` of the micro-batches before it
         in the same step is not finite, it is left out of the metrics.
@@ -228,7 +228,7 @@ class Step:
     def _is_lost(self) -> tf.Tensor:
         """True if the loss of a replica of the group is not finite.
 
-        Where one replica calls this, all must.
+        All replicas of the group must call this, or none.
         """
         lost = is_lost(self.batch.value)
         if self.batch.value is None or self.group.size == 1:
