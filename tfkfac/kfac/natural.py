@@ -20,6 +20,8 @@ from tfkfac.kfac.averages import Decomposition
 from tfkfac.kfac.bank import (
     FIRST,
     LITTLE,
+    MANY,
+    SHORT,
     Clip,
     Counters,
     State,
@@ -212,33 +214,32 @@ def hint_at_clip(
     report: StepReport,
     limit: Any,
 ) -> None:
-    """Names the cause where the clip rules the first steps, if it is known."""
-    head = (
-        f"kl_clip has left less than {LITTLE:.0%} of most of the first "
-        f"{FIRST} steps. "
-    )
+    """Name the cause of short first steps, or of steps ruled by the clip."""
+    head = "kl_clip has left less than {:.0%} of most of the first {} steps. "
     less = f", KFAC(kl_clip={limit / 4:g})," if isinstance(limit, float) else ""
-    text: str | tf.Tensor = (
-        f"{head}Try a smaller one{less} or a larger damping; see "
-        "`optimizer.last_step`."
-    )
+    text: str | tf.Tensor = head.format(LITTLE, FIRST)
+    text += f"Try a smaller one{less} or a larger damping; see "
+    text += "`optimizer.last_step`."
+    is_ruled = report.clipped >= MANY
     loss = tf.math.divide_no_nan(step.own_loss(), step.loss.unit)
-    applies = step.group.size * loss < _HIGH
+    applies = is_ruled & (step.group.size * loss < _HIGH)
     # The backward pass ends with the first layer.
     first = max(layers, key=lambda one: max(r.order for r in one.records))
     inputs, block = first.records[-1].inputs, first.block
     has_scale = "A" in block.factors and not isinstance(block, TABLES)
     if has_scale and tf.is_tensor(inputs) and inputs.dtype.is_floating:
         squares = tf.square(tf.cast(inputs, tf.float32))
-        size = tf.sqrt(tf.reduce_mean(squares))
-        applies |= size > _FAR
-        if not in_xla():  # which knows no strings
+        is_far = tf.sqrt(tf.reduce_mean(squares)) > _FAR
+        if in_xla():  # which knows no strings
+            applies |= is_ruled & is_far
+        else:
+            applies |= is_far
             cause = (
-                f"{head}The inputs of layer '{block.path}' are far from unit "
-                "scale: normalise the inputs of the model. If they cannot be, "
-                'KFAC(fisher="monte_carlo") suffers less.'
+                f"{head.format(SHORT, FIRST)}The inputs of layer "
+                f"'{block.path}' are far from unit scale: normalise the inputs "
+                'of the model, or try KFAC(fisher="monte_carlo").'
             )
-            text = tf.where(size > _FAR, cause, text)
+            text = tf.where(is_far, cause, text)
     count_each(applies, report.hints, [step.job.name], text)
 
 
