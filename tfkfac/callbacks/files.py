@@ -52,7 +52,7 @@ def append_checksum(path: pathlib.Path) -> None:
 
 
 def verify_checksum(path: pathlib.Path) -> str:
-    """Return the checksum at the end of a file, which fits the content.
+    """Return the checksum at the end of a file after a comparison.
 
     Raises:
         OSError: If the file cannot be read.

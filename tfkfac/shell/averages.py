@@ -49,8 +49,8 @@ class AveragingOptimizer(KerasOptimizer):
         if not (self.use_ema and self.built):
             raise AttributeError(f"'{self.name}' has no averages of weights.")
         known: dict[Hashable, Any] = {}
-        for one in self.averaging_optimizers:
-            known |= averages_of(one)
+        for optimizer in self.averaging_optimizers:
+            known |= averages_of(optimizer)
         return [
             known.get(variable_key(self, v)) for v in trainable_variables(self)
         ]
@@ -58,4 +58,4 @@ class AveragingOptimizer(KerasOptimizer):
     @property
     def averaging_optimizers(self) -> list[keras.optimizers.Optimizer]:
         """The inner and the rest optimizer, if they average the weights."""
-        return [one for one in self._optimizers if one.use_ema]
+        return [o for o in self._optimizers if o.use_ema]

@@ -81,7 +81,7 @@ def choose_rest(
 
     What a user calls None is Adam, whose rate has the shape of the inner one's.
     None and a name stand for an optimizer that averages the weights as the
-    inner one does. A user's own that does not is named in a warning.
+    inner optimizer does. Warn of an instance with other averages.
 
     Raises:
         ValueError: If it is not an optimizer, or one that cannot be this.
@@ -164,7 +164,7 @@ def update_largest(
 ) -> None:
     """Updates the largest rate of a schedule for a run that ends at a step.
 
-    Without an end a rate that is known stays, as that of a loaded model.
+    Without an end, a known rate stays, such as the rate of a loaded model.
     """
     is_known = 0 < float(kept.numpy()) < math.inf
     if has_schedule(optimizer) and not (end is None and is_known):
@@ -190,20 +190,20 @@ def largest_rate(
     probes = [*_PROBES]
     if end is not None:
         probes = [step for step in probes if step < end] + [max(end - 1, 0)]
-    found: list[float] = []
+    values: list[float] = []
     is_table = False
     with tf.init_scope():
         for step in probes:
             try:
-                found.append(float(rate(step)))
+                values.append(float(rate(step)))
             except Exception:
                 is_table = True
                 break
-        found = [value for value in found if math.isfinite(value)]
-        if not found:
+        values = [value for value in values if math.isfinite(value)]
+        if not values:
             return float(tf.convert_to_tensor(optimizer.learning_rate))
-    *before, last = found
+    *before, last = values
     is_open = end is None and not is_table
     if is_open and before and last > _GROWTH * max(before):
-        return found[0]
-    return max(found)
+        return values[0]
+    return max(values)
