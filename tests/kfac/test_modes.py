@@ -187,7 +187,7 @@ def test_the_plan_is_kept(results, name):
 # ----------------------------------------------------------- communication
 # The branches of a step, by their functions' names, and the messages of all
 # steps; with what is summed in them and what is received.
-STAGES = ("move_averages", "renew", "update")
+STAGES = ("move_averages", "renew", "update", "skip")
 
 
 def stage_of(op: Collective) -> str:
@@ -235,6 +235,9 @@ def test_communication_is_what_is_said(results, name):
             more = 2 * products.bytes
         assert not of("always", "BcastRecv")
         assert not of("renew", "Reduce")
+        # A skipped step asks whether the loss is finite on all workers.
+        (lost,) = of("skip", "Reduce")
+        assert lost.elements == 1
         for kind, row in worker["communication_bytes"].items():
             summed = gradients.bytes + total(late) - more
             factors = total(of("move_averages", "Reduce"))
