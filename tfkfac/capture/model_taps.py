@@ -356,7 +356,8 @@ def no_batch_counted(model: keras.Model) -> bool:
     """
     return all(
         np.array_equal(
-            keras.ops.convert_to_numpy(variable),
+            # NumPy 2 warns of the `__array__` of a Keras variable.
+            tf.convert_to_tensor(variable.value).numpy(),
             keras.ops.convert_to_numpy(value),
         )
         for metric in model.metrics

@@ -13,7 +13,6 @@ import tensorflow as tf
 from tfkfac.blocks import Block, LayerGradient, MatrixGradient, RowGradient
 from tfkfac.blocks.embedding import EmbeddingBlock, PositionEmbeddingBlock
 from tfkfac.compat.functions import Kind, each, fields, when
-from tfkfac.compat.graphs import in_xla
 from tfkfac.compat.optimizers import rate_of
 from tfkfac.kfac.active import ActiveBlock
 from tfkfac.kfac.averages import Decomposition
@@ -216,31 +215,29 @@ def hint_at_clip(
 ) -> None:
     """Name the cause of short first steps, or of steps ruled by the clip."""
     head = "kl_clip has left less than {:.0%} of most of the first {} steps. "
-    less = f", KFAC(kl_clip={limit / 4:g})," if isinstance(limit, float) else ""
-    text: str | tf.Tensor = head.format(LITTLE, FIRST)
-    text += f"Try a smaller one{less} or a larger damping; see "
-    text += "`optimizer.last_step`."
-    is_ruled = report.clipped >= MANY
-    loss = tf.math.divide_no_nan(step.own_loss(), step.loss.unit)
-    applies = is_ruled & (step.group.size * loss < _HIGH)
+    names, is_far = [step.job.name], tf.constant(False)
     # The backward pass ends with the first layer.
-    first = max(layers, key=lambda one: max(r.order for r in one.records))
+    first = max(layers, key=lambda layer: max(r.order for r in layer.records))
     inputs, block = first.records[-1].inputs, first.block
     has_scale = "A" in block.factors and not isinstance(block, TABLES)
     if has_scale and tf.is_tensor(inputs) and inputs.dtype.is_floating:
         squares = tf.square(tf.cast(inputs, tf.float32))
         is_far = tf.sqrt(tf.reduce_mean(squares)) > _FAR
-        if in_xla():  # which knows no strings
-            applies |= is_ruled & is_far
-        else:
-            applies |= is_far
-            cause = (
-                f"{head.format(SHORT, FIRST)}The inputs of layer "
-                f"'{block.path}' are far from unit scale: normalise the inputs "
-                'of the model, or try KFAC(fisher="monte_carlo").'
-            )
-            text = tf.where(is_far, cause, text)
-    count_each(applies, report.hints, [step.job.name], text)
+        text = (
+            f"{head.format(SHORT, FIRST)}The inputs of layer '{block.path}' "
+            "are far from unit scale: normalise the inputs of the model, or "
+            'try KFAC(fisher="monte_carlo").'
+        )
+        count_each(is_far, report.hints, names, text)
+    loss = tf.math.divide_no_nan(step.own_loss(), step.loss.unit)
+    is_low = step.group.size * loss < _HIGH
+    less = f", KFAC(kl_clip={limit / 4:g})," if isinstance(limit, float) else ""
+    text = (
+        f"{head.format(LITTLE, FIRST)}Try a smaller one{less} or a larger "
+        "damping; see `optimizer.last_step`."
+    )
+    is_ruled = (report.clipped >= MANY) & is_low & ~is_far
+    count_each(is_ruled, report.hints, names, text)
 
 
 def clip_step(
