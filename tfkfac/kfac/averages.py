@@ -262,16 +262,21 @@ class Momentum(Slots, Member):
 
         Returns:
             `N_t = W_t + mu M_t` and `A^-1 N_t G^-1`, which is zero in rows
-            and columns where `N_t` is zero or below its rounding errors. An
-            orthogonalisation would make them as long as the others.
+            where `N_t` is zero and in columns where `N_t` is below its
+            rounding errors. An orthogonalisation would make them as long as
+            the others.
         """
         N = _nesterov(self.value, matrix, decay)
         P = _nesterov(self.preconditioned, preconditioned, decay)
         sizes = tf.abs(N)
-        largest = tf.reduce_max(sizes, [-2, -1], keepdims=True)
-        for axis in (-2, -1):
-            most = tf.reduce_max(sizes, axis, keepdims=True)
-            P *= tf.cast(most > rounding(N.dtype) * largest, P.dtype)
+        rows, columns = (
+            tf.reduce_max(sizes, axis, keepdims=True) for axis in (-1, -2)
+        )
+        least = rounding(N.dtype) * tf.reduce_max(rows, -2, keepdims=True)
+        # The row of a bias before a normalisation is rounding noise in N, but
+        # not in P: A couples it with the other rows.
+        P *= tf.cast(rows > 0, P.dtype)
+        P *= tf.cast(columns > least, P.dtype)
         return N, P
 
 

@@ -136,7 +136,10 @@ class Streak:
         """The gradients that were not finite in the last of them."""
         bad = int(self._bad.numpy())
         if bad == 0:
-            return "gradients overflow at every loss scale."
+            return (
+                "gradients are not finite at any loss scale. Is the loss "
+                "finite without one?"
+            )
         first = self.names[int(self._first.numpy())]
         return (
             f"{bad} of {len(self.names)} gradients are not finite, the first "
