@@ -18,7 +18,7 @@ import pytest
 from tests.cluster.test_channel import LIMIT, joined
 from tests.support.cluster import ROOT, worker_environment
 from tests.support.ports import address, claim_ports
-from tfkfac.cluster.channel import LOST
+from tfkfac.cluster.channel import BYE, LOST
 from tfkfac.cluster.stopping import Stopping
 
 
@@ -62,17 +62,31 @@ def test_one_worker_stops_at_once() -> None:
     assert not stopping.batch_ends()
 
 
+class Silent:
+    """The channel of two workers, without the messages of this worker."""
+
+    size = 2
+
+    def say(self, message: Any) -> None:
+        pass
+
+
 def test_nobody_waits_for_a_worker_that_is_gone() -> None:
-    class Silent:
-        size = 2
-
-        def say(self, message: Any) -> None:
-            pass
-
     stopping = Stopping(Silent())  # type: ignore[arg-type]
     stopping.hear(1, {"stop": True})
     stopping.hear(1, LOST)
     assert not stopping.batch_ends()
+
+
+def test_a_worker_that_has_stopped_may_end_first() -> None:
+    """Its end does not cancel the batch that all have agreed on."""
+    stopping = Stopping(Silent())  # type: ignore[arg-type]
+    stopping.hear(1, {"stop": True})
+    for worker in range(2):
+        stopping.hear(worker, {"stops after": 2 - worker})
+    stopping.hear(1, BYE)
+    assert not stopping.batch_ends()
+    assert stopping.batch_ends()
 
 
 # ------------------------------------------------- SIGTERM outside of `fit`

@@ -97,3 +97,4 @@ def test_every_row_once_in_each_epoch(
             assert set(epoch) <= set(range(index, num_rows, workers))
         assert len(result["warnings"]["shuffled"]) == 1
         assert not result["warnings"]["in order"]
+        assert not result["overwritten"]

@@ -1,5 +1,6 @@
 """The rows that each worker sees, in jobs without a common seed."""
 
+import contextlib
 import pathlib
 import random
 import warnings
@@ -163,7 +164,33 @@ def see_rows(folder: str, is_wide: bool) -> dict[str, Any]:
     for name, data in own.items():
         results["own rows"][name] = fit(strategy, data)
     results["warnings"] = warnings_of_labels(strategy, index)
+    results["overwritten"] = overwritten_rows(strategy)
     return results
+
+
+def overwritten_rows(strategy: Any) -> list[int]:
+    """Rows of an array that a step on batches of its views changes."""
+    columns = 16  # 64 bytes: TensorFlow copies views that are not aligned so
+    memory = np.zeros((ROWS + 1) * columns, "float32")
+    start = -(memory.ctypes.data // memory.itemsize) % columns
+    array = memory[start : start + ROWS * columns].reshape(ROWS, columns)
+    array += X
+    views = tf.data.Dataset.from_generator(
+        lambda: (array[i : i + BATCH] for i in range(0, ROWS, BATCH)),
+        output_signature=tf.TensorSpec((None, columns)),
+    )
+
+    @tf.function
+    def step(iterator: Any) -> Any:
+        return strategy.run(
+            lambda batch: tf.reduce_sum(batch / ROWS), (next(iterator),)
+        )
+
+    iterator = iter(strategy.experimental_distribute_dataset(views))
+    with contextlib.suppress(tf.errors.OutOfRangeError):
+        while True:
+            step(iterator)
+    return [int(row) for row in np.flatnonzero((array != X).any(axis=1))]
 
 
 def see_rows_under_stock() -> dict[str, Any]:

@@ -52,8 +52,9 @@ class Stopping(Listener):
             self._changed.wait_for(
                 lambda: self._is_alone or self._promises.keys() == self._workers
             )
-            if self._is_alone:  # the next collective says why
-                return False
+            # A worker may be gone because it has stopped after this batch.
+            if self._promises.keys() != self._workers:
+                return False  # the next collective raises the cause
             is_last = self._done == max(self._promises.values())
             if is_last:
                 self._own = None

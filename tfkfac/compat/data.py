@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -51,26 +51,69 @@ def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     """
     datasets = list(_with_inputs(dataset))
     seeds = [(d._seed, d._seed2) for d in datasets if hasattr(d, "_seed2")]
-    names = [type(d).__name__ for d in datasets]
-    graphs = [f.function.graph for d in datasets for f in d._functions()]
-    for graph in graphs:
-        content = graph.as_graph_def()  # with the functions of the function
-        bodies = [f.node_def for f in content.library.function]
-        inside = [n.op for body in (content.node, *bodies) for n in body]
-        names += inside
-        if graph.seed and any(op.startswith("ShuffleDataset") for op in inside):
+    for graph in _graphs(datasets):
+        if graph.seed and any(
+            op.startswith("ShuffleDataset") for op in _operations(graph)
+        ):
             seeds.append((graph.seed, 0))
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    by_file = any(reader in name for name in names for reader in _READERS)
+    by_file = any(
+        reader in name for name in _names(datasets) for reader in _READERS
+    )
     if policy != Policy.DATA and (policy != Policy.AUTO or by_file):
         return []
     return [(int(first), int(second)) for first, second in seeds]
+
+
+def copy_generated(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Copy each element if the pipeline reads it from a Python generator.
+
+    TensorFlow does not copy the generator's arrays. Slices of them, which the
+    workers get as their rows, count as tensors of its own: an operation may
+    write its output into them, and so into the user's array. This relies on
+    the operation "GeneratorDataset" of `tf.data.Dataset.from_generator`.
+    """
+    names = _names(list(_with_inputs(dataset)))
+    if "GeneratorDataset" not in names:
+        return dataset
+    return dataset.map(
+        lambda *element: tf.nest.map_structure(
+            _copy, element if len(element) > 1 else element[0]
+        )
+    )
+
+
+def _copy(component: Any) -> Any:
+    """Copy a tensor of numbers; other components are never the user's."""
+    if isinstance(component, tf.Tensor) and component.dtype.is_numpy_compatible:
+        return tf.raw_ops.DeepCopy(x=component)
+    return component
 
 
 def _with_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     yield dataset
     for source in dataset._inputs():
         yield from _with_inputs(source)
+
+
+def _graphs(datasets: Iterable[tf.data.Dataset]) -> Iterator[tf.Graph]:
+    """Yield the graphs of the functions of datasets."""
+    for dataset in datasets:
+        for function in dataset._functions():
+            yield function.function.graph
+
+
+def _operations(graph: tf.Graph) -> list[str]:
+    """Return the types of all operations, also of functions in functions."""
+    content = graph.as_graph_def()
+    bodies = [function.node_def for function in content.library.function]
+    return [node.op for body in (content.node, *bodies) for node in body]
+
+
+def _names(datasets: Sequence[tf.data.Dataset]) -> set[str]:
+    """Return the classes of datasets and the operations of their functions."""
+    names = {type(dataset).__name__ for dataset in datasets}
+    return names.union(*map(_operations, _graphs(datasets)))
 
 
 @contextlib.contextmanager

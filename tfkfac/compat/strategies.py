@@ -16,6 +16,7 @@ from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.ops import handle_data_util
 from typing_extensions import override
 
+from tfkfac.compat.data import copy_generated
 from tfkfac.compat.graphs import Sum, open_graphs
 from tfkfac.compat.overrides import overridden
 
@@ -33,7 +34,7 @@ _REDUCIBLE = frozenset(
 
 
 class ReducingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
-    """`MultiWorkerMirroredStrategy` with the `reduce` that Keras 3 needs."""
+    """`MultiWorkerMirroredStrategy` with what `fit` of Keras 3 needs."""
 
     @override
     def reduce(
@@ -64,9 +65,29 @@ class ReducingStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         """
         return _reduce(self, super().reduce, reduce_op, value, axis)
 
+    @override
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: tf.distribute.InputOptions | None = None
+    ) -> Any:
+        """Distribute a dataset over the replicas.
+
+        Extends `tf.distribute.Strategy.experimental_distribute_dataset`:
+        arrays of a Python generator are copied, see `copy_generated`.
+
+        Args:
+            dataset: A `tf.data.Dataset` with batches of all replicas together.
+            options: A `tf.distribute.InputOptions`.
+
+        Returns:
+            A `tf.distribute.DistributedDataset`.
+        """
+        return _distribute_dataset(
+            super().experimental_distribute_dataset, dataset, options
+        )
+
 
 def repair(strategy: _StrategyT) -> _StrategyT:
-    """Replace `reduce` of an existing strategy, see `ReducingStrategy`.
+    """Give an existing strategy the methods of `ReducingStrategy`.
 
     The change affects this object only; repeated calls have no effect. `fit`
     works with an unrepaired `tf.distribute.MirroredStrategy`, except if the
@@ -92,6 +113,9 @@ def repair(strategy: _StrategyT) -> _StrategyT:
         )
     if not is_repaired(strategy):
         strategy.reduce = functools.partial(_reduce, strategy, strategy.reduce)
+        strategy.experimental_distribute_dataset = functools.partial(
+            _distribute_dataset, strategy.experimental_distribute_dataset
+        )
         handler = signal.getsignal(signal.SIGTERM)
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and handler is not None:
@@ -140,6 +164,16 @@ def _reduce(
         return original(reduce_op, leaf, axis=axis)
 
     return tf.nest.map_structure(reduce_leaf, value)
+
+
+def _distribute_dataset(
+    distribute: Callable[..., Any],
+    dataset: Any,
+    options: tf.distribute.InputOptions | None = None,
+) -> Any:
+    if isinstance(dataset, tf.data.Dataset):
+        dataset = copy_generated(dataset)
+    return distribute(dataset, options)
 
 
 def _is_mean(reduce_op: tf.distribute.ReduceOp | str) -> bool:
