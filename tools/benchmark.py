@@ -3,7 +3,6 @@
     python tools/benchmark.py                    # K-FAC and SGD on M1 to M4
     python tools/benchmark.py --models M1 --variants sgd kfac-inverse@../old
     python tools/benchmark.py --first-step 3 --models mlp-64x100 MobileNetV2
-    python tools/benchmark.py --sweep --plot growth.png
     python tools/benchmark.py --record           # tables of the documentation
 
 Each variant runs in a process of its own; they take turns of a few steps, so
@@ -16,13 +15,12 @@ constructor.
 import argparse
 import json
 import pathlib
-import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import results
-from benchmarks import plots, report, sweep
+from benchmarks import plots, report
 from benchmarks.command import machine, positive
 from benchmarks.data import MODELS, exists
 from benchmarks.jobs import DiedError, Setting
@@ -52,15 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.mode,
         options.threads,
         options.workers,
-        options.torch_python,
     )
-    if options.sweep:
-        growth = sweep.run(setting, options.quick)
-        print(report.growth_table(growth))
-        save(options, {"growth": growth})
-        if options.plot:
-            plots.save_growth(options.plot, growth)
-        return 0
     rows: list[Row] = []
     for model in options.models:
         try:
@@ -129,8 +119,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("several workers run in --mode fit only")
     if options.first_step and options.plot:
         parser.error("--first-step has no plot")
-    if shutil.which(options.torch_python) is None:
-        parser.error(f"--torch-python: no program {options.torch_python!r}")
     names = RECORDED_MODELS[:4], ["sgd", "kfac-inverse", "kfac-eigen"]
     if options.record:
         names = RECORDED_MODELS, RECORDED_VARIANTS
@@ -158,13 +146,6 @@ def add_measured(group: Any) -> None:
         metavar="N",
         help="measure only the first step, of N fresh processes",
     )
-    group.add_argument(
-        "--sweep",
-        action="store_true",
-        help="measure how K-FAC and SGD grow with width, depth, batch and "
-        "workers (--quick: fewer sizes)",
-    )
-    group.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)
 
 
 def add_process(group: Any) -> None:
@@ -189,12 +170,6 @@ def add_process(group: Any) -> None:
         help="an own loop in a tf.function (default), train_on_batch, fit with "
         "a ragged last batch (default of several workers), or an own loop with "
         "an unknown number of rows",
-    )
-    group.add_argument(
-        "--torch-python",
-        default=sys.executable,
-        metavar="PYTHON",
-        help="an interpreter that has PyTorch (default: this one)",
     )
 
 

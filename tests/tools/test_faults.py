@@ -3,7 +3,6 @@
 import pytest
 
 import faults
-import soak
 
 # Seconds within which others have to be told, on a busy machine; TensorFlow's
 # own detection of a worker that is stopped takes 10, a standstill is told of
@@ -20,17 +19,3 @@ def test_it_is_said_and_ends(name: str) -> None:
     if fault.says is not None:
         assert result.said is not None
         assert result.said < LATE.get(name, SOON)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["dp_kfac", "MR-DHO2"])
-def test_nothing_leaks(mode: str) -> None:
-    """The long run is `python tools/soak.py --steps 10000`."""
-    steps = 400
-    found = soak.run(mode, steps)
-    assert len({one["weights"] for one in found}) == 1
-    for one in found:
-        assert one["finite"]
-        assert one["traces"] == 1
-        (_, _, first), (_, _, last) = one["looks"][1], one["looks"][-1]
-        assert abs(last - first) <= 4, "threads"

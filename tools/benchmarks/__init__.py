@@ -1,9 +1,9 @@
 """What tools/benchmark.py is made of.
 
-The controller (`measurement`, `sweep`, `jobs`) starts a process for each
+The controller (`measurement`, `jobs`) starts a process for each
 variant of an optimizer (`worker`) and lets them take turns; `phases` turns the
 times of steps into numbers, `report` and `plots` show them. The controller
-imports neither TensorFlow nor PyTorch, a worker only its own framework. Data
+does not import TensorFlow. Data
 and models are those of examples/.
 """
 

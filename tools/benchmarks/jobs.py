@@ -29,14 +29,12 @@ class Setting:
         mode: See `Task`.
         threads: Those of a process.
         workers: Number of processes that train a variant of Keras together.
-        torch_python: The interpreter that has PyTorch.
     """
 
     batch: int = 128
     mode: str = "function"
     threads: int = 2
     workers: int = 1
-    torch_python: str = sys.executable
 
 
 class DiedError(Exception):
@@ -61,12 +59,16 @@ class Job:
         task = Task(
             model, variant.name, variant.arguments, setting.batch, setting.mode
         )
-        python = setting.torch_python if variant.is_torch else sys.executable
         self._variant = variant
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, close() does
         self._processes = [
             subprocess.Popen(
-                [python, "-m", "benchmarks.worker", json.dumps(task.__dict__)],
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.worker",
+                    json.dumps(task.__dict__),
+                ],
                 cwd=TOOLS,  # it is first on the module path
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -170,7 +172,7 @@ def _environments(
 ) -> Iterator[Mapping[str, str]]:
     """Yields the environment of each process."""
     common = common_environment(setting.threads, variant.folder)
-    if variant.is_torch or setting.workers == 1:
+    if setting.workers == 1:
         yield {**os.environ, **common}
         return
     for environment in environments(setting.workers):

@@ -152,8 +152,8 @@ def _cost(
 def compare(rows: list[Row], variants: Sequence[Variant]) -> list[Row]:
     """Adds ratios to the SGD of the same framework, where it was run too."""
     by_name = {row["variant"]: row for row in rows}
-    for row, variant in zip(rows, variants, strict=True):
-        base = by_name.get(variant.base, {})
+    for row in rows:
+        base = by_name.get("sgd", {})
         for name, cost in row.get("mixes", {}).items():
             if other := base.get("mixes", {}).get(name):
                 cost["ratio"] = cost["mean_ms"] / other["mean_ms"]

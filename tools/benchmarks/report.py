@@ -73,26 +73,6 @@ def traffic_table(rows: Sequence[Row]) -> str:
     return _align(lines)
 
 
-def growth_table(growth: Sequence[Mapping[str, Any]]) -> str:
-    """The exponents of a sweep, measured and counted, and the values."""
-    lines = [["axis", "quantity", "exponent", "counted", "values"]]
-    for line in growth:
-        is_time = line["quantity"].endswith("step")
-        scale, unit = (1e3, "ms") if is_time else (1 / MEGABYTE, "MB")
-        values = zip(line["sizes"], line["values"], strict=True)
-        lines.append(
-            [
-                line["axis"],
-                line["quantity"],
-                _number(line["exponent"], ".2f"),
-                _number(line["counted_exponent"], ".2f"),
-                ", ".join(f"{s}: {v * scale:.4g}" for s, v in values)
-                + f" {unit}",
-            ]
-        )
-    return _align(lines)
-
-
 def _align(lines: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest cell, the two of names to the left."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -150,7 +130,7 @@ def _matrix(rows: Sequence[Row], cell: Callable[[Row], str]) -> dict[str, Any]:
 def _ratios(row: Row) -> str:
     first, *_ = costs = list(row["mixes"].values())
     variant = parse(row["variant"])
-    if variant.text == variant.base:
+    if variant.text == "sgd":
         return f"{first['mean_ms']:.1f} ms"
     if not variant.is_kfac:  # the same at all intervals
         return _number(first.get("ratio"), ".2f")

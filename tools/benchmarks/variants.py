@@ -14,9 +14,6 @@ FAMILIES = (
     *(f"fosi-{name}" for name in FIRST_ORDER),
     "bare-kfac",
     "bare-fosi",
-    "torch-sgd",
-    "torch-adam",
-    "torch-kfac-SOLVER",
 )
 # `--mixes` sets these while the training runs.
 INTERVALS = ("factor_update_interval", "inverse_update_interval")
@@ -37,16 +34,6 @@ class Variant:
     name: str
     folder: pathlib.Path | None
     arguments: dict[str, Any]
-
-    @property
-    def is_torch(self) -> bool:
-        """Whether it trains PyTorch's models."""
-        return self.name.startswith("torch-")
-
-    @property
-    def base(self) -> str:
-        """What its times are divided by: SGD in the same framework."""
-        return "torch-sgd" if self.is_torch else "sgd"
 
     @property
     def is_kfac(self) -> bool:

@@ -10,7 +10,6 @@ standard output; what else is written there goes to the standard error.
 - {"facts": true}: peak memory and what the optimizer says of its own cost
 """
 
-import importlib.util
 import json
 import os
 import resource
@@ -97,12 +96,6 @@ def make(task: Task) -> Training:
     Raises:
         UnavailableError: If something for it is not installed.
     """
-    if task.optimizer.startswith("torch-"):
-        if importlib.util.find_spec("torch") is None:
-            raise UnavailableError("PyTorch is not installed")
-        from benchmarks.torch_training import TorchTraining
-
-        return TorchTraining(task)
     if task.optimizer.startswith("bare-"):
         from benchmarks.bare_training import BareTraining
 

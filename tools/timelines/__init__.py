@@ -1,1 +1,0 @@
-"""Steps of several workers: how they are recorded, and what they show."""
