@@ -13,8 +13,7 @@ import pytest
 import tfkfac
 
 PACKAGE = pathlib.Path(tfkfac.__file__).parent
-# How messages name what a user has misspelt.
-NOT_FOR_USERS = {"self", "cls", "unknown"}
+NOT_FOR_USERS = {"self", "cls"}
 MODULES = [
     value
     for name in tfkfac.__all__

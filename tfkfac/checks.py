@@ -1,5 +1,6 @@
 """Checks of argument values."""
 
+import difflib
 import math
 import numbers
 from typing import Any
@@ -25,18 +26,23 @@ def is_count(value: Any, least: int = 0) -> bool:
     return least <= int(value) <= _MAX_INT64
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+def check_choice(
+    name: str, value: Any, choices: tuple[str, ...], others: str = ""
+) -> str:
     """Return `value` if it is one of `choices`.
 
     Raises:
-        ValueError: If `value` is not in `choices`.
+        ValueError: If `value` is not in `choices`. The message names the
+            closest choice, and `others`, allowed values that are no strings.
     """
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(
-            f"Argument `{name}` must be one of {choices}. "
-            f"Received: {name}={value!r}"
-        )
-    return value
+    if isinstance(value, str) and value in choices:
+        return value
+    close = difflib.get_close_matches(str(value), choices, 1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    raise ValueError(
+        f"Argument `{name}` must be one of {choices}{others}. {hint}"
+        f"Received: {name}={value!r}"
+    )
 
 
 def check_bool(name: str, value: Any) -> bool:

@@ -1,6 +1,5 @@
 """Arguments: what is refused and how, and the way through a config."""
 
-import inspect
 import json
 import re
 from pathlib import Path
@@ -65,11 +64,6 @@ def test_the_fraction_may_stand_beside_its_mode() -> None:
     for other in ("comm_opt", nested):
         with pytest.raises(ValueError, match="`gradient_worker_fraction`"):
             tfkfac.KFAC(**{**flat, "distribution": other})
-
-
-def test_at_most_twenty_arguments() -> None:
-    names = inspect.signature(tfkfac.KFAC.__init__).parameters
-    assert len(set(names) - {"self", "seldom"}) <= 20
 
 
 # -------------------------------------------------------------- quadratic steps

@@ -1,7 +1,6 @@
 """The inner optimizer and its arguments, in the manners of Keras."""
 
 import json
-import re
 import warnings
 from typing import Any
 
@@ -91,26 +90,6 @@ def test_a_float_is_the_learning_rate_of_adam() -> None:
 def test_not_beside_what_has_its_own(name: str, given: Any) -> None:
     with pytest.raises(ValueError, match=rf"`{name}`.*left out.*{name}=0.25"):
         tfkfac.KFAC(given, **{name: 0.25})
-
-
-# --------------------------------------------- arguments of inner optimizers
-OF_THE_INNER = {"global_clipnorm": 1.0, "weight_decay": 0.01, "use_ema": True}
-
-
-@pytest.mark.parametrize("make", CLASSES)
-@pytest.mark.parametrize("name", OF_THE_INNER)
-def test_arguments_of_the_inner_optimizer(make: Any, name: str) -> None:
-    """What the message says to write works."""
-    value = OF_THE_INNER[name]
-    with pytest.raises(ValueError, match="on the inner optimizer") as caught:
-        make(**{name: value})
-    message = str(caught.value)
-    assert f"Received: {name}={value}" in message
-    written = re.search(r"optimizer: (.*)\. Received", message)
-    assert written is not None
-    code = written[1].replace("(...,", "(").replace(")).", "))")
-    names = {"KFAC": tfkfac.KFAC, "FOSI": tfkfac.FOSI, "keras": keras}
-    assert getattr(eval(code, names).inner_optimizer, name) == value
 
 
 # -------------------------------------------------------- one inside another

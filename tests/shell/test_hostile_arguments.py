@@ -18,7 +18,7 @@ NAMES = [
     (cls, name)
     for cls in CLASSES
     for name in inspect.signature(cls.__init__).parameters
-    if name not in ("self", "unknown", "seldom")
+    if name not in ("self",)
 ]
 
 SCALARS = st.one_of(

@@ -1,6 +1,6 @@
 """FOSI and DHO2: Newton steps along extreme directions, Adam on the rest."""
 
-from typing import Any, Never
+from typing import Any
 
 import keras
 import numpy as np
@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfkfac.checks import check_count
 from tfkfac.fosi.method import FOSIMethod
-from tfkfac.shell.arguments import Value, check_rate, is_rate, refuse_unknown
+from tfkfac.shell.arguments import Value, check_rate, is_rate
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 
@@ -145,9 +145,7 @@ class FOSI(SecondOrderOptimizer):
         seed: int = 0,
         max_skipped_steps: int | None = 100,
         name: str = "fosi",
-        **unknown: Never,
     ) -> None:
-        refuse_unknown(FOSI, unknown, keras.optimizers.Adam)
         largest = check_count("num_largest", num_largest)
         directions = largest + check_count("num_smallest", num_smallest)
         if directions == 0:

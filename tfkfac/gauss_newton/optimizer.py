@@ -1,15 +1,14 @@
 """`GaussNewton`: exact Gauss-Newton steps as a Keras optimizer."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Never, Self
+from typing import Any, Self
 
 import keras
 import tensorflow as tf
 
 from tfkfac.checks import check_count, check_positive
 from tfkfac.gauss_newton.method import GaussNewtonMethod
-from tfkfac.shell.arguments import check_rate, refuse_unknown
+from tfkfac.shell.arguments import check_rate
 from tfkfac.shell.conditions import (
     MOST_STEPS,
     Conditions,
@@ -130,9 +129,7 @@ class GaussNewton(SecondOrderOptimizer):
         learning_rate: Any = 1.0,
         max_skipped_steps: int | None = 100,
         name: str = "gauss_newton",
-        **unknown: Never,
     ) -> None:
-        refuse(unknown)
         method = GaussNewtonMethod(locals())
         rate = check_rate("learning_rate", learning_rate)
         inner = keras.optimizers.SGD(rate)
@@ -281,23 +278,3 @@ class GaussNewton(SecondOrderOptimizer):
         - "residuals": number of residuals of this replica
         """
         return self.method.last_step()
-
-
-def refuse(unknown: Mapping[str, Any]) -> None:
-    """Reject unknown arguments of the constructor.
-
-    Raises:
-        ValueError: If an argument belongs to other optimizers.
-        TypeError: If an argument belongs to no optimizer.
-    """
-    others = inspect.signature(keras.optimizers.SGD.__init__).parameters
-    for name, value in unknown.items():
-        is_given = name in others and value is not None
-        if name == "inner_optimizer" or is_given:
-            raise ValueError(
-                f"Argument `{name}` must be left out: `GaussNewton` has no "
-                "inner optimizer and computes a full step for each batch. Use "
-                "L2 regularisers in place of weight decay. "
-                f"Received: {name}={value!r}"
-            )
-    refuse_unknown(GaussNewton, unknown, keras.optimizers.SGD)

@@ -1,14 +1,13 @@
 """K-FAC as a preconditioner in front of any Keras optimizer."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 from keras.saving import serialize_keras_object
-from typing_extensions import Unpack
 
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import check_range
@@ -34,7 +33,6 @@ from tfkfac.shell.arguments import (
     check_inner,
     choose_inner,
     is_rate,
-    refuse_unknown,
     take_over_accumulation,
 )
 from tfkfac.shell.optimizer import SecondOrderOptimizer
@@ -43,13 +41,6 @@ from tfkfac.shell.rest import INNER, choose_rest, follow_rest
 Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]
 LearningRate: TypeAlias = float | LearningRateSchedule | Callable[[], float]
 _DAMPING = 0.01
-
-
-class Seldom(TypedDict, total=False):
-    """Arguments of `KFAC` that are seldom given."""
-
-    gradient_worker_fraction: float | None
-    max_skipped_steps: int | None
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -132,9 +123,11 @@ class KFAC(SecondOrderOptimizer):
             Defaults to "inverse".
         distribution: Mode in which the workers of a `tf.distribute` job share
             the work: "comm_opt", "mem_opt", "hybrid_opt", "dp_kfac",
-            or a `tfkfac.Distribution`, which says more. A
-            `gradient_worker_fraction` of "hybrid_opt" may also stand beside
-            it. Without effect on a single device. Defaults to "comm_opt".
+            or a `tfkfac.Distribution`, which says more. Without effect on a
+            single device. Defaults to "comm_opt".
+        gradient_worker_fraction: Share of the workers that are gradient
+            workers of a layer, with `distribution="hybrid_opt"`; see
+            `tfkfac.Distribution`. None is 0.5 there. Defaults to None.
         factor_update_interval: Steps between updates of the factors: an
             integer, a schedule or a callable of the iteration. None is every
             step at first, every 5 from step 20, every 20 from step 100.
@@ -177,12 +170,11 @@ class KFAC(SecondOrderOptimizer):
             statistics are added up, and all intervals count steps. None is 1.
             That of the inner optimizer is taken over. It is refused with a
             `damping` that is a `tfkfac.LevenbergMarquardt`.
+        max_skipped_steps: Number of consecutive steps with gradients that are
+            not finite after which training raises an error on all workers, at
+            least 1; see `check_skipped_steps`. None is no limit. Defaults to
+            100.
         name: Name of the optimizer.
-        **seldom: `max_skipped_steps`, the number of steps in a row, at least 1,
-            skipped because their gradients were not finite, that end the
-            training with an error on all workers, see `check_skipped_steps`.
-            Defaults to 100; None is any number. And the
-            `gradient_worker_fraction` of "hybrid_opt".
 
     Raises:
         ValueError: If an argument is not allowed.
@@ -219,6 +211,7 @@ class KFAC(SecondOrderOptimizer):
         fisher: str | None = None,
         solver: str = "inverse",
         distribution: str | Distribution = "comm_opt",
+        gradient_worker_fraction: float | None = None,
         factor_update_interval: Schedule | None = None,
         inverse_update_interval: Schedule | None = None,
         factor_decay: float = 0.95,
@@ -228,14 +221,11 @@ class KFAC(SecondOrderOptimizer):
         factor_rank: int = 64,
         skip_layers: SkipRule | Iterable[SkipRule] = (),
         gradient_accumulation_steps: int | None = None,
+        max_skipped_steps: int | None = 100,
         name: str = "kfac",
-        **seldom: Unpack[Seldom],
     ) -> None:
-        max_skipped_steps = seldom.pop("max_skipped_steps", 100)
-        fraction = seldom.pop("gradient_worker_fraction", None)
-        refuse_unknown(KFAC, seldom, keras.optimizers.SGD)
-        if fraction is not None:
-            distribution = with_fraction(distribution, fraction)
+        if gradient_worker_fraction is not None:
+            distribution = with_fraction(distribution, gradient_worker_fraction)
         if momentum is not None:
             momentum = check_range("momentum", momentum, 0, 1)
         step = check_step("step", step)

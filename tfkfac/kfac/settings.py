@@ -152,13 +152,10 @@ def check_distribution(name: str, value: Any) -> str | Distribution:
     Raises:
         ValueError: If it is neither.
     """
-    is_mode = isinstance(value, str) and value in tuple(MODES)
-    if is_mode or isinstance(value, Distribution):
+    if isinstance(value, Distribution):
         return value
-    raise ValueError(
-        f"Argument `{name}` must be one of {tuple(MODES)} or a "
-        f"`tfkfac.Distribution`. Received: {name}={value!r}"
-    )
+    others = " or a `tfkfac.Distribution`"
+    return check_choice(name, value, tuple(MODES), others)
 
 
 def check_batch_fraction(name: str, value: Any) -> float | None:

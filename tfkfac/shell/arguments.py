@@ -1,9 +1,7 @@
 """Arguments of an optimizer: numbers, an inner optimizer, their configs."""
 
-import difflib
-import inspect
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, overload
 
 import keras
@@ -359,51 +357,6 @@ def check_rate(name: str, value: Any) -> Any:
             f"{name}={value!r} (of type {type(value)})"
         )
     return float(value)
-
-
-def meant(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that a wrong one is a slip of, or None."""
-    if name == "lr":  # as it was called for years
-        return "learning_rate"
-    return next(iter(difflib.get_close_matches(name, known, 1, 0.8)), None)
-
-
-def refuse_unknown(
-    kind: InnerClass,
-    unknown: Mapping[str, Any],
-    default: InnerClass,
-) -> None:
-    """Refuses the arguments that the constructor of a class does not know.
-
-    `default` is the class of its inner optimizer.
-
-    Raises:
-        ValueError: If one is of inner optimizers.
-        TypeError: If one is of nobody.
-    """
-    owner, known = kind.__name__, inspect.signature(kind.__init__).parameters
-    inner = inspect.signature(default.__init__).parameters
-    for name, value in unknown.items():
-        if value is None and name in inner and inner[name].default is None:
-            continue
-        if name == "loss_scale_factor":
-            raise ValueError(
-                f"Argument `{name}` is neither of {owner} nor of its inner "
-                "optimizer: put a `keras.optimizers.LossScaleOptimizer` around "
-                f"{owner}. Received: {name}={value!r}"
-            )
-        if name in inner:
-            raise ValueError(
-                f"Argument `{name}` must be set on the inner optimizer: "
-                f"{owner}(keras.optimizers.{default.__name__}(..., "
-                f"{name}={value!r})). Received: {name}={value!r}"
-            )
-        right = meant(name, known)
-        hint = f"Did you mean `{right}`? " if right else ""
-        raise TypeError(
-            f"{owner}() got an unexpected keyword argument '{name}'. {hint}"
-            f"Received: {name}={value!r}"
-        )
 
 
 def check_inner(

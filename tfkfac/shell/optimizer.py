@@ -20,9 +20,7 @@ from tfkfac.distributed.agreement import check_agreement
 from tfkfac.loss.batch import LossBatch, LossTap
 from tfkfac.loss.shares import LossScaling
 from tfkfac.shell.arguments import (
-    Tunable,
     check_inner,
-    meant,
     restore_value,
     serialize_value,
 )
@@ -525,9 +523,7 @@ class SecondOrderOptimizer(AveragingOptimizer):
         return variables
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses slips; notes when a `LossScaleOptimizer` is put around."""
-        if not name.startswith("_") and not hasattr(type(self), name):
-            self._refuse_slip(name, value)
+        """Record that a `LossScaleOptimizer` wraps this optimizer."""
         # Keras' LossScaleOptimizer resets this attribute on what it wraps,
         # the only sign of it there is.
         if name == "loss_scale_factor" and "_scaling" in vars(self):
@@ -539,17 +535,6 @@ class SecondOrderOptimizer(AveragingOptimizer):
                 )
             self._scaling.is_wrapped = True
         super().__setattr__(name, value)
-
-    def _refuse_slip(self, name: str, value: Any) -> None:
-        """Refuses a new attribute that is nearly one that can be changed."""
-        fields = self.method_type.fields().items()
-        known = [k for k, field in fields if isinstance(field, Tunable)]
-        right = meant(name, [*known, "learning_rate"])
-        if right is not None:
-            raise AttributeError(
-                f"{type(self).__name__} has no attribute '{name}'. Did you "
-                f"mean `{right}`? Received: {name}={value!r}"
-            )
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Sets the variables of the other optimizers, those of `variables`."""
