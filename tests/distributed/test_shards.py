@@ -49,12 +49,14 @@ def test_ranges(size: int, workers: int, ends: list[int]) -> None:
 def test_messages(size: int, workers: int) -> None:
     """Slices are padded with zeros; a worker receives the missing slices."""
     shards, wholes = Shards(size, workers), numbers(workers, size)
-    longer = np.pad(wholes, [[0, 0], [0, shards.whole - size]])
-    assert shards.whole == workers * shards.length
+    longer = np.pad(wholes, [[0, 0], [0, shards.padded_size - size]])
+    assert shards.padded_size == workers * shards.length
 
     def work(group: Any) -> list[Any]:
-        own = shards.own(tf.constant(wholes), group.rank)
-        slices = [shards.own(tf.constant(x), group.rank) for x in longer]
+        own = shards.local_slice(tf.constant(wholes), group.rank)
+        slices = [
+            shards.local_slice(tf.constant(x), group.rank) for x in longer
+        ]
         return [
             own,
             shards.gather(own[0], group),

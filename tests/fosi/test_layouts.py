@@ -18,7 +18,7 @@ from tfkfac.distributed.topology import Roles
 from tfkfac.fosi.estimation import Estimation, Spectrum, estimation_bytes
 from tfkfac.fosi.handover import FinalUpdate, hand_over, piece_bytes
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout, Shards
-from tfkfac.fosi.subspace import Inner, Subspace
+from tfkfac.fosi.subspace import InnerTraits, Subspace
 
 few = settings(max_examples=20, deadline=None)
 ITEM = 8  # bytes
@@ -46,7 +46,7 @@ def basis(directions: int, size: int, seed: int = 0) -> Array:
 
 
 def own_part(layout: Layout, whole: Array, rank: int) -> Array:
-    part, found = whole[layout.part(rank)], np.zeros(layout.shape)
+    part, found = whole[layout.ranges(rank)], np.zeros(layout.shape)
     found[: part.shape[0], : part.shape[1]] = part
     return found
 
@@ -62,13 +62,13 @@ def test_arrange(name: str, size: int, directions: int, workers: int) -> None:
     owners = np.zeros([directions, size], int)
 
     def work(group: Any) -> Array:
-        slices = shards.own(tf.constant(whole), group.rank)
+        slices = shards.local_slice(tf.constant(whole), group.rank)
         return layout.arrange(slices, group).numpy()
 
     for rank, (got, received) in enumerate(run_together(workers, work)):
         np.testing.assert_array_equal(got, own_part(layout, whole, rank))
         assert received * ITEM == layout.arrangement_bytes
-        owners[layout.part(rank)] += 1
+        owners[layout.ranges(rank)] += 1
     np.testing.assert_array_equal(owners, 1)
     slices = directions, -(-size // workers)
     columns = -(-directions // workers), size
@@ -100,16 +100,16 @@ def test_projections(
         part = tf.constant(own_part(layout, whole, group.rank))
         mine = gradients[group.rank] if late else total
         mine = tf.constant(np.pad(mine, [0, length - size]))
-        own = layout.own(others, group.rank)
+        own = layout.local_values(others, group.rank)
         move = (lambda c: 2 * c - own) if moves else None
         found = layout.project_out(part, mine, group, move)
-        assert bool(found.sound)
-        moved = found.moved
+        assert bool(found.valid)
+        moved = found.step
         if not moves:
             full = tf.constant(np.pad(total, [0, length - size]))
             again = layout.coefficients(part, full, group)
             moved = layout.combine(part, [2 * again, -own], group)
-        return [x.numpy() for x in (found.inside, found.rest, moved)]
+        return [x.numpy() for x in (found.coefficients, found.remainder, moved)]
 
     want = total - (whole @ total) @ whole
     moved = (2 * whole @ total - others.numpy()) @ whole
@@ -119,7 +119,7 @@ def test_projections(
     for rank, (found, received) in enumerate(run_together(workers, work)):
         inside, rest, move = found
         assert rest.shape == (length,)
-        mine = layout.own(tf.constant(whole @ total), rank)
+        mine = layout.local_values(tf.constant(whole @ total), rank)
         np.testing.assert_allclose(inside, mine, atol=1e-13)
         np.testing.assert_allclose(rest[:size], want, atol=1e-13)
         np.testing.assert_allclose(move[:size], moved, atol=1e-13)
@@ -141,9 +141,14 @@ def test_rows_move_a_third(workers: int) -> None:
 @names
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize(
-    "inner", [Inner(), Inner(accumulates=True), Inner(has_momentum=True)]
+    "inner",
+    [
+        InnerTraits(),
+        InnerTraits(accumulates=True),
+        InnerTraits(has_momentum=True),
+    ],
 )
-def test_new_directions(name: str, workers: int, inner: Inner) -> None:
+def test_new_directions(name: str, workers: int, inner: InnerTraits) -> None:
     """The momenta's way to them, and their values there."""
     size = 23
     layout = layout_of(name, size, 3, workers)
@@ -155,7 +160,9 @@ def test_new_directions(name: str, workers: int, inner: Inner) -> None:
         rank = group.rank
         subspace = Subspace(layout, inner, rank)
         subspace.directions.assign(own_part(layout, old, rank))
-        subspace.momentum.assign(layout.own(tf.constant(momentum), rank))
+        subspace.momentum.assign(
+            layout.local_values(tf.constant(momentum), rank)
+        )
         values = tf.constant([1.0, 2.0, 3.0], tf.float64)
         part = tf.constant(own_part(layout, new, rank))
         subspace.replace(values, part, group, given)
@@ -163,11 +170,11 @@ def test_new_directions(name: str, workers: int, inner: Inner) -> None:
         return [x.numpy() for x in found if x is not None]
 
     wanted = [new @ (momentum @ old), new @ of_sgd][: 1 + inner.has_momentum]
-    reported = Subspace.carrying_bytes(layout, inner)
+    reported = Subspace.replace_bytes(layout, inner)
     assert (reported > 0) == (workers > 1)
     for rank, (got, received) in enumerate(run_together(workers, work)):
         for one, want in zip(got, wanted, strict=True):
-            own = layout.own(tf.constant(want), rank)
+            own = layout.local_values(tf.constant(want), rank)
             np.testing.assert_allclose(one, own, atol=1e-13)
         assert abs(received * ITEM - reported) <= 3
 
@@ -186,7 +193,7 @@ def test_traffic(name: str, workers: int) -> None:
     def finish(group: Any) -> None:
         vector = tf.ones([23], tf.float64)
         final = FinalUpdate(layout.geometry, "")
-        subspace = Subspace(layout, Inner(), group.rank)
+        subspace = Subspace(layout, InnerTraits(), group.rank)
         final.move(vector, subspace, tf.ones([], tf.float64), group)
 
     for work, reported in [
@@ -214,7 +221,9 @@ def test_hand_over(
     def work(group: Any) -> Any:
         spectrum = None
         if not roles.trains(group.rank):
-            slices = shards.own(tf.constant(whole), group.rank - workers)
+            slices = shards.local_slice(
+                tf.constant(whole), group.rank - workers
+            )
             spectrum = Spectrum(tf.constant(values), slices)
         return hand_over(spectrum, layout, roles, group)
 
@@ -228,4 +237,4 @@ def test_hand_over(
         np.testing.assert_array_equal(found[0], values)
         want = own_part(layout, whole, rank)
         np.testing.assert_array_equal(found[1], want)
-        assert received == directions + whole[layout.part(rank)].size
+        assert received == directions + whole[layout.ranges(rank)].size

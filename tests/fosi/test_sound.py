@@ -18,7 +18,7 @@ from tests.support.reference import Array
 from tests.support.small import summary_text
 from tests.support.weights import assert_same_bits
 from tfkfac.fosi.layouts import LAYOUTS, Geometry
-from tfkfac.fosi.subspace import Inner, Subspace
+from tfkfac.fosi.subspace import InnerTraits, Subspace
 
 INNERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1, 0.9),
@@ -69,7 +69,7 @@ def test_the_step_is_the_inner_optimizers(inner: str, capfd: Any) -> None:
         assert np.isfinite(flat(model)).all()
         assert int(state.forgotten.numpy()) == count
     assert "the directions of curvature are not" in capfd.readouterr().err
-    assert "directions could not be right: 3" in summary_text(optimizer)
+    assert "invalid directions were dropped: 3" in summary_text(optimizer)
 
 
 # ------------------------------------------------------------ several workers
@@ -156,12 +156,12 @@ def test_coefficients(layout: str, workers: int) -> None:
     shared = LAYOUTS[layout](Geometry(23, 3, 0, 5, tf.float64), workers)
 
     def work(group: Any) -> tuple[list[Array], float]:
-        subspace = Subspace(shared, Inner(), group.rank)
+        subspace = Subspace(shared, InnerTraits(), group.rank)
         subspace.ritz_values.assign(values)
         kept = []
         for step in steps:
-            own = shared.own(tf.constant(step), group.rank)
-            kept.append(subspace.bounded(own, group).numpy())
+            own = shared.local_values(tf.constant(step), group.rank)
+            kept.append(subspace.clip_outlier(own, group).numpy())
         return kept, float(subspace.square)
 
     want = by_definition(steps, values)
@@ -169,23 +169,23 @@ def test_coefficients(layout: str, workers: int) -> None:
     np.testing.assert_array_equal(np.flatnonzero(clipped), [5, 7])
     for rank, ((got, _), received) in enumerate(run_together(workers, work)):
         for i, one in enumerate(got):
-            own = shared.own(tf.constant(want[i]), rank).numpy()
+            own = shared.local_values(tf.constant(want[i]), rank).numpy()
             np.testing.assert_allclose(one, own, rtol=1e-12)
             if not clipped[i]:
                 np.testing.assert_array_equal(one, own)
-        reported = 12 * Subspace.bound_bytes(shared)
+        reported = 12 * Subspace.clip_bytes(shared)
         assert received * 8 == pytest.approx(reported, abs=12)
 
 
 def test_without_a_gradient() -> None:
     """Zeros are no measure of what comes, and overflow is no step."""
     shared = LAYOUTS["rows"](Geometry(5, 1, 0, 3, tf.float32), 1)
-    subspace = Subspace(shared, Inner(), 0)
+    subspace = Subspace(shared, InnerTraits(), 0)
     subspace.ritz_values.assign([1.0])
 
     def work(group: Any) -> list[Array]:
         return [
-            subspace.bounded(tf.constant([c]), group).numpy()
+            subspace.clip_outlier(tf.constant([c]), group).numpy()
             for c in (0.0, 7.0, 1e30, 7.0)
         ]
 

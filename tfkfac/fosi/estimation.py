@@ -17,7 +17,7 @@ from tfkfac.distributed.collectives import (
 )
 from tfkfac.fosi.layouts import Geometry, Layout
 from tfkfac.fosi.schedule import Timing
-from tfkfac.fosi.subspace import Inner, State, Subspace
+from tfkfac.fosi.subspace import InnerTraits, State, Subspace
 from tfkfac.fosi.update import adopt, has_momentum, is_plain_sgd
 from tfkfac.linalg.lanczos import (
     Lanczos,
@@ -92,7 +92,7 @@ class Estimation:
     def draw(self, index: int | tf.Tensor) -> tf.Tensor:
         """Returns the slice of a random vector with norm of about 1."""
         vector = random_vector(self.geometry.size, self._seed, index + 1)
-        own = self.shards.own(vector, self.group.rank)
+        own = self.shards.local_slice(vector, self.group.rank)
         return tf.cast(own, self.geometry.dtype)
 
     def spectrum(
@@ -155,10 +155,10 @@ class Estimator:
         """A new state of a replica."""
         return State(layout, Subspace(layout, self.inner(), rank))
 
-    def inner(self) -> Inner:
+    def inner(self) -> InnerTraits:
         """The kind of the inner optimizer."""
         accumulation = self.job.inner_optimizer.gradient_accumulation_steps
-        return Inner(bool(accumulation), has_momentum(self.job))
+        return InnerTraits(bool(accumulation), has_momentum(self.job))
 
     # ------------------------------------------------------------ the step
     def run(self, step: Step, train: Train) -> None:
@@ -196,7 +196,7 @@ class Estimator:
     # ----------------------------------------------------------- reporting
     def first(self, updates: int) -> str:
         """The time of the first estimation; empty after that."""
-        warmup = self.timing.first(self.states)
+        warmup = self.timing.warmup(self.states)
         if updates > warmup:
             return ""
         return f"the first before update {warmup + 1:,}"
@@ -247,12 +247,12 @@ class Estimator:
         projections = layout.projection_bytes(is_plain_sgd(job))
         plain = {
             "gradients": all_reduce_bytes(gradients, layout.workers),
-            "projections": Subspace.bound_bytes(layout) + projections,
+            "projections": Subspace.clip_bytes(layout) + projections,
             "lanczos": 0,
             "directions": 0,
             "weights": 0,
         }
-        carrying = Subspace.carrying_bytes(layout, self.inner())
+        carrying = Subspace.replace_bytes(layout, self.inner())
         return plain, {
             "lanczos": estimation_bytes(layout.geometry, layout.workers),
             "directions": layout.arrangement_bytes + carrying,

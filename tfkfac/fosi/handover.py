@@ -71,7 +71,7 @@ def pieces(
     """
     shards = layout.geometry.slices(len(roles.accelerators))
     for position, worker in enumerate(roles.workers):
-        rows, elements = layout.part(position)
+        rows, elements = layout.ranges(position)
         for index, accelerator in enumerate(roles.accelerators):
             mine = shards.range(index)
             start = max(elements.start, mine.start)

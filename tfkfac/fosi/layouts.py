@@ -1,6 +1,6 @@
-"""Layouts: the part of the directions of a subspace that a worker keeps.
+"""Layouts: how the matrix V of the directions is divided among workers.
 
-A vector may be in shards, of which every member of a group keeps a slice.
+A vector may be sharded: each member of a group keeps a slice.
 """
 
 import abc
@@ -17,10 +17,10 @@ from tfkfac.saving.entries import Region
 
 
 class Shards:
-    """Slices of equal length of a vector, by rank; the last end in zeros.
+    """Slices of equal length of a vector; the last slices end in zeros.
 
-    If there is a single one, every rank has it. `padded` gives the length of a
-    slice, from the least that is enough.
+    Rank i has slice `i % count`. `padded` maps the least sufficient length of
+    a slice to the length to use.
     """
 
     def __init__(
@@ -31,78 +31,78 @@ class Shards:
         self.length = padded(-(-size // count))
 
     def range(self, rank: int) -> slice:
-        """The elements of a slice; may be none."""
+        """The elements of a rank's slice, without padding; may be empty."""
         start = min(rank % self.count * self.length, self.size)
         return slice(start, min(start + self.length, self.size))
 
     @property
-    def whole(self) -> int:
-        """Length of all slices together."""
+    def padded_size(self) -> int:
+        """Length of the padded vector, `count * length`."""
         return self.count * self.length
 
-    def own(self, vector: tf.Tensor, rank: int) -> tf.Tensor:
-        """The slices, of one rank, of vectors `(..., size)`.
+    def local_slice(self, vector: tf.Tensor, rank: int) -> tf.Tensor:
+        """A rank's slices of vectors `(..., size)` or `(..., padded_size)`.
 
-        Those of `(..., whole)`, which end in zeros, need no copy.
+        Slices of padded vectors need no copy.
         """
-        if vector.shape[-1] == self.whole:
+        if vector.shape[-1] == self.padded_size:
             start = rank % self.count * self.length
             return vector[..., start : start + self.length]
-        part = vector[..., self.range(rank)]
-        missing = self.length - part.shape[-1]
+        values = vector[..., self.range(rank)]
+        missing = self.length - values.shape[-1]
         padding = [[0, 0]] * (vector.shape.rank - 1) + [[0, missing]]
-        return tf.pad(part, padding) if missing else part
+        return tf.pad(values, padding) if missing else values
 
     def gather(self, shard: tf.Tensor, communicator: Communicator) -> tf.Tensor:
-        """The vector of which this rank has a slice."""
+        """The vector `(size,)`, of which this rank has a slice."""
         (vector,) = self.gather_all([shard], communicator)
         return vector[: self.size]
 
     def gather_all(
         self, shards: Sequence[tf.Tensor], communicator: Communicator
     ) -> list[tf.Tensor]:
-        """The vectors `(whole,)` of which this rank has slices."""
+        """The vectors `(padded_size,)`, of which this rank has slices."""
         if self.count == 1:
             return list(shards)
         gathered = communicator.all_gather(tf.stack(shards))
-        return [tf.reshape(part, [-1]) for part in tf.unstack(gathered, axis=1)]
+        return [tf.reshape(x, [-1]) for x in tf.unstack(gathered, axis=1)]
 
     def reduce(
         self, vector: tf.Tensor, communicator: Communicator
     ) -> tf.Tensor:
-        """This rank's slice of the sum of all vectors."""
+        """This rank's slice of the sum of the vectors of all ranks."""
         if self.count == 1:
-            return self.own(vector, 0)
-        padding = self.whole - vector.shape[0]
+            return self.local_slice(vector, 0)
+        padding = self.padded_size - vector.shape[0]
         padded = tf.pad(vector, [[0, padding]]) if padding else vector
         return communicator.reduce_scatter(
             tf.reshape(padded, [self.count, self.length])
         )
 
 
-# From coefficients of the gradient to those of what is added to the weights.
-Moves = Callable[[tf.Tensor], tf.Tensor]
-# How far squares may be from adding up, of what they add up to; and where they
-# may underflow.
+# Function from coefficients `c = V^T g` to the coefficients p of a weight
+# change `V p`.
+SubspaceStep = Callable[[tf.Tensor], tf.Tensor]
+# Relative and absolute tolerance of `is_orthonormal_split`.
 _ROUNDING = 1e-2
-_TINY = 1e-30
+_TINY = 1e-30  # smaller squares may underflow
 
 
 class Split(NamedTuple):
-    """A gradient g, split."""
+    """Components of a gradient g along the directions V and outside of them."""
 
-    inside: tf.Tensor  # the own coefficients `c = V^T g`
-    rest: tf.Tensor  # `g - V c`
-    sound: tf.Tensor  # whether V can be right, the same on all workers
-    moved: tf.Tensor | None = None  # `V p`, if there are moves
+    coefficients: tf.Tensor  # local elements of `c = V^T g`
+    remainder: tf.Tensor  # `g - V c`
+    valid: tf.Tensor  # False if V is not orthonormal; equal on all workers
+    step: tf.Tensor | None = None  # `V p` for a `SubspaceStep`
 
 
-def adds_up(whole: tf.Tensor, inside: tf.Tensor, rest: tf.Tensor) -> tf.Tensor:
-    """True if `|g|^2 = |c|^2 + |g - V c|^2`, as for orthonormal directions.
-
-    Others are not orthogonal, not of length 1 or not finite.
-    """
-    return tf.abs(whole - inside - square(rest)) <= _ROUNDING * whole + _TINY
+def is_orthonormal_split(
+    g_square: tf.Tensor, c_square: tf.Tensor, remainder: tf.Tensor
+) -> tf.Tensor:
+    """True if `|g|^2 = |c|^2 + |g - V c|^2`, so V may be orthonormal."""
+    error = g_square - c_square - square(remainder)
+    return tf.abs(error) <= _ROUNDING * g_square + _TINY
 
 
 def square(vector: tf.Tensor) -> tf.Tensor:
@@ -110,31 +110,35 @@ def square(vector: tf.Tensor) -> tf.Tensor:
     return 2 * tf.nn.l2_loss(vector)
 
 
-def finite_or_nothing(change: tf.Tensor) -> tf.Tensor:
-    """A change of the weights; none if it is not finite."""
+def zero_unless_finite(change: tf.Tensor) -> tf.Tensor:
+    """A vector, or zeros if any element is not finite."""
     finite = tf.cast(tf.math.is_finite(square(change)), change.dtype)
     return tf.math.multiply_no_nan(change, finite)
 
 
 def combinations(
-    directions: tf.Tensor, inside: tf.Tensor, moves: Moves | None
+    directions: tf.Tensor,
+    coefficients: tf.Tensor,
+    subspace_step: SubspaceStep | None,
 ) -> list[tf.Tensor]:
-    """`V c` of coefficients c, then `V p` for moves p."""
-    weights = [inside] if moves is None else [inside, moves(inside)]
+    """`V c`, then `V p` if a subspace step maps c to p."""
+    weights = [coefficients]
+    if subspace_step is not None:
+        weights.append(subspace_step(coefficients))
     return tf.unstack(tf.matmul(tf.stack(weights), directions))
 
 
-_NUMBERS = 2  # see `numbers_of`
+_NUM_CHECKS = 2  # length of `check_values`
 
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Sizes of a subspace."""
+    """Sizes of a subspace of extreme curvature."""
 
     size: int  # number of weights, n
     largest: int  # number of directions of largest curvature, k
-    smallest: int  # and of smallest curvature, l
-    steps: int  # of Lanczos
+    smallest: int  # number of directions of smallest curvature, l
+    steps: int  # Lanczos steps of an estimation
     dtype: tf.DType  # of vectors
 
     @property
@@ -143,21 +147,21 @@ class Geometry:
         return self.largest + self.smallest
 
     def slices(self, count: int) -> Shards:
-        """The slices in which replicas divide a vector, for sums in chunks."""
+        """Slices of a vector `(n,)`, padded for accurate sums in chunks."""
         return Shards(self.size, count, padded_size)
 
 
 class Layout(abc.ABC):
-    """The part of the directions V that a worker keeps, as rows of V^T.
+    """The block of V^T that each worker keeps.
 
-    Of some workers, each keeps a slice of the directions ("columns") and of
-    their elements; "slices" are those of vectors that Lanczos leaves.
+    `columns` divides the directions (rows of V^T), `elements` the elements of
+    each direction, and `slices` the vectors that Lanczos returns.
     """
 
-    reduces_gradients: bool  # if `project_out` takes a worker's own gradient
-    length: int  # of vectors, with zeros at the end, that spares copies
-    # Bytes that a worker receives in the methods; `combine_bytes` for each of
-    # the coefficients.
+    reduces_gradients: bool  # True if `project_out` sums local gradients
+    length: int  # vectors that are zero-padded to this length need no copies
+    # Bytes that a worker receives in `coefficients`, `combine` (of one vector
+    # of coefficients under "columns") and `arrange`.
     coefficients_bytes: int
     combine_bytes: int
     arrangement_bytes: int
@@ -178,20 +182,20 @@ class Layout(abc.ABC):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of a worker's part of V^T."""
+        """Shape of a worker's block of V^T."""
         return self.columns.length, self.elements.length
 
-    def own(self, numbers: tf.Tensor, rank: int) -> tf.Tensor:
-        """Those of r numbers that go with this worker's coefficients."""
-        return self.columns.own(numbers, rank)
+    def local_values(self, values: tf.Tensor, rank: int) -> tf.Tensor:
+        """A worker's slice of a vector with one element per direction."""
+        return self.columns.local_slice(values, rank)
 
-    def part(self, rank: int) -> tuple[slice, slice]:
-        """The directions, and the elements of them, that a worker keeps."""
+    def ranges(self, rank: int) -> tuple[slice, slice]:
+        """The directions and elements of a worker's block of V^T."""
         return self.columns.range(rank), self.elements.range(rank)
 
     def regions(self, rank: int) -> tuple[Region, Region]:
-        """Regions of a worker's part in V^T, and of its numbers among all r."""
-        first, start = (part.start for part in self.part(rank))
+        """Regions of a worker's block in V^T and of its coefficients."""
+        first, start = (indices.start for indices in self.ranges(rank))
         r, n = self.geometry.directions, self.geometry.size
         return Region((r, n), (first, start)), Region((r,), (first,))
 
@@ -201,21 +205,22 @@ class Layout(abc.ABC):
         directions: tf.Tensor,
         gradient: tf.Tensor,
         group: Communicator,
-        moves: Moves | None = None,
-        healthy: tf.Tensor | bool = True,
+        subspace_step: SubspaceStep | None = None,
+        state_valid: tf.Tensor | bool = True,
     ) -> Split:
-        """Splits the gradient g into `c = V^T g` and `g - V c`.
+        """Split the gradient g into `c = V^T g` and `g - V c`.
 
-        The own part of V^T is read twice. Moves take the own coefficients c to
-        others p. What a worker has besides V is healthy if it can be right.
+        Reads `directions`, the local block of V^T, twice. `gradient` is local
+        if `reduces_gradients`, else the sum. The split is invalid on all
+        workers if `state_valid` is False on any.
         """
 
     def coefficients(
         self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
     ) -> tf.Tensor:
-        """`V^T x` of a vector that all workers have."""
-        own = self.elements.own(vector, group.rank)
-        return row_products(directions, own)
+        """Local elements of `V^T x` for a vector x that all workers have."""
+        local = self.elements.local_slice(vector, group.rank)
+        return row_products(directions, local)
 
     @abc.abstractmethod
     def combine(
@@ -224,40 +229,39 @@ class Layout(abc.ABC):
         weights: Sequence[tf.Tensor],
         group: Communicator,
     ) -> tf.Tensor:
-        """Sum of `V c` over some coefficients c, for all workers."""
+        """Sum of `V c` over several local coefficients c, on all workers."""
 
     @abc.abstractmethod
     def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
-        """A worker's part, from the slices `(r, n / C)` Lanczos leaves."""
+        """The local block of V^T, from the Lanczos slices `(r, n / C)`."""
 
     @abc.abstractmethod
-    def projection_bytes(self, moves: bool) -> int:
+    def projection_bytes(self, early_step: bool) -> int:
         """Bytes that a worker receives for the projections of a step.
 
-        Those of `project_out` with moves, or without and then those of
-        `coefficients` of the change, and of `combine` of two.
+        Counts `project_out` with a subspace step (`early_step`), or
+        `project_out`, `coefficients` and `combine` of two vectors.
         """
 
     def reduce_bytes(self, count: int) -> int:
-        """Bytes that a worker receives in a sum of some numbers."""
+        """Bytes that a worker receives in an all-reduce of `count` numbers."""
         return all_reduce_bytes(count * self.item, self.workers)
 
 
 class RowsLayout(Layout):
-    """A worker keeps the same elements of all directions, as Lanczos does.
+    """A worker keeps a slice of every direction, like the Lanczos basis.
 
-    Products with V^T are sums of r numbers over the workers; products with V
-    are gathered slices. The gradients are added up slice by slice, so that
-    gathering the split gradient is the second half of their all-reduce.
+    Products with V^T all-reduce r numbers; products with V all-gather slices.
+    `project_out` reduce-scatters the gradients, so gathering the remainder is
+    the second half of their all-reduce.
     """
 
     def __init__(self, geometry: Geometry, workers: int) -> None:
         columns = Shards(geometry.directions, 1)
         super().__init__(geometry, workers, columns, geometry.slices(workers))
         self.reduces_gradients = workers > 1
-        self.length = self.elements.whole
+        self.length = self.elements.padded_size
         self.coefficients_bytes = self.reduce_bytes(geometry.directions)
-        # Whatever is combined.
         self.combine_bytes = self.elements.length * (workers - 1) * self.item
         self.arrangement_bytes = 0
 
@@ -267,26 +271,27 @@ class RowsLayout(Layout):
         directions: tf.Tensor,
         gradient: tf.Tensor,
         group: Communicator,
-        moves: Moves | None = None,
-        healthy: tf.Tensor | bool = True,
+        subspace_step: SubspaceStep | None = None,
+        state_valid: tf.Tensor | bool = True,
     ) -> Split:
-        own = self.elements.reduce(gradient, group)
-        inside, numbers = group.all_reduce(
-            [row_products(directions, own), numbers_of(own, healthy)]
+        local = self.elements.reduce(gradient, group)
+        coefficients, checks = group.all_reduce(
+            [row_products(directions, local), check_values(local, state_valid)]
         )
-        images = combinations(directions, inside, moves)
-        images[0] = own - images[0]
-        whole = self.elements.gather_all(images, group)
-        rest, *moved = (x[: gradient.shape[0]] for x in whole)
-        fits = adds_up(numbers[0], square(inside), rest)
-        return Split(inside, rest, fits & tf.equal(numbers[1], 0), *moved)
+        images = combinations(directions, coefficients, subspace_step)
+        images[0] = local - images[0]
+        gathered = self.elements.gather_all(images, group)
+        remainder, *step = (x[: gradient.shape[0]] for x in gathered)
+        valid = is_orthonormal_split(checks[0], square(coefficients), remainder)
+        valid &= tf.equal(checks[1], 0)
+        return Split(coefficients, remainder, valid, *step)
 
     @override
     def coefficients(
         self, directions: tf.Tensor, vector: tf.Tensor, group: Communicator
     ) -> tf.Tensor:
-        own = super().coefficients(directions, vector, group)
-        (total,) = group.all_reduce([own])
+        local = super().coefficients(directions, vector, group)
+        (total,) = group.all_reduce([local])
         return total
 
     @override
@@ -296,23 +301,23 @@ class RowsLayout(Layout):
         weights: Sequence[tf.Tensor],
         group: Communicator,
     ) -> tf.Tensor:
-        own = tf.matmul(tf.add_n(list(weights))[None], directions)[0]
-        return self.elements.gather(own, group)
+        local = tf.matmul(tf.add_n(list(weights))[None], directions)[0]
+        return self.elements.gather(local, group)
 
     @override
     def arrange(self, rows: tf.Tensor, group: Communicator) -> tf.Tensor:
         return rows
 
     @override
-    def projection_bytes(self, moves: bool) -> int:
-        sums = (2 - moves) * self.coefficients_bytes
-        return self.combine_bytes + sums + self.reduce_bytes(_NUMBERS)
+    def projection_bytes(self, early_step: bool) -> int:
+        sums = (2 - early_step) * self.coefficients_bytes
+        return self.combine_bytes + sums + self.reduce_bytes(_NUM_CHECKS)
 
 
 class ColumnsLayout(Layout):
     """A worker keeps whole directions, as published (DHO2, algorithm 3).
 
-    Every product with V is a sum over the workers of vectors of length n.
+    Every product with V all-reduces a vector of length n.
     """
 
     def __init__(self, geometry: Geometry, workers: int) -> None:
@@ -322,8 +327,8 @@ class ColumnsLayout(Layout):
         self.length = geometry.size
         self.coefficients_bytes = 0
         self.combine_bytes = self.reduce_bytes(geometry.size)
-        part = columns.length * self.slices.length
-        self.arrangement_bytes = part * (workers - 1) * self.item
+        block = columns.length * self.slices.length
+        self.arrangement_bytes = block * (workers - 1) * self.item
 
     @override
     def project_out(
@@ -331,20 +336,21 @@ class ColumnsLayout(Layout):
         directions: tf.Tensor,
         gradient: tf.Tensor,
         group: Communicator,
-        moves: Moves | None = None,
-        healthy: tf.Tensor | bool = True,
+        subspace_step: SubspaceStep | None = None,
+        state_valid: tf.Tensor | bool = True,
     ) -> Split:
-        inside = self.coefficients(directions, gradient, group)
-        images = combinations(directions, inside, moves)
-        cut, *moved, numbers = group.all_reduce(
+        coefficients = self.coefficients(directions, gradient, group)
+        images = combinations(directions, coefficients, subspace_step)
+        projection, *step, checks = group.all_reduce(
             [
                 *(self.elements.gather(x, group) for x in images),
-                numbers_of(inside, healthy),
+                check_values(coefficients, state_valid),
             ]
         )
-        rest = gradient - cut
-        fits = adds_up(square(gradient), numbers[0], rest)
-        return Split(inside, rest, fits & tf.equal(numbers[1], 0), *moved)
+        remainder = gradient - projection
+        valid = is_orthonormal_split(square(gradient), checks[0], remainder)
+        valid &= tf.equal(checks[1], 0)
+        return Split(coefficients, remainder, valid, *step)
 
     @override
     def combine(
@@ -354,9 +360,9 @@ class ColumnsLayout(Layout):
         group: Communicator,
     ) -> tf.Tensor:
         sums = []
-        for one in weights:
-            own = tf.matmul(one[None], directions)[0]
-            sums += group.all_reduce([self.elements.gather(own, group)])
+        for coefficients in weights:
+            local = tf.matmul(coefficients[None], directions)[0]
+            sums += group.all_reduce([self.elements.gather(local, group)])
         return tf.add_n(sums)
 
     @override
@@ -364,26 +370,25 @@ class ColumnsLayout(Layout):
         """See `Layout.arrange`: the re-partition (DHO2, figure 4)."""
         if self.workers == 1:
             return rows
-        by_owner = self.columns.own  # pads the last owner's directions
-        parts = [
-            tf.transpose(by_owner(tf.transpose(rows), owner))
+        blocks = [
+            tf.transpose(self.columns.local_slice(tf.transpose(rows), owner))
             for owner in range(self.workers)
         ]
-        received = group.all_to_all(tf.stack(parts))
-        whole = tf.transpose(received, [1, 0, 2])
-        flat = tf.reshape(whole, [self.columns.length, -1])
-        return self.elements.own(flat[:, : self.geometry.size], 0)
+        received = group.all_to_all(tf.stack(blocks))
+        by_direction = tf.transpose(received, [1, 0, 2])
+        flat = tf.reshape(by_direction, [self.columns.length, -1])
+        return self.elements.local_slice(flat[:, : self.geometry.size], 0)
 
     @override
-    def projection_bytes(self, moves: bool) -> int:
-        sums = (3 - moves) * self.combine_bytes
-        return sums + self.reduce_bytes(_NUMBERS)
+    def projection_bytes(self, early_step: bool) -> int:
+        sums = (3 - early_step) * self.combine_bytes
+        return sums + self.reduce_bytes(_NUM_CHECKS)
 
 
-def numbers_of(part: tf.Tensor, healthy: tf.Tensor | bool) -> tf.Tensor:
-    """Numbers that workers add up: a square, and how many are not healthy."""
-    ill = tf.cast(tf.logical_not(healthy), part.dtype)
-    return tf.stack([square(part), ill])
+def check_values(vector: tf.Tensor, state_valid: tf.Tensor | bool) -> tf.Tensor:
+    """`|x|^2`, and 1 if this worker's state is invalid; to be summed."""
+    invalid = tf.cast(tf.logical_not(state_valid), vector.dtype)
+    return tf.stack([square(vector), invalid])
 
 
 LAYOUTS: dict[str, Callable[[Geometry, int], Layout]] = {

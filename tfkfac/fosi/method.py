@@ -1,4 +1,4 @@
-"""FOSI and DHO2, step by step."""
+"""The methods FOSI and DHO2: training step, state and reports."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from tfkfac.curvature.hessian import flat_space
 from tfkfac.fosi.estimation import Estimator
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
 from tfkfac.fosi.multirole import BesideSteps
-from tfkfac.fosi.schedule import NewtonRate, Timing, warmup_of
+from tfkfac.fosi.schedule import NewtonRate, Timing, default_warmup
 from tfkfac.fosi.subspace import State
 from tfkfac.fosi.update import SplitUpdate
 from tfkfac.linalg.lanczos import default_steps
@@ -26,12 +26,12 @@ from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 
-# Steps between estimations where accelerators make them.
+# Default interval between estimations by accelerators, in steps.
 _ACCELERATED_INTERVAL = 800
 
 
 class FOSIMethod(Method):
-    """Newton steps in the directions, the inner optimizer's on the rest.
+    """Newton steps along V, inner optimizer steps on the remaining gradient.
 
     The arguments are those of `FOSI`.
     """
@@ -62,7 +62,7 @@ class FOSIMethod(Method):
                 timing, self.seed, fraction, self.final_update, self.rate
             )
         self._geometry: Geometry | None = None
-        self._told_warmup = -1
+        self._reported_warmup = -1  # updates; -1: unknown
 
     @property
     def states(self) -> Sequence[State]:
@@ -73,13 +73,16 @@ class FOSIMethod(Method):
     @override
     def run(self, step: Step) -> None:
         """One step (FOSI, algorithm 3; DHO2, algorithm 3 and section IV)."""
-        self.rate.note(self.job, self.job.own(self.states))
+        self.rate.record_largest(self.job, self.job.own(self.states))
         self.estimator.run(step, self.train)
 
     def train(
         self, step: Step, state: State, estimate: Callable[[], None]
     ) -> None:
-        """The step of a replica that trains."""
+        """The step of a replica that trains.
+
+        `estimate` replaces the directions if an estimation is due.
+        """
         if state.layout.reduces_gradients:
             step.weigh()
         else:
@@ -97,20 +100,20 @@ class FOSIMethod(Method):
     # --------------------------------------------------- binding and state
     @override
     def expect(self, steps: int | None, remaining: int | None = None) -> None:
-        """Warms up for a share of the run, unless that is known or over."""
-        known = [
+        """Set the default warm-up, unless it is already set or over."""
+        is_set = [
             max(int(state.warmup.numpy()), int(state.last.numpy())) >= 0
             for state in self.states[:1]
         ]
-        if self.warmup_steps is None and not any(known):
-            self._told_warmup = warmup_of(self.job, self.states, steps)
-            self._tell_warmup()
+        if self.warmup_steps is None and not any(is_set):
+            self._reported_warmup = default_warmup(self.job, self.states, steps)
+            self._assign_warmup()
 
-    def _tell_warmup(self) -> None:
-        """Tells the states of the warm-up, once there are any."""
+    def _assign_warmup(self) -> None:
+        """Assign the default warm-up to the states that exist."""
         with tf.init_scope():
             for state in self.states:
-                state.warmup.assign(self._told_warmup)
+                state.warmup.assign(self._reported_warmup)
 
     @override
     def attach(self, job: Job) -> None:
@@ -120,7 +123,7 @@ class FOSIMethod(Method):
 
     @property
     def geometry(self) -> Geometry:
-        """Sizes; never more directions or steps than weights."""
+        """Sizes of the subspace, limited by the number of weights."""
         space = flat_space(self.job.model.trainable_variables)
         largest = min(self.num_largest, space.size)
         smallest = min(self.num_smallest, space.size - largest)
@@ -131,24 +134,25 @@ class FOSIMethod(Method):
         return Geometry(space.size, largest, smallest, steps, space.dtype)
 
     def make_layout(self) -> Layout:
-        """The layout of the directions; the first replica always trains."""
+        """The layout of the directions among the training replicas."""
+        # Replica 0 always trains.
         return LAYOUTS[self.layout](self.geometry, len(self.peers(0)))
 
     @override
     def create(self) -> Sequence[Tracked]:
         geometry = self.geometry
-        asked = self.num_largest + self.num_smallest
+        requested = self.num_largest + self.num_smallest
         if geometry != self._geometry:
-            if geometry.directions < asked:
+            if geometry.directions < requested:
                 warnings.warn(
                     f"Model '{self.job.model.name}' has {geometry.size} "
                     f"weights: optimizer '{self.job.name}' uses "
-                    f"{geometry.directions} directions, not {asked}.",
+                    f"{geometry.directions} directions, not {requested}.",
                     stacklevel=2,
                 )
             self._geometry = geometry
             self.estimator.create(self.make_layout())
-            self._tell_warmup()
+            self._assign_warmup()
         return self.states
 
     @override
@@ -161,17 +165,17 @@ class FOSIMethod(Method):
 
     @override
     def events(self) -> list[tuple[str, tf.Variable]]:
-        own = self.states[0]
+        state = self.states[0]
         return [
-            ("estimations of curvature that were not finite", own.failures),
-            ("times that directions could not be right", own.forgotten),
+            ("estimations of curvature that were not finite", state.failures),
+            ("times that invalid directions were dropped", state.forgotten),
         ]
 
     # ----------------------------------------------------------- reporting
     def spectrum(self) -> np.ndarray:
         """The Ritz values in use, ascending; empty if there are none."""
-        found = self.states and int(self.states[0].estimations.numpy()) > 0
-        subspace = self.states[0].subspace if found else None
+        estimated = self.states and int(self.states[0].estimations.numpy()) > 0
+        subspace = self.states[0].subspace if estimated else None
         if subspace is None:
             return np.zeros([0], np.float32)
         return np.asarray(subspace.ritz_values.numpy())
@@ -179,11 +183,11 @@ class FOSIMethod(Method):
     @override
     def summary(self) -> list[str]:
         job, geometry, state = self.job, self.geometry, self.state_bytes()
-        made = int(self.states[0].estimations.numpy()) if self.states else 0
+        count = int(self.states[0].estimations.numpy()) if self.states else 0
         first = self.estimator.first(int(job.clock))
-        beside = self.estimator.rows()
+        roles = self.estimator.rows()
         if job.topology.replicas > 1:
-            beside.insert(2, ("Layout", self.layout))
+            roles.insert(2, ("Layout", self.layout))
         rows = [
             ("Weights", f"{geometry.size:,}"),
             (
@@ -192,11 +196,11 @@ class FOSIMethod(Method):
                 "smallest curvature",
             ),
             ("Lanczos steps", str(geometry.steps)),
-            ("Estimations", f"{made}, {first}" if first else str(made)),
+            ("Estimations", f"{count}, {first}" if first else str(count)),
             ("State: directions", bytes_text(state["directions"])),
             ("State: Lanczos basis", bytes_text(state["basis"])),
             ("State: copies", bytes_text(state["copies"])),
-            *beside,
+            *roles,
         ]
         if len(values := self.spectrum()):
             text = ", ".join(f"{value:.4g}" for value in values)

@@ -341,7 +341,7 @@ class BesideSteps(Estimator):
     def first(self, updates: int) -> str:
         """See `Estimator.first`: at the end of the first interval."""
         timing = self.timing
-        end, interval = timing.first(self.states), timing.interval.get()
+        end, interval = timing.warmup(self.states), timing.interval.get()
         if is_number(interval):
             end += int(interval)
             return f"the first after update {end:,}" if updates < end else ""
@@ -393,7 +393,7 @@ class BesideSteps(Estimator):
             return plain, {
                 "lanczos": estimation_bytes(layout.geometry, estimating)
             }
-        carrying = Subspace.carrying_bytes(layout, self.inner())
+        carrying = Subspace.replace_bytes(layout, self.inner())
         pieces = piece_bytes(layout, self.roles, rank)
         estimation = {"directions": pieces + carrying}
         if self.final_update == "paper":

@@ -1,4 +1,4 @@
-"""FOSI and DHO2: Newton steps along extreme directions, Adam on the rest."""
+"""The Keras optimizer `FOSI`, also DHO2 under several replicas."""
 
 from typing import Any
 
@@ -14,43 +14,41 @@ from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 @keras.saving.register_keras_serializable(package="tfkfac")
 class FOSI(SecondOrderOptimizer):
-    """Newton steps along extreme directions, any optimizer on the rest.
+    """Newton steps along extreme directions, inner optimizer on the rest.
 
-    After a warm-up a Lanczos iteration finds the directions `V` of extreme
-    curvature `lambda` of the loss on the current batch (FOSI, Sivan et al.,
-    2023), once or every `update_interval` steps. Each step then splits the
-    gradient `g` (algorithm 3):
+    After a warm-up, a Lanczos iteration estimates the directions `V` of
+    extreme curvature `lambda` of the loss on the current batch (FOSI, Sivan
+    et al., 2023), once or every `update_interval` steps. Each step then splits
+    the gradient `g` (algorithm 3):
 
     ```
     c  = V^T g                      m = momentum m + c
-    d  = inner optimizer's change of the weights, for the gradient g - V c
+    d  = inner optimizer's weight change for the gradient g - V c
     w += s (d - V V^T d) - alpha V (m / |lambda|)
     ```
 
-    The inner optimizer's change is the difference of the weights around its
-    own `apply`, with its weight decay; its slots see the split gradient only.
-    That of SGD without weight decay, clipping and accumulation is known before
-    it is done, so that a step reads `V` twice and not four times.
-    The rest is added where it has updated the weights, before it averages or
-    constrains them. With directions of no curvature or before the first
-    estimation, a step is the inner optimizer's, bit for bit (for dense
-    gradients: those of embeddings are made dense).
+    The change `d` includes the inner optimizer's weight decay; its slots see
+    only `g - V c`. The correction is added before the inner optimizer averages
+    or constrains the weights. A step reads `V` four times, or twice for SGD
+    without weight decay, clipping and gradient accumulation.
+    Before the first estimation, or if the curvature is zero, a step equals the
+    inner optimizer's bit for bit (after conversion of sparse embedding
+    gradients to dense gradients).
 
     Under several replicas this is DHO2 (Gu et al., 2025): the basis of the
-    Lanczos iteration and the directions are divided among them.
+    Lanczos iteration and the directions are divided among the replicas.
 
-    It pays for losses that are nearly quadratic, with few extreme directions,
-    on large batches, with SGD inside. In a study of an autoencoder, a CNN, a
-    deep MLP and a character Transformer no setting was more than about 10 % of
-    gradients better than the best first-order optimizer at its best rate.
-    One estimation after 5 to 10 % of a run was as good as ten, 3 to 5
-    directions as good as more. A constant `alpha` beside an inner rate that
-    decays was ruinous (loss of the MLP .157, with `alpha` following it
-    7.9e-4): it does follow.
+    FOSI helps for nearly quadratic losses with few extreme directions, on
+    large batches, with SGD as inner optimizer. In a study of an autoencoder, a
+    CNN, a deep MLP and a character Transformer, no setting needed over 10 %
+    fewer gradients than the best first-order optimizer at its best rate.
+    One estimation after 5 to 10 % of a run was as good as ten; 3 to 5
+    directions were as good as more. With a decaying inner rate, a constant
+    `alpha` ended at an MLP loss of 0.157, a proportional one at 7.9e-4.
 
-    The optimizer needs the loss of the current batch: `fit` and
-    `train_on_batch` compute it by `Model.compute_loss`, and a custom loop has
-    to do so as well.
+    The optimizer needs the loss of the current batch. `fit` and
+    `train_on_batch` compute it by `Model.compute_loss`; a custom training loop
+    must call this method too.
 
     >>> model.compile(optimizer=tfkfac.FOSI("adam"), loss="mse")
 
@@ -59,53 +57,47 @@ class FOSI(SecondOrderOptimizer):
             float or schedule, the learning rate of `Adam`. Defaults to "adam".
         num_largest: Number of directions of largest curvature. Defaults to 5.
         num_smallest: Number of directions of smallest (most negative)
-            curvature.
-        alpha: Learning rate of the Newton steps. A number follows the inner
-            optimizer's learning rate: it is multiplied by that of the step
-            over the largest so far, which is the first of one that decays. A
-            schedule or a callable of the iteration is the rate itself.
-            Defaults to 0.1.
+            curvature. Defaults to 0.
+        alpha: Learning rate of the Newton steps. A number is scaled by the
+            inner learning rate of the step over the largest so far. A schedule
+            or a callable of the iteration is the rate itself. Defaults to 0.1.
         update_interval: Steps between estimations: an integer, a schedule or
-            a callable of the iteration. None is a single estimation (repeated
-            after 100 steps if no curvature was found); with accelerators,
-            which estimate all the time, 800.
-        warmup_steps: Number of steps that the inner optimizer does alone,
-            before the first estimation. None is 7.5 % of the run, all epochs
-            of the first `fit` that knows its steps, and 100 where nobody
-            tells: a loop of your own, `train_on_batch`, batches that `fit`
-            cannot count.
-        lanczos_steps: Hessian-vector products of an estimation. None is
-            `max(4 r, 2 ln n)` for `r` directions and `n` weights.
-        momentum: Momentum of the Newton steps, in [0, 1). It is carried over
-            to new directions. Defaults to 0.9.
-        learning_rate_clip: Largest factor `s` on the inner optimizer's change.
-            The factor is `lambda_max / lambda_k`, of the largest and the
-            smallest of the `num_largest` curvatures: without the former,
-            larger steps are stable. It is 1 for inner optimizers other than
-            SGD, whose steps do not scale with the gradient. Defaults to 1.
-        layout: What several replicas keep of the directions: "rows" (the same
+            a callable of the iteration. Defaults to None: a single estimation
+            (repeated after 100 steps if the curvature was zero), or 800 with
+            accelerators.
+        warmup_steps: Steps of the inner optimizer alone before the first
+            estimation. Defaults to None: 7.5 % of the steps of all epochs of
+            the first `fit` with a known number of steps, else 100 (custom
+            loops, `train_on_batch`, data of unknown size).
+        lanczos_steps: Hessian-vector products of an estimation. Defaults to
+            None: `max(4 r, 2 ln n)` for `r` directions and `n` weights.
+        momentum: Momentum of the Newton steps, in [0, 1). New directions
+            inherit its projection. Defaults to 0.9.
+        learning_rate_clip: Upper bound of the factor `s`, at least 1. For SGD,
+            `s` is `lambda_max / lambda_k`, the largest over the k-th largest
+            curvature, `k = num_largest`: larger steps are stable without the
+            directions. For other inner optimizers `s` is 1. Defaults to 1.
+        layout: Part of the directions on each replica: "rows" (the same
             elements of all directions) or "columns" (whole directions, as
-            published, which moves several times as much in each step).
-        accelerator_fraction: Share of the replicas that are accelerators
-            (MR-DHO2): the last ones, rounded to whole replicas. They train on
-            no batch; in the time of an interval they do the estimation at its
-            first weights, on their parts of its first batch, and the workers
-            take over the result at its end. Defaults to 0: all train, and
-            wait for each estimation.
-        final_update: With accelerators, what workers do with the result:
-            "stale" (steps as above with it, in the next interval) or "paper"
-            (the inner optimizer's steps, and at the end of an interval one
-            Newton step with the sum of all its gradients, which also takes
-            back what those steps moved in the directions, as published in
-            equation 17: there to reproduce the paper, as most such updates
-            raise the loss, and with `alpha` times `update_interval` above 2 it
-            can diverge). Defaults to "stale".
-        seed: Seed of the Lanczos iteration's start vector.
-        max_skipped_steps: Steps in a row, at least 1, skipped because their
-            gradients were not finite, that end the training with an error on
-            all workers; see `check_skipped_steps`. None is any number.
-            Defaults to 100.
-        name: Name of the optimizer.
+            published; several times the communication). Defaults to "rows".
+        accelerator_fraction: Fraction of the replicas, the last ones, that are
+            accelerators (MR-DHO2). They do not train. During an interval, they
+            estimate at its first weights on their parts of its first batch,
+            and the workers receive the result at its end. Defaults to 0: all
+            replicas train, and estimate together.
+        final_update: With accelerators, use of the result by the workers.
+            "stale": steps as above during the next interval. "paper": inner
+            optimizer steps, and at the end of an interval one Newton step with
+            the sum of its gradients, which replaces the inner steps' component
+            along the directions (equation 17 of DHO2, to reproduce the paper:
+            most such updates increase the loss, and training can diverge for
+            `alpha * update_interval > 2`). Defaults to "stale".
+        seed: Seed of the Lanczos iteration's start vector. Defaults to 0.
+        max_skipped_steps: Consecutive skipped steps (gradients that are not
+            finite), at least 1, that end the training with an error on all
+            workers; see `check_skipped_steps`. None: no limit. Defaults to
+            100.
+        name: Name of the optimizer. Defaults to "fosi".
 
     Raises:
         ValueError: If an argument is not allowed.
@@ -113,7 +105,7 @@ class FOSI(SecondOrderOptimizer):
 
     method_type = FOSIMethod
     method: FOSIMethod
-    # The method's, shown as attributes.
+    # Properties that read the arguments of `method`.
     alpha: Value
     update_interval: Value
     num_largest: int
@@ -170,54 +162,50 @@ class FOSI(SecondOrderOptimizer):
         """Returns the Ritz values of the last estimation.
 
         Returns:
-            The values in use, ascending; empty before the first estimation
-            that found any curvature (`summary` says when the first comes),
-            and on accelerators.
+            The values in use, ascending; empty on accelerators and before the
+            first estimation of nonzero curvature (see `summary`).
         """
         return self.method.spectrum()
 
     def state_bytes(self) -> dict[str, int]:
         """Returns the bytes of this replica's curvature state.
 
-        Known before training, for a built model, but for the batch that an
-        accelerator holds: its size counts from the first step on.
+        Requires a built model. The batch on an accelerator is counted from the
+        first step on.
 
         Returns:
-            The bytes of the "directions" and their momentum, of the "basis" of
-            the Lanczos iteration with what goes with it, which lives during an
-            estimation only (on accelerators, always), of "copies" (on
-            accelerators the weights and the batch of an estimation, on workers
-            with `final_update="paper"` the weights and the sum of the
-            gradients of an interval), of "counters", and their "total".
+            Bytes by key. "directions": directions and momentum. "basis": state
+            of the Lanczos iteration; temporary, except on accelerators.
+            "copies": weights and batch of an estimation on accelerators;
+            weights and sum of gradients on workers with
+            `final_update="paper"`. "counters": all else. "total": their sum.
         """
         return super().state_bytes()
 
     def communication_bytes(self) -> dict[str, dict[str, int]]:
         """Returns the bytes that this replica receives in a step.
 
-        Known before training, for a built model.
+        Requires a built model.
 
         Returns:
-            For a step of the "warmup", a "plain" one and one with an
-            "estimation", the bytes of "gradients", of the "projections" of
-            gradient and update, of the "lanczos" iterations, of "directions"
-            on their way to who keeps them with the momentum on its way to
-            them, and of the "weights" that accelerators follow. With
-            accelerators an estimation is spread over an interval and its
-            result handed over in one step. Single numbers are not counted:
-            sizes of batches, whether gradients are finite, times.
+            Bytes by key for a step of the "warmup", a "plain" step and a step
+            with an "estimation". "gradients": all-reduce of the gradients.
+            "projections": of gradient and weight change. "lanczos": Lanczos
+            iterations. "directions": exchange of new directions and momentum.
+            "weights": copies of the weights for accelerators. With
+            accelerators, "lanczos" is spread over an interval. Scalars (batch
+            sizes, flags, times) are not counted.
         """
         return super().communication_bytes()
 
     def idle_share(self) -> np.ndarray:
-        """Returns the share of the time that each replica has waited.
+        """Returns the fraction of time that each replica waited.
 
-        That is for the others at the end of a step, counted from the second
-        step on. If it is high on workers, the accelerators are too slow for
-        `update_interval`; if it is high on accelerators, fewer would do.
-        The hosts' clocks are read. A GPU may still work on what its host has
-        launched: there this time counts as waiting too. It has not been run
-        on a GPU.
+        Counted is waiting for other replicas at the end of a step, from the
+        second step on. A high value on workers means that the accelerators are
+        too slow for `update_interval`; on accelerators, that fewer suffice.
+        Times are wall times of the host: pending work of a GPU counts as
+        waiting. Not tested on GPUs.
 
         Returns:
             A number in [0, 1] for each replica, workers first; zeros without

@@ -1,4 +1,4 @@
-"""One update of the weights: Newton in the directions, another on the rest."""
+"""FOSI's update of the weights: Newton steps along V plus the inner steps."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from tfkfac.compat.graphs import own_copy
 from tfkfac.compat.optimizers import sgd_momenta
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import Communicator
-from tfkfac.fosi.layouts import Moves, finite_or_nothing
+from tfkfac.fosi.layouts import SubspaceStep, zero_unless_finite
 from tfkfac.fosi.schedule import NewtonRate
 from tfkfac.fosi.subspace import State
 from tfkfac.training.guards import count_each
@@ -20,14 +20,14 @@ from tfkfac.training.step import Gradients, Step, Update, places_of
 
 
 def is_plain_sgd(job: Job) -> bool:
-    """True if the inner optimizer's change is a sum of the gradients it got.
+    """True if the inner optimizer is SGD, optionally with momentum, alone.
 
-    That is SGD, with momentum or without, that neither clips nor accumulates
-    them nor decays weights, and does not round them to less precision than
-    that of the directions.
+    Its weight change is then linear in the gradients. Weight decay, clipping,
+    gradient accumulation and weights of a lower precision than the directions
+    are excluded.
     """
     inner, weights = job.inner_optimizer, job.model.trainable_variables
-    others = (
+    nonlinear_options = (
         inner.weight_decay,
         inner.clipnorm,
         inner.clipvalue,
@@ -36,7 +36,7 @@ def is_plain_sgd(job: Job) -> bool:
     )
     return (
         type(inner) is keras.optimizers.SGD
-        and not any(others)
+        and not any(nonlinear_options)
         and {tf.as_dtype(v.dtype) for v in weights}
         == {flat_space(weights).dtype}
     )
@@ -48,7 +48,7 @@ def has_momentum(job: Job) -> bool:
 
 
 def flat_momentum(job: Job, length: int) -> tf.Tensor | None:
-    """Plain SGD's momentum as a vector that ends in zeros; None without."""
+    """Plain SGD's momentum as a vector padded to `length`, or None."""
     if not has_momentum(job):
         return None
     weights = job.model.trainable_variables
@@ -58,33 +58,38 @@ def flat_momentum(job: Job, length: int) -> tf.Tensor | None:
 
 def adopt(
     state: State,
-    values: tf.Tensor,
-    part: tf.Tensor,
+    ritz_values: tf.Tensor,
+    directions: tf.Tensor,
     group: Communicator,
     job: Job,
 ) -> None:
-    """Uses new directions from now on, if they are any good."""
-    # The same bits on every replica, so all take the same branch.
-    finite = tf.reduce_all(tf.math.is_finite(values))
+    """Replace the directions by those of an estimation, if it is usable.
+
+    `directions` is the local part of V^T.
+    """
+    # `ritz_values` is bitwise equal on all replicas: all take the same branch.
+    finite = tf.reduce_all(tf.math.is_finite(ritz_values))
     count_each(
         tf.logical_not(finite),
         state.failures,
         [job.name],
         "an estimation of curvature is not finite and left out.",
     )
-    # An empty batch has no curvature; what is known of others is kept.
-    usable = finite & tf.reduce_any(values != 0)
+    # An empty batch has zero curvature: keep the directions of earlier batches.
+    usable = finite & tf.reduce_any(ritz_values != 0)
 
     def replace() -> None:
         momentum = flat_momentum(job, state.layout.length)
-        state.existing_subspace.replace(values, part, group, momentum)
+        state.existing_subspace.replace(
+            ritz_values, directions, group, momentum
+        )
         state.estimations.assign_add(1)
 
     when(usable, replace)
 
 
 def flat_gradient(step: Step, length: int | None = None) -> tf.Tensor:
-    """The gradients of a step as a vector, zero where there is none."""
+    """The gradients of a step as a vector; zeros for a missing gradient."""
     weights = step.job.model.trainable_variables
     present = [g for g in step.gradients if g is not None]
     ordered: list[tf.Tensor | None] = [None] * len(weights)
@@ -103,56 +108,61 @@ def flat_weights(model: keras.Model) -> tf.Tensor:
 def add_to_weights(
     model: keras.Model, change: tf.Tensor, places: Iterable[int] | None = None
 ) -> None:
-    """Adds a vector to this replica's weights, or to those at some places."""
+    """Add a vector to this replica's weights, or to the weights at `places`."""
     weights = model.trainable_variables
-    parts = flat_space(weights).split(change)
+    changes = flat_space(weights).split(change)
     for i in range(len(weights)) if places is None else places:
-        own_copy(weights[i].value).assign_add(parts[i])
+        own_copy(weights[i].value).assign_add(changes[i])
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitUpdate:
-    """An update of FOSI (algorithm 3), of a replica that trains.
+    """One update of FOSI (algorithm 3) on a training replica.
 
-    With the inner optimizer's change d of the weights, for `g - V c`,
+    With `c = V^T g` and the inner optimizer's weight change d for the gradient
+    `g - V c`:
 
     `w += s (d - V V^T d) - alpha V (m / |lambda|)`.
 
-    For most inner optimizers d is known when it is done, and V is read four
-    times. That of plain SGD is a sum of gradients, and `g - V c` has nothing
-    in the directions: in them d is the part of SGD's momentum, which is from
-    before the last estimation and decays, and V is read twice.
+    In general, d is known only after the inner step, and V is read four times.
+    For plain SGD, V is read twice: `V^T (g - V c) = 0`, so `V^T d` is the
+    decaying SGD momentum from before the last estimation.
     """
 
-    step: Step  # among those that train
+    step: Step  # its group holds the training replicas
     state: State
     rate: NewtonRate
     momentum: float  # of the Newton steps
-    rate_clip: float  # largest factor s on the inner optimizer's change
+    rate_clip: float  # upper bound of s
 
     def make(self) -> Update:
-        """Splits the gradients; the rest follows the inner optimizer."""
-        if self._knows_change():
-            _, rest = self._split(self._moves)
+        """Split the gradients; return the inner optimizer's share."""
+        if self._is_change_predictable():
+            _, remainders = self._split(self._sgd_step)
             if not self._scales_rate():
-                return Update(rest)
-            return Update(rest, self._after(self._stretch))
-        inside, rest = self._split()
-        self._accumulate(inside)
-        return Update(rest, self._after(lambda d: self._correct(d, inside)))
+                return Update(remainders)
+            return Update(remainders, self._add_after(self._scale))
+        coefficients, remainders = self._split()
+        self._accumulate(coefficients)
+        return Update(
+            remainders,
+            self._add_after(lambda d: self._correct(d, coefficients)),
+        )
 
-    def _knows_change(self) -> bool:
-        """True if the change in the directions is known before it is done."""
+    def _is_change_predictable(self) -> bool:
+        """True if `V^T d` is known before the inner step."""
         weights = self.step.job.model.trainable_variables
-        everywhere = len(places_of(self.step, weights)) == len(weights)
-        return everywhere and is_plain_sgd(self.step.job)
+        all_present = len(places_of(self.step, weights)) == len(weights)
+        return all_present and is_plain_sgd(self.step.job)
 
     # ---------------------------------------------------------- the gradient
-    def _split(self, moves: Moves | None = None) -> tuple[tf.Tensor, Gradients]:
-        """Splits the gradient g, and does the moves in the directions.
+    def _split(
+        self, subspace_step: SubspaceStep | None = None
+    ) -> tuple[tf.Tensor, Gradients]:
+        """Split the gradient g; add `V subspace_step(V^T g)` to the weights.
 
-        Returns `c = V^T g`, and `g - V c` for the inner optimizer; without
-        directions, or with some that cannot be right, zeros and g as it is.
+        Returns `c = V^T g` and `g - V c`. Without directions, or with invalid
+        ones, returns zeros and g, and does not change the weights.
         """
         step, state = self.step, self.state
         weights = step.job.model.trainable_variables
@@ -160,81 +170,85 @@ class SplitUpdate:
         dense = [
             tf.convert_to_tensor(g) for g in step.gradients if g is not None
         ]
-        nothing = tf.zeros_like(state.existing_subspace.momentum)
+        zeros = tf.zeros_like(state.existing_subspace.momentum)
 
         def project() -> list[tf.Tensor]:
             gradient = flat_gradient(step, state.layout.length)
             subspace = state.existing_subspace
-            found = subspace.project_out(gradient, step.group, moves)
-            if moves is not None:
-                model, move = step.job.model, found.moved
-                when(found.sound, lambda: add_to_weights(model, move))
-            whole = space.split(found.rest)
-            parts = [found.inside, *(whole[i] for i in order)]
-            return [found.sound, *(tf.identity(x) for x in parts)]
+            split = subspace.project_out(gradient, step.group, subspace_step)
+            if subspace_step is not None:
+                model, change = step.job.model, split.step
+                when(split.valid, lambda: add_to_weights(model, change))
+            remainders = space.split(split.remainder)
+            parts = [split.coefficients, *(remainders[i] for i in order)]
+            return [split.valid, *(tf.identity(x) for x in parts)]
 
-        def without() -> list[tf.Tensor]:
-            return [tf.constant(False), nothing, *map(tf.zeros_like, dense)]
+        def without_directions() -> list[tf.Tensor]:
+            return [tf.constant(False), zeros, *map(tf.zeros_like, dense)]
 
-        def keep() -> list[tf.Tensor]:
+        def keep_gradients() -> list[tf.Tensor]:
             if state.layout.reduces_gradients:
-                return [nothing, *step.group.all_reduce(dense)]
-            return [nothing, *dense]
+                return [zeros, *step.group.all_reduce(dense)]
+            return [zeros, *dense]
 
-        known = state.estimations > 0
-        # The same on every replica, as what it is made of is.
-        sound, *found = tf.cond(known, project, without)
-        wrong = known & ~sound
+        has_directions = state.estimations > 0
+        # `valid` is equal on all replicas: all take the same branch.
+        valid, *split_parts = tf.cond(
+            has_directions, project, without_directions
+        )
+        invalid = has_directions & ~valid
         count_each(
-            wrong,
+            invalid,
             state.forgotten,
             [step.job.name],
             "the directions of curvature are not orthonormal or not finite; "
-            "they are dropped, and sought anew.",
+            "they are dropped and estimated again.",
         )
-        when(wrong, state.forget)
-        inside, *parts = tf.cond(sound, lambda: found, keep)
-        rest = iter(parts)
-        return inside, [
-            None if g is None else next(rest) for g in step.gradients
+        when(invalid, state.forget)
+        coefficients, *parts = tf.cond(
+            valid, lambda: split_parts, keep_gradients
+        )
+        remainder = iter(parts)
+        return coefficients, [
+            None if g is None else next(remainder) for g in step.gradients
         ]
 
     # -------------------------------------------------------------- plain SGD
-    def _moves(self, inside: tf.Tensor) -> tf.Tensor:
-        """All that is done in the directions, of coefficients `c = V^T g`.
+    def _sgd_step(self, coefficients: tf.Tensor) -> tf.Tensor:
+        """`-alpha m / |lambda| - s V^T d`: coefficients of the change along V.
 
-        SGD's momentum `b` becomes `mu b - rate (g - V c)`. So V^T b becomes
-        `mu V^T b`, and is V^T d; with Nesterov's momentum that is `mu` times
-        it.
+        SGD's momentum b becomes `mu b - rate (g - V c)`, so V^T b becomes
+        `mu V^T b`. Then `V^T d = V^T b`, or `mu V^T b` with Nesterov momentum.
         """
         inner = self.step.job.inner_optimizer
-        move = -self._newton(inside)
-        kept = self.state.existing_subspace.inner_momentum
-        if kept is not None:
-            projected = kept.assign(inner.momentum * kept)
+        change = -self._newton(coefficients)
+        inner_momentum = self.state.existing_subspace.inner_momentum
+        if inner_momentum is not None:
+            projected = inner_momentum.assign(inner.momentum * inner_momentum)
             if inner.nesterov:
                 projected = inner.momentum * projected
-            move -= self._rate_scale() * projected
-        return finite_or_nothing(move)  # no element of V p is larger
+            change -= self._rate_scale() * projected
+        # Finite coefficients suffice: `max |V p| <= |p|`.
+        return zero_unless_finite(change)
 
-    def _stretch(self, change: tf.Tensor) -> tf.Tensor:
-        """The correction of a change d that has its part in V already."""
+    def _scale(self, change: tf.Tensor) -> tf.Tensor:
+        """`(s - 1) d`, where the weights along V are already updated."""
         return (self._rate_scale() - 1) * change
 
     # --------------------------------------------------- any inner optimizer
-    def _accumulate(self, inside: tf.Tensor) -> None:
-        """Adds to the mean over as many steps as the inner optimizer takes."""
+    def _accumulate(self, coefficients: tf.Tensor) -> None:
+        """Add to the mean over the inner optimizer's accumulation steps."""
         accumulated = self.state.existing_subspace.accumulated
         if accumulated is not None:
             steps = self.step.job.inner_optimizer.gradient_accumulation_steps
-            accumulated.assign_add(inside / steps)
+            accumulated.assign_add(coefficients / steps)
 
-    def _after(
-        self, added: Callable[[tf.Tensor], tf.Tensor]
+    def _add_after(
+        self, correction: Callable[[tf.Tensor], tf.Tensor]
     ) -> Callable[[], None]:
-        """The addition to the weights after the inner optimizer's change d.
+        """Callback that adds `correction(d)` after the inner step.
 
-        That is the difference to what they were before.
+        The inner change d is the difference of the weights around that step.
         """
         model = self.step.job.model
         weights = model.trainable_variables
@@ -245,47 +259,45 @@ class SplitUpdate:
         def add() -> None:
             changes = map(tf.subtract, [v.value for v in weights], before)
             change = space.join(list(changes), length)
-            # Weights without a gradient stay as they are.
-            add_to_weights(model, finite_or_nothing(added(change)), order)
+            # Weights without a gradient stay unchanged.
+            added = zero_unless_finite(correction(change))
+            add_to_weights(model, added, order)
 
         def after() -> None:
             when(self.state.estimations > 0, add)
 
         return after
 
-    def _correct(self, change: tf.Tensor, inside: tf.Tensor) -> tf.Tensor:
-        """The correction of the inner optimizer's change d of the weights.
-
-        `(s - 1) d - s V V^T d - alpha V (m / |lambda|)`
-        """
+    def _correct(self, change: tf.Tensor, coefficients: tf.Tensor) -> tf.Tensor:
+        """`(s - 1) d - s V V^T d - alpha V (m / |lambda|)` for a change d."""
         subspace, group = self.state.existing_subspace, self.step.group
         projected = subspace.coefficients(change, group)
         momentum = flat_momentum(self.step.job, self.state.layout.length)
-        if momentum is not None:  # of some weights' gradients only
-            subspace.note_momentum(momentum, group)
+        if momentum is not None:  # some weights have no gradient
+            subspace.project_momentum(momentum, group)
         if subspace.accumulated is not None:
-            inside = tf.identity(subspace.accumulated)
-            subspace.accumulated.assign(tf.zeros_like(inside))
-        newton = self._newton(inside)
+            coefficients = tf.identity(subspace.accumulated)
+            subspace.accumulated.assign(tf.zeros_like(coefficients))
+        newton = self._newton(coefficients)
         if not self._scales_rate():
             return -subspace.combine([projected, newton], group)
         scale = self._rate_scale()
-        moved = subspace.combine([scale * projected, newton], group)
-        return (scale - 1) * change[: moved.shape[0]] - moved
+        combined = subspace.combine([scale * projected, newton], group)
+        return (scale - 1) * change[: combined.shape[0]] - combined
 
-    # ------------------------------------------------------------- both
-    def _newton(self, inside: tf.Tensor) -> tf.Tensor:
-        """`alpha m / |lambda|` of the own directions, with a new momentum m."""
+    # ----------------------------------------------- every inner optimizer
+    def _newton(self, coefficients: tf.Tensor) -> tf.Tensor:
+        """Update m; return `alpha m / |lambda|` of the local directions."""
         subspace, step = self.state.existing_subspace, self.step
-        bounded = subspace.bounded(inside, step.group)
+        clipped = subspace.clip_outlier(coefficients, step.group)
         momentum = subspace.momentum.assign(
-            self.momentum * subspace.momentum + bounded
+            self.momentum * subspace.momentum + clipped
         )
         alpha = tf.cast(self.rate.at(step.job, self.state), momentum.dtype)
         return alpha * momentum * subspace.inverse_curvature(step.group.rank)
 
     def _scales_rate(self) -> bool:
-        """True if s can be other than 1: SGD's steps scale with gradients."""
+        """True if s may differ from 1: only SGD scales with the gradient."""
         inner = self.step.job.inner_optimizer
         return isinstance(inner, keras.optimizers.SGD) and self.rate_clip > 1
 
