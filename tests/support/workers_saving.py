@@ -6,6 +6,7 @@ import signal
 import warnings
 from typing import Any
 
+import h5py
 import keras
 import numpy as np
 import tensorflow as tf
@@ -20,8 +21,7 @@ from tests.support.workers_modes import dataset
 from tfkfac.callbacks import ChiefBackup
 from tfkfac.shell import saving
 
-# Step 5 is neither of factors nor of inverses, and in the middle of an
-# estimation.
+# Step 5 is neither of factors nor of inverses.
 STOP, END = 5, 9
 
 
@@ -112,14 +112,48 @@ def resume(
         train(kind, again, STOP, END)
     want, got = everything(kind, whole), everything(kind, again)
     if isinstance(again.optimizer, tfkfac.FOSI) and not_training(again):
-        # What an accelerator's inner optimizer keeps is of no use.
-        idle = len(again.variables)
-        names = [f"variable {i} of replica 0" for i in range(idle)]
         want, got, loaded = (
-            {k: v for k, v in x.items() if ":" in k or k in names}
-            for x in (want, got, loaded)
+            without_inner(again, x) for x in (want, got, loaded)
         )
     return {"end": differences(got, want), "changed": differences(got, loaded)}
+
+
+def without_inner(network: Any, values: dict[str, Array]) -> dict[str, Array]:
+    """Leave out the inner optimizer, whose state an accelerator never uses."""
+    names = [
+        f"variable {i} of replica 0" for i in range(len(network.variables))
+    ]
+    return {k: v for k, v in values.items() if ":" in k or k in names}
+
+
+def restart(kind: str | None, path: str, **options: Any) -> dict[str, Any]:
+    """Save an MR-DHO2 run while its first estimation is in flight, and load.
+
+    The file is loaded into the same model, which has gone on to its last step
+    and has another estimation in flight there.
+
+    Returns:
+        Differences to a run whose warm-up ends where the estimation starts
+        again, the number of estimations, and the names in the file.
+    """
+    with floats("float64"):
+        again = build(kind, "fosi", options | {"warmup_steps": STOP - 1})
+        train(kind, again, 0, END, *savers(kind, path))
+        again.load_weights(path)
+        train(kind, again, STOP, END)
+        later = build(kind, "fosi", options | {"warmup_steps": STOP + 1})
+        train(kind, later, 0, END)
+    want, got = everything(kind, later), everything(kind, again)
+    if not_training(again):
+        want, got = (without_inner(again, x) for x in (want, got))
+    state = again.optimizer.method.states[0]
+    with h5py.File(path, "r") as file:
+        saved = sorted(k.split(":")[1] for k in file["optimizer/vars"])
+    return {
+        "end": differences(got, want),
+        "estimations": None if not_training(again) else int(state.estimations),
+        "saved": saved,
+    }
 
 
 def not_training(network: Any) -> bool:

@@ -1,14 +1,11 @@
 """The state of an accelerator, whose estimation spans many steps."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
-from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardCall
 from tfkfac.compat.graphs import copied_rows, state_variable
@@ -17,104 +14,50 @@ from tfkfac.fosi.estimation import Estimation, Spectrum
 from tfkfac.fosi.layouts import Geometry
 from tfkfac.linalg.lanczos import Candidate, Krylov, Tridiagonal
 from tfkfac.loss.batch import LossBatch
-from tfkfac.saving.entries import Entry, Region, Spread
 from tfkfac.saving.slots import Slots
 
 
 class HeldBatches:
-    """The last batch of each form that there has been, for later steps.
+    """The last batch of each structure, kept for later steps.
 
-    A batch is any nest of tensors and constants, of which the tensors are
-    held. They are saved as one vector of numbers; what is restored becomes
-    those of the first forms there are.
+    A batch is a nest of tensors and constants. Only the tensors are kept, in
+    variables; no file has them.
     """
 
-    # Of what is saved, as of a variable.
-    shape, dtype = tf.TensorShape([None]), tf.int32
-
     def __init__(self) -> None:
-        self._held: dict[str, list[tf.Variable | None]] = {}
-        self._restored: list[tf.Tensor] = []
-
-    def _tensors(self) -> list[tf.Tensor]:
-        """All tensors that are held."""
-        every = itertools.chain(*self._held.values())
-        return [v.read_value() for v in every if v is not None]
+        self._variables: dict[str, list[tf.Variable | None]] = {}
 
     @property
     def bytes(self) -> int:
-        """Bytes of the batches, none before the first."""
-        return sum(map(size_in_bytes, self._tensors()))
+        """Bytes of the batches, 0 before the first."""
+        variables = itertools.chain(*self._variables.values())
+        return sum(
+            size_in_bytes(v.read_value()) for v in variables if v is not None
+        )
 
     def _pairs(self, batch: Any) -> list[tuple[tf.Variable | None, Any]]:
-        """Leaves of a batch, with variables of its form for the tensors."""
+        """Leaves of a batch, each tensor with its variable."""
         leaves = tf.nest.flatten(batch, expand_composites=True)
-        form = repr([describe(leaf) for leaf in leaves])
-        if form not in self._held:
-            held = [
+        structure = repr([describe(leaf) for leaf in leaves])
+        if structure not in self._variables:
+            self._variables[structure] = [
                 held_variable(x) if tf.is_tensor(x) else None for x in leaves
             ]
-            self._restore(held)
-            self._held[form] = held
-        return list(zip(self._held[form], leaves, strict=True))
+        return list(zip(self._variables[structure], leaves, strict=True))
 
     def hold(self, batch: Any) -> None:
-        """Copies the current batch."""
+        """Copy the current batch."""
         for variable, leaf in self._pairs(batch):
             if variable is not None:
                 variable.assign(leaf)
 
     def get(self, batch: Any) -> Any:
-        """Returns the batch that is held of the form of the current one."""
+        """Return the kept batch of the structure of the current batch."""
         values = [
             leaf if variable is None else tf.convert_to_tensor(variable)
             for variable, leaf in self._pairs(batch)
         ]
         return tf.nest.pack_sequence_as(batch, values, expand_composites=True)
-
-    def entry(self, name: str, part: str) -> Entry:
-        """The entry to save, of a part of the state."""
-        return Entry("", name, self, Spread.OWNED, part, least=-math.inf)
-
-    def numpy(self) -> np.ndarray:
-        """The batches as a vector of numbers."""
-        leaves = [tf.io.serialize_tensor(x).numpy() for x in self._tensors()]
-        packed = tf.io.serialize_tensor(tf.constant(leaves, tf.string)).numpy()
-        # Not all that carries numbers between workers carries bytes.
-        missing = -len(packed) % 4
-        return np.frombuffer(
-            bytes([missing, 0, 0, 0]) + packed + bytes(missing), np.int32
-        )
-
-    def assign(self, value: tf.Tensor) -> None:
-        """Inverse of `numpy`.
-
-        Raises:
-            ValueError: If `value` is not what that has returned.
-        """
-        data = value.numpy().tobytes()
-        try:
-            end = len(data) - data[0]
-            packed = tf.io.parse_tensor(data[4:end], tf.string)
-            self._restored = tf.unstack(packed)
-        except (
-            IndexError,
-            ValueError,
-            tf.errors.InvalidArgumentError,
-        ) as error:
-            raise ValueError(
-                f"A saved batch cannot be read: {error}"
-            ) from error
-        for held in self._held.values():
-            self._restore(held)
-
-    def _restore(self, held: list[tf.Variable | None]) -> None:
-        """Gives variables the first of the tensors that are restored."""
-        with tf.init_scope():
-            for variable in held:
-                if variable is not None and self._restored:
-                    packed = self._restored.pop(0)
-                    variable.assign(tf.io.parse_tensor(packed, variable.dtype))
 
 
 def size_in_bytes(tensor: tf.Tensor) -> int:
@@ -157,47 +100,38 @@ def describe(leaf: Any) -> Any:
 class Accelerator(Slots):
     """A Lanczos iteration that is done a few steps at a time.
 
-    It is a part of the state, of the accelerator of some index among all.
+    No file has it: after loading, an estimation starts again.
+
+    Args:
+        geometry: Sizes of the directions.
+        count: Number of accelerators, which divide each vector.
     """
 
-    def __init__(
-        self, geometry: Geometry, count: int, index: int, part: str
-    ) -> None:
-        # By the accelerators; the workers have none of it.
-        super().__init__(
-            "accelerator", spread=Spread.OWNED, part=part, is_finite=False
-        )
+    def __init__(self, geometry: Geometry, count: int) -> None:
+        super().__init__("accelerator")
         self.geometry = geometry
-        dtype, steps, size = geometry.dtype, geometry.steps, geometry.size
-        shards = geometry.slices(count)
-        length, start = shards.length, shards.range(index).start
-        own = Region((size,), (start,))
-        rows = Region((steps, size), (0, start))
-        self.weights = self.slot("weights", [size], dtype)
-        self.basis = self.slot("basis", [steps, length], dtype, region=rows)
+        dtype, steps = geometry.dtype, geometry.steps
+        length = geometry.slices(count).length
+        self.weights = self.slot("weights", [geometry.size], dtype)
+        self.basis = self.slot("basis", [steps, length], dtype)
         self.tridiagonal = Tridiagonal(
             self.slot("diagonal", [steps], dtype),
             self.slot("coupling", [steps], dtype),
             self.slot("kept", [steps], "bool", False),
         )
         self.candidate = Candidate(
-            self.slot("candidate", [length], dtype, region=own),
+            self.slot("candidate", [length], dtype),
             self.slot("candidate_length", (), dtype),
             self.slot("candidate_fresh", (), "bool", False),
             self.slot("candidate_scale", (), dtype),
             self.slot("candidate_rows", (), "int32"),
         )
         self._held = HeldBatches()
-        self._batch = self._held.entry(f"batch_{index}", part)
 
     @property
     def batch_bytes(self) -> int:
         """Bytes of the batches that it holds."""
         return self._held.bytes
-
-    @override
-    def entries(self) -> list[Entry]:
-        return [*super().entries(), self._batch]
 
     def begin(
         self, current: LossPoint, weights: tf.Tensor, estimation: Estimation

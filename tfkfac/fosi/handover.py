@@ -14,7 +14,6 @@ from tfkfac.distributed.topology import Roles
 from tfkfac.fosi.estimation import Spectrum
 from tfkfac.fosi.layouts import Geometry, Layout
 from tfkfac.fosi.subspace import Subspace
-from tfkfac.saving.entries import Spread
 from tfkfac.saving.slots import Slots
 
 
@@ -126,11 +125,12 @@ class FinalUpdate(Slots):
     With weights c at the beginning of the interval, `o` the way that the inner
     optimizer went in it, and `p` the sum of its gradients, the weights become
     `c - alpha V (V^T p / |lambda|) + o - V V^T o`: what the inner optimizer
-    moved in the directions is taken back.
+    moved in the directions is taken back. No file has it: after loading, the
+    interval starts again.
     """
 
-    def __init__(self, geometry: Geometry, part: str) -> None:
-        super().__init__("final_update", spread=Spread.OWNED, part=part)
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__("final_update")
         sizes = [geometry.size], geometry.dtype
         self.start = self.slot("start", *sizes)
         self.gradient_sum = self.slot("gradient_sum", *sizes)

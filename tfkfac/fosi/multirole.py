@@ -1,5 +1,6 @@
 """MR-DHO2: accelerators work out the curvature while workers train."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -57,7 +58,6 @@ class RoleState(State):
         accelerator: The iteration under way; None on workers.
         progress: Number of its iterations done; 0 when none is under way.
         final_update: Only for the published final update, on workers.
-        part: The part of the state that an estimation under way is.
         times: Idle and all seconds of each replica `(replicas, 2)`.
         arrived, left: When this replica last did at the end of a step.
     """
@@ -69,13 +69,11 @@ class RoleState(State):
         accelerator: Accelerator | None,
         final_update: FinalUpdate | None,
         replicas: int,
-        part: str,
     ) -> None:
         super().__init__(layout, subspace)
-        self.part = part
         self.accelerator = accelerator
         self.final_update = final_update
-        self.progress = self.slot("progress", part=part)
+        self.progress = self.slot("progress", saved=False)
 
         def seconds(name: str, *shape: int) -> tf.Variable:
             return self.slot(name, shape, "float64", saved=False)
@@ -93,17 +91,13 @@ class RoleState(State):
 
     @override
     def contents(self) -> Contents:
-        """The state to save: the estimation under way too.
+        """The state to save, without the estimation under way.
 
-        Accelerators divide it, and hold their own parts of a batch, so another
-        number of them begins another one.
+        No file has the section "estimation", so every load resets the progress
+        on all replicas. The next interval starts a new estimation.
         """
-        entries = super().contents().entries
-        for one in (self.accelerator, self.final_update):
-            entries += [] if one is None else one.entries()
-        parts = {self.part: lambda: self.progress.assign(0)}
-        idle = [] if int(self.progress.numpy()) else [self.part]
-        return Contents(entries, parts=parts, idle=frozenset(idle))
+        parts = {"estimation": lambda: self.progress.assign(0)}
+        return dataclasses.replace(super().contents(), parts=parts)
 
 
 class BesideSteps(Estimator):
@@ -167,17 +161,15 @@ class BesideSteps(Estimator):
     @override
     def new(self, rank: int, layout: Layout) -> RoleState:
         count = len(self.roles.accelerators)
-        part = f"{self.final_update} estimation of {count}"
         subspace = accelerator = final = None
         if self.roles.trains(rank):
             subspace = Subspace(layout, self.inner(), rank)
             if self.final_update == "paper":
-                final = FinalUpdate(layout.geometry, part)
+                final = FinalUpdate(layout.geometry)
         else:
-            index = self.roles.accelerators.index(rank)
-            accelerator = Accelerator(layout.geometry, count, index, part)
+            accelerator = Accelerator(layout.geometry, count)
         replicas = self.job.topology.replicas
-        return RoleState(layout, subspace, accelerator, final, replicas, part)
+        return RoleState(layout, subspace, accelerator, final, replicas)
 
     # ------------------------------------------------------------ the step
     @override

@@ -101,8 +101,8 @@ class Entry:
         return _FIELD.join([self.part, self.name, path])
 
     @property
-    def shape(self) -> tuple[int | None, ...]:
-        """Shape of the whole; None is any length."""
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole."""
         if self.region is not None:
             return self.region.whole
         return tuple(self.variable.shape)
@@ -110,12 +110,7 @@ class Entry:
     def fits(self, shape: tuple[int, ...]) -> bool:
         """True if an array of a shape is valid for `own`."""
         stacked = self.spread.is_stacked or self.shape == ()
-        if stacked and shape[1:] == self.shape:
-            return True
-        return len(shape) == len(self.shape) and all(
-            want in (None, have)
-            for have, want in zip(shape, self.shape, strict=True)
-        )
+        return shape == self.shape or (stacked and shape[1:] == self.shape)
 
     def own(self, value: np.ndarray, rank: int, replicas: int) -> np.ndarray:
         """The value of one replica, from the array of a file.
@@ -159,7 +154,6 @@ class Contents:
         entries: The variables of the replica.
         layers: Paths of the layers of which any replica has some.
         parts: Optional sections, and how to reset each if a file lacks it.
-        idle: Sections that need not be saved now.
     """
 
     entries: list[Entry]
@@ -167,7 +161,6 @@ class Contents:
     parts: Mapping[str, Callable[[], object]] = dataclasses.field(
         default_factory=dict
     )
-    idle: frozenset[str] = frozenset()
 
 
 class Piece(NamedTuple):
@@ -186,8 +179,6 @@ class Piece(NamedTuple):
     def of(cls, entry: Entry) -> "Piece":
         """The piece of an entry on this replica."""
         shape = tuple(entry.variable.shape)
-        if None in shape:
-            shape = entry.variable.numpy().shape
         dtype = tf.as_dtype(entry.variable.dtype).name
         stacked = entry.spread.is_stacked
         return cls(entry.key, shape, dtype, stacked, entry.region)

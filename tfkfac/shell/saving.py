@@ -125,8 +125,8 @@ class SavedState(tf.train.experimental.PythonState):
     def _entries(self) -> dict[int, list[Entry]]:
         """Entries to be saved now, by rank."""
         return {
-            rank: [e for e in one.entries if e.part not in one.idle]
-            for rank, one in self._contents().items()
+            rank: contents.entries
+            for rank, contents in self._contents().items()
         }
 
     def _contents(self) -> dict[int, Contents]:
