@@ -26,6 +26,11 @@ def is_count(value: Any, least: int = 0) -> bool:
     return least <= int(value) <= _MAX_INT64
 
 
+def is_function(value: Any) -> bool:
+    """True if a value can be called and is not a class."""
+    return callable(value) and not isinstance(value, type)
+
+
 def check_choice(
     name: str, value: Any, choices: tuple[str, ...], others: str = ""
 ) -> str:

@@ -249,7 +249,7 @@ RUNS: dict[str, list[tuple[str, str, Callable[[], Any], dict[str, Any]]]] = {
             lambda: KFAC(
                 keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.8),
                 damping=keras.optimizers.schedules.CosineDecay(0.1, 20),
-                kl_clip=lambda step: 0.01,
+                kl_clip=keras.optimizers.schedules.CosineDecay(0.01, 20),
             ),
             {},
         ),

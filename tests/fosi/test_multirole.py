@@ -17,6 +17,7 @@ from tests.support.cluster import Pool
 from tests.support.fosi_reference import Fosi, Network, data, mlp
 from tests.support.jobs import Jobs, replicas_of
 from tests.support.reference import Array
+from tests.support.schedules import Formula
 from tests.support.weights import distance
 from tests.support.worker_parts import FEEDS, shares
 from tests.support.workers_fosi import DEFAULTS, HIDDEN, SIZE, reference
@@ -248,7 +249,7 @@ def test_when_the_first_estimation_comes() -> None:
     known = tfkfac.FOSI(**options, update_interval=30).method.estimator
     assert known.first(0) == known.first(1229) == "the first after update 1,230"
     assert known.first(1230) == ""
-    changing = tfkfac.FOSI(**options, update_interval=lambda t: 30)
+    changing = tfkfac.FOSI(**options, update_interval=Formula(lambda t: 30))
     first = changing.method.estimator.first
     assert first(0) == first(1200) == "the first begins before update 1,201"
     assert first(1201) == ""

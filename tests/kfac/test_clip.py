@@ -1,6 +1,5 @@
 """The clip, the damping and the intervals of steps, and when blocks join."""
 
-import functools
 from typing import Any
 
 import keras
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from keras.optimizers.schedules import InverseTimeDecay
 
 import tfkfac
 from tests.support.harness import (
@@ -132,11 +132,8 @@ def test_clip_follows_the_learning_rate() -> None:
             assert_close(got, rate * nu * P, 1e-3, f"rate {rate}")
 
 
-def test_damping_as_a_function_of_the_iteration() -> None:
+def test_damping_as_a_schedule() -> None:
     """Each decomposition takes the damping of its own step."""
-
-    def falling(iteration: Any, start: float) -> Any:
-        return start / (1.0 + 4.0 * iteration)
 
     model = one_layer(layers.Dense(2, name="block"), (3,))
     x = make_input("", (3,), 6)
@@ -144,7 +141,7 @@ def test_damping_as_a_function_of_the_iteration() -> None:
     compiled(
         model,
         inner=0.1,
-        damping=functools.partial(falling, start=0.5),
+        damping=InverseTimeDecay(0.5, 1, 4.0),
         factor_decay=0.0,
         eager=False,
     )

@@ -12,6 +12,7 @@ from keras.optimizers.schedules import PiecewiseConstantDecay, PolynomialDecay
 import tfkfac
 from tests.support.harness import assert_close, flat
 from tests.support.reference import Array
+from tests.support.schedules import Formula
 from tests.support.small import (
     compiled_mlp,
     data,
@@ -102,7 +103,12 @@ def half(iteration: Any) -> Any:
 @pytest.mark.parametrize(
     ("factor", "inverse", "want_factors", "want_inverses"),
     [
-        (growing, half, [0, 1, 2, 3, 6, 9, 12], [0, 1, 2, 3, 4, 6, 8, 10, 12]),
+        (
+            Formula(growing),
+            Formula(half),
+            [0, 1, 2, 3, 6, 9, 12],
+            [0, 1, 2, 3, 4, 6, 8, 10, 12],
+        ),
         (
             PiecewiseConstantDecay([5, 8], [2, 3, 5]),
             PolynomialDecay(1.0, 8, 5.0),
@@ -111,7 +117,7 @@ def half(iteration: Any) -> Any:
             [0, 1, 2, 10],
         ),
     ],
-    ids=["functions", "schedules"],
+    ids=["formulas", "schedules"],
 )
 def test_intervals(
     factor: Any,
@@ -165,10 +171,10 @@ def test_new_intervals_are_used_at_once() -> None:
     ("name", "start", "other"),
     [
         ("damping", PolynomialDecay(0.1, 5), 0.1),
-        ("damping", half, growing),
+        ("damping", Formula(half), Formula(growing)),
         ("kl_clip", 0.1, None),
         ("factor_update_interval", None, 5),
-        ("inverse_update_interval", 5, growing),
+        ("inverse_update_interval", 5, Formula(growing)),
     ],
 )
 def test_another_kind_of_value(name: str, start: Any, other: Any) -> None:

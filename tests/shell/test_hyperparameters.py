@@ -13,14 +13,15 @@ import tfkfac
 from tests.support.dtypes import floats
 from tests.support.harness import half_squared_error
 from tests.support.reference import SOLVES, append_one, clip_factor
+from tests.support.schedules import Formula
 from tfkfac.kfac.natural import clip_step
 from tfkfac.shell.arguments import Hyperparameter
 
 DAMPING, CLIP = 0.03, 0.007  # neither is exact in binary
 FUNCTIONS: dict[str, Any] = {
     "number": DAMPING,
-    "callable": lambda iteration: DAMPING,
-    "numpy": lambda iteration: np.float64(DAMPING),
+    "schedule": Formula(lambda iteration: DAMPING),
+    "numpy": Formula(lambda iteration: np.float64(DAMPING)),
 }
 
 
@@ -45,25 +46,11 @@ def test_values_are_exact() -> None:
     assert parameter.at(tf.constant(0)).numpy() == DAMPING
 
 
-def test_a_callable_may_mix_with_keras_float_type() -> None:
-    def value(iteration: Any) -> Any:
-        if iteration < 2:
-            return tf.constant(0.5) * iteration
-        return keras.ops.minimum(iteration, 2.5) / tf.constant(4.0)
-
-    assert value_of(value, 1) == 0.5
-    assert value_of(value, 2) == 0.5
-    assert value_of(value, 9) == 0.625
-
-
-def test_a_callable_in_float64(double: None) -> None:
+def test_a_schedule_in_float64() -> None:
     """Equal to Python's; float32 is off by 1e-8."""
-
-    def value(iteration: Any) -> Any:
-        return DAMPING * 0.9 ** (iteration / 7)
-
+    schedule = Formula(lambda iteration: DAMPING * 0.9 ** (iteration / 7))
     want = DAMPING * 0.9 ** (10 / 7)
-    assert value_of(value, 10) == pytest.approx(want, rel=1e-15, abs=0)
+    assert value_of(schedule, 10) == pytest.approx(want, rel=1e-15, abs=0)
 
 
 @pytest.mark.parametrize("iteration", [2**24 + 1, 2**31 + 1])
@@ -74,7 +61,7 @@ def test_a_schedule_counts_beyond_float32(iteration: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("solver", "kind"), [("eigen", "number"), ("inverse", "callable")]
+    ("solver", "kind"), [("eigen", "number"), ("inverse", "schedule")]
 )
 def test_a_step_in_float64(solver: str, kind: str, double: None) -> None:
     """One step of K-FAC, damped and clipped, against NumPy."""

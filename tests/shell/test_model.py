@@ -10,6 +10,7 @@ from keras import layers
 from keras.optimizers.schedules import CosineDecay
 
 import tfkfac
+from tests.support.schedules import Formula
 from tfkfac.distributed.agreement import find_differences
 from tfkfac.shell.model import describe_model, plain
 
@@ -91,11 +92,11 @@ def test_a_layer_that_is_frozen() -> None:
 def test_what_may_differ() -> None:
     """Names given by counting, seeds, and objects that are made anew."""
 
-    def mine(iteration: Any) -> Any:
-        return 0.1
+    def mine(value: Any) -> Any:
+        return value
 
     pair = [
-        network(KFAC(damping=mine, name=name), name=name)
+        network(KFAC(damping=Formula(mine), name=name), name=name)
         for name in ("first", "second")
     ]
     assert differences(*pair) == []

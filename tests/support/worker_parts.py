@@ -10,6 +10,7 @@ from keras import layers
 
 import tfkfac
 from tests.support.reference import Array
+from tests.support.schedules import Formula
 
 CLASSES = 3
 TOKENS = 6
@@ -204,7 +205,7 @@ def warm_up(step: Any) -> Any:
 
 
 def clip_schedule(iteration: Any) -> Any:
-    """A callable of the iteration with Python's `if`."""
+    """The value of `kl_clip`, with Python's `if`."""
     if iteration < 4:
         return CLIP
     return CLIP / 8
@@ -214,7 +215,7 @@ DAMPINGS = keras.optimizers.schedules.PiecewiseConstantDecay
 # Arguments that are objects, by the name a case gives them.
 OBJECTS: dict[str, Callable[[], Any]] = {
     "damping schedule": lambda: DAMPINGS([2, 6], [1.0, DAMPING, 4.0]),
-    "clip schedule": lambda: clip_schedule,
+    "clip schedule": lambda: Formula(clip_schedule),
     "adaptive": lambda: tfkfac.LevenbergMarquardt(DAMPING, 2, 0.5),
     # Of so many polynomials that they are polar factors in float64.
     "exact": lambda: tfkfac.SpectralStep(

@@ -16,6 +16,7 @@ from keras import layers
 
 import tfkfac
 from tests.support.dtypes import floats
+from tests.support.schedules import Formula
 from tests.support.strategies import copies, strategy
 from tfkfac.capture.model_taps import replica_id
 from tfkfac.cluster import watch
@@ -46,7 +47,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "drawn labels": lambda: kfac(fisher="monte_carlo"),
     "quadratic": lambda: kfac(step="quadratic"),
     "mem_opt": lambda: kfac(distribution="mem_opt"),
-    "schedule": lambda: kfac(damping=loud_damping),
+    "schedule": lambda: kfac(damping=Formula(loud_damping)),
     "gauss-newton": tfkfac.GaussNewton,
     "fosi": fosi,
     "accelerator": lambda: fosi(accelerator_fraction=0.5),

@@ -8,6 +8,7 @@ from keras import layers
 from keras.optimizers.schedules import ExponentialDecay
 
 import tfkfac
+from tests.support.schedules import Formula
 from tests.support.small import (
     FEATURES,
     data,
@@ -43,7 +44,7 @@ def test_one_trace_whatever_the_intervals() -> None:
     model = keras.Sequential([*mlp().layers, counter])
     model.build((None, FEATURES))
     optimizer = tfkfac.KFAC(
-        factor_update_interval=slower,
+        factor_update_interval=Formula(slower),
         inverse_update_interval=ExponentialDecay(2.0, 2, 1.5),
         damping=ExponentialDecay(0.1, 2, 0.5),
     )

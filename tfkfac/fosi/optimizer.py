@@ -60,11 +60,10 @@ class FOSI(SecondOrderOptimizer):
             curvature. Defaults to 0.
         alpha: Learning rate of the Newton steps. A number is scaled by the
             inner learning rate of the step over the largest so far. A schedule
-            or a callable of the iteration is the rate itself. Defaults to 0.1.
-        update_interval: Steps between estimations: an integer, a schedule or
-            a callable of the iteration. Defaults to None: a single estimation
-            (repeated after 100 steps if the curvature was zero), or 800 with
-            accelerators.
+            is the rate itself. Defaults to 0.1.
+        update_interval: Steps between estimations: an integer or a schedule.
+            Defaults to None: a single estimation (repeated after 100 steps if
+            the curvature was zero), or 800 with accelerators.
         warmup_steps: Steps of the inner optimizer alone before the first
             estimation. Defaults to None: 7.5 % of the steps of all epochs of
             the first `fit` with a known number of steps, else 100 (custom

@@ -86,7 +86,7 @@ class NewtonRate:
     so far. Its first value may be nearly 0 (a warm-up of the rate).
     """
 
-    alpha: Hyperparameter  # a schedule or callable is the rate itself
+    alpha: Hyperparameter  # a schedule is the rate itself
 
     def record_largest(self, job: Job, state: State) -> None:
         """Update the largest inner learning rate; call once per step."""

@@ -96,7 +96,7 @@ class GaussNewton(SecondOrderOptimizer):
             Defaults to 6.
         max_bytes: Upper bound: bytes of the matrices of a step. Defaults to
             None: 2 GiB.
-        learning_rate: Factor of a step: a float, a schedule or a callable.
+        learning_rate: Factor of a step: a float or a schedule.
             Defaults to 1.0.
         max_skipped_steps: Number of consecutive steps with a loss that is not
             finite after which training raises an error, at least 1. None is no

@@ -1,12 +1,11 @@
 """K-FAC as a preconditioner in front of any Keras optimizer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.optimizers.schedules import LearningRateSchedule
 from keras.saving import serialize_keras_object
 
 from tfkfac.capture.walk import SkipRule
@@ -39,7 +38,6 @@ from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.shell.rest import INNER, choose_rest, follow_rest
 
 Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]
-LearningRate: TypeAlias = float | LearningRateSchedule | Callable[[], float]
 _DAMPING = 0.01
 
 
@@ -84,14 +82,15 @@ class KFAC(SecondOrderOptimizer):
             and `ema_overwrite_frequency` of the inner optimizer. Defaults to
             None.
         learning_rate: Learning rate of the inner SGD, if there is no other
-            `inner_optimizer`: a float, a schedule or a callable.
+            `inner_optimizer`: a float or a schedule.
         momentum: Momentum of the inner SGD, likewise; of spectral steps.
-        damping: Tikhonov damping of the Fisher matrix. A number, a schedule or
-            a callable of the iteration; with quadratic steps also a
+        damping: Tikhonov damping of the Fisher matrix. A number or a
+            `keras.optimizers.schedules.LearningRateSchedule`; with quadratic
+            steps also a
             `tfkfac.LevenbergMarquardt`, but not with
             `gradient_accumulation_steps`. Defaults to 0.01.
         kl_clip: Largest squared length of a step in the Fisher metric, as a
-            number, a schedule or a callable; None switches it off. Without
+            number or a schedule; None switches it off. Without
             effect with quadratic and spectral steps, which have a length of
             their own.
             Defaults to 0.02.
@@ -129,8 +128,8 @@ class KFAC(SecondOrderOptimizer):
             workers of a layer, with `distribution="hybrid_opt"`; see
             `tfkfac.Distribution`. None is 0.5 there. Defaults to None.
         factor_update_interval: Steps between updates of the factors: an
-            integer, a schedule or a callable of the iteration. None is every
-            step at first, every 5 from step 20, every 20 from step 100.
+            integer or a schedule. None is every step at first, every 5 from
+            step 20, every 20 from step 100.
         inverse_update_interval: The same for the decompositions. None is 5
             at first, 20 from step 20, 100 from step 100. Each is renewed once
             in an interval: where they are little work, all at its start; in
@@ -200,9 +199,9 @@ class KFAC(SecondOrderOptimizer):
 
     def __init__(
         self,
-        inner_optimizer: Inner | LearningRate | None = None,
+        inner_optimizer: Inner | Schedule | None = None,
         *,
-        learning_rate: LearningRate | None = None,
+        learning_rate: Schedule | None = None,
         momentum: float | None = None,
         rest_optimizer: Inner | None = None,
         damping: Schedule | LevenbergMarquardt = _DAMPING,
@@ -370,11 +369,7 @@ class KFAC(SecondOrderOptimizer):
         return arguments | {"skip_layers": rules}
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments of the constructor.
-
-        Raises:
-            ValueError: If one is a function that a file cannot hold.
-        """
+        """Returns the arguments of the constructor."""
         rest = self.rest_optimizer
         saved = INNER if rest is None else serialize_keras_object(rest)
         return super().get_config() | {"rest_optimizer": saved}

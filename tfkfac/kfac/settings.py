@@ -319,7 +319,7 @@ class QuadraticStep(Settings):
             micro-batch. None is a quarter, but at least 64 examples of all
             workers together.
         damping: Damping of the model and of the factors, in place of that of
-            `KFAC`: a number, a schedule, a callable of the iteration or a
+            `KFAC`: a number, a schedule or a
             `tfkfac.LevenbergMarquardt`. None is that of `KFAC`.
 
     Raises:
@@ -490,7 +490,7 @@ def check_damping(
         return
     if not isinstance(rule, QuadraticStep):
         raise ValueError(
-            "Argument `damping` must be a number, a schedule or a callable "
+            "Argument `damping` must be a number or a schedule "
             "without step='quadratic': it can adapt itself only where the "
             "quadratic model has chosen the step and predicts what it does. "
             f"Received: damping={damping!r}"

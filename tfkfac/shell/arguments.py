@@ -9,12 +9,11 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers.schedules import LearningRateSchedule
 
-from tfkfac.checks import is_count, is_finite, is_number
+from tfkfac.checks import is_count, is_finite, is_function, is_number
 from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.optimizers import parts_of_multi_optimizer, updates_by_step
 
-# A number, or what gives one for each iteration.
-Schedule: TypeAlias = float | LearningRateSchedule | Callable[[Any], Any]
+Schedule: TypeAlias = float | LearningRateSchedule
 # Of whatever kind an argument allows.
 Value: TypeAlias = Any
 InnerClass = type[keras.optimizers.Optimizer]
@@ -23,15 +22,16 @@ Other = TypeVar("Other")
 
 
 class Hyperparameter:
-    """One argument: a number, a schedule, a callable of the iteration or None.
+    """One argument: a number, a schedule of the iteration or None.
 
     A number lives in a variable, so that a new one takes effect in the next
-    step without a new trace. A schedule or callable is part of the trace.
-    Values are in float64, for models in it; others cast them where they are
-    used. Integers are at least 1, other numbers at least 0 or `positive`;
-    `also` is a class whose instances are allowed too.
+    step without a new trace. A schedule is part of the trace. Values are in
+    float64, for models in it; others cast them where they are used. Integers
+    are at least 1, other numbers at least 0 or `positive`; `also` is a class
+    whose instances are allowed too.
 
     Raises:
+        TypeError: If the value is a function.
         ValueError: If the value is not allowed.
     """
 
@@ -51,7 +51,7 @@ class Hyperparameter:
         self._also = also
         self._built = False
         self._variable: tf.Variable | None = None
-        self._function: Callable[[Any], Any] | None = None
+        self._schedule: LearningRateSchedule | None = None
         self._value = self._validate(value)
 
     def get(self) -> Value:
@@ -62,6 +62,7 @@ class Hyperparameter:
         """Changes the value.
 
         Raises:
+            TypeError: If it is a function.
             ValueError: If it is not allowed, or if what is compiled into the
                 training step would have to change.
         """
@@ -81,7 +82,7 @@ class Hyperparameter:
         """Fixes what kind of value it is, before the first trace.
 
         Raises:
-            ValueError: If a schedule or callable begins with a wrong value.
+            ValueError: If a schedule begins with a wrong value.
         """
         if self._built:
             return
@@ -91,34 +92,31 @@ class Hyperparameter:
             value = np.asarray(self._value, dtype)
             self._variable = state_variable(value, dtype, self.name)
         elif isinstance(self._value, LearningRateSchedule):
-            self._function = self._value
-        elif callable(self._value):
-            self._function = traced(self._value)
-        if self._function is not None:
-            self._check_first(self._function)
+            self._schedule = self._value
+            self._check_first(self._schedule)
 
     def at(self, iteration: tf.Tensor) -> tf.Tensor:
         """Returns the value at an iteration, as a scalar tensor."""
         if self._variable is not None:
             return tf.convert_to_tensor(self._variable)
-        if self._function is None:
+        if self._schedule is None:
             raise ValueError(f"Argument `{self.name}` has no value.")
-        # As a float, so that a callable can calculate with it; float32 ends
-        # to count at 2^24.
-        value = exactly(self._function(tf.cast(iteration, tf.float64)))
+        # Schedules calculate with floats; float32 ends to count at 2^24.
+        value = exactly(self._schedule(tf.cast(iteration, tf.float64)))
         if self._integer:
             return tf.maximum(tf.cast(value, tf.int64), 1)
         return value
 
-    def _check_first(self, function: Callable[[Any], Any]) -> None:
-        """Checks what a schedule or callable returns for iteration 0.
+    def _check_first(self, schedule: LearningRateSchedule) -> None:
+        """Check the value of a schedule for iteration 0.
 
-        Less than 1 is 1 for an integer, so that `iteration // 2` is allowed.
+        Values below 1 are 1 for an integer, so that `iteration // 2` is
+        allowed.
         """
         with tf.init_scope():
             try:
-                first = exactly(function(tf.constant(0, tf.float64))).numpy()
-            except Exception as error:  # a user's function may do anything
+                first = exactly(schedule(tf.constant(0, tf.float64))).numpy()
+            except Exception as error:  # A user's schedule may do anything.
                 kind = type(error).__name__
                 raise self._wrong_first(f"raises {kind}") from error
         if first.shape:
@@ -152,16 +150,17 @@ class Hyperparameter:
             return value
         if self._also is not None and isinstance(value, self._also):
             return value
-        if callable(value) and not isinstance(value, type):
+        if isinstance(value, LearningRateSchedule):
             return value
         if self._allowed(value):
             return int(value) if self._integer else float(value)
         others = f" or a `{self._also.__name__}`" if self._also else ""
         others += " or None" * self._optional
-        raise ValueError(
-            f"Argument `{self.name}` must be {self._kind}, a "
-            f"`LearningRateSchedule` or a callable of the iteration{others}. "
-            f"Received: {self.name}={value!r}"
+        error = TypeError if is_function(value) else ValueError
+        raise error(
+            f"Argument `{self.name}` must be {self._kind} or a "
+            f"`keras.optimizers.schedules.LearningRateSchedule`{others}. "
+            f"Received: {self.name}={value!r} (of type {type(value)})"
         )
 
     def _allowed(self, value: Any) -> bool:
@@ -170,23 +169,6 @@ class Hyperparameter:
         if not is_finite(value):
             return False
         return bool(value > 0 if self._positive else value >= 0)
-
-
-def traced(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Lets a callable of the iteration use Python's `if`, by AutoGraph.
-
-    It gets the iteration in Keras' float type, which it may mix with tensors
-    of that, at least float32.
-    """
-
-    @tf.function
-    def value(iteration: tf.Tensor) -> tf.Tensor:
-        wide = keras.config.floatx() == "float64"
-        return exactly(
-            function(tf.cast(iteration, tf.float64 if wide else tf.float32))
-        )
-
-    return value
 
 
 def exactly(value: Any) -> tf.Tensor:
@@ -288,7 +270,8 @@ class Settings:
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""
-        return {k: serialize_value(k, v) for k, v in vars(self).items()}
+        serialize = keras.saving.serialize_keras_object
+        return {name: serialize(value) for name, value in vars(self).items()}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -346,15 +329,17 @@ def check_rate(name: str, value: Any) -> Any:
     """Returns a learning rate, a number as Python's float.
 
     Raises:
+        TypeError: If it is a function.
         ValueError: If Keras does not allow it.
     """
-    if callable(value) and not isinstance(value, type):
+    if isinstance(value, LearningRateSchedule):
         return value
     if not is_rate(value) or not is_finite(value) or value < 0:
-        raise ValueError(
+        error = TypeError if is_function(value) else ValueError
+        raise error(
             f"Argument `{name}` as a learning rate must be a float of at least "
-            "0, a `LearningRateSchedule` or a callable. Received: "
-            f"{name}={value!r} (of type {type(value)})"
+            "0 or a `keras.optimizers.schedules.LearningRateSchedule`. "
+            f"Received: {name}={value!r} (of type {type(value)})"
         )
     return float(value)
 
@@ -365,6 +350,7 @@ def check_inner(
     """Returns the optimizer that an argument `name` stands for.
 
     Raises:
+        TypeError: If it is a function.
         ValueError: If it is not an optimizer or one that cannot be inside.
     """
     others = ", or a learning rate: a float (1.0, not 1) or a schedule"
@@ -374,6 +360,8 @@ def check_inner(
         f"{others}. "
         f"Received: {name}={identifier!r} (of type {type(identifier)})"
     )
+    if is_function(identifier):
+        raise TypeError(message)
     try:
         inner = keras.optimizers.get(identifier)
     except Exception as error:  # a config may be anything
@@ -448,36 +436,6 @@ def why_not_inside(inner: keras.optimizers.Optimizer) -> str | None:
 
 
 # ------------------------------------------------------ values in a config
-def is_registered(function: Any) -> bool:
-    """True if Keras finds a function by a name of its package."""
-    name = getattr(function, "__name__", None)
-    return bool(name) and keras.saving.get_registered_name(function) != name
-
-
-def serialize_value(name: str, value: Any) -> Any:
-    """Serialises an argument: a schedule or callable; a number is itself.
-
-    Of a function that is not registered a file would have the name alone, of a
-    lambda code that Keras does not load unless told to.
-
-    Raises:
-        ValueError: If it is such a function.
-    """
-    if value is None or isinstance(value, (int, float)):
-        return value
-    is_schedule = isinstance(value, LearningRateSchedule)
-    if callable(value) and not is_schedule and not is_registered(value):
-        raise ValueError(
-            f"Argument `{name}` must not be a function of this kind in a model "
-            "that is saved with its optimizer: a file cannot hold it. Use a "
-            "`keras.optimizers.schedules.LearningRateSchedule`, or a named "
-            "function with `keras.saving.register_keras_serializable`; or save "
-            "weights alone, as `ChiefBackup` does. "
-            f"Received: {name}={value!r}"
-        )
-    return keras.saving.serialize_keras_object(value)
-
-
 def restore_value(
     name: str, value: Any, custom_objects: dict[str, Any] | None
 ) -> Any:

@@ -22,7 +22,6 @@ from tfkfac.loss.shares import LossScaling
 from tfkfac.shell.arguments import (
     check_inner,
     restore_value,
-    serialize_value,
 )
 from tfkfac.shell.averages import AveragingOptimizer
 from tfkfac.shell.method import Method, shown
@@ -98,16 +97,11 @@ class SecondOrderOptimizer(AveragingOptimizer):
         return own | self.method.arguments()
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments of the constructor.
-
-        Raises:
-            ValueError: If one is a function that a file cannot hold.
-        """
-        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
-        config = self._arguments()
-        for name, value in config.items():
-            config[name] = serialize_value(name, value)
-        return {"name": self.name, "inner_optimizer": inner, **config}
+        """Returns the arguments of the constructor."""
+        values = {"inner_optimizer": self.inner_optimizer, **self._arguments()}
+        serialize = keras.saving.serialize_keras_object
+        config = {name: serialize(value) for name, value in values.items()}
+        return {"name": self.name, **config}
 
     @classmethod
     def from_config(
