@@ -51,7 +51,6 @@ from tfkfac.kfac.spectral import Spectral
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.arguments import Argument, Tunable
 from tfkfac.shell.method import Method
-from tfkfac.solvers import SOLVERS
 from tfkfac.solvers.registry import check_solver, make_solver
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
@@ -324,10 +323,6 @@ class KFACMethod(Method):
         if self.fisher != EMPIRICAL:
             PullbackTap.open(job.model)
         self._kind.attach(job.model)
-        self._advice.give(job, report.adaptive_warning(job.inner_optimizer))
-        self._advice.give(
-            job, report.solver_warning(job.model, SOLVERS[self.solver])
-        )
 
     @override
     def expect(self, steps: int | None, remaining: int | None = None) -> None:
@@ -362,7 +357,6 @@ class KFACMethod(Method):
         placement = self.placement
         warning = report.coverage_warning(placement.registry, self.job)
         self._advice.give(self.job, warning)
-        self._advice.announce(self.job, placement.registry)
         known = dict(zip(self.job.topology.local, self.states, strict=False))
 
         def make(rank: int) -> State:
