@@ -32,7 +32,6 @@ OPTIMIZERS: dict[str, Any] = {
     contest.LBFGS: lambda: contest.LBFGS,
     contest.LEAST_SQUARES: None,
     TF_LM: None,
-    "kfac quadratic": lambda: tfkfac.KFAC(step="quadratic"),
 }
 # Widths of two hidden layers, and residuals.
 WIDTHS, RESIDUALS = (10, 20, 30, 40, 50), (300, 1000, 3000)

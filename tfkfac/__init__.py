@@ -12,12 +12,7 @@ from tfkfac.fisher import register_distribution
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
 from tfkfac.kfac.optimizer import KFAC
-from tfkfac.kfac.settings import (
-    Distribution,
-    LevenbergMarquardt,
-    QuadraticStep,
-    SpectralStep,
-)
+from tfkfac.kfac.settings import Distribution, SpectralStep
 from tfkfac.shell.loss_scale import LossScaleOptimizer
 from tfkfac.solvers import register_solver
 from tfkfac.supervision.model import hook_compile
@@ -28,10 +23,8 @@ __all__ = [
     "KFAC",
     "Distribution",
     "GaussNewton",
-    "LevenbergMarquardt",
     "LossScaleOptimizer",
     "MultiWorkerMirroredStrategy",
-    "QuadraticStep",
     "SpectralStep",
     "blocks",
     "callbacks",

@@ -260,7 +260,6 @@ def time_steps(bench: Bench) -> Record:
 CHECKS = (
     Check("KFAC, Cholesky", 0, fits("kfac inverse")),
     Check("KFAC, eigen", 0, fits("kfac eigen")),
-    Check("KFAC, quadratic", 0, fits("kfac quadratic")),
     Check("KFAC, spectral", 0, fits("kfac spectral", close=CLOSE_SPECTRAL)),
     Check("FOSI", 0, fits("fosi")),
     Check("GaussNewton", 0, fits("gauss_newton")),
@@ -416,7 +415,6 @@ def _gauss_newton() -> Any:
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "kfac inverse": _kfac(),
     "kfac eigen": _kfac(solver="eigen"),
-    "kfac quadratic": _kfac(step="quadratic"),
     "kfac spectral": _kfac(step="spectral"),
     "fosi": _fosi,
     "gauss_newton": _gauss_newton,

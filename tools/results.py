@@ -33,7 +33,6 @@ RACERS = {
     "least_squares": "MINPACK's lm",
     "lbfgs": "L-BFGS-B",
     "tf_levenberg_marquardt": "tf-levenberg-marquardt",
-    "kfac quadratic": "K-FAC, quadratic steps",
     "adam": "Adam",
 }
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"

@@ -155,11 +155,6 @@ MODELS: dict[str, Callable[..., tuple[Any, Data, dict[str, Any]]]] = {
 }
 
 
-def quadratic(**arguments: Any) -> Any:
-    """K-FAC with quadratic steps."""
-    return KFAC(step="quadratic", **arguments)
-
-
 def spread(distribution: str, fraction: Any = None, **arguments: Any) -> Any:
     """K-FAC, spread over workers in some way."""
     names = {"assignment", "symmetric", "factor_dtype", "inverse_dtype"}
@@ -201,7 +196,7 @@ RUNS: dict[str, list[tuple[str, str, Callable[[], Any], dict[str, Any]]]] = {
             for model in ("dense", "image", "regression")
         ),
         *(
-            (model, "narrow", lambda: KFAC(max_factor_dim=6, factor_rank=3), {})
+            (model, "narrow", lambda: KFAC(max_factor_dim=6), {})
             for model in ("dense", "image", "tokens")
         ),
         *(
@@ -213,8 +208,8 @@ RUNS: dict[str, list[tuple[str, str, Callable[[], Any], dict[str, Any]]]] = {
             for model in ("image", "tokens")
         ),
         *(
-            (model, "quadratic", quadratic, {})
-            for model in ("dense", "regression", "image", "recurrent")
+            (model, "spectral", lambda: KFAC(step="spectral", **EVERY), {})
+            for model in MODELS
         ),
         ("dense", "no clip", lambda: KFAC(0.01, kl_clip=None), {}),
         ("dense", "skip", lambda: KFAC(skip_layers=["dense"]), {}),
@@ -233,14 +228,10 @@ RUNS: dict[str, list[tuple[str, str, Callable[[], Any], dict[str, Any]]]] = {
         ),
         (
             "regression",
-            "adapted damping",
-            lambda: quadratic(damping=tfkfac.LevenbergMarquardt()),
-            {},
-        ),
-        (
-            "regression",
-            "quadratic micro-batches",
-            lambda: quadratic(gradient_accumulation_steps=2),
+            "spectral micro-batches",
+            lambda: KFAC(
+                step="spectral", momentum=0.5, gradient_accumulation_steps=2
+            ),
             {},
         ),
         (
@@ -396,7 +387,7 @@ RUNS: dict[str, list[tuple[str, str, Callable[[], Any], dict[str, Any]]]] = {
         (
             "dense",
             "KFAC narrow",
-            lambda: spread("dp_kfac", max_factor_dim=6, factor_rank=3),
+            lambda: spread("dp_kfac", max_factor_dim=6),
             {},
         ),
         (
@@ -405,15 +396,14 @@ RUNS: dict[str, list[tuple[str, str, Callable[[], Any], dict[str, Any]]]] = {
             lambda: spread("mem_opt", gradient_accumulation_steps=2, **EVERY),
             {},
         ),
-        ("regression", "KFAC quadratic", quadratic, {}),
-        (
-            "regression",
-            "KFAC adapted",
-            lambda: quadratic(
-                damping=tfkfac.LevenbergMarquardt(),
-                distribution="mem_opt",
-            ),
-            {},
+        *(
+            (
+                "image",
+                f"KFAC spectral {mode}",
+                lambda mode=mode: spread(mode, step="spectral", **EVERY),
+                {},
+            )
+            for mode in ("comm_opt", "mem_opt")
         ),
         *(
             (

@@ -36,12 +36,13 @@ def run(folder: pathlib.Path, text: str) -> str:
 def test_snippets_of_the_guide(tmp_path: pathlib.Path) -> None:
     [first, *_] = snippets(ROOT / "README.md")
     [tuned] = snippets(GUIDE / "tuning.md")
-    [quadratic] = snippets(GUIDE / "quadratic.md")
+    [spectral] = snippets(GUIDE / "spectral.md")
     [*_, loop] = snippets(GUIDE / "training.md")
     script = [
         first,
         tuned.replace("epochs, batch_size = 6", "epochs, batch_size = 1"),
-        quadratic,
+        "schedule = rate",
+        spectral,
         "model.compile(optimizer, loss)\nmodel.fit(x, y, batch_size=250)",
         "import tensorflow as tf",
         loop,

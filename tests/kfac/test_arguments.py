@@ -65,28 +65,6 @@ def test_the_fraction_may_stand_beside_its_mode() -> None:
             tfkfac.KFAC(**{**flat, "distribution": other})
 
 
-# -------------------------------------------------------------- quadratic steps
-def test_damping_of_a_quadratic_step_is_that_of_the_optimizer() -> None:
-    rule = tfkfac.LevenbergMarquardt(0.25, 3, 0.9, 1e-3, 5.0)
-    step = tfkfac.QuadraticStep(0.5, rule)
-    for optimizer in (
-        tfkfac.KFAC(step=step),
-        round_trip(tfkfac.KFAC(step=step)),
-    ):
-        assert optimizer.damping.get_config() == rule.get_config()
-        assert optimizer.step.batch_fraction == 0.5
-    optimizer = tfkfac.KFAC(step=tfkfac.QuadraticStep(damping=0.5))
-    assert optimizer.damping == 0.5
-    assert float(optimizer.learning_rate) == 1.0
-    assert optimizer.inner_optimizer.momentum == 0.0
-
-
-def test_two_dampings_are_refused() -> None:
-    step = tfkfac.QuadraticStep(damping=0.5)
-    with pytest.raises(ValueError, match=r"`damping` must be left out.*0\.25"):
-        tfkfac.KFAC(damping=0.25, step=step)
-
-
 def test_values_set_later_are_in_the_config() -> None:
     for optimizer in (tfkfac.KFAC(), compiled_mlp().optimizer):
         optimizer.damping = 0.75

@@ -26,7 +26,6 @@ from tests.support.mode_cases import (
     EXACT,
     JOBS,
     PARTS,
-    QUADRATIC,
     TURNS,
     Result,
     alone,
@@ -107,21 +106,6 @@ def test_turns_are_those_of_one_process(results, name):
     assert {pair for w in workers for pair in w["updates"]} == {(5, 6)}
     for worker in workers:
         assert_close(worker, single["weights"])
-
-
-@pytest.mark.parametrize("name", JOBS.params(QUADRATIC))
-def test_quadratic_steps(results, name):
-    """The same on all workers, and as in one process on the same examples."""
-    workers, options = results(name), QUADRATIC[name]
-    assert_same_bits(workers)
-    found = [w["last_step"] for w in workers]
-    assert found.count(found[0]) == len(found)
-    assert found[0]["predicted_reduction"] > 0
-    assert ("actual_reduction" in found[0]) == ("damping" in options)
-    if options["quadratic_batch_fraction"] == 1:
-        single = alone(name)
-        for worker in workers:
-            assert_close(worker, single["weights"])
 
 
 @pytest.mark.parametrize("name", JOBS.params(PARTS))

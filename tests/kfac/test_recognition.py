@@ -351,12 +351,6 @@ class Keeping(LOSSES.Loss):
 
 OPTIMIZERS: dict[str, tuple[Callable[[], Any], str]] = {
     "KFAC": (tfkfac.KFAC, "plain"),
-    "quadratic": (
-        lambda: tfkfac.KFAC(
-            step="quadratic", damping=tfkfac.LevenbergMarquardt(every=1)
-        ),
-        "inside of a function",
-    ),
     "FOSI": (
         lambda: tfkfac.FOSI(
             "sgd", num_largest=1, warmup_steps=1, lanczos_steps=4

@@ -254,12 +254,6 @@ def test_it_is_another_than_the_inner_optimizer() -> None:
         tfkfac.KFAC(inner, rest_optimizer=inner)
 
 
-def test_quadratic_steps_move_all_weights() -> None:
-    with pytest.raises(ValueError, match="must be left out with quadratic"):
-        tfkfac.KFAC(step="quadratic", rest_optimizer="adam")
-    assert tfkfac.KFAC(step="quadratic").rest_optimizer is None
-
-
 # ---------------------------------------------------------- averaged weights
 def averaging(**options: Any) -> Any:
     inner = SGD(0.1, use_ema=True, ema_momentum=0.75)

@@ -4,12 +4,6 @@ import pathlib
 
 import tensorflow as tf
 
-from tfkfac.kfac.quadratic import (
-    AdaptiveDamping,
-)
-from tfkfac.kfac.settings import (
-    LevenbergMarquardt,
-)
 from tfkfac.saving.entries import Region, Spread
 from tfkfac.saving.slots import Slots, planned
 
@@ -45,12 +39,6 @@ def test_planned_states_have_bytes_alone() -> None:
     with planned():
         state = Two()
     assert (state.bytes, state.part, state.entries()) == (17, None, [])
-
-
-def test_damping_that_nobody_has_looked_at_can_be_loaded() -> None:
-    """The reduction that it trusts is infinite until then."""
-    for entry in AdaptiveDamping(LevenbergMarquardt()).entries():
-        assert entry.fault(entry.variable.numpy()) is None
 
 
 def test_a_checkpoint_follows_the_attributes(tmp_path: pathlib.Path) -> None:

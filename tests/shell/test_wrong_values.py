@@ -23,9 +23,7 @@ SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 KFAC: Any = tfkfac.KFAC
 FOSI: Any = tfkfac.FOSI
 GN: Any = tfkfac.GaussNewton
-RULE: Any = tfkfac.LevenbergMarquardt
 PART: Any = tfkfac.Distribution
-STEP: Any = tfkfac.QuadraticStep
 SPECTRAL: Any = tfkfac.SpectralStep
 SCALER: Any = tfkfac.LossScaleOptimizer
 VALUES: list[Any] = [None, True, -1, 0, 1, 2, 0.5, 1.5, NAN, INF, 10**400]
@@ -58,7 +56,7 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
         "momentum": or_none(BELOW_ONE),
         "damping": NUMBER,
         "kl_clip": or_none(POSITIVE),
-        "step": one_of("inner", "quadratic", "spectral"),
+        "step": one_of("inner", "spectral"),
         "fisher": one_of("empirical", "monte_carlo", "type2", none=True),
         "solver": one_of("eigen", "inverse"),
         "distribution": one_of("comm_opt", "dp_kfac"),
@@ -88,22 +86,11 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
         "factor_dtype": one_of("bfloat16", none=True),
         "inverse_dtype": one_of("bfloat16", none=True),
     },
-    STEP: {
-        "batch_fraction": or_none(PART_OF_ONE),
-        "damping": or_none(NUMBER),
-    },
     SPECTRAL: {
         "length": one_of("fisher", "rms"),
         "momentum": BELOW_ONE,
         "block": or_none(COUNT),
         "iterations": COUNT,
-    },
-    RULE: {
-        "initial": POSITIVE,
-        "every": COUNT,
-        "decay": (rf"({BELOW_ONE[0]}|{POSITIVE[0]})", (0.5,)),
-        "minimum": (rf"({POSITIVE[0]}|between `minimum`)", ()),
-        "maximum": POSITIVE,
     },
     FOSI: {
         "inner_optimizer": (f"({INNER}|{RATE[0]})", RATE[1]),
@@ -196,7 +183,12 @@ WRONG: list[tuple[Any, str, list[Any], str]] = [
     (PART, "gradient_worker_fraction", [0.5, 0, "0.5"], r"in \(0, 1\]"),
     (PART, "factor_dtype", ["float64", "int8", 16], "one of"),
     (PART, "inverse_dtype", ["float16"], "'bfloat16' or None.*overflow"),
-    (KFAC, "step", ["natural-ish", SPECTRAL], r"'spectral'\), a `tfkfac.Quad"),
+    (
+        KFAC,
+        "step",
+        ["natural-ish", SPECTRAL],
+        r"'spectral'\) or a `tfkfac.Spec",
+    ),
     (FOSI, "lanczos_steps", [4, 20.0], "an integer of at least 5"),
 ]
 
@@ -220,7 +212,6 @@ def test_wrong_values(
 PARTS: Any = {"gradient_accumulation_steps": 2}
 SCALED = "`inner_optimizer`.*`LossScaleOptimizer` around"
 ALONE = "^(?!.*LossScale).*outermost is bound"
-QUADRATIC: Any = {"step": "quadratic"}
 
 
 @pytest.mark.parametrize("outer", [KFAC, FOSI])
@@ -238,7 +229,7 @@ def test_what_cannot_be_inside(outer: Any) -> None:
             outer(inner)
 
 
-@pytest.mark.parametrize("step", ["quadratic", "spectral", SPECTRAL("rms")])
+@pytest.mark.parametrize("step", ["spectral", SPECTRAL("rms")])
 def test_what_cannot_be_inside_a_step_with_a_rule(step: Any) -> None:
     for inner, words in (
         (SGD(1.0, momentum=0.9), r"SGD without momentum.*SGD\(momentum\)"),
@@ -249,11 +240,7 @@ def test_what_cannot_be_inside_a_step_with_a_rule(step: Any) -> None:
         with pytest.raises(ValueError, match=words):
             KFAC(inner, step=step)
     decayed = SGD(1.0, weight_decay=0.1)
-    if step != "quadratic":
-        assert KFAC(decayed, step=step).inner_optimizer is decayed
-        return
-    with pytest.raises(ValueError, match=r"SGD\(weight_decay\)"):
-        KFAC(decayed, step=step)
+    assert KFAC(decayed, step=step).inner_optimizer is decayed
 
 
 @pytest.mark.parametrize("inner", [None, 0.1])
@@ -274,11 +261,6 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
     (FOSI, {"num_largest": 0}, "`num_largest` and `num_smallest`"),
     (KFAC, {"inner_optimizer": SGD(0.1, **PARTS), **PARTS}, "of one"),
     (KFAC, {"step": "spectral", "rest_optimizer": "inner"}, "must be an opt"),
-    (KFAC, {"damping": RULE()}, "must be a number.*without step='quad"),
-    (KFAC, {"damping": RULE(), **PARTS, **QUADRATIC}, "must not be a `Leven"),
-    (KFAC, {"damping": RULE(), "step": "spectral"}, "without step='quad"),
-    (KFAC, {"momentum": 0.5, **QUADRATIC}, r"SGD\(momentum\)"),
-    (RULE, {"initial": 1.0, "maximum": 0.5}, "`minimum` and `maximum`"),
 ]
 
 

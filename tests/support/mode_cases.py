@@ -120,40 +120,6 @@ SLOW: Cases = {
     },
     "two: hybrid_opt 1/2, half": {**HALF, **SKETCH},
 }
-# In place of the default: SGD of rate 1.
-_QUADRATIC = {
-    "inner": "multiplier",
-    "step": "quadratic",
-    "quadratic_batch_fraction": 1.0,
-}
-# Steps by the quadratic model. A part of the batch is made of other rows on
-# several workers than on one.
-QUADRATIC: Cases = {
-    name: _QUADRATIC | kwargs
-    for name, kwargs in {
-        "two: comm_opt, quadratic": {"model": "small", "damping": "adaptive"},
-        "two: dp_kfac, quadratic": {
-            "model": "small",
-            "feed": "same",
-            "skip_layers": ("hidden",),
-        },
-        "two: mem_opt, quadratic, batch norm": {
-            "model": "batch_norm",
-            "feed": "some",
-            "damping": "adaptive",
-        },
-        "two: comm_opt, quadratic, accumulation, NaN": {
-            "model": "small",
-            "inner": "multiplier, accumulation",
-            "quadratic_batch_fraction": 0.25,
-            "poison": (3, 1),
-        },
-        "mirrored: comm_opt, quadratic": {
-            "model": "text",
-            "damping": "adaptive",
-        },
-    }.items()
-}
 # Spectral steps: an embedding, and what is skipped, are the rest optimizer's.
 SPECTRAL: Cases = {
     name: {"inner": "multiplier", "step": "exact"} | kwargs
@@ -195,7 +161,7 @@ PARTS: Cases = {
     }
 }
 CASES = QUICK | SLOW | SPECTRAL
-_ALL = CASES | QUADRATIC | TURNS | PARTS
+_ALL = CASES | TURNS | PARTS
 
 
 def train_options(name: str) -> dict[str, Any]:
@@ -215,7 +181,7 @@ def train_options(name: str) -> dict[str, Any]:
 
 
 JOBS = Jobs(workers_modes)
-_QUICK = {*QUICK, *TURNS, *PARTS, next(iter(QUADRATIC))}
+_QUICK = {*QUICK, *TURNS, *PARTS}
 _QUICK |= {*itertools.islice(SPECTRAL, 2)}
 for name_ in _ALL:
     slow_ = name_ not in _QUICK

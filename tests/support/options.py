@@ -14,20 +14,16 @@ _OF_DISTRIBUTION = (
 
 
 def kfac(*args: Any, **options: Any) -> tfkfac.KFAC:
-    """K-FAC with options that may be of its distribution or its step."""
+    """K-FAC with options that may be of its distribution."""
     return tfkfac.KFAC(*args, **nested(options))
 
 
 def nested(options: dict[str, Any]) -> dict[str, Any]:
-    """The options, those of distribution and step in objects."""
+    """The options, those of the distribution in an object."""
     options = dict(options)
     names = [name for name in _OF_DISTRIBUTION if name in options]
     wire = {name: options.pop(name) for name in names}
     if wire:
         mode = options.get("distribution", "comm_opt")
         options["distribution"] = tfkfac.Distribution(mode, **wire)
-    if "quadratic_batch_fraction" in options:
-        part = options.pop("quadratic_batch_fraction")
-        if options.get("step", "quadratic") == "quadratic":
-            options["step"] = tfkfac.QuadraticStep(part)
     return options

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfkfac
-from same_bits import quadratic, spread
+from same_bits import spread
 from tests.support.reference import Array
 from tests.support.saved_models import MODELS
 from tests.support.small import FEATURES, curvature, data, gradients_of, loss
@@ -97,11 +97,6 @@ OPTIMIZERS: dict[str, Case] = {
     "drawn": Case(lambda: KFAC(fisher="monte_carlo", **EVERY), near=False),
     "accumulated": Case(
         lambda: KFAC(gradient_accumulation_steps=2, **EVERY), "functional"
-    ),
-    "quadratic": Case(
-        lambda: quadratic(
-            damping=tfkfac.LevenbergMarquardt(0.1, 2, minimum=1e-3), **EVERY
-        )
     ),
     "rest": Case(
         lambda: KFAC(
@@ -348,7 +343,7 @@ WAYS: dict[str, Way] = {
     "attach": Way(
         by_attached_loop,
         1e-4,
-        without=(*SCALES, "quadratic", *NEEDS_COMPUTE_LOSS, *NEEDS_LOSS),
+        without=(*SCALES, *NEEDS_COMPUTE_LOSS, *NEEDS_LOSS),
     ),
     "loss scale": Way(
         by_scaled_loss, 1e-4, without=(*SCALES, "FOSI accumulated")
@@ -392,15 +387,15 @@ def same_run(name: str, way: str, folder: pathlib.Path) -> None:
 # Pairs of every row, for the quick run; those after the semicolon are slow, and
 # so is one of three others.
 QUICK = {
-    ".keras": "narrow, our scale, FOSI accumulated, spectral; eigen, quadratic",
+    ".keras": "narrow, our scale, FOSI accumulated, spectral; eigen",
     ".h5": "float64, FOSI in columns, wire",
     ".weights.h5": "subclassed, GaussNewton; Keras' scale, spectral",
     "state tree": "eigen; FOSI, spectral sums",
-    "checkpoint": "accumulated, quadratic, spectral sums; GaussNewton",
+    "checkpoint": "accumulated, spectral sums; GaussNewton",
     "train step": "inverse, FOSI",
     "batch": "half, drawn",
     "steps": "FOSI; float64",
-    "eager": "quadratic, GaussNewton; FOSI, spectral",
+    "eager": "GaussNewton; FOSI, spectral",
     "loop": "Keras' scale; FOSI",
     "attach": "inverse",
     "loss scale": "inverse; FOSI",

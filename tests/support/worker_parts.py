@@ -216,7 +216,6 @@ DAMPINGS = keras.optimizers.schedules.PiecewiseConstantDecay
 OBJECTS: dict[str, Callable[[], Any]] = {
     "damping schedule": lambda: DAMPINGS([2, 6], [1.0, DAMPING, 4.0]),
     "clip schedule": lambda: Formula(clip_schedule),
-    "adaptive": lambda: tfkfac.LevenbergMarquardt(DAMPING, 2, 0.5),
     # Of so many polynomials that they are polar factors in float64.
     "exact": lambda: tfkfac.SpectralStep(
         momentum=SPECTRAL_MOMENTUM, block=BLOCK, iterations=14

@@ -296,7 +296,7 @@ def kept_bytes(state: Any) -> dict[str, int]:
         variables = [v for v in state.pending.variables if v.shape.rank]
         pending["accumulation"] = size(variables)
     momenta = {}
-    if state.find(LargestRate) is not None:
+    if any(isinstance(s, LargestRate) for s in state.sections):
         found = [p.momentum.variables for p in kept if p.momentum]
         momenta["momenta"] = sum(map(size, found))
     return {

@@ -45,7 +45,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "inverse": kfac,
     "eigen": lambda: kfac(solver="eigen"),
     "drawn labels": lambda: kfac(fisher="monte_carlo"),
-    "quadratic": lambda: kfac(step="quadratic"),
     "mem_opt": lambda: kfac(distribution="mem_opt"),
     "schedule": lambda: kfac(damping=Formula(loud_damping)),
     "gauss-newton": tfkfac.GaussNewton,

@@ -157,8 +157,8 @@ def test_the_table_of_the_readme_has_what_ran_on_all_problems() -> None:
         each | {"run": each["run"] | {"problem": "vae"}}
         for each in cnn_records()
     ]
-    quadratic = record("kfac:step=quadratic", 0, (4.0, 0.5), (5.0, 0.9))
-    columns, rows = report.summary([*cnn_records(), *vae, quadratic])
+    eigen = record("kfac:solver=eigen", 0, (4.0, 0.5), (5.0, 0.9))
+    columns, rows = report.summary([*cnn_records(), *vae, eigen])
     assert columns[2:] == ["K-FAC"] and len(rows) == 3
 
 

@@ -34,7 +34,7 @@ LABELS = st.sampled_from([0, 1, CLASSES - 1])
 WEIGHTS = st.sampled_from([None, 0.0, 1.0, -1.0, np.nan, np.inf, 1e30])
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "kfac": lambda: tfkfac.KFAC(factor_update_interval=1),
-    "quadratic": lambda: tfkfac.KFAC(step="quadratic"),
+    "spectral": lambda: tfkfac.KFAC(step="spectral"),
     # Adam by itself turns into NaN where a gradient's square overflows.
     "fosi": lambda: tfkfac.FOSI(SGD(0.01), warmup_steps=1),
     "gauss_newton": tfkfac.GaussNewton,
@@ -57,7 +57,7 @@ def trained(name: str) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    with_slow(OPTIMIZERS, "quadratic", "fosi", "gauss_newton"),
+    with_slow(OPTIMIZERS, "spectral", "fosi", "gauss_newton"),
 )
 @settings(
     max_examples=6,

@@ -25,7 +25,6 @@ WIDER = {
     ("tokens", "drawn labels"): None,
     ("tokens", "mem_opt"): 1e-9,
     ("watched", "schedule"): 1e-9,
-    ("watched", "quadratic"): 1e-9,
     ("watched", "accelerator"): None,
     ("watched", "gauss-newton"): 1e-6,
     ("table", "fosi"): 1e-5,

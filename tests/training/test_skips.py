@@ -27,7 +27,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
         (0, 1),
     ),
     "fosi": (lambda: tfkfac.FOSI(warmup_steps=2), (1,)),
-    "quadratic": (lambda: tfkfac.KFAC(step="quadratic"), (1,)),
+    "spectral": (lambda: tfkfac.KFAC(step="spectral"), (1,)),
 }
 
 
@@ -67,7 +67,7 @@ def batches(gone: tuple[int, ...], bad: bool) -> Iterator[Any]:
             yield x, Y[rows]
 
 
-@pytest.mark.parametrize("name", with_slow(OPTIMIZERS, "fosi", "quadratic"))
+@pytest.mark.parametrize("name", with_slow(OPTIMIZERS, "fosi", "spectral"))
 def test_no_trace(name: str) -> None:
     """Statistics, seeds, loss and metrics: as if there was no such batch."""
     make, gone = OPTIMIZERS[name]

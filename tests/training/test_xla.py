@@ -19,9 +19,6 @@ from tests.support.small import loss
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "inverse": lambda: tfkfac.KFAC(0.1),
     "eigen": lambda: tfkfac.KFAC(0.1, solver="eigen"),
-    "quadratic": lambda: tfkfac.KFAC(
-        step="quadratic", damping=tfkfac.LevenbergMarquardt(0.1, 2)
-    ),
     "spectral": lambda: tfkfac.KFAC(step="spectral"),
     # As many directions as weights: the start vector, which XLA draws in
     # another way, makes no difference then.
@@ -68,9 +65,7 @@ def dense(optimizer: Any, **options: Any) -> Any:
 @pytest.mark.usefixtures("pretended_gpu")
 @pytest.mark.parametrize(
     "name",
-    with_slow(
-        ["inverse", "eigen", "quadratic", "fosi"], "eigen", "quadratic", "fosi"
-    ),
+    with_slow(["inverse", "eigen", "fosi"], "eigen", "fosi"),
 )
 def test_trains_as_without_xla(name: str) -> None:
     """And counts the one batch of four, in two epochs, that has a NaN."""

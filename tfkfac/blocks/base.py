@@ -10,7 +10,6 @@ last row.
 """
 
 import abc
-import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -159,12 +158,12 @@ class Block(abc.ABC):
         return self.from_matrix(gradient.matrix)
 
     # ------------------------------------------------- common to all blocks
-    @functools.cached_property
+    @property
     def factor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors that store the factors, by factor name."""
         return {name: factor.shape for name, factor in self.factors.items()}
 
-    @functools.cached_property
+    @property
     def gradient_shape(self) -> tuple[int, ...]:
         """Shape `([groups,] inputs, outputs)` of the gradient matrix."""
         a, g = self.factors.get("A"), self.factors["G"]
@@ -274,7 +273,7 @@ class MatrixBlock(Block):
     def variables(self) -> list[keras.Variable]:
         return [self._kernel, *self._bias]
 
-    @functools.cached_property
+    @property
     def matrix_shape(self) -> tuple[int, ...]:
         """Shape `([groups,] inputs, outputs)` of the kernel as a matrix."""
         outputs = self._output_size()
@@ -286,7 +285,7 @@ class MatrixBlock(Block):
     def _output_size(self) -> int:
         return self._kernel.shape[-1]
 
-    @functools.cached_property
+    @property
     @override
     def factors(self) -> dict[str, Factor]:
         *_, inputs, outputs = self.matrix_shape
@@ -389,7 +388,7 @@ class PerExampleBlock(Block, abc.ABC):
             A tensor of shape `(batch, *variable.shape)` for each variable.
         """
 
-    @functools.cached_property
+    @property
     @override
     def factors(self) -> dict[str, Factor]:
         size = sum(self._sizes)

@@ -1,6 +1,5 @@
 """Blocks of token, reversible and position embeddings."""
 
-import functools
 from collections.abc import Sequence
 
 import keras
@@ -31,7 +30,7 @@ class EmbeddingBlock(MatrixBlock):
     def _find_bias(self) -> keras.Variable | None:
         return None
 
-    @functools.cached_property
+    @property
     @override
     def factors(self) -> dict[str, Factor]:
         tokens, width = self.matrix_shape
@@ -156,13 +155,13 @@ class TiedProjectionBlock(ProjectionBlock):
     def _find_kernel(self) -> keras.Variable:
         return self.layer.embeddings
 
-    @functools.cached_property
+    @property
     @override
     def matrix_shape(self) -> tuple[int, ...]:
         tokens, width = self._kernel.shape
         return width, tokens
 
-    @functools.cached_property
+    @property
     @override
     def factors(self) -> dict[str, Factor]:
         width, tokens = self.matrix_shape

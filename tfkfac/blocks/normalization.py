@@ -1,6 +1,5 @@
 """Blocks of elementwise weights: normalisation layers and `PReLU`."""
 
-import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -55,7 +54,7 @@ class NormalizationBlock(Block):
     def variables(self) -> list[keras.Variable]:
         return list(self._weights)
 
-    @functools.cached_property
+    @property
     @override
     def factors(self) -> dict[str, Factor]:
         return {"G": Stack(self._features, len(self._weights))}

@@ -1,6 +1,5 @@
 """Block of the inner layer of a `keras.layers.TimeDistributed`."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,7 +50,7 @@ class TimeDistributedBlock(Block):
     def variables(self) -> list[keras.Variable]:
         return self._block.variables
 
-    @functools.cached_property
+    @property
     @override
     def factors(self) -> dict[str, Factor]:
         return self._block.factors

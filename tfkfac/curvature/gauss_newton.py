@@ -28,7 +28,6 @@ from tfkfac.curvature.hessian import (
     tape,
 )
 from tfkfac.loss.batch import replay_loss
-from tfkfac.loss.terms import LossTerms
 
 # A direction in weight space: a tensor for each variable, None for zero.
 Direction = Sequence[tf.Tensor | None]
@@ -43,7 +42,6 @@ def gauss_newton_form(
     directions: Sequence[Direction],
     total: Sum = tf.identity,
     shares: Sequence[tf.Tensor] = (),
-    whole: Sequence[LossTerms] = (),
 ) -> tf.Tensor:
     """Computes the matrix `d_i^T (J^T H J) d_j` for directions `d_i`.
 
@@ -68,7 +66,6 @@ def gauss_newton_form(
                     variables,
                     values,
                     shares,
-                    whole,
                     reading.cut,
                 )
             slopes = inner.gradient(loss, reading.leaves)

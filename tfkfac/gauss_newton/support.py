@@ -274,8 +274,8 @@ class Limits(NamedTuple):
             f"A step of `GaussNewton` in the space of {space} takes {need} "
             f"for {self.weights:,} weights, more than `max_bytes`, "
             f"{bytes_text(self.max_bytes)}. Use a smaller {smaller} or model, "
-            'a larger `max_bytes`, or `tfkfac.KFAC(step="quadratic")`, which '
-            "needs no matrix of all weights."
+            "a larger `max_bytes`, or `tfkfac.KFAC`, which needs no matrix of "
+            "all weights."
         )
 
 

@@ -27,7 +27,7 @@ from tfkfac.kfac.active import (
 )
 from tfkfac.kfac.averages import Pending
 from tfkfac.kfac.bank import FAULTS, State, kept_factors
-from tfkfac.kfac.natural import Natural, Seen, renew_unsound
+from tfkfac.kfac.natural import Natural, renew_unsound
 from tfkfac.kfac.placement import (
     FACTORS,
     INVERSES,
@@ -35,11 +35,8 @@ from tfkfac.kfac.placement import (
     steps_between,
     turns_due,
 )
-from tfkfac.kfac.quadratic import Quadratic
 from tfkfac.kfac.settings import (
     Distribution,
-    LevenbergMarquardt,
-    QuadraticStep,
     SpectralStep,
     check_batch_fraction,
     check_distribution,
@@ -51,6 +48,7 @@ from tfkfac.kfac.spectral import Spectral
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.arguments import Argument, Tunable
 from tfkfac.shell.method import Method
+from tfkfac.solvers import SOLVERS
 from tfkfac.solvers.registry import check_solver, make_solver
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
@@ -58,7 +56,6 @@ from tfkfac.training.step import Step, Update
 # Kinds of steps, by what says their rules.
 KINDS: Mapping[type, type[Natural]] = {
     type(None): Natural,
-    QuadraticStep: Quadratic,
     SpectralStep: Spectral,
 }
 
@@ -69,7 +66,7 @@ class KFACMethod(Method):
     The arguments are those of `KFAC`.
     """
 
-    damping = Tunable(also=LevenbergMarquardt)
+    damping = Tunable()
     kl_clip = Tunable(positive=True, optional=True)
     step = Argument(check_step)
     fisher = Argument(check_choice, TYPES, optional=True)
@@ -111,22 +108,20 @@ class KFACMethod(Method):
         if not self.job.terms_of(step.batch):
             self._advice.give(self.job, report.unseen_loss_warning(self.job))
         statistics = self.statistics(layers, step)
-        sample = self._kind.sample(step)
         if own.pending is None:
-            self.update(layers, step, statistics, sample)
+            self.update(layers, step, statistics)
         else:
-            self.accumulate(layers, step, own.pending, statistics, sample)
+            self.accumulate(layers, step, own.pending, statistics)
 
     def update(
         self,
         layers: Sequence[ActiveBlock],
         step: Step,
         statistics: Callable[[], Statistics],
-        sample: Any = None,
     ) -> None:
         """An update of the weights, by gradients still this replica's own."""
         own, kind = self.job.own(self.states), self._kind
-        damping = kind.damping(own, self.job.clock)
+        damping = kind.damping.at(self.job.clock)
         asked, loss = self.reduce(step)
         # One after the other, and not one within the other: what each of them
         # uses would be passed from branch to branch.
@@ -146,8 +141,7 @@ class KFACMethod(Method):
             any_renewed = tf.cast(tf.reduce_any(renewed), tf.int64)
             own.inverse_updates.assign_add(any_renewed)
             renew_unsound(own.counters, made)
-            seen = Seen(damping, loss, sample)
-            return Update(kind.gradients(made, step, own, seen))
+            return Update(kind.gradients(made, step, own, damping, loss))
 
         step.apply(direction)
 
@@ -201,7 +195,6 @@ class KFACMethod(Method):
         step: Step,
         pending: Pending,
         statistics: Callable[[], Statistics],
-        sample: Any,
     ) -> None:
         """Adds a micro-batch to those before; with the last one, updates."""
         step.keep_finite(tf.convert_to_tensor(pending.loss))
@@ -216,7 +209,7 @@ class KFACMethod(Method):
 
         def complete() -> tf.Tensor:
             merged = pending.merged(step)
-            self.update(layers, merged, pending.statistics, sample)
+            self.update(layers, merged, pending.statistics)
             pending.reset()
             return tf.constant(0)
 
@@ -255,14 +248,12 @@ class KFACMethod(Method):
     def turns_due(self) -> list[tf.Tensor]:
         """A bool for each turn of decompositions, true if it has come."""
         clock = self.job.clock
-        due = turns_due(
+        return turns_due(
             max(self.placement.turns, default=0) + 1,
             steps_between(self.inverse_update_interval, INVERSES, clock),
             steps_between(self.factor_update_interval, FACTORS, clock),
             clock,
         )
-        at_once = self._kind.wants_renewal(self.job.own(self.states))
-        return due if at_once is None else [now | at_once for now in due]
 
     def renew(
         self,
@@ -322,7 +313,10 @@ class KFACMethod(Method):
         tap_layers(job.model, self.skip_layers, self, self._kind.left_out)
         if self.fisher != EMPIRICAL:
             PullbackTap.open(job.model)
-        self._kind.attach(job.model)
+        self._advice.give(job, report.adaptive_warning(job.inner_optimizer))
+        self._advice.give(
+            job, report.solver_warning(job.model, SOLVERS[self.solver])
+        )
 
     @override
     def expect(self, steps: int | None, remaining: int | None = None) -> None:
@@ -357,6 +351,7 @@ class KFACMethod(Method):
         placement = self.placement
         warning = report.coverage_warning(placement.registry, self.job)
         self._advice.give(self.job, warning)
+        self._advice.announce(self.job, placement.registry)
         known = dict(zip(self.job.topology.local, self.states, strict=False))
 
         def make(rank: int) -> State:
@@ -391,7 +386,6 @@ class KFACMethod(Method):
         state = self.states[0]
         return [
             *state.events(),
-            *self._kind.events(state),
             *self.job.losses.events(),
         ]
 
@@ -418,12 +412,12 @@ class KFACMethod(Method):
     @override
     def state_bytes(self) -> dict[str, int]:
         placement, rank = self.placement, self.job.topology.local[0]
-        gradients = gradient_bytes(self.job.model.trainable_variables)
         sizes = placement.state_bytes(rank)
         if self.gradient_accumulation_steps is not None:
+            gradients = gradient_bytes(self.job.model.trainable_variables)
             statistics = placement.accumulated_bytes(rank)
             sizes["accumulation"] = gradients + statistics
-        sizes |= self._kind.bytes(placement, rank, gradients)
+        sizes |= self._kind.bytes(placement, rank)
         return {**sizes, "total": sum(sizes.values())}
 
     @override

@@ -56,16 +56,6 @@ class Preconditioned(NamedTuple):
     """False if W is in the place of a P that cannot be right."""
 
 
-class Seen(NamedTuple):
-    """Numbers of a step that its length may be made of."""
-
-    damping: tf.Tensor
-    loss: tf.Tensor
-    """The mean loss of the group, 0 if it is not needed."""
-    sample: Any
-    """What was taken of the batch."""
-
-
 class Natural:
     """Steps along the preconditioned gradient that `kl_clip` bounds.
 
@@ -87,25 +77,15 @@ class Natural:
         self, rule: Rule | None, damping: Hyperparameter, clip: Hyperparameter
     ) -> None:
         self.rule = rule
-        self._damping = damping
+        self.damping = damping
         self._clip = clip
         self._end: int | None = None
         self._knows_rates = False
 
     # ------------------------------------------------------------ the step
-    def sample(self, step: Step) -> Any:
-        """Takes what is needed of a batch, before anything else is done."""
-
-    def damping(self, state: State, clock: tf.Tensor) -> tf.Tensor:
-        """The damping of this step, a float64 scalar."""
-        return self._damping.at(clock)
-
     def takes_rows(self, workers: int) -> bool:
         """True if so many workers can do without whole gradients."""
         return True
-
-    def wants_renewal(self, state: State) -> tf.Tensor | None:
-        """A bool, true if decompositions must not wait for their turn."""
 
     def directions(
         self,
@@ -122,16 +102,19 @@ class Natural:
         made: Sequence[Preconditioned],
         step: Step,
         state: State,
-        seen: Seen,
+        damping: tf.Tensor,
+        loss: tf.Tensor,
     ) -> Gradients:
-        """Gradients for the inner optimizer, of the length of the step.
+        """Gradients for the inner optimizer, with the length of the step.
 
         Args:
             made: The directions.
             step: The step.
-            state: This replica's.
-            seen: What else its length is made of.
+            state: The state of this replica.
+            damping: The damping, float64.
+            loss: The mean loss of the group, 0 unless `sees_loss`.
         """
+        del loss
         if not made:
             return step.gradients
         products = [one.product for one in made]
@@ -146,15 +129,12 @@ class Natural:
             if has_schedule(inner):  # which may warm up
                 largest = tf.convert_to_tensor(state.report.largest_rate)
                 shown = tf.maximum(tf.cast(rate, largest.dtype), largest)
-        ruled = state.report.note(clip, seen.damping, shown)
+        ruled = state.report.note(clip, damping, step.job.name, shown)
         layers, limit = [one.layer for one in made], self._clip.get()
         when(ruled, lambda: hint_at_clip(layers, step, state.report, limit))
         return put_back(made, clip.factor, step.gradients)
 
     # --------------------------------------------------- binding and state
-    def attach(self, model: keras.Model) -> None:
-        """Has what it needs of a model recorded."""
-
     def expect(self, end: int, job: Job, states: Sequence[State]) -> None:
         """Receives the step where the run that `fit` announces ends."""
         self._end, self._knows_rates = end, False
@@ -182,24 +162,9 @@ class Natural:
         """State that it keeps between steps, of one replica."""
         return ()
 
-    def bytes(
-        self, placement: Placement, rank: int, gradients: int
-    ) -> dict[str, int]:
-        """Bytes of that state, by what it is; all gradients have so many."""
+    def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
+        """Bytes of the state of these steps, by name."""
         return {}
-
-    def events(self, state: State) -> list[tuple[str, tf.Variable]]:
-        """Things that can go wrong with it, and how often they did."""
-        return []
-
-    # ----------------------------------------------------------- reporting
-    def left_title(self, optimizer: str) -> str:
-        """Title of the weights without a block, which an optimizer trains."""
-        return f"Left to the {optimizer} as they are:"
-
-    def lines(self, state: State) -> list[str]:
-        """Lines at the end of a summary."""
-        return []
 
 
 # Root mean square of inputs far from unit scale, and a loss, in nats of a term,

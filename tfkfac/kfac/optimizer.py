@@ -14,13 +14,8 @@ from tfkfac.kfac.method import KFACMethod
 from tfkfac.kfac.settings import (
     RATE,
     Distribution,
-    LevenbergMarquardt,
-    QuadraticStep,
     Rule,
-    SpectralStep,
-    check_damping,
-    check_plain,
-    check_rest,
+    check_spectral,
     check_step,
     rule_of,
     serialize_skip_rule,
@@ -38,7 +33,6 @@ from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.shell.rest import INNER, choose_rest, follow_rest
 
 Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]
-_DAMPING = 0.01
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
@@ -53,9 +47,8 @@ class KFAC(SecondOrderOptimizer):
     matrix, goes to the inner optimizer.
 
     A learning rate has the scale of natural gradient steps, 0.1, not that of
-    Adam's: multiply one of these by about 100. Quadratic steps have a length
-    of their own that it multiplies, by 1.0; spectral steps take nothing of it
-    but the shape of its schedule.
+    Adam's: multiply one of these by about 100. Spectral steps take nothing
+    of it but the shape of its schedule.
 
     Factors, damping and clip are in units of the negative log-likelihood of a
     term of the loss (an example, token or pixel, whatever Keras' mean is over):
@@ -72,33 +65,26 @@ class KFAC(SecondOrderOptimizer):
     Args:
         inner_optimizer: A Keras optimizer, its identifier or config, or a
             float or schedule, the learning rate of `SGD(momentum=0.5)`.
-            Defaults to 0.1. See `step` for what the other steps need.
+            Defaults to 0.1. See `step` for spectral steps.
         rest_optimizer: A Keras optimizer, its name or config, for the weights
             without a block, which `summary` lists. "inner" leaves them to the
-            inner optimizer, as the papers do; quadratic steps move all weights
-            and allow nothing else. None is that with them, and otherwise Adam,
-            whose rate is 0.001 where the inner optimizer's is largest, and
-            falls with it. None and a name take over `use_ema`, `ema_momentum`
-            and `ema_overwrite_frequency` of the inner optimizer. Defaults to
-            None.
+            inner optimizer, as the papers do; spectral steps do not allow it.
+            None is Adam, whose rate is 0.001 where the inner optimizer's is
+            largest, and falls with it. None and a name take over `use_ema`,
+            `ema_momentum` and `ema_overwrite_frequency` of the inner
+            optimizer. Defaults to None.
         learning_rate: Learning rate of the inner SGD, if there is no other
             `inner_optimizer`: a float or a schedule.
         momentum: Momentum of the inner SGD, likewise; of spectral steps.
         damping: Tikhonov damping of the Fisher matrix. A number or a
-            `keras.optimizers.schedules.LearningRateSchedule`; with quadratic
-            steps also a
-            `tfkfac.LevenbergMarquardt`, but not with
-            `gradient_accumulation_steps`. Defaults to 0.01.
+            `keras.optimizers.schedules.LearningRateSchedule`. Defaults to
+            0.01.
         kl_clip: Largest squared length of a step in the Fisher metric, as a
-            number or a schedule; None switches it off. Without
-            effect with quadratic and spectral steps, which have a length of
-            their own.
+            number or a schedule; None switches it off. Without effect with
+            spectral steps, which have a length of their own.
             Defaults to 0.02.
         step: "inner" leaves the length of a step to `kl_clip` and the inner
-            optimizer. "quadratic" or a `tfkfac.QuadraticStep` chooses length
-            and momentum anew each time, by a quadratic model of the loss; the
-            inner optimizer must be SGD with a learning rate alone, by default
-            1.0. "spectral" or a `tfkfac.SpectralStep` orthogonalises the
+            optimizer. "spectral" or a `tfkfac.SpectralStep` orthogonalises the
             momentum of the preconditioned gradient and takes nothing of the
             learning rate but the shape of its schedule, which is that of the
             `rest_optimizer` if only that has one; the inner optimizer must be
@@ -167,8 +153,7 @@ class KFAC(SecondOrderOptimizer):
         gradient_accumulation_steps: Number of micro-batches, at least 2, that
             make one step together, as if they were one batch: gradients and
             statistics are added up, and all intervals count steps. None is 1.
-            That of the inner optimizer is taken over. It is refused with a
-            `damping` that is a `tfkfac.LevenbergMarquardt`.
+            That of the inner optimizer is taken over.
         max_skipped_steps: Number of consecutive steps with gradients that are
             not finite after which training raises an error on all workers, at
             least 1; see `check_skipped_steps`. None is no limit. Defaults to
@@ -182,7 +167,7 @@ class KFAC(SecondOrderOptimizer):
     method_type = KFACMethod
     method: KFACMethod
     # The method's, shown as attributes.
-    damping: Schedule | LevenbergMarquardt
+    damping: Schedule
     kl_clip: Schedule | None
     step: str | Rule
     fisher: str | None
@@ -204,7 +189,7 @@ class KFAC(SecondOrderOptimizer):
         learning_rate: Schedule | None = None,
         momentum: float | None = None,
         rest_optimizer: Inner | None = None,
-        damping: Schedule | LevenbergMarquardt = _DAMPING,
+        damping: Schedule = 0.01,
         kl_clip: Schedule | None = 0.02,
         step: str | Rule = "inner",
         fisher: str | None = None,
@@ -230,15 +215,13 @@ class KFAC(SecondOrderOptimizer):
         step = check_step("step", step)
         rule = rule_of(step)
         sgd = {"learning_rate": RATE, "momentum": 0.5}
-        if rule:
-            sgd = {"learning_rate": 1.0, "momentum": 0.0}
-        if isinstance(rule, SpectralStep):
+        if rule is not None:
             has_rate = inner_optimizer is None or is_rate(inner_optimizer)
             if momentum is not None and has_rate:
                 step = rule = with_momentum(step, rule, momentum)
                 momentum = None
             followed = follow_rest(rest_optimizer, rule.rate)
-            sgd["learning_rate"] = followed or rule.rate
+            sgd = {"learning_rate": followed or rule.rate, "momentum": 0.0}
         inner = check_inner(
             choose_inner(
                 inner_optimizer,
@@ -247,24 +230,11 @@ class KFAC(SecondOrderOptimizer):
                 {"learning_rate": learning_rate, "momentum": momentum},
             )
         )
-        if rule:
-            check_plain(inner, rule)
-        if isinstance(rule, QuadraticStep) and rule.damping is not None:
-            if damping != _DAMPING:
-                raise ValueError(
-                    "Argument `damping` must be left out where `step` has "
-                    f"a damping of its own. Received: damping={damping!r} "
-                    f"with step={step!r}"
-                )
-            # Kept in one place, where it can be changed in training.
-            damping, step = rule.damping, QuadraticStep(rule.batch_fraction)
+        if rule is not None:
+            check_spectral(inner, rest_optimizer)
         gradient_accumulation_steps = take_over_accumulation(
             inner, gradient_accumulation_steps
         )
-        check_damping(damping, rule, gradient_accumulation_steps)
-        check_rest(rest_optimizer, rule)
-        if isinstance(rule, QuadraticStep):
-            rest_optimizer = INNER
         rest = choose_rest(rest_optimizer, inner)
         method = KFACMethod(locals())
         super().__init__(inner, method, name, max_skipped_steps, rest)
@@ -294,13 +264,6 @@ class KFAC(SecondOrderOptimizer):
         "length" is the squared length of the step in the Fisher metric, after
         the clip and before the momentum; "damping" is that of the next
         decomposition.
-
-        With `step="quadratic"` there are in place of the first two "alpha" and
-        "mu", "alpha_plain" where weights have no block, and
-        "predicted_reduction", how much smaller the model says that the step
-        makes the loss of the batch. Where `LevenbergMarquardt` has looked at
-        it, "actual_reduction" is how much smaller it does; "damping" is that
-        of the step.
         """
         if not self.built:
             return {}
@@ -343,8 +306,8 @@ class KFAC(SecondOrderOptimizer):
 
         Returns:
             The bytes of "factors", "decompositions" and their "total", of the
-            sums for "accumulation" if there is any, of the "previous_update"
-            with `step="quadratic"`, and of the "momenta" with "spectral".
+            sums for "accumulation" if there is any, and of the "momenta" of
+            spectral steps.
         """
         return super().state_bytes()
 
@@ -358,8 +321,8 @@ class KFAC(SecondOrderOptimizer):
             that also renews all "inverse"s, the bytes of "gradients",
             "factors", "decompositions" and "preconditioned_gradients". Two
             more numbers for each dense layer that is preconditioned by its
-            rows, the few of a quadratic model, and what synchronised layers
-            add up for drawn labels are not counted.
+            rows, and what synchronised layers add up for sampled labels, are
+            not counted.
         """
         return super().communication_bytes()
 

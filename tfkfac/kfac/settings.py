@@ -11,12 +11,11 @@ from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import (
     check_choice,
     check_count,
-    check_positive,
     check_range,
     is_number,
 )
 from tfkfac.distributed.plan import MODES, POLICIES
-from tfkfac.shell.arguments import Hyperparameter, Schedule, Settings
+from tfkfac.shell.arguments import Settings
 from tfkfac.shell.rest import INNER
 
 # Default learning rate of natural steps, which the clip bounds.
@@ -230,113 +229,6 @@ def serialize_skip_rule(rule: SkipRule) -> Any:
 # ------------------------------------------------------------ kinds of steps
 @keras.saving.register_keras_serializable(package="tfkfac")
 @dataclasses.dataclass(frozen=True)
-class LevenbergMarquardt(Settings):
-    """Damping that adapts itself to how far the quadratic model holds.
-
-    For `KFAC(step="quadratic", damping=...)` (Martens & Grosse, 2015, section
-    6.5). Every few steps the loss of the batch is computed at the new weights
-    and the old ones, two forward passes more. With the ratio `rho` of its
-    reduction to that which the model predicts, the damping is multiplied by
-    `decay ** every` if `rho > 3/4`, and divided by it if `rho < 1/4`. A step
-    that promises over four times the reduction of the last accepted one that
-    was looked at is looked at too: where the model is of a part of the batch,
-    a direction that hardly moves the outputs of these examples looks free, and
-    one such step can undo a training.
-
-    A step that raises the loss (`rho < 0`, or a loss that is not finite) is
-    rejected: the weights stay as they are, the damping is multiplied by 4, all
-    decompositions are renewed with it, and the next step is looked at as well
-    (the rule of trust regions: Nocedal & Wright, 2006, algorithm 4.1). It is
-    counted, and shown in `summary`. Changes of the loss within rounding count
-    as predicted (Conn, Gould & Toint, 2000, section 17.4.2).
-
-    It is refused with `gradient_accumulation_steps`, the inner optimizer's
-    too: the losses that it compares are of the whole batch, whose first parts
-    are gone when the step is made.
-
-    >>> tfkfac.KFAC(
-    ...     step="quadratic", damping=tfkfac.LevenbergMarquardt(initial=1.0))
-
-    Args:
-        initial: Damping of the first steps, positive. Defaults to 0.1.
-        every: Steps between two looks at the loss, at least 1. Defaults to 5.
-        decay: Factor on the damping for each step, in (0, 1). Defaults to
-            19/20.
-        minimum: Smallest damping, positive. Defaults to 1e-6.
-        maximum: Largest damping. Defaults to 1e6.
-
-    Raises:
-        ValueError: If an argument is not allowed.
-    """
-
-    initial: float = 0.1
-    every: int = 5
-    decay: float = 19 / 20
-    minimum: float = 1e-6
-    maximum: float = 1e6
-
-    def __post_init__(self) -> None:
-        self._check("every", check_count, 1)
-        for name in ("initial", "decay", "minimum", "maximum"):
-            self._check(name, check_positive)
-        self._check("decay", check_range, 0, 1)
-        if not self.minimum <= self.initial <= self.maximum:
-            raise ValueError(
-                "Argument `initial` must be between `minimum` and `maximum`. "
-                f"Received: initial={self.initial}, minimum={self.minimum}, "
-                f"maximum={self.maximum}"
-            )
-
-
-@keras.saving.register_keras_serializable(package="tfkfac")
-@dataclasses.dataclass(frozen=True)
-class QuadraticStep(Settings):
-    """A step whose length and momentum a quadratic model of the loss chooses.
-
-    For `KFAC(step=...)` (Martens & Grosse, 2015, sections 6.4 and 7). The
-    update is `alpha Delta + mu d`, with `Delta` the negative preconditioned
-    gradient, d the update before, and the `(alpha, mu)` for which the quadratic
-    model of the loss, with its exact Gauss-Newton matrix and the damping, is
-    least. That takes a forward pass and two Jacobian-vector products, in
-    training mode on a part of the batch, which change no state. Weights without
-    a block are moved along their negative gradient, by a third such number. The
-    Gauss-Newton matrix is that of the loss of the model's outputs, for Keras'
-    cross-entropies of the logits behind a softmax or sigmoid; regularisers of
-    weights are part of the model, losses that layers add are so by their
-    gradient alone.
-
-    The inner optimizer must be SGD with a learning rate alone, a multiplier of
-    the step that is 1.0 by default. The loss must be computed by
-    `model.compute_loss`, as Keras does.
-
-    >>> tfkfac.KFAC(step=tfkfac.QuadraticStep(
-    ...     damping=tfkfac.LevenbergMarquardt()))
-
-    Args:
-        batch_fraction: Share of each worker's examples that the Gauss-Newton
-            matrix is of, in (0, 1]: at least one, evenly spaced, and other ones
-            in the next step; with `gradient_accumulation_steps`, of the last
-            micro-batch. None is a quarter, but at least 64 examples of all
-            workers together.
-        damping: Damping of the model and of the factors, in place of that of
-            `KFAC`: a number, a schedule or a
-            `tfkfac.LevenbergMarquardt`. None is that of `KFAC`.
-
-    Raises:
-        ValueError: If an argument is not allowed.
-    """
-
-    batch_fraction: float | None = None
-    damping: Schedule | LevenbergMarquardt | None = None
-
-    def __post_init__(self) -> None:
-        self._check("batch_fraction", check_batch_fraction)
-        if self.damping is not None:
-            Hyperparameter("damping", self.damping, also=LevenbergMarquardt)
-
-
-@keras.saving.register_keras_serializable(package="tfkfac")
-@dataclasses.dataclass(frozen=True)
 class SpectralStep(Settings):
     """A step along the orthogonalised momentum of the preconditioned gradient.
 
@@ -408,11 +300,10 @@ class SpectralStep(Settings):
         self._check("iterations", check_count, 1)
 
 
-Rule: TypeAlias = QuadraticStep | SpectralStep
+Rule: TypeAlias = SpectralStep
 # Rules of the kinds of steps that have a name; None is the clip.
 RULES: dict[str, type[Rule] | None] = {
     "inner": None,
-    "quadratic": QuadraticStep,
     "spectral": SpectralStep,
 }
 
@@ -426,9 +317,8 @@ def check_step(name: str, value: Any) -> str | Rule:
     if isinstance(value, Rule) or (isinstance(value, str) and value in RULES):
         return value
     raise ValueError(
-        f"Argument `{name}` must be one of {tuple(RULES)}, a "
-        "`tfkfac.QuadraticStep` or a `tfkfac.SpectralStep`. "
-        f"Received: {name}={value!r}"
+        f"Argument `{name}` must be one of {tuple(RULES)} or a "
+        f"`tfkfac.SpectralStep`. Received: {name}={value!r}"
     )
 
 
@@ -456,81 +346,28 @@ def with_momentum(
     return dataclasses.replace(rule, momentum=momentum)
 
 
-def check_rest(rest_optimizer: Any, rule: Rule | None) -> None:
-    """Refuses rest optimizers that do not go with the rule of a step.
-
-    Raises:
-        ValueError: If it is one with quadratic steps, or "inner" with spectral
-            ones.
-    """
-    if isinstance(rule, QuadraticStep) and rest_optimizer not in (None, INNER):
-        must = "be left out with quadratic steps, which move all weights"
-    elif isinstance(rule, SpectralStep) and rest_optimizer == INNER:
-        must = (
-            "be an optimizer with spectral steps, whose learning rate is none "
-            "for gradients"
-        )
-    else:
-        return
-    raise ValueError(
-        f"Argument `rest_optimizer` must {must}. "
-        f"Received: rest_optimizer={rest_optimizer!r}"
-    )
-
-
-def check_damping(
-    damping: Any, rule: Rule | None, accumulation: int | None
+def check_spectral(
+    inner: keras.optimizers.Optimizer, rest_optimizer: Any
 ) -> None:
-    """Refuses a damping that adapts itself where nothing tells it how.
+    """Check the inner and the rest optimizer of spectral steps.
 
     Raises:
-        ValueError: If it is one without quadratic steps, or with micro-batches.
+        ValueError: If `inner` is not SGD without momentum and clipping, or if
+            `rest_optimizer` is "inner".
     """
-    if not isinstance(damping, LevenbergMarquardt):
-        return
-    if not isinstance(rule, QuadraticStep):
-        raise ValueError(
-            "Argument `damping` must be a number or a schedule "
-            "without step='quadratic': it can adapt itself only where the "
-            "quadratic model has chosen the step and predicts what it does. "
-            f"Received: damping={damping!r}"
-        )
-    if accumulation is not None:
-        raise ValueError(
-            "Argument `damping` must not be a `LevenbergMarquardt` with "
-            "`gradient_accumulation_steps`: it compares losses of the whole "
-            "batch, whose first parts are gone. Received: "
-            f"damping={damping!r} with "
-            f"gradient_accumulation_steps={accumulation}"
-        )
-
-
-def check_plain(inner: keras.optimizers.Optimizer, rule: Rule) -> None:
-    """Refuses inner optimizers that would change a step of a rule.
-
-    Raises:
-        ValueError: If it is anything but SGD with a learning rate alone; a
-            spectral step may have a weight decay beside it.
-    """
-    is_quadratic = isinstance(rule, QuadraticStep)
-    names = ["momentum", "clipnorm", "clipvalue", "global_clipnorm"]
-    names += ["weight_decay"] * is_quadratic
+    names = ("momentum", "clipnorm", "clipvalue", "global_clipnorm")
     changes = [name for name in names if getattr(inner, name, None)]
-    if type(inner) is keras.optimizers.SGD and not changes:
-        return
-    what = f"{type(inner).__name__}({', '.join(changes)})"
-    if not is_quadratic:
+    if type(inner) is not keras.optimizers.SGD or changes:
         raise ValueError(
             "Argument `inner_optimizer` must be SGD without momentum or "
             "clipping with step='spectral', which has a length and a momentum "
             "of its own. An optimizer with a rate that is tuned is the "
-            "`rest_optimizer`, whose schedule the steps follow. "
-            f"Received: inner_optimizer={what}"
+            "`rest_optimizer`, whose schedule the steps follow. Received: "
+            f"inner_optimizer={type(inner).__name__}({', '.join(changes)})"
         )
-    raise ValueError(
-        "Argument `inner_optimizer` must be SGD without momentum, clipping "
-        "or weight decay with step='quadratic': the quadratic model chooses "
-        "length and momentum of a step, which another rule would spoil. For "
-        "decay use a layer's `kernel_regularizer`, which the model knows. "
-        f"Received: inner_optimizer={what}"
-    )
+    if rest_optimizer == INNER:
+        raise ValueError(
+            "Argument `rest_optimizer` must be an optimizer with spectral "
+            "steps, whose learning rate is none for gradients. "
+            f"Received: rest_optimizer={rest_optimizer!r}"
+        )

@@ -19,7 +19,6 @@ from tfkfac.kfac.natural import (
     Natural,
     Pair,
     Preconditioned,
-    Seen,
     apply_rows,
     matrix_pairs,
     put_back,
@@ -69,7 +68,8 @@ class Spectral(Natural):
         made: Sequence[Preconditioned],
         step: Step,
         state: State,
-        seen: Seen,
+        damping: tf.Tensor,
+        loss: tf.Tensor,
     ) -> Gradients:
         if not made:
             return step.gradients
@@ -83,17 +83,17 @@ class Spectral(Natural):
                 )
                 for one, square in zip(made, squares, strict=True)
             ]
-            state.report.assign(damping=seen.damping)
+            state.report.assign(damping=damping)
             return put_back(sized, tf.ones([]), step.gradients)
         clip = spectral_length(
             [one.product for one in made],
             squares,
-            tf.math.divide_no_nan(seen.loss, step.loss.unit),
-            seen.damping,
+            tf.math.divide_no_nan(loss, step.loss.unit),
+            damping,
             state.section(LargestRate),
             step.job.inner_optimizer.learning_rate,
         )
-        state.report.assign(length=clip.length, damping=seen.damping)
+        state.report.assign(length=clip.length, damping=damping)
         return put_back(made, clip.factor, step.gradients)
 
     @override
@@ -108,9 +108,7 @@ class Spectral(Natural):
             update_largest(kept, job.inner_optimizer, self._end)
 
     @override
-    def bytes(
-        self, placement: Placement, rank: int, gradients: int
-    ) -> dict[str, int]:
+    def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
         return {"momenta": placement.momentum_bytes(rank)}
 
 

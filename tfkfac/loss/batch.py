@@ -25,7 +25,7 @@ from tfkfac.compat.models import (
     kept_losses,
     losing_layers,
 )
-from tfkfac.loss.shares import LossMeasure, shares_of_part, weigh
+from tfkfac.loss.shares import LossMeasure, weigh
 from tfkfac.loss.terms import (
     LossTerms,
     check_labels,
@@ -194,7 +194,6 @@ def replay_loss(
     variables: Sequence[keras.Variable],
     values: Sequence[tf.Tensor],
     shares: Sequence[tf.Tensor] = (),
-    whole: Sequence[LossTerms] = (),
     read: Callable[[Any], Any] | None = None,
 ) -> tf.Tensor:
     """Computes the loss with other weights, and changes no state.
@@ -209,14 +208,13 @@ def replay_loss(
         variables: Weights that have other `values`.
         values: These.
         shares: Weights of the losses, see `weigh`.
-        whole: The terms of the whole batch, if this is of some examples.
         read: Returns what the loss is to read in the place of the outputs.
     """
     with stateless(model, list(zip(variables, values, strict=True))):
         outputs = model(*call.args, **call.kwargs)
         if read is not None:
             outputs = read(outputs)
-        return loss_of_outputs(model, arguments, outputs, shares, whole)
+        return loss_of_outputs(model, arguments, outputs, shares)
 
 
 def loss_of_outputs(
@@ -224,7 +222,6 @@ def loss_of_outputs(
     arguments: dict[str, Any],
     outputs: Any,
     shares: Sequence[tf.Tensor] = (),
-    whole: Sequence[LossTerms] = (),
 ) -> tf.Tensor:
     """Computes the loss of what a model returned; arguments as above.
 
@@ -236,7 +233,7 @@ def loss_of_outputs(
     with kept_variables(written), observed_losses() as losses:
         loss = model.compute_loss(**{**arguments, "y_pred": outputs})
     terms = read_terms(model, losses)
-    return scalar_loss(weigh(loss, terms, shares_of_part(terms, whole, shares)))
+    return scalar_loss(weigh(loss, terms, shares))
 
 
 def scalar_loss(loss: Any) -> tf.Tensor:

@@ -183,28 +183,6 @@ def weigh(
     return weighed
 
 
-def shares_of_part(
-    part: Sequence[LossTerms],
-    whole: Sequence[LossTerms],
-    shares: Sequence[tf.Tensor],
-) -> Sequence[tf.Tensor]:
-    """The weights of losses of some examples that stand for a whole batch.
-
-    A mean stands for itself; a sum grows with the number of terms. There is no
-    `whole` if these examples are all, and no share if all are 1.
-    """
-    if not any(one.summed for one in whole):
-        return shares
-    if not shares:
-        shares = [tf.constant(1, tf.float64)] * len(whole)
-    return [
-        share * tf.math.divide_no_nan(all_.count, own.count)
-        if all_.summed
-        else share
-        for share, own, all_ in zip(shares, part, whole, strict=True)
-    ]
-
-
 def weighted(tensor: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
     """A mean or its gradient times a share; over no example it may be NaN."""
     if share is None:

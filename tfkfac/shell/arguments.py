@@ -27,8 +27,7 @@ class Hyperparameter:
     A number lives in a variable, so that a new one takes effect in the next
     step without a new trace. A schedule is part of the trace. Values are in
     float64, for models in it; others cast them where they are used. Integers
-    are at least 1, other numbers at least 0 or `positive`; `also` is a class
-    whose instances are allowed too.
+    are at least 1, other numbers at least 0 or `positive`.
 
     Raises:
         TypeError: If the value is a function.
@@ -42,13 +41,11 @@ class Hyperparameter:
         integer: bool = False,
         positive: bool = False,
         optional: bool = False,
-        also: type | None = None,
     ) -> None:
         self.name = name
         self._integer = integer
         self._positive = positive
         self._optional = optional
-        self._also = also
         self._built = False
         self._variable: tf.Variable | None = None
         self._schedule: LearningRateSchedule | None = None
@@ -148,14 +145,11 @@ class Hyperparameter:
         """Returns an allowed value, a number as Python's own."""
         if value is None and self._optional:
             return value
-        if self._also is not None and isinstance(value, self._also):
-            return value
         if isinstance(value, LearningRateSchedule):
             return value
         if self._allowed(value):
             return int(value) if self._integer else float(value)
-        others = f" or a `{self._also.__name__}`" if self._also else ""
-        others += " or None" * self._optional
+        others = " or None" * self._optional
         error = TypeError if is_function(value) else ValueError
         raise error(
             f"Argument `{self.name}` must be {self._kind} or a "
@@ -244,9 +238,8 @@ class Tunable(Argument[Hyperparameter]):
         integer: bool = False,
         positive: bool = False,
         optional: bool = False,
-        also: type | None = None,
     ) -> None:
-        super().__init__(Hyperparameter, integer, positive, optional, also)
+        super().__init__(Hyperparameter, integer, positive, optional)
 
     def __set__(self, instance: object, value: Value) -> None:
         known = vars(instance).get(self._name)

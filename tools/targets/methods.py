@@ -180,10 +180,6 @@ def _kfac(
     import tfkfac
 
     step = arguments.get("step")
-    if step == "quadratic":
-        damping = tfkfac.LevenbergMarquardt()
-        arguments["step"] = tfkfac.QuadraticStep(damping=damping)
-        return tfkfac.KFAC(**arguments)
     rate, momentum = FIRST_KFAC_RATE, 0.5
     if step == "spectral":
         names = {*inspect.signature(tfkfac.SpectralStep).parameters}

@@ -1,0 +1,214 @@
+"""Directional curvature against dense matrices in NumPy."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from tests.support import workers_curvature
+from tests.support.cluster import Pool
+from tests.support.dtypes import floats
+from tests.support.harness import randomize
+from tests.support.jobs import Jobs
+from tests.support.reference import Array
+from tests.support.summaries import sequential
+from tfkfac.blocks.statistics import Examples, Subsample
+from tfkfac.capture.model_taps import ForwardCall
+from tfkfac.curvature.directional import LossInputs, directional_curvature
+from tfkfac.loss.batch import training_call
+
+ROWS, FEATURES, OUTPUTS = 12, 4, 3
+RNG = np.random.default_rng(0)
+JOBS = Jobs(workers_curvature)
+JOBS.add("two: curvature", "measure")
+JOBS.add("mirrored: curvature", "measure", slow=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A loss, its labels, and its Hessian for one row.
+
+    The Hessian is a function of the outputs and labels, with respect to the
+    inputs of the loss: the logits if `reads_logits`, else the outputs.
+    """
+
+    loss: Any
+    activation: str | None
+    labels: Callable[[], Array]
+    hessian: Callable[[Array, Array], Array]
+    reads_logits: bool = False
+    summed: bool = False
+
+
+def sparse(reduction: str = "sum_over_batch_size") -> Any:
+    return keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction=reduction, dtype="float64"
+    )
+
+
+def real() -> Array:
+    return RNG.normal(size=(ROWS, OUTPUTS))
+
+
+def classes() -> Array:
+    return RNG.integers(0, OUTPUTS, ROWS)
+
+
+def softmax(z: Array, _: Array) -> Array:
+    p = np.exp(z - z.max())
+    p /= p.sum()
+    return np.diag(p) - np.outer(p, p)
+
+
+CASES = {
+    "mse": Case("mse", None, real, lambda _, __: 2 / OUTPUTS * np.eye(OUTPUTS)),
+    "binary": Case(
+        "binary_crossentropy",
+        "sigmoid",
+        lambda: RNG.integers(0, 2, (ROWS, OUTPUTS)).astype(float),
+        lambda p, _: np.diag(p * (1 - p)) / OUTPUTS,
+        reads_logits=True,
+    ),
+    "categorical": Case(
+        keras.losses.CategoricalCrossentropy(dtype="float64"),
+        "softmax",
+        lambda: np.eye(OUTPUTS)[classes()],
+        lambda p, _: np.diag(p) - np.outer(p, p),
+        reads_logits=True,
+    ),
+    "sparse": Case(sparse(), None, classes, softmax),
+    "sum": Case(sparse("sum"), None, classes, softmax, summed=True),
+    "poisson": Case(
+        "poisson",
+        "softplus",
+        lambda: RNG.poisson(2.0, (ROWS, OUTPUTS)).astype(float),
+        lambda p, y: np.diag(y / (p + 1e-7) ** 2) / OUTPUTS,  # as in Keras
+    ),
+}
+SLOPES: dict[Any, Callable[[Array], Array]] = {
+    None: np.ones_like,
+    "softplus": lambda z: 1 / (1 + np.exp(-z)),
+}
+
+
+def network(activation: str | None, **options: Any) -> Any:
+    model = sequential(
+        layers.Dense(5, activation="tanh", name="hidden", **options),
+        layers.Dense(OUTPUTS, activation=activation, name="out"),
+        shape=(FEATURES,),
+    )
+    randomize(model)
+    return model
+
+
+def dense_matrix(model: Any, case: Case, x: Array, y: Array) -> Array:
+    """The Gauss-Newton matrix of the mean over the rows."""
+    first, bias, second, shift = model.get_weights()
+    total = np.zeros([model.count_params()] * 2)
+    for row, p, label in zip(x, np.asarray(model(x)), y, strict=True):
+        h = np.tanh(row @ first + bias)
+        inner = second.T * (1 - h**2)  # d logits / d pre-activations
+        identity = np.eye(OUTPUTS)
+        J = np.concatenate(
+            [
+                np.einsum("oj,i->oij", inner, row).reshape(OUTPUTS, -1),
+                inner,
+                np.einsum("ok,j->ojk", identity, h).reshape(OUTPUTS, -1),
+                identity,
+            ],
+            1,
+        )
+        if not case.reads_logits:
+            J *= SLOPES[case.activation](h @ second + shift)[:, None]
+        total += J.T @ case.hessian(p, label) @ J
+    return total / len(x)
+
+
+def directions_of(model: Any, count: int = 2) -> list[list[Array]]:
+    return [
+        [RNG.normal(size=v.shape) for v in model.trainable_variables]
+        for _ in range(count)
+    ]
+
+
+def flat(directions: list[list[Array]]) -> Array:
+    return np.stack(
+        [np.concatenate(list(map(np.ravel, d))) for d in directions]
+    )
+
+
+def compiled(model: Any, case: Case, x: Array, y: Array) -> LossInputs:
+    model.compile(loss=case.loss)
+    model.compute_loss(x, y, model(x))  # builds the loss
+    call = training_call(model, tf.constant(x))
+    arguments = {"x": tf.constant(x), "y": tf.constant(y)}
+    return LossInputs(call, arguments, (), [case.summed])
+
+
+@pytest.mark.parametrize("offset", [None, 0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_against_dense_matrices(name: str, offset: int | None) -> None:
+    """All rows, or a quarter of them, which represents all rows of a sum."""
+    case = CASES[name]
+    with floats("float64"):
+        model = network(case.activation)
+        x, y = RNG.normal(size=(ROWS, FEATURES)), case.labels()
+        inputs, rows = compiled(model, case, x, y), np.arange(ROWS)
+        if offset is not None:
+            part = Subsample(0.25, tf.constant(offset, tf.int64))
+            inputs = inputs.select(lambda size: Examples(size, part))
+            rows = (3 * offset + np.arange(3) * ROWS) // 3
+        directions = directions_of(model)
+        got = directional_curvature(
+            model,
+            inputs,
+            model.trainable_variables,
+            [[tf.constant(p) for p in d] for d in directions],
+            tf.constant(2.0),
+        )
+        matrix = dense_matrix(model, case, x[rows], y[rows])
+    D, terms = flat(directions), ROWS if case.summed else 1
+    np.testing.assert_allclose(got, terms * D @ matrix @ D.T / 2, rtol=1e-6)
+
+
+def test_regularizers_count_once_over_replicas() -> None:
+    case = CASES["mse"]
+    with floats("float64"):
+        model = network(None, kernel_regularizer=keras.regularizers.L2(0.3))
+        x, y = RNG.normal(size=(ROWS, FEATURES)), case.labels()
+        inputs, directions = compiled(model, case, x, y), directions_of(model)
+        got = directional_curvature(
+            model,
+            inputs,
+            model.trainable_variables,
+            [[tf.constant(p) for p in d] for d in directions],
+            tf.constant(1.0),
+            replicas=3,
+        )
+        matrix = dense_matrix(model, case, x, y)
+    D, kernels = flat(directions), np.stack([d[0].ravel() for d in directions])
+    want = D @ matrix @ D.T + 0.6 / 3 * kernels @ kernels.T
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", JOBS.params(["two: curvature", "mirrored: curvature"])
+)
+def test_several_workers(pool: Pool, name: str) -> None:
+    """The sum over the workers is the curvature in one process."""
+    [alone] = workers_curvature.measure(None)
+    assert np.linalg.eigvalsh(alone).min() > 0
+    for replicas in JOBS.results(pool, name):
+        for got in replicas:
+            np.testing.assert_allclose(got, alone, rtol=1e-6)
+
+
+def test_sparse_inputs_are_not_selected() -> None:
+    inputs = LossInputs(ForwardCall((tf.sparse.eye(4),), {}, None), {}, (), [])
+    with pytest.raises(ValueError, match=r"sparse or ragged.*Received: Sparse"):
+        inputs.select(lambda size: Examples(size, Subsample(0.25, 0)))

@@ -1,0 +1,146 @@
+"""Curvature of the loss along directions, from examples of a mini-batch."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfkfac.capture.model_taps import ForwardCall, ForwardTap
+from tfkfac.compat.graphs import Sum
+from tfkfac.curvature.gauss_newton import (
+    Direction,
+    gauss_newton_form,
+    penalty_form,
+)
+from tfkfac.loss.batch import LossBatch, find_call
+from tfkfac.loss.shares import LossMeasure
+
+
+class Selection(Protocol):
+    """Selected examples of a batch, such as `blocks.statistics.Examples`."""
+
+    weight: tf.Tensor
+    """Batch size divided by the number of selected examples, float64."""
+
+    def of(self, tensor: tf.Tensor) -> tf.Tensor | None:
+        """Select the examples of a tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LossInputs:
+    """Inputs of the loss of a mini-batch on one replica."""
+
+    call: ForwardCall
+    arguments: dict[str, Any]
+    """Arguments of `compute_loss`, without `y_pred`."""
+    shares: Sequence[tf.Tensor]
+    """Weights of the losses of this replica, see `weigh`."""
+    summed: Sequence[bool]
+    """For each loss, True if it is the sum over its terms."""
+
+    @classmethod
+    def of(
+        cls, model: keras.Model, batch: LossBatch, loss: LossMeasure
+    ) -> Self:
+        """Return the inputs of the loss of a step.
+
+        The model needs an open `ForwardTap` before its forward pass.
+
+        Raises:
+            ValueError: If the loss was not computed by `compute_loss`.
+        """
+        call = find_call(model, batch, ForwardTap.open(model).take())
+        arguments = {k: v for k, v in batch.arguments.items() if k != "y_pred"}
+        summed = [terms.summed for terms in batch.terms]
+        call = dataclasses.replace(call, outputs=None)
+        return cls(call, arguments, loss.shares, summed)
+
+    def select(self, choose: Callable[[tf.Tensor], Selection]) -> Self:
+        """Select some examples that represent the whole batch.
+
+        Args:
+            choose: Function from the batch size to a selection.
+
+        Raises:
+            ValueError: If an input is sparse or ragged.
+        """
+        batch = (self.call.args, self.call.kwargs, self.arguments)
+        leaves = [x for x in keras.tree.flatten(batch) if _has_examples(x)]
+        for leaf in leaves:
+            if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+                raise ValueError(
+                    "Examples of sparse or ragged inputs cannot be selected. "
+                    f"Received: {leaf}"
+                )
+        size = leaves[0].shape[0]
+        selection = choose(tf.shape(leaves[0])[0])
+
+        def take(leaf: Any) -> Any:
+            is_batch = _has_examples(leaf) and leaf.shape[0] == size
+            return selection.of(leaf) if is_batch else leaf
+
+        args, kwargs, arguments = keras.tree.map_structure(take, batch)
+        shares = self.shares
+        if any(self.summed):
+            shares = shares or [tf.ones([], tf.float64)] * len(self.summed)
+            shares = [
+                share * selection.weight if summed else share
+                for share, summed in zip(shares, self.summed, strict=True)
+            ]
+        call = ForwardCall(args, kwargs, None)
+        return dataclasses.replace(
+            self, call=call, arguments=arguments, shares=shares
+        )
+
+
+def directional_curvature(
+    model: keras.Model,
+    inputs: LossInputs,
+    variables: Sequence[keras.Variable],
+    directions: Sequence[Direction],
+    unit: tf.Tensor,
+    total: Sum = tf.identity,
+    replicas: int = 1,
+) -> tf.Tensor:
+    """Compute `d_i^T (J^T H J + R) d_j` for directions `d_i`.
+
+    J is the Jacobian of the inputs of the loss, H the Hessian of the loss with
+    respect to these inputs, and R the Hessian of the weight regularizers.
+    Costs one forward pass, and about one forward pass per direction.
+
+    Args:
+        model: A compiled model.
+        inputs: Inputs of the loss on this replica.
+        variables: The trainable variables.
+        directions: For each direction, a tensor for each variable.
+        unit: Factor of the loss over the mean negative log-likelihood.
+        total: Differentiable sum over the replicas, for synchronised layers.
+        replicas: Number of replicas.
+
+    Returns:
+        This replica's float64 term of a sum over the replicas, in units of
+        the mean negative log-likelihood.
+    """
+    values = [tf.identity(v.value) for v in variables]
+    form = gauss_newton_form(
+        model,
+        inputs.call,
+        inputs.arguments,
+        variables,
+        values,
+        directions,
+        total,
+        inputs.shares,
+    )
+    form += penalty_form(variables, values, directions) / replicas
+    return tf.math.divide_no_nan(form, tf.cast(unit, tf.float64))
+
+
+def _has_examples(leaf: Any) -> bool:
+    """True if the first axis of an input may be the batch."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.ndim > 0
+    return tf.is_tensor(leaf) and leaf.shape.rank != 0
