@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 
-from tfkfac.cluster.channel import BYE, LOST, Channel, Line, Listener
+from tfkfac.cluster.channel import (
+    PEER_EXITED,
+    PEER_LOST,
+    Channel,
+    Connection,
+    Listener,
+)
 
 LIMIT = 10.0
 
@@ -23,10 +29,10 @@ class Ear(Listener):
         self.heard: list[tuple[int, Any]] = []
         self._channel = channel
 
-    def hear(self, sender: int, message: Any) -> None:
+    def on_message(self, sender: int, message: Any) -> None:
         self.heard.append((sender, message))
         if message == {"question": True}:
-            self._channel.say({"answer": self._channel.index})
+            self._channel.broadcast({"answer": self._channel.index})
 
     def wait(self, count: int) -> list[tuple[int, Any]]:
         end = time.monotonic() + LIMIT
@@ -48,7 +54,7 @@ def joined(
     workers = [(channel, listener(channel)) for channel in channels]
     for channel, own in workers:
         channel.start(own)
-        atexit.unregister(channel.say)  # or it talks when pytest ends
+        atexit.unregister(channel.broadcast)  # or it talks when pytest ends
     yield workers
     for line in itertools.chain(*(own.values() for own in lines)):
         line.close()
@@ -60,11 +66,11 @@ def workers() -> Iterator[list[tuple[Channel, Ear]]]:
         yield workers
 
 
-def connected() -> tuple[Line, Line]:
+def connected() -> tuple[Connection, Connection]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    return Line(one, LIMIT), Line(other, LIMIT)
+    return Connection(one, LIMIT), Connection(other, LIMIT)
 
 
 def test_all_hear_all_in_one_order(workers: Any) -> None:
@@ -72,9 +78,9 @@ def test_all_hear_all_in_one_order(workers: Any) -> None:
 
     def talk(channel: Channel) -> None:
         for number in range(100):
-            channel.say({"number": number})
+            channel.broadcast({"number": number})
             if (channel.index, number) == (2, 50):
-                channel.say({"question": True})
+                channel.broadcast({"question": True})
 
     threads = [threading.Thread(target=talk, args=(c,)) for c, _ in workers]
     for thread in threads:
@@ -95,26 +101,26 @@ def test_a_child_has_no_part_in_it(workers: Any) -> None:
     (_, first), (one, _), _ = workers
     child = os.fork()
     if child == 0:
-        one.say({"child": True})
+        one.broadcast({"child": True})
         time.sleep(LIMIT)
         os._exit(0)
-    (line,) = one._lines.values()
+    (line,) = one._connections.values()
     line.close()  # the last of its copies, or nobody would notice
-    assert first.wait(1) == [(1, LOST)]
+    assert first.wait(1) == [(1, PEER_LOST)]
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 
 
 def test_who_is_gone_is_told_unless_it_has_said_goodbye(workers: Any) -> None:
     (_, first), (one, _), (other, ear) = workers
-    one.say(BYE)
+    one.broadcast(PEER_EXITED)
     first.wait(1)
     hang_up(one)
     time.sleep(0.1)
-    assert first.heard == [(1, BYE)]
+    assert first.heard == [(1, PEER_EXITED)]
     hang_up(other)
-    assert first.wait(2)[1:] == [(2, LOST)]
-    assert (0, LOST) in ear.wait(2)
+    assert first.wait(2)[1:] == [(2, PEER_LOST)]
+    assert (0, PEER_LOST) in ear.wait(2)
 
 
 ENVELOPES = [
@@ -143,14 +149,14 @@ def test_malformed_messages_are_ignored_and_reported(
 ) -> None:
     """By worker 0 and by the others; the next message still arrives."""
     (first, first_ear), (second, second_ear), (_, third_ear) = workers
-    (to_first,) = second._lines.values()
+    (to_first,) = second._connections.values()
     for text in [b"[]", b"1", b"{", b"[" * 100_000, b"\x00"]:
         to_first._socket.sendall(text + b"\n")
-    second.say({"number": 1})
+    second.broadcast({"number": 1})
     first_ear.wait(1)
     for text in ENVELOPES:
-        first._lines[1]._socket.sendall(text + b"\n")
-    first.say({"number": 2})
+        first._connections[1]._socket.sendall(text + b"\n")
+    first.broadcast({"number": 2})
     expected = [(1, {"number": 1}), (0, {"number": 2})]
     assert third_ear.wait(2) == first_ear.wait(2) == expected
     assert second_ear.wait(2) == expected
@@ -160,25 +166,25 @@ def test_malformed_messages_are_ignored_and_reported(
 
 
 class Faulty(Ear):
-    def hear(self, sender: int, message: Any) -> None:
-        super().hear(sender, message)
+    def on_message(self, sender: int, message: Any) -> None:
+        super().on_message(sender, message)
         raise KeyError("of a listener")
 
-    def tick(self) -> None:
+    def on_tick(self) -> None:
         raise ValueError("of a tick")
 
 
 def test_an_error_of_a_listener_does_not_end_the_thread(capsys: Any) -> None:
     with joined(2, Faulty) as ((first, first_ear), (_, second_ear)):
         for number in range(2):
-            first.say({"number": number})
+            first.broadcast({"number": number})
         time.sleep(0.6)  # a tick
-        first.say(BYE)
+        first.broadcast(PEER_EXITED)
         assert len(first_ear.wait(3)) == len(second_ear.wait(3)) == 3
     assert "KeyError: 'of a listener'" in capsys.readouterr().err
 
 
 def hang_up(channel: Any) -> None:
     """As the end of a process does."""
-    (line,) = channel._lines.values()
+    (line,) = channel._connections.values()
     line._socket.shutdown(socket.SHUT_RDWR)

@@ -18,7 +18,7 @@ import pytest
 from tests.cluster.test_channel import LIMIT, joined
 from tests.support.cluster import ROOT, worker_environment
 from tests.support.ports import address, claim_ports
-from tfkfac.cluster.channel import BYE, LOST
+from tfkfac.cluster.channel import PEER_EXITED, PEER_LOST
 from tfkfac.cluster.stopping import Stopping
 
 
@@ -36,7 +36,7 @@ def test_one_batch_for_all(seed: int) -> None:
             time.sleep(chance.choice([0, 0, 0.001]))
             if batch == 20 + seed and index in (seed % size, size - 1):
                 stopping.request()
-            if stopping.batch_ends():
+            if stopping.end_batch():
                 ends[index] = batch
                 return
 
@@ -56,10 +56,10 @@ def test_one_batch_for_all(seed: int) -> None:
 
 def test_one_worker_stops_at_once() -> None:
     stopping = Stopping()
-    assert not stopping.batch_ends()
+    assert not stopping.end_batch()
     stopping.request()
-    assert stopping.batch_ends()
-    assert not stopping.batch_ends()
+    assert stopping.end_batch()
+    assert not stopping.end_batch()
 
 
 class Silent:
@@ -67,26 +67,26 @@ class Silent:
 
     size = 2
 
-    def say(self, message: Any) -> None:
+    def broadcast(self, message: Any) -> None:
         pass
 
 
 def test_nobody_waits_for_a_worker_that_is_gone() -> None:
     stopping = Stopping(Silent())  # type: ignore[arg-type]
-    stopping.hear(1, {"stop": True})
-    stopping.hear(1, LOST)
-    assert not stopping.batch_ends()
+    stopping.on_message(1, {"stop": True})
+    stopping.on_message(1, PEER_LOST)
+    assert not stopping.end_batch()
 
 
 def test_a_worker_that_has_stopped_may_end_first() -> None:
     """Its end does not cancel the batch that all have agreed on."""
     stopping = Stopping(Silent())  # type: ignore[arg-type]
-    stopping.hear(1, {"stop": True})
+    stopping.on_message(1, {"stop": True})
     for worker in range(2):
-        stopping.hear(worker, {"stops after": 2 - worker})
-    stopping.hear(1, BYE)
-    assert not stopping.batch_ends()
-    assert stopping.batch_ends()
+        stopping.on_message(worker, {"stops after": 2 - worker})
+    stopping.on_message(1, PEER_EXITED)
+    assert not stopping.end_batch()
+    assert stopping.end_batch()
 
 
 # ------------------------------------------------- SIGTERM outside of `fit`

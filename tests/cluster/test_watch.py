@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.support.cluster import run
 from tfkfac.cluster import watch as module
-from tfkfac.cluster.channel import BYE, LOST
+from tfkfac.cluster.channel import PEER_EXITED, PEER_LOST
 from tfkfac.cluster.config import Cluster
 from tfkfac.cluster.watch import (
     Standstill,
@@ -29,7 +29,7 @@ class FakeChannel:
     def __init__(self) -> None:
         self.said: list[Any] = []
 
-    def say(self, message: Any) -> None:
+    def broadcast(self, message: Any) -> None:
         self.said.append(message)
 
 
@@ -40,14 +40,14 @@ class Bench:
         self.now = 100.0
         self.aborted: list[str] = []
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(module, "_GRACE", 3.0)
+        monkeypatch.setattr(module, "_GRACE_PERIOD_S", 3.0)
         monkeypatch.setattr(module, "abort_collectives", self.aborted.append)
         self.channel = FakeChannel()
         self.watch = Watch(CLUSTER, self.channel)  # type: ignore[arg-type]
 
     def after(self, seconds: float) -> list[str]:
         self.now += seconds
-        self.watch.tick()
+        self.watch.on_tick()
         return self.aborted
 
 
@@ -63,7 +63,7 @@ def failed(fit: int | None) -> Any:
 
 def test_a_failure_elsewhere_ends_the_wait(bench: Bench) -> None:
     with pytest.raises(WorkerFailedError) as caught, bench.watch.fit():
-        bench.watch.hear(1, failed(1))
+        bench.watch.on_message(1, failed(1))
         assert bench.after(2.9) == []
         cause = "worker 1 at host1:2 has failed: OSError: no disk"
         assert bench.after(0.2) == [cause]
@@ -77,25 +77,25 @@ def test_a_failure_elsewhere_ends_the_wait(bench: Bench) -> None:
 def test_all_that_come_to_one_end_are_left_alone(bench: Bench) -> None:
     """As where all of them refuse to begin."""
     with pytest.raises(ValueError), bench.watch.fit():
-        bench.watch.hear(1, failed(1))
+        bench.watch.on_message(1, failed(1))
         raise ValueError("not the same")
-    bench.watch.hear(2, failed(1))
+    bench.watch.on_message(2, failed(1))
     with bench.watch.fit():
         assert bench.after(60) == []
     assert bench.channel.said == [
         {"failed": "ValueError: not the same", "fit": 1}
     ]
-    bench.watch.hear(1, failed(3))
+    bench.watch.on_message(1, failed(3))
     assert bench.after(60) == [], "this worker comes to it later"
     with bench.watch.fit():
         assert bench.after(2.9) == []
         assert len(bench.after(0.2)) == 1
 
 
-@pytest.mark.parametrize("how", [LOST, BYE, failed(None)])
+@pytest.mark.parametrize("how", [PEER_LOST, PEER_EXITED, failed(None)])
 def test_processes_that_end(bench: Bench, how: Any) -> None:
     """Nothing can be done without them, in a `fit` or not."""
-    bench.watch.hear(2, how)
+    bench.watch.on_message(2, how)
     assert bench.after(2.9) == []
     (cause,) = bench.after(0.2)
     assert cause.startswith("worker 2 at host2:3 ")
@@ -111,7 +111,7 @@ def test_what_is_no_fault_of_others_is_told(bench: Bench) -> None:
         "no disk\n\n\t [[{{node PyFunc}}]]",
     )
     with pytest.raises(tf.errors.InvalidArgumentError), bench.watch.fit():
-        bench.watch.hear(1, failed(1))
+        bench.watch.on_message(1, failed(1))
         raise error
     (said,) = bench.channel.said
     assert said["failed"] == "InvalidArgumentError: OSError: no disk"
@@ -123,7 +123,7 @@ def test_what_is_no_fault_of_others_is_told(bench: Bench) -> None:
 def test_a_collective_that_fails_by_itself(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_GRACE", 0.01)
+    monkeypatch.setattr(module, "_GRACE_PERIOD_S", 0.01)
     with pytest.raises(tf.errors.UnavailableError), bench.watch.fit():
         raise GONE
     assert bench.channel.said[0]["failed"] == describe(GONE)
@@ -136,24 +136,24 @@ def test_uncaught_exceptions_are_told(bench: Bench, capsys: Any) -> None:
     assert "KeyError" in capsys.readouterr().err, "and shown"
 
 
-@pytest.mark.parametrize("has_begun", [False, True])
-@pytest.mark.parametrize("how", [LOST, BYE, failed(None)])
+@pytest.mark.parametrize("has_started", [False, True])
+@pytest.mark.parametrize("how", [PEER_LOST, PEER_EXITED, failed(None)])
 def test_only_a_loss_before_the_first_step_ends_the_process(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, how: Any, has_begun: bool
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, how: Any, has_started: bool
 ) -> None:
     sent: list[int] = []
     monkeypatch.setattr(
         module.os, "kill", lambda _, number: sent.append(number)
     )
-    if has_begun:
+    if has_started:
         with bench.watch.fit():
             pass
-    bench.watch.hear(1, how)
+    bench.watch.on_message(1, how)
     assert bench.after(4)
     assert not sent  # the error of a collective comes first
     bench.after(4)
     bench.after(4)
-    is_ended = how == LOST and not has_begun
+    is_ended = how == PEER_LOST and not has_started
     assert sent == ([signal.SIGTERM] if is_ended else [])
 
 
@@ -180,17 +180,17 @@ def test_workers_are_asked_and_named(
     def after(seconds: float) -> str:
         nonlocal now
         now += seconds
-        standstill.tick()
+        standstill.on_tick()
         return str(capsys.readouterr().err)
 
     assert after(1000) == "", "nobody trains"
     with standstill.training():
         after(59)
-        standstill.moves()
+        standstill.record_step()
         assert after(59) == "" and channel.said == []
         assert after(2) == "" and channel.said == [{"where": True}]
-        standstill.hear(0, {"place": "is in execute (x.py:1)"})
-        standstill.hear(2, {"place": "is in batches (data.py:7)"})
+        standstill.on_message(0, {"place": "is in execute (x.py:1)"})
+        standstill.on_message(2, {"place": "is in batches (data.py:7)"})
         assert after(3).splitlines() == [
             "tfkfac: no step has ended for 60 s.",
             "tfkfac: worker 0 at host0:1 is in execute (x.py:1)",

@@ -249,8 +249,8 @@ def stand_still(kind: str) -> str:
     )
     said = io.StringIO()
     with (
-        mock.patch.object(watch, "_LONG", 1.0),
-        mock.patch.object(watch, "_ANSWER", 0.1),
+        mock.patch.object(watch, "_STALL_TIMEOUT_S", 1.0),
+        mock.patch.object(watch, "_ANSWER_TIMEOUT_S", 0.1),
         contextlib.redirect_stderr(said),
     ):
         model.fit(batches, shuffle=False, verbose=0)

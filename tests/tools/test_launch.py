@@ -100,12 +100,12 @@ strategy = tfkfac.MultiWorkerMirroredStrategy(start_timeout=60)
 replica = lambda: tf.distribute.get_replica_context()
 total = strategy.run(lambda: replica().all_reduce("sum", tf.constant(2.0)))
 tfkfac_channel = strategy.stopping._channel
-line = next(iter(tfkfac_channel._lines.values()))
-print("total", total.numpy(), "MAC", line._keys is not None, flush=True)
+connection = next(iter(tfkfac_channel._connections.values()))
+print("total", total.numpy(), "MAC", connection._keys is not None, flush=True)
 # A message of one worker reaches the other one with a MAC.
 if index == 1:
     strategy.stopping.request()
-while not strategy.stopping.batch_ends():
+while not strategy.stopping.end_batch():
     time.sleep(0.01)
 print("stopped", flush=True)
 """

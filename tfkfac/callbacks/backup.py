@@ -274,7 +274,7 @@ class ChiefBackup(
             return
         if self._is_asked:
             self._stopping.request()
-        if self._stopping.batch_ends():
+        if self._stopping.end_batch():
             self._is_asked = False
             self._leave(done)
 

@@ -1,1 +1,1 @@
-"""Processes of a job: their meeting, faults and common stop."""
+"""Processes of a distributed job: rendezvous, failures and common stop."""

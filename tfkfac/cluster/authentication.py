@@ -1,9 +1,10 @@
 """Greeting of a worker, proof of a shared secret, keys for later messages.
 
-Each side proves the secret by HMAC-SHA256 over its role, the whole greeting
-and a fresh random number (nonce) of each side. Keys of later messages are
-derived in the same way, one for each direction. Without a secret the HMAC has
-an empty key: it proves no more than that the peer speaks this protocol.
+Each side proves that it knows the secret by HMAC-SHA256 over its role, the
+whole greeting and a fresh random number (nonce) of each side. The keys of
+later messages are derived by the same HMAC, one key for each direction.
+Without a secret the HMAC has an empty key. The proof then only shows that the
+peer speaks this protocol.
 """
 
 import dataclasses
@@ -17,21 +18,22 @@ from typing import Any
 
 from tfkfac.cluster.config import split_address
 
-VARIABLE = "TFKFAC_SECRET"
-# Roles: the sender of a proof or of messages.
-FIRST, OTHER = "worker 0", "peer of worker 0"
+SECRET_VARIABLE = "TFKFAC_SECRET"
+# Role of the sender of a proof or of messages. The values enter the HMAC.
+WORKER_0, PEER = "worker 0", "peer of worker 0"
 _NONCE_BYTES = 16
 
 
 def read_secret(environment: Mapping[str, str]) -> bytes:
-    """Return the secret of the job; b"" if there is none.
+    """Return the secret of the job; b"" if the variable is not set.
 
-    A value that begins with "/" is the path of a file with the secret.
+    A value that begins with "/" is the path of a file that contains the
+    secret.
 
     Raises:
         ValueError: If the file cannot be read or is empty.
     """
-    value = environment.get(VARIABLE, "").strip()
+    value = environment.get(SECRET_VARIABLE, "").strip()
     if not value.startswith("/"):
         return value.encode(errors="surrogateescape")
     cause = "the file is empty"
@@ -40,11 +42,11 @@ def read_secret(environment: Mapping[str, str]) -> bytes:
     except OSError as error:
         secret, cause = b"", str(error.strerror)
     if not secret:
-        # Do not print the value: it may be a secret after all.
+        # Do not print the value: the user may have set a secret with "/".
         raise ValueError(
-            f"Environment variable `{VARIABLE}` must be a secret, or the path "
-            f"of a file with one. Received: a value that begins with '/', "
-            f"hence a path ({cause})"
+            f"Environment variable `{SECRET_VARIABLE}` must be a secret, or "
+            f"the path of a file with one. Received: a value that begins with "
+            f"'/', hence a path ({cause})"
         )
     return secret
 
@@ -56,12 +58,12 @@ def make_nonce() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Greeting:
-    """The first message of a peer to worker 0.
+    """First message of a peer to worker 0. The field names are JSON keys.
 
     Attributes:
         worker: Index of the peer.
-        cluster: Addresses of all workers, including that of the peer; "" if
-            the peer does not know an address.
+        cluster: Addresses of all workers, including the peer's address; "" for
+            each address that the peer does not know.
         job: Identity of the peer's job; "" if unknown.
         process: Random number of the process, equal in all its greetings.
         nonce: Fresh random number of this greeting.
@@ -77,11 +79,11 @@ class Greeting:
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> "Greeting":
-        """Check a message of an unknown peer.
+        """Validate the first message of an unknown peer.
 
         Raises:
-            ValueError: If the message is not a greeting. The error text
-                contains nothing of the message.
+            ValueError: If the message is not a greeting. The error text does
+                not quote the message.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         if message.keys() != names:
@@ -100,7 +102,7 @@ class Greeting:
         ):
             raise ValueError("the cluster must be a list of strings")
         if not 0 <= index < len(addresses) or (index == 0) != knock:
-            raise ValueError("the index must be of a worker beside worker 0")
+            raise ValueError("the index must be of a worker except worker 0")
         for i, address in enumerate(addresses):
             if address or i in (0, index):
                 _check_address(address)
@@ -115,12 +117,12 @@ def _check_address(address: str) -> None:
 
 
 class Session:
-    """Proofs and keys of one connection.
+    """Proofs of the secret and message keys of one connection.
 
     Args:
-        secret: The secret of the job, or b"".
-        greeting: The first message of the peer to worker 0.
-        nonce: The nonce of worker 0.
+        secret: Secret of the job, or b"".
+        greeting: First message of the peer to worker 0.
+        nonce: Nonce of worker 0.
     """
 
     def __init__(self, secret: bytes, greeting: Greeting, nonce: str) -> None:
@@ -129,11 +131,11 @@ class Session:
         self._transcript = json.dumps(content, sort_keys=True)
 
     def prove(self, role: str) -> str:
-        """Return the proof of the secret by one of the two roles."""
+        """Return the proof that a role (`WORKER_0`, `PEER`) sends."""
         return self._derive("proof", role).hex()
 
-    def is_proved(self, role: str, proof: object) -> bool:
-        """Return True if `proof` is that of the role."""
+    def verify(self, role: str, proof: object) -> bool:
+        """Return True if `proof` is the valid proof of the role."""
         if not isinstance(proof, str):
             return False
         return hmac.compare_digest(
@@ -141,7 +143,7 @@ class Session:
         )
 
     def key(self, role: str) -> bytes:
-        """Return the key of the messages that the role sends."""
+        """Return the MAC key of the messages that the role sends."""
         return self._derive("key", role)
 
     def _derive(self, use: str, role: str) -> bytes:
@@ -150,6 +152,6 @@ class Session:
 
 
 def sign(key: bytes, number: int, text: bytes) -> bytes:
-    """Return the MAC, in hexadecimal digits, of message `number` of a key."""
+    """Return the hexadecimal MAC of the message with a sequence number."""
     content = number.to_bytes(8, "big") + text
     return hmac.digest(key, content, hashlib.sha256).hex().encode()

@@ -1,8 +1,8 @@
-"""Messages of workers to each other, beside TensorFlow's collectives.
+"""Messages between workers, independent of TensorFlow's collectives.
 
-They need no step of the training: a thread of each process listens, on the
-connections on which the workers have met. A message is a line of JSON. The
-first worker passes on the messages of the others.
+A thread of each process receives messages at any time, not only in a training
+step. It uses the connections of the rendezvous. A message is a line of JSON.
+Worker 0 relays the messages of all other workers.
 """
 
 import atexit
@@ -22,67 +22,65 @@ from tfkfac.cluster.authentication import sign
 
 Message = dict[str, Any]
 
-# Seconds between two ticks of the listeners.
-_TICK = 0.5
-# The message from a worker whose connection has ended, and the last one of a
-# worker that ends as it should.
-LOST, BYE = {"lost": True}, {"bye": True}
-LONGEST_LINE = 2**21  # bytes; the addresses of `MOST_WORKERS` fit in
-_PIECE = 2**16  # bytes
-# Faults of messages that are printed, and characters of each.
-_MOST_REPORTS, _LONGEST_REPORT = 10, 200
-# Seconds of silence until the system asks the other side's system whether it
-# is there, seconds between two questions, and the number of questions without
-# an answer after which it is not.
-_IDLE, _INTERVAL, _QUESTIONS = 5, 5, 4
+_TICK_INTERVAL_S = 0.5  # between two calls of `Listener.on_tick`
+# Messages about a worker: its connection ended without notice; it exits.
+PEER_LOST, PEER_EXITED = {"lost": True}, {"bye": True}
+MAX_MESSAGE_BYTES = 2**21  # fits the addresses of `MAX_WORKERS` workers
+_READ_BYTES = 2**16
+# Number of printed reports of malformed messages, and characters of each.
+_MAX_REPORTS, _MAX_REPORT_CHARS = 10, 200
+# TCP keepalive: seconds of silence before the first probe, seconds between
+# probes, unanswered probes until the connection counts as lost.
+_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 5, 5, 4
 
 
-class Line:
-    """A connection with another process that carries messages.
+class Connection:
+    """Connection to another process that sends and receives messages.
 
     Args:
-        connection: The connected socket.
+        sock: The connected socket.
         timeout: Seconds until sending fails.
-        longest: Longest line in bytes; a longer one ends the connection.
+        max_message_bytes: Longest line in bytes; a longer line ends the
+            connection. Defaults to `MAX_MESSAGE_BYTES`.
     """
 
     def __init__(
         self,
-        connection: socket.socket,
+        sock: socket.socket,
         timeout: float,
-        longest: int = LONGEST_LINE,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        connection.settimeout(timeout)
-        # Two short messages in a row must not wait 40 ms for a receipt.
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _keep_alive(connection)
-        self._socket = connection
+        sock.settimeout(timeout)
+        # Without it the second of two short messages waits 40 ms for an ACK.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _keep_alive(sock)
+        self._socket = sock
         self._timeout = timeout
         self._received = bytearray()
         self._keys: tuple[bytes, bytes] | None = None
-        self._num_sent = self._num_received = 0  # since `protect`
-        self.longest = longest
+        self._num_sent = self._num_received = 0  # since `enable_mac`
+        self.max_message_bytes = max_message_bytes
         self.closed = False
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         self.closed = True
         self._socket.close()
 
     def fileno(self) -> int:
-        """File descriptor, for a selector."""
+        """Return the file descriptor, for a selector."""
         return self._socket.fileno()
 
-    def protect(self, send_key: bytes, receive_key: bytes) -> None:
+    def enable_mac(self, send_key: bytes, receive_key: bytes) -> None:
         """Authenticate all messages from now on.
 
-        Each line is "MAC message"; the MAC covers the number of the message,
-        so that none can be repeated, removed or reordered.
+        Each line is "MAC message". The MAC covers the sequence number of the
+        message, so messages cannot be repeated, removed or reordered.
         """
         self._keys = send_key, receive_key
 
     def send(self, message: Message) -> None:
-        """Sends a message, if the connection is open."""
+        """Send a message, if the connection is open."""
         text = json.dumps(message).encode()
         if self._keys is not None:
             text = sign(self._keys[0], self._num_sent, text) + b" " + text
@@ -93,13 +91,13 @@ class Line:
             self.closed = True
 
     def receive(self, seconds: float) -> Message | None:
-        """Return the next message; None if none comes in so many seconds.
+        """Return the next message; None after a timeout of `seconds`.
 
-        Also None if the next line is malformed.
+        Also return None if the next line is malformed.
         """
         end = time.monotonic() + seconds
         try:
-            while (text := self.pop()) is None and not self.closed:
+            while (text := self.pop_line()) is None and not self.closed:
                 left = end - time.monotonic()
                 if left <= 0:
                     break
@@ -113,10 +111,10 @@ class Line:
         return None
 
     def receive_all(self) -> list[Message | None]:
-        """Return the messages after one read; None for a malformed one."""
+        """Read once; return all messages, None for each malformed message."""
         self.read()
         messages: list[Message | None] = []
-        while (text := self.pop()) is not None:
+        while (text := self.pop_line()) is not None:
             try:
                 messages.append(parse(text))
             except ValueError:
@@ -126,22 +124,25 @@ class Line:
     def read(self) -> None:
         """Read once from the socket, for at most its timeout."""
         try:
-            piece = self._socket.recv(_PIECE)
+            data = self._socket.recv(_READ_BYTES)
         except TimeoutError:
             return
         except OSError:
-            piece = b""
-        self._received += piece
-        if not piece:
+            data = b""
+        self._received += data
+        if not data:
             self.closed = True
 
-    def pop(self) -> bytes | None:
-        """Return the next line that has come; None if none is complete.
+    def pop_line(self) -> bytes | None:
+        """Return the next complete line of the buffer; None if there is none.
 
         A line that is too long, or whose MAC is wrong, ends the connection.
         """
         end = self._received.find(b"\n")
-        if max(end, len(self._received) if end < 0 else 0) > self.longest:
+        if (
+            max(end, len(self._received) if end < 0 else 0)
+            > self.max_message_bytes
+        ):
             self._received.clear()
             self.closed = True
             return None
@@ -162,11 +163,11 @@ class Line:
 
 
 def parse(text: bytes) -> Message:
-    """Parse a message.
+    """Parse a message of strict JSON.
 
     Raises:
-        ValueError: If the text is not an object of strict JSON, or is nested
-            too deeply for the parser.
+        ValueError: If the text is not a JSON object, contains NaN or infinity,
+            or is nested too deeply for the parser.
     """
     try:
         message = json.loads(text, parse_constant=_refuse_constant)
@@ -181,91 +182,95 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def _keep_alive(connection: socket.socket) -> None:
-    """Lets the system notice that the other machine is gone.
+def _keep_alive(sock: socket.socket) -> None:
+    """Enable TCP keepalive, which detects that the other machine is down.
 
-    A machine answers for a process that is stopped or busy.
+    The kernel answers the probes, also for a stopped or busy process.
     """
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    timeout_s = _KEEPALIVE_IDLE_S + _KEEPALIVE_PROBES * _KEEPALIVE_INTERVAL_S
     options = {
-        "TCP_KEEPIDLE": _IDLE,
-        "TCP_KEEPINTVL": _INTERVAL,
-        "TCP_KEEPCNT": _QUESTIONS,
-        "TCP_USER_TIMEOUT": 1000 * (_IDLE + _QUESTIONS * _INTERVAL),
+        "TCP_KEEPIDLE": _KEEPALIVE_IDLE_S,
+        "TCP_KEEPINTVL": _KEEPALIVE_INTERVAL_S,
+        "TCP_KEEPCNT": _KEEPALIVE_PROBES,
+        "TCP_USER_TIMEOUT": 1000 * timeout_s,  # milliseconds
     }
     for name, value in options.items():
         option = getattr(socket, name, None)
         if option is not None:  # not on every system
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Listener:
-    """A user of the channel; called in its thread, or by `say`."""
+    """Receiver of messages, called by the channel's thread or `broadcast`."""
 
-    def hear(self, sender: int, message: Message) -> None:
-        """Takes a message of a worker."""
+    def on_message(self, sender: int, message: Message) -> None:
+        """Handle a message of worker `sender`."""
 
-    def tick(self) -> None:
-        """Is called every half a second."""
+    def on_tick(self) -> None:
+        """Run periodic work, every `_TICK_INTERVAL_S` seconds."""
 
 
 class Channel:
-    """Messages to all workers of a job.
+    """Broadcast of messages to all workers of a job.
 
-    `index` is the number of this worker, `lines` are its connections by the
-    other worker's.
+    Args:
+        index: Index of this worker.
+        size: Number of workers.
+        connections: Connections by the index of the other worker: to all
+            others on worker 0, to worker 0 on each other worker.
     """
 
     def __init__(
-        self, index: int, size: int, lines: Mapping[int, Line]
+        self, index: int, size: int, connections: Mapping[int, Connection]
     ) -> None:
         self.index = index
         self.size = size
-        self._lines = dict(lines)
+        self._connections = dict(connections)
         self._listeners: list[Listener] = []
-        # A listener may answer at once.
+        # Reentrant: a listener may call `broadcast` in `on_message`.
         self._lock = threading.RLock()
-        self._left: set[int] = set()
+        self._exited: set[int] = set()
         self._reported: set[str] = set()
 
     def start(self, *listeners: Listener) -> None:
-        """Listens until the process ends."""
+        """Start the thread that receives messages until the process ends."""
         self._listeners += listeners
         threading.Thread(
             target=self._run, name="tfkfac channel", daemon=True
         ).start()
-        atexit.register(self.say, BYE)
-        # A child has no part in it, and must not keep its parent's connections.
-        os.register_at_fork(after_in_child=self._hang_up)
+        atexit.register(self.broadcast, PEER_EXITED)
+        # An open copy in a forked child would hide the end of this process.
+        os.register_at_fork(after_in_child=self._close_in_child)
 
-    def say(self, message: Message) -> None:
-        """Sends a message to all workers, this one among them.
+    def broadcast(self, message: Message) -> None:
+        """Send a message to all workers, including this worker.
 
-        All of them hear all messages in one order.
+        All workers receive all messages in the same order.
         """
         with self._lock:
             if self.index == 0:
-                self._pass_on(0, message)
-            elif 0 in self._lines:
-                self._lines[0].send(message)
+                self._relay(0, message)
+            elif 0 in self._connections:
+                self._connections[0].send(message)
 
-    def _pass_on(self, sender: int, message: Message) -> None:
-        """Sends a message to all who have a connection with this worker."""
-        for line in self._lines.values():
-            line.send({"from": sender, "message": message})
-        self._hear(sender, message)
+    def _relay(self, sender: int, message: Message) -> None:
+        """Send a message of `sender` to all connected workers and itself."""
+        for connection in self._connections.values():
+            connection.send({"from": sender, "message": message})
+        self._deliver(sender, message)
 
-    def _hear(self, sender: int, message: Message) -> None:
-        if message == BYE:
-            self._left.add(sender)
+    def _deliver(self, sender: int, message: Message) -> None:
+        if message == PEER_EXITED:
+            self._exited.add(sender)
         for listener in self._listeners:
-            self._call(listener.hear, sender, message)
+            self._call(listener.on_message, sender, message)
 
     def _call(self, method: Callable[..., None], *args: Any) -> None:
-        """Call a listener; report its error.
+        """Call a listener; report its exception.
 
-        An error must not end the thread: no other thread notices that a
-        worker is lost.
+        An exception must not end the thread: no other thread detects the loss
+        of a worker.
         """
         try:
             method(*args)
@@ -273,35 +278,35 @@ class Channel:
             self._report(f"{type(error).__name__}: {error}")
 
     def _report(self, fault: str) -> None:
-        """Print the fault of a message, once for each fault."""
-        if fault not in self._reported and len(self._reported) < _MOST_REPORTS:
+        """Print the fault of a message, once for each text."""
+        if fault not in self._reported and len(self._reported) < _MAX_REPORTS:
             self._reported.add(fault)
             print(
                 f"tfkfac: worker {self.index} ignores a malformed message of "
-                f"another worker ({ascii(fault)[:_LONGEST_REPORT]})",
+                f"another worker ({ascii(fault)[:_MAX_REPORT_CHARS]})",
                 file=sys.stderr,
                 flush=True,
             )
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as ready:
-            for worker, line in self._lines.items():
-                ready.register(line, selectors.EVENT_READ, worker)
+        with selectors.DefaultSelector() as selector:
+            for worker, connection in self._connections.items():
+                selector.register(connection, selectors.EVENT_READ, worker)
             while True:
-                found = ready.select(_TICK)
+                events = selector.select(_TICK_INTERVAL_S)
                 with self._lock:
-                    for key, _ in found:
-                        self._take(key.data)
-                    closed = [w for w, x in self._lines.items() if x.closed]
-                    for worker in closed:
-                        ready.unregister(self._lines[worker])
-                        self._lose(worker)
+                    for key, _ in events:
+                        self._receive_from(key.data)
+                    connections = self._connections.items()
+                    for worker, x in [i for i in connections if i[1].closed]:
+                        selector.unregister(x)
+                        self._remove_connection(worker)
                     for listener in self._listeners:
-                        self._call(listener.tick)
+                        self._call(listener.on_tick)
 
-    def _take(self, worker: int) -> None:
-        """Takes the messages that have come from a worker."""
-        for message in self._lines[worker].receive_all():
+    def _receive_from(self, worker: int) -> None:
+        """Receive and deliver the available messages of a connection."""
+        for message in self._connections[worker].receive_all():
             sender: Any = worker
             content: Any = message
             if self.index > 0 and message is not None:
@@ -313,19 +318,20 @@ class Channel:
             ):
                 self._report("neither sender nor content")
             elif self.index > 0:
-                self._hear(sender, content)
+                self._deliver(sender, content)
             else:
-                self._pass_on(sender, content)
+                self._relay(sender, content)
 
-    def _lose(self, worker: int) -> None:
-        """Closes a connection; without a `BYE` before, the worker is lost."""
-        self._lines.pop(worker).close()
-        if worker not in self._left:
-            self._pass_on(worker, LOST)
+    def _remove_connection(self, worker: int) -> None:
+        """Close a connection; send `PEER_LOST` unless the worker has exited."""
+        self._connections.pop(worker).close()
+        if worker not in self._exited:
+            self._relay(worker, PEER_LOST)
 
-    def _hang_up(self) -> None:
-        """Closes all connections in a child, where nobody frees the lock."""
+    def _close_in_child(self) -> None:
+        """Close all connections in a forked child."""
+        # The fork may have copied a lock that a thread of the parent holds.
         self._lock = threading.RLock()
-        for line in self._lines.values():
-            line.close()
-        self._lines.clear()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()

@@ -1,4 +1,4 @@
-"""The workers of a job, from `TF_CONFIG` or a cluster resolver."""
+"""Read the workers of a job from `TF_CONFIG` or a cluster resolver."""
 
 import dataclasses
 import functools
@@ -11,14 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-# The kinds of tasks that train together, in the order of their indices.
-TRAINING = ("chief", "worker")
-# The kind that looks on, by itself.
-EVALUATOR = "evaluator"
-_SERVER = "ps"
-# All addresses, of at most 263 bytes, fit into one line of `channel.py`.
-MOST_WORKERS = 2**12
-_LONGEST_RECEIVED = 1000  # characters of a malformed value in a message
+# Task types that train together, in the order of their indices.
+TRAINING_TASKS = ("chief", "worker")
+EVALUATOR = "evaluator"  # task type of a process outside of the training
+_PARAMETER_SERVER = "ps"
+# 4096 addresses of at most 263 bytes fit into one message of `channel.py`.
+MAX_WORKERS = 2**12
+_MAX_RECEIVED_CHARS = 1000  # characters of a malformed value in a message
 _ADDRESS = re.compile(
     r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<host>[\w.-]{1,253}))"
     r":(?P<port>[0-9]{1,5})"
@@ -27,12 +26,11 @@ _ADDRESS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The workers' addresses, "host:port", and the index of this process.
-
-    Before the workers have met, addresses may be empty but for the first.
+    """Addresses of the workers of a job, and the index of this process.
 
     Attributes:
-        addresses: "host:port" of each worker.
+        addresses: "host:port" of each worker. Before the rendezvous, all
+            addresses except the first may be "".
         index: Index of this process.
         job: Identity of the job, equal on all of its workers; "" if unknown.
     """
@@ -42,21 +40,21 @@ class Cluster:
     job: str = dataclasses.field(default="", compare=False)
 
     def name(self, index: int) -> str:
-        """The name of a worker in messages."""
+        """Return the name of a worker for messages."""
         address = self.addresses[index]
         return f"worker {index} at {address}" if address else f"worker {index}"
 
 
 def read_tf_config(text: str, ray_job: str = "") -> Cluster | None:
-    """The cluster of a value of `TF_CONFIG`; None if there is none.
+    """Parse a value of `TF_CONFIG`; return None for an empty one.
 
-    An evaluator has none either: it does not train with the others. The
-    identity of the job is a hash of the addresses, with Ray's number of the
-    job if Ray has set `TF_CONFIG`.
+    Also return None for an evaluator, which does not train with the workers.
+    The identity of the job is a hash of the addresses, with Ray's job id
+    `ray_job` if Ray has set `TF_CONFIG`.
 
     Raises:
-        ValueError: If it is malformed, or has parameter servers. The message
-            says where.
+        ValueError: If the value is malformed or has parameter servers. The
+            message names the entry.
     """
     invalid = functools.partial(
         _invalid, "Environment variable `TF_CONFIG`", f"TF_CONFIG={text}"
@@ -76,7 +74,9 @@ def read_tf_config(text: str, ray_job: str = "") -> Cluster | None:
         return None
     if not {"type", "index"} <= task.keys():
         raise invalid('have a "task" with a "type" and an "index"')
-    cluster = _cluster(config["cluster"], task["type"], task["index"], invalid)
+    cluster = _make_cluster(
+        config["cluster"], task["type"], task["index"], invalid
+    )
     if cluster is None or not ray_job:
         return cluster
     job = f"Ray {ray_job}, {cluster.job}"
@@ -86,29 +86,30 @@ def read_tf_config(text: str, ray_job: str = "") -> Cluster | None:
 def from_resolver(
     resolver: tf.distribute.cluster_resolver.ClusterResolver,
 ) -> Cluster | None:
-    """The cluster of a resolver, or None if that is incomplete.
+    """Return the cluster of a resolver, or None if the resolver is incomplete.
 
     Raises:
         ValueError: As from `read_tf_config`.
     """
     spec = resolver.cluster_spec()
-    kind, index = resolver.task_type, resolver.task_id
-    if not spec or kind is None or index is None:
+    task_type, index = resolver.task_type, resolver.task_id
+    if not spec or task_type is None or index is None:
         return None
-    named = spec.as_dict()
+    jobs = spec.as_dict()
     invalid = functools.partial(
         _invalid,
         "Argument `cluster_resolver`",
-        f"cluster_resolver={resolver} of {named}, task {kind} {index}",
+        f"cluster_resolver={resolver} of {jobs}, task {task_type} {index}",
     )
-    return _cluster(named, kind, index, invalid)
+    return _make_cluster(jobs, task_type, index, invalid)
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port; the brackets of an IPv6 address are removed.
+    """Split "host:port"; remove the brackets of an IPv6 address.
 
     Raises:
-        ValueError: If it is no address, or an IPv6 address has no brackets.
+        ValueError: If the text is not an address, or an IPv6 address has no
+            brackets.
     """
     match = _ADDRESS.fullmatch(address)
     valid = match is not None and 0 < int(match["port"]) < 2**16
@@ -120,27 +121,28 @@ def split_address(address: str) -> tuple[str, int]:
     if match is None or not valid:
         raise ValueError(
             "An address must be 'host:port', or '[IPv6 address]:port'. "
-            f"Received: {address[:_LONGEST_RECEIVED]!r}"
+            f"Received: {address[:_MAX_RECEIVED_CHARS]!r}"
         )
     return match["ipv6"] or match["host"], int(match["port"])
 
 
-def _cluster(
-    jobs: Any, kind: str, index: Any, invalid: Callable[[str], ValueError]
+def _make_cluster(
+    jobs: Any, task_type: str, index: Any, invalid: Callable[[str], ValueError]
 ) -> Cluster | None:
+    """Validate the addresses by task type; None for an evaluator."""
     if not isinstance(jobs, Mapping):
         raise invalid('have a "cluster" that is an object')
-    if _SERVER in (kind, *jobs):
+    if _PARAMETER_SERVER in (task_type, *jobs):
         raise invalid(
-            f'have no task "{_SERVER}": `tfkfac` has no parameter servers, '
-            "every worker holds all weights. Remove them from the cluster and "
-            "start none"
+            f'have no task "{_PARAMETER_SERVER}": `tfkfac` has no parameter '
+            "servers, every worker holds all weights. Remove them from the "
+            "cluster and start none"
         )
-    if kind not in (*TRAINING, EVALUATOR):
+    if task_type not in (*TRAINING_TASKS, EVALUATOR):
         raise invalid(
-            f'have a task "type" of {", ".join(TRAINING)} or {EVALUATOR}'
+            f'have a task "type" of {", ".join(TRAINING_TASKS)} or {EVALUATOR}'
         )
-    lists = [jobs.get(name, []) for name in TRAINING]
+    lists = [jobs.get(name, []) for name in TRAINING_TASKS]
     if not all(
         isinstance(section, (list, tuple))
         for section in (*lists, *jobs.values())
@@ -149,8 +151,8 @@ def _cluster(
     addresses = [address for section in lists for address in section]
     if not all(isinstance(address, str) for address in addresses):
         raise invalid("list the addresses of its workers")
-    if len(addresses) > MOST_WORKERS:
-        raise invalid(f"have at most {MOST_WORKERS} workers")
+    if len(addresses) > MAX_WORKERS:
+        raise invalid(f"have at most {MAX_WORKERS} workers")
     for address in addresses:
         try:
             split_address(address)
@@ -160,21 +162,21 @@ def _cluster(
             ) from error
     if len(set(addresses)) < len(addresses):
         raise invalid("name no address twice")
-    if kind == EVALUATOR:
+    if task_type == EVALUATOR:
         return None
-    own = jobs.get(kind, [])
-    if type(index) is not int or not 0 <= index < len(own):
+    num_tasks = len(jobs.get(task_type, []))
+    if type(index) is not int or not 0 <= index < num_tasks:
         raise invalid(
-            f'have a task "index" from 0 to {len(own) - 1}, the number of '
-            f'addresses of "{kind}" less one'
+            f'have a task "index" from 0 to {num_tasks - 1}, the number of '
+            f'addresses of "{task_type}" less one'
         )
-    before = len(jobs.get("chief", [])) if kind == "worker" else 0
+    offset = len(jobs.get("chief", [])) if task_type == "worker" else 0
     digest = hashlib.sha256("\n".join(addresses).encode()).hexdigest()
     job = f"cluster {digest[:16]}"
-    return Cluster(tuple(addresses), before + index, job)
+    return Cluster(tuple(addresses), offset + index, job)
 
 
-def _invalid(name: str, received: str, what: str) -> ValueError:
-    if len(received) > _LONGEST_RECEIVED:
-        received = f"{received[:_LONGEST_RECEIVED]}..."
-    return ValueError(f"{name} must {what}. Received: {received}")
+def _invalid(name: str, received: str, requirement: str) -> ValueError:
+    if len(received) > _MAX_RECEIVED_CHARS:
+        received = f"{received[:_MAX_RECEIVED_CHARS]}..."
+    return ValueError(f"{name} must {requirement}. Received: {received}")

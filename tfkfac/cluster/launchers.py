@@ -1,8 +1,9 @@
-"""Launchers of jobs: what the environment of a process says of its job.
+"""Read the workers of a job from the environment variables of its launcher.
 
-Three things are needed: the address of worker 0, the number of workers and the
-index of this one. `rendezvous.py` finds all other addresses. What a launcher
-does not say, arguments or Keras' own variables have to.
+A cluster needs three settings: the address of worker 0, the number of workers,
+and the index of this worker. `rendezvous.py` finds all other addresses. The
+user must give each setting that the launcher does not provide, as an argument
+or in Keras' variables.
 """
 
 import re
@@ -12,64 +13,65 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from tfkfac.cluster.config import MOST_WORKERS, Cluster, split_address
+from tfkfac.cluster.config import MAX_WORKERS, Cluster, split_address
 
 Environment = Mapping[str, str]
 
-# The three things, and Keras' variables of them. The first may have the
-# addresses of all workers, with commas.
+# The three settings, and Keras' variable of each. The first variable may also
+# hold the addresses of all workers, separated by commas.
 KERAS = {
     "coordinator": "KERAS_DISTRIBUTION_JOB_ADDRESSES",
     "num_processes": "KERAS_DISTRIBUTION_NUM_PROCESSES",
     "process_id": "KERAS_DISTRIBUTION_PROCESS_ID",
 }
-# Above the ports that Linux gives to outgoing connections: that of worker 0 if
-# nobody has chosen one, and the first of those of Slurm's jobs.
+# Default port of worker 0, and first port for Slurm's jobs. Both are above
+# Linux' range of ephemeral ports, 32768 to 60999.
 _PORT, _SLURM_PORT = 61_000, 61_001
 _HAS_PORT = re.compile(r":[^\]]*$")
 
 
 class Launcher:
-    """A source of the three things, in variables.
+    """A launcher that sets environment variables in each process.
 
     Attributes:
-        name: Its name in messages.
-        number: The variable with the number of workers, if there is one.
-        index: The variable with the index of this one.
-        others: More variables that it sets.
-        identity: Variables that together identify the job, if it sets them.
+        name: Name of the launcher in messages.
+        size_variable: Variable of the number of workers; "" if there is none.
+        index_variable: Variable of the index of the worker.
+        other_variables: Further variables that the launcher always sets.
+        identity: Variables that together identify the job. Some may be unset.
     """
 
     name: ClassVar[str]
-    index: ClassVar[str]
-    number: ClassVar[str] = ""
-    others: ClassVar[tuple[str, ...]] = ()
+    index_variable: ClassVar[str]
+    size_variable: ClassVar[str] = ""
+    other_variables: ClassVar[tuple[str, ...]] = ()
     identity: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
 
     def __str__(self) -> str:
-        read = ", ".join(f"{k}={v}" for k, v in self.variables().items())
-        return f"{self.name} ({read})"
+        values = ", ".join(f"{k}={v}" for k, v in self.variables().items())
+        return f"{self.name} ({values})"
 
     def variables(self) -> dict[str, str]:
-        """Those of its variables that are set."""
-        names = (self.index, self.number, *self.others)
+        """Return the variables of the launcher that are set."""
+        names = self.index_variable, self.size_variable, *self.other_variables
         return {n: v for n in names if (v := self.environment.get(n))}
 
-    def is_there(self) -> bool:
-        """True if it has started this process."""
-        return len(self.variables()) == 2 + len(self.others)
+    def is_active(self) -> bool:
+        """Return True if the launcher has started this process."""
+        return len(self.variables()) == 2 + len(self.other_variables)
 
-    def known(self) -> dict[str, Any]:
-        """Those of the three things that it says."""
-        read = self.variables().get
-        found = (self.coordinator(), read(self.number), read(self.index))
-        return {k: v for k, v in zip(KERAS, found, strict=True) if v}
+    def settings(self) -> dict[str, Any]:
+        """Return those of the three settings that the launcher provides."""
+        get = self.variables().get
+        size, index = get(self.size_variable), get(self.index_variable)
+        values = (self.coordinator(), size, index)
+        return {k: v for k, v in zip(KERAS, values, strict=True) if v}
 
     def coordinator(self) -> str | None:
-        """The address of worker 0, if it says."""
+        """Return the address of worker 0, if the launcher provides it."""
         return None
 
     def job(self) -> str:
@@ -80,33 +82,33 @@ class Launcher:
 
 
 class Keras(Launcher):
-    """The variables of `keras.distribution.initialize`, any of them."""
+    """The variables of `keras.distribution.initialize`; any may be unset."""
 
     name = "Keras"
-    first, number, index = KERAS.values()
-    others = (first,)
+    addresses_variable, size_variable, index_variable = KERAS.values()
+    other_variables = (addresses_variable,)
 
     @override
-    def is_there(self) -> bool:
+    def is_active(self) -> bool:
         return bool(self.variables())
 
     @override
     def coordinator(self) -> str | None:
-        return self.environment.get(self.first)
+        return self.environment.get(self.addresses_variable)
 
 
 class Torchrun(Launcher):
     """PyTorch's launcher, and others that set the same variables."""
 
     name = "torchrun"
-    number, index = "WORLD_SIZE", "RANK"
-    others = ("MASTER_ADDR", "MASTER_PORT")
+    size_variable, index_variable = "WORLD_SIZE", "RANK"
+    other_variables = ("MASTER_ADDR", "MASTER_PORT")
     identity = ("TORCHELASTIC_RUN_ID",)
 
     @override
     def coordinator(self) -> str:
-        """The next port where it listens at its own."""
-        host, port = (self.environment[name] for name in self.others)
+        """Return the master's address; port + 1 if torchrun uses the port."""
+        host, port = (self.environment[name] for name in self.other_variables)
         has_store = self.environment.get("TORCHELASTIC_USE_AGENT_STORE")
         if has_store == "True" and _is_number(port):
             port = str(int(port) + 1)
@@ -123,33 +125,37 @@ class OpenMPI(Launcher):
     """Open MPI's mpirun."""
 
     name = "Open MPI"
-    number, index = "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"
+    size_variable = "OMPI_COMM_WORLD_SIZE"
+    index_variable = "OMPI_COMM_WORLD_RANK"
     identity = ("PMIX_NAMESPACE",)
 
 
 class Slurm(Launcher):
-    """Slurm's srun; the batch script that calls it is no step of a job."""
+    """Slurm's srun. A batch script without srun is not a step of a job."""
 
     name = "Slurm"
-    number, index = "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"
-    others = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    identity = others[1:]
+    size_variable, index_variable = "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"
+    other_variables = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    identity = other_variables[1:]
 
     @override
-    def is_there(self) -> bool:
-        # MPICH's mpirun has one task on each node, which starts the workers.
-        tasks = self.environment.get(self.number)
-        started = self.environment.get(MPICH.number, tasks)
-        return super().is_there() and tasks == started
+    def is_active(self) -> bool:
+        # MPICH's mpirun starts one Slurm task on each node, and the workers
+        # from there: the numbers of tasks and workers may differ.
+        tasks = self.environment.get(self.size_variable)
+        workers = self.environment.get(MPICH.size_variable, tasks)
+        return super().is_active() and tasks == workers
 
     @override
     def coordinator(self) -> str | None:
-        """The first node, and a port that its other steps hardly have."""
-        nodes, job, step = (self.environment[name] for name in self.others)
+        """Return the first node and a port that depends on job and step."""
+        nodes, job, step = (
+            self.environment[name] for name in self.other_variables
+        )
         if not (_is_number(job) and _is_number(step)):
             return None
-        number = 13 * int(job) + int(step)
-        port = _SLURM_PORT + number % (2**16 - _SLURM_PORT)
+        step_hash = 13 * int(job) + int(step)
+        port = _SLURM_PORT + step_hash % (2**16 - _SLURM_PORT)
         return f"{first_node(nodes)}:{port}"
 
 
@@ -157,124 +163,127 @@ class MPICH(Launcher):
     """MPICH's mpirun and others with the Process Management Interface."""
 
     name = "MPICH"
-    number, index = "PMI_SIZE", "PMI_RANK"
-    # MPICH has no job id. The allocation in which it runs has one of these.
+    size_variable, index_variable = "PMI_SIZE", "PMI_RANK"
+    # MPICH has no job id. Use the id of the scheduler's allocation.
     identity = ("SLURM_JOB_ID", "PBS_JOBID")
 
 
 class Kubernetes(Launcher):
-    """An Indexed Job, also of a JobSet. It does not say the number."""
+    """An Indexed Job or JobSet. It does not provide the number of workers."""
 
-    name, index = "Kubernetes", "JOB_COMPLETION_INDEX"
+    name, index_variable = "Kubernetes", "JOB_COMPLETION_INDEX"
 
     @override
-    def is_there(self) -> bool:
-        return self.index in self.variables()
+    def is_active(self) -> bool:
+        return self.index_variable in self.variables()
 
     @override
     def coordinator(self) -> str | None:
-        """This pod's name in its headless service, with the index 0."""
+        """Return the name of the pod with index 0 in the headless service."""
         host, _, service = socket.getfqdn().partition(".")
         job, _, index = host.rpartition("-")
-        is_named = service and index == self.environment[self.index]
+        is_named = service and index == self.environment[self.index_variable]
         return f"{job}-0.{service}" if is_named else None
 
 
-# Asked in this order: what runs inside of another one comes before it.
+# The first active launcher is used. A launcher that can run inside of another
+# one comes before it: torchrun may run in a Slurm step.
 LAUNCHERS = (Torchrun, OpenMPI, Slurm, MPICH, Kubernetes)
 
 
 def find_cluster(
     environment: Environment, arguments: Mapping[str, Any]
 ) -> tuple[Cluster | None, str]:
-    """The cluster of this process, and in words what was read.
+    """Return the cluster, or None for a single process, and its source.
 
-    Each of the three things is taken from the arguments, else from Keras'
-    variables, else from the first launcher that is there. Addresses that nobody
-    says are empty. A process alone has no cluster.
+    Each of the three settings is taken from the arguments, else from Keras'
+    variables, else from the first active launcher. Unknown addresses are "".
 
     Raises:
-        ValueError: If some are known but not all, or one is malformed.
+        ValueError: If a setting is missing or malformed.
     """
     keras = Keras(environment)
-    started = (launcher(environment) for launcher in LAUNCHERS)
-    launcher = next((one for one in started if one.is_there()), None)
-    known, read, job = dict(arguments), [], ""
-    if known:
-        given = ", ".join(f"{k}={v}" for k, v in known.items())
-        read.append(f"arguments ({given})")
+    launchers = (launcher(environment) for launcher in LAUNCHERS)
+    launcher = next((x for x in launchers if x.is_active()), None)
+    settings, sources, job = dict(arguments), [], ""
+    if settings:
+        given = ", ".join(f"{k}={v}" for k, v in settings.items())
+        sources.append(f"arguments ({given})")
     for source in (keras, launcher):
-        if len(known) < 3 and source is not None and source.is_there():
-            known = source.known() | known
-            read.append(str(source))
+        if len(settings) < 3 and source is not None and source.is_active():
+            settings = source.settings() | settings
+            sources.append(str(source))
             job = source.job()
-    where = " and ".join(read)
-    if where == str(launcher) and "num_processes" not in known:
-        return None, f"{where} without {keras.number}"
-    if not read:
-        is_batch = Slurm.others[1] in environment
+    origin = " and ".join(sources)
+    if origin == str(launcher) and "num_processes" not in settings:
+        return None, f"{origin} without {keras.size_variable}"
+    if not sources:
+        is_batch = Slurm.other_variables[1] in environment
         return None, "Slurm without srun" if is_batch else "no launcher"
-    return _cluster(known, where, job), where
+    return _make_cluster(settings, origin, job), origin
 
 
-def _cluster(known: dict[str, Any], where: str, job: str) -> Cluster | None:
-    """The cluster of what is known; None if this is the only worker."""
-    first = known.get("coordinator", "")
-    if not isinstance(first, str):
-        raise _invalid("coordinator", "be 'host:port'", where)
-    addresses = first.split(",")
+def _make_cluster(
+    settings: dict[str, Any], origin: str, job: str
+) -> Cluster | None:
+    """Validate the settings; return None if there is one worker."""
+    coordinator = settings.get("coordinator", "")
+    if not isinstance(coordinator, str):
+        raise _invalid("coordinator", "be 'host:port'", origin)
+    addresses = coordinator.split(",")
     if len(addresses) > 1:
-        known.setdefault("num_processes", len(addresses))
-    size = _integer("num_processes", range(1, MOST_WORKERS + 1), known, where)
+        settings.setdefault("num_processes", len(addresses))
+    sizes = range(1, MAX_WORKERS + 1)
+    size = _integer("num_processes", sizes, settings, origin)
     if size == 1:
         return None
-    index = _integer("process_id", range(size), known, where)
-    if "coordinator" not in known:
-        raise _missing("coordinator", where)
+    index = _integer("process_id", range(size), settings, origin)
+    if "coordinator" not in settings:
+        raise _missing("coordinator", origin)
     addresses = [
-        one if _HAS_PORT.search(one) else f"{one}:{_PORT}" for one in addresses
+        a if _HAS_PORT.search(a) else f"{a}:{_PORT}" for a in addresses
     ]
     try:
-        hosts = {split_address(one) for one in addresses}
+        hosts = set(map(split_address, addresses))
     except ValueError as error:
-        what = "be 'host:port' or '[IPv6 address]:port'"
-        raise _invalid("coordinator", what, where) from error
+        requirement = "be 'host:port' or '[IPv6 address]:port'"
+        raise _invalid("coordinator", requirement, origin) from error
     if len(addresses) not in (1, size) or len(hosts) < len(addresses):
-        what = f"be one address, or {size} different ones"
-        raise _invalid("coordinator", what, where)
+        requirement = f"be one address, or {size} different ones"
+        raise _invalid("coordinator", requirement, origin)
     unknown = [""] * (size - len(addresses))
     return Cluster((*addresses, *unknown), index, job)
 
 
 def _integer(
-    name: str, valid: range, known: Mapping[str, Any], where: str
+    name: str, valid: range, settings: Mapping[str, Any], origin: str
 ) -> int:
-    """An integer in a range, or its digits."""
-    if name not in known:
-        raise _missing(name, where)
-    value = str(known[name])
+    """Convert a setting to an integer in the range `valid`."""
+    if name not in settings:
+        raise _missing(name, origin)
+    value = str(settings[name])
     if not _is_number(value) or int(value) not in valid:
-        what = f"be an integer from {valid.start} to {valid.stop - 1}"
-        raise _invalid(name, what, where)
+        requirement = f"be an integer from {valid.start} to {valid.stop - 1}"
+        raise _invalid(name, requirement, origin)
     return int(value)
 
 
 def _is_number(text: str) -> bool:
-    """Return True if `int` can read the digits of a number below 10^18."""
+    """Return True for 1 to 18 decimal digits."""
     return text.isdecimal() and len(text) <= 18
 
 
-def _missing(name: str, where: str) -> ValueError:
-    what = f"be given, as an argument or in `{KERAS[name]}`"
-    return _invalid(name, what, where)
+def _missing(name: str, origin: str) -> ValueError:
+    requirement = f"be given, as an argument or in `{KERAS[name]}`"
+    return _invalid(name, requirement, origin)
 
 
-def _invalid(name: str, what: str, where: str) -> ValueError:
-    return ValueError(f"`{name}` must {what}. Received: {where}")
+def _invalid(name: str, requirement: str, origin: str) -> ValueError:
+    return ValueError(f"`{name}` must {requirement}. Received: {origin}")
 
 
 def first_node(nodes: str) -> str:
-    """The first of a list of Slurm, as of "a[001-003,7]-ib,b1"."""
+    """Return the first node of Slurm's list: "a001" of "a[001-003,7],b1"."""
     first = re.match(r"(\[[^\]]*\]|[^,\[])*", nodes)
     assert first is not None
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])

@@ -1,13 +1,13 @@
 """Rendezvous of all workers before TensorFlow starts.
 
-TensorFlow's own start has neither a message nor an end: a worker that never
-comes, or an index given twice, leaves all others waiting in it. So the workers
-meet before, at the address of worker 0, which TensorFlow uses afterwards. Each
-other worker keeps a connection to worker 0, which lets all of them go on when
-all are there. The connections stay, for the messages of `channel.py`.
+TensorFlow's start prints nothing and has no timeout: if a worker is missing,
+or two have the same index, all others wait for ever. Therefore the workers
+first connect to the address of worker 0, which TensorFlow uses afterwards.
+Worker 0 starts all workers when all are connected. The connections stay open
+for the messages of `channel.py`.
 
-Only the address of worker 0 has to be known: the others say where they will
-listen, and learn the other addresses from worker 0.
+A worker must know only the address of worker 0. It sends the address at which
+it will listen, and receives the addresses of all workers from worker 0.
 
 A connection begins with four lines of JSON:
 
@@ -29,17 +29,17 @@ from typing import Any
 
 from tfkfac.cluster import waiting
 from tfkfac.cluster.authentication import (
-    FIRST,
-    OTHER,
-    VARIABLE,
+    WORKER_0,
+    PEER,
+    SECRET_VARIABLE,
     Greeting,
     Session,
     make_nonce,
     read_secret,
 )
-from tfkfac.cluster.channel import Line
+from tfkfac.cluster.channel import Connection
 from tfkfac.cluster.config import Cluster, split_address
-from tfkfac.cluster.reception import receive_all
+from tfkfac.cluster.coordinator import accept_workers
 from tfkfac.cluster.waiting import (
     RefusedError,
     Rendezvous,
@@ -54,13 +54,14 @@ def wait_for_all(cluster: Cluster, timeout: float | None) -> Rendezvous:
     """Wait until all workers have called this function.
 
     Args:
-        cluster: The cluster as far as this worker knows it.
-        timeout: Seconds to wait for the other workers; None is for ever.
+        cluster: The cluster; "" for each address that is unknown here.
+        timeout: Seconds to wait for the other workers; None for no limit.
 
     Raises:
-        TimeoutError: If a worker is not there in time. The message names it.
+        TimeoutError: If a worker does not connect in time. The message names
+            it.
         RefusedError: If worker 0 refuses this worker, because it has another
-            cluster, job or secret, or the index of a worker that is there.
+            cluster, job or secret, or the index of a connected worker.
         ValueError: If the file of the secret cannot be read.
     """
     if len(cluster.addresses) == 1:
@@ -68,30 +69,30 @@ def wait_for_all(cluster: Cluster, timeout: float | None) -> Rendezvous:
     secret = read_secret(os.environ)
     wait = Wait(cluster, timeout)
     if cluster.index == 0:
-        return receive_all(cluster, secret, wait)
-    return _report_to_first(cluster, secret, wait)
+        return accept_workers(cluster, secret, wait)
+    return _join(cluster, secret, wait)
 
 
-class _NoAnswerError(Exception):
-    """Worker 0 is not reached; the text is the cause."""
+class _UnreachableError(Exception):
+    """Worker 0 cannot be reached; the text is the cause."""
 
 
-def _report_to_first(cluster: Cluster, secret: bytes, wait: Wait) -> Rendezvous:
-    """Connect to worker 0 and wait until all may go on."""
-    lookup = _Lookup(*split_address(cluster.addresses[0]))
+def _join(cluster: Cluster, secret: bytes, wait: Wait) -> Rendezvous:
+    """Connect to worker 0 and wait for its start message."""
+    connector = _Connector(*split_address(cluster.addresses[0]))
     process = make_nonce()
     with socket.socket() as claim:
-        claim.bind(("", 0))  # so that nobody else is given this port
+        claim.bind(("", 0))  # reserve a port for TensorFlow
         port = claim.getsockname()[1]
         while True:
             try:
-                connection = lookup.connect(wait)
+                sock = connector.connect(wait)
                 with contextlib.ExitStack() as stack:
-                    line = Line(connection, waiting.TIMEOUT_S)
-                    stack.callback(line.close)
+                    connection = Connection(sock, waiting.TIMEOUT_S)
+                    stack.callback(connection.close)
                     known = list(cluster.addresses)
                     if not known[cluster.index]:
-                        host = _host_here(connection, cluster)
+                        host = _reachable_host(sock, cluster)
                         known[cluster.index] = f"{host}:{port}"
                     greeting = Greeting(
                         cluster.index,
@@ -100,73 +101,75 @@ def _report_to_first(cluster: Cluster, secret: bytes, wait: Wait) -> Rendezvous:
                         process,
                         make_nonce(),
                     )
-                    _greet(line, greeting, secret, cluster, wait)
-                    result = _wait_for_go(line, greeting, cluster, wait)
+                    _shake_hands(connection, greeting, secret, cluster, wait)
+                    result = _wait_for_start(
+                        connection, greeting, cluster, wait
+                    )
                     stack.pop_all()
                     return result
-            except _NoAnswerError as error:
+            except _UnreachableError as error:
                 wait.cause = str(error)
             wait.check([0])
-            time.sleep(wait.left(waiting.POLL_INTERVAL_S))
+            time.sleep(wait.remaining(waiting.POLL_INTERVAL_S))
 
 
-def _host_here(connection: socket.socket, cluster: Cluster) -> str:
+def _reachable_host(sock: socket.socket, cluster: Cluster) -> str:
     """Return the host at which the other workers reach this process.
 
-    It is where messages to worker 0 leave. On the host of worker 0 this may be
-    an address which other hosts have, too, but that of worker 0 is valid.
+    This is the local address of the connection to worker 0. On the host of
+    worker 0 it is worker 0's host, because a loopback address is not unique.
     """
-    here, there = connection.getsockname()[0], connection.getpeername()[0]
+    here, there = sock.getsockname()[0], sock.getpeername()[0]
     if here == there or is_loopback(here):
         return cluster.addresses[0].rpartition(":")[0]
     return f"[{here}]" if ":" in here else str(here)
 
 
-def _greet(
-    line: Line,
+def _shake_hands(
+    connection: Connection,
     greeting: Greeting,
     secret: bytes,
     cluster: Cluster,
     wait: Wait,
 ) -> None:
-    """Exchange greetings and proofs with worker 0.
+    """Send the greeting and exchange proofs of the secret with worker 0.
 
     Raises:
         RefusedError: If worker 0 has another secret.
     """
-    line.send(dataclasses.asdict(greeting))
-    answer = line.receive(wait.left(waiting.TIMEOUT_S)) or {}
+    connection.send(dataclasses.asdict(greeting))
+    answer = connection.receive(wait.remaining(waiting.TIMEOUT_S)) or {}
     nonce, proof = answer.get("nonce"), answer.get("proof")
     if not isinstance(nonce, str) or not isinstance(proof, str):
-        raise _NoAnswerError(
+        raise _UnreachableError(
             "a process accepts the connection there, but does not answer as "
             "worker 0 of this version of tfkfac"
         )
     session = Session(secret, greeting, nonce)
-    if not session.is_proved(FIRST, proof):
+    if not session.verify(WORKER_0, proof):
         raise RefusedError(
             f"{cluster.name(0)} cannot prove that it has the secret of this "
-            f"process: environment variable {VARIABLE} must be the same on "
-            "all workers of a job, or unset on all. It may be worker 0 of "
+            f"process: environment variable {SECRET_VARIABLE} must be the same "
+            "on all workers of a job, or unset on all. It may be worker 0 of "
             f"another job. Received: {'a' if secret else 'no'} secret on "
             f"worker {cluster.index}, another one or none on worker 0"
         )
-    line.send({"proof": session.prove(OTHER)})
+    connection.send({"proof": session.prove(PEER)})
     if secret:
-        line.protect(session.key(OTHER), session.key(FIRST))
+        connection.enable_mac(session.key(PEER), session.key(WORKER_0))
 
 
-def _wait_for_go(
-    line: Line, greeting: Greeting, cluster: Cluster, wait: Wait
+def _wait_for_start(
+    connection: Connection, greeting: Greeting, cluster: Cluster, wait: Wait
 ) -> Rendezvous:
     """Wait for the message "go" of worker 0.
 
     Raises:
-        RefusedError: If worker 0 refuses this worker, or its own start.
-        TimeoutError: If the time of this worker or of worker 0 is over.
+        RefusedError: If worker 0 refuses this worker, or cannot start itself.
+        TimeoutError: If the deadline of this worker or of worker 0 has passed.
     """
-    size = len(cluster.addresses)
-    while (message := line.receive(wait.left(waiting.TIMEOUT_S))) is not None:
+    size, limit = len(cluster.addresses), waiting.TIMEOUT_S
+    while (message := connection.receive(wait.remaining(limit))) is not None:
         wait.cause = ""
         match message:
             case {"refused": str(text)}:
@@ -179,7 +182,7 @@ def _wait_for_go(
                 complete = dataclasses.replace(
                     cluster, addresses=tuple(addresses)
                 )
-                return Rendezvous(complete, {0: line}, seed)
+                return Rendezvous(complete, {0: connection}, seed)
             case {"missing": list(missing)}:
                 wait.check(
                     [i for i in missing if type(i) is int and 0 <= i < size]
@@ -187,11 +190,11 @@ def _wait_for_go(
                 )
             case _:
                 break
-    raise _NoAnswerError("worker 0 has ended the connection or is silent")
+    raise _UnreachableError("worker 0 has ended the connection or is silent")
 
 
 def _is_valid(addresses: Sequence[Any], greeting: Greeting) -> bool:
-    """Return True if worker 0's addresses agree with those known here."""
+    """Return True if worker 0's addresses match those of the greeting."""
     known = greeting.cluster
     if len(addresses) != len(known):
         return False
@@ -205,11 +208,10 @@ def _is_valid(addresses: Sequence[Any], greeting: Greeting) -> bool:
     return True
 
 
-class _Lookup:
-    """Connections to a host and port, with limits of time.
+class _Connector:
+    """Connect to a host and port within a timeout.
 
-    A thread resolves the name: a name server that does not answer would hold
-    the caller beyond its deadline.
+    A thread resolves the host name, because `getaddrinfo` has no timeout.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -219,29 +221,30 @@ class _Lookup:
         self._is_running = False
 
     def connect(self, wait: Wait) -> socket.socket:
-        """Return a connection.
+        """Return a connected socket.
 
         Raises:
-            _NoAnswerError: If there is none. The text is the cause.
+            _UnreachableError: If all addresses fail. The text is the cause of
+                the last failure.
         """
-        last = "it has no address"
-        targets = self._resolve(wait.left(waiting.SHORT_TIMEOUT_S))
+        cause = "it has no address"
+        targets = self._resolve(wait.remaining(waiting.SHORT_TIMEOUT_S))
         seconds = max(
             waiting.TIMEOUT_S / max(len(targets), 1), waiting.SHORT_TIMEOUT_S
         )
         for family, type_, protocol, _, address in targets:
-            connection = socket.socket(family, type_, protocol)
+            sock = socket.socket(family, type_, protocol)
             try:
-                connection.settimeout(wait.left(seconds))
-                connection.connect(address)
+                sock.settimeout(wait.remaining(seconds))
+                sock.connect(address)
             except ConnectionRefusedError:
-                last = "the connection is refused, no process listens there"
+                cause = "the connection is refused, no process listens there"
             except OSError as error:
-                last = f"it cannot be reached ({error.strerror or error})"
+                cause = f"it cannot be reached ({error.strerror or error})"
             else:
-                return connection
-            connection.close()
-        raise _NoAnswerError(last)
+                return sock
+            sock.close()
+        raise _UnreachableError(cause)
 
     def _resolve(self, seconds: float) -> list[Any]:
         if not self._is_running:
@@ -253,13 +256,13 @@ class _Lookup:
         try:
             result = self._results.get(timeout=seconds)
         except queue.Empty:
-            raise _NoAnswerError(
+            raise _UnreachableError(
                 f"{name} (no answer of the name server)"
             ) from None
         self._is_running = False
         if isinstance(result, Exception):
             cause = getattr(result, "strerror", None) or result
-            raise _NoAnswerError(f"{name} ({cause})")
+            raise _UnreachableError(f"{name} ({cause})")
         return list(result)
 
     def _run(self) -> None:

@@ -1,74 +1,85 @@
-"""A stop of all workers after the same batch, at the request of one.
+"""Stop of all workers after the same batch, at the request of any worker.
 
-It is no collective: nobody waits until there is a request. Then the thread of
-each worker announces the batch after which its training will wait at the
-latest; all continue to the largest announced batch.
+It needs no collective, and no worker waits before a request. Then each worker
+announces, in the channel's thread, the batch after which it will wait. All
+stop after the largest announced batch.
 """
 
 import threading
 
 from typing_extensions import override
 
-from tfkfac.cluster.channel import BYE, LOST, Channel, Listener, Message
+from tfkfac.cluster.channel import (
+    PEER_EXITED,
+    PEER_LOST,
+    Channel,
+    Listener,
+    Message,
+)
 
 
 class Stopping(Listener):
-    """The batch after which all workers stop.
+    """Agreement on the batch after which all workers stop.
 
-    Batches are counted from the start of the process; all workers have to
-    count the same ones. One worker alone has no channel.
+    Batches are counted from the start of the process. All workers must count
+    the same batches.
+
+    Args:
+        channel: Channel of the job; None if there is one worker.
     """
 
     def __init__(self, channel: Channel | None = None) -> None:
         self._channel = channel
         self._workers = set(range(1 if channel is None else channel.size))
-        # What is said may be heard at once, by the thread that says it.
+        # Reentrant: `broadcast` calls `on_message` in the same thread.
         self._changed = threading.Condition()
-        self._done = 0
-        self._promises: dict[int, int] = {}
-        self._own: int | None = None
-        self._is_alone = False
+        self._num_batches = 0
+        self._local_stop: int | None = None
+        self._stops: dict[int, int] = {}  # announced, by worker
+        self._peer_has_ended = False
 
     def request(self) -> None:
-        """Requests that all workers stop soon."""
-        if self._own is None:
-            self._say({"stop": True})
+        """Request a stop of all workers."""
+        if self._local_stop is None:
+            self._broadcast({"stop": True})
 
-    def _say(self, message: Message) -> None:
+    def _broadcast(self, message: Message) -> None:
         if self._channel is None:
-            self.hear(0, message)
+            self.on_message(0, message)
         else:
-            self._channel.say(message)
+            self._channel.broadcast(message)
 
-    def batch_ends(self) -> bool:
-        """Counts a batch; returns True if training has to stop after it.
+    def end_batch(self) -> bool:
+        """Count a batch; return True if training must stop after it.
 
-        After a request it waits for the announcements of the others.
+        After a request, wait for the announcements of the other workers.
         """
         with self._changed:
-            self._done += 1
-            if self._own is None or self._done < self._own:
+            self._num_batches += 1
+            if self._local_stop is None or self._num_batches < self._local_stop:
                 return False
             self._changed.wait_for(
-                lambda: self._is_alone or self._promises.keys() == self._workers
+                lambda: (
+                    self._peer_has_ended or self._stops.keys() == self._workers
+                )
             )
-            # A worker may be gone because it has stopped after this batch.
-            if self._promises.keys() != self._workers:
-                return False  # the next collective raises the cause
-            is_last = self._done == max(self._promises.values())
+            # A worker may have ended because it has stopped after this batch.
+            if self._stops.keys() != self._workers:
+                return False  # the next collective raises the error
+            is_last = self._num_batches == max(self._stops.values())
             if is_last:
-                self._own = None
-                self._promises.clear()
+                self._local_stop = None
+                self._stops.clear()
             return is_last
 
     @override
-    def hear(self, sender: int, message: Message) -> None:
+    def on_message(self, sender: int, message: Message) -> None:
         with self._changed:
-            if "stop" in message and self._own is None:
-                self._own = self._done + 1
-                self._say({"stops after": self._own})
+            if "stop" in message and self._local_stop is None:
+                self._local_stop = self._num_batches + 1
+                self._broadcast({"stops after": self._local_stop})
             elif type(message.get("stops after")) is int:
-                self._promises[sender] = message["stops after"]
-            elif message in (LOST, BYE):
-                self._is_alone = True
+                self._stops[sender] = message["stops after"]
+            elif message in (PEER_LOST, PEER_EXITED):
+                self._peer_has_ended = True
             self._changed.notify_all()

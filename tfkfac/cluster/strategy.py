@@ -1,4 +1,4 @@
-"""`MultiWorkerMirroredStrategy` for Keras 3."""
+"""`MultiWorkerMirroredStrategy` that works with Keras 3."""
 
 import copy
 import functools
@@ -13,7 +13,7 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.checks import is_number
-from tfkfac.cluster.channel import Channel, Line
+from tfkfac.cluster.channel import Channel, Connection
 from tfkfac.cluster.config import (
     EVALUATOR,
     Cluster,
@@ -35,51 +35,54 @@ Options: TypeAlias = tf.distribute.experimental.CommunicationOptions
 class MultiWorkerMirroredStrategy(ReducingStrategy):
     """Synchronous training on several workers, with Keras 3.
 
-    This is `tf.distribute.MultiWorkerMirroredStrategy` with a `reduce` that
-    takes what Keras passes to it; with the original, `fit` and `evaluate` fail
-    on several workers, whatever the optimizer (keras-team/keras#20585).
+    This class is `tf.distribute.MultiWorkerMirroredStrategy` with a `reduce`
+    that accepts the arguments of Keras. With TensorFlow's class, `fit` and
+    `evaluate` fail on several workers with every optimizer
+    (keras-team/keras#20585).
 
-    Every worker runs the same program. It creates the strategy before anything
-    else of TensorFlow, and only one. A worker learns who it is from the
-    environment variable `TF_CONFIG`, or from the launcher: srun, mpirun,
-    torchrun, an Indexed Job of Kubernetes, or
+    Every worker runs the same program, and creates one strategy before it
+    calls any other function of TensorFlow. The addresses of the workers and
+    the index of this worker come from the environment variable `TF_CONFIG`,
+    or from the launcher: srun, mpirun, torchrun, a Kubernetes Indexed Job, or
     `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `_NUM_PROCESSES` and `_PROCESS_ID`.
-    Without any there is one worker. A line says what was found.
+    Without any of them there is one worker. The constructor prints the source.
 
-    The workers wait for each other here, and say for whom. From then on each
-    learns within seconds if another one fails or is gone, also while it waits
-    for it: `fit` and `evaluate` raise a `RuntimeError` that names it and the
-    cause, and in `predict` and a loop of your own the error of the collective
-    does. A worker that is slow is left alone; when no step of `fit` ends for a
-    minute, the first worker says in which functions each of them is.
+    The constructor waits until all workers have called it, and prints the
+    missing workers. Later, each worker detects within seconds that another
+    worker has failed or was killed: `fit` and `evaluate` raise a
+    `RuntimeError` with the name of that worker and the cause; in `predict` and
+    in custom training loops the error of the collective contains them. If no
+    step of `fit` ends for a minute, worker 0 prints the functions that each
+    worker is executing; no slow worker is ended.
 
-    On several workers it calls `tf.random.set_seed` with a random seed that
-    all have in common, unless there is a seed: each worker takes its rows of
-    each batch, so all of them must shuffle alike. Create datasets after it.
+    On several workers the constructor calls `tf.random.set_seed` with a random
+    seed that is equal on all workers, unless a seed is set. Each worker reads
+    its rows of each batch, so all must shuffle in the same order. Create
+    datasets after the strategy.
 
-    SIGTERM does what it did before the strategy: a process without a handler
-    of its own ends. (TensorFlow's strategy alone makes a process ignore it.)
-    A worker that is killed before the first step ends all others by SIGTERM.
+    The strategy keeps the handler of SIGTERM: by default, SIGTERM ends the
+    process. (TensorFlow's strategy makes a process ignore SIGTERM.) If a
+    worker is killed before the first step, all others receive SIGTERM.
 
-    A task of type "evaluator" takes no part in this: it is alone, and says so.
+    A task of type "evaluator" runs alone, and prints that it does.
 
     Args:
-        cluster_resolver: Where to find the workers, `TF_CONFIG` by default.
+        cluster_resolver: Resolver of the workers. Defaults to `TF_CONFIG`.
         communication_options: Options of TensorFlow's collectives. Leave
             `timeout_seconds` unset: TensorFlow 2.21 leaks threads with it.
-        coordinator: Address of worker 0, "host:port". The other workers tell
-            it theirs. Defaults to what the launcher says, as the next two.
-        num_processes: How many workers there are.
-        process_id: Index of this worker.
-        start_timeout: Seconds that a worker waits for the others to start;
-            None is for ever. Defaults to 600.
+        coordinator: Address of worker 0, "host:port"; the other workers send
+            their addresses to it. Defaults to the launcher's value.
+        num_processes: Number of workers. Defaults to the launcher's value.
+        process_id: Index of this worker. Defaults to the launcher's value.
+        start_timeout: Seconds to wait for the other workers to start; None
+            for no limit. Defaults to 600.
 
     Raises:
         TimeoutError: If a worker has not started in time. The message names
             it.
-        ValueError: If `TF_CONFIG` or the resolver is malformed, has parameter
-            servers; if a launcher does not say all that is needed; or if
-            worker 0 refuses this process, because it has other workers,
+        ValueError: If `TF_CONFIG` or the resolver is malformed or has
+            parameter servers; if the launcher does not provide all settings;
+            or if worker 0 refuses this process, because it has other workers,
             another job or secret (environment variable `TFKFAC_SECRET`), or
             the index of another process.
 
@@ -95,15 +98,16 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
             optimizer=tfkfac.KFAC(distribution="dp_kfac"),
             loss="sparse_categorical_crossentropy",
         )
-    # The batch size is that of all workers together.
+    # The batch size of the dataset is the total of all workers.
     model.fit(dataset, epochs=55)
     ```
     """
 
-    watch: Watch | None = None  # of several workers
+    # None if there is one worker.
+    watch: Watch | None = None
     stopping: Stopping | None = None
     standstill: Standstill | None = None
-    shuffle_seed: int | None = None  # where the user has set none
+    shuffle_seed: int | None = None  # None if the user has set a seed
 
     def __init__(
         self,
@@ -122,23 +126,23 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
         )
         given = {name: value for name, value in values if value is not None}
         cluster, resolver = _find_cluster(cluster_resolver, given)
-        lines: dict[int, Line] = {}
+        connections: dict[int, Connection] = {}
         if cluster is not None:
-            cluster, lines, seed = wait_for_all(cluster, start_timeout)
+            cluster, connections, seed = wait_for_all(cluster, start_timeout)
             if seed is not None and global_seed() is None:
-                # Otherwise each worker shuffles its data for itself.
+                # All workers must shuffle in the same order.
                 tf.random.set_seed(seed)
                 self.shuffle_seed = seed
             if resolver is None:
-                resolver = _resolver(cluster)
+                resolver = _make_resolver(cluster)
                 _share_gpus(cluster)
             _bypass_proxy(cluster)
         with keep_handler(signal.SIGTERM):
             super().__init__(resolver, communication_options)
-        if cluster is not None and lines:
+        if cluster is not None and connections:
             size = len(cluster.addresses)
             names = [cluster.name(index) for index in range(size)]
-            channel = Channel(cluster.index, size, lines)
+            channel = Channel(cluster.index, size, connections)
             self.watch = Watch(cluster, channel)
             self.stopping = Stopping(channel)
             self.standstill = Standstill(names, channel)
@@ -152,35 +156,39 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
         kwargs: Any = None,
         options: tf.distribute.RunOptions | None = None,
     ) -> Any:
-        """Calls a function on each replica, as `tf.distribute.Strategy.run`.
+        """Call a function on each replica, as `tf.distribute.Strategy.run`.
 
         Args:
             fn: The function.
-            args: Its arguments; those of each replica where they differ.
-            kwargs: Its keyword arguments, likewise.
-            options: A `tf.distribute.RunOptions`.
+            args: Its positional arguments. Each replica receives its component
+                of a per-replica value. Defaults to `()`.
+            kwargs: Its keyword arguments, treated like `args`. Defaults to
+                None.
+            options: A `tf.distribute.RunOptions`. Defaults to None.
 
         Returns:
-            The result, or the results by replica.
+            The result of the function; with several local replicas, a
+            per-replica value.
         """
         if self.watch is not None:
-            self.watch.has_begun = True
+            self.watch.has_started = True
         return super().run(fn, args, kwargs, options)
 
 
 def _find_cluster(
     resolver: Resolver | None, given: Mapping[str, Any]
 ) -> tuple[Cluster | None, Resolver | None]:
-    """The cluster, and TensorFlow's resolver if that knows it already.
+    """Return the cluster, and the resolver if the user or `TF_CONFIG` gives it.
 
     Raises:
-        ValueError: If the cluster is given twice, or malformed.
+        ValueError: If the cluster is given twice, or is malformed.
     """
     text = "" if given else os.environ.get("TF_CONFIG", "")
     if given and resolver is not None:
         raise ValueError(
-            "Argument `cluster_resolver` must be None beside others of the "
-            f"cluster. Received: cluster_resolver={resolver}, {given}"
+            "Argument `cluster_resolver` must be None if `coordinator`, "
+            "`num_processes` or `process_id` is given. Received: "
+            f"cluster_resolver={resolver}, {given}"
         )
     if resolver is not None:
         cluster, where = from_resolver(resolver), "argument `cluster_resolver`"
@@ -191,39 +199,40 @@ def _find_cluster(
     else:
         cluster, where = find_cluster(os.environ, given)
     if resolver is not None and resolver.task_type == EVALUATOR:
-        return None, _apart(resolver)
+        return None, _evaluator_resolver(resolver)
     size = 1 if cluster is None else len(cluster.addresses)
     if cluster is None or size == 1:
-        _say(f"this process trains alone: {where}.")
+        _log(f"this process trains alone: {where}.")
     else:
         first = cluster.addresses[0]
-        _say(
+        _log(
             f"worker {cluster.index} of {size} by {where}; worker 0 is at "
             f"{first}."
         )
     return cluster, resolver
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"tfkfac: {text}", file=sys.stderr)
 
 
-def _apart(own: Resolver) -> Resolver:
-    """An evaluator's resolver without the workers.
+def _evaluator_resolver(resolver: Resolver) -> Resolver:
+    """Return a copy of an evaluator's resolver without the workers.
 
-    With them TensorFlow ends the evaluator's collectives when one is gone.
+    With workers, TensorFlow aborts the evaluator's collectives when a worker
+    ends.
     """
-    _say(
+    _log(
         "this process is an evaluator: it takes no part in the workers' "
         "training and trains alone."
     )
-    apart = copy.copy(own)
-    apart.cluster_spec = functools.partial(tf.train.ClusterSpec, {})
-    return apart
+    resolver = copy.copy(resolver)
+    resolver.cluster_spec = functools.partial(tf.train.ClusterSpec, {})
+    return resolver
 
 
-def _resolver(cluster: Cluster) -> Resolver:
-    """A cluster in TensorFlow's words."""
+def _make_resolver(cluster: Cluster) -> Resolver:
+    """Convert a cluster to a TensorFlow resolver."""
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec({"worker": list(cluster.addresses)}),
         task_type="worker",
@@ -233,21 +242,22 @@ def _resolver(cluster: Cluster) -> Resolver:
 
 
 def _bypass_proxy(cluster: Cluster) -> None:
-    """Lets TensorFlow reach the workers where there is a proxy for the web.
+    """Add the workers to `no_grpc_proxy`.
 
-    It would ask that for them, and wait for ever.
+    If a web proxy is set, gRPC sends all requests to it and waits for ever.
     """
-    known = (os.environ.get(name) for name in ("no_grpc_proxy", "no_proxy"))
+    names = ("no_grpc_proxy", "no_proxy")
+    current = next(filter(None, map(os.environ.get, names)), "")
     hosts = (split_address(address)[0] for address in cluster.addresses)
-    direct = dict.fromkeys([next(filter(None, known), ""), *hosts])
+    direct = dict.fromkeys([current, *hosts])
     os.environ.update(no_grpc_proxy=",".join(filter(None, direct)))
 
 
 def _share_gpus(cluster: Cluster) -> None:
-    """Leaves a worker its part of the GPUs, if its host has several workers.
+    """Divide the GPUs of a host among its workers.
 
-    A launcher that has given each its own shows it fewer than there are
-    workers; Slurm says so.
+    Do nothing if the launcher has assigned GPUs: then a worker sees fewer GPUs
+    than the host has workers, or Slurm sets `SLURM_GPUS_PER_TASK`.
     """
     hosts = [split_address(address)[0] for address in cluster.addresses]
     here = [i for i, host in enumerate(hosts) if host == hosts[cluster.index]]

@@ -1,4 +1,4 @@
-"""The wait of workers for each other: limits, messages, and the result."""
+"""Waiting at the rendezvous: timeouts, reminders, printed text, result."""
 
 import ipaddress
 import sys
@@ -6,18 +6,19 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tfkfac.cluster.channel import Line
+from tfkfac.cluster.channel import Connection
 from tfkfac.cluster.config import Cluster
 
 POLL_INTERVAL_S = 0.1
-# For a message to be sent, another worker 0 to answer, a name to be resolved.
+# Limit for sending a message, the answer to a probe, and name resolution.
 SHORT_TIMEOUT_S = 1.0
-# For a greeting, an answer, or an earlier job to free the port; and until the
+# Limit for a handshake, for an earlier job to free the port, and delay of the
 # first reminder.
 TIMEOUT_S = 5.0
-# Workers, dropped processes and characters of a peer's text in one message.
-MOST_NAMED, _MOST_DROPPED, _LONGEST_QUOTE = 10, 5, 80
-_LONGEST_REASON = 10_000  # characters of a reason that worker 0 gives
+# Number of workers and of dropped processes in one message, and characters of
+# a quoted text of a peer.
+MAX_NAMED, _MAX_DROPPED, _MAX_QUOTE_CHARS = 10, 5, 80
+_MAX_REASON_CHARS = 10_000  # characters of a reason that worker 0 gives
 LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -26,26 +27,26 @@ class RefusedError(ValueError):
 
 
 class Rendezvous(NamedTuple):
-    """The result of the rendezvous of all workers.
+    """Result of the rendezvous of all workers.
 
     Attributes:
         cluster: The cluster with the addresses of all workers.
-        lines: Open connections by worker index. Worker 0 has one to each
-            other worker; each other worker has one to worker 0.
+        connections: Open connections by worker index: to all other workers on
+            worker 0, to worker 0 on each other worker.
         seed: Random integer in [0, 2^31), equal on all workers; None if
             there is one worker.
     """
 
     cluster: Cluster
-    lines: dict[int, Line]
+    connections: dict[int, Connection]
     seed: int | None
 
 
 class Wait:
-    """The wait for other workers: reminders, and an end.
+    """Deadline and printed reminders of the wait for other workers.
 
     Attributes:
-        cause: Why worker 0 has not been reached; "" if there is no cause.
+        cause: Reason why worker 0 cannot be reached; "" if unknown.
         dropped: The last workers that worker 0 has dropped, with reasons.
     """
 
@@ -53,40 +54,43 @@ class Wait:
         self._cluster = cluster
         self._timeout = timeout
         self._start = time.monotonic()
-        self._next_reminder = self._pause = TIMEOUT_S
+        self._next_reminder = self._next_cause = TIMEOUT_S
         self._printed_cause = ""
         self.cause = ""
         self.dropped: list[str] = []
 
-    def left(self, limit: float) -> float:
-        """Return the seconds until the end, from a millisecond to `limit`."""
+    def remaining(self, limit: float) -> float:
+        """Return the seconds until the deadline, clipped to [0.001, limit]."""
         if self._timeout is None:
             return limit
         passed = time.monotonic() - self._start
         return max(min(limit, self._timeout - passed), 0.001)
 
     def check(self, missing: Sequence[int]) -> None:
-        """Print a reminder if one is due.
+        """Print a reminder that names the missing workers, if it is due.
 
         Raises:
-            TimeoutError: If the time is over.
+            TimeoutError: If the deadline has passed.
         """
         passed = time.monotonic() - self._start
-        names = ", ".join(self._cluster.name(i) for i in missing[:MOST_NAMED])
-        if len(missing) > MOST_NAMED:
+        names = ", ".join(self._cluster.name(i) for i in missing[:MAX_NAMED])
+        if len(missing) > MAX_NAMED:
             names += " and others"
         if self._timeout is not None and passed > self._timeout:
             raise TimeoutError(
                 f"Worker {self._cluster.index} has waited {self._timeout:g} "
                 f"seconds for {names}.{self._last_cause()} Start every worker "
                 "with the same cluster and an index of its own; argument "
-                "`start_timeout` of the strategy is how long they wait."
+                "`start_timeout` of the strategy is the limit in seconds."
             )
         is_new = self.cause not in ("", self._printed_cause)
-        if passed > self._next_reminder or (is_new and passed > self._pause):
-            # First after 5 s, then after twice the time; a cause at once.
+        if passed > self._next_reminder or (
+            is_new and passed > self._next_cause
+        ):
+            # At 5 s, 35 s, then at twice the time; at most every 5 s if the
+            # cause is new.
             self._next_reminder = passed + max(passed, 6 * TIMEOUT_S)
-            self._pause = passed + TIMEOUT_S
+            self._next_cause = passed + TIMEOUT_S
             self._printed_cause = self.cause
             cause = f": {self.cause}" if self.cause else ""
             print_line(
@@ -95,8 +99,8 @@ class Wait:
             )
 
     def record(self, dropped: str) -> None:
-        """Record a worker that was dropped, for the last message."""
-        self.dropped = [*self.dropped, dropped][-_MOST_DROPPED:]
+        """Record a dropped worker for the message of the timeout."""
+        self.dropped = [*self.dropped, dropped][-_MAX_DROPPED:]
 
     def _last_cause(self) -> str:
         cause = f" Last cause: {self.cause}." if self.cause else ""
@@ -105,28 +109,28 @@ class Wait:
 
 
 def print_line(text: str) -> None:
-    """Print one line of tfkfac on stderr."""
+    """Print one line on stderr, with the prefix "tfkfac: "."""
     print(f"tfkfac: {text}", file=sys.stderr, flush=True)
 
 
 def quote(text: bytes | str) -> str:
-    """Return the beginning of a peer's text in escaped form."""
+    """Quote a peer's text: escape it as `ascii` and truncate it."""
     if isinstance(text, bytes):
         text = text.decode("latin-1")
-    cut = ascii(text[:_LONGEST_QUOTE])
-    return f"{cut}..." if len(text) > _LONGEST_QUOTE else cut
+    start = ascii(text[:_MAX_QUOTE_CHARS])
+    return f"{start}..." if len(text) > _MAX_QUOTE_CHARS else start
 
 
 def escape(text: str) -> str:
-    """Return a peer's text with escapes for what cannot be printed."""
+    """Escape the unprintable characters of a peer's text."""
     return "".join(
         character if character.isprintable() else ascii(character)[1:-1]
-        for character in text[:_LONGEST_REASON]
+        for character in text[:_MAX_REASON_CHARS]
     )
 
 
-def plain(host: str) -> str:
-    """Return an IP address without a scope, and IPv4 as such."""
+def normalize_host(host: str) -> str:
+    """Remove the scope of an IP address and unmap IPv4-mapped IPv6."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -136,7 +140,7 @@ def plain(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True for a host that can only be this machine."""
+    """Return True for "localhost" and the loopback addresses."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,14 +1,12 @@
-"""Faults of other workers, known within seconds: failed, gone, standing still.
+"""Detect within seconds that another worker has failed, exited or stalled.
 
-A worker that fails tells the others why; of one that is killed they learn from
-its connection. They may be waiting for it in a collective, which TensorFlow
-ends only when the other process is gone, and not always then: so `Watch`
-aborts it.
+A failing worker broadcasts its error; the end of a connection shows that a
+worker was killed. The other workers may be waiting in a collective, which
+TensorFlow ends late or never. `Watch` aborts such collectives.
 
-A worker that is slow is left alone. When no step ends for long, as where a
-worker waits for its data for ever, `Standstill` prints the place in the code
-of each worker. That may be a first step that is long compiled, so nothing is
-ended.
+If no step ends for a minute, for example because a worker waits for its data,
+`Standstill` prints the current functions of each worker. It aborts nothing,
+because the first step may take minutes to compile.
 """
 
 import contextlib
@@ -27,84 +25,88 @@ from types import NoneType, TracebackType
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.cluster.channel import BYE, LOST, Channel, Listener, Message
+from tfkfac.cluster.channel import (
+    PEER_EXITED,
+    PEER_LOST,
+    Channel,
+    Listener,
+    Message,
+)
 from tfkfac.cluster.config import Cluster
 from tfkfac.compat.strategies import abort_collectives, local_devices
 
-# Seconds that a worker has to come to the same end as another by itself, as
-# where all of them refuse to begin; and to learn why a collective has failed.
-_GRACE = 3.0
-_LONGEST_CAUSE = 2000
-# Seconds without a step until workers are asked for their places, and for the
-# answers.
-_LONG = 60.0
-_ANSWER = 2.0
-# Files of Python in which threads wait for work.
-_IDLE = frozenset({"threading.py", "selectors.py", "queue.py", "thread.py"})
-# Lines of TensorFlow's messages that say where and not what.
-_TRACE = re.compile(r"\s|<|Graph execution error|Detected at|Traceback|$")
+# Time for this worker to raise the same error by itself, for example for wrong
+# arguments, and for the cause of a failed collective to arrive.
+_GRACE_PERIOD_S = 3.0
+_MAX_CAUSE_CHARS = 2000
+_STALL_TIMEOUT_S = 60.0  # without a step, until worker 0 queries all workers
+_ANSWER_TIMEOUT_S = 2.0
+# Python's files in which idle threads wait.
+_IDLE_FILES = {"threading.py", "selectors.py", "queue.py", "thread.py"}
+# Lines of TensorFlow's messages that give a code location, not the error.
+_TRACE_LINE = re.compile(r"\s|<|Graph execution error|Detected at|Traceback|$")
 
 
 class WorkerFailedError(RuntimeError):
-    """Another worker of the job has failed or is gone; the message says why."""
+    """Another worker has failed or was killed; the message gives the cause."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _News:
-    """The end of another worker, or of its `fit`, as this worker heard of it.
+class _PeerEvent:
+    """End of another worker, or of its `fit`.
 
     Attributes:
-        text: The event, in words.
-        fit: The number of the `fit` that it has left, if it goes on itself.
-        is_fault: True if it is printed even where nobody waits for it.
-        is_loss: True if the other process was killed.
-        when: The time.
+        text: Description of the event.
+        fit: Number of the `fit` that has failed; None if the process ended.
+        is_fault: True unless the process has exited normally.
+        is_loss: True if the connection ended without notice.
+        time_s: Time at which this worker received the event.
     """
 
     text: str
     fit: int | None
     is_fault: bool
     is_loss: bool
-    when: float
+    time_s: float
 
 
 class Watch(Listener):
-    """Ends the collectives of a job that has lost a worker.
+    """Abort the collectives of a job that has lost a worker.
 
-    Before the first step it ends the process as well: a worker that still
-    loads data or traces its model would learn of the loss in its first
-    collective only, minutes later.
+    If a worker is killed before the first step of this process, also send
+    SIGTERM to this process. Otherwise, while it loads data or traces its
+    model, it would detect the loss only in its first collective.
 
     Attributes:
-        has_begun: True from the first `fit`, `evaluate` or step on.
+        has_started: True from the first `fit`, `evaluate` or step on.
     """
 
     def __init__(self, cluster: Cluster, channel: Channel) -> None:
         self._cluster = cluster
         self._channel = channel
-        self._news: list[_News] = []
-        self._heard = threading.Condition()
+        self._peer_events: list[_PeerEvent] = []
+        self._changed = threading.Condition()
         self._cause: str | None = None
-        self._end: float | None = None  # time of SIGTERM to this process
-        self.has_begun = False
-        self._fits = 0
-        self._since: float | None = None  # when the present `fit` has begun
-        self._hook, sys.excepthook = sys.excepthook, self._uncaught
+        self._terminate_at: float | None = None  # when to send SIGTERM
+        self.has_started = False
+        self._num_fits = 0
+        self._fit_start: float | None = None  # None outside of `fit`
+        self._previous_hook, sys.excepthook = sys.excepthook, self._excepthook
 
-    # ------------------------------------------------------- this worker's fate
+    # ------------------------------------------------ failures of this worker
     @contextlib.contextmanager
     def fit(self) -> Iterator[None]:
-        """A `fit` or `evaluate` of this worker, as a context.
+        """Context of a `fit` or `evaluate` of this worker.
 
         Raises:
-            WorkerFailedError: If it fails because another worker has.
+            WorkerFailedError: If a collective fails because of another worker.
         """
-        if self._since is not None:  # inside of another
+        if self._fit_start is not None:  # nested, as `evaluate` inside of `fit`
             yield
             return
-        self.has_begun = True
-        self._fits += 1
-        self._since = time.monotonic()
+        self.has_started = True
+        self._num_fits += 1
+        self._fit_start = time.monotonic()
         try:
             yield
         except SystemExit:
@@ -112,110 +114,119 @@ class Watch(Listener):
         except BaseException as error:
             cause = self._explain(error)
             if cause is not None:
-                # Where the collective is in the graph helps nobody.
+                # Hide TensorFlow's error: its graph location is of no help.
                 raise WorkerFailedError(cause) from None
-            self.tell(error, self._fits)
+            self.report_failure(error, self._num_fits)
             raise
         finally:
-            self._since = None
+            self._fit_start = None
 
-    def tell(self, error: BaseException, fit: int | None = None) -> None:
-        """Tells the others that this worker has failed.
+    def report_failure(
+        self, error: BaseException, fit: int | None = None
+    ) -> None:
+        """Broadcast an error of this worker, unless another worker caused it.
 
-        It leaves the `fit` of a number; None is the end of the process.
+        `fit` is the number of the failing `fit`; None if the process ends.
         """
         if not isinstance(error, WorkerFailedError):
-            self._channel.say({"failed": describe(error), "fit": fit})
+            self._channel.broadcast({"failed": describe(error), "fit": fit})
 
-    def _uncaught(
+    def _excepthook(
         self,
-        kind: type[BaseException],
+        error_type: type[BaseException],
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
-        """Tells of an exception that ends this process, and shows it."""
-        self.tell(error)
-        self._hook(kind, error, trace)
+        """Broadcast an uncaught exception, then call the previous hook."""
+        self.report_failure(error)
+        self._previous_hook(error_type, error, trace)
 
     def _explain(self, error: BaseException) -> str | None:
-        """The cause of a failed collective; None for any other error."""
-        if not isinstance(error, _OF_OTHERS):
+        """Return the cause of a failed collective; None for other errors."""
+        if not isinstance(error, _COLLECTIVE_ERRORS):
             return None
-        with self._heard:
-            self._heard.wait_for(lambda: self._cause or self._news, _GRACE)
-            heard = [news.text for news in self._news]
-            return self._cause or next(iter(heard), None)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._cause or self._peer_events, _GRACE_PERIOD_S
+            )
+            texts = (event.text for event in self._peer_events)
+            return self._cause or next(texts, None)
 
-    # ------------------------------------------------------ that of the others
+    # ---------------------------------------------- failures of other workers
     @override
-    def hear(self, sender: int, message: Message) -> None:
+    def on_message(self, sender: int, message: Message) -> None:
         fit = message.get("fit")
         if sender == self._channel.index or type(fit) not in (int, NoneType):
             return
         if "failed" in message:
             what = f"has failed: {message['failed']}"
-        elif message == LOST:
+        elif message == PEER_LOST:
             what = (
                 "is gone without a word: it was killed, or its machine or the "
                 "network is down."
             )
-        elif message == BYE:
+        elif message == PEER_EXITED:
             what = "has ended."
         else:
             return
         text, now = f"{self._cluster.name(sender)} {what}", time.monotonic()
-        is_fault, is_loss = message != BYE, message == LOST
-        news = _News(text, fit, is_fault, is_loss, now)
-        with self._heard:
-            self._news.append(news)
-            self._heard.notify_all()
+        is_fault, is_loss = message != PEER_EXITED, message == PEER_LOST
+        with self._changed:
+            event = _PeerEvent(text, fit, is_fault, is_loss, now)
+            self._peer_events.append(event)
+            self._changed.notify_all()
 
     @override
-    def tick(self) -> None:
-        """Aborts collectives in which this worker waits in vain."""
-        with self._heard:
+    def on_tick(self) -> None:
+        """Abort the collectives of this worker if an event is due."""
+        with self._changed:
             if self._cause is not None:
                 self._terminate()
                 return
-            self._news = [one for one in self._news if not self._is_past(one)]
-            due = next((one for one in self._news if self._is_due(one)), None)
+            events = [e for e in self._peer_events if not self._is_past(e)]
+            self._peer_events = events
+            due = next((e for e in events if self._is_due(e)), None)
             if due is None:
                 return
             self._cause = due.text
-            if due.is_loss and not self.has_begun:
-                self._end = time.monotonic() + _GRACE
+            if due.is_loss and not self.has_started:
+                self._terminate_at = time.monotonic() + _GRACE_PERIOD_S
         if due.is_fault:
             print(f"tfkfac: {self._cause}", file=sys.stderr, flush=True)
         abort_collectives(self._cause)
 
     def _terminate(self) -> None:
-        """Ends a process that has lost a worker before the first step.
+        """Send SIGTERM, after the grace period, if no step has started.
 
-        A process that waited in a collective has ended by an error before.
+        A process that waited in a collective has already raised an error.
         """
-        if self._end is not None and time.monotonic() > self._end:
-            self._end = None
-            if not self.has_begun:
-                # To the process, not this thread: Python's handlers run in
-                # the main thread, which may sleep.
+        if (
+            self._terminate_at is not None
+            and time.monotonic() > self._terminate_at
+        ):
+            self._terminate_at = None
+            if not self.has_started:
+                # `signal.raise_signal` would not wake up the main thread,
+                # which runs Python's handlers.
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    def _is_past(self, news: _News) -> bool:
-        """True if a worker has left a `fit` that this one has left, too."""
-        left = self._fits if self._since is None else self._fits - 1
-        return news.fit is not None and left >= news.fit
+    def _is_past(self, event: _PeerEvent) -> bool:
+        """Return True if this worker has also left the `fit` of the event."""
+        left = self._num_fits if self._fit_start is None else self._num_fits - 1
+        return event.fit is not None and left >= event.fit
 
-    def _is_due(self, news: _News) -> bool:
-        start = news.when
-        if news.fit is not None:
-            if self._since is None:  # this worker comes to it later
+    def _is_due(self, event: _PeerEvent) -> bool:
+        """Return True after the grace period in the process or the `fit`."""
+        start = event.time_s
+        if event.fit is not None:
+            if self._fit_start is None:  # not in that `fit` yet
                 return False
-            start = max(start, self._since)
-        return time.monotonic() > start + _GRACE
+            start = max(start, self._fit_start)
+        return time.monotonic() > start + _GRACE_PERIOD_S
 
 
-# What TensorFlow raises where a collective fails.
-_OF_OTHERS = (
+# Errors that TensorFlow raises for a failed collective.
+_COLLECTIVE_ERRORS = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
     tf.errors.DeadlineExceededError,
@@ -226,93 +237,93 @@ _OF_OTHERS = (
 
 
 def describe(error: BaseException) -> str:
-    """An error in short, without TensorFlow's traces of code and graph."""
+    """Return the type and text of an error without code locations."""
     text = str(error)
     if isinstance(error, tf.errors.OpError):
         lines = dict.fromkeys(error.message.splitlines())
-        text = " ".join(one for one in lines if not _TRACE.match(one))
-    return f"{type(error).__name__}: {text}"[:_LONGEST_CAUSE]
+        text = " ".join(x for x in lines if not _TRACE_LINE.match(x))
+    return f"{type(error).__name__}: {text}"[:_MAX_CAUSE_CHARS]
 
 
 # -------------------------------------------------------------- standstill
 class Standstill(Listener):
-    """Prints where all workers are when no step ends: the first one asks."""
+    """Print the current functions of all workers when no step ends."""
 
     def __init__(self, names: Sequence[str], channel: Channel) -> None:
         self._names = names
         self._channel = channel
-        self._moved: float | None = None
-        self._patience = _LONG
-        self._asked: float | None = None
-        self._places: dict[int, str] = {}
+        self._last_step: float | None = None  # None outside of training
+        self._timeout_s = _STALL_TIMEOUT_S
+        self._query_time: float | None = None
+        self._locations: dict[int, str] = {}
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """A context in which steps are expected."""
-        self.moves()
+        """Context in which steps are expected."""
+        self.record_step()
         try:
             yield
         finally:
-            self._moved = None
+            self._last_step = None
 
-    def moves(self) -> None:
-        """Notes the end of a step."""
-        self._moved = time.monotonic()
-        self._patience = _LONG
+    def record_step(self) -> None:
+        """Record the end of a step."""
+        self._last_step = time.monotonic()
+        self._timeout_s = _STALL_TIMEOUT_S
 
     @override
-    def tick(self) -> None:
-        """Asks when no step has ended for long; prints the answers."""
-        now, moved = time.monotonic(), self._moved
-        if self._asked is not None:
-            if now > self._asked + _ANSWER:
-                self._asked = None
-                self._tell()
+    def on_tick(self) -> None:
+        """On worker 0, query all workers after a timeout; print the answers."""
+        now, last_step = time.monotonic(), self._last_step
+        if self._query_time is not None:
+            if now > self._query_time + _ANSWER_TIMEOUT_S:
+                self._query_time = None
+                self._print_locations()
             return
-        is_late = moved is not None and now > moved + self._patience
+        is_late = last_step is not None and now > last_step + self._timeout_s
         if is_late and self._channel.index == 0:
-            self._asked = now
-            self._places = {}
-            self._channel.say({"where": True})
+            self._query_time = now
+            self._locations = {}
+            self._channel.broadcast({"where": True})
 
     @override
-    def hear(self, sender: int, message: Message) -> None:
+    def on_message(self, sender: int, message: Message) -> None:
         if "where" in message:
-            self._channel.say({"place": place()})
+            self._channel.broadcast({"place": describe_threads()})
         elif "place" in message:
-            self._places[sender] = message["place"]
+            self._locations[sender] = message["place"]
 
-    def _tell(self) -> None:
-        lines = [f"tfkfac: no step has ended for {self._patience:.0f} s."]
+    def _print_locations(self) -> None:
+        lines = [f"tfkfac: no step has ended for {self._timeout_s:.0f} s."]
         for index, name in enumerate(self._names):
-            answer = self._places.get(index, "does not answer")
+            answer = self._locations.get(index, "does not answer")
             lines.append(f"tfkfac: {name} {answer}")
         print("\n".join(lines), file=sys.stderr, flush=True)
-        self._patience *= 2
+        self._timeout_s *= 2
 
 
 def find_standstill(strategy: tf.distribute.Strategy) -> Standstill | None:
-    """The standstill of a strategy; None if no replica waits for another."""
-    found = getattr(strategy, "standstill", None)
-    if found is not None or strategy.num_replicas_in_sync == 1:
-        return found
-    return _of_this_process() if len(local_devices(strategy)) > 1 else None
+    """Return the `Standstill` of a strategy; None if it has one replica."""
+    standstill = getattr(strategy, "standstill", None)
+    if standstill is not None or strategy.num_replicas_in_sync == 1:
+        return standstill
+    return _local_standstill() if len(local_devices(strategy)) > 1 else None
 
 
 @functools.cache
-def _of_this_process() -> Standstill:
-    """The standstill of the replicas of one process alone."""
+def _local_standstill() -> Standstill:
+    """Return the `Standstill` of several replicas in one process."""
     channel = Channel(0, 1, {})
     standstill = Standstill(["this process"], channel)
     channel.start(standstill)
     return standstill
 
 
-def place() -> str:
-    """The functions in which the threads of this process are."""
-    found = []
+def describe_threads() -> str:
+    """Return the current function of each busy thread of this process."""
+    places = []
     for identifier, frame in sys._current_frames().items():
         name = pathlib.Path(frame.f_code.co_filename).name
-        if identifier != threading.get_ident() and name not in _IDLE:
-            found.append(f"{frame.f_code.co_name} ({name}:{frame.f_lineno})")
-    return f"is in {', '.join(found)}"
+        if identifier != threading.get_ident() and name not in _IDLE_FILES:
+            places.append(f"{frame.f_code.co_name} ({name}:{frame.f_lineno})")
+    return f"is in {', '.join(places)}"

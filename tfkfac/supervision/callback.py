@@ -82,7 +82,7 @@ class Supervision(keras.callbacks.Callback):
     @override
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._standstill is not None:
-            self._standstill.moves()
+            self._standstill.record_step()
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

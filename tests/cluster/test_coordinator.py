@@ -13,16 +13,16 @@ import pytest
 
 from tests.cluster.test_rendezvous import LIMIT, SOON, Meeting
 from tests.support.ports import address, claim_ports
-from tfkfac.cluster import reception, waiting
+from tfkfac.cluster import coordinator, waiting
 from tfkfac.cluster.authentication import (
-    FIRST,
-    OTHER,
+    PEER,
+    WORKER_0,
     Greeting,
     Session,
     make_nonce,
     read_secret,
 )
-from tfkfac.cluster.channel import Line, parse
+from tfkfac.cluster.channel import Connection, parse
 from tfkfac.cluster.config import Cluster
 from tfkfac.cluster.rendezvous import RefusedError, wait_for_all
 
@@ -202,7 +202,7 @@ def test_slow_peers_do_not_extend_the_wait(addresses: Any) -> None:
 def test_the_oldest_of_too_many_is_dropped(
     addresses: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(reception, "_MOST_PENDING", 4)
+    monkeypatch.setattr(coordinator, "_MAX_PENDING", 4)
     with contextlib.ExitStack() as stack, waiting_worker_0(addresses):
         peers = [stack.enter_context(connect(addresses)) for _ in range(10)]
         lines = lines_until(capsys, "too many connections", 6)
@@ -223,27 +223,27 @@ class RawWorker:
     ) -> None:
         connection = connect(addresses)
         here = f"127.0.0.1:{connection.getsockname()[1]}"
-        self.line = Line(connection, LIMIT)
+        self.connection = Connection(connection, LIMIT)
         known = tuple(known or (addresses[0], here))
         process = process or make_nonce()
         self.greeting = Greeting(1, known, "", process, make_nonce())
-        self.line.send(dataclasses.asdict(self.greeting))
-        self.answer = self.line.receive(LIMIT) or {}
+        self.connection.send(dataclasses.asdict(self.greeting))
+        self.answer = self.connection.receive(LIMIT) or {}
 
     def session(self, secret: bytes = b"") -> Session:
         return Session(secret, self.greeting, self.answer["nonce"])
 
     def prove(self, secret: bytes = b"") -> Any:
         """Send the proof; return what worker 0 says then."""
-        self.line.send({"proof": self.session(secret).prove(OTHER)})
-        return self.line.receive(LIMIT)
+        self.connection.send({"proof": self.session(secret).prove(PEER)})
+        return self.connection.receive(LIMIT)
 
 
 def test_one_line_takes_nobodys_place(addresses: Any) -> None:
     """A valid greeting alone is not enough: the nonce must be answered."""
     with waiting_worker_0(addresses):
         stranger = RawWorker(addresses)
-    stranger.line.close()
+    stranger.connection.close()
 
 
 def test_a_worker_says_only_an_address_where_it_is(addresses: Any) -> None:
@@ -262,7 +262,7 @@ def test_a_lost_worker_does_not_count(addresses: Any, capsys: Any) -> None:
     meeting.join(first, 0)
     lost = RawWorker(first, known=(*first[:1], "127.0.0.1:9", ""))
     assert lost.prove() == {"missing": [2]}
-    lost.line.close()
+    lost.connection.close()
     lines_until(capsys, "the connection has ended")
     meeting.join(first, 1)
     time.sleep(0.2)
@@ -288,7 +288,7 @@ def test_a_process_connects_again_in_its_place(
     meeting.join(first, 2)
     assert meeting.end() == {0: None, 2: None}
     for peer in (old, new, other):
-        peer.line.close()
+        peer.connection.close()
 
 
 def test_a_worker_connects_again_when_its_connection_breaks(
@@ -299,10 +299,10 @@ def test_a_worker_connects_again_when_its_connection_breaks(
     meeting = Meeting()
     with socket.create_server((host, int(port))) as server:
         meeting.join(addresses, 1)
-        with contextlib.closing(Line(server.accept()[0], LIMIT)) as line:
+        with contextlib.closing(Connection(server.accept()[0], LIMIT)) as line:
             greeting = Greeting.read(line.receive(LIMIT) or {})
             session = Session(b"", greeting, "nonce")
-            line.send({"nonce": "nonce", "proof": session.prove(FIRST)})
+            line.send({"nonce": "nonce", "proof": session.prove(WORKER_0)})
             line.receive(LIMIT)
             line.send({"missing": [1]})
     meeting.join(addresses, 0)
@@ -318,8 +318,8 @@ def test_a_worker_that_speaks_before_the_start_is_dropped(
     meeting.join(first, 0, timeout=1.0)
     peer = RawWorker(first, known=(addresses[0], "127.0.0.1:9", ""))
     assert peer.prove() == {"missing": [2]}
-    peer.line.send({"stop": True})
-    lines_until(capsys, "it has spoken before the start")
+    peer.connection.send({"stop": True})
+    lines_until(capsys, "it has sent a message before the start")
     assert isinstance(meeting.end()[0], TimeoutError)
 
 
@@ -339,7 +339,7 @@ def test_the_connections_serve_the_running_job(
         thread.start()
     for thread in threads:
         thread.join(LIMIT)
-    lines = results[0].lines[1], results[1].lines[0]
+    lines = results[0].connections[1], results[1].connections[0]
     for sender, receiver in (lines, lines[::-1]):
         for number in range(2):
             message = {"number": number, "text": "x" * 200_000}
@@ -381,7 +381,7 @@ def test_an_open_start_is_said(
     capsys: Any,
 ) -> None:
     """Where the addresses are not of the loopback interface."""
-    monkeypatch.setattr(reception, "is_loopback", lambda _: False)
+    monkeypatch.setattr(coordinator, "is_loopback", lambda _: False)
     monkeypatch.setenv("TFKFAC_SECRET", secret)
     with waiting_worker_0(addresses):
         time.sleep(0.2)
@@ -412,12 +412,12 @@ def test_a_peer_without_the_secret_is_dropped(
     with waiting_worker_0(addresses):
         stranger = RawWorker(addresses)
         session = stranger.session(with_secret)
-        assert stranger.answer["proof"] == session.prove(FIRST)
-        assert not stranger.session(secret).is_proved(
-            FIRST, stranger.answer["proof"]
+        assert stranger.answer["proof"] == session.prove(WORKER_0)
+        assert not stranger.session(secret).verify(
+            WORKER_0, stranger.answer["proof"]
         )
         assert stranger.prove(secret) is None
-        assert stranger.line.closed
+        assert stranger.connection.closed
         (line,) = lines_until(capsys, "dropped worker 1")
         assert "another secret (TFKFAC_SECRET) or none" in line
 
@@ -428,14 +428,20 @@ def test_proofs_cannot_be_used_again(
     """Neither that of worker 0 (reflection) nor an earlier one (replay)."""
     with waiting_worker_0(addresses):
         worker = RawWorker(addresses)
-        worker.line.send({"proof": worker.answer["proof"]})
-        assert worker.line.receive(LIMIT) is None and worker.line.closed
+        worker.connection.send({"proof": worker.answer["proof"]})
+        assert (
+            worker.connection.receive(LIMIT) is None
+            and worker.connection.closed
+        )
         earlier = RawWorker(addresses)
-        proof = earlier.session(with_secret).prove(OTHER)
-        earlier.line.close()
+        proof = earlier.session(with_secret).prove(PEER)
+        earlier.connection.close()
         worker = RawWorker(addresses)
-        worker.line.send({"proof": proof})
-        assert worker.line.receive(LIMIT) is None and worker.line.closed
+        worker.connection.send({"proof": proof})
+        assert (
+            worker.connection.receive(LIMIT) is None
+            and worker.connection.closed
+        )
 
 
 @pytest.mark.parametrize("field", ["worker", "cluster", "job", "nonce"])
@@ -443,14 +449,12 @@ def test_a_proof_is_of_the_whole_greeting(field: str) -> None:
     greeting = Greeting(1, ("a:1", "b:2", ""), "job", "process", "nonce")
     other = {"worker": 2, "cluster": ("a:1", "b:3", ""), "job": "", "nonce": ""}
     changed = dataclasses.replace(greeting, **{field: other[field]})
-    proof = Session(b"secret", greeting, "their nonce").prove(OTHER)
-    assert Session(b"secret", greeting, "their nonce").is_proved(OTHER, proof)
-    assert not Session(b"secret", changed, "their nonce").is_proved(
-        OTHER, proof
-    )
-    assert not Session(b"secret", greeting, "").is_proved(OTHER, proof)
-    assert not Session(b"secret", greeting, "their nonce").is_proved(
-        FIRST, proof
+    proof = Session(b"secret", greeting, "their nonce").prove(PEER)
+    assert Session(b"secret", greeting, "their nonce").verify(PEER, proof)
+    assert not Session(b"secret", changed, "their nonce").verify(PEER, proof)
+    assert not Session(b"secret", greeting, "").verify(PEER, proof)
+    assert not Session(b"secret", greeting, "their nonce").verify(
+        WORKER_0, proof
     )
 
 
@@ -477,12 +481,12 @@ def test_a_worker_does_not_go_on_without_the_proof_of_worker_0(
     assert meeting.end() == {0: None, 1: None}
 
 
-def lines_with_keys() -> tuple[Line, Line]:
+def lines_with_keys() -> tuple[Connection, Connection]:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    return Line(one, LIMIT), Line(other, LIMIT)
+    return Connection(one, LIMIT), Connection(other, LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -492,18 +496,18 @@ def test_messages_carry_a_mac_with_a_counter(attack: str) -> None:
     """A line that is not the next one of the sender ends the connection."""
     sender, receiver = lines_with_keys()
     recorder, tap = lines_with_keys()
-    recorder.protect(b"key of one", b"key of the other")
+    recorder.enable_mac(b"key of one", b"key of the other")
     for number in range(2):
         recorder.send({"number": number})
     texts = []
     while len(texts) < 2:
         tap.read()
-        while (text := tap.pop()) is not None:
+        while (text := tap.pop_line()) is not None:
             texts.append(text)
     first, second = texts
     is_mirrored = attack == "mirrored"
     keys = [b"key of the other", b"key of one"]
-    receiver.protect(*(reversed(keys) if is_mirrored else keys))
+    receiver.enable_mac(*(reversed(keys) if is_mirrored else keys))
     sent = {
         "none": [first, second],
         "no MAC": [first.partition(b" ")[2]],
