@@ -1,4 +1,4 @@
-"""Backups of a job, for all of its workers."""
+"""Backup and restoration of a training job on one or several workers."""
 
 import contextlib
 import pathlib
@@ -16,7 +16,7 @@ import keras
 from typing_extensions import override
 
 from tfkfac.callbacks.files import (
-    WRITING,
+    PARTIAL_PREFIX,
     append_checksum,
     replace_file,
     verify_checksum,
@@ -26,27 +26,26 @@ from tfkfac.compat.models import set_first_epoch, skip_batches
 from tfkfac.distributed.agreement import exchange
 from tfkfac.shell.optimizer import SecondOrderOptimizer, ours
 
-# What a shell calls the end of a process by it.
-EXIT_CODE = 128 + signal.SIGTERM
-_ENDING = ".weights.h5"
+EXIT_CODE = 128 + signal.SIGTERM  # as a shell reports the end by SIGTERM
+_SUFFIX = ".weights.h5"
 _NAME = re.compile(r"epoch-(\d+)(?:_batch-(\d+))?\.weights\.h5")
-_ABSENT = "is not there"  # a fault of a backup that worker 0 has
-_OWN = "chief_backup"  # group of a file with what Keras leaves out
-_KEPT = 2
+_MISSING = "is not there"  # fault of a backup that only worker 0 can read
+_GROUP = "chief_backup"  # HDF5 group of the epoch and the batch
+_NUM_KEPT = 2  # backups
 
 
-def optimizer_of(callback: keras.callbacks.Callback) -> SecondOrderOptimizer:
-    """The optimizer of the model that a callback is set on.
+def get_optimizer(callback: keras.callbacks.Callback) -> SecondOrderOptimizer:
+    """Return the optimizer of tfkfac of the callback's model.
 
     Raises:
-        ValueError: If it is none of ours.
+        ValueError: If the model has another optimizer or none.
     """
-    given = getattr(callback.model, "optimizer", None)
-    optimizer = ours(given)
+    outer = getattr(callback.model, "optimizer", None)
+    optimizer = ours(outer)
     if optimizer is None:
         raise ValueError(
             f"`{type(callback).__name__}` must be used with an optimizer of "
-            f"tfkfac. Received: optimizer={given}"
+            f"tfkfac. Received: optimizer={outer}"
         )
     return optimizer
 
@@ -54,36 +53,37 @@ def optimizer_of(callback: keras.callbacks.Callback) -> SecondOrderOptimizer:
 class ChiefBackup(
     keras.callbacks.Callback, contextlib.AbstractContextManager["ChiefBackup"]
 ):
-    """Backs up training, so that a job may end at any moment and go on.
+    """Back up training after each epoch, and resume it after an interruption.
 
-    After each epoch the first worker writes the weights, the optimizer with all
-    of its curvature, the state of random layers and the epoch. When training
-    begins, all workers go back to the newest backup that is there, and so on
-    with what follows it, to the last bit as if nothing had happened (with the
-    same data, workers and modes; with others it goes on from there too).
+    After each epoch, worker 0 writes the weights, the state of the optimizer
+    with its curvature, the state of random layers and the epoch. When training
+    begins, all workers load the newest backup. With the same data, workers and
+    modes, the resumed training is equal bit for bit to an uninterrupted one.
 
-    Pass it on all workers. In a job of one process it works alike. Where
-    `keras.callbacks.BackupAndRestore` needs a directory for each worker, which
-    can have backups of different epochs, this needs one for all.
+    Pass the callback on all workers; it also works in a job of one process.
+    All workers share one directory. (`keras.callbacks.BackupAndRestore` needs
+    one directory per worker, and their backups may be of different epochs.)
 
-    A job that gets the signal SIGTERM, on one worker or all, backs up once more
-    after the batch that it is in and exits with code 143. It goes on after that
-    batch; the batches before it are taken from the data once more and left out.
-    (What `fit` logs for that epoch is then of its rest; a second SIGTERM ends a
-    worker at once; several workers need `tfkfac.MultiWorkerMirroredStrategy`.)
+    On SIGTERM to any worker, the job backs up after the current batch and
+    exits with code 143. The resumed job reads the earlier batches of the epoch
+    from the data and skips them; the logs of `fit` for that epoch cover only
+    the other batches. A second SIGTERM ends a worker at once. Several workers
+    need `tfkfac.MultiWorkerMirroredStrategy`.
 
-    A backup is written beside its place and put there when it is whole and on
-    disk: a job that is killed while it writes has the last one. So has one
-    whose disk is full, with a warning. A backup ends in a checksum (SHA-256)
-    of its content, which is verified before any worker loads it. If it is
-    damaged on one worker, all of them leave it out, name it on stderr, and go
-    back to the backup before it.
+    A backup is written to a temporary file, which is renamed when it is
+    complete and on disk. If the job is killed while it writes, or the disk is
+    full (which warns), the last backup remains. A backup ends with an SHA-256
+    checksum of its content. If a backup is damaged on any worker, all workers
+    ignore it, print its name on stderr, and load the backup before it.
+
+    >>> backup = tfkfac.callbacks.ChiefBackup("/shared/backups/run-1")
+    >>> model.fit(dataset, epochs=90, callbacks=[backup])
 
     Args:
-        directory: Where to, for this job alone; on several machines a
-            directory of all of them.
-        delete_checkpoint: Whether to delete the backups when training ends as
-            it should. Defaults to `True`.
+        directory: Directory of the backups, for this job only. If the job has
+            several machines, all of them must share the directory.
+        delete_checkpoint: True to delete the backups when training ends
+            normally. Defaults to True.
 
     Raises:
         ValueError: In `fit`, if the model has no optimizer of this package, if
@@ -100,73 +100,75 @@ class ChiefBackup(
         super().__init__()
         self.directory = pathlib.Path(directory)
         self.delete_checkpoint = delete_checkpoint
-        self._around = contextlib.ExitStack()
+        self._context = contextlib.ExitStack()
         self._stopping: Stopping | None = None
-        self._is_asked = False
-        self._epoch = self._skipped = self._done = 0
-        self._damaged: set[str] = set()  # names
+        self._sigterm_received = False
+        self._epoch = self._num_skipped = self._num_done = 0
+        self._damaged: set[str] = set()  # file names
 
     def __exit__(self, *error: Any) -> None:
-        """A `fit` ends, as it should or not."""
+        """Restore the signal handler at the end of `fit`, also by an error."""
         self._stopping = None
-        self._around.close()
-        if self._is_asked:  # and nobody has answered
-            self._is_asked = False
+        self._context.close()
+        if self._sigterm_received:  # too late for a backup
+            self._sigterm_received = False
             signal.raise_signal(signal.SIGTERM)
 
     # ------------------------------------------------------------ restoring
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        optimizer = optimizer_of(self)
+        optimizer = get_optimizer(self)
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         if self._is_chief:
-            self._tidy()
-        backup = self._choose()
-        self._skipped = 0
+            self._delete_partial_files()
+        backup = self._find_newest_valid()
+        self._num_skipped = 0
         if backup is not None:
             self._restore(backup)
-        self._answer_signals()
+        self._install_sigterm_handler()
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        set_first_epoch(self.model, None)  # not for the next `fit` too
+        set_first_epoch(self.model, None)  # only for the first epoch of `fit`
         if epoch > self._epoch:
-            self._skipped = 0
-        self._epoch, self._done = epoch, 0
+            self._num_skipped = 0
+        self._epoch, self._num_done = epoch, 0
 
-    def _choose(self) -> pathlib.Path | None:
-        """Return the newest whole backup, the same on all workers, or None.
+    def _find_newest_valid(self) -> pathlib.Path | None:
+        """Return the newest undamaged backup, or None if there are no backups.
+
+        All workers return the same backup.
 
         Raises:
-            ValueError: If the others do not see what the first worker sees, or
-                if no backup is whole.
+            ValueError: If another worker does not see a backup of worker 0, or
+                if all backups are damaged.
         """
-        mine = {"names": [path.name for path in self._files()]}
-        names = self._seen(mine, "backups")[0]["names"]
+        local = {"names": [path.name for path in self._files()]}
+        names = self._exchange(local, "backups")[0]["names"]
         faults: dict[str, str] = {}
         for name in reversed(names):
             path = self.directory / name
-            # Each worker may read a file of its own, on a disk of its own.
-            seen = self._seen(_inspect(path), "backup")
-            checksum = seen[0].get("checksum")
-            absent = [
+            # The workers' directories may be on different disks.
+            checks = self._exchange(_check_backup(path), "backup")
+            checksum = checks[0].get("checksum")
+            missing = [
                 i
-                for i, one in enumerate(seen)
-                if (i and one.get("fault") == _ABSENT)
-                or (checksum and one.get("checksum", checksum) != checksum)
+                for i, check in enumerate(checks)
+                if (i and check.get("fault") == _MISSING)
+                or (checksum and check.get("checksum", checksum) != checksum)
             ]
-            if absent:
+            if missing:
                 raise ValueError(
                     "Argument `directory` of `ChiefBackup` must be a directory "
-                    f"of all workers. Workers {absent} do not see the backup "
+                    f"of all workers. Workers {missing} do not see the backup "
                     f"'{name}' of worker 0. Received: "
                     f"directory='{self.directory}'"
                 )
             damaged = [
-                f"{one['fault']} (on worker {i})" if i else one["fault"]
-                for i, one in enumerate(seen)
-                if "fault" in one
+                f"{check['fault']} (on worker {i})" if i else check["fault"]
+                for i, check in enumerate(checks)
+                if "fault" in check
             ]
             if not damaged:
                 self._damaged = set(faults)
@@ -188,42 +190,45 @@ class ChiefBackup(
 
     def _restore(self, path: pathlib.Path) -> None:
         with warnings.catch_warnings():
-            # Keras leaves out the variables of an optimizer of another kind.
+            # Keras only warns if the variables are of another optimizer.
             skipped = "Skipping variable loading"
             warnings.filterwarnings("error", message=skipped)
             self.model.load_weights(path)
         with h5py.File(path, "r") as file:
-            own = file[_OWN]
-            self._epoch = int(own.attrs["epoch"])
-            self._skipped = int(own.attrs.get("batch", 0))
+            position = file[_GROUP].attrs
+            self._epoch = int(position["epoch"])
+            self._num_skipped = int(position.get("batch", 0))
         set_first_epoch(self.model, self._epoch)
-        self._around.callback(skip_batches(self.model, self._skipped))
+        self._context.callback(skip_batches(self.model, self._num_skipped))
 
     # --------------------------------------------------------------- saving
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._done < self._skipped and not self.model.stop_training:
+        if self._num_done < self._num_skipped and not self.model.stop_training:
             raise ValueError(
-                f"The backup in '{self.directory}' is of batch {self._skipped} "
-                f"of epoch {epoch + 1}, but the data has only {self._done} "
-                "batches. Train with the same data and batch size, or delete "
-                "this backup to go on from the one before."
+                f"The backup in '{self.directory}' is of batch "
+                f"{self._num_skipped} of epoch {epoch + 1}, but the data has "
+                f"only {self._num_done} batches. Train with the same data and "
+                "batch size, or delete this backup to resume the one before it."
             )
         if self._is_chief:
             self._write(epoch + 1)
 
     def _write(self, epoch: int, batch: int = 0) -> bool:
-        """Backs up training before a batch of an epoch; True if it can."""
-        part = f"_batch-{batch:09}" if batch else ""
-        path = self.directory / f"epoch-{epoch:06}{part}{_ENDING}"
+        """Write a backup from which `fit` resumes at an epoch and batch.
 
-        def write(beside: pathlib.Path) -> None:
-            self.model.save_weights(beside, overwrite=True)
-            with h5py.File(beside, "a") as file:
-                own = file.create_group(_OWN)
-                own.attrs["epoch"] = epoch
-                own.attrs["batch"] = batch
-            append_checksum(beside)
+        Return True on success. Epochs and batches are counted from 0.
+        """
+        batch_name = f"_batch-{batch:09}" if batch else ""
+        path = self.directory / f"epoch-{epoch:06}{batch_name}{_SUFFIX}"
+
+        def write(temporary: pathlib.Path) -> None:
+            self.model.save_weights(temporary, overwrite=True)
+            with h5py.File(temporary, "a") as file:
+                group = file.create_group(_GROUP)
+                group.attrs["epoch"] = epoch
+                group.attrs["batch"] = batch
+            append_checksum(temporary)
 
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -237,17 +242,17 @@ class ChiefBackup(
             return False
         self._damaged.discard(path.name)
         files = self._files()
-        whole = [file for file in files if file.name not in self._damaged]
-        self._delete([file for file in files if file not in whole[-_KEPT:]])
+        valid = [file for file in files if file.name not in self._damaged]
+        self._delete([file for file in files if file not in valid[-_NUM_KEPT:]])
         return True
 
     # ---------------------------------------------------------- terminating
-    def _answer_signals(self) -> None:
-        """Lets SIGTERM end all workers after a batch, if they can together."""
-        own = getattr(self.model.distribute_strategy, "stopping", None)
-        is_alone = optimizer_of(self).method.job.topology.processes == 1
-        self._stopping = own or (Stopping() if is_alone else None)
-        # Python lets no other thread choose what a signal does.
+    def _install_sigterm_handler(self) -> None:
+        """Make SIGTERM stop all workers after the same batch, if supported."""
+        stopping = getattr(self.model.distribute_strategy, "stopping", None)
+        is_alone = get_optimizer(self).method.job.topology.processes == 1
+        self._stopping = stopping or (Stopping() if is_alone else None)
+        # Only the main thread may set a signal handler.
         in_main = threading.current_thread() is threading.main_thread()
         if not in_main:
             warnings.warn(
@@ -261,29 +266,29 @@ class ChiefBackup(
         before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
         def receive(number: int, frame: FrameType | None) -> None:
-            self._is_asked = True
-            signal.signal(signal.SIGTERM, before)  # of the second one
+            self._sigterm_received = True
+            signal.signal(signal.SIGTERM, before)  # for a second SIGTERM
 
         signal.signal(signal.SIGTERM, receive)
-        self._around.callback(signal.signal, signal.SIGTERM, before)
+        self._context.callback(signal.signal, signal.SIGTERM, before)
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._done = done = batch + 1
-        if self._stopping is None or done <= self._skipped:
+        self._num_done = done = batch + 1
+        if self._stopping is None or done <= self._num_skipped:
             return
-        if self._is_asked:
+        if self._sigterm_received:
             self._stopping.request()
         if self._stopping.end_batch():
-            self._is_asked = False
-            self._leave(done)
+            self._sigterm_received = False
+            self._back_up_and_exit(done)
 
-    def _leave(self, done: int) -> None:
-        """Backs up after some batches of the epoch, and ends all processes."""
-        optimizer_of(self).gather_state()
+    def _back_up_and_exit(self, done: int) -> None:
+        """Back up after `done` batches of the epoch, and exit all processes."""
+        get_optimizer(self).gather_state()
         is_saved = self._is_chief and self._write(self._epoch, done)
-        # Nobody ends before the first worker has written.
-        chief, *_ = self._seen({"saved": is_saved}, "leave")
+        # This exchange also waits until worker 0 has written the backup.
+        chief, *_ = self._exchange({"saved": is_saved}, "leave")
         what = "is backed up" if chief["saved"] else "ends, not backed up,"
         print(
             f"tfkfac: SIGTERM: training {what} after batch {done} of epoch "
@@ -296,15 +301,15 @@ class ChiefBackup(
     @override
     def on_train_end(self, logs: Any = None) -> None:
         if self._is_chief and self.delete_checkpoint:
-            self._tidy()
+            self._delete_partial_files()
             self._delete(self._files())
 
-    def _tidy(self) -> None:
-        """Removes what a killed job has not finished writing."""
-        self._delete(self.directory.glob(f"{WRITING}*{_ENDING}"))
+    def _delete_partial_files(self) -> None:
+        """Delete the incomplete files of a killed job."""
+        self._delete(self.directory.glob(f"{PARTIAL_PREFIX}*{_SUFFIX}"))
 
     def _delete(self, paths: Iterable[pathlib.Path]) -> None:
-        """Delete files; a directory in the place of a file stays."""
+        """Delete files; warn if one cannot be deleted, as a directory."""
         for path in paths:
             try:
                 path.unlink()
@@ -314,49 +319,51 @@ class ChiefBackup(
                 )
 
     def _files(self) -> list[pathlib.Path]:
-        """The backups, in the order of time."""
+        """Return the backups, oldest first."""
         paths = [
             path
-            for path in self.directory.glob(f"epoch-*{_ENDING}")
+            for path in self.directory.glob(f"epoch-*{_SUFFIX}")
             if _NAME.fullmatch(path.name)
         ]
-        return sorted(paths, key=lambda path: _position(path.name))
+        return sorted(paths, key=lambda path: _parse_name(path.name))
 
     @property
     def _is_chief(self) -> bool:
-        return optimizer_of(self).method.job.topology.process == 0
+        return get_optimizer(self).method.job.topology.process == 0
 
-    def _seen(self, mine: dict[str, Any], purpose: str) -> list[dict[str, Any]]:
-        """Something that each worker has, by worker."""
-        job = optimizer_of(self).method.job
+    def _exchange(
+        self, local: dict[str, Any], purpose: str
+    ) -> list[dict[str, Any]]:
+        """Gather the values of all workers, by worker index."""
+        job = get_optimizer(self).method.job
         if job.topology.processes == 1:
-            return [mine]
-        return exchange(mine, job.among_processes(purpose))
+            return [local]
+        return exchange(local, job.among_processes(purpose))
 
 
-def _position(name: str) -> tuple[int, int]:
-    """Epoch and batch in the name of a backup."""
+def _parse_name(name: str) -> tuple[int, int]:
+    """Return the epoch and the batch in the name of a backup."""
     match = _NAME.fullmatch(name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)
 
 
-def _inspect(path: pathlib.Path) -> dict[str, str]:
-    """Return the `checksum` of a backup that is whole, or its `fault`."""
+def _check_backup(path: pathlib.Path) -> dict[str, str]:
+    """Return the "checksum" of a valid backup, or the "fault" of another."""
     try:
         checksum = verify_checksum(path)
     except FileNotFoundError:
-        return {"fault": _ABSENT}
+        return {"fault": _MISSING}
     except OSError as error:
         return {"fault": f"cannot be read: {error}"}
     except ValueError as error:
         return {"fault": str(error)}
     try:
         with h5py.File(path, "r") as file:
-            own = file[_OWN].attrs
-            stored = int(own["epoch"]), int(own["batch"])
+            position = file[_GROUP].attrs
+            stored = int(position["epoch"]), int(position["batch"])
     except (OSError, KeyError, TypeError, ValueError) as error:
         return {"fault": f"cannot be read: {error}"}
-    if stored != _position(path.name):
+    if stored != _parse_name(path.name):
         return {"fault": "is of epoch {} and batch {} inside".format(*stored)}
     return {"checksum": checksum}

@@ -1,4 +1,4 @@
-"""Callback that logs the state of a second-order optimizer."""
+"""Keras callback that logs scalars of a second-order optimizer."""
 
 import functools
 import importlib.util
@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfkfac.callbacks.backup import optimizer_of
+from tfkfac.callbacks.backup import get_optimizer
 from tfkfac.checks import check_count
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
@@ -21,7 +21,7 @@ from tfkfac.kfac.optimizer import KFAC
 
 
 class Value(NamedTuple):
-    """A scalar of the whole model (`layer` empty) or of one layer."""
+    """Named scalar of the whole model (`layer=""`) or of one layer."""
 
     quantity: str
     value: float
@@ -29,14 +29,15 @@ class Value(NamedTuple):
 
 
 class CurvatureLogger(keras.callbacks.Callback):
-    """Logs what the optimizer does, at the end of each epoch or more often.
+    """Log scalars of the optimizer after each epoch or every `every` steps.
 
-    For K-FAC: `KFAC.last_step`, the number of factor and inverse updates, and
-    for each layer whose factors this process keeps the "trace" of its Kronecker
-    block A x G and the "condition" of A x G plus the damping. For FOSI: the
-    Ritz values in use, and the share of the time that each replica waits. For
-    Gauss-Newton: `GaussNewton.last_step`. For all: the number of skipped steps
-    and the seconds of a step.
+    - All optimizers: "skipped_steps", "seconds_per_step" (wall seconds).
+    - `KFAC`: `KFAC.last_step`, "factor_updates", "inverse_updates"; for each
+      layer whose factors this process stores, the "trace" of its Kronecker
+      block A x G and the "condition" number of A x G + damping I.
+    - `FOSI`: "ritz_value_i"; "idle_share_r", the fraction of the time that
+      replica r waits.
+    - `GaussNewton`: `GaussNewton.last_step`.
 
     At the end of an epoch the scalars of the whole model are added to `logs` as
     "curvature/...", for `History`, `keras.callbacks.CSVLogger` and all other
@@ -47,14 +48,14 @@ class CurvatureLogger(keras.callbacks.Callback):
     >>> model.fit(x, y, callbacks=[logger])
 
     Args:
-        directory: Directory of the TensorBoard event files; each worker writes
-            a file of its own. None writes no files. Needs the package
-            `tensorboard`. Defaults to None.
-        every: Training steps between two points, besides the ends of epochs.
-            Defaults to None, ends of epochs only.
-        layers: True to log the layers. It takes the eigenvalues of all
-            factors: seconds where they have thousands of rows. Defaults to
-            True.
+        directory: Directory of the TensorBoard event files, one file for each
+            worker. None writes no files. Needs the package `tensorboard`.
+            Defaults to None.
+        every: Training steps between two logged points. Defaults to None: log
+            only at the ends of epochs.
+        layers: True to log the scalars of each layer. This computes the
+            eigenvalues of all factors: wall seconds for factors of thousands
+            of rows. Defaults to True.
 
     Raises:
         ValueError: If `every` is not a positive integer, or TensorBoard is
@@ -90,7 +91,7 @@ class CurvatureLogger(keras.callbacks.Callback):
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        job = optimizer_of(self).method.job
+        job = get_optimizer(self).method.job
         self._steps = self._logged = int(job.clock)
         self._last_time = time.perf_counter()
         if self.directory is not None:
@@ -116,7 +117,7 @@ class CurvatureLogger(keras.callbacks.Callback):
             self._writer = None
 
     def _log(self, logs: dict[str, Any]) -> None:
-        """Write all scalars; add those of the whole model to `logs`."""
+        """Write all scalars; add the scalars of the model to `logs`."""
         values = list(self._values())
         self._write([*(Value(k, float(v)) for k, v in logs.items()), *values])
         for value in values:
@@ -135,10 +136,10 @@ class CurvatureLogger(keras.callbacks.Callback):
 
     def _values(self) -> Iterator[Value]:
         """Yield the current scalars of the optimizer."""
-        optimizer = optimizer_of(self)
+        optimizer = get_optimizer(self)
         if steps := self._steps - self._logged:
-            passed = time.perf_counter() - self._last_time
-            yield Value("seconds_per_step", passed / steps)
+            elapsed_s = time.perf_counter() - self._last_time
+            yield Value("seconds_per_step", elapsed_s / steps)
         yield Value("skipped_steps", int(optimizer.skipped_steps))
         if isinstance(optimizer, FOSI):
             for i, value in enumerate(optimizer.spectrum()):
@@ -147,14 +148,15 @@ class CurvatureLogger(keras.callbacks.Callback):
                 yield Value(f"idle_share_{rank}", float(share))
         if not isinstance(optimizer, KFAC | GaussNewton):
             return
-        did = optimizer.last_step
-        yield from (Value(name, value) for name, value in did.items())
+        last_step = optimizer.last_step
+        yield from (Value(name, value) for name, value in last_step.items())
         if isinstance(optimizer, KFAC):
             yield Value("factor_updates", int(optimizer.factor_updates))
             yield Value("inverse_updates", int(optimizer.inverse_updates))
-            if self.layers and "damping" in did:
+            if self.layers and "damping" in last_step:
+                damping = last_step["damping"]
                 for path, factors in optimizer.factors().items():
-                    trace, condition = layer_curvature(factors, did["damping"])
+                    trace, condition = layer_curvature(factors, damping)
                     yield Value("trace", trace, path)
                     yield Value("condition", condition, path)
 
@@ -162,12 +164,15 @@ class CurvatureLogger(keras.callbacks.Callback):
 def layer_curvature(
     factors: Mapping[str, np.ndarray], damping: float
 ) -> tuple[float, float]:
-    """Compute the trace and the condition number of a layer's block.
+    """Compute the trace of a block A x G and the condition of A x G + damping.
 
-    The eigenvalues of a Kronecker product are the products of those of its
-    factors. The condition is of these with the damping added. Factors are some
-    of "A" and "G": a matrix, the vector of a diagonal, or a stack of the
-    matrices of groups.
+    The eigenvalues of a Kronecker product are the products of the eigenvalues
+    of its factors.
+
+    Args:
+        factors: Factors "A", "G" or both: a matrix, the diagonal as a vector,
+            or a stack `(groups, n, n)` of one matrix per group.
+        damping: Damping that is added to each eigenvalue.
     """
     if not all(np.all(np.isfinite(factor)) for factor in factors.values()):
         return math.nan, math.nan
@@ -182,7 +187,7 @@ def layer_curvature(
 
 
 def _spectrum(factor: np.ndarray) -> np.ndarray:
-    """Eigenvalues along the last axis; rounding makes none negative."""
+    """Return eigenvalues along the last axis, clipped at 0 from below."""
     values = np.asarray(factor, np.float64)
     if values.ndim == 1:
         return values

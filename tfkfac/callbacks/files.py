@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, and checksums of their content."""
+"""Atomic replacement of files, and checksums of their content."""
 
 import contextlib
 import hashlib
@@ -6,42 +6,44 @@ import os
 import pathlib
 from collections.abc import Callable
 
-# Beginning of the name of a file that is not complete yet.
-WRITING = ".writing-"
+PARTIAL_PREFIX = ".writing-"  # of the name of an incomplete file
 _MARK = b"\ntfkfac sha256 "  # before the digest, at the end of a file
 _HEX_DIGITS = 64  # of SHA-256
-_CHUNK = 2**20  # bytes
+_CHUNK_BYTES = 2**20  # bytes
 
 
 def replace_file(
     path: pathlib.Path, write: Callable[[pathlib.Path], None]
 ) -> None:
-    """Write a file beside its place, and move it there when it is on disk.
+    """Replace a file atomically: write a temporary file, sync it, rename it.
 
-    At any moment the place has the old file or the new one, both whole. `write`
-    is given a path that ends as the place does.
+    At any moment `path` is the complete old file or the complete new file.
+
+    Args:
+        path: The file to replace.
+        write: Called with the path of the temporary file, which has the same
+            suffix.
 
     Raises:
-        OSError: If that fails. The place is as before, and nothing is beside
-            it.
+        OSError: If writing fails. `path` is unchanged, and the temporary file
+            is deleted.
     """
-    beside = path.with_name(f"{WRITING}{path.name}")
+    temporary = path.with_name(f"{PARTIAL_PREFIX}{path.name}")
     try:
-        write(beside)
-        _sync(beside)
-        os.replace(beside, path)
+        write(temporary)
+        _sync(temporary)
+        os.replace(temporary, path)
         _sync(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise
 
 
 def append_checksum(path: pathlib.Path) -> None:
     """Append the SHA-256 digest of a file to it.
 
-    HDF5 reads a file up to the length that is in its header, and ignores what
-    follows.
+    HDF5 ignores the bytes after the file length that its header contains.
 
     Raises:
         OSError: If the file cannot be read or written.
@@ -52,12 +54,12 @@ def append_checksum(path: pathlib.Path) -> None:
 
 
 def verify_checksum(path: pathlib.Path) -> str:
-    """Return the checksum at the end of a file after a comparison.
+    """Compare the checksum of a file with its content, and return it.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If it has no checksum or another content. The message
-            completes a sentence that begins with the file's name.
+        ValueError: If the file has no checksum or a wrong one. The message is
+            a predicate: the caller puts the file's name before it.
     """
     size = path.stat().st_size - len(_MARK) - _HEX_DIGITS
     with path.open("rb") as file:
@@ -73,16 +75,16 @@ def verify_checksum(path: pathlib.Path) -> str:
 
 
 def _digest(path: pathlib.Path, size: int) -> str:
-    """SHA-256 of the first bytes of a file, in hexadecimal digits."""
+    """Return the hexadecimal SHA-256 of the first `size` bytes of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        for start in range(0, size, _CHUNK):
-            digest.update(file.read(min(_CHUNK, size - start)))
+        for start in range(0, size, _CHUNK_BYTES):
+            digest.update(file.read(min(_CHUNK_BYTES, size - start)))
     return digest.hexdigest()
 
 
 def _sync(path: pathlib.Path) -> None:
-    """Wait until a file, or a directory's list of files, is on disk."""
+    """Wait until a file, or the entries of a directory, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
