@@ -1,1 +1,1 @@
-"""The loss of a step: its terms, its unit, and what replicas have of it."""
+"""Loss of a training step: its terms, unit, and weights of the replicas."""

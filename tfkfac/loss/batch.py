@@ -1,4 +1,4 @@
-"""The loss batch of a step, and the loss computed anew at given weights."""
+"""Recorded batch of a loss, and recomputation of the loss at other weights."""
 
 import contextlib
 import dataclasses
@@ -37,16 +37,16 @@ from tfkfac.loss.terms import (
 
 @dataclasses.dataclass(frozen=True)
 class LossBatch:
-    """The batch of a loss.
+    """Batch for which `compute_loss` was called.
 
     Attributes:
-        terms: The terms of each of its losses; none if they were not seen.
+        terms: Terms of each loss; empty if no loss was observed.
         weightless: For each output with sample weights, bool
             `(examples, positions)`, True where the weight is zero.
         arguments: Arguments of `compute_loss`.
-        ordinal: Number of batches that were seen before in the same step.
-        measure: Measure of the loss by all replicas, if it has been weighed.
-        value: The loss, divided by the number of replicas as Keras does; the
+        ordinal: Number of earlier batches in the same step.
+        measure: Measure over all replicas; None before the loss is weighted.
+        value: The loss, divided by the number of replicas as in Keras; the
             sum of its values with `reduction="none"`.
     """
 
@@ -59,10 +59,10 @@ class LossBatch:
 
 
 class LossTap(ModelTap[LossBatch]):
-    """Notes the batch that a model's `compute_loss` is called with.
+    """Record the batch of each call of a model's `compute_loss`.
 
-    In a custom loop without `compute_loss` nothing is noted: the leading
-    dimension of each layer's input is the batch, and no weight is zero.
+    A custom loop may not call `compute_loss`. Then the batch size is the
+    leading dimension of each layer's input, and no sample weight is zero.
     """
 
     method = "compute_loss"
@@ -93,9 +93,9 @@ class LossTap(ModelTap[LossBatch]):
         return loss
 
     def written(self) -> list[tf.Tensor]:
-        """Handles of the variables that the losses of this trace write."""
-        found = self._written.everywhere(and_eager=True)
-        return [handle for own in found for handle in own]
+        """Return handles of the variables that the losses of a trace write."""
+        lists = self._written.everywhere(and_eager=True)
+        return [handle for handles in lists for handle in handles]
 
 
 def loss_batch(
@@ -103,9 +103,9 @@ def loss_batch(
     terms: tuple[LossTerms, ...] = (),
     ordinal: int = 0,
 ) -> LossBatch:
-    """Reads the batch off a call of `compute_loss`.
+    """Create a `LossBatch` from the arguments of `compute_loss`.
 
-    Without the terms of losses it is taken for a mean over the examples.
+    If no loss was observed, assume a mean over the examples.
     """
     sources = [arguments.get(name) for name in ("x", "y_pred", "y")]
     tensors = [
@@ -128,9 +128,9 @@ def loss_batch(
     return LossBatch(terms, weightless, arguments, ordinal)
 
 
-# ----------------------------------------------------- the loss once more
+# -------------------------------------------------- recomputation of the loss
 def training_call(model: keras.Model, x: Any) -> ForwardCall:
-    """The call that Keras' own `train_step` makes."""
+    """Return the call that Keras' `train_step` makes for inputs `x`."""
     kwargs = {"training": True} if call_takes_training(model) else {}
     return ForwardCall((x,), kwargs, None)
 
@@ -138,11 +138,11 @@ def training_call(model: keras.Model, x: Any) -> ForwardCall:
 def find_call(
     model: keras.Model, batch: LossBatch, calls: Sequence[ForwardCall]
 ) -> ForwardCall:
-    """Returns the call of the model that the loss was computed from.
+    """Return the call of the model whose outputs the loss was computed from.
 
     Raises:
-        ValueError: If the loss was not computed by `compute_loss`, or of
-            something that the model cannot be seen to have returned.
+        ValueError: If `compute_loss` was not called, or was called without
+            `x` for predictions that no recorded call has returned.
     """
     if "y_pred" in batch.arguments:
         predicted = _identities(batch.arguments["y_pred"])
@@ -163,7 +163,7 @@ def stateless(
     model: keras.Model,
     mapping: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
 ) -> Iterator[keras.StatelessScope]:
-    """A scope in which a model changes no state, at values of some weights."""
+    """Keras stateless scope: calls use `mapping` and change no variable."""
     with (
         paused(),
         kept_losses(model),
@@ -175,12 +175,12 @@ def stateless(
 def changed_layers(
     model: keras.Model, call: ForwardCall
 ) -> tuple[list[str], list[str]]:
-    """Layers that a call changes the state of, and those that add a loss."""
+    """Return names of layers that a call updates, and that add a loss."""
     with stateless(model) as scope:
         model(*call.args, **call.kwargs)
         losing = losing_layers(model, scope)
     changed = []
-    for node in walk(model):  # what is inside of a layer comes before it
+    for node in walk(model):  # inner layers come before outer layers
         states = node.layer.non_trainable_variables
         if any(scope.get_current_value(v) is not None for v in states):
             changed.append(node.layer.name)
@@ -196,19 +196,19 @@ def replay_loss(
     shares: Sequence[tf.Tensor] = (),
     read: Callable[[Any], Any] | None = None,
 ) -> tf.Tensor:
-    """Computes the loss with other weights, and changes no state.
+    """Recompute the loss at other weights without changing any state.
 
-    What the model would update (moving averages, random seeds, metrics) stays
-    as it is; each replay sees the same.
+    Moving averages, random seeds and metrics are not updated, so each replay
+    uses the same values, for example the same dropout mask.
 
     Args:
         model: A compiled model.
         call: The call to repeat.
-        arguments: Those of `compute_loss`; `y_pred` is computed anew.
-        variables: Weights that have other `values`.
-        values: These.
-        shares: Weights of the losses, see `weigh`.
-        read: Returns what the loss is to read in the place of the outputs.
+        arguments: Arguments of `compute_loss`; `y_pred` is recomputed.
+        variables: Weights to replace.
+        values: The new values of `variables`.
+        shares: Share of each loss, see `weigh`. Defaults to none.
+        read: Maps the outputs to the inputs of the loss. Defaults to None.
     """
     with stateless(model, list(zip(variables, values, strict=True))):
         outputs = model(*call.args, **call.kwargs)
@@ -223,11 +223,10 @@ def loss_of_outputs(
     outputs: Any,
     shares: Sequence[tf.Tensor] = (),
 ) -> tf.Tensor:
-    """Computes the loss of what a model returned; arguments as above.
+    """Compute the loss of given outputs; arguments as in `replay_loss`.
 
-    Losses that layers have added are those of the surrounding stateless scope.
-    What the losses of the training step have been seen to write has afterwards
-    the value that it had.
+    The losses added by layers come from the current stateless scope. The
+    variables that a loss writes are restored.
     """
     written = LossTap.open(model).written()
     with kept_variables(written), observed_losses() as losses:
@@ -237,7 +236,7 @@ def loss_of_outputs(
 
 
 def scalar_loss(loss: Any) -> tf.Tensor:
-    """Sum of the values of a loss, whose gradient a tape takes."""
+    """Sum the values of a loss, as a gradient tape does."""
     loss = tf.convert_to_tensor(loss)
     return loss if loss.shape.rank == 0 else tf.reduce_sum(loss)
 

@@ -1,16 +1,15 @@
-"""A loss held against the likelihoods that it may be a multiple of.
+"""Test in each batch whether a loss is a multiple of a known likelihood.
 
-Nobody runs it for that: the batch of each step is the trial. Of every
-likelihood that labels and predictions could be of, terms are compared with
-the values of the loss. It is the likelihood times `u = sum(values) / sum(nll)`
-if that is so for each of them (to 0.1 %). `u` is found anew in each step: a
-weight of the loss may be in a variable. And a loss that is a likelihood for
-some residuals alone, as Huber's, is one in the steps that have no others.
+For each candidate likelihood, compare the values of the loss with
+`u * nll`, where `u = sum(values) / sum(nll)`. The loss is a multiple of the
+likelihood if all compared terms agree within 0.1 %. `u` is determined in each
+step, because a loss weight may be a variable. A Huber loss agrees with the
+normal likelihood in the batches without large residuals.
 
-That costs little. Of many terms a few are compared, of which one is the
-largest: what is no likelihood for all residuals is none for large ones. One
-number for all terms, or the values of very few, could be a multiple of
-anything: there the gradients at the outputs are compared, too.
+To limit the cost, compare at most `_MAX_ROWS` terms, including the term with
+the largest value, because robust losses differ at large residuals. The values
+of fewer than `_MIN_TERMS` terms, or a scalar loss, could be a multiple of any
+likelihood: there compare the gradients at the outputs as well.
 """
 
 import functools
@@ -22,27 +21,28 @@ import tensorflow as tf
 
 from tfkfac.compat.losses import Leaves, LossCall, Reduction
 
-# Of the predictions: means, probabilities or rates; or logits, if they are.
+# Likelihoods of labels given means, rates and probabilities, or given logits.
 NORMAL, POISSON = "normal", "poisson"
 BERNOULLI, CATEGORICAL = "bernoulli", "categorical"
 BERNOULLI_LOGITS = "bernoulli logits"
 CATEGORICAL_LOGITS = "categorical logits"
 LOGITS = {BERNOULLI: BERNOULLI_LOGITS, CATEGORICAL: CATEGORICAL_LOGITS}
 
-_TOLERANCE = 1e-3
-# Errors of probabilities in float32, and what Keras clips them at.
+_TOLERANCE = 1e-3  # relative
+# Rounding error of a float32 probability, and Keras' bound for clipping it.
 _ROUNDING, _EPSILON = 1e-6, 1e-7
 
 
 class Verdict(NamedTuple):
-    """Likelihood and unit of a loss, by all replicas.
+    """Likelihood and unit of a loss, determined from all replicas.
 
     Attributes:
-        names: The likelihoods that it could be of.
-        index: Index of its likelihood, an int32 scalar; their number if none.
-        unit: Its unit; 1 if it is none.
-        is_counted: Scalar bool, True if users want to know; False for a loss
-            that is not finite.
+        names: Names of the candidate likelihoods.
+        index: Index of the likelihood in `names`, an int32 scalar;
+            `len(names)` if no likelihood agrees.
+        unit: Unit of the loss; 1 if no likelihood agrees.
+        is_counted: Scalar bool, True if the step counts in the report of
+            losses without a likelihood; False if the loss is not finite.
     """
 
     names: tuple[str, ...]
@@ -52,58 +52,66 @@ class Verdict(NamedTuple):
 
     @property
     def is_known(self) -> tf.Tensor:
-        """True if it is any of them, a scalar bool."""
+        """Scalar bool, True if a likelihood agrees."""
         return self.index < len(self.names)
 
 
 class Recognition(NamedTuple):
-    """Comparison of a loss with likelihoods, by one replica's batch."""
+    """Comparison of a loss with likelihoods in one replica's batch.
 
-    names: tuple[str, ...]  # of those that it could be of
-    sums: tf.Tensor  # of each what replicas add up, float64 `(names, 7)`
-    is_reported: bool = True  # if it is none of them
+    Attributes:
+        names: Names of the candidate likelihoods.
+        sums: Numbers to sum over the replicas, float64 `(len(names), 7)`.
+        is_reported: True to report a loss that is none of them.
+    """
+
+    names: tuple[str, ...]
+    sums: tf.Tensor
+    is_reported: bool = True
 
     def times(self, factor: tf.Tensor) -> "Recognition":
-        """That of the loss times a number."""
+        """Return the comparison of `factor` times the loss."""
         powers = tf.constant([0, 1, 0, 2, 1, 0, 0], tf.float64)
         return self._replace(sums=self.sums * tf.pow(factor, powers))
 
     def verdict(self, sums: tf.Tensor) -> Verdict:
-        """Decides by the sums of all replicas, added up."""
+        """Decide from `sums` summed over all replicas."""
         wrong, product, square, spread, values, nll, floor = tf.unstack(
             sums, axis=1
         )
         unit = tf.math.divide_no_nan(product, square)
         expected = unit * nll
-        room = _TOLERANCE * tf.abs(expected) + unit * floor
-        # Replicas have found the same, each by itself.
-        varied = spread - tf.math.divide_no_nan(product**2, square)
-        alike = varied <= _TOLERANCE**2 * spread
-        fits = (wrong == 0) & alike & (tf.abs(values - expected) <= room)
-        nothing = (wrong == 0) & (values == 0) & (nll <= floor)
-        fits = nothing | (fits & (unit > 0) & tf.math.is_finite(unit))
+        tolerance = _TOLERANCE * tf.abs(expected) + unit * floor
+        # The units of the replicas must agree.
+        variance = spread - tf.math.divide_no_nan(product**2, square)
+        equal = variance <= _TOLERANCE**2 * spread
+        fits = (wrong == 0) & equal & (tf.abs(values - expected) <= tolerance)
+        is_zero = (wrong == 0) & (values == 0) & (nll <= floor)
+        fits = is_zero | (fits & (unit > 0) & tf.math.is_finite(unit))
         number = len(self.names)
-        places = tf.where(fits, tf.range(number), number)
-        index = tf.reduce_min(places)
-        unit = tf.where(nothing, tf.ones_like(unit), unit)
-        found = tf.concat([unit, tf.ones([1], unit.dtype)], 0)
+        index = tf.reduce_min(tf.where(fits, tf.range(number), number))
+        unit = tf.where(is_zero, tf.ones_like(unit), unit)
+        units = tf.concat([unit, tf.ones([1], unit.dtype)], 0)
         return Verdict(
             self.names,
             index,
-            tf.gather(found, index),
+            tf.gather(units, index),
             tf.math.is_finite(values[0]) & self.is_reported,
         )
 
 
 class _Form(NamedTuple):
-    """A likelihood in terms of what a loss has read.
+    """A candidate likelihood as functions of labels y and outputs z.
 
     Attributes:
-        nll: Of labels and outputs, that of each output or of each term.
-        residuals: Of the same mean less label, its gradient at its natural
-            parameters.
-        slopes: Of outputs and the gradient of the loss there, the latter.
-        by_logits: True if it is of the logits behind the outputs.
+        name: Name of the likelihood.
+        nll: `nll(y, z)`, the negative log-likelihood of each output or term.
+        residuals: `residuals(y, z)`, the gradient of the negative
+            log-likelihood in its natural parameters: mean - label.
+        slopes: `slopes(z, g)`, converts the gradient g of the loss at z to
+            the gradient in the natural parameters.
+        of_classes: True if labels may be integer classes.
+        by_logits: True if z are Keras' logits behind the outputs.
     """
 
     name: str
@@ -124,10 +132,10 @@ def _sigmoid(y: tf.Tensor, z: tf.Tensor) -> tf.Tensor:
 
 
 def _categorical(y: tf.Tensor, z: tf.Tensor) -> tf.Tensor:
-    return -y * tf.math.log(tf.clip_by_value(_shares(z), _EPSILON, 1))
+    return -y * tf.math.log(tf.clip_by_value(_normalized(z), _EPSILON, 1))
 
 
-def _shares(z: tf.Tensor) -> tf.Tensor:
+def _normalized(z: tf.Tensor) -> tf.Tensor:
     return tf.math.divide_no_nan(z, tf.reduce_sum(z, -1, keepdims=True))
 
 
@@ -153,12 +161,14 @@ _BERNOULLI_LOGITS = _Form(
     lambda y, z: tf.sigmoid(z) - y,
     lambda z, g: g,
 )
-# Of probabilities that the loss may or may not divide by their sum.
+# The outputs may be unnormalized: the loss may divide them by their sum.
 _CATEGORICAL = _Form(
     CATEGORICAL,
     _categorical,
-    lambda y, z: _shares(z) * _mass(y) - y,
-    lambda z, g: z * g - _shares(z) * tf.reduce_sum(z * g, -1, keepdims=True),
+    lambda y, z: _normalized(z) * _mass(y) - y,
+    lambda z, g: (
+        z * g - _normalized(z) * tf.reduce_sum(z * g, -1, keepdims=True)
+    ),
     of_classes=True,
 )
 _CATEGORICAL_LOGITS = _Form(
@@ -168,52 +178,56 @@ _CATEGORICAL_LOGITS = _Form(
     lambda z, g: g,
     of_classes=True,
 )
-_OF_LOGITS = (_BERNOULLI_LOGITS, _CATEGORICAL_LOGITS)
-# Rows of a comparison, fewer if they are long; below so many, gradients too.
-_MOST_ROWS, _MOST_NUMBERS, _FEW = 64, 4096, 4
+_LOGIT_FORMS = (_BERNOULLI_LOGITS, _CATEGORICAL_LOGITS)
+# Limits of compared terms and of outputs in them; number of terms below which
+# gradients are compared.
+_MAX_ROWS, _MAX_NUMBERS, _MIN_TERMS = 64, 4096, 4
 _COLUMNS = 7
 
 
 class _Labels(NamedTuple):
-    """Labels of some outputs, or numbers of the classes of their terms."""
+    """Labels in the shape of the outputs, or integer classes of the terms."""
 
     values: tf.Tensor
     are_classes: bool
-    fit: tf.Tensor  # True if their shape is what it must be; else they are 0
+    fit: tf.Tensor  # scalar bool, False if the shape is wrong: values are 0
 
 
 def recognise(
     call: LossCall, leaves: Leaves, reduction: Reduction
 ) -> Recognition | None:
-    """Compares a loss with the likelihoods of labels of its shapes.
+    """Compare a loss with the candidate likelihoods of its labels.
 
-    There is no result if no likelihood can be meant.
+    Return None if the labels match no likelihood.
     """
     labels = _labels_of(call.y_true, leaves.output)
     if labels is None:
         return None
     forms = _possible(labels.are_classes, leaves.logits is not None)
     names = tuple(form.name for form in forms)
-    sums = _Trial(forms, leaves, reduction, labels).compare()
+    sums = _Comparison(forms, leaves, reduction, labels).compare()
     return Recognition(names, tf.stop_gradient(sums))
 
 
 def _possible(are_classes: bool, have_logits: bool) -> list[_Form]:
-    """The likelihoods that a loss may be of, by what it can have read."""
-    forms = [_NORMAL, *_OF_LOGITS, _BERNOULLI, _CATEGORICAL]
-    if have_logits:  # that of the probabilities which the model returns
-        behind = [
+    """Return the candidate likelihoods, by the inputs of the loss."""
+    forms = [_NORMAL, *_LOGIT_FORMS, _BERNOULLI, _CATEGORICAL]
+    if have_logits:  # the outputs are probabilities: name their likelihoods
+        logit_forms = [
             form._replace(name=name, by_logits=True)
-            for form, name in zip(_OF_LOGITS, LOGITS, strict=True)
+            for form, name in zip(_LOGIT_FORMS, LOGITS, strict=True)
         ]
-        forms = [*behind, _NORMAL, _BERNOULLI, _CATEGORICAL]
+        forms = [*logit_forms, _NORMAL, _BERNOULLI, _CATEGORICAL]
     return [form for form in forms if form.of_classes or not are_classes]
 
 
-class _Trial:
-    """A batch of a loss, in rows: each the outputs of one of `terms` terms.
+class _Comparison:
+    """Batch of a loss as rows; each row contains the outputs of one term.
 
-    It is `fit` if labels, values and outputs are of the same terms.
+    Attributes:
+        terms: Number of terms, an int32 scalar.
+        fit: Scalar bool, True if the shapes of labels, values and outputs
+            agree.
     """
 
     def __init__(
@@ -226,18 +240,18 @@ class _Trial:
         values = self._values = tf.stop_gradient(reduction.values)
         self._forms, self._leaves = forms, leaves
         self._reduction, self._labels = reduction, labels
-        self._is_single = values.shape.rank == 0
+        self._is_scalar = values.shape.rank == 0
         output = leaves.output
         rank = max(output.shape.rank, 2)
         axes = min(values.shape.rank, rank - 1) if values.shape.rank else 1
         self._size = output.shape[-1] if output.shape.rank > 1 else 1
         if self._size is None:
             self._size = tf.shape(output)[-1]
-        there = tf.shape(output)[:axes]
-        self.terms = tf.reduce_prod(there)
+        shape = tf.shape(output)[:axes]
+        self.terms = tf.reduce_prod(shape)
         self.fit = labels.fit
-        if not self._is_single:
-            same = tf.equal(tf.shape(values)[:axes], there)
+        if not self._is_scalar:
+            same = tf.equal(tf.shape(values)[:axes], shape)
             self.fit &= tf.reduce_all(same)
         mask = _mask_of(reduction)
         fits = mask is not None and mask.shape.rank == axes
@@ -246,64 +260,64 @@ class _Trial:
         self._wide = tf.float64 if output.dtype == tf.float64 else tf.float32
 
     def compare(self) -> tf.Tensor:
-        """Sums of each likelihood for the replicas, see `Recognition`."""
-        there, few = self.terms > 0, self.terms < _FEW
-        by_values = there & tf.logical_not(few | self._is_single)
-        how = tf.cast(there, tf.int32) + tf.cast(by_values, tf.int32)
+        """Return the `sums` of a `Recognition`."""
+        exist, few = self.terms > 0, self.terms < _MIN_TERMS
+        by_values = exist & tf.logical_not(few | self._is_scalar)
+        branch = tf.cast(exist, tf.int32) + tf.cast(by_values, tf.int32)
         return tf.switch_case(
-            tf.where(self.fit, how, 0),
-            [self._nothing, self._by_gradients, self._by_values],
+            tf.where(self.fit, branch, 0),
+            [self._empty, self._by_gradients, self._by_values],
         )
 
-    def _nothing(self) -> tf.Tensor:
-        """That of no term, or of what nothing can be compared with."""
+    def _empty(self) -> tf.Tensor:
+        """Return the sums without terms; "wrong" is 1 if shapes disagree."""
         wrong = tf.cast(tf.logical_not(self.fit), tf.float64)
         row = tf.concat([[wrong], tf.zeros([_COLUMNS - 1], tf.float64)], 0)
         return tf.tile(row[None], [len(self._forms), 1])
 
     # ------------------------------------------------------------- rows
     def _sample(self) -> tf.Tensor:
-        """Rows that stand for all: some evenly spaced, and the largest."""
-        length = self._length or _MOST_NUMBERS // 16
-        most = max(_FEW, min(_MOST_ROWS, _MOST_NUMBERS // length))
-        count = tf.minimum(most, self.terms)
+        """Return indices of rows: evenly spaced, and the largest value."""
+        length = self._length or _MAX_NUMBERS // 16
+        limit = max(_MIN_TERMS, min(_MAX_ROWS, _MAX_NUMBERS // length))
+        count = tf.minimum(limit, self.terms)
         spaced = tf.range(count) * (self.terms // count)
-        if self._is_single:
+        if self._is_scalar:
             return spaced
-        largest = tf.argmax(self._each(), output_type=tf.int32)
+        largest = tf.argmax(self._row_values(), output_type=tf.int32)
         return tf.concat([[largest], spaced], 0)
 
-    def _each(self) -> tf.Tensor:
-        """The value of each row, 0 where a mask is False."""
+    def _row_values(self) -> tf.Tensor:
+        """Return the loss value of each row, 0 for masked rows."""
         rows = tf.reshape(self._values, [self.terms, -1])
-        each = tf.reduce_sum(rows, -1)
+        sums = tf.reduce_sum(rows, -1)
         if self._mask is not None:
-            each = tf.where(self._mask, each, tf.zeros_like(each))
-        return each
+            sums = tf.where(self._mask, sums, tf.zeros_like(sums))
+        return sums
 
     def _rows(
         self, tensor: tf.Tensor, index: tf.Tensor | None = None
     ) -> tf.Tensor:
-        """Some rows of a tensor of the shape of the outputs, or all."""
-        rows = _some(tf.reshape(tensor, [self.terms, -1, self._size]), index)
+        """Reshape a tensor like the outputs to rows; gather `index`."""
+        rows = _gather(tf.reshape(tensor, [self.terms, -1, self._size]), index)
         return tf.cast(tf.stop_gradient(rows), self._wide)
 
     def _label_rows(self, index: tf.Tensor | None = None) -> tf.Tensor:
-        """The same of the labels."""
+        """Return rows of the labels, one-hot for classes."""
         values = self._labels.values
         if not self._labels.are_classes:
             return self._rows(values, index)
-        rows = _some(tf.reshape(values, [self.terms, -1]), index)
+        rows = _gather(tf.reshape(values, [self.terms, -1]), index)
         rows = tf.cast(tf.stop_gradient(rows), tf.int32)
         return tf.one_hot(rows, self._size, dtype=self._wide)
 
-    def _read(self, form: _Form) -> tf.Tensor:
-        """The predictions that a loss of a form reads."""
+    def _inputs(self, form: _Form) -> tf.Tensor:
+        """Return the outputs or the logits, as the form requires."""
         logits = self._leaves.logits
         return logits if form.by_logits else self._leaves.output
 
-    def _kept(self, rows: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-        """Rows with 0 where a mask is False."""
+    def _masked(self, rows: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
+        """Set masked rows to 0."""
         if self._mask is None:
             return rows
         keep = tf.gather(self._mask, index)
@@ -312,16 +326,16 @@ class _Trial:
         return tf.where(keep, rows, tf.zeros_like(rows))
 
     def _nll(self, form: _Form, y: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-        """The negative log-likelihood of each of some rows."""
-        each = form.nll(y, self._rows(self._read(form), index))
-        return self._kept(tf.reduce_sum(each, [1, 2]), index)
+        """Return the negative log-likelihood of each row in `index`."""
+        nll = form.nll(y, self._rows(self._inputs(form), index))
+        return self._masked(tf.reduce_sum(nll, [1, 2]), index)
 
     # ------------------------------------------------------ comparisons
     def _by_values(self) -> tf.Tensor:
-        """Compares values of terms, with those of all forms at once."""
+        """Compare the values of the terms with each likelihood."""
         index = self._sample()
         y = self._label_rows(index)
-        values = tf.cast(tf.gather(self._each(), index), self._wide)
+        values = tf.cast(tf.gather(self._row_values(), index), self._wide)
         nll = tf.stack([self._nll(form, y, index) for form in self._forms])
         nll, values = tf.cast(nll, tf.float64), tf.cast(values, tf.float64)
         product, square = tf.reduce_sum(values), tf.reduce_sum(nll, 1)
@@ -329,73 +343,81 @@ class _Trial:
         expected = unit[:, None] * nll
         floor = tf.stack([self._floor(form, y) for form in self._forms])
         least = unit * floor + 10 * _ROUNDING * tf.abs(product)
-        room = _TOLERANCE * tf.abs(expected) + least[:, None] / _count(values)
-        right = tf.reduce_all(tf.abs(values - expected) <= room, 1)
+        tolerance = _TOLERANCE * tf.abs(expected)
+        tolerance += least[:, None] / _count(values)
+        right = tf.reduce_all(tf.abs(values - expected) <= tolerance, 1)
         wrong = tf.cast(tf.logical_not(right), tf.float64)
         total = tf.fill(tf.shape(square), product)
-        found = [wrong, total, square, unit * product, total, square, floor]
-        return tf.stack(found, 1)
+        columns = [wrong, total, square, unit * product, total, square, floor]
+        return tf.stack(columns, 1)
 
     def _by_gradients(self) -> tf.Tensor:
-        """Compares gradients at the outputs, and values with these."""
+        """Compare the gradients at the outputs, and the total values.
+
+        The unit is the least-squares fit of residuals r to gradients g:
+        `u = sum(r g) / sum(r^2)`.
+        """
         index = self._sample()
         y = self._label_rows(index)
         slopes = self._slopes()
         value = _total(
-            self._values if self._is_single else tf.gather(self._each(), index)
+            self._values
+            if self._is_scalar
+            else tf.gather(self._row_values(), index)
         )
         rows = []
         for form in self._forms:
             g = slopes[form.by_logits]
-            z = self._rows(self._read(form), index)
-            r = self._kept(form.residuals(y, z), index)
+            z = self._rows(self._inputs(form), index)
+            r = self._masked(form.residuals(y, z), index)
             if g is None:
                 g = tf.fill(tf.shape(r), tf.constant(np.nan, r.dtype))
             else:
-                g = self._kept(form.slopes(z, self._rows(g, index)), index)
+                g = self._masked(form.slopes(z, self._rows(g, index)), index)
             product, square = _total(r * g), _total(tf.square(r))
             unit = tf.math.divide_no_nan(product, square)
             u = tf.cast(unit, r.dtype)
-            # Where a term has next to nothing to compare.
+            # Absolute tolerance, for terms with residuals near 0.
             least = 1.0 if form is not _NORMAL else square / _count(r)
-            room = tf.square(_TOLERANCE * u) * tf.reduce_sum(tf.square(r), -1)
-            room += tf.square(10 * _ROUNDING * u) * tf.cast(least, u.dtype)
-            off = tf.reduce_sum(tf.square(g - u * r), -1)
-            right = tf.reduce_all(off <= room)
+            limit = tf.square(_TOLERANCE * u) * tf.reduce_sum(tf.square(r), -1)
+            limit += tf.square(10 * _ROUNDING * u) * tf.cast(least, u.dtype)
+            error = tf.reduce_sum(tf.square(g - u * r), -1)
+            right = tf.reduce_all(error <= limit)
             nll = _total(self._nll(form, y, index))
-            found = right, product, square, unit * product, value, nll
-            rows.append([*found, self._floor(form, y)])
-        if self._is_single:
-            self._of_all(rows)
+            row = right, product, square, unit * product, value, nll
+            rows.append([*row, self._floor(form, y)])
+        if self._is_scalar:
+            self._use_all_terms(rows)
         wide = [[tf.cast(x, tf.float64) for x in row] for row in rows]
         return tf.stack([tf.stack([1 - right, *x]) for right, *x in wide])
 
-    def _of_all(self, rows: list[list[Any]]) -> None:
-        """Puts the likelihood of all terms where one of some terms is.
+    def _use_all_terms(self, rows: list[list[Any]]) -> None:
+        """Replace the likelihood of the sampled terms by that of all terms.
 
-        That is worked out for the first form alone that is right.
+        A scalar loss is the sum over all terms. Only compute this for the
+        first likelihood whose gradients agree.
         """
         number = len(rows)
         flags = tf.stack([row[0] for row in rows])
         first = tf.reduce_min(tf.where(flags, tf.range(number), number))
 
         def nll(form: _Form) -> tf.Tensor:
-            z = self._rows(self._read(form))
+            z = self._rows(self._inputs(form))
             return _total(form.nll(self._label_rows(), z))
 
         branches = [functools.partial(nll, form) for form in self._forms]
-        none = functools.partial(tf.zeros, [], tf.float64)
-        total = tf.switch_case(first, [*branches, none])
-        for place, row in enumerate(rows):
-            row[0] = tf.equal(first, place)
+        zero = functools.partial(tf.zeros, [], tf.float64)
+        total = tf.switch_case(first, [*branches, zero])
+        for i, row in enumerate(rows):
+            row[0] = tf.equal(first, i)
             row[5] = total
-            row[6] = self._floor(self._forms[place], self._leaves.output)
+            row[6] = self._floor(self._forms[i], self._leaves.output)
 
     def _slopes(self) -> dict[bool, tf.Tensor | None]:
-        """Gradients at the outputs, and at the logits; None if not there."""
+        """Return gradients at outputs (False) and logits (True), or None."""
         try:
             output, logits = self._leaves.slopes(self._reduction.values)
-        except LookupError:  # TensorFlow has none of an operation of the loss
+        except LookupError:  # an operation of the loss has no gradient
             return {False: None, True: None}
         if output is not None and logits is not None:
             output = logits = None
@@ -405,7 +427,7 @@ class _Trial:
         }
 
     def _floor(self, form: _Form, outputs: tf.Tensor) -> tf.Tensor:
-        """Rounding errors of the likelihood of some outputs."""
+        """Return the bound on the rounding error of a negative likelihood."""
         exact = form is _NORMAL
         return (
             tf.zeros([], tf.float64) if exact else _ROUNDING * _count(outputs)
@@ -413,7 +435,7 @@ class _Trial:
 
 
 def _mask_of(reduction: Reduction) -> tf.Tensor | None:
-    """The mask of the terms, of the shape of their values."""
+    """Return the mask in the shape of the values, or None."""
     values, mask = reduction.values, reduction.mask
     if mask is None or not values.shape.rank or mask.shape.rank is None:
         return None
@@ -422,7 +444,7 @@ def _mask_of(reduction: Reduction) -> tf.Tensor | None:
     return tf.cast(mask, tf.bool)
 
 
-def _some(rows: tf.Tensor, index: tf.Tensor | None) -> tf.Tensor:
+def _gather(rows: tf.Tensor, index: tf.Tensor | None) -> tf.Tensor:
     return rows if index is None else tf.gather(rows, index)
 
 
@@ -431,13 +453,16 @@ def _count(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _total(tensor: tf.Tensor) -> tf.Tensor:
-    """The sum of a tensor, float64."""
+    """Sum a tensor in float64."""
     rows = tf.reduce_sum(tensor, -1) if tensor.shape.rank else tensor
     return tf.reduce_sum(tf.cast(rows, tf.float64))
 
 
 def _labels_of(y_true: Any, outputs: tf.Tensor) -> _Labels | None:
-    """Labels in the shape of outputs, or of their terms if they are classes."""
+    """Convert labels to the shape of the outputs, or of the terms (classes).
+
+    Return None if the dtype or the static shape does not match.
+    """
     if not isinstance(y_true, (tf.Tensor, tf.Variable, np.ndarray)):
         return None
     y = tf.convert_to_tensor(y_true)
@@ -445,26 +470,26 @@ def _labels_of(y_true: Any, outputs: tf.Tensor) -> _Labels | None:
     if not known or y.shape.rank is None:
         return None
     rank, shape = outputs.shape.rank, outputs.shape
-    more = y.shape.rank - rank
+    extra_axes = y.shape.rank - rank
     are_classes = False
-    if more == 1 and y.shape[-1] == 1:
+    if extra_axes == 1 and y.shape[-1] == 1:
         y = y[..., 0]
-    elif more == -1 and shape[-1] == 1:
+    elif extra_axes == -1 and shape[-1] == 1:
         y = y[..., None]
-    elif more == -1:
+    elif extra_axes == -1:
         are_classes = True
-    elif more == 0 and y.shape[-1] == 1 and shape[-1] not in (1, None):
+    elif extra_axes == 0 and y.shape[-1] == 1 and shape[-1] not in (1, None):
         y, are_classes = y[..., 0], True
-    elif more != 0:
+    elif extra_axes != 0:
         return None
-    wanted = shape[:-1] if are_classes else shape
-    if not y.shape.is_compatible_with(wanted):
+    expected = shape[:-1] if are_classes else shape
+    if not y.shape.is_compatible_with(expected):
         return None
-    if y.shape.is_fully_defined() and wanted.is_fully_defined():
+    if y.shape.is_fully_defined() and expected.is_fully_defined():
         return _Labels(y, are_classes, tf.constant(True))
-    # Where they differ the loss knows what it does, but nothing here may fail.
-    there = tf.shape(outputs)[: wanted.rank]
-    fit = tf.reduce_all(tf.equal(tf.shape(y), there))
-    values = tf.cond(fit, lambda: y, lambda: tf.zeros(there, y.dtype))
-    values.set_shape(wanted)
+    # The loss may broadcast labels of another shape; use zeros for them here.
+    label_shape = tf.shape(outputs)[: expected.rank]
+    fit = tf.reduce_all(tf.equal(tf.shape(y), label_shape))
+    values = tf.cond(fit, lambda: y, lambda: tf.zeros(label_shape, y.dtype))
+    values.set_shape(expected)
     return _Labels(values, are_classes, fit)

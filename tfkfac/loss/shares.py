@@ -1,4 +1,4 @@
-"""Weights of a replica's loss: its share in that of all, and its scale."""
+"""Weights of a replica's loss: its share of all terms, and the loss scale."""
 
 import dataclasses
 import weakref
@@ -12,24 +12,24 @@ from tfkfac.loss.terms import LossTerms
 
 
 class LossMeasure(NamedTuple):
-    """Terms, unit and shares of the loss of a step, by all replicas.
+    """Terms, unit and shares of the loss of a step, over all replicas.
 
     Attributes:
-        terms: Number of terms of this replica; None is the leading dimension
+        terms: Number of terms of this replica; None for the leading dimension
             of each layer's input.
-        row_scale: Factor of a recorded gradient, together with the number
-            of terms where that is None, to be that of a term's own negative
-            log-likelihood.
-        unit: Divisor of the gradient of the whole loss, to be that of
-            the mean negative log-likelihood.
-        summed: Scalar bool, whether the loss is the sum over its terms.
+        row_scale: Factor from a recorded gradient to the gradient of the
+            negative log-likelihood of one term; also multiply by the number of
+            terms if `terms` is None.
+        unit: Divisor from the gradient of the loss to the gradient of the mean
+            negative log-likelihood.
+        summed: Scalar bool, True if the loss is the sum over its terms.
         total: Number of terms of all replicas; None like `terms`.
-        share: Weight of this replica's gradient in that of the mean over all
-            terms, times the number of replicas; None is 1.
-        shares: The same for each of the losses; empty if all are 1.
-        weights: Factors of the Fisher matrix of a term of each loss,
-            so that all add up to `total` times that of the whole loss in
-            its unit; empty if there is one loss.
+        share: (terms of this replica / terms of all) times the number of
+            replicas, the weight of this replica's gradient; None for 1.
+        shares: The share for each loss; empty if all are 1.
+        weights: Weight of the Fisher matrix of a term of each loss. The
+            weighted sum is `total` times the Fisher matrix of the whole loss
+            divided by `unit`. Empty for one loss.
         losses: The terms of each loss, with verdicts.
     """
 
@@ -46,7 +46,7 @@ class LossMeasure(NamedTuple):
     def shared(
         self, share: tf.Tensor | None, shares: tuple[tf.Tensor, ...] = ()
     ) -> "LossMeasure":
-        """The same measure with other shares."""
+        """Return a copy with other shares."""
         return self._replace(share=share, shares=shares)
 
 
@@ -56,18 +56,19 @@ def measure_loss(
     replicas: int,
     is_weighed: bool,
 ) -> LossMeasure:
-    """Measures the loss of a step among the replicas of a group.
+    """Measure the loss of a step over the replicas of a group.
 
-    Keras has divided a mean by the number of replicas and not by the terms
-    that each of them has. A sum is left as it is. Where there are several
-    losses, number of terms and unit are those of the one with the largest
-    unit, which has most of the curvature.
+    Keras divides a mean by the number of replicas, although replicas may have
+    different numbers of terms. It does not divide a sum. With several losses,
+    the number of terms and the unit are taken from the loss with the largest
+    unit, which contributes most to the curvature.
 
     Args:
-        terms: The terms of this replica's losses; none if they are not known.
-        group: The replicas that the mean is over, of so many in all.
-        replicas: The number of all.
-        is_weighed: True if the loss is weighed before its gradient is taken.
+        terms: Terms of this replica's losses; empty if unknown.
+        group: Replicas over which the loss is averaged.
+        replicas: Number of all replicas.
+        is_weighed: True if the loss is multiplied by its share before its
+            gradient is computed.
     """
     one = tf.constant(1, tf.float64)
     if not terms:
@@ -77,91 +78,91 @@ def measure_loss(
             None, replicas * one, one, tf.constant(False), None
         )
         return measure.shared(share, () if share is None else (share,))
-    # What the replicas have of each loss is added up in one message.
-    parts = [_parts(loss) for loss in terms]
-    flat = iter(group.all_reduce([x for one in parts for x in one.values()]))
-    sums = [{name: next(flat) for name in one} for one in parts]
+    # One all-reduce for all numbers of all losses.
+    numbers = [_numbers_to_sum(loss) for loss in terms]
+    flat = iter(group.all_reduce([x for row in numbers for x in row.values()]))
+    sums = [{name: next(flat) for name in row} for row in numbers]
     measures, units = zip(
         *(
-            _measure_one(loss, found, replicas, is_weighed)
-            for loss, found in zip(terms, sums, strict=True)
+            _measure_one(loss, row, replicas, is_weighed)
+            for loss, row in zip(terms, sums, strict=True)
         ),
         strict=True,
     )
     main = measures[0]
     if len(terms) > 1:
         largest = tf.argmax(tf.stack(units))
-        fields = zip(*(one[:6] for one in measures), strict=True)
+        fields = zip(*(x[:6] for x in measures), strict=True)
         main = LossMeasure(*(tf.stack(values)[largest] for values in fields))
         weights = (
-            tf.math.divide_no_nan(one.unit * main.total, main.unit * one.total)
-            for one in measures
+            tf.math.divide_no_nan(x.unit * main.total, main.unit * x.total)
+            for x in measures
         )
         main = main._replace(weights=tuple(weights))
-    main = main._replace(losses=tuple(one.losses[0] for one in measures))
+    main = main._replace(losses=tuple(x.losses[0] for x in measures))
     if replicas == group.size == 1:
         return main.shared(None)
-    shares = [one.share for one in measures if one.share is not None]
+    shares = [x.share for x in measures if x.share is not None]
     return main.shared(main.share, tuple(shares))
 
 
-def _parts(loss: LossTerms) -> dict[str, tf.Tensor]:
-    """Numbers of a loss that the replicas add up."""
-    found = loss.recognition
-    parts = {
+def _numbers_to_sum(loss: LossTerms) -> dict[str, tf.Tensor]:
+    """Return the numbers of a loss that are summed over the replicas."""
+    recognition = loss.recognition
+    numbers = {
         "count": loss.count,
         "predictions": loss.predictions,
         "squares": loss.squares,
         "unit": None if loss.is_fixed else loss.count * loss.unit,
-        "recognition": None if found is None else found.sums,
+        "recognition": None if recognition is None else recognition.sums,
     }
-    return {name: part for name, part in parts.items() if part is not None}
+    return {name: x for name, x in numbers.items() if x is not None}
 
 
 def _measure_one(
-    own: LossTerms, sums: dict[str, tf.Tensor], replicas: int, is_weighed: bool
+    loss: LossTerms, sums: dict[str, tf.Tensor], replicas: int, is_weighed: bool
 ) -> tuple[LossMeasure, tf.Tensor]:
-    """The measure of one loss, by the sums of its numbers, and its unit.
+    """Return the measure of one loss, and the unit of one of its terms.
 
-    One that depends on a replica's shapes is the mean of those of all.
+    A unit that differs between replicas is averaged, weighted by their terms.
     """
-    total, unit = sums["count"], own.unit
-    if not own.is_fixed:
+    total, unit = sums["count"], loss.unit
+    if not loss.is_fixed:
         unit = tf.math.divide_no_nan(sums["unit"], total)
     spread = None
-    if own.squares is not None:
+    if loss.squares is not None:
         spread = tf.math.divide_no_nan(total, sums["squares"])
-    if own.recognition is not None:
-        verdict = own.recognition.verdict(sums["recognition"])
+    if loss.recognition is not None:
+        verdict = loss.recognition.verdict(sums["recognition"])
         unit *= verdict.unit
-        count = own.count
-        if own.predictions is not None:
+        count = loss.count
+        if loss.predictions is not None:
             known = verdict.is_known
             total = tf.where(known, sums["predictions"], total)
-            count = tf.where(known, own.predictions, count)
-        own = dataclasses.replace(
-            own, count=count, unit=own.unit * verdict.unit, verdict=verdict
+            count = tf.where(known, loss.predictions, count)
+        loss = dataclasses.replace(
+            loss, count=count, unit=loss.unit * verdict.unit, verdict=verdict
         )
-    ours, one = replicas * own.count, tf.ones_like(total)
-    scale = total if is_weighed else ours
-    share = tf.math.divide_no_nan(ours, total)
-    of_term = unit
-    if own.summed:
+    local, one = replicas * loss.count, tf.ones_like(total)
+    scale = total if is_weighed else local
+    share = tf.math.divide_no_nan(local, total)
+    term_unit = unit
+    if loss.summed:
         scale, unit, share = one, unit * total, one
     if spread is not None:
-        # G = T sum c c^T with the number T = (sum w)^2 / sum w^2 of terms that
-        # weigh the same: it is not larger where all weights are.
+        # Use the effective number of terms T = (sum w)^2 / sum w^2 in
+        # G = T sum c c^T: then G does not change if all weights w double.
         scale *= tf.sqrt(spread)
     measure = LossMeasure(
-        own.count,
-        tf.math.divide_no_nan(scale, own.unit),
+        loss.count,
+        tf.math.divide_no_nan(scale, loss.unit),
         unit,
-        tf.constant(own.summed),
+        tf.constant(loss.summed),
         total,
         share,
-        losses=(own,),
+        losses=(loss,),
     )
-    return measure, of_term
+    return measure, term_unit
 
 
 def weigh(
@@ -169,22 +170,27 @@ def weigh(
     terms: Sequence[LossTerms],
     shares: Sequence[tf.Tensor],
 ) -> tf.Tensor:
-    """Weighs a replica's loss, so that the mean is that over all terms.
+    """Multiply a replica's losses by their shares.
 
-    Each of its parts has a share; there are none if all are 1.
+    The mean over the replicas is then the mean over all terms.
+
+    Args:
+        loss: The whole loss of the replica.
+        terms: The terms of each loss in it.
+        shares: The share of each loss; empty if all are 1.
     """
     if not shares:
         return loss
     first, *others = shares
     weighed = weighted(loss, first)
-    for one, share in zip(terms[1:], others, strict=False):
-        if one.part is not None:
-            weighed += tf.cast(weighted(one.part, share - first), loss.dtype)
+    for x, share in zip(terms[1:], others, strict=False):
+        if x.part is not None:
+            weighed += tf.cast(weighted(x.part, share - first), loss.dtype)
     return weighed
 
 
 def weighted(tensor: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
-    """A mean or its gradient times a share; over no example it may be NaN."""
+    """Multiply by a share; return 0 for share 0, even if a mean is NaN."""
     if share is None:
         return tensor
     return tf.math.multiply_no_nan(tensor, tf.cast(share, tensor.dtype))
@@ -199,14 +205,14 @@ class LossScaling:
         self.is_wrapped = False
 
     def know(self, scaler: Any) -> None:
-        """Notes the `LossScaleOptimizer`, None if there is none."""
+        """Set the `LossScaleOptimizer`; None if there is none."""
         self._scaler = None if scaler is None else weakref.ref(scaler)
 
     def factor(self) -> tf.Tensor | None:
-        """Factor of the loss when the gradients were taken, or None.
+        """Return the loss scale of the current gradients, or None.
 
         Raises:
-            ValueError: If the optimizer is inside a scaler it does not know.
+            ValueError: If the optimizer is wrapped but the scaler is not set.
         """
         scaler = self._scaler() if self._scaler is not None else None
         if scaler is not None:

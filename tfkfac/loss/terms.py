@@ -1,19 +1,19 @@
-"""Terms of a loss, their number and its unit.
+"""Terms of a loss: their number `T` and the unit `u`.
 
-A compiled loss is `L = u (1/T) sum_t nll_t`, with `T` what its reduction
-divides by (examples, tokens, pixels; the valid ones where there is a mask) and
-`nll_t` the negative log-likelihood of a term, summed over its outputs. One
-whose reduction is "sum" is `T` times that.
+A compiled loss is `L = (u/T) sum_t nll_t`. `nll_t` is the negative
+log-likelihood of term `t`, summed over its outputs. `T` is the divisor of the
+reduction: the number of examples, tokens or pixels, without masked ones. With
+the reduction "sum", `L = u sum_t nll_t`.
 
-Damping and the clip are in units of a likelihood's Fisher matrix. Keras' mean
-squared error over `D` features is `2/D` of the negative log-likelihood of a
-normal distribution, its binary cross-entropy `1/D` of that of `D` Bernoulli
-variables. With the loss divided by this unit, the step does not depend on
-whether a loss is a mean, a sum or any other multiple of one likelihood.
+Damping and the clip refer to the Fisher matrix of a likelihood. Keras' mean
+squared error over `D` features is `2/D` times the negative log-likelihood of a
+normal distribution: `u = 2/D`. Binary cross-entropy has `u = 1/D` for `D`
+Bernoulli variables. After division by `u` the step is the same for a mean, a
+sum and any other multiple of the likelihood.
 
-Keras' own losses are known by their functions, and users may declare theirs.
-Any other is held against the likelihoods in each batch (`recognition.py`).
-Where it is a multiple of none, its unit is 1.
+A table contains Keras' losses; users can register their losses. Any other loss
+is compared with the likelihoods in each batch (`recognition.py`). If it is not
+a multiple of a likelihood, `u = 1`.
 """
 
 import dataclasses
@@ -51,10 +51,13 @@ T = TypeVar("T")
 
 
 class Known(NamedTuple):
-    """Likelihood of a loss, as far as it is known.
+    """Likelihood and unit of a known loss.
 
-    The factor is its unit if it is the sum over the outputs of a term, or if
-    it is their mean. None is the name of one that only the user knows.
+    Attributes:
+        likelihood: Name of the likelihood; None if the user has registered
+            another distribution.
+        factor: Unit of the loss if it sums over the outputs of a term.
+        is_mean: True if it averages over them: the unit is `factor / D`.
     """
 
     likelihood: str | None
@@ -62,7 +65,7 @@ class Known(NamedTuple):
     is_mean: bool = False
 
 
-# By function, or by class.
+# Keyed by the function or the class of the loss.
 _known: dict[Any, Known] = {
     keras.losses.mean_squared_error: Known(NORMAL, 2.0, True),
     keras.losses.binary_crossentropy: Known(BERNOULLI, is_mean=True),
@@ -71,42 +74,45 @@ _known: dict[Any, Known] = {
     keras.losses.sparse_categorical_crossentropy: Known(CATEGORICAL),
     keras.losses.kl_divergence: Known(CATEGORICAL),
 }
-# Those whose distribution a user has declared, by the same.
+# Losses registered by the user, keyed like `_known`.
 _declared: set[Any] = set()
-# Keras' own that compare each output with a label of its own.
-_BY_OUTPUT = {
+# Keras' losses that need a label for each output.
+_ELEMENTWISE = {
     keras.losses.mean_squared_error,
     keras.losses.mean_absolute_error,
     keras.losses.huber,
     keras.losses.log_cosh,
     keras.losses.poisson,
 }
-_TOLERANCE = 1e-3
+_TOLERANCE = 1e-3  # relative difference of two values of a loss
 
 
 def check_labels(loss: keras.losses.Loss, y_true: Any, y_pred: Any) -> None:
-    """Refuses classes where a loss needs a label for each output.
+    """Reject integer class labels for elementwise losses.
 
-    TensorFlow would say that shapes do not fit, below a page of files.
+    TensorFlow's error would name only incompatible shapes.
 
     Raises:
-        ValueError: If an axis is missing.
+        ValueError: If the labels lack the last axis of the predictions.
     """
-    ours, theirs = (tuple(getattr(t, "shape", ())) for t in (y_true, y_pred))
-    is_short = len(ours) == len(theirs) - 1 and theirs[-1] not in (None, 1)
-    is_short = is_short and bool(ours) and ours[-1] != theirs[-1]
-    if is_short and loss_function(loss) in _BY_OUTPUT:
+    labels, outputs = (tuple(getattr(t, "shape", ())) for t in (y_true, y_pred))
+    is_short = len(labels) == len(outputs) - 1 and outputs[-1] not in (None, 1)
+    is_short = is_short and bool(labels) and labels[-1] != outputs[-1]
+    if is_short and loss_function(loss) in _ELEMENTWISE:
         raise ValueError(
             f"Loss '{loss.name}' compares outputs one by one. Received: labels "
-            f"of shape {ours} and outputs of shape {theirs}. Classes need "
+            f"of shape {labels} and outputs of shape {outputs}. Classes need "
             '"sparse_categorical_crossentropy" or `keras.utils.to_categorical`.'
         )
 
 
 class Unit(NamedTuple):
-    """Value of a loss of a term over that of its negative log-likelihood.
+    """Ratio of a loss value to the negative log-likelihood of its term.
 
-    That has a name, if it is known before, or a comparison decides.
+    Attributes:
+        value: The ratio. A `recognition` multiplies it by its own result.
+        likelihood: Name of the likelihood; None if unknown.
+        recognition: Comparison that decides per batch, for an unknown loss.
     """
 
     value: float | tf.Tensor = 1.0
@@ -115,9 +121,9 @@ class Unit(NamedTuple):
 
 
 def declare(loss: Any, factor: float | None, is_mean: bool) -> None:
-    """Declares a class or function of losses a likelihood, see `Known`.
+    """Register a class or function of losses, with the fields of `Known`.
 
-    A factor of None is that of what it looks like, and 1 else.
+    A factor of None keeps the built-in or recognized unit, 1 by default.
     """
     _declared.add(loss)
     if factor is not None:
@@ -125,17 +131,17 @@ def declare(loss: Any, factor: float | None, is_mean: bool) -> None:
 
 
 def declared(table: Mapping[Any, T], loss: keras.losses.Loss) -> T | None:
-    """Looks a loss up by its class, or else by the function that it wraps."""
+    """Look up a loss by its class, else by the function that it wraps."""
     return table.get(type(loss), table.get(loss_function(loss)))
 
 
 def is_open(loss: keras.losses.Loss) -> bool:
-    """True if only a batch can tell the unit of a loss."""
+    """Return True if the unit must be determined from the batch."""
     return declared(_known, loss) is None and not is_of_keras(loss)
 
 
 def natural_unit(call: LossCall) -> Unit:
-    """Unit of a loss, by a call of it of which Keras has seen the reduction."""
+    """Return the unit of a loss; 1 if Keras does not reduce its values."""
     y_pred, reduction = call.y_pred, call.reduction
     if not tf.is_tensor(y_pred) or not y_pred.shape.rank or reduction is None:
         return Unit()
@@ -149,37 +155,38 @@ def natural_unit(call: LossCall) -> Unit:
     if call.leaves is None:
         return Unit()
     with paused():
-        found = recognise(call, call.leaves, reduction)
-    if found is not None:
-        own = {type(call.loss), loss_function(call.loss)}
-        found = found._replace(is_reported=not own & _declared)
-    return Unit(recognition=found)
+        recognition = recognise(call, call.leaves, reduction)
+    if recognition is not None:
+        keys = {type(call.loss), loss_function(call.loss)}
+        is_reported = not keys & _declared
+        recognition = recognition._replace(is_reported=is_reported)
+    return Unit(recognition=recognition)
 
 
 def _likelihood(
     name: str | None, loss: keras.losses.Loss, y_pred: tf.Tensor
 ) -> str | None:
-    """The likelihood of one of Keras' own losses with its arguments."""
+    """Adapt the likelihood of a Keras loss to its arguments."""
     arguments = loss_arguments(loss)
     if arguments.get("axis", -1) not in (-1, y_pred.shape.rank - 1):
-        return None  # its outputs are not the last axis
+        return None  # only the last axis is supported
     if arguments.get("from_logits") and logits_of(y_pred) is None:
         return LOGITS.get(name or "", name)
     return name
 
 
 def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
-    """Number of features that a value is the mean over.
+    """Return the number of outputs that each loss value averages.
 
-    A tensor if it is not known before. It does not depend on the number of
-    examples, which may be 0.
+    It is a tensor if the static shapes are unknown. It does not depend on the
+    number of examples, which may be 0.
     """
     rank = values.shape.rank
     if rank == 0:
-        return 1.0  # a mean over the examples of single numbers
-    ours, theirs = y_pred.shape[1:], values.shape[1:]
-    if ours.is_fully_defined() and theirs.is_fully_defined():
-        return max(math.prod(ours) / max(math.prod(theirs), 1), 1.0)
+        return 1.0  # the user's loss averages over the examples
+    outputs, terms = y_pred.shape[1:], values.shape[1:]
+    if outputs.is_fully_defined() and terms.is_fully_defined():
+        return max(math.prod(outputs) / max(math.prod(terms), 1), 1.0)
     if y_pred.shape[rank:].is_fully_defined():
         return float(max(math.prod(y_pred.shape[rank:]), 1))
     sizes = [
@@ -189,33 +196,33 @@ def _features(y_pred: tf.Tensor, values: tf.Tensor) -> float | tf.Tensor:
     return tf.maximum(tf.math.divide_no_nan(*sizes), 1.0)
 
 
-# ------------------------------------------- losses that return one number
-_SUMS = "_tfkfac_sums"  # by shapes, kept on the loss
+# ------------------------------------------------ losses that return a scalar
+_SUMS = "_tfkfac_sums"  # attribute of a loss: results of `is_sum` by shapes
 
 
 def is_sum(call: LossCall) -> bool:
-    """True if a loss that returns one number is a sum over the examples.
+    """Return True if a loss that returns a scalar sums over the examples.
 
-    A batch alone does not tell a sum from a mean. If the loss has no effects,
-    its graph is evaluated on numbers of the right shapes, once and then twice
-    over. One with effects (that writes variables, draws random numbers, calls
-    Python) is never evaluated, and taken for a mean.
+    The values of one batch do not distinguish a sum from a mean. Therefore
+    evaluate the loss on synthetic examples, and on each example twice: only a
+    sum doubles. A loss with side effects (writes variables, draws random
+    numbers, calls Python) is not evaluated, and treated as a mean.
     """
     tensors = call.y_true, call.y_pred
     known = [tf.TensorShape(getattr(t, "shape", None)) for t in tensors]
     if not all(shape.rank for shape in known):
         return False
     shapes = tuple(tuple(shape[1:]) for shape in known)
-    found = keep_on(call.loss, _SUMS, dict[Any, bool])
-    if shapes not in found:
-        found[shapes] = _doubles(call.loss, shapes)
-    return found[shapes]
+    results = keep_on(call.loss, _SUMS, dict[Any, bool])
+    if shapes not in results:
+        results[shapes] = _doubles(call.loss, shapes)
+    return results[shapes]
 
 
 def _doubles(
     loss: keras.losses.Loss, shapes: Sequence[Sequence[int | None]]
 ) -> bool:
-    """True if a loss of every example twice is twice as large."""
+    """Return True if the loss doubles when each example occurs twice."""
     specs = [tf.TensorSpec([None, *shape], loss.dtype) for shape in shapes]
     with paused(), tf.init_scope():
         examples = _examples(specs)
@@ -228,7 +235,7 @@ def _doubles(
                 first, second = (float(concrete(*x)) for x in (once, twice))
                 if math.isfinite(first) and first != 0:
                     return math.isclose(second, 2 * first, rel_tol=_TOLERANCE)
-        except Exception:  # a loss may not go with any but its own data
+        except Exception:  # the loss may reject synthetic data
             return False
     return False
 
@@ -236,7 +243,7 @@ def _doubles(
 def _examples(
     specs: Sequence[tf.TensorSpec],
 ) -> list[list[tf.Tensor]]:
-    """Labels and predictions: real numbers, probabilities, classes."""
+    """Return pairs of labels and outputs: real, probabilities, class 0."""
     shapes = [[2, *(size or 2 for size in spec.shape[1:])] for spec in specs]
     normal = [
         tf.random.stateless_normal(shape, [i, 0], dtype=spec.dtype)
@@ -252,23 +259,24 @@ def _examples(
 
 @dataclasses.dataclass(frozen=True)
 class LossTerms:
-    """The terms of one loss, of this replica's batch.
+    """Terms of one loss in this replica's batch.
 
     Attributes:
-        count: `T`, a scalar float64: what the mean is over.
-        unit: `u`, a scalar float64, the size of the loss' weight included;
-            without what a `recognition` will add to it.
+        count: `T`, scalar float64.
+        unit: `u`, scalar float64. It includes the absolute value of the loss
+            weight, but not the factor that a `recognition` determines.
         summed: True if the loss is the sum over the terms, not the mean.
-        is_fixed: True if the unit is the same on all replicas, a number that
-            no shape of theirs has a say in.
-        part: Its part of the whole loss; None if there is nothing else.
-        call: The call of the loss; None if nobody has seen it.
-        likelihood: Name of its likelihood, if that is known before.
-        recognition: The batch's word on both, if that decides.
-        verdict: That of the batches of all replicas, once they have met.
-        predictions: `T` where the loss is a likelihood; None is `count`.
-        squares: The sum of the squares of the weights of the terms, where
-            `count` is the sum of the weights; None if all weigh the same.
+        is_fixed: True if the unit does not depend on the replica's shapes.
+        part: Value of the loss times its loss weight; None if not observed.
+        call: The recorded call of the loss; None if it was not observed.
+        likelihood: Name of the likelihood; None if unknown.
+        recognition: Comparison of this batch with likelihoods, for an unknown
+            loss.
+        verdict: Result of the comparison over the batches of all replicas.
+        predictions: `T` if the comparison finds a likelihood; None means
+            `count`.
+        squares: Sum of the squared sample weights, where `count` is the sum
+            of the sample weights; None without sample weights.
     """
 
     count: tf.Tensor
@@ -285,17 +293,17 @@ class LossTerms:
 
 
 def mean_over(count: Any) -> LossTerms:
-    """A loss that is the mean over some terms, of no known likelihood."""
+    """Describe a mean over `count` terms of unknown likelihood."""
     return LossTerms(_wide(count), _wide(1))
 
 
 def read_terms(
     model: keras.Model, calls: Sequence[LossCall]
 ) -> tuple[LossTerms, ...]:
-    """Returns the terms of the losses that a `compute_loss` has called."""
+    """Return the terms of the losses that `compute_loss` has called."""
     compiled = loss_weights(model)
-    ours = [call.loss for call in calls] == [loss for loss, _ in compiled]
-    weights = [w for _, w in compiled] if ours else [1.0] * len(calls)
+    matches = [call.loss for call in calls] == [loss for loss, _ in compiled]
+    weights = [w for _, w in compiled] if matches else [1.0] * len(calls)
     return tuple(
         _terms_of(call, call.reduction, weight)
         for call, weight in zip(calls, weights, strict=True)
@@ -308,7 +316,7 @@ def _terms_of(
 ) -> LossTerms:
     values = reduction.values
     unit, likelihood, recognition = natural_unit(call)
-    # A negative weight is the user's own; it does not turn the step around.
+    # A positive unit keeps the sign of a negative loss weight in the step.
     scale = tf.abs(_wide(weight)) * _wide(unit)
     part = tf.cast(call.result, values.dtype) * tf.cast(weight, values.dtype)
     is_fixed = not (tf.is_tensor(unit) or tf.is_tensor(weight))
@@ -324,14 +332,14 @@ def _terms_of(
         recognition,
         squares=squares,
     )
-    return terms if values.shape.rank else _single(terms, call)
+    return terms if values.shape.rank else _scalar_terms(terms, call)
 
 
-def _single(terms: LossTerms, call: LossCall) -> LossTerms:
-    """The terms of a loss that returns one number.
+def _scalar_terms(terms: LossTerms, call: LossCall) -> LossTerms:
+    """Adapt the terms of a loss that returns a scalar.
 
-    The user's own reduction, which Keras leaves as it is: it does not divide
-    by the number of replicas either.
+    The user's loss reduces over the examples. Unlike Keras' reduction it does
+    not divide by the number of replicas.
     """
     count = predictions = _predictions(call.y_pred)
     summed, unit, recognition = False, terms.unit, terms.recognition
@@ -353,26 +361,26 @@ def _single(terms: LossTerms, call: LossCall) -> LossTerms:
 
 
 def _count(reduction: Reduction) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Divisor of Keras, if it took a mean.
+    """Return the divisor of Keras' mean, and the sum of squared weights.
 
-    And the sum of squares of weights, if it is the sum of these.
+    The second result is None unless the divisor is the sum of the weights.
     """
     weights, mask = reduction.weights, reduction.mask
     valid = None if mask is None else _wide(mask)
     if reduction.kind == "mean_with_sample_weight" and weights is not None:
-        own = _wide(weights)
+        wide = _wide(weights)
         if valid is not None:
-            own *= tf.reshape(valid, tf.shape(own))
-        return tf.reduce_sum(own), tf.reduce_sum(tf.square(own))
+            wide *= tf.reshape(valid, tf.shape(wide))
+        return tf.reduce_sum(wide), tf.reduce_sum(tf.square(wide))
     count = _wide(tf.size(reduction.values))
     if valid is None:
         return count, None
-    valid_ones = tf.reduce_sum(valid)
-    return tf.math.divide_no_nan(count * valid_ones, _wide(tf.size(mask))), None
+    num_valid = tf.reduce_sum(valid)
+    return tf.math.divide_no_nan(count * num_valid, _wide(tf.size(mask))), None
 
 
 def _predictions(y_pred: Any) -> tf.Tensor:
-    """Number of predictions, each a vector of features."""
+    """Return the number of predictions: vectors along the last axis."""
     first = keras.tree.flatten(y_pred)[0]
     shape = tf.shape(first)
     if first.shape.rank == 1:
