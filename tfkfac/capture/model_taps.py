@@ -1,16 +1,15 @@
-"""Taps on methods of a model: its calls, and the state before them.
+"""Taps: overridden methods of a model that record calls and earlier state.
 
-What any tap notes are Python objects that hold the tensors of one trace of one
-replica. They live on the graph that they belong to, so that no trace ever sees
-another's tensors.
+A note is a Python object with tensors of one trace of one replica. It is
+stored on the graph of its tensors, so no other trace uses them.
 
-Pullbacks are a second way back through a call of the model, from outputs to
-layers. The training step's own tape has forgotten what it recorded when the
-optimizer runs. So each call of the model is recorded on a tape of ours too,
-which only watches the pre-activations of the tapped layers. What flows back
-along it has the same masks of dropout and moments of batch normalisations as
-the step, no gradient of a weight is computed, and no state changes. In a graph
-it costs nothing until somebody asks for it, which may be inside of a `tf.cond`.
+A pullback backpropagates gradients at the outputs of a recorded call of the
+model to the pre-activations of its layers. The tape of the training step is no
+longer available when the optimizer runs. Therefore a second, persistent tape
+records each call; it only watches the pre-activations of the tapped layers.
+The backward pass uses the dropout masks and batch statistics of the step,
+computes no gradient of a weight, and changes no state. In a graph it costs
+nothing unless it is used, also inside a branch of `tf.cond`.
 """
 
 import abc
@@ -35,18 +34,18 @@ _state = threading.local()
 
 
 def capturing() -> bool:
-    """True if a tape is on and nobody has paused the taps."""
+    """Return True if a gradient tape is active and taps are not paused."""
     return not is_paused() and under_tape()
 
 
 def is_paused() -> bool:
-    """True if somebody keeps the taps of this thread from noting."""
+    """Return True inside of `paused` in this thread."""
     return getattr(_state, "paused", False)
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Keeps all taps of this thread from noting anything."""
+    """Keep all taps of this thread from recording."""
     before = is_paused()
     _state.paused = True
     try:
@@ -56,7 +55,7 @@ def paused() -> Iterator[None]:
 
 
 def replica_id() -> int:
-    """Returns the static index of the replica being traced, 0 if alone."""
+    """Return the static index of the replica being traced; 0 if unknown."""
     context = tf.distribute.get_replica_context()
     if context is None:
         return 0
@@ -65,29 +64,29 @@ def replica_id() -> int:
 
 
 N = TypeVar("N")
-# The method that a tap takes the place of.
+# The overridden method.
 Below = Callable[..., Any]
-# Notes in one graph, by (whose, replica).
+# Notes of one graph, keyed by (id of the `Notes`, replica).
 _Store = dict[tuple[int, int], list[Any]]
-# Variables of one replica, and their values.
+# Variables of one replica, and values of them.
 Values = list[tuple[tf.Variable, tf.Tensor]]
 
 _recording = threading.local()
 
 
 class Notes(Generic[N]):
-    """Notes of a tap, for each trace and replica by itself.
+    """Recorded objects of a tap, separate for each trace and replica.
 
-    Those of a graph live on it, those of eager execution here.
+    Notes of a graph are stored on the graph, eager notes on this object.
     """
 
     def __init__(self) -> None:
         self._eager: _Store = {}
 
     def here(self, replica: int | None = None) -> list[N]:
-        """A replica's notes in the current graph, to be changed in place.
+        """Return the mutable list of a replica's notes in the current graph.
 
-        By default it is the replica that is being traced.
+        `replica` defaults to the replica that is being traced.
         """
         store = self._eager
         if not tf.executing_eagerly():
@@ -95,14 +94,15 @@ class Notes(Generic[N]):
             if not hasattr(graph, _STORE):
                 setattr(graph, _STORE, {})
             store = getattr(graph, _STORE)
-        number = replica_id() if replica is None else replica
-        return store.setdefault((id(self), number), [])
+        index = replica_id() if replica is None else replica
+        return store.setdefault((id(self), index), [])
 
     def everywhere(self, and_eager: bool = False) -> list[list[N]]:
-        """This replica's notes whose tensors can be used here, by graph.
+        """Return this replica's notes with tensors that can be used here.
 
-        Those are the current graph's, the last, and, from within a branch of a
-        `tf.cond`, the enclosing graphs'; on demand the eager ones too.
+        One list per graph: the enclosing graphs (of a `tf.cond` branch) from
+        the outermost, then the current graph. With `and_eager`, the eager
+        notes come first.
         """
         graphs = [] if tf.executing_eagerly() else [*open_graphs()][::-1]
         stores: list[_Store] = [getattr(graph, _STORE, {}) for graph in graphs]
@@ -112,22 +112,22 @@ class Notes(Generic[N]):
         return [store[key] for store in stores if key in store]
 
     def noted(self) -> list[N]:
-        """Returns these notes, the last one last."""
+        """Return this replica's notes, oldest first."""
         return [note for notes in self.everywhere() for note in notes]
 
     def take(self) -> list[N]:
-        """Returns the same, and forgets them."""
-        found = self.noted()
+        """Return this replica's notes, oldest first, and remove them."""
+        taken = self.noted()
         for notes in self.everywhere():
             notes.clear()
-        return found
+        return taken
 
 
 class ModelTap(Notes[N], abc.ABC):
-    """Overrides a method of one model to note what it sees.
+    """Override of a method of one model that records notes.
 
-    The last notes of a step are kept. Others, that no step takes, would pile
-    up.
+    Only the last `most` notes are kept: calls outside of a training step are
+    recorded too, and no step takes their notes.
     """
 
     method: ClassVar[str]
@@ -140,47 +140,47 @@ class ModelTap(Notes[N], abc.ABC):
 
     @abc.abstractmethod
     def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
-        """Takes the place of the method, which is `below`."""
+        """Run instead of the method, which is passed as `below`."""
 
     @classmethod
     def open(cls, model: keras.Model) -> Self:
-        """Returns the model's tap, made if need be."""
+        """Return the tap of the model; create it at the first call."""
         return keep_on(model, cls._attribute(), lambda: cls(model))
 
     @classmethod
     def close(cls, model: keras.Model) -> None:
-        """Removes the tap."""
+        """Remove the tap of the model."""
         tap = drop_from(model, cls._attribute())
         if tap is not None:
             tap._installed.remove()
 
     @staticmethod
     def close_all(model: keras.Model) -> None:
-        """Removes every tap of the model."""
-        for kind in ModelTap.__subclasses__():
-            kind.close(model)
+        """Remove all taps of the model."""
+        for tap_class in ModelTap.__subclasses__():
+            tap_class.close(model)
 
     def note(self, note: N) -> None:
-        """Notes something of this replica in the current trace."""
+        """Record a note of this replica in the current trace."""
         notes = self.here()
         notes.append(note)
         del notes[: -self.most]
 
     def take_last(self, default: N) -> N:
-        """Takes the last note of this replica; the default if there is none."""
+        """Remove this replica's notes; return the last one or `default`."""
         notes = self.take()
         return notes[-1] if notes else default
 
     @classmethod
     def _attribute(cls) -> str:
-        """Name of the attribute of a model that holds the tap."""
+        """Return the name of the model's attribute that stores the tap."""
         return f"_tfkfac_{cls.__name__}"
 
 
-# --------------------------------------------------- calls, and the way back
+# ------------------------------------------------------ calls and pullbacks
 @dataclasses.dataclass(frozen=True)
 class ForwardCall:
-    """Arguments of a call of a model, and its outputs."""
+    """Arguments and outputs of one call of a model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -188,10 +188,10 @@ class ForwardCall:
 
 
 class ForwardTap(ModelTap[ForwardCall]):
-    """Notes the calls of a model under a tape.
+    """Record the calls of a model under a gradient tape.
 
-    A `train_step` may call its model on something else than the `x` that it
-    passes to `compute_loss`, or pass no `x` at all.
+    A custom `train_step` may call its model with other inputs than the `x`
+    that it passes to `compute_loss`, or pass no `x`.
     """
 
     method = "call"
@@ -205,14 +205,14 @@ class ForwardTap(ModelTap[ForwardCall]):
 
 
 class Pullback:
-    """One recorded call of a model, on a persistent tape."""
+    """A call of a model recorded on a persistent tape."""
 
     def __init__(self, outputs: Any, tape: tf.GradientTape) -> None:
         self._outputs = {id(t): t for t in keras.tree.flatten(outputs)}
         self._tape = tape
 
     def returned(self, tensor: tf.Tensor) -> bool:
-        """True if the model returned this tensor."""
+        """Return True if the tensor is an output of the call."""
         return id(tensor) in self._outputs
 
     def pull(
@@ -222,25 +222,32 @@ class Pullback:
         sources: Sequence[tf.Tensor | None],
         total: Sum = tf.identity,
     ) -> list[tf.Tensor | None]:
-        """Takes gradients at outputs back to pre-activations.
+        """Backpropagate gradients at outputs to pre-activations.
 
-        The sources are the `Record.output`s of its layers, or None. Their
-        gradients are None where no output depends on them. `total` adds up
-        over the replicas, for synchronised layers.
+        Args:
+            outputs: Outputs of the call.
+            gradients: Gradient at each output.
+            sources: `Record.output` of each layer, or None.
+            total: Sums a tensor over the replicas, for synchronized layers.
+                Defaults to the identity.
+
+        Returns:
+            The gradient at each source; None for a source of None, and where
+            no output depends on the source.
         """
         known = [source for source in sources if source is not None]
         with paused(), summing_replicas(total):
-            found = iter(
+            results = iter(
                 self._tape.gradient(
                     list(outputs), known, output_gradients=list(gradients)
                 )
             )
-        pulled = [None if s is None else next(found) for s in sources]
+        pulled = [None if s is None else next(results) for s in sources]
         return [None if g is None else tf.convert_to_tensor(g) for g in pulled]
 
 
 class PullbackTap(ModelTap[Pullback]):
-    """Records the calls of a model under a tape."""
+    """Record the calls of a model under a gradient tape for pullbacks."""
 
     method = "call"
     most = 4
@@ -262,17 +269,17 @@ class PullbackTap(ModelTap[Pullback]):
 
 
 def watch_for_pullbacks(tensor: tf.Tensor) -> None:
-    """Lets the calls that are going on be pulled back to this tensor."""
+    """Watch a pre-activation on the tapes of all calls in progress."""
     for tape in getattr(_recording, "tapes", ()):
         tape.watch(tensor)
 
 
-# ------------------------------------------------ what a skipped step undoes
+# --------------------------------------------------- undo of a skipped step
 class BeforeTap(ModelTap[Values]):
-    """Records the state of a model before its first call in a training step.
+    """Record the state of a model before its first call in a training step.
 
-    The call changes this state, moving statistics and random seeds, even if
-    the step is skipped. Tensors that nobody uses cost nothing.
+    The call changes moving statistics and random seeds; a skipped step
+    restores them. In a graph, unused values cost nothing.
     """
 
     method = "call"
@@ -289,13 +296,13 @@ class BeforeTap(ModelTap[Values]):
 
 
 class LeftOut(NamedTuple):
-    """Decision about the batch of a step: does it count in the metrics?
+    """Decision whether the batch of a step counts in the metrics.
 
     Attributes:
         flag: Positive if the batch is left out of the metrics.
         loss_is_known: False if the loss of the batch was not computed by
-            `compute_loss`; then only metrics that are not finite count as
-            evidence of a loss that is not.
+            `compute_loss`. Then the batch is only left out if a metric is not
+            finite.
     """
 
     flag: tf.Variable
@@ -303,10 +310,10 @@ class LeftOut(NamedTuple):
 
 
 class MetricsTap(ModelTap[LeftOut]):
-    """Keeps batches whose loss is not finite out of the metrics after them.
+    """Remove batches whose loss is not finite from the metrics.
 
-    The results that `train_step` returns include the batch, so that its logs
-    show the loss. Then the metrics get the values that they had before it.
+    The results of `train_step` include the batch, so its logs show the loss.
+    Afterwards the metrics are restored to the values before the batch.
     """
 
     method = "train_step"
@@ -321,17 +328,17 @@ class MetricsTap(ModelTap[LeftOut]):
         if model is None or not noted:
             return results
 
-        verdict = noted[-1]
-        left_out = verdict.flag > 0
-        if not verdict.loss_is_known:
+        decision = noted[-1]
+        left_out = decision.flag > 0
+        if not decision.loss_is_known:
             left_out &= ~_all_finite(read(model.metrics_variables))
         if tf.executing_eagerly() and left_out:
-            # Variables created in this step belong to no other.
+            # Metrics created in this step have no earlier value.
             old = {id(variable) for variable in known}
             for metric in model.metrics:
                 if any(id(v) not in old for v in metric.variables):
                     metric.reset_state()
-        # No `tf.cond`, which takes longer than the assignments.
+        # Unconditional: a `tf.cond` takes longer than the assignments.
         for variable, value in before:
             variable.assign(
                 tf.raw_ops.Select(condition=left_out, x=value, y=variable)
@@ -340,7 +347,7 @@ class MetricsTap(ModelTap[LeftOut]):
 
 
 def _all_finite(values: Values) -> tf.Tensor:
-    """True if all floating-point values are finite."""
+    """Return True if all floating-point values are finite."""
     finite = [
         tf.reduce_all(tf.math.is_finite(value))
         for _, value in values
@@ -350,13 +357,13 @@ def _all_finite(values: Values) -> tf.Tensor:
 
 
 def no_batch_counted(model: keras.Model) -> bool:
-    """True if the metrics are as after a reset. Not in graphs.
+    """Return True if all metrics have the values of a reset. Eager only.
 
     Under a strategy this is a collective operation, as `Metric.result` is.
     """
     return all(
         np.array_equal(
-            # NumPy 2 warns of the `__array__` of a Keras variable.
+            # Not `np.asarray(variable)`, about which NumPy 2 warns.
             tf.convert_to_tensor(variable.value).numpy(),
             keras.ops.convert_to_numpy(value),
         )
@@ -368,12 +375,12 @@ def no_batch_counted(model: keras.Model) -> bool:
 
 
 def read(variables: Sequence[keras.Variable]) -> Values:
-    """This replica's copies of variables, and their values now."""
-    own = [own_value(variable) for variable in variables]
-    return [(variable, tf.convert_to_tensor(variable)) for variable in own]
+    """Return this replica's copies of variables with their current values."""
+    copies = [own_value(variable) for variable in variables]
+    return [(variable, tf.convert_to_tensor(variable)) for variable in copies]
 
 
 def put_back(values: Values) -> None:
-    """Gives variables their values again."""
+    """Assign recorded values to their variables."""
     for variable, value in values:
         variable.assign(value)
