@@ -1,4 +1,4 @@
-"""Private parts of Keras' layers and models, and ways of saving them."""
+"""Access private attributes of Keras' layers and models, and save state."""
 
 import contextlib
 import dataclasses
@@ -24,65 +24,68 @@ Within = Callable[[Callbacks, Arguments], AbstractContextManager[Callbacks]]
 
 State = Mapping[str, np.ndarray]
 
-# Name of an optimizer's own state in a tree and in a file.
+# Name of the curvature state of an optimizer in state trees and files.
 KEY = "curvature"
 _WEIGHTS = "optimizer_weights"
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
-    """The layers that a layer holds as attributes, not those inside of them.
+    """Return the direct sublayers of a layer.
 
-    It relies on `_flatten_layers`; in public Keras offers the like for models
+    This relies on `_flatten_layers`. The public `layers` exists for models
     only.
     """
     return layer._flatten_layers(include_self=False, recursive=False)
 
 
 def all_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
-    """A layer and all layers inside of it, each once.
+    """Return a layer and all its sublayers, recursively, each layer once.
 
-    It relies on `_flatten_layers`.
+    This relies on `_flatten_layers`.
     """
     return layer._flatten_layers()
 
 
 def last_layers(model: keras.Model) -> list[keras.layers.Layer]:
-    """The layers with weights that are nearest to a model's outputs.
+    """Return the layers with weights that are nearest to a model's outputs.
 
-    Of a model that is not functional it is the last one. It relies on
-    `_keras_history` of what a functional model returns, the operation and which
-    of its `_inbound_nodes` has returned it, with its `input_tensors`.
+    For a model that is not functional this is the last layer with weights.
+    This relies on `_keras_history` of an output of a functional model, which
+    contains the operation and the index of its node in `_inbound_nodes`, and
+    on `input_tensors` of the node.
     """
     outputs = keras.tree.flatten(getattr(model, "outputs", None))
     if not all(isinstance(output, keras.KerasTensor) for output in outputs):
         return [layer for layer in model.layers if layer.weights][-1:]
-    found: list[keras.layers.Layer] = []
+    nearest: list[keras.layers.Layer] = []
     for output in outputs:
         tensors: list[Any] = [output]
-        near: list[Any] = []
-        while tensors and not near:
+        layers: list[Any] = []
+        while tensors and not layers:
             calls = [tensor._keras_history[:2] for tensor in tensors]
-            near = [op for op, _ in calls if getattr(op, "weights", None)]
+            layers = [op for op, _ in calls if getattr(op, "weights", None)]
             nodes = [op._inbound_nodes[index] for op, index in calls]
-            tensors = [one for node in nodes for one in node.input_tensors]
-        found += near
-    inside = (
+            tensors = [
+                tensor for node in nodes for tensor in node.input_tensors
+            ]
+        nearest += layers
+    inner = (
         last_layers(layer) if isinstance(layer, keras.Model) else [layer]
-        for layer in found
+        for layer in nearest
     )
-    return [layer for layers in inside for layer in layers]
+    return [layer for layers in inner for layer in layers]
 
 
 def mask_of(tensor: Any) -> tf.Tensor | None:
-    """The mask that a tensor carries, or None.
+    """Return the Keras mask of a tensor, or None.
 
-    It relies on Keras keeping it as the tensor's attribute `_keras_mask`.
+    This relies on `get_keras_mask`, which reads the attribute `_keras_mask`.
     """
     return masking.get_keras_mask(tensor)
 
 
 def pass_mask(source: Any, target: tf.Tensor) -> None:
-    """Makes a tensor carry the mask of another one, if that has any."""
+    """Copy the Keras mask of `source`, if it has a mask, to `target`."""
     mask = mask_of(source)
     if mask is not None:
         masking.set_keras_mask(target, mask)
@@ -90,61 +93,61 @@ def pass_mask(source: Any, target: tf.Tensor) -> None:
 
 @contextlib.contextmanager
 def kept_losses(model: keras.Model) -> Iterator[None]:
-    """Keeps the losses that layers have added in their last call.
+    """Restore, on exit, the losses that layers have added in their last call.
 
-    It relies on a layer having them in `_losses`, and what identifies them to
-    a stateless scope in `_loss_ids`.
+    This relies on the attributes `_losses` of a layer, and `_loss_ids`, which
+    identify its losses in a stateless scope.
     """
     layers = all_layers(model)
-    kept = [(list(x._losses), set(x._loss_ids)) for x in layers]
+    saved = [(list(x._losses), set(x._loss_ids)) for x in layers]
     try:
         yield
     finally:
-        for layer, (losses, identities) in zip(layers, kept, strict=True):
+        for layer, (losses, identities) in zip(layers, saved, strict=True):
             layer._losses[:] = losses
             layer._loss_ids.clear()
             layer._loss_ids.update(identities)
 
 
 def losing_layers(model: keras.Model, scope: keras.StatelessScope) -> list[str]:
-    """Names of the layers that have added a loss in a stateless scope.
+    """Return names of the layers that have added a loss in a stateless scope.
 
-    It relies on a layer having what identifies its own of the scope's losses
-    in `_loss_ids`.
+    This relies on `_loss_ids`, which identify the losses of a layer among the
+    losses of the scope.
     """
     known = {id(loss) for loss in scope.losses}
     return [x.name for x in all_layers(model) if known & x._loss_ids]
 
 
 def compiled_loss(model: keras.Model) -> Any:
-    """The object that computes the compiled losses, new after each `compile`.
+    """Return the `CompileLoss` of a model, a new object for each `compile`.
 
-    It relies on `_compile_loss`.
+    This relies on `_compile_loss`.
     """
     return model._compile_loss
 
 
 def call_takes_training(layer: keras.layers.Layer) -> bool:
-    """True if the `call` of a layer or model has an argument `training`.
+    """Return True if `call` of a layer or model has an argument `training`.
 
-    It relies on `_call_has_training_arg`, which Keras' `train_step` asks.
+    This relies on `_call_has_training_arg`, which Keras' `train_step` reads.
     """
     return bool(layer._call_has_training_arg)
 
 
 def loss_takes_training(model: keras.Model) -> bool:
-    """True if the `compute_loss` of a model has an argument `training`.
+    """Return True if `compute_loss` of a model has an argument `training`.
 
-    It relies on `_compute_loss_has_training_arg`, which is of the class'
-    method, asked before anybody can have put another one in its place.
+    This relies on `_compute_loss_has_training_arg`, which Keras sets in the
+    constructor, from the method of the class and not from an override.
     """
     return bool(model._compute_loss_has_training_arg)
 
 
 def changing_variables(model: keras.Model) -> list[keras.Variable]:
-    """Variables of a model that a call in training may change.
+    """Return the variables that a call of the model in training may change.
 
-    Moving statistics and random seeds, but no frozen weights.
+    These are moving statistics and random seeds, without frozen weights.
     """
     frozen = {
         id(variable)
@@ -156,22 +159,22 @@ def changing_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def own_value(variable: keras.Variable) -> tf.Variable:
-    """This replica's variable that a Keras variable stands for.
+    """Return this replica's `tf.Variable` of a Keras variable.
 
-    It relies on `_value`; `value` may be a cast of it.
+    This relies on `_value`. The public `value` may be a cast of the variable.
     """
     return own_copy(variable._value)
 
 
 def after_compile(action: Callable[[keras.Model], None]) -> Override:
-    """Calls a function after each `Model.compile`, with the model.
+    """Call `action(model)` after each `Model.compile`.
 
-    An optimizer may be given by its name among the custom objects.
+    `compile` then also accepts the registered name of an optimizer.
 
     This relies on `compile` being a method of a base class of `keras.Model`,
-    and on `load_model` calling it. The hook is on the class that defines it
-    and not on `keras.Model`: `load_model` compares the `compile` of a model
-    with that class' and compiles nothing when they differ.
+    and on `load_model` calling it. The override is on that base class:
+    `load_model` skips `compile` if the model's class has another `compile`
+    than the base class.
     """
 
     def compile(
@@ -180,7 +183,7 @@ def after_compile(action: Callable[[keras.Model], None]) -> Override:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        first, rest = [named_optimizer(one) for one in args[:1]], args[1:]
+        first, rest = [named_optimizer(x) for x in args[:1]], args[1:]
         if "optimizer" in kwargs:
             kwargs["optimizer"] = named_optimizer(kwargs["optimizer"])
         below(model, *first, *rest, **kwargs)
@@ -193,36 +196,39 @@ def after_compile(action: Callable[[keras.Model], None]) -> Override:
 def around_fit(
     model: keras.Model, within: Within, name: str = "fit"
 ) -> Override:
-    """Runs each `fit` of a model in a context, which chooses its callbacks.
+    """Run each `fit` of a model inside a context that may change callbacks.
 
-    `name` is of another method with callbacks, `evaluate` or `predict`.
+    This relies on the names of the arguments of `fit`, and on `fit` creating a
+    `CallbackList` from a flat list of callbacks.
 
-    This relies on the names of the arguments of `fit`, and on `fit` making a
-    new `CallbackList` of a flat list of callbacks. The context gets these and
-    all arguments; its value is the callbacks. A `fit` of the user's own that
-    has no place for callbacks by name gets none.
+    Args:
+        model: The model whose method is overridden.
+        within: Creates the context from the flat list of callbacks and all
+            arguments by name. Its value replaces the callbacks, unless the
+            user's `fit` has no argument `callbacks`.
+        name: `fit`, `evaluate` or `predict`. Defaults to `fit`.
     """
     signature = inspect.signature(getattr(model, name))
-    kinds = {p.kind: name for name, p in signature.parameters.items()}
-    others = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
+    names = {p.kind: name for name, p in signature.parameters.items()}
+    keywords = names.get(inspect.Parameter.VAR_KEYWORD, "")
 
     def fit(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        arguments = given.arguments
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
         if "callbacks" not in arguments:
-            # Among others without a name there may be callbacks, the sixth.
-            unnamed = inspect.Parameter.VAR_POSITIONAL in kinds
-            has_place = len(args) < 6 or not unnamed
-            arguments = arguments.get(others, {}) if has_place else {}
-        known = arguments.get("callbacks")
-        if isinstance(known, keras.callbacks.CallbackList):
-            known = known.callbacks
-        flat = keras.tree.flatten(known) if known else []
+            # `fit(*args, **kwargs)`: callbacks may be the sixth of `args`.
+            has_args = inspect.Parameter.VAR_POSITIONAL in names
+            is_keyword = len(args) < 6 or not has_args
+            arguments = arguments.get(keywords, {}) if is_keyword else {}
+        callbacks = arguments.get("callbacks")
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = callbacks.callbacks
+        flat = keras.tree.flatten(callbacks) if callbacks else []
         with within(flat, arguments) as chosen:
             if chosen is not flat:
                 arguments["callbacks"] = chosen
-            return below(*given.args, **given.kwargs)
+            return below(*bound.args, **bound.kwargs)
 
     return override(model, name, fit)
 
@@ -231,13 +237,15 @@ def swap_averages_of(
     callback: keras.callbacks.SwapEMAWeights,
     choose: Callable[[keras.optimizers.Optimizer], Sequence[Any]],
 ) -> None:
-    """Lets a callback swap the averages of other optimizers.
+    """Make `SwapEMAWeights` swap the weight averages of other optimizers.
 
-    `choose` is given the optimizer that the callback finds, and returns the
-    optimizers to use. Repeated calls for a callback have no effect.
+    Repeated calls for a callback have no effect. This relies on
+    `_tf_swap_variables` and `_tf_finalize_ema_values`, which process the
+    variables of the optimizer that is their argument.
 
-    It relies on `_tf_swap_variables` and `_tf_finalize_ema_values` being
-    called with an optimizer, and on doing all for its variables.
+    Args:
+        callback: The callback.
+        choose: Maps the optimizer of the model to the optimizers to use.
     """
 
     def for_all(below: Callable[[Any], None], optimizer: Any) -> None:
@@ -252,41 +260,41 @@ def swap_averages_of(
 
 
 def first_epoch(model: keras.Model, initial_epoch: int) -> int:
-    """The epoch that `fit` begins with, once all callbacks have begun.
+    """Return the first epoch of `fit`, after `on_train_begin` of callbacks.
 
-    It relies on `_initial_epoch`, which Keras' `BackupAndRestore` sets.
+    This relies on `_initial_epoch`, which Keras' `BackupAndRestore` sets.
     """
     return int(model._initial_epoch or initial_epoch)
 
 
 def set_first_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Lets `fit` begin with an epoch; None is its argument.
+    """Set the first epoch of `fit`; None for its argument `initial_epoch`.
 
-    It relies on `fit` reading `_initial_epoch` after `on_train_begin`.
+    This relies on `fit` reading `_initial_epoch` after `on_train_begin`.
     """
     model._initial_epoch = epoch
 
 
 def skip_batches(model: keras.Model, count: int) -> Callable[[], None]:
-    """Lets `fit` take some batches of its first epoch without training on them.
+    """Make `fit` read the first `count` batches without training on them.
 
-    It returns what ends that early. It relies on `fit` calling
-    `train_function` with its iterator once for every `steps_per_execution`
-    batches, and for no other reason, and on it being there when callbacks
-    begin.
+    Return a function that ends the skipping early. This relies on `fit`
+    calling `train_function` with its iterator only once for every
+    `steps_per_execution` batches, and on `train_function` being set before
+    `on_train_begin`.
     """
     train = model.train_function
-    left = count
+    remaining = count
 
     def restore() -> None:
         model.train_function = train
 
     def skip(iterator: Iterator[Any]) -> dict[str, Any]:
-        nonlocal left
+        nonlocal remaining
         for _ in range(model.steps_per_execution):
             next(iterator)
-            left -= 1
-        if left <= 0:
+            remaining -= 1
+        if remaining <= 0:
             restore()
         return {}
 
@@ -295,11 +303,12 @@ def skip_batches(model: keras.Model, count: int) -> Callable[[], None]:
     return restore
 
 
-# `.keras` and `.weights.h5` files ask an optimizer for what it keeps beside its
-# variables. Models in the old format `.h5` and state trees do not.
+# `.keras` and `.weights.h5` files call `save_own_variables` of an optimizer,
+# so it can save more than its variables. The legacy format `.h5` and state
+# trees do not: the rest of this file adds the curvature to them.
 @dataclasses.dataclass(frozen=True)
 class NamedArray:
-    """An array that a `.h5` file takes for a variable, and its dataset."""
+    """An array with a path, saved like a variable in a legacy `.h5` file."""
 
     path: str
     value: np.ndarray
@@ -311,11 +320,15 @@ class NamedArray:
 def carry_in_state_trees(
     model: keras.Model, save: Callable[[], State], load: Callable[[State], None]
 ) -> list[Override]:
-    """Lets the state trees of a model carry its optimizer's own state.
+    """Add the curvature of the optimizer to the state trees of a model.
 
-    `load` gets the state of a tree, which may be none. It relies on
-    `set_state_tree` passing over names in "optimizer_variables" that it does
-    not know.
+    This relies on `set_state_tree` ignoring unknown names in
+    "optimizer_variables".
+
+    Args:
+        model: The model whose methods are overridden.
+        save: Returns the curvature state.
+        load: Loads it; called with an empty mapping if the tree has none.
     """
 
     def get_state_tree(
@@ -345,18 +358,19 @@ def carry_in_state_trees(
 
 
 def is_saving_legacy_file() -> bool:
-    """True while Keras writes a model into a `.h5` file.
+    """Return True while Keras writes a model into a legacy `.h5` file.
 
-    It relies on "use_legacy_config" of Keras' global state, and on nobody
-    asking an optimizer for its variables under it but what writes them.
+    This relies on "use_legacy_config" in Keras' global state, and on Keras
+    reading the variables of an optimizer under it only to write them.
     """
     return bool(global_state.get_global_attribute("use_legacy_config", False))
 
 
 def legacy_variables(state: State) -> list[NamedArray]:
-    """State as variables of an optimizer, which a `.h5` file has by path.
+    """Convert state to objects that Keras saves like optimizer variables.
 
-    It relies on Keras asking such variables for their `path` and array alone.
+    This relies on Keras reading only `path` and the array of a variable when
+    it writes a legacy `.h5` file.
     """
     return [
         # HDF5 has no bfloat16.
@@ -369,21 +383,20 @@ def legacy_variables(state: State) -> list[NamedArray]:
 
 
 def legacy_state(weights: Sequence[Any]) -> State | None:
-    """The state in a `.h5` file that an optimizer's weights are read from.
+    """Return the curvature state in the legacy `.h5` file of given weights.
 
-    It is empty if the file has none, and None if `weights`, the argument of
-    `set_weights`, are of no file. It is with the weights; in older files it is
-    beside them.
+    It is empty if the file contains none, and None if `weights`, the argument
+    of `set_weights`, do not come from a file.
 
-    It relies on Keras calling an optimizer's `set_weights` with datasets of
-    the open file, and on the two functions by which Keras reads a group and a
-    dataset that may be malicious.
+    This relies on Keras calling `set_weights` of an optimizer with datasets of
+    the open file, and on Keras' functions that read groups and datasets of
+    untrusted files.
     """
     if not weights or not isinstance(weights[0], h5py.Dataset):
         return None
     file = weights[0].file
-    for place in (safe_get_h5_group(file, _WEIGHTS), file):
-        if KEY in place:
-            group = safe_get_h5_group(place, KEY)
+    for parent in (safe_get_h5_group(file, _WEIGHTS), file):
+        if KEY in parent:
+            group = safe_get_h5_group(parent, KEY)
             return {n: safe_get_h5_dataset(group, n)[()] for n in group}
     return {}
