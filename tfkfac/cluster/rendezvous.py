@@ -29,9 +29,9 @@ from typing import Any
 
 from tfkfac.cluster import waiting
 from tfkfac.cluster.authentication import (
-    WORKER_0,
     PEER,
     SECRET_VARIABLE,
+    WORKER_0,
     Greeting,
     Session,
     make_nonce,

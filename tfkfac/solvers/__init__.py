@@ -1,7 +1,7 @@
-"""Solvers: how factors become a preconditioner.
+"""Solvers: decompose Kronecker factors and precondition gradients.
 
-`tfkfac.register_solver` adds a solver of one's own: a subclass of `Solver`, or
-of `InverseSolver` or `EigenSolver`.
+`tfkfac.register_solver` adds a user's subclass of `Solver`, `InverseSolver` or
+`EigenSolver`.
 """
 
 from tfkfac.solvers.base import Factors, Solver

@@ -1,4 +1,4 @@
-"""A solver: it decomposes factors now and then, and applies them."""
+"""Base class of solvers, and the row limit of row gradients."""
 
 import abc
 import math
@@ -12,28 +12,30 @@ from tfkfac.factors import Factor, Part, Side, Tensors
 
 T = TypeVar("T")
 
-# The kinds of a block's factors by name, "A" missing for the identity.
+# Types of a block's factors by name; without "A" the factor A is the identity.
 Factors = Mapping[str, Factor]
 
-# On which side of the gradient matrix a factor stands; G first.
+# Side of the gradient matrix W on which the inverse of a factor is multiplied,
+# in the order of the products: A^-1 (W G^-1).
 SIDES: dict[str, Side] = {"G": "right", "A": "left"}
 
 
 class Solver(abc.ABC):
-    """Turns factors and damping into a preconditioner.
+    """Decompose the factors of a block, and precondition its gradient.
 
-    A part of a decomposition is named by its factor, "A" or "G", and a suffix
-    that the factor's class gives it.
+    A decomposition is a mapping of tensors, its parts. The name of a part is
+    the name of its factor, "A" or "G", and a suffix that the class of the
+    factor defines.
 
     Args:
-        name: Its registered name, also that of its section in saved state.
+        name: Registered name, also the name of the section in saved state.
 
     Attributes:
-        whole_layers: True if all factors of a layer must have one owner.
-        takes_rows: True if `apply` returns a gradient of rows for one.
-        is_explicit: True if the decomposition is an inverse, by which a
-            gradient is multiplied once; False if it is an eigenbasis, into
-            which a gradient is rotated and back.
+        whole_layers: True if one worker must decompose all factors of a layer.
+        takes_rows: True if `apply` returns a row gradient for a row gradient.
+        is_explicit: True if the decomposition is an inverse (one product per
+            factor); False if it is an eigenbasis (a rotation into the basis
+            and one back).
     """
 
     whole_layers = False
@@ -45,14 +47,22 @@ class Solver(abc.ABC):
 
     @abc.abstractmethod
     def parts(self, factors: Factors, name: str) -> dict[str, Part]:
-        """Returns what `decompose` makes of one factor, by name."""
+        """Return the parts that `decompose` computes for one factor.
+
+        Args:
+            factors: Types of the block's factors.
+            name: Name of the factor, "A" or "G".
+
+        Returns:
+            Shape and type of each part, by its name.
+        """
 
     def kept(self, factors: Factors) -> dict[str, Part]:
-        """Returns the tensors of a block's decomposition, by name."""
+        """Return the parts that `combine` returns: those that are stored."""
         return self.all_parts(factors)
 
     def all_parts(self, factors: Factors) -> dict[str, Part]:
-        """Returns what `decompose` makes of all factors of a block."""
+        """Return the parts that `decompose` computes for all factors."""
         return {
             part_name: part
             for name in factors
@@ -67,39 +77,45 @@ class Solver(abc.ABC):
         means: Tensors,
         damping: tf.Tensor,
     ) -> Tensors:
-        """Decomposes the factors of a block that a worker keeps.
+        """Decompose the factors of a block that this worker owns.
 
         Args:
-            factors: The kinds of the block's factors.
-            values: The factors by name, all of them or some.
+            factors: Types of the block's factors.
+            values: Factors that this worker owns, by name.
             means: Mean eigenvalue of each factor of the block.
-            damping: The damping.
+            damping: The damping, a scalar.
 
         Returns:
-            The parts by name.
+            The parts of these factors, by name.
         """
 
     def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
-        """Makes the decomposition of a block of the parts of its factors."""
+        """Combine the parts of all factors to the decomposition of a block."""
         return parts
 
     @abc.abstractmethod
     def apply(
         self, factors: Factors, decomposition: Tensors, gradient: LayerGradient
     ) -> LayerGradient:
-        """Preconditions the gradient of a layer.
+        """Precondition the gradient of a layer.
 
-        The tensors of the decomposition are in bfloat16 if they are kept so.
+        Args:
+            factors: Types of the block's factors.
+            decomposition: Parts by name; bfloat16 if stored in bfloat16.
+            gradient: Gradient of the layer.
+
+        Returns:
+            The preconditioned gradient.
         """
 
 
 def with_prefix(name: str, parts: Mapping[str, T]) -> dict[str, T]:
-    """Names the parts of one factor as those of a block."""
+    """Put the name of the factor before the suffix of each part."""
     return {name + suffix: part for suffix, part in parts.items()}
 
 
 def of_factor(name: str, tensors: Tensors) -> dict[str, tf.Tensor]:
-    """The parts of one factor among the tensors of a block, by suffix."""
+    """Select the parts of one factor, keyed by suffix."""
     return {
         key.removeprefix(name): tensor
         for key, tensor in tensors.items()
@@ -108,13 +124,16 @@ def of_factor(name: str, tensors: Tensors) -> dict[str, tf.Tensor]:
 
 
 def most_rows(factors: Factors, workers: int) -> int:
-    """The largest number of rows that take fewer products than the matrix.
+    """Return the largest number of rows for which a row gradient is cheaper.
 
-    With `N` rows, `n` inputs, `m` outputs and `p`, `q` multiplications for the
-    product of a vector with the inverse of A and of G, those are
-    `N (p + q) + N^2 (n + m)`, the second for `<P, W>`, against `p m + q n`.
-    (`a^T g` is formed once in either way.) Where several workers add up their
-    matrices, `<P, W>` takes `N n m`. The block has both factors.
+    Let a block have `N` rows, `n` inputs and `m` outputs. The product of a
+    vector with the inverse of A takes `p` multiplications, with G `q`.
+
+    - row gradient: `N (p + q)` for P, `N^2 (n + m)` for `<P, W>`; with several
+      workers, which sum their matrices, `N n m` for `<P, W>`
+    - matrix gradient: `p m + q n`
+
+    Forming `a^T g` costs the same in both cases.
     """
     a, g = factors["A"], factors["G"]
     n, m, p, q = a.size, g.size, a.multiplications, g.multiplications

@@ -1,4 +1,4 @@
-"""The implicit solver: eigen-decompositions with exact damping."""
+"""Eigen solver: eigendecompositions of the factors, exact damping."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -15,11 +15,12 @@ T = TypeVar("T")
 
 
 class EigenSolver(Solver):
-    """Preconditions with `(A (x) G + damping I)^-1` exactly.
+    """Precondition with `(A (x) G + damping I)^-1`, without approximation.
 
     `P = Q_A [(Q_A^T W Q_G) * D] Q_G^T` with `D = 1 / (v_A v_G^T + damping)`
-    (Distributed K-FAC, eq. 11-13). `D` is computed with the decomposition and
-    kept (KAISA, section 4.4), so a new damping takes effect with the next one.
+    (Distributed K-FAC, eq. 11-13). `D` is computed and stored with the
+    decomposition (KAISA, section 4.4). A new damping takes effect at the next
+    decomposition.
     """
 
     @override
@@ -50,8 +51,8 @@ class EigenSolver(Solver):
         if "A" + VALUES in parts:
             outer = parts["A" + VALUES][..., :, None] * outer
         damped = outer + tf.cast(damping, outer.dtype)
-        # Without damping, null directions keep a floor relative to the
-        # largest; a block of zeros is left as it is.
+        # Bound the condition number, for a damping of 0. D = 1 for a block of
+        # zeros.
         largest = tf.reduce_max(damped, [-2, -1], keepdims=True)
         damped = tf.maximum(damped, rounding(outer.dtype) * largest)
         damped = tf.where(largest == 0, tf.ones_like(damped), damped)
@@ -63,10 +64,10 @@ class EigenSolver(Solver):
     ) -> LayerGradient:
         sides = {name: side for name, side in SIDES.items() if name in factors}
         matrix = gradient.matrix
-        # What is lost in a rotation, the damping may make large.
-        kept = {k: tf.cast(t, matrix.dtype) for k, t in decomposition.items()}
-        bases = {name: of_factor(name, kept) for name in sides}
-        outer = kept["D"]
+        # Rotate in the dtype of the gradient: D can amplify rounding errors.
+        parts = {k: tf.cast(t, matrix.dtype) for k, t in decomposition.items()}
+        bases = {name: of_factor(name, parts) for name in sides}
+        outer = parts["D"]
         for name, side in sides.items():
             matrix = factors[name].rotate(bases[name], matrix, side)
             outer = factors[name].widen(outer, side)
@@ -77,12 +78,12 @@ class EigenSolver(Solver):
 
 
 def outer_part(parts: Mapping[str, Part]) -> dict[str, Part]:
-    """The part `D` of a block, by the shapes of its eigenvalues."""
+    """Return the part `D`; its shape follows from those of eigenvalues."""
     *stack, outputs = parts["G" + VALUES].shape
     inputs = parts["A" + VALUES].shape[-1] if "A" + VALUES in parts else 1
     return {"D": Part((*stack, inputs, outputs))}
 
 
 def without_values(parts: Mapping[str, T]) -> dict[str, T]:
-    """Leaves out the eigenvalues, which are kept as `D` only."""
+    """Remove the eigenvalues, which are stored only as `D`."""
     return {k: part for k, part in parts.items() if not k.endswith(VALUES)}

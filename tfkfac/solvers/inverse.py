@@ -1,4 +1,4 @@
-"""The explicit solvers: inverses of damped factors, by Cholesky."""
+"""Inverse solver: Cholesky inverses of the damped factors."""
 
 import tensorflow as tf
 from typing_extensions import override
@@ -7,15 +7,16 @@ from tfkfac.blocks import LayerGradient, MatrixGradient, RowGradient
 from tfkfac.factors import Part, Side, Tensors
 from tfkfac.solvers.base import SIDES, Factors, Solver, of_factor, with_prefix
 
-# Beyond this ratio a factor is noise beside its damping.
-_LARGEST_PI = 1e6
+# Beyond this ratio the smaller factor is negligible against its damping.
+_MAX_PI = 1e6
 
 
 class InverseSolver(Solver):
-    """Preconditions with `(A + pi sqrt(d) I)^-1 W (G + sqrt(d)/pi I)^-1`.
+    """Precondition with `(A + pi sqrt(d) I)^-1 W (G + sqrt(d)/pi I)^-1`.
 
-    `pi^2` is the ratio of the factors' mean eigenvalues (Martens & Grosse,
-    2015, section 6.3; DP-KFAC, eq. 14). A block without A is damped exactly.
+    `d` is the damping; `pi^2` is the ratio of the mean eigenvalues of A and G
+    (Martens & Grosse, 2015, section 6.3; DP-KFAC, eq. 14). A block without A
+    is preconditioned with `(G + d I)^-1`.
     """
 
     takes_rows = True
@@ -40,7 +41,13 @@ class InverseSolver(Solver):
         return parts
 
     def share(self, name: str, means: Tensors, damping: tf.Tensor) -> tf.Tensor:
-        """Damping of one factor, added to its eigenvalues."""
+        """Return the damping that is added to the eigenvalues of one factor.
+
+        Args:
+            name: Name of the factor, "A" or "G".
+            means: Mean eigenvalue of each factor of the block.
+            damping: Damping of the block, a scalar.
+        """
         if "A" not in means:
             return damping
         pi, root = balance(means["A"], means["G"]), tf.sqrt(damping)
@@ -68,8 +75,8 @@ class InverseSolver(Solver):
 
 
 def balance(mean_a: tf.Tensor, mean_g: tf.Tensor) -> tf.Tensor:
-    """`pi`, kept within bounds so that a vanishing factor does no harm."""
+    """Return `pi`, clipped to [1 / _MAX_PI, _MAX_PI]; 1 for a zero factor."""
     ratio = tf.sqrt(tf.math.divide_no_nan(mean_a, mean_g))
     ratio = tf.where(mean_g > 0, ratio, tf.ones_like(ratio))
     ratio = tf.where(mean_a > 0, ratio, tf.ones_like(ratio))
-    return tf.clip_by_value(ratio, 1 / _LARGEST_PI, _LARGEST_PI)
+    return tf.clip_by_value(ratio, 1 / _MAX_PI, _MAX_PI)

@@ -1,4 +1,4 @@
-"""Solvers by name."""
+"""Registry of solvers by name."""
 
 import inspect
 from typing import Any
@@ -29,14 +29,15 @@ def register_solver(name: str, solver_class: type[Solver]) -> None:
 
     Args:
         name: Value of the argument `solver` of `KFAC`, also the name of the
-            solver's section in saved state. A name that is registered already
-            gets the new class.
+            solver's section in saved state. The class replaces an earlier
+            registration of the same name.
         solver_class: A subclass of `tfkfac.solvers.Solver` without abstract
             methods.
 
     Raises:
-        TypeError: If `solver_class` is no such class.
-        ValueError: If `name` is no identifier or belongs to a built-in solver.
+        TypeError: If `solver_class` is not such a class.
+        ValueError: If `name` is not an identifier, or is the name of a
+            built-in solver.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(
@@ -44,7 +45,7 @@ def register_solver(name: str, solver_class: type[Solver]) -> None:
         )
     if name in _BUILT_IN:
         raise ValueError(
-            "Argument `name` must not be that of a built-in solver. "
+            "Argument `name` must not be the name of a built-in solver. "
             f"Received: name={name!r}"
         )
     is_solver = isinstance(solver_class, type) and issubclass(
@@ -60,10 +61,10 @@ def register_solver(name: str, solver_class: type[Solver]) -> None:
 
 
 def make_solver(name: str) -> Solver:
-    """Create the solver of a name."""
+    """Create an instance of a registered solver."""
     return SOLVERS[name](name)
 
 
 def check_solver(name: str, value: Any) -> str:
-    """Return the name of a solver if it is registered."""
+    """Validate argument `name`: return `value` if it is a known solver."""
     return check_choice(name, value, tuple(sorted(SOLVERS)))
