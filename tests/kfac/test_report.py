@@ -1,6 +1,5 @@
 """What K-FAC says: of weights that it leaves alone, and of its steps."""
 
-import dataclasses
 import re
 import warnings
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from tests.support.small import (
     summary_text,
 )
 from tests.support.summaries import sequential
-from tfkfac.kfac.report import Advice
 
 
 def said(action: Callable[[], Any]) -> list[str]:
@@ -174,25 +172,6 @@ def test_it_is_said_once(built_late: bool) -> None:
     assert len(said(train)) == built_late
 
 
-@pytest.mark.parametrize(("depth", "times"), [(49, 0), (50, 1)])
-def test_a_deep_model_says_once_that_it_is_traced(
-    depth: int, times: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """When it is compiled, not again for another `compile`, on one worker."""
-    model = sequential(*(layers.Dense(1) for _ in range(depth)), shape=(1,))
-    optimizer = tfkfac.KFAC(name="curved")
-    for _ in range(2):
-        model.compile(optimizer, "mse")
-    text = f"tfkfac: curved traces the training step of model '{model.name}'"
-    said = capsys.readouterr().err
-    assert said.count(text) == times
-    assert (f"with {depth} preconditioned layers" in said) == bool(times)
-    advice, job = Advice(), optimizer.method.job
-    job.topology = dataclasses.replace(job.topology, local=(1,))
-    advice.announce(job, optimizer.method.placement.registry)
-    assert not capsys.readouterr().err
-
-
 # ------------------------------------------------------------ what a step did
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(8, 3)).astype("float32")
@@ -301,66 +280,6 @@ def test_inputs_that_are_numbers_of_words_are_not_to_be_normalised(
     text = capfd.readouterr().err
     assert SMALLER in text
     assert "normalise" not in text
-
-
-Constant = keras.optimizers.schedules.PiecewiseConstantDecay
-
-
-@pytest.mark.parametrize(
-    ("rate", "clip", "told"),
-    [
-        (0.009, 0.02, True),
-        (0.011, 0.02, False),
-        (0.009, 1e-12, False),
-        (Constant([60], [0.001, 0.05]), 0.02, False),  # which warms up
-    ],
-)
-def test_rates_of_adam_are_too_small(
-    rate: Any, clip: float, told: bool, capfd: Any
-) -> None:
-    """In one line, after fifty steps that the clip has not shortened."""
-    model = model_of(rate, kl_clip=clip)
-    data = tf.data.Dataset.from_tensors((X, Y)).repeat()
-    model.fit(data, steps_per_epoch=49, verbose=0)
-    assert "Rates of Adam" not in capfd.readouterr().err
-    model.fit(data, steps_per_epoch=52, verbose=0)
-    assert capfd.readouterr().err.count("Rates of Adam") == told
-
-
-@pytest.mark.parametrize("kind", ["adam", "lion", "muon"])
-def test_adaptive_inner_optimizers(kind: str) -> None:
-    """They undo the preconditioning; the hint names `rest_optimizer`."""
-    model = sequential(layers.Dense(2))
-    texts = compiling(model, inner_optimizer=kind)
-    assert len(texts) == (kind != "muon")
-    assert all("KFAC(rest_optimizer=keras" in text for text in texts)
-
-
-@pytest.mark.parametrize("loss", ["mean", "sum", "token means", "token sums"])
-def test_a_summed_loss_of_a_custom_loop_is_told(loss: str, capfd: Any) -> None:
-    """Of a cross-entropy; a mean over examples is never taken for a sum."""
-    normalised = [layers.LayerNormalization()] if loss != "mean" else []
-    model = keras.Sequential(
-        [keras.Input((4, 3)), layers.Dense(5), *normalised, layers.Dense(3)]
-    )
-    optimizer = tfkfac.KFAC().attach(model)
-    x = RNG.normal(size=(8, 4, 3)).astype("float32")
-    labels = RNG.integers(0, 3, size=(8, 4))
-
-    def total(y: Any, p: Any) -> Any:
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, p)
-        return {
-            "mean": tf.reduce_mean(losses[:, 0]),
-            "sum": tf.reduce_sum(losses),
-            "token means": tf.reduce_mean(losses),
-            "token sums": tf.reduce_mean(tf.reduce_sum(losses, 1)),
-        }[loss]
-
-    for _ in range(2):
-        gradients = gradients_of(model, x, labels, total)
-        optimizer.apply(gradients, model.trainable_variables)
-    said = capfd.readouterr().err.count("the loss looks like the sum")
-    assert said == (loss == "sum")
 
 
 @pytest.mark.parametrize("terms", [None, 1])

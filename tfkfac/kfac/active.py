@@ -131,9 +131,6 @@ def in_stages(
     ]
 
 
-# Largest sum of absolute gradients of a softmax at the logits, 2, and room for
-# rounding.
-_LARGEST_SOFTMAX = 2.02
 # A layer for which fewer rows than this would be too many is always taken by
 # its matrix: there is little to gain.
 _LEAST = 16
@@ -209,9 +206,6 @@ def batch_statistics(
     fraction: float | None,
 ) -> Statistics:
     """Statistics of a fraction of this replica's batch, by position."""
-    if step.loss.terms is None:
-        summed = looks_summed(layers, step.row_scale())
-        state.report.note_sum(summed, step.job.name)
     loss_scale = step.job.scaling.factor()
     view = View(
         sharing,
@@ -270,25 +264,3 @@ def label_seeds(step: Step, state: State, outputs: int) -> list[tf.Tensor]:
     if state.pending is not None:
         batch += step.group.size * state.pending.count
     return [tf.stack([clock, batch * outputs + i]) for i in range(outputs)]
-
-
-def looks_summed(
-    layers: Sequence[ActiveBlock], scale: tf.Tensor
-) -> tf.Tensor | None:
-    """True if a loss that nobody has seen is a sum, taken for a mean.
-
-    It can be told of a softmax cross-entropy, and is None elsewhere: an
-    example's gradient at the logits adds up to 0, and its absolute values to 2
-    at most. The scale makes it, times the number of examples, of the recorded
-    one if the loss is a mean.
-    """
-    if not layers:
-        return None
-    last = min(layers, key=lambda one: min(r.order for r in one.records))
-    g = last.used.rows(last.records[-1]).g
-    if g.shape.rank != 3 or g.shape[-1] == 1:
-        return None
-    g *= tf.cast(scale, g.dtype) * tf.cast(tf.shape(g)[0], g.dtype)
-    sizes = tf.reduce_sum(tf.abs(g), -1)
-    is_softmax = tf.reduce_all(tf.abs(tf.reduce_sum(g, -1)) <= 1e-3 * sizes)
-    return is_softmax & (tf.reduce_mean(sizes) > _LARGEST_SOFTMAX)

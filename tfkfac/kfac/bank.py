@@ -274,7 +274,6 @@ class State(Tracked):
         """Things that can go wrong, with the number of times that they did."""
         events = [
             ("times that kl_clip ruled the first steps", self.report.hints),
-            ("times that the loss looked like a sum", self.report.sums),
         ]
         for i, path in enumerate(self.counters.paths):
             unexplained = Number(self.counters.unexplained, i)
@@ -454,10 +453,6 @@ FIRST, MANY, LITTLE, _LONG = 20, 12, 0.1, 2.0
 # suffices where inputs are far from unit scale. On raw pixels, dense layers of
 # 64 units keep 0.1 to 0.15 from step 6 on.
 SHORT = 0.25
-# Below this share of the default learning rate, where the clip has shortened
-# none of the very first steps, a step hardly trains.
-_SMALL = 0.1
-_VERY_FIRST = 50
 
 
 class StepReport(Slots):
@@ -469,11 +464,7 @@ class StepReport(Slots):
         short: Number of the first steps that keep less than `SHORT` of their
             length.
         hints: 1 once the hint has been given.
-        shortened: Number of the very first of them that the clip has shortened
-            at all.
-        slow: 1 once it has been said that the learning rate is too small.
         largest_rate: Largest learning rate of the inner optimizer's schedule.
-        sums: Number of times that the loss has looked like a sum.
     """
 
     def __init__(self) -> None:
@@ -482,12 +473,9 @@ class StepReport(Slots):
         self.clipped = self.slot("clipped_steps", saved=False)
         self.short = self.slot("short_steps", saved=False)
         self.hints = self.slot("clip_hints", saved=False)
-        self.shortened = self.slot("shortened_steps", saved=False)
-        self.slow = self.slot("rate_hints", saved=False)
         self.largest_rate = self.slot(
             "largest_scheduled_rate", (), "float64", saved=False
         )
-        self.sums = self.slot("summed_losses", saved=False)
         self._values = {
             name: self.slot(name, (), "float64", math.nan, saved=False)
             for name in _NAMES
@@ -497,19 +485,15 @@ class StepReport(Slots):
         self,
         clip: Clip,
         damping: tf.Tensor,
-        name: str,
         rate: tf.Tensor | None,
     ) -> tf.Tensor:
-        """Notes a step of the optimizer of this name.
+        """Record a step.
 
-        There is a learning rate, of a schedule the largest, if it may be too
-        small, and SGD's.
+        `rate` is the learning rate of SGD, of a schedule the largest, or None.
 
         Returns:
             Scalar bool, true in step `FIRST` if most steps before are short.
         """
-        if rate is not None:
-            self._note_rate(clip, rate, name)
         length = tf.square(clip.factor) * clip.length
         self.assign(clip_factor=clip.factor, length=length, damping=damping)
         early = self.steps <= FIRST
@@ -522,39 +506,11 @@ class StepReport(Slots):
         self.short.assign_add(tf.cast(early & short, tf.int64))
         return tf.equal(self.steps, FIRST) & (self.short >= MANY)
 
-    def _note_rate(self, clip: Clip, rate: tf.Tensor, name: str) -> None:
-        """Says that a learning rate is one of Adam's."""
-        shortened = (self.steps < _VERY_FIRST) & (clip.factor < 1)
-        self.shortened.assign_add(tf.cast(shortened, tf.int64))
-        last = tf.equal(self.steps, _VERY_FIRST - 1)
-        small = tf.cast(rate, tf.float64) < _SMALL * RATE
-        count_each(
-            last & tf.equal(self.shortened, 0) & small,
-            self.slow,
-            [name],
-            f"kl_clip has shortened none of the first {_VERY_FIRST} steps, and "
-            f"the learning rate is below {_SMALL * RATE:g}. Rates of Adam are "
-            f"too small here: the default is {RATE:g}.",
-        )
-
     def assign(self, **values: tf.Tensor) -> None:
         """Notes numbers of a step, by name."""
         for name, value in values.items():
             self._values[name].assign(tf.cast(value, tf.float64))
         self.steps.assign_add(1)
-
-    def note_sum(self, summed: tf.Tensor | None, name: str) -> None:
-        """Notes whether the loss looks like a sum that is taken for a mean."""
-        if summed is None:
-            return
-        count_each(
-            summed,
-            self.sums,
-            [name],
-            "the loss looks like the sum over the examples, but is taken for "
-            "their mean, which makes steps too short. Divide it by their "
-            "number, or say `optimizer.attach(model, loss_terms=1)`.",
-        )
 
     def values(self) -> dict[str, float]:
         """The last step's numbers, by name; none before the first step."""

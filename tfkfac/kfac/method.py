@@ -48,7 +48,6 @@ from tfkfac.kfac.spectral import Spectral
 from tfkfac.saving.entries import Contents
 from tfkfac.shell.arguments import Argument, Tunable
 from tfkfac.shell.method import Method
-from tfkfac.solvers import SOLVERS
 from tfkfac.solvers.registry import check_solver, make_solver
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
@@ -313,10 +312,6 @@ class KFACMethod(Method):
         tap_layers(job.model, self.skip_layers, self, self._kind.left_out)
         if self.fisher != EMPIRICAL:
             PullbackTap.open(job.model)
-        self._advice.give(job, report.adaptive_warning(job.inner_optimizer))
-        self._advice.give(
-            job, report.solver_warning(job.model, SOLVERS[self.solver])
-        )
 
     @override
     def expect(self, steps: int | None, remaining: int | None = None) -> None:
@@ -351,7 +346,6 @@ class KFACMethod(Method):
         placement = self.placement
         warning = report.coverage_warning(placement.registry, self.job)
         self._advice.give(self.job, warning)
-        self._advice.announce(self.job, placement.registry)
         known = dict(zip(self.job.topology.local, self.states, strict=False))
 
         def make(rank: int) -> State:

@@ -129,7 +129,7 @@ class Natural:
             if has_schedule(inner):  # which may warm up
                 largest = tf.convert_to_tensor(state.report.largest_rate)
                 shown = tf.maximum(tf.cast(rate, largest.dtype), largest)
-        ruled = state.report.note(clip, damping, step.job.name, shown)
+        ruled = state.report.note(clip, damping, shown)
         layers, limit = [one.layer for one in made], self._clip.get()
         when(ruled, lambda: hint_at_clip(layers, step, state.report, limit))
         return put_back(made, clip.factor, step.gradients)

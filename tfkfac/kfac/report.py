@@ -1,10 +1,7 @@
 """Warnings, and the summary."""
 
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
-
-import keras
 
 from tfkfac.blocks import Block
 from tfkfac.blocks.registry import (
@@ -20,10 +17,7 @@ from tfkfac.fisher.types import Choice
 from tfkfac.kfac.bank import State
 from tfkfac.kfac.natural import Natural
 from tfkfac.kfac.placement import Placement
-from tfkfac.shell.model import uses_xla
 from tfkfac.shell.tables import bytes_text, table
-from tfkfac.solvers import Solver
-from tfkfac.solvers.eigen import EigenSolver
 from tfkfac.training.job import Job
 
 # Below this share of the weights most of a model is not trained by K-FAC.
@@ -32,37 +26,21 @@ _LOW_COVERAGE = 0.5
 _LARGE = 0.05
 # Layers named by the warning of it, and besides all those of large weights.
 _MOST_NAMED = 3
-# Preconditioned layers of a model whose first step takes five seconds of a core
-# and more; 50 dense ones took 6.2, most of it tracing.
-_DEEP = 50
 
 
 class Advice:
-    """Says something once and on one worker."""
+    """Issue each warning once, on the worker of replica 0."""
 
     def __init__(self) -> None:
         self._given: set[str] = set()
 
-    def _is_new(self, job: Job, text: str) -> bool:
-        known = text in self._given
-        self._given.add(text)
-        return not known and 0 in job.topology.local
-
     def give(self, job: Job, text: str | None) -> None:
-        """Warns, of nothing if there is no text."""
-        if text is not None and self._is_new(job, text):
-            warnings.warn(text, stacklevel=4)
-
-    def announce(self, job: Job, registry: Registry) -> None:
-        """Says of a deep model that its first step will take a while."""
-        blocks = len(registry.blocks)
-        text = (
-            f"tfkfac: {job.name} traces the training step of model "
-            f"'{job.model.name}', with {blocks} preconditioned layers: the "
-            "first step takes a while, once."
-        )
-        if blocks >= _DEEP and self._is_new(job, text):
-            print(text, file=sys.stderr, flush=True)
+        """Warn if there is a text and it is new."""
+        if text is None or text in self._given:
+            return
+        self._given.add(text)
+        if 0 in job.topology.local:
+            warnings.warn(text, stacklevel=3)
 
 
 def coverage_warning(registry: Registry, job: Job) -> str | None:
@@ -107,19 +85,6 @@ def coverage_warning(registry: Registry, job: Job) -> str | None:
     )
 
 
-def solver_warning(model: keras.Model, solver: type[Solver]) -> str | None:
-    """Returns what to say of a solver that XLA makes slow, or None."""
-    if not (issubclass(solver, EigenSolver) and uses_xla(model)):
-        return None
-    # Measured on a CPU: 45 to 72 times, 1e-6 accurate in float32.
-    return (
-        f"Model '{model.name}' is compiled by XLA, whose eigen-decompositions "
-        "are loops of Jacobi rotations: many times slower than TensorFlow's "
-        "and about 1e-6 accurate. Compile the model with jit_compile=False, or "
-        "use KFAC(solver='inverse')."
-    )
-
-
 def unseen_loss_warning(job: Job) -> str:
     """Returns what to say of a loss that is taken for a mean."""
     return (
@@ -129,28 +94,6 @@ def unseen_loss_warning(job: Job) -> str:
         "or a mean over tokens or pixels, its steps are far too short or too "
         "long: compute it with `model.compute_loss`, or say what it is the "
         "mean over by `optimizer.attach(model, loss_terms=...)`, 1 for a sum."
-    )
-
-
-# Inner optimizers that divide each element by its own size, or keep its sign.
-_O = keras.optimizers
-_ADAPTIVE = (
-    _O.Adam, _O.Adamax, _O.Nadam, _O.Adagrad, _O.Adadelta, _O.RMSprop, _O.Ftrl,
-    _O.Lion, _O.Lamb,
-)  # fmt: skip
-
-
-def adaptive_warning(inner: keras.optimizers.Optimizer) -> str | None:
-    """Returns what to say of an adaptive inner optimizer, or None."""
-    if not isinstance(inner, _ADAPTIVE):
-        return None
-    name = type(inner).__name__
-    return (
-        f"Inside K-FAC {name} scales each element of the preconditioned "
-        "gradient anew, which undoes most of the preconditioning. The default, "
-        "SGD, does not. To go on with a tuned one, let it train the weights "
-        "that K-FAC has no block for: "
-        f"KFAC(rest_optimizer=keras.optimizers.{name}(...))."
     )
 
 
