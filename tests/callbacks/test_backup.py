@@ -200,6 +200,15 @@ def test_a_damaged_backup(
     assert NEWEST in str(error.value) and BEFORE in str(error.value)
 
 
+def test_a_backup_in_a_later_format(copied: Path, trained: Any) -> None:
+    """An error, not a step back to the one before, and no file is deleted."""
+    with_position(copied / NEWEST, format=2)
+    words = f"{NEWEST}' was written by format 2, .* reads format 1"
+    with pytest.raises(ValueError, match=words):
+        fit(trained, 3, ChiefBackup(copied))
+    assert (copied / NEWEST).exists() and (copied / BEFORE).exists()
+
+
 def test_training_goes_on_from_the_one_before(copied: Path) -> None:
     """As the run that nobody stopped; the damaged one and leftovers go."""
     whole, again = network(), network()

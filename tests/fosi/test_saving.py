@@ -28,7 +28,7 @@ def test_state_of_other_sizes_is_refused() -> None:
 SAVED = {
     "directions", "estimations", "failures", "inner_momentum", "largest_rate",
     "last_estimation", "momentum", "ritz_values", "skipped_steps", "square",
-    "warmup",
+    "version", "warmup",
 }  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from tests.support.small import (
     same,
     unbuilt_sequential,
 )
+from tfkfac.saving import store
 
 
 def with_optimizer(optimizer: Any, make: Callable[[], Any] = mlp) -> Any:
@@ -113,8 +114,63 @@ def test_legacy_file_in_a_loss_scale_optimizer(tmp_path: Path) -> None:
     assert any(v.any() for v in curvature(kfac_of(copy)).values())
 
 
+def save_checkpoint(model: Any, path: Path) -> str:
+    checkpoint = tf.train.Checkpoint(optimizer=model.optimizer)
+    return str(checkpoint.save(str(path)))
+
+
+# How to save a model, and to load the file or its copy.
+FILES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    ".keras": (
+        lambda model, path: model.save(path),
+        lambda model, path, _: keras.models.load_model(path),
+    ),
+    ".weights.h5": (
+        lambda model, path: model.save_weights(path),
+        lambda model, path, _: model.load_weights(path),
+    ),
+    "state tree": (
+        lambda model, path: model.get_state_tree("numpy_array"),
+        lambda model, path, saved: model.set_state_tree(saved),
+    ),
+    "checkpoint": (
+        save_checkpoint,
+        lambda model, path, saved: tf.train.Checkpoint(
+            optimizer=model.optimizer
+        ).restore(saved),
+    ),
+    ".h5": (
+        lambda model, path: model.save(path),
+        lambda model, path, _: keras.models.load_model(path),
+    ),
+}
+LATER = "'kfac' was written by format 2, this version of tfkfac reads format 1"
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_later_format_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an error; of a `.h5` file Keras makes a warning."""
+    model = compiled_mlp(eager=True)
+    train(model, 0, 1)
+    before = curvature(kfac_of(model))
+    save, load = FILES[kind]
+    path = tmp_path / f"model{kind.replace(' ', '')}"
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "FORMAT", 2)
+        saved = save(model, path)
+    if kind == ".h5":
+        with pytest.warns(UserWarning, match=LATER):
+            load(model, path, saved)
+    else:
+        with pytest.raises(ValueError, match=LATER):
+            load(model, path, saved)
+    assert_same(curvature(kfac_of(model)), before)
+
+
 def test_saved_without_curvature(tmp_path: Path) -> None:
-    """By another optimizer or an earlier version: said, not an error."""
+    """By another optimizer: said, not an error."""
     file = tmp_path / "model.h5"
     model = compiled_mlp(eager=True)
     train(model, 0, 2)

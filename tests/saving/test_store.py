@@ -28,6 +28,14 @@ def load(store: dict[str, Any], entries: list[Entry]) -> None:
     load_state(found, {0: entries}, 1, "test")
 
 
+def test_a_store_without_a_format_is_refused() -> None:
+    optimizer = kfac_of(compiled_mlp())
+    words = "format unknown, this version of tfkfac reads format 1"
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_own_variables({"state:factor_updates:": np.array(7)})
+    assert int(optimizer.factor_updates) == 0
+
+
 def test_keys_name_part_entry_and_layer() -> None:
     """And nothing of the place: groups of HDF5 are made by slashes."""
     store = saved(
@@ -36,6 +44,7 @@ def test_keys_name_part_entry_and_layer() -> None:
             entry("part/dense", "factor_A", 2.0, spread=Spread.OWNED),
         ]
     )
+    assert int(store.pop("format:version:")) == 1
     assert {k: float(v[0]) for k, v in store.items()} == {
         "state:count:": 1.0,
         "state:factor_A:part|dense": 2.0,
@@ -82,8 +91,6 @@ def test_other_stores() -> None:
     for words, *keys in (
         ("another optimizer", "0", "1"),
         ("another optimizer", "iteration"),
-        ("earlier version", "00000:factor_updates:", "00001:factor_A:a|b"),
-        ("earlier version", "replicated:factor_updates:", "owned:x:dense"),
     ):
         with pytest.warns(UserWarning, match=rf"'kfac'.*{words}.*anew"):
             optimizer.load_own_variables(dict.fromkeys(keys, np.array(7)))

@@ -122,7 +122,7 @@ def test_estimation_in_flight_starts_again(
         assert set(result["saved"]) == {
             "directions", "estimations", "failures", "inner_momentum",
             "largest_rate", "last_estimation", "momentum", "ritz_values",
-            "skipped_steps", "square", "warmup",
+            "skipped_steps", "square", "version", "warmup",
         }  # fmt: skip
 
 

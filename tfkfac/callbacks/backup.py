@@ -13,6 +13,7 @@ from typing import Any
 
 import h5py
 import keras
+import numpy as np
 from typing_extensions import override
 
 from tfkfac.callbacks.files import (
@@ -24,6 +25,7 @@ from tfkfac.callbacks.files import (
 from tfkfac.cluster.stopping import Stopping
 from tfkfac.compat.models import set_first_epoch, skip_batches
 from tfkfac.distributed.agreement import exchange
+from tfkfac.saving.entries import FORMAT, format_fault
 from tfkfac.shell.optimizer import SecondOrderOptimizer, ours
 
 EXIT_CODE = 128 + signal.SIGTERM  # as a shell reports the end by SIGTERM
@@ -87,8 +89,9 @@ class ChiefBackup(
 
     Raises:
         ValueError: In `fit`, if the model has no optimizer of this package, if
-            the workers do not see the same backups, or if there are backups
-            and all of them are damaged.
+            the workers do not see the same backups, if a backup is in a format
+            of another version of tfkfac, or if there are backups and all of
+            them are damaged.
     """
 
     save_freq = "epoch"
@@ -165,6 +168,13 @@ class ChiefBackup(
                     f"'{name}' of worker 0. Received: "
                     f"directory='{self.directory}'"
                 )
+            formats = [x["format"] for x in checks if "format" in x]
+            if formats:
+                raise ValueError(
+                    f"The backup '{path}' {format_fault(formats[0])}. Go on "
+                    "with the version of tfkfac that wrote it, or delete it "
+                    "to go on from the one before."
+                )
             damaged = [
                 f"{check['fault']} (on worker {i})" if i else check["fault"]
                 for i, check in enumerate(checks)
@@ -197,7 +207,7 @@ class ChiefBackup(
         with h5py.File(path, "r") as file:
             position = file[_GROUP].attrs
             self._epoch = int(position["epoch"])
-            self._num_skipped = int(position.get("batch", 0))
+            self._num_skipped = int(position["batch"])
         set_first_epoch(self.model, self._epoch)
         self._context.callback(skip_batches(self.model, self._num_skipped))
 
@@ -228,6 +238,7 @@ class ChiefBackup(
                 group = file.create_group(_GROUP)
                 group.attrs["epoch"] = epoch
                 group.attrs["batch"] = batch
+                group.attrs["format"] = FORMAT
             append_checksum(temporary)
 
         try:
@@ -349,7 +360,10 @@ def _parse_name(name: str) -> tuple[int, int]:
 
 
 def _check_backup(path: pathlib.Path) -> dict[str, str]:
-    """Return the "checksum" of a valid backup, or the "fault" of another."""
+    """Return the "checksum" of a valid backup, or the "fault" of another.
+
+    For a backup in another format, return its "format".
+    """
     try:
         checksum = verify_checksum(path)
     except FileNotFoundError:
@@ -361,6 +375,9 @@ def _check_backup(path: pathlib.Path) -> dict[str, str]:
     try:
         with h5py.File(path, "r") as file:
             position = file[_GROUP].attrs
+            version = position.get("format", "unknown")
+            if not np.array_equal(version, FORMAT):
+                return {"format": str(version)}
             stored = int(position["epoch"]), int(position["batch"])
     except (OSError, KeyError, TypeError, ValueError) as error:
         return {"fault": f"cannot be read: {error}"}

@@ -394,9 +394,8 @@ def legacy_state(weights: Sequence[Any]) -> State | None:
     """
     if not weights or not isinstance(weights[0], h5py.Dataset):
         return None
-    file = weights[0].file
-    for parent in (safe_get_h5_group(file, _WEIGHTS), file):
-        if KEY in parent:
-            group = safe_get_h5_group(parent, KEY)
-            return {n: safe_get_h5_dataset(group, n)[()] for n in group}
-    return {}
+    parent = safe_get_h5_group(weights[0].file, _WEIGHTS)
+    if KEY not in parent:
+        return {}
+    group = safe_get_h5_group(parent, KEY)
+    return {n: safe_get_h5_dataset(group, n)[()] for n in group}

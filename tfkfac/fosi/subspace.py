@@ -56,9 +56,7 @@ class Subspace(Slots):
         self.ritz_values = self.slot(
             "ritz_values", [geometry.directions], dtype
         )
-        self.square = self.slot(
-            "square", dtype=dtype, least=0, derive=lambda read: 0.0
-        )
+        self.square = self.slot("square", dtype=dtype, least=0)
         self.momentum = coefficients("momentum")
         self.accumulated = self.inner_momentum = None
         if inner.accumulates:

@@ -16,7 +16,7 @@ from tfkfac.blocks import Block, LayerGradient, MatrixGradient, Statistic
 from tfkfac.compat.functions import Kind, Member, when
 from tfkfac.factors import Factor, Tensors, kind_of
 from tfkfac.linalg.tensors import all_finite, rounding, select
-from tfkfac.saving.entries import Read, Spread
+from tfkfac.saving.entries import Spread
 from tfkfac.saving.slots import Slots
 from tfkfac.solvers import Solver
 from tfkfac.training.accumulation import Accumulation
@@ -56,7 +56,6 @@ class FactorAverages(Slots, Member):
                 f"mean_{name}",
                 kinds[name].stack_shape,
                 block.dtype,
-                derive=functools.partial(_mean_in_file, kinds[name], name),
             )
             for name in self.other_names
         ]
@@ -114,11 +113,6 @@ class FactorAverages(Slots, Member):
         for name, value in values.items():
             means[name] = self._kinds[name].mean_eigenvalue(value)
         return solver.decompose(self._kinds, values, means, damping)
-
-
-def _mean_in_file(kind: Factor, name: str, read: Read) -> tf.Tensor:
-    """Mean eigenvalue of a factor in a file that lacks it, but for rounding."""
-    return kind.mean_eigenvalue(tf.convert_to_tensor(read(f"factor_{name}")))
 
 
 def quality(

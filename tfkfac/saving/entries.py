@@ -15,8 +15,11 @@ STATE = "state"
 # The part of the one entry that marks a file with the state of one worker
 # alone: its name tells which.
 SHARE = "share"
-# Reads another entry of the same layer, by name.
-Read = Callable[[str], np.ndarray]
+# The version of all files of this package, also of backups. A change of what
+# they hold needs the next number.
+FORMAT = 1
+# The section of the one entry that has it.
+FORMAT_SECTION = "format"
 
 
 class Spread(enum.Enum):
@@ -81,7 +84,6 @@ class Entry:
             others.
         is_finite: True if it must have no NaN. With False it may: there are
             guards where it is used.
-        derive: Gives its value for a file without it; None is an error there.
     """
 
     layer: str
@@ -92,7 +94,6 @@ class Entry:
     region: Region | None = None
     least: float | None = None
     is_finite: bool = True
-    derive: Callable[[Read], Any] | None = None
 
     @property
     def key(self) -> str:
@@ -231,6 +232,14 @@ def join(
             stacked[rank] = part
         return stacked
     return value
+
+
+def format_fault(version: Any) -> str:
+    """Return the reason why a file of another format cannot be read."""
+    return (
+        f"was written by format {version}, this version of tfkfac reads format "
+        f"{FORMAT}"
+    )
 
 
 def split_key(key: str) -> tuple[str, str, str]:

@@ -14,21 +14,20 @@ import numpy as np
 import tensorflow as tf
 
 from tfkfac.saving.entries import (
+    FORMAT,
+    FORMAT_SECTION,
     SHARE,
     STATE,
     Entry,
     Piece,
     Pieces,
+    format_fault,
     join,
     ranks_to_join,
     split_key,
 )
 
-# Before the format had names for everything, entries were numbered; then they
-# were named by how they were spread over workers.
-_EARLIER = re.compile(
-    r"(\d{5}|replicated|owned|partial|elements|directions):[^:]*:.*", re.DOTALL
-)
+_FORMAT_KEY = f"{FORMAT_SECTION}:version:"
 _FORM = re.compile(r"[^:]+:[^:]+:.*", re.DOTALL)
 # The number of an automatic name is its end.
 _NAME = re.compile(r"(.*?)(?:_(\d+))?", re.DOTALL)
@@ -42,6 +41,7 @@ def save_state(
     replicas: int,
 ) -> None:
     """Writes the variables of each replica of this process, by rank."""
+    write_format(store)
     pieces: Pieces = {
         rank: {entry.key: Piece.of(entry) for entry in own}
         for rank, own in entries.items()
@@ -58,14 +58,31 @@ def save_state(
         store[key] = join(key, pieces, values, replicas)
 
 
+def write_format(store: MutableMapping[str, Any]) -> None:
+    """Write the format version into a store."""
+    store[_FORMAT_KEY] = np.array(FORMAT, np.int64)
+
+
+def check_format(store: Mapping[str, Any], optimizer: str) -> None:
+    """Refuse state in a format that this version does not know.
+
+    Raises:
+        ValueError: If the format version is missing or is another one.
+    """
+    version: Any = "unknown"
+    if _FORMAT_KEY in list(store.keys()):
+        version = np.asarray(store[_FORMAT_KEY])
+    if not np.array_equal(version, FORMAT):
+        raise ValueError(
+            f"The saved state of optimizer '{optimizer}' "
+            f"{format_fault(version)}. Load it with the version of tfkfac that "
+            "wrote it."
+        )
+
+
 def why_unreadable(store: Mapping[str, Any]) -> str | None:
     """The reason why `save_state` cannot have written a store, or None."""
     keys = list(store.keys())
-    if keys and all(_EARLIER.fullmatch(key) for key in keys):
-        return (
-            "the file is in the format of an earlier version, which named "
-            "entries otherwise"
-        )
     if not all(_FORM.fullmatch(key) for key in keys):
         return "the file is of another optimizer"
     return None
@@ -96,7 +113,11 @@ class Saved:
         for key in store.keys():  # noqa: SIM118 (a store is no real mapping)
             layer, part, name = split_key(key)
             self._keys.setdefault((layer, part), {})[name] = key
-        self.parts = {part for _, part in self._keys} - {STATE, SHARE}
+        self.parts = {part for _, part in self._keys} - {
+            STATE,
+            SHARE,
+            FORMAT_SECTION,
+        }
         self._paths: dict[str, str] = {}
 
     def match(
@@ -131,18 +152,13 @@ class Saved:
         """
         named = self._keys.get((self._paths[entry.layer], entry.part), {})
 
-        def value_of(name: str) -> np.ndarray:
-            if name not in named:
-                raise Misfit("is not in the file")
-            # A tree may hold a number of Python for a scalar.
-            try:
-                return np.asarray(self._store[named[name]])
-            except ValueError as error:
-                raise Misfit(f"is no array: {error}") from error
-
-        if entry.name not in named and entry.derive is not None:
-            return np.asarray(entry.derive(value_of))
-        value = value_of(entry.name)
+        if entry.name not in named:
+            raise Misfit("is not in the file")
+        # A tree may hold a number of Python for a scalar.
+        try:
+            value = np.asarray(self._store[named[entry.name]])
+        except ValueError as error:
+            raise Misfit(f"is no array: {error}") from error
         if not entry.fits(value.shape):
             raise Misfit(
                 f"has shape {entry.shape}, and {value.shape} in the file"

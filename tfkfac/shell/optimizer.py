@@ -389,7 +389,8 @@ class SecondOrderOptimizer(AveragingOptimizer):
             store: A mapping of names to arrays.
 
         Raises:
-            ValueError: If it does not fit the model, or cannot be right.
+            ValueError: If it does not fit the model, cannot be right, or is in
+                a format of another version of tfkfac.
         """
         if not self.built:
             model = self._job.find_model() if self._job is not None else None

@@ -26,11 +26,13 @@ from tfkfac.saving.entries import (
 )
 from tfkfac.saving.store import (
     Saved,
+    check_format,
     find_share,
     load_state,
     save_state,
     share_key,
     why_unreadable,
+    write_format,
 )
 from tfkfac.shell.method import Method
 from tfkfac.training.job import Job
@@ -115,6 +117,7 @@ class SavedState(tf.train.experimental.PythonState):
                 stacklevel=2,
             )
         elif self._gathered is not None and self._gathered[1] is not None:
+            write_format(store)
             for key, value in self._gathered[1].items():
                 store[key] = value
         else:
@@ -170,7 +173,7 @@ class SavedState(tf.train.experimental.PythonState):
         """Reads what `save` wrote, on any workers; says what it cannot use.
 
         Raises:
-            ValueError: If it does not fit the model.
+            ValueError: If it does not fit the model, or is in another format.
         """
         if not store.keys() and self._job is None:
             return  # a copy of one that has not begun
@@ -189,6 +192,7 @@ class SavedState(tf.train.experimental.PythonState):
                 stacklevel=2,
             )
             return
+        check_format(store, self._name)
         job, contents = self._job, self._contents()
         assert job is not None
         saved = Saved(store)

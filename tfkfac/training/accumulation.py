@@ -3,7 +3,6 @@
 import dataclasses
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfkfac.capture.walk import walk
@@ -52,7 +51,6 @@ class Accumulation(Slots):
             dtype="float64",
             spread=Spread.PARTIAL,
             is_finite=False,
-            derive=lambda read: np.float64(0),  # of a file from before
         )
 
     def add(self, step: Step) -> None:
