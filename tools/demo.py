@@ -18,6 +18,7 @@ from collections.abc import Mapping
 import keras
 import numpy as np
 
+import paths  # noqa: F401
 from targets.methods import CONSTANT
 from targets.recording import Allowance
 from targets.run import FINAL, Run

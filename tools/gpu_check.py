@@ -9,7 +9,7 @@ Each check trains in processes of its own, whatever happens to the others:
 - mixed precision;
 - two GPUs under `MirroredStrategy`, and two processes over NCCL, against a CPU;
 - peak memory of ResNet-20 with Adam and with K-FAC;
-- the time of a step of M1 to M4 beside Adam and Muon, by tools/benchmark.py.
+- the time of a step of M1 to M4 beside Adam and Muon.
 
 What needs more GPUs than there are is left out by name. It ends with 1 if a
 check fails.
@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.command import machine
+import paths  # noqa: F401
+from command import machine
 from common.tables import ruled
 
 TOOLS = pathlib.Path(__file__).parent
@@ -249,7 +250,12 @@ def time_steps(bench: Bench) -> Record:
     """Times of a step, as `fit` compiles it."""
     file = bench.file("steps")
     models, rounds = (MODELS[:1], "1") if bench.quick else (MODELS, "3")
-    command = [sys.executable, str(TOOLS / "benchmark.py"), "--mode", "fit"]
+    command = [
+        sys.executable,
+        str(TOOLS / "studies" / "benchmark.py"),
+        "--mode",
+        "fit",
+    ]
     command += ["--models", *models, "--variants", *VARIANTS]
     command += ["--rounds", rounds, "--mixes", "10,100", "--json", file]
     print(bench.process(command, {}), flush=True)
@@ -432,7 +438,7 @@ def memory(task: Mapping[str, Any]) -> Record:
     import keras
     import tensorflow as tf
 
-    from benchmarks.keras_models import build
+    from benchmark import build
 
     kfac = task["optimizer"] != "adam"
     model = build("M3")

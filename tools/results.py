@@ -1,13 +1,13 @@
-"""Writes the figures of the documentation from the records.
+"""Write the figures of the documentation from the records.
 
-    python tools/results.py
+    python tools/results.py             # writes the page and the README's table
+    python tools/results.py --commands  # prints the command of each study
 
-All go into docs/pages/results.md, the first table into README.md. A record of
-docs/trainings.json is a training of time_to_target.py, one of
-docs/gauss_newton.json the errors of an optimizer of examples/gauss_newton.py.
-One of docs/results.json is another study: its tables as they were measured,
-the command that repeats it, the machine, and the commits that its figures came
-with.
+All figures go into docs/pages/results.md, the first table into README.md. A
+record of docs/trainings.json is a training of studies/time_to_target.py, one of
+docs/gauss_newton.json has the errors of an optimizer of
+examples/gauss_newton.py. A record of docs/results.json is another study: its
+table, the command that repeats it, the machine and the commits of its figures.
 """
 
 import argparse
@@ -17,19 +17,19 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import paths  # noqa: F401
 from targets import report
 from targets.report import markdown_table
-from targets.study import Records, last_commit
+from targets.study import TRAININGS, Records, last_commit
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 RECORDS = DOCS / "results.json"
 MATRIX = DOCS / "matrix.json"
-TRAININGS = DOCS / "trainings.json"
 PAGE = DOCS / "pages" / "results.md"
 RACERS = {
-    "gauss_newton": "**GaussNewton**",
+    "gauss_newton": "GaussNewton",
     "least_squares": "MINPACK's lm",
     "lbfgs": "L-BFGS-B",
     "tf_levenberg_marquardt": "tf-levenberg-marquardt",
@@ -38,30 +38,50 @@ RACERS = {
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 
-def main() -> None:
-    """Writes the page and the table."""
-    records = json.loads(RECORDS.read_text())
-    PAGE.write_text(page(records))
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--commands", action="store_true")
+    if parser.parse_args(arguments).commands:
+        training = report.commands(Records(TRAININGS))
+        print("\n".join([*training, *commands()]))
+    else:
+        write()
+
+
+def write() -> None:
+    """Write the page and the README's table."""
+    PAGE.write_text(page(json.loads(RECORDS.read_text())))
     README.write_text(with_table(README.read_text()))
 
 
+def commands() -> Iterator[str]:
+    """Yield the command of each study of docs/results.json, and its title."""
+    for study in json.loads(RECORDS.read_text())["studies"]:
+        yield f"# {study['title']}"
+        yield study["command"]
+
+
 def replace(title: str, new: Mapping[str, Any]) -> None:
-    """Puts values of this commit into a study, and writes all figures anew.
+    """Put values of this commit into a study, and write all figures again.
 
     Raises:
         ValueError: If there is no study with this title.
     """
     records = json.loads(RECORDS.read_text())
-    found = [s for s in records["studies"] if s["title"] == title]
-    if not found:
+    studies = [s for s in records["studies"] if s["title"] == title]
+    if not studies:
         raise ValueError(f"no study {title!r} in {RECORDS}")
-    found[0].update(new, commits=[last_commit()])
+    studies[0].update(new, commits=[last_commit()])
     RECORDS.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
-    main()
+    write()
 
 
 def with_table(text: str) -> str:
-    """A text with the first table between its two marks."""
+    """Return a text with the README's table between its two marks."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     table = markdown_table(*report.summary(Records(TRAININGS).runs))
@@ -69,7 +89,7 @@ def with_table(text: str) -> str:
 
 
 def page(records: Mapping[str, Any]) -> str:
-    """The page of all records."""
+    """Return the page of all records."""
     parts = [
         "<!-- Written by tools/results.py from the records. -->",
         "# Results",
@@ -82,32 +102,29 @@ def page(records: Mapping[str, Any]) -> str:
 
 
 def _study(study: Mapping[str, Any], records: Mapping[str, Any]) -> str:
-    """A section: text, tables, and where the figures come from."""
-    parts = [f"## {study['title']}", *study["text"]]
-    if "races" in study:
-        races = json.loads((DOCS / study["races"]).read_text())
-        parts.append(markdown_table(*race_table(races)))
-    for table in study.get("tables", []):
-        parts.append(markdown_table(table["columns"], table["rows"]))
-        parts += [f"*{table['caption']}*"] if "caption" in table else []
-    parts += study.get("notes", [])
-    if "command" in study:
-        parts.append(f"```text\n{study['command']}\n```")
-    parts.append(
+    """Return a section: the legend with the machine, then the table."""
+    source = (
         f"Machine: {records['machines'][study['machine']]}. "
         f"Recorded in: {', '.join(f'`{c}`' for c in study['commits'])}."
     )
+    *texts, last = study["text"]
+    parts = [f"## {study['title']}", *texts, f"{last} {source}"]
+    if "races" in study:
+        races = json.loads((DOCS / study["races"]).read_text())
+        parts.append(markdown_table(*race_table(races)))
+    if "table" in study:
+        parts.append(markdown_table(**study["table"]))
     return "\n\n".join(parts)
 
 
 def _matrix() -> Iterator[str]:
-    """The section of what `tools/matrix.sh` has run, if it has."""
+    """Yield the section of the runs of `tools/matrix.sh`, if there are any."""
     if not MATRIX.exists():
         return
     yield "## Pythons, TensorFlow and Keras"
     yield (
-        "A quick set of tests (contracts with Keras and TensorFlow, oracles, "
-        "saving, two workers) in environments of their own, by "
+        "Tests of a quick set (contracts with Keras and TensorFlow, oracles, "
+        "saving, two workers) in separate environments, by "
         "`bash tools/matrix.sh`. Nightly versions may fail."
     )
     names = ("passed", "failed", "skipped")
@@ -127,22 +144,20 @@ def _matrix() -> Iterator[str]:
 def race_table(
     races: Sequence[Mapping[str, Any]],
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Median errors, a row for each problem and optimizer."""
+    """Return median errors at each mark: a row a problem, a column a racer."""
     marks = ("6 s", "20 s", "60 s")
-    order = {race["problem"]: None for race in races}
-    rows = []
-    for problem in order:
-        for race in (one for one in races if one["problem"] == problem):
-            found = [race["errors"].get(mark) for mark in marks]
-            cells = [f"{statistics.median(e):.1e}" if e else "" for e in found]
-            count = str(len(race["steps"]))
-            rows.append((problem, RACERS[race["optimizer"]], *cells, count))
-    return ("problem", "optimizer", *marks, "seeds"), rows
+    cells: dict[str, dict[str, str]] = {}
+    for race in races:
+        errors = [race["errors"].get(mark) for mark in marks]
+        medians = [f"{statistics.median(e):.1e}" for e in errors if e]
+        row = cells.setdefault(race["problem"], {})
+        row[race["optimizer"]] = " / ".join(medians)
+    rows = [
+        (problem, *(row.get(racer, "") for racer in RACERS))
+        for problem, row in cells.items()
+    ]
+    return ("problem", *RACERS.values()), rows
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args()
     main()

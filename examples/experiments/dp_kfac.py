@@ -1,6 +1,6 @@
 """Zhang et al., Scalable K-FAC Training With Distributed Preconditioning.
 
-`python tools/plan.py --papers` has tables 2 and 5.
+`python tools/studies/plan.py --papers` has tables 2 and 5.
 """
 
 from experiments.experiment import Case, Experiment, grid, optimizer

@@ -1,5 +1,6 @@
-"""The command line, and runs with real processes."""
+"""The benchmark of a step: command line, arithmetic, runs of processes."""
 
+import argparse
 import json
 import pathlib
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 import benchmark
 import results
+from command import Variant, parse_variant
 
 
 @pytest.mark.parametrize(
@@ -15,9 +17,14 @@ import results
     [
         (["--models", "M9"], "'M9' is none of M1"),
         (["--variants", "lion"], "'lion' is none of"),
+        (["--variants", "fosi-lion"], "'fosi-lion' is none of"),
+        (["--variants", "sgd@/no/such/folder"], "'/no/such/folder' is no"),
+        (["--variants", "sgd:=1"], "'=1' is not KEY=VALUE"),
+        (
+            ["--variants", "kfac-eigen:factor_update_interval=1"],
+            "is set by --mixes",
+        ),
         (["--mixes", "10"], "'10' is not FACTOR,INVERSE"),
-        (["--workers", "2", "--mode", "batch"], "in --mode fit only"),
-        (["--first-step", "1", "--plot", "x.png"], "has no plot"),
     ],
 )
 def test_refused(
@@ -28,18 +35,89 @@ def test_refused(
     assert message in capsys.readouterr().err
 
 
-def run(folder: pathlib.Path, *arguments: str) -> list[dict[str, Any]]:
-    result = folder / "result.json"
-    code = benchmark.main(["--json", str(result), "--batch", "8", *arguments])
-    assert code == 0
-    return json.loads(result.read_text())["rows"]
+def test_parts_of_a_variant(tmp_path: pathlib.Path) -> None:
+    text = f"kfac-eigen@{tmp_path}:damping=0.1:max_factor_dim=null:name=x"
+    arguments = {"damping": 0.1, "max_factor_dim": None, "name": "x"}
+    parsed = parse_variant(text)
+    assert parsed == Variant(text, "kfac-eigen", tmp_path, arguments)
 
 
-SMALL = ("--models", "mlp-8x2", "--mixes", "1,2", "--rounds", "1")
+def test_median_of_each_phase() -> None:
+    """Three intervals of four steps, from step 6 on; step 15 is disturbed."""
+    by_step = {
+        **{6: 1.0, 7: 2.0, 8: 9.0, 9: 4.0},
+        **{10: 1.2, 11: 2.2, 12: 9.2, 13: 4.2},
+        **{14: 1.1, 15: 70.0, 16: 9.1, 17: 4.1},
+    }
+    phases = benchmark.Phases.of(4, 6, list(by_step.values()))
+    # Steps 8, 12 and 16 have phase 0, then come 9, 10 and 7.
+    assert phases.times == [9.1, 4.1, 1.1, 2.2]
+    assert phases.mean == pytest.approx((9.1 + 4.1 + 1.1 + 2.2) / 4)
+
+
+SECONDS = {"sgd": (2.0, 0.0, 0.0), "kfac-inverse": (3.0, 2.0, 8.0)}
+
+
+class FakeJob:
+    """Plain, factor and inverse work add up; each 2nd interval is slow."""
+
+    def __init__(
+        self, model: str, variant: Variant, options: argparse.Namespace
+    ) -> None:
+        self.costs = SECONDS[variant.name]
+        self.steps = 1
+        self.intervals = 1, 1
+        self.first_step = 4.0, sum(self.costs)
+
+    def set_intervals(self, *intervals: int) -> None:
+        self.intervals = intervals
+
+    def run(self, steps: int) -> list[tuple[float, float]]:
+        numbers = range(self.steps, self.steps + steps)
+        self.steps += steps
+        return [self.time(number) for number in numbers]
+
+    def time(self, step: int) -> tuple[float, float]:
+        seconds, *costs = self.costs
+        for cost, interval in zip(costs, self.intervals, strict=True):
+            seconds += cost * (step % interval == 0)
+        is_slow = 100 < step <= 200
+        return seconds * (5 if is_slow else 1) / 1e3, seconds / 1e3
+
+    def facts(self) -> dict[str, Any]:
+        return {"peak_bytes": 100 if self.costs[0] == 2 else 130}
+
+    def close(self) -> None:
+        pass
+
+
+def test_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "Job", FakeJob)
+    options = benchmark.parse_arguments(["--rounds", "3"])
+    variants = [parse_variant(name) for name in SECONDS]
+    base, kfac = rows = benchmark.measure("M1", variants, options)
+    assert base["mixes"]["(10,100)"]["mean_ms / sgd"] == 1
+    cost = kfac["mixes"]["(10,100)"]
+    # Of 100 steps all are plain, 10 update factors, 1 updates inverses.
+    assert cost["mean_ms"] == pytest.approx((100 * 3 + 10 * 2 + 8) / 100)
+    assert cost["mean_ms / sgd"] == pytest.approx(3.28 / 2)
+    assert cost["longest_ms"] == pytest.approx(13)
+    assert cost["median_ms"] == pytest.approx(3)
+    assert cost["steps"] == 300
+    cost = kfac["mixes"]["(1,10)"]
+    assert cost["mean_ms / sgd"] == pytest.approx((5 + 8 / 10) / 2)
+    assert cost["steps"] == 60
+    assert kfac["extra_peak_bytes"] == 30
+    assert kfac["first_step"]["cpu_seconds / sgd"] == 13 / 2
+    steps, first = benchmark.tables(rows).values()
+    assert steps["rows"][1] == ["K-FAC", "1.64 / 2.90 (4.3)"]
+    assert first["rows"] == [["SGD", "2.00"], ["K-FAC", "13.00"]]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["function", "fit"])
 def test_a_run(
+    mode: str,
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -49,32 +127,22 @@ def test_a_run(
         monkeypatch.setattr(results, name, tmp_path / path.name)
         (tmp_path / path.name).write_text(path.read_text())
     monkeypatch.setattr(results, "last_commit", lambda: "abc1234")
-    plot = tmp_path / "steps.png"
-    rows = run(
-        tmp_path,
-        *SMALL,
-        *("--variants", "kfac-inverse:damping=0.1"),
-        *("--record", "--plot", str(plot)),
-    )
+    file = tmp_path / "result.json"
+    words = ["--models", "mlp-8x2", "--mixes", "1,2", "--rounds", "1"]
+    words += ["--batch", "8", "--mode", mode, "--record", "--json", str(file)]
+    words += ["--variants", "adam", "kfac-inverse:damping=0.1", "fosi-adam"]
+    assert benchmark.main(words) == 0
     assert "kfac-inverse:damping=0.1" in capsys.readouterr().out
-    (kfac,) = rows
+    _, kfac, fosi = json.loads(file.read_text())["rows"]
     assert kfac["mixes"]["(1,2)"]["steps"] == 20
+    assert fosi["mixes"]["(1,2)"]["mean_ms / adam"] > 0
     # A and G of two layers, and their inverses, in float32.
     assert kfac["state_bytes"] >= 2 * 2 * 4 * (9**2 + 8**2)
-    assert plot.stat().st_size > 10_000
-    page = results.PAGE.read_text()
-    assert "| mlp-8x2 |" in page
-    assert "Recorded in: `abc1234`." in page
+    assert "| mlp-8x2 |" in results.PAGE.read_text()
 
 
 @pytest.mark.slow
-def test_workers(tmp_path: pathlib.Path) -> None:
-    """The state of two workers: all inverses, half of the factors."""
-    _, kfac = run(
-        tmp_path,
-        *SMALL,
-        *("--variants", "sgd", "kfac-inverse", "--workers", "2"),
-    )
-    assert kfac["mixes"]["(1,2)"]["steps"] == 20
-    gradients = kfac["communication_bytes"]["plain"]["gradients"]
-    assert gradients >= 4 * 2 * 9 * 8  # half of them, twice
+def test_a_variant_that_dies(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--models", "mlp-8x2", "--first-step", "1"]
+    assert benchmark.main([*words, "--variants", "sgd:nonsense=1"]) == 1
+    assert "nonsense" in capsys.readouterr().err

@@ -14,14 +14,20 @@ from collections.abc import Iterator
 
 import pytest
 
+import results
 import time_to_target
+from targets import report
+from targets.study import TRAININGS, Records
 from tests.support.scripts import ROOT, Done, Job, run_all
 
 PAGES = sorted((ROOT / "docs" / "pages").rglob("*.md"))
 READMES = [ROOT / folder / "README.md" for folder in (".", "examples", "tools")]
 README = READMES[0].read_text()
 DOCUMENTS = [*READMES, ROOT / "CONTRIBUTING.md", *PAGES]
-FOLDERS = (ROOT / "tools", ROOT / "examples", ROOT / "examples" / "clusters")
+FOLDERS = [
+    ROOT / place
+    for place in ("tools", "tools/studies", "examples", "examples/clusters")
+]
 FENCE = re.compile(r"^( *)```\w*\n(.*?)^\1```$", re.M | re.S)
 COMMAND = re.compile(
     r"((?:[A-Z_]+=(?:'[^']*'|\S+)\s+)*)(?:\.venv/bin/)?((?:python|bash|pip|"
@@ -84,8 +90,8 @@ SLOW = (
     ("python examples/quickstart.py", "", "Preconditioned weights: 26,122"),
     ("python examples/segmentation.py --optimizer kfac adam", TRAIN, "kfac"),
     (
-        "python tools/benchmark.py --first-step 3 --models mlp-64x100 "
-        "MobileNetV2 M3",
+        "python tools/studies/benchmark.py --first-step 3 --models M3 "
+        "MobileNetV2",
         "--first-step 1 --models mlp-8x2 --variants sgd kfac-inverse",
         "mlp-8x2  kfac-inverse",
     ),
@@ -96,8 +102,8 @@ SLOW = (
         "[worker 0] Preconditioned weights",
     ),
     (
-        "python tools/plan.py ResNet50 --workers 64 --batch 32 --bandwidth "
-        "100Gbit --latency 5us --flops 14T",
+        "python tools/studies/plan.py ResNet50 --workers 64 --batch 32 "
+        "--bandwidth 100Gbit --latency 5us --flops 14T",
         "",
         "Recommended: KFAC(distribution=",
     ),
@@ -107,7 +113,8 @@ SLOW = (
         "1 runs",
     ),
 )
-BENCHMARK = "python tools/benchmark.py"
+BENCHMARK = "python tools/studies/benchmark.py"
+TARGET = "python tools/studies/time_to_target.py"
 # Not run in full, by reason; those of Python scripts end before their work.
 NOT_RUN = {
     "makes an environment: installs packages": (
@@ -154,7 +161,7 @@ NOT_RUN = {
     ),
     "writes into the tree what tests/tools/test_docs.py compares": (
         "python tools/results.py",
-        "python tools/time_to_target.py --table",
+        "python tools/results.py --commands",
     ),
     "needs data from elsewhere": (
         "python examples/autoencoder.py --dataset fashion_mnist --data-dir DIR "
@@ -165,36 +172,35 @@ NOT_RUN = {
         "--data-dir /usr/share/datasets/fashion-mnist --optimizer "
         "kfac:damping=0.03 adam --plot fashion.png --log-dir logs",
         "python examples/language.py --dataset tiny_shakespeare",
-        "python tools/time_to_target.py --problem mlp cnn --search-size small "
+        f"{TARGET} --problem mlp cnn --search-size small "
         "--data mnist=DIR fashion_mnist=/usr/share/datasets/fashion-mnist",
     ),
     "quick, by tests/tools/test_benchmark.py": (
         BENCHMARK,
         f"{BENCHMARK} --record",
-        f"{BENCHMARK} --workers 2",
-        f"{BENCHMARK} --models M1 --variants sgd kfac-inverse@../old",
-        f"{BENCHMARK} --models M1 --variants sgd kfac-inverse@../old "
-        "kfac-inverse kfac-eigen:damping=0.1",
+        f"{BENCHMARK} --mode fit --models M1 M3",
+        f"{BENCHMARK} --variants sgd kfac-inverse@../old",
+        f"{BENCHMARK} --variants sgd kfac-inverse@../old kfac-inverse",
     ),
     "quick, by tests/tools/test_demo.py": ("python tools/demo.py",),
     "row by row, by tests/tools/test_faults.py": (
-        "python tools/faults.py",
-        "python tools/faults.py kill data",
+        "python tools/studies/faults.py",
+        "python tools/studies/faults.py kill data",
     ),
     "quick, by tests/tools/test_gpu_check.py": (
         "python tools/gpu_check.py",
         "python tools/gpu_check.py --json gpu.json",
     ),
-    "by tests/tools/test_plan.py": ("python tools/plan.py --papers",),
+    "by tests/tools/test_plan.py": ("python tools/studies/plan.py --papers",),
     "downloads; with other tests, by tests/tools/test_keras_tests.py": (
         "python tools/keras_tests.py",
     ),
     "tiny, by tests/tools/test_time_to_target.py": (
-        "python tools/time_to_target.py --optimizer my.py:make --problem mlp",
-        "python tools/time_to_target.py --problem mlp --optimizer my.py:make",
-        "python tools/time_to_target.py --problem mlp cnn --search-size small",
-        "python tools/time_to_target.py --size tiny",
-        "python tools/time_to_target.py --size tiny --jobs 2",
+        f"{TARGET} --optimizer my.py:make --problem mlp",
+        f"{TARGET} --problem mlp --optimizer my.py:make",
+        f"{TARGET} --problem mlp cnn --search-size small",
+        f"{TARGET} --size tiny",
+        f"{TARGET} --size tiny --jobs 2",
     ),
     "experiment by experiment, by tests/examples/test_reproduce.py": (
         "python examples/reproduce.py EXPERIMENT --quick --jobs 2",
@@ -211,19 +217,15 @@ NOT_RUN = {
         "python tools/launch.py 2 -- python examples/classification.py --model "
         "cnn",
         "python tools/launch.py 2 -- python examples/segmentation.py",
-        "python tools/plan.py MobileNetV2 --image-size 96 --measure",
-        "python tools/plan.py ResNet50 --flops 14T --plot plan.png --kfac "
-        "max_factor_dim=null",
         "python tools/same_bits.py compare before.npz",
     ),
     "minutes to hours; figures of the results page": (
         f"{BENCHMARK} --first-step 3 --models M1 M3 M4 mlp-64x100 MobileNetV2 "
         "--variants sgd adam kfac-inverse kfac-inverse:step=spectral fosi-adam",
-        f"{BENCHMARK} --first-step 3 --models mlp-64x100 MobileNetV2",
         f"{BENCHMARK} --models M1 M4 --batch 512 --mixes 10,100 --rounds 2 "
         "--variants sgd kfac-inverse kfac-inverse:step=spectral",
         f"{BENCHMARK} --models M1 M4 --rounds 2 --variants sgd "
-        "kfac-inverse:max_factor_dim=400 bare-kfac fosi-sgd bare-fosi",
+        "kfac-inverse:max_factor_dim=400 fosi-sgd",
         f"{BENCHMARK} --models M1 M4 M2 --rounds 3 --variants sgd adam muon "
         "kfac-inverse kfac-inverse:step=spectral fosi-adam "
         "kfac-inverse:max_factor_dim=16384:factor_batch_fraction=1.0",
@@ -231,17 +233,14 @@ NOT_RUN = {
         f"{BENCHMARK} --models M3 --rounds 1 --variants sgd kfac-inverse "
         "kfac-inverse:step=spectral "
         "kfac-inverse:max_factor_dim=16384:factor_batch_fraction=1.0",
-        f"TF_ENABLE_ONEDNN_OPTS=0 {BENCHMARK} --models M1 M2 M3 M4 --variants "
-        "sgd kfac-inverse bare-kfac fosi-sgd bare-fosi "
-        "kfac-inverse:max_factor_dim=16384:factor_batch_fraction=1.0",
         "python examples/classification.py --model cnn --optimizer kfac adam "
         "fosi sgd",
         "python examples/gauss_newton.py --threads 1",
         "python examples/gauss_newton.py digits cost",
         "python examples/gauss_newton.py digits diabetes --threads 1",
+        "python examples/gauss_newton.py table --threads 1",
         "python examples/gauss_newton.py table --threads 1 --json "
         "docs/gauss_newton.json",
-        "python tools/plan.py --verify",
     ),
 }
 
@@ -268,6 +267,7 @@ def texts() -> Iterator[str]:
         yield from (block for _, block in FENCE.findall(text))
         inline = re.findall(r"`([^`]+)`", FENCE.sub("", text))
         yield from map(unwrapped, inline)
+    yield "\n".join(results.commands())
     for folder in FOLDERS:
         for path in sorted(folder.glob("*.py")):
             text = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -361,7 +361,7 @@ def docstrings() -> dict[pathlib.Path, str]:
     """Those of scripts that take arguments."""
     return {
         path: ast.get_docstring(ast.parse(text)) or ""
-        for place in (ROOT / "tools", ROOT / "examples")
+        for place in FOLDERS[:3]
         for path in sorted(place.glob("*.py"))
         if "__main__" in (text := path.read_text())
         and re.search(r"argparse|arguments\.", text)
@@ -401,13 +401,14 @@ def test_first_snippet(done: dict[str, Done]) -> None:
 def test_commands_of_records(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The results page names the command of each study."""
+    """The commands of the trainings are still accepted."""
     monkeypatch.chdir(folder)
-    page = (ROOT / "docs" / "pages" / "results.md").read_text()
-    commands = re.findall(r"^- `tools/time_to_target.py (.*?)`", page, re.M)
-    assert len(commands) > 50
+    printed = report.commands(Records(TRAININGS))
+    commands = [line for line in printed if line.startswith(TARGET)]
+    assert len(commands) > 30
     for command in commands:
-        time_to_target.parse_arguments(shlex.split(command))
+        words = shlex.split(command.removeprefix(TARGET))
+        time_to_target.parse_arguments(words)
 
 
 @pytest.mark.slow

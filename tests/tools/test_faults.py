@@ -1,4 +1,4 @@
-"""The matrix of faults, with real processes; see `tools/faults.py`."""
+"""The matrix of faults, with real processes; see `tools/studies/faults.py`."""
 
 import pytest
 

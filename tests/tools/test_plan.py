@@ -3,15 +3,13 @@
 import argparse
 import dataclasses
 import itertools
-import pathlib
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 
+import papers
 import plan
-from planning import local, models, report, units
 
 CLUSTER = ["--flops", "1T", "--bandwidth", "10Gbit", "--latency", "5us"]
 
@@ -29,17 +27,17 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
             ]
         )
 
-    monkeypatch.setattr(models, "build", build)
+    monkeypatch.setattr(plan, "build", build)
 
 
 # ---------------------------------------------------------------- arguments
 @pytest.mark.parametrize(
     ("text", "parse", "want"),
     [
-        ("2.5e3Gflop/s", units.flops, 2.5e12),
-        ("100Gbit", units.bandwidth, 12.5e9),
-        ("12.5 GB/s", units.bandwidth, 12.5e9),
-        ("5us", units.latency, 5e-6),
+        ("2.5e3Gflop/s", plan.flops, 2.5e12),
+        ("100Gbit", plan.bandwidth, 12.5e9),
+        ("12.5 GB/s", plan.bandwidth, 12.5e9),
+        ("5us", plan.latency, 5e-6),
     ],
 )
 def test_units(text: str, parse: Any, want: float) -> None:
@@ -49,11 +47,11 @@ def test_units(text: str, parse: Any, want: float) -> None:
 @pytest.mark.parametrize(
     ("text", "parse"),
     [
-        ("-1", units.flops),
-        ("nan", units.flops),
-        ("0", units.flops),
-        ("100G", units.bandwidth),
-        ("5 apples", units.latency),
+        ("-1", plan.flops),
+        ("nan", plan.flops),
+        ("0", plan.flops),
+        ("100G", plan.bandwidth),
+        ("5 apples", plan.latency),
     ],
 )
 def test_hostile_units(text: str, parse: Any) -> None:
@@ -64,16 +62,14 @@ def test_hostile_units(text: str, parse: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "one of MODEL, --papers and --verify"),
-        (["ResNet50", "--papers"], "one of MODEL"),
-        (["ResNet50"], "--flops or --measure is needed"),
-        (["ResNet50", "--flops", "1T", "--measure"], "measured by --measure"),
+        ([], "either MODEL or --papers"),
+        (["ResNet50", "--papers"], "either MODEL"),
+        (["ResNet50"], "--flops is needed"),
         (["ResNet50", "--flops", "1T", "--workers", "2"], "--bandwidth is"),
         (["ResNet50", "--flops", "lots"], "received 'lots'"),
         (["ResNet50", "--intervals", "10"], "not FACTOR,INVERSE"),
         (["ResNet50", "--kfac", "damping"], "not KEY=VALUE"),
         (["Sequential", *CLUSTER], "MODEL must be one of"),
-        (["InceptionV4", *CLUSTER, "--image-size", "9"], "299 x 299"),
     ],
 )
 def test_refused(
@@ -86,14 +82,9 @@ def test_refused(
 
 # ------------------------------------------------------------------- tables
 @pytest.mark.usefixtures("tiny")
-def test_plan(
-    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
-) -> None:
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """Each distribution of four workers, with both solvers."""
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "plan.png"
-    arguments = ["--workers", "4", "--intervals", "7,70", "--plot", str(path)]
-    plan.main(["M", *CLUSTER, *arguments])
+    plan.main(["M", *CLUSTER, "--workers", "4", "--intervals", "7,70"])
     text = capsys.readouterr().out
     for solver, mode in itertools.product(
         ("inverse", "eigen"), ("comm_opt", "mem_opt", "dp_kfac")
@@ -104,43 +95,21 @@ def test_plan(
     elements = 10**2 + 3**2 + 109**2 + 4**2
     assert f"2 blocks: {elements / 1e6:.2f} M elements" in text
     assert "Recommended: KFAC(distribution=" in text
-    assert path.stat().st_size > 5_000
 
 
 # ------------------------------------------------------------------- papers
-@pytest.mark.parametrize("number", [float, np.float32, np.float64])
-def test_large_errors_are_marked(number: Any) -> None:
-    """The cost model and a clock give numbers of NumPy."""
-    row = {"model": "M1", "solver": "inverse", "kind": "plain"}
-    rows = [
-        local.Comparison(**row, measured=number(2), predicted=number(p))
-        for p in (2.5, 2.7)
-    ]
-    text = report.verify_text(rows)
-    assert "+25%\n" in text and "+35% (!)\n" in text
-
-
 @pytest.mark.slow
 def test_papers() -> None:
     """DP-KFAC, tables 2 and 5; KAISA's ranking; how `--papers` shows them."""
-    from planning.papers import (
-        CASES,
-        KAISA_CLUSTER,
-        STALE,
-        Kaisa,
-        PaperNetwork,
-        reproduce,
-    )
-
-    found = reproduce()
-    text = report.papers_text(found, STALE)
+    found = papers.reproduce()
+    text = plan.papers_text(found, papers.STALE)
     assert "ResNet-50: 153.85 M, 25.56 M" in text
     assert text.count("\nResNet-50") == text.count("\nDenseNet-201") == 3
     counts = found.counts["ResNet-50"]
     assert round(counts.factors / 1e6, 1) == 153.9
     assert round(counts.weights / 1e6, 1) == 25.6
     for name, (ours, theirs) in found.times.items():
-        assert theirs == CASES[name].marks
+        assert theirs == papers.CASES[name].marks
         assert ours.dp_kfac < ours.mem_opt < ours.comm_opt
         assert theirs.dp_kfac < theirs.mem_opt < theirs.comm_opt
         for mode in ("mem_opt", "comm_opt"):
@@ -157,9 +126,9 @@ def test_papers() -> None:
         assert sorted(fresh, key=fresh.__getitem__) == order[::-1]
     # What its own cluster lacks to the paper's gain is a matter of hops.
     assert 0.1 < found.own.gain < 0.244
-    machine = dataclasses.replace(KAISA_CLUSTER, latency=found.hop)
-    network = PaperNetwork(CASES["ResNet-50"], "eigen")
-    assert Kaisa.of(network, machine).gain == pytest.approx(0.244)
+    machine = dataclasses.replace(papers.KAISA_CLUSTER, latency=found.hop)
+    network = papers.PaperNetwork(papers.CASES["ResNet-50"], "eigen")
+    assert papers.Kaisa.of(network, machine).gain == pytest.approx(0.244)
 
 
 @pytest.mark.slow

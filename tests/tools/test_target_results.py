@@ -111,9 +111,12 @@ def test_losing_rows_stay() -> None:
     row = rows_of(comparison)["kfac"]
     assert (row.claim, row.seconds, row.ratio) == ("not reached", None, None)
     assert results.geometric_means([comparison]) == {}
-    _, lines = report.full_table([comparison])
-    [line] = [line for line in lines if line[0] == "`kfac`"]
-    assert line[2:] == ("0.905 ± 0.0071, level", "-", "-", "not reached")
+    columns, [line, _] = report.full_table([comparison])
+    assert columns == ["problem", "SGD", "Adam", "K-FAC"]
+    assert line[2:] == [
+        "**0.91 ± 0.014**",
+        "0.905 ± 0.0071, level; not reached",
+    ]
 
 
 def test_a_claim_needs_all_seeds() -> None:
@@ -147,7 +150,7 @@ def test_the_table_of_the_readme() -> None:
     columns, [line, mean] = report.summary(cnn_records())
     assert columns[2] == "K-FAC"
     assert line[0] == "cnn (small), accuracy"
-    assert line[1] == "adam: 0.91 ± 0.014"
+    assert line[1] == "Adam: 0.91 ± 0.014"
     assert line[2] == "0.30 / 0.30, level"
     assert mean[-1] == "0.30 (1) / 0.30 (1)"
 
@@ -198,13 +201,12 @@ def test_the_tables_of_tiny_problems() -> None:
     constant["validation"] = 0.5
     found = report.tiny_ends([*records, constant])
     assert [*report.tiny_ends([*records, constant], constant=True)] == ["cnn"]
-    _, [losses, others] = report.tiny_table(found)
+    columns, [cnn, *marks] = report.tiny_table(found)
+    assert columns == ["problem", "Adam", "Muon", "K-FAC", "spectral steps"]
     # 0.1 / sqrt(3) = 0.06.
-    assert losses[1:3] == ["0.3 ± 0.06 (0.001)", "0.1 ± 0 (0.01)"]
-    assert others[:2] == ["others, accuracy", "0.8"]
-    _, [today, line] = report.marks(found)
-    # Differences of 0.05, 0.07, 0.03: 0.05 * sqrt(3) is 4.3 deviations.
-    assert line == (
-        *(f"`{ours}`", "1", "1", "0.5 (cnn)", "0.5", "0 of 1", "1, 0", "1.5"),
-    )
-    assert today[-2:] == ("0, 0", "1.5")
+    assert cnn[:2] == ["cnn, accuracy", "0.3 ± 0.06; 0.8 (0.001)"]
+    assert cnn[4] == "0.15 ± 0.006; 0.65"
+    assert [mark[4] for mark in marks] == ["1 of 1", "0.5 (cnn)", "0.5", "1.5"]
+    # Without Adam there is nothing to compare with.
+    alone = {"cnn": {ours: found["cnn"][ours]}}
+    assert report.tiny_table(alone)[1][1] == ["below Adam", ""]

@@ -12,12 +12,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.command import installed
-from benchmarks.jobs import TOOLS, common_environment
+from command import ROOT, STUDIES, installed, process_environment
 from targets.run import Run
 
 # A run, the number of its environment, and what `training.train` has returned.
 Record = dict[str, Any]
+TRAININGS = ROOT / "docs" / "trainings.json"
 # Data that need no directory.
 EMBEDDED = ("text", "tokens", "arm", "digits", "drawn")
 MODULES = ("tensorflow", "keras", "keras_hub")
@@ -82,7 +82,7 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
     """What figures depend on, without names of machines and folders."""
     names = re.findall(r"model name\s*: (.*)", _read("/proc/cpuinfo"))
     return {
-        "script": "tools/time_to_target.py",
+        "script": "tools/studies/time_to_target.py",
         "arguments": [_without_path(word) for word in command],
         "tfkfac": f"{installed('tfkfac')} {last_commit()}",
         "python": platform.python_version(),
@@ -105,7 +105,7 @@ def _read(path: str) -> str:
 
 
 def _git(*words: str) -> str:
-    command = ("git", "-C", str(TOOLS.parent), *words)
+    command = ("git", "-C", str(ROOT), *words)
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip()
 
@@ -171,8 +171,8 @@ def train(
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "targets.training", json.dumps(task)],
-            cwd=TOOLS,  # it is first on the module path
-            env={**os.environ, **common_environment(threads=1)},
+            cwd=STUDIES,  # it is first on the module path
+            env=process_environment(threads=1),
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,

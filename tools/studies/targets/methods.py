@@ -16,7 +16,7 @@ import runpy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.variants import Variant, parse_any
+from command import Variant, parse_variant
 from targets.problems import Problem
 from targets.run import Run
 
@@ -50,7 +50,7 @@ def parse(text: str) -> Variant:
     Raises:
         argparse.ArgumentTypeError: If it is none.
     """
-    variant = parse_any(text)
+    variant = parse_variant(text)
     known = (*BASELINES, KFAC)
     if variant.folder or (
         variant.name not in known and OUTSIDE not in variant.name

@@ -13,9 +13,8 @@ import keras
 
 import experiments.printed  # noqa: F401
 import tfkfac
-from common.inception import inception_v4
 from common.networks import without_biases
-from planning.cost import (
+from cost_model import (
     Batch,
     Candidate,
     Estimate,
@@ -74,7 +73,6 @@ CASES = {
         16,
         Marks(0.894, 1.624, 2.030),
     ),
-    "Inception-v4": Case(inception_v4, 16, Marks(0.803, 1.402, 1.703)),
 }
 
 

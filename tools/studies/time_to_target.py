@@ -1,9 +1,8 @@
 """How long optimizers take until a model is as good as it gets with others.
 
-    python tools/time_to_target.py --size tiny          # thirteen tiny problems
-    python tools/time_to_target.py --problem mlp cnn --search-size small
-    python tools/time_to_target.py --optimizer my.py:make --problem mlp
-    python tools/time_to_target.py --table              # from the records
+    python tools/studies/time_to_target.py --size tiny  # 13 problems
+    python tools/studies/time_to_target.py --problem mlp cnn --search-size small
+    python tools/studies/time_to_target.py --optimizer my.py:make --problem mlp
 
 The target is the final metric of the best baseline: SGD with momentum, Adam,
 AdamW or Keras' Muon. Each has four learning rates, three batches and weight
@@ -27,8 +26,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import results
-from benchmarks.command import positive
+from command import positive
 from targets import report, study
 from targets.methods import BASELINES, KFAC, outside, parse
 from targets.plan import Plan
@@ -46,9 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(words)
     records = study.Records(options.json, words)
-    if options.table:
-        results.main()
-        return 0
     records.forget(options.again)
     failures: list[str] = []
     lock = threading.Lock()
@@ -232,7 +227,7 @@ def add_process(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--json",
         type=pathlib.Path,
-        default=results.TRAININGS,
+        default=study.TRAININGS,
         metavar="FILE",
         help="keeps all results; those it has are not measured again (default: "
         "docs/trainings.json)",
@@ -244,11 +239,6 @@ def add_process(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="METHOD",
         help="measures these methods again",
-    )
-    group.add_argument(
-        "--table",
-        action="store_true",
-        help="only writes the tables of the documentation from the records",
     )
 
 

@@ -1,7 +1,7 @@
 """What happens when a worker of a job has a fault: a table, of real processes.
 
-    python tools/faults.py              # all faults, in about five minutes
-    python tools/faults.py kill data    # some
+    python tools/studies/faults.py            # all faults: five minutes
+    python tools/studies/faults.py kill data  # some
 
 Two workers train a small model; one of them (worker 1, if it is not said) has
 the fault. "Said" is how long after it the first line comes that tells of it,
@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+import command  # noqa: F401, the module path
 from launch import environments
 
 BATCHES, WHEN = 200, 60

@@ -6,11 +6,8 @@ from them and the numbers of a `Machine`.
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
-import time
-import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -28,7 +25,6 @@ from tfkfac.distributed.plan import MODES, Plan, plan_layers
 from tfkfac.factors import Diagonal
 from tfkfac.factors.base import Wire
 from tfkfac.kfac.placement import BlockCost, Loads, Numbers
-from tfkfac.linalg.symmetric import damped_inverse, eigh
 from tfkfac.solvers import SOLVERS
 from tfkfac.solvers.registry import make_solver
 
@@ -49,10 +45,6 @@ class Machine:
         bandwidth: Bytes a second that a worker receives.
         latency: Seconds until a small message is there.
         overhead: Seconds of a step that are none of these.
-        element: Seconds for each of the n^2 elements that is decomposed,
-            besides: of small matrices most.
-        tree_broadcast: True if a broadcast goes down a tree, as TensorFlow's
-            own between CPUs. NCCL's, between GPUs, goes round a ring.
     """
 
     flops: float
@@ -62,13 +54,11 @@ class Machine:
     bandwidth: float
     latency: float
     overhead: float = 0.0
-    element: float = 0.0
-    tree_broadcast: bool = False
 
     def __post_init__(self) -> None:
         for name in ("flops", "inverse", "eigen", "memory", "bandwidth"):
             check_positive(name, getattr(self, name))
-        for name in ("latency", "overhead", "element"):
+        for name in ("latency", "overhead"):
             check_range(name, getattr(self, name), 0.0)
 
     @classmethod
@@ -131,7 +121,7 @@ class Machine:
     def broadcast(self, size: float, members: int, messages: int = 1) -> float:
         """Seconds in which a worker receives `size` bytes of others.
 
-        Round a ring a message makes `P - 1` hops, down a tree `log2 P`.
+        A message makes `P - 1` hops round a ring, as with NCCL.
 
         Args:
             size: Bytes that it receives.
@@ -140,59 +130,8 @@ class Machine:
         """
         if members == 1 or not size:
             return 0.0
-        tree = self.tree_broadcast
-        hops = math.ceil(math.log2(members)) if tree else members - 1
-        return size / self.bandwidth + messages * hops * self.latency
-
-
-# Sizes of the products and decompositions that `measure_worker` times, elements
-# that it moves, and the number of repetitions.
-_LARGE, _EIGEN_SIZE, _SMALL = 768, 512, 256
-_MOVED, _TRIES = 2**22, 3
-
-
-def measure_worker(
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, float]:
-    """The numbers of a `Machine` that belong to one worker, by a clock.
-
-    An inverse of size n takes `a n^3 + b n^2`, and two sizes give a and b; an
-    eigen-decomposition, which takes long, has an a of its own and one size.
-    """
-
-    def seconds(work: Callable[..., tf.Tensor], *args: tf.Tensor) -> float:
-        return _seconds(functools.partial(tf.function(work), *args), clock)
-
-    with tf.init_scope():
-        rows = tf.random.stateless_normal([_LARGE, _LARGE], [0, 0])
-        gram = tf.matmul(rows, rows, transpose_a=True) / _LARGE
-        part, damping = gram[:_SMALL, :_SMALL], tf.constant(0.01)
-        inverse = seconds(damped_inverse, gram, damping) / _LARGE**2
-        little = seconds(damped_inverse, part, damping) / _SMALL**2
-        # Noise in one of the two must leave something for n^3.
-        slope = (inverse - little) / (_LARGE - _SMALL)
-        cubic = min(max(slope, inverse / _LARGE / 4), inverse / _LARGE)
-        element = inverse - cubic * _LARGE
-        eigen = seconds(eigh, gram[:_EIGEN_SIZE, :_EIGEN_SIZE]) / _EIGEN_SIZE**2
-        return {
-            "flops": 2 * _LARGE**3 / seconds(tf.matmul, rows, gram),
-            "inverse": 1 / cubic,
-            "eigen": _EIGEN_SIZE / max(eigen - element, eigen / 2),
-            "memory": 8 * _MOVED / seconds(lambda x: 2 * x, tf.ones([_MOVED])),
-            "element": element,
-        }
-
-
-def _seconds(
-    work: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
-) -> float:
-    """The least time of some work, after a first time that does not count."""
-
-    def run() -> None:
-        tf.nest.map_structure(lambda tensor: tensor.numpy(), work())
-
-    times = timeit.repeat(run, timer=clock, number=1, repeat=_TRIES + 1)
-    return min(times[1:])
+        hops = messages * (members - 1)
+        return size / self.bandwidth + hops * self.latency
 
 
 Shape = tuple[int, ...]
@@ -469,8 +408,6 @@ class Workload:
         gradients: Bytes of all gradients of the model.
         batch: A worker's batch; None leaves out its work.
         passes: Further backward passes where factors are updated.
-        first_order: Seconds of a step without K-FAC and collectives; None
-            estimates them by the batch and the machine.
     """
 
     blocks: Sequence[Block]
@@ -480,7 +417,6 @@ class Workload:
     assignment: str | None = None
     batch: Batch | None = None
     passes: int = 0
-    first_order: float | None = None
 
 
 def compare(
@@ -492,7 +428,6 @@ def compare(
     solvers: Sequence[str] = ("inverse", "eigen"),
     size: int | None = None,
     passes: int = 0,
-    first_order: float | None = None,
 ) -> list[Estimate]:
     """Estimates what K-FAC costs on a cluster, for every distribution.
 
@@ -512,8 +447,6 @@ def compare(
         size: The value of unknown sizes of the model's input, as an image's.
         passes: Further backward passes where factors are updated: 1 for the
             Fisher matrix "monte_carlo", 0 for "empirical".
-        first_order: Seconds of a worker's step without K-FAC, if they are
-            known. Defaults to None: they come of the machine's numbers.
 
     Returns:
         An estimate of each distribution.
@@ -545,7 +478,6 @@ def compare(
         placement.distribution.assignment,
         work,
         passes,
-        first_order,
     )
     some = list(candidates(workers, solvers, tuple(MODES)))
     return compare_plans(load, some, machine, workers)
@@ -668,8 +600,6 @@ class Estimator(Loads):
 
     def _first_order(self) -> float:
         """Forward pass, back to inputs and to weights, and the update."""
-        if self._load.first_order is not None:
-            return self._load.first_order
         batch, machine = self._batch, self._machine
         moved = _OUTPUT_MOVES * batch.outputs * _FLOAT
         return (
@@ -702,11 +632,10 @@ class Estimator(Loads):
     def _turn(self, turn: int) -> tuple[float, float]:
         """Seconds of the decompositions of one turn, and of sending them."""
         mine = [one == turn for one in self._load.turns]
-        element = self._machine.element
         seconds = [
             {
-                name: here * (count / self._rate + elements * element)
-                for name, (count, elements) in work.decompositions.items()
+                name: here * count / self._rate
+                for name, (count, _) in work.decompositions.items()
             }
             for here, work in zip(mine, self._costs, strict=True)
         ]

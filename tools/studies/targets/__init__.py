@@ -1,4 +1,4 @@
-"""What tools/time_to_target.py is made of.
+"""What tools/studies/time_to_target.py is made of.
 
 The controller does not import TensorFlow: `plan` says which trainings there
 are, of `problems` and `methods`, and `study` starts a process for each setting
@@ -7,7 +7,4 @@ records. `results` turns these into seconds to a target and claims, `report`
 into tables. Data and models are those of examples/.
 """
 
-import pathlib
-import sys
-
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
+import command  # noqa: F401, the module path

@@ -1,0 +1,742 @@
+"""Time training steps of optimizers against each other.
+
+    python tools/studies/benchmark.py            # M1 to M4, 100 dense layers
+    python tools/studies/benchmark.py --mode fit --models M1 M3
+    python tools/studies/benchmark.py --variants sgd kfac-inverse@../old
+    python tools/studies/benchmark.py --first-step 3 --models M3 MobileNetV2
+    python tools/studies/benchmark.py --record   # tables of the documentation
+
+A variant is NAME[@FOLDER][:KEY=VALUE...]: an optimizer, the folder from which
+its library is imported (default: this tree), and arguments of its constructor.
+Each variant is a process. They take turns of a few steps, so that all of them
+see the same load of the machine: trust the ratios more than the milliseconds.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import pathlib
+import re
+import resource
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TextIO
+
+import command
+from command import Variant, intervals, parse_variant, positive
+
+FIRST_ORDER = ("sgd", "adam", "adamw", "muon")
+BASES = ("sgd", "adam")  # optimizers by whose times others are divided
+FAMILIES = (
+    *FIRST_ORDER,
+    "kfac-SOLVER",
+    *(f"fosi-{name}" for name in FIRST_ORDER),
+)
+SHAPES = {
+    "M1": (784,),
+    "M2": (28, 28, 1),
+    "M3": (32, 32, 3),
+    "M4": (784,),
+    "MobileNetV2": (64, 64, 3),
+    "ResNet50": (64, 64, 3),
+}
+MODELS = (*SHAPES, "mlp-WIDTHxDEPTH")
+USUAL_MODELS = ("M1", "M2", "M3", "M4", "mlp-64x100")
+USUAL_VARIANTS = (
+    "sgd",
+    "adam",
+    "kfac-inverse",
+    "kfac-inverse:step=spectral",
+    "fosi-adam",
+)
+# All rows of a batch, no sketches.
+WHOLE_FACTORS = "kfac-inverse:max_factor_dim=16384:factor_batch_fraction=1.0"
+RECORDED_VARIANTS = (*USUAL_VARIANTS, "muon", WHOLE_FACTORS)
+# Names of variants in the documentation.
+TITLES = {
+    "sgd": "SGD",
+    "adam": "Adam",
+    "muon": "Muon",
+    "kfac-inverse": "K-FAC",
+    "kfac-inverse:step=spectral": "spectral steps",
+    WHOLE_FACTORS: "K-FAC, whole factors of all rows",
+    "fosi-adam": "FOSI with Adam",
+}
+
+CLASSES = 10
+RATE = 1e-4  # small: the loss stays finite for any number of steps
+EPOCH = 25  # batches of an epoch of `fit`; the last has a third of the rows
+FOSI_ESTIMATION = 2  # step in which FOSI estimates its directions, once
+WARM_UP = 5  # steps that do not count, the first among them
+MIN_STEPS = 20  # steps of a round: short intervals are run several times
+GRACE_S = 20.0  # time for a process to end by itself
+
+Row = dict[str, Any]  # results of a variant on a model, as in the JSON file
+Times = list[tuple[float, float]]  # wall and processor seconds of each step
+
+
+# ------------------------------------------------------------------ the worker
+class Turns:
+    """Time steps; wait for the next request where enough have been run.
+
+    Args:
+        training: The training.
+        questions: Requests, a line of JSON each: `{"steps": n}`,
+            `{"intervals": [f, i]}` (no answer) or `{"facts": true}`.
+        answers: File for the answers, a line of JSON each.
+    """
+
+    def __init__(
+        self, training: "Training", questions: TextIO, answers: TextIO
+    ) -> None:
+        self._training = training
+        self._questions = questions
+        self._answers = answers
+        self._times: Times = []
+        self._wanted = 1
+        self._last = _now()
+
+    def end_of_step(self) -> bool:
+        """Record the time of a step; return True to run another step."""
+        now = _now()
+        self._times.append((now[0] - self._last[0], now[1] - self._last[1]))
+        if len(self._times) == self._wanted:
+            self._answer(self._times)
+            self._times, self._wanted = [], self._next_request()
+            now = _now()
+        self._last = now
+        return self._wanted > 0
+
+    def _next_request(self) -> int:
+        """Answer requests until one asks for steps; return 0 at the end."""
+        for line in self._questions:
+            question = json.loads(line)
+            if "steps" in question:
+                return int(question["steps"])
+            if "intervals" in question:
+                self._training.set_intervals(*question["intervals"])
+            else:
+                self._answer(self._training.facts())
+        return 0
+
+    def _answer(self, answer: Any) -> None:
+        print(json.dumps(answer), file=self._answers, flush=True)
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+class Training:
+    """A Keras model, its optimizer and one batch.
+
+    Args:
+        model: Name of the model.
+        name: Name of the optimizer.
+        arguments: Arguments of its constructor.
+        batch: Rows of the batch.
+        mode: "function" or "fit", see `--mode`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        name: str,
+        arguments: dict[str, Any],
+        batch: int,
+        mode: str,
+    ) -> None:
+        import keras
+
+        keras.utils.set_random_seed(0)
+        self._mode = mode
+        self._model = build(model)
+        self._optimizer = make_optimizer(name, arguments)
+        self._loss = make_loss(model)
+        self._batch = make_batch(model, batch)
+
+    def run(self, end_of_step: Callable[[], bool]) -> None:
+        """Compile; train until `end_of_step` returns False."""
+        self._model.compile(self._optimizer, self._loss)
+        # A variable that is created in the first trace costs Keras'
+        # optimizers, but not those of tfkfac, a second trace.
+        self._optimizer.build(self._model.trainable_variables)
+        if self._mode == "fit":
+            self._fit(end_of_step)
+        else:
+            self._own_loop(end_of_step)
+
+    def _own_loop(self, end_of_step: Callable[[], bool]) -> None:
+        import tensorflow as tf
+
+        model, optimizer = self._model, self._optimizer
+
+        @tf.function(autograph=False)
+        def train(x: Any, y: Any) -> Any:
+            with tf.GradientTape() as tape:
+                outputs = model(x, training=True)
+                loss = model.compute_loss(x=x, y=y, y_pred=outputs)
+            variables = model.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+            return loss
+
+        batch = [tf.constant(array) for array in self._batch]
+        train(*batch).numpy()
+        while end_of_step():
+            train(*batch).numpy()
+
+    def _fit(self, end_of_step: Callable[[], bool]) -> None:
+        import keras
+        import tensorflow as tf
+
+        x, y = self._batch
+        rest = max(len(x) // 3, 1)
+        last = tf.data.Dataset.from_tensors((x[:rest], y[:rest]))
+        full = tf.data.Dataset.from_tensors((x, y)).repeat(EPOCH - 1)
+
+        def stop(batch: int, logs: Any) -> None:
+            self._model.stop_training = not end_of_step()
+
+        self._model.fit(
+            full.concatenate(last).repeat(),
+            steps_per_epoch=10**9,
+            verbose=0,
+            callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=stop)],
+        )
+
+    def set_intervals(self, factor: int, inverse: int) -> None:
+        """Set K-FAC's update intervals; other optimizers have none."""
+        if hasattr(self._optimizer, "factor_update_interval"):
+            self._optimizer.factor_update_interval = factor
+            self._optimizer.inverse_update_interval = inverse
+
+    def facts(self) -> dict[str, int]:
+        """Return the peak memory and the bytes of the curvature state."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        facts = {"peak_bytes": peak}
+        if hasattr(self._optimizer, "state_bytes"):
+            facts["state_bytes"] = self._optimizer.state_bytes()["total"]
+        return facts
+
+
+def mlp_size(model: str) -> tuple[int, int] | None:
+    """Return width and depth of "mlp-WIDTHxDEPTH"; None of other models."""
+    match = re.fullmatch(r"mlp-([1-9]\d*)x([1-9]\d*)", model)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def build(model: str) -> Any:
+    """Return a model that ends in logits."""
+    import keras
+    from keras import layers
+
+    from common import networks
+
+    if size := mlp_size(model):
+        width, depth = size
+        hidden = [layers.Dense(width, "relu") for _ in range(depth - 1)]
+        return keras.Sequential(
+            [keras.Input((width,)), *hidden, layers.Dense(width)]
+        )
+    shape = SHAPES[model]
+    if model == "M1":
+        return networks.mlp(shape, CLASSES)
+    if model == "M2":
+        return networks.cnn(shape, CLASSES)
+    if model == "M3":
+        return networks.resnet(shape, CLASSES, 20)
+    if model == "M4":
+        return networks.autoencoder()
+    return networks.application(model, shape, CLASSES)
+
+
+def make_batch(model: str, rows: int) -> tuple[Any, Any]:
+    """Return random inputs and targets."""
+    import numpy as np
+
+    size = mlp_size(model)
+    shape = (size[0],) if size else SHAPES[model]
+    rng = np.random.RandomState(0)
+    x = rng.rand(rows, *shape).astype("float32")
+    if model == "M4":
+        return x, x
+    return x, rng.randint(0, size[0] if size else CLASSES, rows)
+
+
+def make_loss(model: str) -> Any:
+    """Return the loss of a model."""
+    import keras
+    import tensorflow as tf
+
+    def pixels_cross_entropy(y: Any, logits: Any) -> Any:
+        losses = tf.nn.sigmoid_cross_entropy_with_logits(y, logits)
+        return tf.reduce_sum(losses, -1)
+
+    if model == "M4":
+        return pixels_cross_entropy
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def make_optimizer(name: str, arguments: dict[str, Any]) -> Any:
+    """Return an optimizer of `FAMILIES`."""
+    import keras
+
+    types: Mapping[str, Callable[..., Any]] = {
+        "sgd": keras.optimizers.SGD,
+        "adam": keras.optimizers.Adam,
+        "adamw": keras.optimizers.AdamW,
+        "muon": keras.optimizers.Muon,
+    }
+
+    def first_order(name: str, **arguments: Any) -> Any:
+        momentum = {"momentum": 0.9} if name == "sgd" else {}
+        return types[name](RATE, **(momentum | arguments))
+
+    if name in types:
+        return first_order(name, **arguments)
+    import tfkfac
+
+    family, _, detail = name.partition("-")
+    if family == "kfac":
+        inner = None if "step" in arguments else first_order("sgd")
+        return tfkfac.KFAC(
+            inner,
+            solver=detail,
+            factor_update_interval=10,
+            inverse_update_interval=100,
+            **arguments,
+        )
+    once = {"warmup_steps": FOSI_ESTIMATION, "update_interval": 10**6}
+    return tfkfac.FOSI(first_order(detail), **(once | arguments))
+
+
+def work(task: str) -> None:
+    """Train as a task in JSON says, in this process."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    training = Training(**json.loads(task))
+    training.run(Turns(training, sys.stdin, answers).end_of_step)
+
+
+# --------------------------------------------------------------- the processes
+class DiedError(Exception):
+    """A process has ended before its time."""
+
+
+class Job:
+    """The process of a variant, after its first step.
+
+    Args:
+        model: Name of the model.
+        variant: The variant.
+        options: The command line.
+
+    Attributes:
+        first_step: Wall and processor seconds of the first step, from
+            `compile` on, with tracing.
+        steps: Number of steps so far.
+
+    Raises:
+        DiedError: If the process fails.
+    """
+
+    def __init__(
+        self, model: str, variant: Variant, options: argparse.Namespace
+    ) -> None:
+        task: dict[str, Any] = {"model": model, "name": variant.name}
+        task |= {"arguments": variant.arguments}
+        task |= {"batch": options.batch, "mode": options.mode}
+        self._text = variant.text
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115, close() does
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", json.dumps(task)],
+            env=command.process_environment(options.threads, variant.folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        try:
+            [self.first_step] = self._answer()
+        except DiedError:
+            self.close()
+            raise
+        self.steps = 1
+
+    def run(self, steps: int) -> Times:
+        """Train; return wall and processor seconds of each step."""
+        self.steps += steps
+        return self._ask(steps=steps)
+
+    def set_intervals(self, factor: int, inverse: int) -> None:
+        """Set K-FAC's update intervals."""
+        self._send(intervals=[factor, inverse])
+
+    def facts(self) -> dict[str, int]:
+        """Return `Training.facts`."""
+        return self._ask(facts=True)
+
+    def _ask(self, **question: Any) -> Any:
+        self._send(**question)
+        return self._answer()
+
+    def _send(self, **question: Any) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # _answer() raises
+            print(json.dumps(question), file=self._process.stdin, flush=True)
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        select.select([self._process.stdout], [], [])
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        self._log.seek(0)
+        end = self._log.read().decode(errors="replace")[-2000:]
+        raise DiedError(f"{self._text} died:\n{end}")
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+
+class Phases(NamedTuple):
+    """Time of each phase of an interval, the median over the intervals.
+
+    A step of K-FAC takes longer where factors or inverses are due, so steps
+    are sorted by their number modulo the interval. The mean over the phases is
+    the time of a step, wherever in the interval an optimizer does its work.
+    """
+
+    times: Sequence[float]
+
+    @classmethod
+    def of(cls, period: int, first: int, times: Sequence[float]) -> "Phases":
+        """Sort the times of steps; `first` is the number of the first step."""
+        starts = [(phase - first) % period for phase in range(period)]
+        return cls([statistics.median(times[s::period]) for s in starts])
+
+    @property
+    def mean(self) -> float:
+        """Mean time of a step."""
+        return statistics.fmean(self.times)
+
+
+# ------------------------------------------------------------- the measurement
+def measure(
+    model: str, variants: Sequence[Variant], options: argparse.Namespace
+) -> list[Row]:
+    """Time the first step and the later steps of all variants on a model."""
+    with contextlib.ExitStack() as stack:
+        rows, jobs = [], []
+        for variant in variants:
+            row, job = start(model, variant, options)
+            rows.append(row)
+            if job is not None:
+                stack.callback(job.close)
+                job.run(WARM_UP - job.steps)
+                jobs.append((row, job))
+        for factor, inverse in options.mixes:
+            run(jobs, factor, inverse, options)
+        for row, job in jobs:
+            row.update(job.facts())
+    return compare(rows)
+
+
+def measure_first_steps(
+    model: str, variants: Sequence[Variant], options: argparse.Namespace
+) -> list[Row]:
+    """Return medians of the first step over several processes each."""
+    runs: list[list[Row]] = [[] for _ in variants]
+    for _ in range(options.first_step):
+        for rows, variant in zip(runs, variants, strict=True):
+            row, job = start(model, variant, options)
+            rows.append(row)
+            if job is not None:
+                row.update(job.facts())
+                job.close()
+    for rows in runs:
+        if all("first_step" in row for row in rows):
+            steps = [row["first_step"] for row in rows]
+            rows[0]["first_step"] = {
+                key: statistics.median(step[key] for step in steps)
+                for key in steps[0]
+            }
+    return compare([rows[0] for rows in runs])
+
+
+def start(
+    model: str, variant: Variant, options: argparse.Namespace
+) -> tuple[Row, Job | None]:
+    """Return a job after its first step; None, with the reason, if it died."""
+    row: Row = {"model": model, "variant": variant.text}
+    try:
+        job = Job(model, variant, options)
+    except DiedError as error:
+        row["error"] = str(error)
+        print(f"{model} {error}", file=sys.stderr, flush=True)
+        return row, None
+    row["first_step"] = dict(
+        zip(("seconds", "cpu_seconds"), job.first_step, strict=True)
+    )
+    return row, job
+
+
+def run(
+    jobs: Sequence[tuple[Row, Job]],
+    factor: int,
+    inverse: int,
+    options: argparse.Namespace,
+) -> None:
+    """Run whole intervals, in turns; add their times to the rows."""
+    period = math.lcm(factor, inverse)
+    steps = options.rounds * period * max(1, -(-MIN_STEPS // period))
+    firsts = [job.steps for _, job in jobs]
+    times: list[Times] = [[] for _ in jobs]
+    for _, job in jobs:
+        job.set_intervals(factor, inverse)
+    order = list(zip(times, jobs, strict=True))
+    for begin in range(0, steps, options.turn):
+        for record, (_, job) in order:
+            record += job.run(min(options.turn, steps - begin))
+        order.reverse()  # no job always runs after the same other job
+    for (row, _), first, pairs in zip(jobs, firsts, times, strict=True):
+        wall, processor = (
+            Phases.of(period, first, [1e3 * seconds for seconds in column])
+            for column in zip(*pairs, strict=True)
+        )
+        row.setdefault("mixes", {})[f"({factor},{inverse})"] = {
+            "steps": len(pairs),
+            "mean_ms": wall.mean,
+            "median_ms": statistics.median(wall.times),
+            "longest_ms": max(wall.times),
+            "cpu_mean_ms": processor.mean,
+            "load": os.getloadavg()[0],
+        }
+
+
+def compare(rows: list[Row]) -> list[Row]:
+    """Add the ratios to SGD and Adam, where these were run too."""
+    for name in BASES:
+        base = next((row for row in rows if row["variant"] == name), {})
+        for row in rows:
+            for mix, cost in row.get("mixes", {}).items():
+                _add_ratio(cost, base.get("mixes", {}).get(mix), name)
+            if "first_step" in row:
+                _add_ratio(row["first_step"], base.get("first_step"), name)
+            if name == "sgd" and {"peak_bytes"} <= base.keys() & row.keys():
+                row["extra_peak_bytes"] = row["peak_bytes"] - base["peak_bytes"]
+    return rows
+
+
+def _add_ratio(cost: Row, base: Row | None, name: str) -> None:
+    """Add the ratio of wall and processor times to those of a baseline."""
+    for key in ("mean_ms", "cpu_mean_ms", "seconds", "cpu_seconds"):
+        if base and key in cost:
+            cost[f"{key} / {name}"] = cost[key] / base[key]
+
+
+# ------------------------------------------------------------------ the tables
+def text_table(rows: Sequence[Row]) -> str:
+    """Return a line for each variant on each model, with aligned columns."""
+    mixes = dict.fromkeys(mix for row in rows for mix in row.get("mixes", {}))
+    lines = [["model", "variant"]]
+    for mix in mixes:
+        lines[0] += [f"{mix} ms", "/ sgd", "/ adam", "CPU / sgd", "max/med"]
+    lines[0] += [
+        "first CPU s",
+        "/ sgd",
+        "/ adam",
+        "peak MB",
+        "+ MB",
+        "state MB",
+    ]
+    for row in rows:
+        line = [row["model"], row["variant"]]
+        for mix in mixes:
+            cost = row.get("mixes", {}).get(mix, {})
+            keys = ("mean_ms", "mean_ms / sgd", "mean_ms / adam")
+            line += [_cell(cost, key) for key in (*keys, "cpu_mean_ms / sgd")]
+            line.append(f"{_longest(cost):.1f}" if cost else "-")
+        for key in ("cpu_seconds", "cpu_seconds / sgd", "cpu_seconds / adam"):
+            line.append(_cell(row.get("first_step", {}), key))
+        for key in ("peak_bytes", "extra_peak_bytes", "state_bytes"):
+            line.append(_cell(row, key, 1e-6))
+        lines.append(line)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index < 2 else cell.rjust(width)
+            for index, (cell, width) in enumerate(
+                zip(line, widths, strict=True)
+            )
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _cell(values: Mapping[str, float], key: str, scale: float = 1.0) -> str:
+    return f"{values[key] * scale:.2f}" if key in values else "-"
+
+
+def _longest(cost: Mapping[str, float]) -> float:
+    return cost["longest_ms"] / cost["median_ms"]
+
+
+def tables(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Return the tables of the documentation, by the titles of the studies."""
+    found = {}
+    if timed := [row for row in rows if "mixes" in row]:
+        found["Time of a step"] = _matrix(timed, _ratios)
+    if started := [row for row in rows if "first_step" in row]:
+        found["Time of the first step"] = _matrix(
+            started, lambda row: _cell(row["first_step"], "cpu_seconds")
+        )
+    return found
+
+
+def _matrix(rows: Sequence[Row], cell: Callable[[Row], str]) -> dict[str, Any]:
+    models = dict.fromkeys(row["model"] for row in rows)
+    variants = dict.fromkeys(row["variant"] for row in rows)
+    cells = {(row["model"], row["variant"]): cell(row) for row in rows}
+    lines = [
+        [
+            TITLES.get(variant, f"`{variant}`"),
+            *(cells.get((model, variant), "") for model in models),
+        ]
+        for variant in variants
+    ]
+    return {"columns": ["", *models], "rows": lines}
+
+
+def _ratios(row: Row) -> str:
+    costs = list(row["mixes"].values())
+    if row["variant"] == "sgd":
+        return f"{costs[0]['mean_ms']:.1f} ms"
+    ratios = [_cell(cost, "mean_ms / sgd") for cost in costs]
+    if not row["variant"].startswith("kfac"):  # has no intervals
+        return ratios[0]
+    return f"{' / '.join(ratios)} ({_longest(costs[0]):.1f})"
+
+
+# ------------------------------------------------------------ the command line
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return 1 if a variant has died, else 0."""
+    options = parse_arguments(arguments)
+    if options.worker:
+        work(options.worker)
+        return 0
+    variants = [parse_variant(text) for text in options.variants]
+    rows: list[Row] = []
+    for model in options.models:
+        method = measure_first_steps if options.first_step else measure
+        try:
+            new = method(model, variants, options)
+        except DiedError as error:
+            sys.exit(f"{model}: {error}")
+        print(text_table(new), flush=True)
+        rows += new
+        if options.json:
+            facts = {"machine": command.machine(), "command": sys.argv[1:]}
+            options.json.write_text(
+                json.dumps(facts | {"rows": rows}, indent=1)
+            )
+    if options.record:
+        import results
+
+        for title, table in tables(rows).items():
+            results.replace(title, {"table": table})
+    return int(any("error" in row for row in rows))
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and check the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"Variants: {', '.join(FAMILIES)}. Models: {', '.join(MODELS)}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--models", nargs="+", type=model_name, metavar="MODEL")
+    add("--variants", nargs="+", type=variant, metavar="VARIANT")
+    add(
+        "--mixes",
+        nargs="+",
+        type=intervals,
+        default=[(10, 100), (1, 10)],
+        metavar="FACTOR,INVERSE",
+        help="update intervals of K-FAC (default: 10,100 1,10)",
+    )
+    add(
+        "--first-step",
+        type=positive,
+        metavar="N",
+        help="measure the first step only, of N processes each",
+    )
+    for name, default, text in (
+        ("rounds", 5, "intervals of each mix; a phase has their median"),
+        ("turn", 10, "steps until it is the next variant's turn"),
+        ("batch", 128, "rows of a batch"),
+        ("threads", 2, "threads of a process"),
+    ):
+        text += " (default: %(default)s)"
+        add(f"--{name}", type=positive, default=default, metavar="N", help=text)
+    add(
+        "--mode",
+        choices=("function", "fit"),
+        default="function",
+        help="a custom loop in a tf.function (default), or `fit` with a "
+        "smaller last batch",
+    )
+    add("--json", type=pathlib.Path, metavar="FILE", help="keeps all results")
+    add(
+        "--record",
+        action="store_true",
+        help="write the tables into docs/results.json and its page",
+    )
+    add("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    options.models = options.models or USUAL_MODELS
+    usual = RECORDED_VARIANTS if options.record else USUAL_VARIANTS
+    options.variants = options.variants or usual
+    return options
+
+
+def model_name(text: str) -> str:
+    """Check the name of a model."""
+    if text not in SHAPES and mlp_size(text) is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(MODELS)}"
+        )
+    return text
+
+
+def variant(text: str) -> str:
+    """Check a variant."""
+    name, arguments = (parsed := parse_variant(text)).name, parsed.arguments
+    if name not in FAMILIES and not re.fullmatch(r"kfac-\w+", name):
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is none of {', '.join(FAMILIES)}"
+        )
+    for key in ("factor_update_interval", "inverse_update_interval"):
+        if key in arguments:
+            raise argparse.ArgumentTypeError(f"{key} is set by --mixes")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

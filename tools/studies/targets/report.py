@@ -1,0 +1,340 @@
+"""The tables."""
+
+import dataclasses
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from targets.methods import CONSTANT, KFAC, is_baseline, is_constant, parse
+from targets.plan import best_setting
+from targets.problems import TINY, TINY_PROBLEMS
+from targets.results import (
+    TIE,
+    Comparison,
+    Row,
+    compare,
+    finals,
+    geometric_means,
+    seconds_of,
+    settings_of,
+)
+from targets.run import Run
+from targets.study import Record, Records
+
+# K-FAC with its default step beside the best Adam.
+TODAY = "kfac:step=inner:rest=adam"
+
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+SIGNS = {TIE: "tie", "less": "**less**"}
+ENDS = {TIE: "level", "less": "**better**", "more": "worse"}
+TITLES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "muon": "Muon"}
+ABOUT = """\
+Final metric on the test set: mean and standard deviation of five seeds. The
+best baseline is in bold; its final metric is the target. For K-FAC (natural-
+gradient steps) and spectral steps the second figure is a ratio: processor
+seconds on one thread until the mean of the seeds reaches the target, without
+evaluation and first step, over those of the first baseline that reaches it. The
+standard error of a ratio is that of leaving out one seed at a time. A claim
+(less or more time, better or worse at the end) needs three standard errors;
+otherwise it is a tie, or level.
+
+Settings were searched with a sixth of the training data held out and with small
+models. The rates of Adam and Muon, and the batches and epochs of K-FAC, were
+searched again with the full models. The test set chose no setting. K-FAC has
+its default rate, half or all of the epochs, and the setting that was, on the
+data held out, the first to end as well as the best baseline. Keras' Muon leaves
+the output layer, convolutions, attention projections, embeddings, biases and
+scales to AdamW. The settings are in `docs/trainings.json`.
+"""
+ABOUT_TINY = """\
+Training loss at the end, on up to 1,024 training examples, and after the
+semicolon the metric on other examples (loss unless it says accuracy): means of
+the seeds, with standard errors of the loss. In brackets the rate of a baseline.
+All have the same batches and epochs, and rates that fall linearly to 0.
+Baselines have the best of four rates, and of more if the best was the first or
+the last. K-FAC and spectral steps have their default rate, and for uncovered
+weights the Adam that was best alone. The last rows compare with Adam; means of
+ratios are geometric.
+"""
+ABOUT_CONSTANT = """\
+As above, at constant rates, as if an optimizer is given by its name: Keras'
+Adam at its default of 0.001, K-FAC with all defaults. The length of spectral
+steps depends on the rate alone; natural-gradient steps get shorter by
+themselves.
+"""
+
+
+def sections(records: Records) -> list[str]:
+    """Return a heading, a legend and a table for each study, in Markdown."""
+    parts: list[str] = []
+    if comparisons := list(compare(records.runs)):
+        parts += ["## Time to the best baseline's result", *_paragraphs(ABOUT)]
+        parts.append(markdown_table(*full_table(comparisons)))
+    for heading, about, constant in (
+        ("Tiny problems", ABOUT_TINY, False),
+        ("Tiny problems, constant rates", ABOUT_CONSTANT, True),
+    ):
+        if tiny := tiny_ends(records.runs, constant):
+            parts += [f"## {heading}", *_paragraphs(about)]
+            parts.append(markdown_table(*tiny_table(tiny)))
+    return parts
+
+
+def _paragraphs(text: str) -> list[str]:
+    """Return the paragraphs of a text, a line each."""
+    return [" ".join(part.split()) for part in text.split("\n\n")]
+
+
+def markdown_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> str:
+    """Return a table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def commands(records: Records) -> Iterator[str]:
+    """Yield the commands of the records, with versions and machines."""
+    for number in sorted({record["environment"] for record in records.runs}):
+        here = records.environments[number]
+        versions = ", ".join(
+            f"{name} {here[name]}"
+            for name in ("tfkfac", "python", "tensorflow", "keras", "keras-hub")
+            if here[name]
+        )
+        words = " ".join(here["arguments"])
+        yield f"# {versions}; {here['cores']} cores of {here['processor']}"
+        yield f"python {here['script']} {words}"
+
+
+# ------------------------------------------------------------------ full size
+def full_table(comparisons: Sequence[Comparison]) -> Table:
+    """Return a row for each problem, with a column for each method."""
+    order = {name: index for index, name in enumerate(TITLES)}
+    found = dict.fromkeys(
+        row.setting.method for one in comparisons for row in one.rows
+    )
+    methods = sorted(found, key=lambda name: order.get(name, len(order)))
+    rows = []
+    for comparison in comparisons:
+        run = comparison.best.setting
+        cells = {
+            row.setting.method: _cell(row, comparison)
+            for row in comparison.rows
+        }
+        name = f"{run.problem}, {run.size}: {run.row.metric}"
+        rows.append([name, *(cells.get(method, "") for method in methods)])
+    means = geometric_means(comparisons)
+    cells = {m: f"{mean:.2f} ({n})" for m, (mean, n) in means.items()}
+    last = "geometric mean of the ratios (problems)"
+    rows.append([last, *(cells.get(method, "") for method in methods)])
+    return ["problem", *map(title, methods)], rows
+
+
+def _cell(row: Row, comparison: Comparison) -> str:
+    """Return the end of a method and, if it is ours, its ratio and claims."""
+    text = spread(row.finals)
+    if row is comparison.best:
+        return f"**{text}**"
+    if not row.claim:
+        return text
+    text += f", {ENDS[row.end]}"
+    if row.ratio is None:
+        return f"{text}; {row.claim}"
+    error = f" ± {row.error:.2f}" * math.isfinite(row.error)
+    return f"{text}; {row.ratio:.2f}{error}, {SIGNS.get(row.claim, row.claim)}"
+
+
+def summary(records: Sequence[Record]) -> Table:
+    """The table of the README: a row for each problem, at its largest size.
+
+    It has those methods of ours that were run on all problems.
+    """
+    comparisons, adams = (
+        _largest(compare(records, *target)) for target in ((), ("adam",))
+    )
+    adam_of = {_place(adam): adam.rows for adam in adams}
+    counts = Counter(
+        row.setting.method
+        for comparison in comparisons
+        for row in comparison.rows
+        if not is_baseline(row.setting.method)
+    )
+    methods = [m for m in counts if counts[m] == len(comparisons)]
+    columns = ["problem", "best baseline", *map(title, methods)]
+    rows = []
+    for comparison in comparisons:
+        run, best = comparison.best.setting, comparison.best
+        to_best, to_adam = (
+            {row.setting.method: row for row in found}
+            for found in (comparison.rows, adam_of.get(_place(comparison), ()))
+        )
+        rows.append(
+            [
+                f"{run.problem} ({run.size}), {run.row.metric}",
+                f"{title(run.method)}: {spread(best.finals)}",
+                *(_short(to_adam.get(m), to_best.get(m)) for m in methods),
+            ]
+        )
+    means = [geometric_means(found) for found in (adams, comparisons)]
+    cells = [
+        " / ".join(
+            f"{found[m][0]:.2f} ({found[m][1]})" if m in found else "-"
+            for found in means
+        )
+        for m in methods
+    ]
+    rows.append(["geometric means (problems)", "", *cells])
+    return columns, rows
+
+
+def _largest(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    """Those of full size, and the small twins of problems without one."""
+    found = list(comparisons)
+    full = {_place(one)[0] for one in found if _place(one)[1] == "full"}
+    return [
+        one
+        for one in found
+        if _place(one)[1] == "full" or _place(one)[0] not in full
+    ]
+
+
+def _place(comparison: Comparison) -> tuple[str, str, str]:
+    """Problem, size and data."""
+    run = comparison.best.setting
+    return run.problem, run.size, run.data
+
+
+def title(method: str) -> str:
+    """Return the name of a method in the documentation."""
+    variant = parse(method)
+    arguments = dict(variant.arguments)
+    if variant.name != KFAC and variant.name not in TITLES:
+        return f"`{method}`"
+    words = [TITLES.get(variant.name, "K-FAC")]
+    if arguments.pop("step", None) == "spectral":
+        words = ["spectral steps"]
+    for name in ("rest", "schedule"):  # the same in a whole table
+        arguments.pop(name, None)
+    words += [f"{name}={value}" for name, value in arguments.items()]
+    return ", ".join(words)
+
+
+def _short(to_adam: Row | None, to_best: Row | None) -> str:
+    """Parts of Adam's time and of the best baseline's, and the end."""
+    if to_adam is None or to_best is None:
+        return ""
+    parts = [
+        "-" if row.ratio is None else f"{row.ratio:.2f}"
+        for row in (to_adam, to_best)
+    ]
+    return f"{' / '.join(parts)}, {ENDS[to_best.end]}"
+
+
+# ----------------------------------------------------------------------- tiny
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a method ends on a tiny problem, with the best of its rates.
+
+    Attributes:
+        run: The setting.
+        losses: Training loss, by seed.
+        validation: Metric on other examples, by seed.
+        seconds: Mean processor seconds.
+    """
+
+    run: Run
+    losses: Mapping[int, float]
+    validation: Sequence[float]
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        """Mean training loss."""
+        return statistics.fmean(self.losses.values())
+
+
+Ends = Mapping[str, Mapping[str, End]]
+
+
+def tiny_ends(records: Iterable[Record], constant: bool = False) -> Ends:
+    """The ends by problem and method, at falling rates or at constant ones."""
+    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        run = record["run"]
+        if run["size"] == TINY and is_constant(run["method"]) == constant:
+            method = run["method"].removesuffix(CONSTANT)
+            groups[run["problem"], method].append(record)
+    ends: dict[str, dict[str, End]] = {name: {} for name in TINY_PROBLEMS}
+    for (problem, method), found in groups.items():
+        best = best_setting(found)
+        assert best is not None
+        chosen = settings_of(found)[best]
+        seeds = [record["run"]["seed"] for record in chosen]
+        losses = [math.inf if end is None else end for end in finals(chosen)]
+        ends[problem][method] = End(
+            best,
+            dict(zip(seeds, losses, strict=True)),
+            [record["validation"] for record in chosen],
+            seconds_of(chosen),
+        )
+    return {problem: found for problem, found in ends.items() if found}
+
+
+def tiny_table(ends: Ends) -> Table:
+    """Return a row for each problem, and comparisons with Adam below."""
+    methods = list(dict.fromkeys(m for found in ends.values() for m in found))
+    rows = []
+    for problem, found in ends.items():
+        accuracy = TINY_PROBLEMS[problem].validation == "accuracy"
+        name = f"{problem}, accuracy" if accuracy else problem
+        rows.append([name, *(_loss(found.get(method)) for method in methods)])
+    compared = {
+        method: [f for f in ends.values() if method in f and "adam" in f]
+        for method in methods
+        if method != "adam"
+    }
+    marks = {m: _marks(m, found) for m, found in compared.items() if found}
+    for name in ("below Adam", "most over Adam", "loss / Adam", "CPU s / Adam"):
+        rows.append([name, *(marks.get(m, {}).get(name, "") for m in methods)])
+    return ["problem", *map(title, methods)], rows
+
+
+def _marks(method: str, here: Sequence[Mapping[str, End]]) -> Mapping[str, str]:
+    """Return the comparisons of a method with Adam."""
+    ratios = {
+        f[method].run.problem: f[method].mean / f["adam"].mean for f in here
+    }
+    seconds = [f[method].seconds / f["adam"].seconds for f in here]
+    worst = max(ratios, key=lambda problem: ratios[problem])
+    below = sum(ratio < 1 for ratio in ratios.values())
+    return {
+        "below Adam": f"{below} of {len(ratios)}",
+        "most over Adam": f"{ratios[worst]:.3g} ({worst})",
+        "loss / Adam": f"{statistics.geometric_mean(ratios.values()):.2g}",
+        "CPU s / Adam": f"{statistics.geometric_mean(seconds):.2g}",
+    }
+
+
+def _loss(end: End | None) -> str:
+    """Return the loss with its standard error, the metric and the rate."""
+    if end is None:
+        return ""
+    text = f"{end.mean:.3g}"
+    if len(end.losses) > 1:
+        deviation = statistics.stdev(end.losses.values())
+        text += f" ± {deviation / math.sqrt(len(end.losses)):.1g}"
+    text += f"; {statistics.fmean(end.validation):.3g}"
+    return text if end.run.rate is None else f"{text} ({end.run.rate:g})"
+
+
+def spread(values: Sequence[Any]) -> str:
+    """Mean and standard deviation."""
+    if not values or None in values:
+        return ""
+    text = f"{statistics.fmean(values):.4g}"
+    if len(values) > 1:
+        text += f" ± {statistics.stdev(values):.2g}"
+    return text
