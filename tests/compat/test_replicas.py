@@ -12,7 +12,6 @@ from tests.support.jobs import Jobs
 JOBS = Jobs(workers_replicas)
 JOBS.add("mirrored: in one order", "orders", apart=False)
 JOBS.add("mirrored: apart", "orders", apart=True)
-JOBS.add("mirrored: meet", "meet")
 
 
 @contract(
@@ -34,14 +33,3 @@ def test_stateful_operations_are_ordered_per_replica(
     if job == "in one order":
         before |= {names[5]: [names[3]], names[9]: [names[4]]}
     assert result == {name: before.get(name, []) for name in names}
-
-
-@contract(
-    "compat.strategies.side_by_side",
-    "`merge_call` passes functions, and `ReplicaContext` sets the replica "
-    "of a thread.",
-)
-def test_eager_replicas_run_in_parallel(pool: Pool) -> None:
-    (result,) = JOBS.results(pool, "mirrored: meet")
-    assert [number for number, _ in result] == [0, 1]
-    assert [device[-5:] for _, device in result] == ["CPU:0", "CPU:1"]

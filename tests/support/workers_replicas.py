@@ -3,7 +3,6 @@
 import contextlib
 import io
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +17,8 @@ import tfkfac
 from tests.support.dtypes import floats
 from tests.support.schedules import Formula
 from tests.support.strategies import copies, strategy
-from tfkfac.capture.model_taps import replica_id
 from tfkfac.cluster import watch
-from tfkfac.compat.strategies import keep_apart, side_by_side
+from tfkfac.compat.strategies import keep_apart
 
 STEPS, ROWS, POSITIONS, TOKENS = 3, 8, 3, 6
 _DENSE = {"factor_update_interval": 1, "inverse_update_interval": 2}
@@ -132,9 +130,7 @@ def data(case: str) -> tuple[Any, Any]:
     return x[:, 0], np.eye(3)[labels] if case == "assertion" else labels
 
 
-def train(
-    kind: str | None, case: str, optimizer: str, eager: bool = False
-) -> list[list[Any]]:
+def train(kind: str | None, case: str, optimizer: str) -> list[list[Any]]:
     """The weights of each replica of a small model that was trained.
 
     Of the cases, "tokens" has labels of batch and positions, of which Keras
@@ -150,12 +146,45 @@ def train(
                 OPTIMIZERS[optimizer](),
                 asserting_loss if case == "assertion" else loss,
                 metrics=[WatchedMean()] if case == "watched" else None,
-                run_eagerly=eager,
             )
         # The size of a batch is open.
         batches = tf.data.Dataset.from_tensor_slices(data(case)).batch(ROWS)
         model.fit(batches, shuffle=False, verbose=0)
     return copies(kind, model.trainable_variables)
+
+
+def train_eagerly(kind: str) -> dict[str, str]:
+    """Errors of replicas without a graph, by where it is refused."""
+    errors = {}
+
+    def refused(where: str, function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except ValueError as error:
+            errors[where] = str(error)
+
+    def compiled(eager: bool) -> Any:
+        with strategy(kind).scope():
+            model = network("tokens")
+            model.compile(tfkfac.KFAC(), "mse", run_eagerly=eager)
+        return model
+
+    def step(model: Any, x: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        weights = model.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+
+    refused("compile", lambda: compiled(True))
+    later = compiled(False)
+    later.run_eagerly = True
+    x, _ = data("tokens")
+    y = np.zeros((len(x), POSITIONS, 3))
+    refused("fit", lambda: later.fit(x, y, ROWS, verbose=0))
+    loop = compiled(False)
+    refused("loop", lambda: strategy(kind).run(step, args=(loop, x[:ROWS])))
+    return errors
 
 
 # ------------------------------------------------------------------- order
@@ -205,23 +234,6 @@ def orders(kind: str, apart: bool) -> dict[str, list[str]]:
         name: [o.name for o in operation.control_inputs if o.name in found]
         for name, operation in found.items()
     }
-
-
-def meet(kind: str) -> list[tuple[int, str]]:
-    """What replicas that run eagerly say of themselves where they meet."""
-    barrier = threading.Barrier(2, timeout=30)
-
-    def speak() -> tuple[int, str]:
-        barrier.wait()
-        return replica_id(), tf.zeros([]).device
-
-    def step() -> tuple[int, str]:
-        devices = strategy(kind).extended.worker_devices
-        return side_by_side(speak, devices[replica_id()])
-
-    local = strategy(kind).experimental_local_results
-    numbers, devices = map(local, strategy(kind).run(step))
-    return list(zip(numbers, devices, strict=True))
 
 
 # -------------------------------------------------------------- standstill

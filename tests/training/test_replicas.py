@@ -35,10 +35,17 @@ RUNS = {
 }
 for name, (run, _) in RUNS.items():
     JOBS.add(name, "train", *run, slow=run in WIDER)
-EAGER = "mirrored: tokens, inverse, eagerly"
-RUNS[EAGER] = ("tokens", "inverse"), 1e-9
-JOBS.add(EAGER, "train", "tokens", "inverse", eager=True)
+JOBS.add("mirrored: eager", "train_eagerly")
 JOBS.add("mirrored: standstill", "stand_still")
+
+
+def test_several_eager_replicas_are_refused(pool: Pool) -> None:
+    """By `compile`, and by the first step where they become eager later."""
+    (errors,) = JOBS.results(pool, "mirrored: eager")
+    assert errors.keys() == {"compile", "fit", "loop"}
+    for error in errors.values():
+        assert "Argument `run_eagerly` of `compile` must be False" in error
+        assert "one replica in each process" in error
 
 
 @pytest.mark.parametrize("name", JOBS.params(RUNS))

@@ -7,7 +7,6 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -327,38 +326,6 @@ def keep_apart(devices: Sequence[str | None]) -> None:
                 by_scope[str(replica)] = by_device[device] = chain
             setattr(graph, _CHAINS, (by_scope, by_device))
     _register()
-
-
-def side_by_side(do: Callable[[], T], device: str | None) -> T:
-    """Run a function with collectives in eager replicas, in parallel threads.
-
-    An eager `MirroredStrategy` runs one replica at a time until it calls
-    `merge_call`. A collective of the first replica would wait forever for the
-    second. Here all replicas enter one `merge_call`, which runs `do` of each
-    replica in a separate thread on its device. `do` must not call `merge_call`.
-
-    This relies on `merge_call` passing the functions of all replicas, and on
-    `tf.distribute.ReplicaContext` setting the replica of a thread.
-    """
-    replica = tf.distribute.get_replica_context()
-    number = replica.replica_id_in_sync_group
-    results: list[T] = []
-
-    def in_thread() -> None:
-        replica_context = tf.distribute.ReplicaContext(replica.strategy, number)
-        with replica_context, tf.device(device):
-            results.append(do())
-
-    replica.merge_call(_run_all, args=(in_thread,))
-    return results[0]
-
-
-def _run_all(strategy: tf.distribute.Strategy, functions: Any) -> None:
-    """Run the functions of all local replicas in parallel threads."""
-    local = strategy.experimental_local_results(functions)
-    with ThreadPoolExecutor(len(local)) as threads:
-        for future in [threads.submit(function) for function in local]:
-            future.result()
 
 
 @functools.cache

@@ -116,7 +116,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Accelerators skip nothing.
         flag = tf.cast(overflowed, tf.float32)
         group = job.group("loss scale")
-        (total,) = job.together(lambda: group.all_reduce([flag]))
+        (total,) = group.all_reduce([flag])
         return total > 0
 
     def _adapt(self, scale: tf.Tensor, overflowed: tf.Tensor) -> None:

@@ -15,7 +15,8 @@ import tensorflow as tf
 from tfkfac.checks import is_number
 from tfkfac.compat.models import all_layers
 from tfkfac.compat.strategies import repair
-from tfkfac.distributed.topology import check_strategy
+from tfkfac.distributed.topology import check_strategy, find_topology
+from tfkfac.training.job import refuse_eager_replicas
 
 # What workers may differ in: labels, and where each draws its own numbers.
 _OWN = frozenset({"name", "seed", "rng"})
@@ -38,6 +39,9 @@ def check_settings(model: keras.Model, loss_scaler: Any) -> None:
     repair_keras(strategy)
     if strategy.num_replicas_in_sync == 1:
         return
+    # Of each process, so that all raise or none.
+    if model.run_eagerly and len(find_topology(strategy).local) > 1:
+        refuse_eager_replicas()
     if getattr(model, "steps_per_execution", 1) > 1:
         raise ValueError(
             "Argument `steps_per_execution` must be 1 with several "

@@ -325,7 +325,7 @@ class SecondOrderOptimizer(AveragingOptimizer):
         batch = LossTap.open(job.model).take_last(LossBatch())
         before = BeforeTap.open(job.model).take_last([])
         step = Step(job, list(grads), variables, batch, job.group(), before)
-        job.together(lambda: self.method.run(step))
+        self.method.run(step)
         flag = job.own(job.streaks).left_out
         verdict = LeftOut(flag, batch.value is not None)
         MetricsTap.open(job.model).note(verdict)

@@ -3,14 +3,14 @@
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import keras
 import tensorflow as tf
 
 from tfkfac.capture.model_taps import replica_id
 from tfkfac.compat.graphs import state_variable
-from tfkfac.compat.strategies import keep_apart, side_by_side
+from tfkfac.compat.strategies import keep_apart
 from tfkfac.distributed.collectives import Communicator
 from tfkfac.distributed.topology import find_topology
 from tfkfac.loss.batch import LossBatch
@@ -99,6 +99,24 @@ class LossLog:
         """Logs of the first replica of this process."""
         first = min((rank for rank, *_ in self._logs), default=0)
         return [log for (rank, *_), log in self._logs.items() if rank == first]
+
+
+def refuse_eager_replicas() -> NoReturn:
+    """Refuse a process that runs several replicas without a graph.
+
+    An eager `MirroredStrategy` runs one replica after the other, so a
+    collective of the first replica would wait forever for the second.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        "Argument `run_eagerly` of `compile` must be False, and a training "
+        "step of your own a `tf.function`, where a process has several "
+        "replicas: TensorFlow runs eager replicas one after the other. To "
+        "debug eagerly, use one replica in each process. Received: "
+        "run_eagerly=True"
+    )
 
 
 T = TypeVar("T")
@@ -220,6 +238,8 @@ class Job:
         """
         topology = self.topology
         if len(topology.local) > 1:
+            if tf.executing_eagerly():
+                refuse_eager_replicas()
             keep_apart(topology.devices)
         return Communicator(
             self.rank,
@@ -229,15 +249,6 @@ class Job:
             len(topology.local) > 1,
             self.own(self._tokens) if self._tokens else None,
         )
-
-    def together(self, do: Callable[[], T]) -> T:
-        """Does what has collectives, with all replicas of this process.
-
-        In a graph, and with one replica a process, there is nothing to it.
-        """
-        if len(self.topology.local) > 1 and tf.executing_eagerly():
-            return side_by_side(do, self.own(self.topology.devices))
-        return do()
 
     def among_processes(self, purpose: str) -> Communicator:
         """Collectives of this process with the others, outside of graphs."""

@@ -303,9 +303,7 @@ def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:
         return loss
     note_batch(batch.terms, job.own(job.empty), job.rank)
     group = job.group(f"loss {batch.ordinal}").among(peers)
-    measure = job.together(
-        lambda: measure_loss(batch.terms, group, job.topology.replicas, True)
-    )
+    measure = measure_loss(batch.terms, group, job.topology.replicas, True)
     tap.note(dataclasses.replace(batch, measure=measure))
     return weigh(loss, batch.terms, measure.shares)
 
