@@ -134,7 +134,7 @@ def damped_inverses(factors: dict[str, Array], damping: float) -> list[Array]:
     ]
 
 
-@mock.patch.multiple(placement, _WORTH_A_TURN=1, _SLACK=1)
+@mock.patch.multiple(placement, _MIN_OPERATIONS=1, _SLACK=1)
 def test_each_block_in_its_turn() -> None:
     """All at first, then each is renewed of the factors of its own step.
 

@@ -112,7 +112,7 @@ def train(
         if given_labels:
             during.enter_context(labels_given())
         if turns:
-            small = {"_WORTH_A_TURN": 1, "_SLACK": 1}
+            small = {"_MIN_OPERATIONS": 1, "_SLACK": 1}
             during.enter_context(mock.patch.multiple(placement, **small))
         if stages:
             bucket = mock.patch.object(communication, "BUCKET_BYTES", 1)

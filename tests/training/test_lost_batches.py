@@ -137,7 +137,7 @@ class Trackers(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
-@pytest.mark.filterwarnings("ignore:Optimizer 'kfac' has not seen the loss")
+@pytest.mark.filterwarnings("ignore:Optimizer 'kfac' did not observe the loss")
 @pytest.mark.parametrize("eager", [False, True])
 def test_train_step_of_the_user(eager: bool) -> None:
     """Of which nobody knows the loss; the metrics show it."""

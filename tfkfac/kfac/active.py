@@ -1,4 +1,4 @@
-"""Blocks of one step: what their layers left behind, and what becomes of it."""
+"""The blocks of one step, with the records of their layers' calls."""
 
 import dataclasses
 import functools
@@ -25,36 +25,36 @@ class ActiveBlock:
     """A block in the trace of one step."""
 
     position: int
-    """Its place among all blocks."""
+    """Position among all blocks."""
     block: Block
     state: Preconditioner
     indices: tuple[int, ...]
-    """Where its gradients are among those of the step."""
+    """Indices of the block's gradients in the step's list."""
     used: Block
-    """The block that takes the statistics of the step."""
+    """The block that computes the statistics of this step."""
     records: Sequence[Record]
-    """What its layer's calls left behind."""
+    """Inputs and output gradients recorded by the layer's calls."""
     explained: tf.Tensor | None = None
-    """True if its gradients are of that; None if nothing speaks against it."""
+    """True if the gradients match a recorded pass; None if not checked."""
     rows: RowGradient | None = None
-    """The rows whose product its gradient is, if it is taken from them."""
+    """Rows (a, g) of the gradient `a^T g`; None for a dense gradient."""
 
 
 def observe(step: Step, state: State, by_rows: bool) -> list[ActiveBlock]:
-    """The blocks of a step, with what their layers left behind.
+    """The blocks of a step with gradients and records.
 
-    Gradients may be kept as the rows they are made of if `by_rows` is true.
+    Gradients may be kept as rows (a, g) if `by_rows` is True.
     """
-    layers = active_blocks(step, state)
-    report_unexplained(layers, state.counters)
-    return [with_rows(one, step) for one in layers] if by_rows else layers
+    blocks = active_blocks(step, state)
+    report_unexplained(blocks, state.counters)
+    return [with_rows(active, step) for active in blocks] if by_rows else blocks
 
 
 def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
-    """Finds the gradients and records of each block in this trace.
+    """Find the gradients and records of each block in this trace.
 
-    A block whose weights have no gradient in this step takes no part, nor one
-    whose layer did what it does not stand for.
+    Blocks without gradients, and blocks that do not support what their layer
+    did in this step, are excluded.
 
     Raises:
         ValueError: If a layer has gradients but no record, or gradients of
@@ -65,24 +65,26 @@ def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
     index = {key_of(v): i for i, (v, g) in enumerate(pairs) if g is not None}
     layers = {id(p.block.layer): p.block.layer for p in state.preconditioners}
     calls = {key: Tap.calls(layer) for key, layer in layers.items()}
-    active = []
-    for position, own in enumerate(state.preconditioners):
-        block = own.block
+    blocks = []
+    for position, kept in enumerate(state.preconditioners):
+        block = kept.block
         places = [index.get(key_of(v)) for v in block.variables]
         indices = tuple(place for place in places if place is not None)
         if not indices:
             continue
         used = block.used_as(calls[id(block.layer)])
-        seen = used.relevant(calls[id(block.layer)])
+        relevant = used.relevant(calls[id(block.layer)])
         if block.left_out:
             continue
-        _check(block, None not in places, bool(seen))
+        _check(block, None not in places, bool(relevant))
         gradients = [step.gradients[i] for i in indices]
-        records, explained = records_of(used, seen, gradients)
-        active.append(
-            ActiveBlock(position, block, own, indices, used, records, explained)
+        records, explained = records_of(used, relevant, gradients)
+        blocks.append(
+            ActiveBlock(
+                position, block, kept, indices, used, records, explained
+            )
         )
-    return active
+    return blocks
 
 
 def _check(block: Block, complete: bool, recorded: bool) -> None:
@@ -97,8 +99,8 @@ def _check(block: Block, complete: bool, recorded: bool) -> None:
         raise ValueError(
             f"Layer '{block.path}' has a gradient, but no call of it was "
             "recorded in this training step. Its weights are used without "
-            "calling the layer, or inside a loop or a `tf.function` of their "
-            "own; or the optimizer was attached after the forward pass. "
+            "calling the layer, or inside a loop or a nested `tf.function`; "
+            "or the optimizer was attached after the forward pass. "
             "Leave the layer to the inner optimizer with "
             f"skip_layers=['{block.path}']."
         )
@@ -107,16 +109,16 @@ def _check(block: Block, complete: bool, recorded: bool) -> None:
 def report_unexplained(
     active: Sequence[ActiveBlock], counters: Counters
 ) -> None:
-    """Counts gradients that are not of the recorded backward passes."""
-    explained = {one.position: one.explained for one in active}
+    """Count gradients that match no recorded backward pass."""
+    explained = {block.position: block.explained for block in active}
     if any(flag is not None for flag in explained.values()):
         count_each(
             tf.logical_not(counters.flags(explained)),
             counters.unexplained,
             counters.paths,
-            "the gradient that was applied is neither the last one that was "
-            "taken of the forward pass, nor the first, nor the sum of all; the "
-            "factor G is that of the nearest of them.",
+            "the applied gradient is neither the first nor the last gradient "
+            "of the forward pass, nor the sum of all; factor G is computed "
+            "from the nearest of these.",
         )
 
 
@@ -124,62 +126,61 @@ def in_stages(
     active: Sequence[ActiveBlock], placement: Placement
 ) -> list[list[ActiveBlock]]:
     """The blocks of a step by stage, see `Exchange.stages`."""
-    by_position = {one.position: one for one in active}
+    by_position = {block.position: block for block in active}
     return [
         [by_position[i] for i in stage]
         for stage in placement.exchange.stages(list(by_position))
     ]
 
 
-# A layer for which fewer rows than this would be too many is always taken by
-# its matrix: there is little to gain.
-_LEAST = 16
+# Layers with a lower row limit always use the dense gradient.
+_MIN_ROW_LIMIT = 16
 
 
-def with_rows(one: ActiveBlock, step: Step) -> ActiveBlock:
-    """A block with the rows of its gradient, where they may be cheaper.
+def with_rows(active: ActiveBlock, step: Step) -> ActiveBlock:
+    """A block with its gradient as rows (a, g), if this may be cheaper.
 
-    A layer's gradient `W = a^T g` has as many rows as the batch has examples.
-    If they are few, `(a A^-1)^T (g G^-1)` takes fewer multiplications than
-    `A^-1 W G^-1`, and W itself is not needed: the tape's product of it is then
-    no part of the graph. That must be sound: the gradient that is applied has
-    to be that product and nothing more, see `is_product`; any other is taken
-    as it is.
+    A gradient `W = a^T g` has one row per example (or position). For few rows,
+    `(a A^-1)^T (g G^-1)` needs fewer multiplications than `A^-1 W G^-1`. W is
+    then dropped from the step, so TensorFlow prunes its product. This requires
+    that the applied gradient is exactly this product, see `is_product`.
 
-    These gradients, as the tape returned them, are withheld from the step. The
-    choice is the same on workers whose batches differ in size.
+    The choice is equal on workers whose batches differ in size.
     """
-    rows = _rows_of(one, step.gradients, step.group.size)
+    rows = _rows_of(active, step.gradients, step.group.size)
     if rows is not None:
-        step.withhold(one.indices, bound(rows))
-    return dataclasses.replace(one, rows=rows)
+        step.withhold(active.indices, bound(rows))
+    return dataclasses.replace(active, rows=rows)
 
 
 def _rows_of(
-    one: ActiveBlock, gradients: Gradients, workers: int
+    active: ActiveBlock, gradients: Gradients, workers: int
 ) -> RowGradient | None:
-    factors = one.block.factors
-    if "A" not in factors or factors["G"].stack_shape or len(one.records) != 1:
+    """The rows of the gradient; None to use the dense gradient."""
+    specs, records = active.block.factors, active.records
+    if "A" not in specs or specs["G"].stack_shape or len(records) != 1:
         return None
-    most, (record,) = most_rows(factors, workers), one.records
-    own = [gradients[i] for i in one.indices]
-    if most < _LEAST or not is_product(own, record.inputs, record.gradient):
+    limit, (record,) = most_rows(specs, workers), records
+    applied = [gradients[i] for i in active.indices]
+    if limit < _MIN_ROW_LIMIT or not is_product(
+        applied, record.inputs, record.gradient
+    ):
         return None
     elements = record.gradient.shape.num_elements()
-    if workers == 1 and elements and elements > most * factors["G"].size:
+    if workers == 1 and elements and elements > limit * specs["G"].size:
         return None
-    rows = one.block.rows(record)
+    rows = active.block.rows(record)
     return RowGradient(
-        tf.reshape(rows.a, [-1, factors["A"].size]),
-        tf.reshape(rows.g, [-1, factors["G"].size]),
+        tf.reshape(rows.a, [-1, specs["A"].size]),
+        tf.reshape(rows.g, [-1, specs["G"].size]),
     )
 
 
 def bound(rows: RowGradient) -> tf.Tensor:
-    """A number that is finite only if `a^T g` is.
+    """Upper bound of the elements of `a^T g`: `sum |a| * sum |g|`.
 
-    No element of it is larger than the product of the sums. (Norms would need
-    squares, which overflow where a gradient does not.)
+    It is finite only if `a^T g` is. Squared norms could overflow for a finite
+    gradient.
     """
     sums = [tf.reduce_sum(tf.abs(tensor)) for tensor in (rows.a, rows.g)]
     return sums[0] * sums[1]
@@ -191,9 +192,9 @@ Statistics = Mapping[int, Mapping[str, Statistic]]
 def observed(
     layers: Sequence[ActiveBlock], step: Step, plan: Plan
 ) -> list[ActiveBlock]:
-    """The blocks whose statistics this replica takes."""
+    """The blocks whose statistics this replica computes."""
     rank = step.group.rank
-    return [one for one in layers if plan.observes(rank, one.position)]
+    return [block for block in layers if plan.observes(rank, block.position)]
 
 
 def batch_statistics(
@@ -216,48 +217,47 @@ def batch_statistics(
         step.loss.weights,
         None if loss_scale is None else 1 / loss_scale,
     )
-    # In the order in which they are sent, and drawn gradients come.
-    own = {
-        one.position: (one.used, one.records)
-        for one in reversed(observed(layers, step, plan))
+    # Last layers first: the order of the backward pass and of the messages.
+    recorded = {
+        block.position: (block.used, block.records)
+        for block in reversed(observed(layers, step, plan))
     }
 
     def total(tensor: tf.Tensor) -> tf.Tensor:
-        # Factors of one worker's batch alone are of its labels alone.
+        # Without a reduction of factors, the labels are local too.
         if not plan.reduces_factors:
             return tensor
         (sum_,) = step.group.all_reduce([tensor])
         return sum_
 
     def empirical() -> Statistics:
-        return types.empirical(own, view)
+        return types.empirical(recorded, view)
 
     def chosen() -> Statistics:
         likelihood = choice.likelihood
         if likelihood is None:
             return empirical()
         if choice.type == types.TYPE2:
-            return types.type2(own, view, likelihood)
+            return types.type2(recorded, view, likelihood)
         seeds = label_seeds(step, state, len(likelihood.outputs))
-        return types.monte_carlo(own, view, likelihood, seeds, total)
+        return types.monte_carlo(recorded, view, likelihood, seeds, total)
 
     if choice.applies is None:
-        made = chosen()
+        statistics = chosen()
     else:
-        made = tf.cond(choice.applies, chosen, empirical)
+        statistics = tf.cond(choice.applies, chosen, empirical)
     return {
         position: {"A": named["G"], "G": named["A"]}
-        if own[position][0].swapped
+        if recorded[position][0].swapped
         else named
-        for position, named in made.items()
+        for position, named in statistics.items()
     }
 
 
 def label_seeds(step: Step, state: State, outputs: int) -> list[tf.Tensor]:
-    """The seeds of the labels of each output.
+    """The seeds of the sampled labels of each output.
 
-    They are others in each step, for each replica and micro-batch, and the
-    same when a job goes on from where it was saved.
+    Unique per step, replica and micro-batch; reproducible after a resume.
     """
     clock = step.job.clock
     batch = tf.constant(step.group.rank, tf.int64)

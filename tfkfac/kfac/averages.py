@@ -1,6 +1,6 @@
-"""State of one block: averages of its factors, and their decomposition.
+"""State of one block: factor averages, decomposition, momentum.
 
-Of micro-batches, the sums of statistics before them.
+Also the sums of gradients and statistics over micro-batches.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from tfkfac.solvers import Solver
 from tfkfac.training.accumulation import Accumulation
 from tfkfac.training.job import Job
 
-# Name of the section of momenta in a saved file.
+# Name of the section of a saved file that holds the momenta.
 SPECTRAL = "spectral"
 
 
@@ -30,31 +30,34 @@ class FactorAverages(Slots, Member):
     """Bias-corrected exponential averages of A and G.
 
     `M_t = decay M_{t-1} + (1 - decay) batch`, `M_0 = 0`, and the factor is
-    `M_t / (1 - decay^t)` (Distributed K-FAC, eq. 14 and 15, with the correction
-    of Adam in place of a start at the identity). `t` counts the updates of
-    this block that were taken.
+    `M_t / (1 - decay^t)` (Distributed K-FAC, eq. 14 and 15, with Adam's bias
+    correction instead of a start at the identity). `t` counts this block's
+    accepted updates.
 
-    They are kept in the dtype of the statistics, float32 or better: half
-    precision would round away a new batch's share once `1 - decay` of the
-    difference is less than half a unit in the last place. Of factors that are
-    not named only the mean eigenvalue is kept.
+    The dtype is that of the statistics, at least float32: half precision
+    would round a new batch's contribution `(1 - decay) batch` to zero.
+
+    Args:
+        block: The block.
+        names: Names of the factors to average. For the other factors, only
+            the mean eigenvalue is averaged.
     """
 
     held = ("averages", "other_means", "weight")
 
     def __init__(self, block: Block, names: Sequence[str]) -> None:
         super().__init__("factors", spread=Spread.OWNED)
-        self._kinds = kinds = block.factors
+        self._specs = specs = block.factors
         self.names = tuple(names)
-        self.other_names = tuple(n for n in kinds if n not in self.names)
+        self.other_names = tuple(n for n in specs if n not in self.names)
         self.averages = [
-            self.slot(f"factor_{name}", kinds[name].shape, block.dtype)
+            self.slot(f"factor_{name}", specs[name].shape, block.dtype)
             for name in self.names
         ]
         self.other_means = [
             self.slot(
                 f"mean_{name}",
-                kinds[name].stack_shape,
+                specs[name].stack_shape,
                 block.dtype,
             )
             for name in self.other_names
@@ -64,77 +67,77 @@ class FactorAverages(Slots, Member):
     @property
     @override
     def like(self) -> Kind:
-        return kind_of(self._kinds, self.names)
+        return kind_of(self._specs, self.names)
 
     def update(
         self,
         statistics: Mapping[str, Statistic],
         decay: float,
-        wanted: tf.Tensor,
+        update_due: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Takes in the wanted statistics of one batch if they are good.
+        """Update the averages if due, with complete and finite statistics.
 
-        Averages that are not finite are dropped: they begin anew with these
-        statistics.
+        Averages that are not finite restart from these statistics.
 
         Returns:
-            Three bools: the statistics were taken, they are finite, and false
-            if averages were dropped for them.
+            Three bools: True if the averages were updated; True if the
+            statistics are finite; False if the averages were restarted.
         """
-        full, finite = quality(self._kinds, statistics)
-        take = wanted & full & finite
+        complete, finite = check_statistics(self._specs, statistics)
+        accepted = update_due & complete & finite
         variables = [*self.averages, *self.other_means, self.weight]
-        healthy = ~take | all_finite(variables)
-        kept = decay * tf.cast(healthy, self.weight.dtype)
-        share = tf.constant(1 - decay, self.weight.dtype)
+        valid = ~accepted | all_finite(variables)
+        old_weight = decay * tf.cast(valid, self.weight.dtype)
+        new_weight = tf.constant(1 - decay, self.weight.dtype)
 
         def mix() -> None:
             for name, average in zip(self.names, self.averages, strict=True):
-                _mix(average, *statistics[name], kept, share)
+                _mix(average, *statistics[name], old_weight, new_weight)
             others = zip(self.other_names, self.other_means, strict=True)
             for name, mean in others:
                 total, count = statistics[name]
-                new = self._kinds[name].mean_eigenvalue(total)
-                _mix(mean, new, count, kept, share)
-            old = tf.math.multiply_no_nan(self.weight, kept)
-            self.weight.assign(old + share)
+                new = self._specs[name].mean_eigenvalue(total)
+                _mix(mean, new, count, old_weight, new_weight)
+            old = tf.math.multiply_no_nan(self.weight, old_weight)
+            self.weight.assign(old + new_weight)
 
-        when(take, mix)
-        return take, finite, healthy
+        when(accepted, mix)
+        return accepted, finite, valid
 
     def values(self) -> dict[str, tf.Tensor]:
-        """The factors kept, by name; zeros before the first update."""
+        """The averaged factors by name; zeros before the first update."""
         return _corrected(self.names, self.averages, self.weight)
 
     def decompose(self, solver: Solver, damping: tf.Tensor) -> Tensors:
-        """Decomposes the factors kept."""
+        """Decompose the averaged factors."""
         values = self.values()
         means = _corrected(self.other_names, self.other_means, self.weight)
         for name, value in values.items():
-            means[name] = self._kinds[name].mean_eigenvalue(value)
-        return solver.decompose(self._kinds, values, means, damping)
+            means[name] = self._specs[name].mean_eigenvalue(value)
+        return solver.decompose(self._specs, values, means, damping)
 
 
-def quality(
-    kinds: Mapping[str, Factor], statistics: Mapping[str, Statistic]
+def check_statistics(
+    specs: Mapping[str, Factor], statistics: Mapping[str, Statistic]
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Two bools: there are statistics of every factor, and all are finite.
+    """Return two bools: no count of rows is zero, and all sums are finite.
 
-    They are sums of outer products: no element is larger than the trace, and
-    what is not finite in a row is so in the trace.
+    Traces suffice: a sum of outer products has no element larger than its
+    trace, and a row that is not finite makes the trace not finite.
     """
-    full = tf.reduce_all(tf.stack([s.count for s in statistics.values()]) > 0)
+    counts = tf.stack([s.count for s in statistics.values()])
+    complete = tf.reduce_all(counts > 0)
     traces = [
-        kinds[name].mean_eigenvalue(statistic.total)
+        specs[name].mean_eigenvalue(statistic.total)
         for name, statistic in statistics.items()
     ]
-    return full, all_finite(traces)
+    return complete, all_finite(traces)
 
 
 def _corrected(
     names: Sequence[str], averages: Sequence[tf.Variable], weight: tf.Variable
 ) -> dict[str, tf.Tensor]:
-    """Averages without the bias to the zeros at the start, by name."""
+    """Bias-corrected averages, by name."""
     return {
         name: tf.math.divide_no_nan(average, weight)
         for name, average in zip(names, averages, strict=True)
@@ -145,22 +148,22 @@ def _mix(
     average: tf.Variable,
     total: tf.Tensor,
     count: tf.Tensor,
-    kept: tf.Tensor,
-    share: tf.Tensor,
+    old_weight: tf.Tensor,
+    new_weight: tf.Tensor,
 ) -> None:
-    """Makes an average `kept` of itself and `share` of `total / count`."""
-    # NaN times zero is zero here.
-    average.assign(tf.math.multiply_no_nan(average, kept))
-    # Adds a multiple in one pass, where the average is.
+    """Assign `old_weight average + new_weight total / count` to the average."""
+    # A weight of 0 clears NaN: `multiply_no_nan(NaN, 0) = 0`.
+    average.assign(tf.math.multiply_no_nan(average, old_weight))
+    # Adds in place, in one pass: `var -= alpha delta`.
     tf.raw_ops.ResourceApplyGradientDescent(
-        var=average.handle, alpha=-share / count, delta=total
+        var=average.handle, alpha=-new_weight / count, delta=total
     )
 
 
 class Decomposition(Slots, Member):
-    """The last good decomposition of one block; the identity at first.
+    """The last finite decomposition of one block; initially the identity.
 
-    It is kept in a dtype of its own, by default that of the statistics.
+    `dtype` is the storage dtype, by default the dtype of the statistics.
     """
 
     held = ("tensors",)
@@ -172,16 +175,16 @@ class Decomposition(Slots, Member):
         self.solver = solver
         self._block = block
         self._dtype = dtype or block.dtype
-        kept = solver.kept(block.factors)
-        self.names = tuple(kept)
+        specs = solver.kept(block.factors)
+        self.names = tuple(specs)
         self.tensors = [
             self.slot(
                 f"solver_{name}",
-                part.shape,
+                spec.shape,
                 self._dtype,
-                functools.partial(part.identity, block.dtype),
+                functools.partial(spec.identity, block.dtype),
             )
-            for name, part in kept.items()
+            for name, spec in specs.items()
         ]
 
     @property
@@ -190,25 +193,25 @@ class Decomposition(Slots, Member):
         return kind_of(self._block.factors, (self.solver, self._dtype))
 
     def replace(
-        self, parts: Tensors, damping: tf.Tensor, wanted: tf.Tensor
+        self, parts: Tensors, damping: tf.Tensor, due: tf.Tensor
     ) -> tf.Tensor:
-        """Takes a new decomposition if it is wanted and finite.
+        """Replace the decomposition if due and the new tensors are finite.
 
         Returns:
-            Scalar bool, false if the new one is not finite.
+            Scalar bool, True if the new tensors are finite.
         """
-        made = self.solver.combine(parts, damping)
-        stored = {k: tf.cast(v, self._dtype) for k, v in made.items()}
-        good = all_finite(list(stored.values()))
-        take = tf.logical_and(good, wanted)
+        combined = self.solver.combine(parts, damping)
+        stored = {k: tf.cast(v, self._dtype) for k, v in combined.items()}
+        finite = all_finite(list(stored.values()))
+        accepted = tf.logical_and(finite, due)
         for name, old in zip(self.names, self.tensors, strict=True):
-            old.assign(select(take, stored[name], old))
-        return good
+            old.assign(select(accepted, stored[name], old))
+        return finite
 
     def apply(self, gradient: LayerGradient) -> LayerGradient:
-        """Preconditions the gradient of the layer."""
+        """Precondition the gradient of the layer."""
         tensors: Tensors = dict(zip(self.names, self.tensors, strict=True))
-        # In bfloat16 as they are: solvers know what can be done in it.
+        # Solvers accept bfloat16 and cast where they need more precision.
         if self._dtype != tf.bfloat16:
             dtype = self._block.dtype
             tensors = {k: tf.cast(v, dtype) for k, v in tensors.items()}
@@ -217,12 +220,12 @@ class Decomposition(Slots, Member):
     def precondition(
         self, matrix: tf.Tensor, scale: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns a gradient matrix times a number, and that preconditioned."""
+        """Return `scale * matrix`, plain and preconditioned."""
         plain = MatrixGradient(matrix).scaled(scale)
         return plain.value, self.apply(plain).matrix
 
-    def renew(self, momentum: "Momentum") -> tf.Tensor:
-        """Preconditions a momentum that another one has preconditioned."""
+    def precondition_momentum(self, momentum: "Momentum") -> tf.Tensor:
+        """Recompute the preconditioned momentum after an inverse update."""
         plain = MatrixGradient(tf.convert_to_tensor(momentum.value))
         momentum.preconditioned.assign(self.apply(plain).matrix)
         return tf.constant(0)
@@ -231,9 +234,9 @@ class Decomposition(Slots, Member):
 class Momentum(Slots, Member):
     """Nesterov momentum of the gradient matrix of one block.
 
-    `M_t = mu M_{t-1} + W_t` with `M_0 = 0`; what is kept is `mu M`. Beside it
-    is `mu A^-1 M G^-1`, for as long as the decomposition stays a sum of the
-    `A^-1 W G^-1`, which take few products where a batch has few rows.
+    `M_t = mu M_{t-1} + W_t` with `M_0 = 0`. Stored are `mu M` and
+    `mu A^-1 M G^-1`. Between inverse updates, the latter is a sum of
+    `A^-1 W G^-1`, which is cheap for batches with few rows.
     """
 
     held = ("value", "preconditioned")
@@ -252,13 +255,12 @@ class Momentum(Slots, Member):
     def add(
         self, matrix: tf.Tensor, preconditioned: tf.Tensor, decay: float
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Takes in W and `A^-1 W G^-1`.
+        """Update with W and `A^-1 W G^-1`.
 
         Returns:
-            `N_t = W_t + mu M_t` and `A^-1 N_t G^-1`, which is zero in rows
-            where `N_t` is zero and in columns where `N_t` is below its
-            rounding errors. An orthogonalisation would make them as long as
-            the others.
+            `N_t = W_t + mu M_t` and `P_t = A^-1 N_t G^-1`. P is set to zero in
+            rows where N is zero, and in columns where N is below rounding
+            error: an orthogonalisation would scale them to full length.
         """
         N = _nesterov(self.value, matrix, decay)
         P = _nesterov(self.preconditioned, preconditioned, decay)
@@ -267,29 +269,29 @@ class Momentum(Slots, Member):
             tf.reduce_max(sizes, axis, keepdims=True) for axis in (-1, -2)
         )
         least = rounding(N.dtype) * tf.reduce_max(rows, -2, keepdims=True)
-        # The row of a bias before a normalisation is rounding noise in N, but
-        # not in P: A couples it with the other rows.
+        # Rows of rounding noise in N (a bias before a normalisation) stay: in
+        # P they are not noise, because A couples them with the other rows.
         P *= tf.cast(rows > 0, P.dtype)
         P *= tf.cast(columns > least, P.dtype)
         return N, P
 
 
-def _nesterov(kept: tf.Variable, new: tf.Tensor, decay: float) -> tf.Tensor:
-    """Moves a momentum; one that has overflowed begins anew."""
-    total = kept + new
-    healthy = tf.cast(all_finite([total]), total.dtype)
-    # NaN times zero is zero here.
-    total = tf.math.multiply_no_nan(total, decay * healthy)
-    kept.assign(total)
+def _nesterov(momentum: tf.Variable, new: tf.Tensor, decay: float) -> tf.Tensor:
+    """Update a momentum and return `new + momentum`; reset it on overflow."""
+    total = momentum + new
+    finite = tf.cast(all_finite([total]), total.dtype)
+    # `multiply_no_nan(NaN, 0) = 0`.
+    total = tf.math.multiply_no_nan(total, decay * finite)
+    momentum.assign(total)
     return new + total
 
 
 class Pending(Accumulation):
-    """Sums over the micro-batches of one step so far, of one replica.
+    """Sums over the micro-batches of the current step on one replica.
 
-    Gradients and statistics are sums, so that the memory does not depend on
-    the number of micro-batches, and many of them are as one batch. Blocks are
-    those whose statistics the replica takes, by position.
+    Sums of gradients and statistics make the memory independent of the number
+    of micro-batches, and the result equal to that of one large batch.
+    `blocks` are, by position, the blocks observed by this replica.
     """
 
     def __init__(
@@ -298,7 +300,7 @@ class Pending(Accumulation):
         super().__init__(steps, job)
         self._blocks = dict(blocks)
         self._totals = [
-            [self._sum(b, name, kind.shape) for name, kind in b.factors.items()]
+            [self._sum(b, name, spec.shape) for name, spec in b.factors.items()]
             for b in blocks.values()
         ]
         self._counts = [
@@ -310,7 +312,7 @@ class Pending(Accumulation):
         return self.slot(name, shape, block.dtype, layer=block.path, **fields)
 
     def is_for(self, blocks: Mapping[int, Block]) -> bool:
-        """True if these are the blocks, as far as sums of theirs go."""
+        """True if the blocks have the same positions, paths and factors."""
         return [(i, b.path, b.factors) for i, b in blocks.items()] == [
             (i, b.path, b.factors) for i, b in self._blocks.items()
         ]
@@ -318,26 +320,26 @@ class Pending(Accumulation):
     def add_statistics(
         self, statistics: Mapping[int, Mapping[str, Statistic]]
     ) -> tf.Tensor:
-        """Adds the statistics of a micro-batch, by position."""
+        """Add the statistics of a micro-batch, by position."""
         for i, block, totals, counts in self._rows():
             if i in statistics:
                 new = [statistics[i][name] for name in block.factors]
-                for total, one in zip(totals, new, strict=True):
-                    total.assign_add(one.total)
-                counts.assign_add(tf.stack([one.count for one in new]))
+                for total, statistic in zip(totals, new, strict=True):
+                    total.assign_add(statistic.total)
+                counts.assign_add(tf.stack([s.count for s in new]))
         return tf.constant(0)
 
     def statistics(self) -> dict[int, dict[str, Statistic]]:
-        """The statistics that have been added, by position."""
-        found = {}
+        """The sums of statistics so far, by position."""
+        result = {}
         for i, block, totals, counts in self._rows():
             numbers = tf.unstack(tf.convert_to_tensor(counts))
             sums = map(Statistic, map(tf.convert_to_tensor, totals), numbers)
-            found[i] = dict(zip(block.factors, sums, strict=True))
-        return found
+            result[i] = dict(zip(block.factors, sums, strict=True))
+        return result
 
     def _rows(self) -> Iterator[tuple[int, Block, list[Any], Any]]:
-        """Position and block of each, its totals and counts."""
+        """Yield position, block, totals and counts of every block."""
         pairs = zip(self._totals, self._counts, strict=True)
         for (i, block), (totals, counts) in zip(
             self._blocks.items(), pairs, strict=True
@@ -346,17 +348,17 @@ class Pending(Accumulation):
 
 
 @contextlib.contextmanager
-def memory_of(path: str) -> Iterator[None]:
-    """Names a layer, by its path, in the error when there is no memory for it.
+def name_in_memory_errors(path: str) -> Iterator[None]:
+    """Context that names a layer, by its path, in out-of-memory errors.
 
-    In a graph it is the operations that bear the name, which TensorFlow's
-    error says. Eagerly it would be the variables, each of which then has a
-    kernel of its own: half a millisecond.
+    In a graph a name scope does so, as TensorFlow reports operation names.
+    Eagerly a scope would name the variables, and each unique name creates a
+    kernel (0.5 ms).
 
     Raises:
         MemoryError: If memory was exhausted.
     """
-    # A scope's name allows less than a layer's.
+    # Replace characters that are allowed in layer names only.
     scope = re.sub(r"[^A-Za-z0-9_./-]", "_", f"kfac/{path}")
     eager = tf.executing_eagerly()
     try:

@@ -18,8 +18,8 @@ from tfkfac.kfac.averages import (
     FactorAverages,
     Momentum,
     Pending,
-    memory_of,
-    quality,
+    check_statistics,
+    name_in_memory_errors,
 )
 from tfkfac.kfac.placement import Placement
 from tfkfac.kfac.settings import RATE
@@ -29,8 +29,7 @@ from tfkfac.solvers import Solver
 from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 
-# What goes wrong where a factor or a decomposition is kept, and what all
-# replicas tell each other of it.
+# Fault counters of `Counters` with their text in the list of events.
 FAULTS = {
     "rejected": "statistics not finite in",
     "dropped": "factors dropped of",
@@ -41,7 +40,10 @@ _Section = TypeVar("_Section", bound=Slots)
 
 
 class Preconditioner(Tracked):
-    """Averages, decomposition and momentum of a block that a worker has."""
+    """Averages, decomposition and momentum of one block on one worker.
+
+    An attribute is None if this worker does not store it.
+    """
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class Preconditioner(Tracked):
         self.factors: FactorAverages | None = None
         self.decomposition: Decomposition | None = None
         self.momentum: Momentum | None = None
-        with memory_of(block.path):
+        with name_in_memory_errors(block.path):
             if names:
                 self.factors = FactorAverages(block, names)
             if preconditions:
@@ -65,12 +67,12 @@ class Preconditioner(Tracked):
                 self.momentum = Momentum(block) if has_momentum else None
 
     def entries(self) -> list[Entry]:
-        """Its variables to save, by the path that the block has now."""
+        """The entries to save, under the current path of the block."""
         return [
             dataclasses.replace(entry, layer=self.block.path)
-            for kept in (self.factors, self.decomposition, self.momentum)
-            if kept is not None
-            for entry in kept.entries()
+            for slots in (self.factors, self.decomposition, self.momentum)
+            if slots is not None
+            for entry in slots.entries()
         ]
 
 
@@ -79,9 +81,10 @@ class State(Tracked):
 
     Attributes:
         preconditioners: Factors and decompositions of each block, in order.
-        pending: The micro-batches of the next step, if there are any.
-        sections: What the kind of step keeps.
-        inverse_updates: Number of steps that have renewed decompositions.
+        pending: Sums over the micro-batches of the next step, or None.
+        sections: State of the step rule.
+        factor_updates: Number of steps that updated averages.
+        inverse_updates: Number of steps that updated decompositions.
     """
 
     def __init__(self) -> None:
@@ -101,11 +104,11 @@ class State(Tracked):
     def fill(
         self, placement: Placement, rank: int, has_momenta: bool = False
     ) -> None:
-        """Makes what is missing for the blocks; keeps what fits."""
+        """Create the state of the blocks; reuse state of equal shapes."""
         before = self.preconditioners
-        known = {same_shape_key(p.block): p for p in before}
+        by_key = {same_shape_key(p.block): p for p in before}
         self.preconditioners = tuple(
-            known.get(same_shape_key(block))
+            by_key.get(same_shape_key(block))
             or Preconditioner(
                 block,
                 placement.solver,
@@ -117,22 +120,23 @@ class State(Tracked):
             for i, block in enumerate(placement.blocks)
         )
         old = {id(p): i for i, p in enumerate(before)}
-        stay = {}
+        old_positions = {}
         for i, block in enumerate(placement.blocks):
-            kept = self.preconditioners[i]
-            kept.block = block  # of this registry, whose summary it is in
-            if id(kept) in old:
-                stay[i] = old[id(kept)]
+            preconditioner = self.preconditioners[i]
+            # The summary reads the attributes of the current registry's block.
+            preconditioner.block = block
+            if id(preconditioner) in old:
+                old_positions[i] = old[id(preconditioner)]
         paths = tuple(block.path for block in placement.blocks)
         if self.counters.paths != paths:
             counters = Counters(paths)
-            counters.take(self.counters, stay)
+            counters.copy_from(self.counters, old_positions)
             self.counters = counters
 
     def accumulate(
         self, steps: int, placement: Placement, rank: int, job: Job
     ) -> None:
-        """Makes room for the micro-batches of a step."""
+        """Create the sums over micro-batches, if they do not fit."""
         observed = {
             i: block
             for i, block in enumerate(placement.blocks)
@@ -147,133 +151,138 @@ class State(Tracked):
         decay: float,
         due: tf.Tensor,
     ) -> tf.Tensor:
-        """Moves the averages that this worker keeps, by statistics by position.
+        """Update the averages on this worker by statistics, by position.
 
-        If it is not due, only those of blocks that have no statistics yet.
+        If the update is not due, only blocks without statistics are updated.
 
         Returns:
-            Scalar int64, 0 if no block has taken any, else 1.
+            Scalar int64, 1 if any block was updated, else 0.
         """
         counters = self.counters
-        every = tf.logical_or(due, counters.without_statistics())
-        wanted = tf.unstack(every)
-        averages = [one.factors for one in self.preconditioners]
-        new = [statistics.get(i) for i in range(len(wanted))]
-        taken, finite, healthy = fields(
-            each(FactorAverages.update, averages, new, decay, wanted), 3
+        due_flags = tf.logical_or(due, counters.without_statistics())
+        due_list = tf.unstack(due_flags)
+        averages = [p.factors for p in self.preconditioners]
+        new = [statistics.get(i) for i in range(len(due_list))]
+        updated, finite, valid = fields(
+            each(FactorAverages.update, averages, new, decay, due_list), 3
         )
         for i, named in statistics.items():
-            one = self.preconditioners[i]
-            if one.factors is None:  # others keep them
-                full, good = quality(one.block.factors, named)
-                taken[i] = wanted[i] & full & good
+            preconditioner = self.preconditioners[i]
+            if preconditioner.factors is None:  # stored by other workers
+                specs = preconditioner.block.factors
+                complete, good = check_statistics(specs, named)
+                updated[i] = due_list[i] & complete & good
         count_each(
-            every & ~flags(finite, otherwise=True),
+            due_flags & ~flags(finite, otherwise=True),
             counters.rejected,
             counters.paths,
             "statistics are not finite, the factors keep their values.",
         )
-        dropped = ~flags(healthy, otherwise=True)
+        dropped = ~flags(valid, otherwise=True)
         count_each(
             dropped,
             counters.dropped,
             counters.paths,
-            "the factors are not finite, they are gathered anew.",
+            "the factors are not finite, their averages restart.",
         )
-        counters.ask(dropped)
-        updates = tf.cast(flags(taken, otherwise=False), tf.int64)
+        counters.request_decomposition(dropped)
+        updates = tf.cast(flags(updated, otherwise=False), tf.int64)
         counters.observed.assign_add(updates)
         return tf.minimum(tf.reduce_sum(updates), 1)
 
     def decompose(
         self, places: Sequence[int], solver: Solver, damping: tf.Tensor
     ) -> dict[int, Tensors]:
-        """Decomposes the factors kept of some blocks; parts by position."""
-        found = each(
+        """Decompose this worker's factors of the blocks at `places`."""
+        results = each(
             FactorAverages.decompose,
             [
-                one.factors if i in places else None
-                for i, one in enumerate(self.preconditioners)
+                p.factors if i in places else None
+                for i, p in enumerate(self.preconditioners)
             ],
             solver,
             damping,
-            around=lambda i: memory_of(self.counters.paths[i]),
+            around=lambda i: name_in_memory_errors(self.counters.paths[i]),
         )
-        parts = {i: made for i, made in enumerate(found) if made is not None}
-        for i, made in parts.items():
-            known = solver.all_parts(self.preconditioners[i].block.factors)
-            for name, tensor in made.items():
-                tensor.set_shape(known[name].shape)
+        parts = {i: new for i, new in enumerate(results) if new is not None}
+        for i, new in parts.items():
+            specs = solver.all_parts(self.preconditioners[i].block.factors)
+            for name, tensor in new.items():
+                tensor.set_shape(specs[name].shape)
         return parts
 
     def replace_decompositions(
         self,
         parts: Mapping[int, Tensors],
         damping: tf.Tensor,
-        wanted: tf.Tensor,
+        due: tf.Tensor,
     ) -> None:
-        """Replaces wanted decompositions of this worker by new, good ones."""
+        """Replace the decompositions that are due, where they are finite."""
         counters = self.counters
-        good = each(
+        decompositions = [p.decomposition for p in self.preconditioners]
+        finite = each(
             Decomposition.replace,
-            [one.decomposition for one in self.preconditioners],
+            decompositions,
             [parts.get(i) for i in range(len(self.preconditioners))],
             damping,
-            tf.unstack(wanted),
+            tf.unstack(due),
         )
         each(
-            Decomposition.renew,
-            [one.decomposition for one in self.preconditioners],
+            Decomposition.precondition_momentum,
+            decompositions,
             [
-                one.momentum if i in parts else None
-                for i, one in enumerate(self.preconditioners)
+                p.momentum if i in parts else None
+                for i, p in enumerate(self.preconditioners)
             ],
         )
         count_each(
-            wanted & ~flags(good, otherwise=True),
+            due & ~flags(finite, otherwise=True),
             counters.failures,
             counters.paths,
-            "the decomposition failed, the last good one stays in use; a "
+            "the decomposition failed, the last valid one stays in use; a "
             "larger damping may help.",
         )
-        counters.decomposed.assign_add(tf.cast(wanted, tf.int64))
+        counters.decomposed.assign_add(tf.cast(due, tf.int64))
 
     def contents(self, placement: Placement, rank: int) -> Contents:
-        """Entries to be saved, and the sections of a file."""
+        """The entries to save, and the sections of a file."""
         plan, counters = placement.plan, self.counters
-        # Owners that learn from their own batches alone count for themselves.
+        # Owners that use only their local batches count their own updates.
         spread = Spread.REPLICATED if plan.shares_clocks else Spread.EACH
         entries = [
             Entry("", "factor_updates", self.factor_updates, spread),
             Entry("", "inverse_updates", self.inverse_updates, spread),
         ]
-        for i, one in enumerate(self.preconditioners):
+        for i, preconditioner in enumerate(self.preconditioners):
             if plan.observes(rank, i):
                 shared = plan.shares_clocks
                 spread = Spread.REPLICATED if shared else Spread.OWNED
                 entries.append(counters.entry("observed", i, spread))
                 entries.append(counters.entry("decomposed", i, spread))
-            if one.factors is not None:
+            if preconditioner.factors is not None:
                 entries.append(counters.entry("rejected", i, Spread.OWNED))
-            if one.decomposition is not None:
+            if preconditioner.decomposition is not None:
                 entries.append(counters.entry("failures", i, Spread.OWNED))
-            entries += one.entries()
+            entries += preconditioner.entries()
         resets: dict[str, list[Callable[[], None]]] = defaultdict(list)
-        resets[placement.solver.name].append(counters.decompose_anew)
+        resets[placement.solver.name].append(counters.reset_decomposed)
         pending = [] if self.pending is None else [self.pending]
         for section in (*pending, *self.sections):
             entries += section.entries()
-        momenta = [one.momentum for one in self.preconditioners]
+        momenta = [p.momentum for p in self.preconditioners]
         for slots in (*pending, *self.sections, *filter(None, momenta)):
             resets[slots.section].append(slots.reset)
         layers = tuple(block.path for block in placement.blocks)
-        parts = {part: _all_of(found) for part, found in resets.items()}
+        parts = {name: _call_all(calls) for name, calls in resets.items()}
         return Contents(entries, layers, parts)
 
     def events(self) -> list[tuple[str, tf.Variable]]:
-        """Things that can go wrong, with the number of times that they did."""
+        """Texts and counts of abnormal events."""
         events = [
-            ("times that kl_clip ruled the first steps", self.report.hints),
+            (
+                "times that kl_clip shortened most first steps",
+                self.report.hints,
+            ),
         ]
         for i, path in enumerate(self.counters.paths):
             unexplained = Number(self.counters.unexplained, i)
@@ -281,53 +290,53 @@ class State(Tracked):
         return events + self.counters.events()
 
 
-def _all_of(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    """A function that makes some calls."""
+def _call_all(functions: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """Function that calls several functions."""
 
     def call() -> None:
-        for one in calls:
-            one()
+        for function in functions:
+            function()
 
     return call
 
 
-def kept_factors(states: Sequence[State]) -> dict[str, dict[str, np.ndarray]]:
-    """The factors that the replicas of this process keep, by layer path."""
-    kept = {}
+def local_factors(states: Sequence[State]) -> dict[str, dict[str, np.ndarray]]:
+    """The factors on the replicas of this process, by layer path and name."""
+    result = {}
     replicas = [state.preconditioners for state in states]
     for copies in zip(*replicas, strict=True):
-        found = {
-            name: one.block.factors[name].shown(value).numpy()
-            for one in copies
-            if one.factors is not None
-            for name, value in one.factors.values().items()
+        factors = {
+            name: copy.block.factors[name].shown(value).numpy()
+            for copy in copies
+            if copy.factors is not None
+            for name, value in copy.factors.values().items()
         }
-        if found:
-            kept[copies[0].block.path] = dict(sorted(found.items()))
-    return kept
+        if factors:
+            result[copies[0].block.path] = dict(sorted(factors.items()))
+    return result
 
 
 def same_shape_key(block: Block) -> Hashable:
-    """Key under which a block's state can be kept over a new `attach`."""
+    """Key of the state of a block that `fill` reuses after a new `attach`."""
     factors = tuple(sorted(block.factors.items()))
     return (id(block.layer), block.kind, factors)
 
 
 class Counters(Slots):
-    """One number for each block of a replica, by position.
+    """Counters of every block on one replica, as vectors by position.
 
-    The numbers of all blocks are in one variable of each kind: a step reads
-    and raises them all at once.
+    One variable per counter lets a step update all blocks at once.
 
     Attributes:
-        observed: Statistics taken so far.
-        decomposed: Decompositions so far, the failed ones too.
-        unexplained: Gradients that no recorded pass explains.
+        observed: Factor updates.
+        decomposed: Inverse updates, including failed ones; 0 requests one.
+        unexplained: Gradients that match no recorded backward pass.
         rejected: Statistics that were not finite.
         dropped: Averages that were not finite.
-        plain: Gradients that were not preconditioned, as the result was wrong.
-        told: Numbers of `FAULTS` that the other replicas know of.
-        elsewhere: Steps with such a fault on others alone.
+        failures: Decompositions that were not finite.
+        plain: Gradients whose preconditioned gradient was invalid.
+        reported: Values of `FAULTS` that the other replicas know.
+        elsewhere: Steps with such a fault on other replicas only.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -340,70 +349,74 @@ class Counters(Slots):
         self.dropped = self._numbers("dropped_factors")
         self.failures = self._numbers("failed_decompositions")
         self.plain = self._numbers("plain_gradients")
-        self.told = self._numbers("told_faults", len(FAULTS))
+        self.reported = self._numbers("told_faults", len(FAULTS))
         self.elsewhere = self._numbers("faults_elsewhere", len(FAULTS))
 
-    def _numbers(self, name: str, *kinds: int) -> tf.Variable:
-        return self.slot(name, [*kinds, len(self.paths)], saved=False)
+    def _numbers(self, name: str, *rows: int) -> tf.Variable:
+        return self.slot(name, [*rows, len(self.paths)], saved=False)
 
-    def take(self, other: "Counters", places: Mapping[int, int]) -> None:
-        """Takes over numbers of blocks; their places there, by those here."""
-        for mine, theirs in zip(self.variables, other.variables, strict=True):
-            numbers = mine.numpy()
-            for here, there in places.items():
-                numbers[..., here] = theirs.numpy()[..., there]
-            mine.assign(numbers)
+    def copy_from(
+        self, other: "Counters", positions: Mapping[int, int]
+    ) -> None:
+        """Copy the counts of blocks, given positions in `other` by position."""
+        for variable, source in zip(
+            self.variables, other.variables, strict=True
+        ):
+            numbers = variable.numpy()
+            for new, old in positions.items():
+                numbers[..., new] = source.numpy()[..., old]
+            variable.assign(numbers)
 
-    def news(self) -> tf.Tensor:
-        """Bools by fault and block, true for faults that others do not know."""
-        return self._faults() > self.told
+    def unreported(self) -> tf.Tensor:
+        """Bools by fault and block, True for faults not yet reported."""
+        return self._faults() > self.reported
 
-    def hear(self, own: tf.Tensor, anywhere: tf.Tensor) -> None:
-        """Notes the faults on others; they know the own `news` now."""
-        elsewhere = tf.logical_and(anywhere, tf.logical_not(own))
+    def merge_remote(self, local: tf.Tensor, anywhere: tf.Tensor) -> None:
+        """Record faults of other replicas; mark local faults as reported."""
+        elsewhere = tf.logical_and(anywhere, tf.logical_not(local))
         self.elsewhere.assign_add(tf.cast(elsewhere, tf.int64))
-        self.told.assign(self._faults())
+        self.reported.assign(self._faults())
 
     def _faults(self) -> tf.Tensor:
         return tf.stack([getattr(self, name) for name in FAULTS])
 
     def events(self) -> list[tuple[str, "Everywhere"]]:
-        """Number of each fault of each block, on any replica."""
+        """Texts and counts of each fault of each block, on all replicas."""
         return [
             (
                 f"{text} {path}",
-                Everywhere(getattr(self, name), self.elsewhere, kind, i),
+                Everywhere(getattr(self, name), self.elsewhere, row, i),
             )
-            for kind, (name, text) in enumerate(FAULTS.items())
+            for row, (name, text) in enumerate(FAULTS.items())
             for i, path in enumerate(self.paths)
         ]
 
     def entry(self, name: str, place: int, spread: Spread) -> Entry:
-        """Entry of one number of a block."""
+        """Checkpoint entry of one counter of a block."""
         number = Number(getattr(self, name), place)
         return Entry(self.paths[place], name, number, spread)
 
-    def decompose_anew(self) -> None:
-        """Forgets that there have been decompositions."""
+    def reset_decomposed(self) -> None:
+        """Request the decomposition of all blocks in the next step."""
         self.decomposed.assign(tf.zeros_like(self.decomposed))
 
-    def ask(self, flags: tf.Tensor) -> None:
-        """Has some blocks decomposed anew in the next step."""
+    def request_decomposition(self, flags: tf.Tensor) -> None:
+        """Request the decomposition of the flagged blocks in the next step."""
         old = self.decomposed
         old.assign(tf.where(flags, tf.zeros_like(old), old))
 
     def without_statistics(self) -> tf.Tensor:
-        """A bool for each block, true if it has none yet."""
+        """One bool per block, True if it has no statistics yet."""
         return tf.equal(self.observed, 0)
 
-    def flags(self, known: Mapping[int, tf.Tensor | None]) -> tf.Tensor:
-        """Bools of some blocks, by position, as one vector; true elsewhere."""
-        column = [known.get(i) for i in range(len(self.paths))]
+    def flags(self, by_position: Mapping[int, tf.Tensor | None]) -> tf.Tensor:
+        """One bool per block; True where `by_position` has none."""
+        column = [by_position.get(i) for i in range(len(self.paths))]
         return flags(column, otherwise=True)
 
 
 class Number:
-    """One number of a variable, to be saved and loaded as one by itself."""
+    """Scalar checkpoint view of one element of a vector variable."""
 
     def __init__(self, numbers: tf.Variable, place: int) -> None:
         self._numbers = numbers
@@ -411,28 +424,28 @@ class Number:
         self.shape, self.dtype = tf.TensorShape([]), numbers.dtype
 
     def numpy(self) -> int:
-        """Returns the number."""
+        """Return the element."""
         return self._numbers.numpy()[self._place]
 
     def assign(self, value: tf.Tensor) -> None:
-        """Changes the number."""
+        """Assign the element."""
         self._numbers.assign(
             tf.tensor_scatter_nd_update(self._numbers, [[self._place]], [value])
         )
 
 
 class Everywhere(NamedTuple):
-    """A number of a fault of a block on this replica, and on others alone."""
+    """Count of one fault of one block, on this and on other replicas."""
 
-    own: tf.Variable
+    local: tf.Variable
     elsewhere: tf.Variable
-    kind: int
+    row: int
     place: int
 
     def numpy(self) -> int:
-        """Returns their sum."""
-        others = self.elsewhere.numpy()[self.kind, self.place]
-        return int(self.own.numpy()[self.place] + others)
+        """Return the sum of both counts."""
+        others = self.elsewhere.numpy()[self.row, self.place]
+        return int(self.local.numpy()[self.place] + others)
 
 
 class Clip(NamedTuple):
@@ -441,29 +454,29 @@ class Clip(NamedTuple):
     factor: tf.Tensor
     """Factor on the preconditioned gradients."""
     length: tf.Tensor
-    """The squared length of the step before."""
+    """Squared Fisher length of the step before the clip."""
 
 
-# What may be said of a step; what is not is NaN.
+# Step metrics; NaN where not applicable.
 _NAMES = ("clip_factor", "length", "damping")
-# The clip rules the first steps if so many of them keep less than this share
-# of their length, and would have had more than this squared Fisher length.
+# Clip hint: of the first `FIRST` steps, at least `MANY` have a clip factor
+# below `LITTLE` and a squared Fisher length over `_LONG` before the clip.
 FIRST, MANY, LITTLE, _LONG = 20, 12, 0.1, 2.0
-# Share of the length, and of a step with the default learning rate, that
-# suffices where inputs are far from unit scale. On raw pixels, dense layers of
-# 64 units keep 0.1 to 0.15 from step 6 on.
+# Clip factor, times the learning rate over its default, that triggers the hint
+# if inputs are far from unit scale. On raw pixels, dense layers of 64 units
+# have factors of 0.1 to 0.15 from step 6 on.
 SHORT = 0.25
 
 
 class StepReport(Slots):
-    """Numbers of the last step, in variables of one replica.
+    """Metrics of the last step, in variables of one replica.
 
     Attributes:
         steps: Number of steps so far.
-        clipped: Number of the first of them that the clip left little of.
-        short: Number of the first steps that keep less than `SHORT` of their
-            length.
-        hints: 1 once the hint has been given.
+        clipped: Number of the first steps with a clip factor below `LITTLE`.
+        short: Number of the first steps with a scaled clip factor below
+            `SHORT`.
+        hints: Number of clip hints.
         largest_rate: Largest learning rate of the inner optimizer's schedule.
     """
 
@@ -481,7 +494,7 @@ class StepReport(Slots):
             for name in _NAMES
         }
 
-    def note(
+    def record(
         self,
         clip: Clip,
         damping: tf.Tensor,
@@ -489,10 +502,10 @@ class StepReport(Slots):
     ) -> tf.Tensor:
         """Record a step.
 
-        `rate` is the learning rate of SGD, of a schedule the largest, or None.
+        `rate` is SGD's learning rate or the largest of its schedule, or None.
 
         Returns:
-            Scalar bool, true in step `FIRST` if most steps before are short.
+            Scalar bool, True in step `FIRST` if most steps were short.
         """
         length = tf.square(clip.factor) * clip.length
         self.assign(clip_factor=clip.factor, length=length, damping=damping)
@@ -507,14 +520,14 @@ class StepReport(Slots):
         return tf.equal(self.steps, FIRST) & (self.short >= MANY)
 
     def assign(self, **values: tf.Tensor) -> None:
-        """Notes numbers of a step, by name."""
+        """Assign metrics of a step, by name."""
         for name, value in values.items():
             self._values[name].assign(tf.cast(value, tf.float64))
         self.steps.assign_add(1)
 
     def values(self) -> dict[str, float]:
-        """The last step's numbers, by name; none before the first step."""
+        """The last step's metrics, by name; empty before the first step."""
         if int(self.steps.numpy()) == 0:
             return {}
-        every = {name: float(v.numpy()) for name, v in self._values.items()}
-        return {name: v for name, v in every.items() if not math.isnan(v)}
+        values = {name: float(v.numpy()) for name, v in self._values.items()}
+        return {name: v for name, v in values.items() if not math.isnan(v)}

@@ -1,4 +1,4 @@
-"""Messages of K-FAC between workers in each kind of step."""
+"""Messages between workers: statistics, decompositions, gradients."""
 
 import itertools
 import math
@@ -22,17 +22,23 @@ from tfkfac.factors import Part, Tensors
 from tfkfac.factors.base import Wire
 from tfkfac.solvers import Solver
 
-# Within the range of all dtypes on the wire: float16 ends at 65504.
-_REACH = 2.0**15
+# Scaled sums stay below this bound, within float16 (largest number 65504).
+_MAX_SUM = 2.0**15
 
 Statistics = Mapping[str, Statistic]
 Parts = dict[str, tf.Tensor]
 
 
 class Exchange:
-    """Packs, sends and unpacks tensors by a plan.
+    """Packs, sends and unpacks tensors according to a plan.
 
-    Some numbers travel `beside` each preconditioned gradient.
+    Args:
+        plan: Assignment of layers to workers.
+        blocks: The blocks, by layer index.
+        solver: The solver.
+        wire: Format of sent tensors.
+        num_scalars: Number of scalars sent with each preconditioned gradient.
+            Defaults to 0.
     """
 
     def __init__(
@@ -41,15 +47,15 @@ class Exchange:
         blocks: Sequence[Block],
         solver: Solver,
         wire: Wire,
-        beside: int = 0,
+        num_scalars: int = 0,
     ) -> None:
         self.plan = plan
         self._blocks = blocks
         self._solver = solver
         self.wire = wire
-        self._beside = beside
+        self._num_scalars = num_scalars
         self._storage = [
-            {name: kind.storage for name, kind in block.factors.items()}
+            {name: factor.storage for name, factor in block.factors.items()}
             for block in blocks
         ]
 
@@ -57,85 +63,85 @@ class Exchange:
     def reduce_statistics(
         self, communicator: Communicator, statistics: Mapping[int, Statistics]
     ) -> dict[int, dict[str, Statistic]]:
-        """Adds up totals and counts over the workers, if the mode does.
+        """All-reduce totals and counts over the workers, if the plan does.
 
-        They travel in buckets, each as soon as what is in it has been made:
-        the last layers first, where gradients come from.
+        Statistics are sent in buckets, each as soon as it is complete: last
+        layers first, in the order of the backward pass.
         """
         if not self.plan.reduces_factors:
             return {i: dict(named) for i, named in statistics.items()}
         rows = [
-            (i, name, self._storage[i][name], one)
+            (i, name, self._storage[i][name], statistic)
             for i in sorted(statistics, reverse=True)
-            for name, one in statistics[i].items()
+            for name, statistic in statistics[i].items()
         ]
-        specs = [
+        message_specs = [
             tf.TensorSpec(
-                [math.prod(self.wire.shape(part)) + 1],
-                self.wire.factor_dtype or one.total.dtype,
+                [math.prod(self.wire.shape(spec)) + 1],
+                self.wire.factor_dtype or statistic.total.dtype,
             )
-            for _, _, part, one in rows
+            for _, _, spec, statistic in rows
         ]
-        whole = self.wire.factor_dtype is None
-        add_up = self._add_up if whole else self._add_up_in_half
+        is_half = self.wire.factor_dtype is not None
+        reduce = self._reduce_half if is_half else self._reduce
         reduced: dict[int, dict[str, Statistic]] = {}
-        rest = iter(rows)
-        for bucket in split_buckets(specs):
-            some = itertools.islice(rest, len(bucket))
-            layers, names, parts, own = zip(*some, strict=True)
+        remaining = iter(rows)
+        for bucket in split_buckets(message_specs):
+            bucket_rows = itertools.islice(remaining, len(bucket))
+            layers, names, specs, local = zip(*bucket_rows, strict=True)
             with tf.name_scope("statistics/" + scope(layers)):
-                sums = add_up(communicator, parts, own)
+                sums = reduce(communicator, specs, local)
             for i, name, total in zip(layers, names, sums, strict=True):
                 reduced.setdefault(i, {})[name] = total
         return reduced
 
-    def _add_up(
+    def _reduce(
         self,
         communicator: Communicator,
-        parts: Sequence[Part],
-        own: Sequence[Statistic],
+        specs: Sequence[Part],
+        local: Sequence[Statistic],
     ) -> list[Statistic]:
-        """Adds up a bucket: each total with its count behind it."""
+        """All-reduce a bucket; each count is appended to its total."""
         sent = [
-            flatten([self.wire.pack(part, one.total), one.count])
-            for part, one in zip(parts, own, strict=True)
+            flatten([self.wire.pack(spec, s.total), s.count])
+            for spec, s in zip(specs, local, strict=True)
         ]
         sums = []
         received = communicator.all_reduce(sent)
-        for part, one, flat in zip(parts, own, received, strict=True):
-            like = tf.TensorSpec(self.wire.shape(part), one.total.dtype)
-            total, count = unflatten(flat, [like, one.count])
-            sums.append(Statistic(self.wire.unpack(part, total), count))
+        for spec, s, flat in zip(specs, local, received, strict=True):
+            packed = tf.TensorSpec(self.wire.shape(spec), s.total.dtype)
+            total, count = unflatten(flat, [packed, s.count])
+            sums.append(Statistic(self.wire.unpack(spec, total), count))
         return sums
 
-    def _add_up_in_half(
+    def _reduce_half(
         self,
         communicator: Communicator,
-        parts: Sequence[Part],
-        own: Sequence[Statistic],
+        specs: Sequence[Part],
+        local: Sequence[Statistic],
     ) -> list[Statistic]:
-        """The same in half precision, where a count has no place.
+        """All-reduce a bucket in half precision; counts in full precision.
 
-        Totals may overflow or vanish, so they travel in units of the sum of
-        all workers' largest entries.
+        To avoid overflow and underflow, totals are divided by a unit: the sum
+        over workers of the largest entry, over `_MAX_SUM`.
         """
         counts_and_units = communicator.all_reduce(
-            [s.count for s in own]
-            + [p.largest(s.total) for p, s in zip(parts, own, strict=True)]
+            [s.count for s in local]
+            + [p.largest(s.total) for p, s in zip(specs, local, strict=True)]
         )
-        counts = counts_and_units[: len(own)]
-        units = [unit / _REACH for unit in counts_and_units[len(own) :]]
+        counts = counts_and_units[: len(local)]
+        units = [unit / _MAX_SUM for unit in counts_and_units[len(local) :]]
         sums = communicator.all_reduce(
             [
-                self.wire.pack(part, tf.math.divide_no_nan(one.total, unit))
-                for part, one, unit in zip(parts, own, units, strict=True)
+                self.wire.pack(spec, tf.math.divide_no_nan(s.total, unit))
+                for spec, s, unit in zip(specs, local, units, strict=True)
             ],
             self.wire.factor_dtype,
         )
         return [
-            Statistic(self.wire.unpack(part, sum_) * unit, count)
-            for part, sum_, unit, count in zip(
-                parts, sums, units, counts, strict=True
+            Statistic(self.wire.unpack(spec, sum_) * unit, count)
+            for spec, sum_, unit, count in zip(
+                specs, sums, units, counts, strict=True
             )
         ]
 
@@ -146,40 +152,45 @@ class Exchange:
         parts: Mapping[int, Tensors],
         layers: Sequence[int],
     ) -> dict[int, Parts]:
-        """Sends the parts made by owners to the gradient workers.
+        """Broadcast decompositions from owners to gradient workers.
 
-        Given those that this worker has made, by layer, and all layers that
-        take part in the step, returns those that it needs.
+        Args:
+            communicator: This worker's collectives.
+            parts: The decompositions computed by this worker, by layer.
+            layers: All layers whose decompositions are sent in this step.
+
+        Returns:
+            The decompositions that this worker needs, by layer.
         """
         items = self._part_items(layers)
-        part_of = {
+        specs = {
             i: self._solver.all_parts(self._blocks[i].factors) for i in layers
         }
 
         def value_of(item: Item) -> tf.Tensor:
-            made = parts[item.layer][item.name]
-            made = tf.cast(made, self._part_dtype(item.layer))
-            return self.wire.pack(part_of[item.layer][item.name], made)
+            value = parts[item.layer][item.name]
+            value = tf.cast(value, self._part_dtype(item.layer))
+            return self.wire.pack(specs[item.layer][item.name], value)
 
         with tf.name_scope("decompositions"):
             values = broadcast_items(communicator, items, value_of)
         received: dict[int, Parts] = {}
         for (layer, name), value in values.items():
-            value = self.wire.unpack(part_of[layer][name], value)
+            value = self.wire.unpack(specs[layer][name], value)
             value = tf.cast(value, self._blocks[layer].dtype)
             received.setdefault(layer, {})[name] = value
         return received
 
     def _part_items(self, layers: Sequence[int]) -> list[Item]:
         items = []
-        for i, block in self._of(layers):
+        for i, block in self._sorted_blocks(layers):
             for factor, owner in self.plan.layers[i].owners.items():
                 members = self.plan.decomposition_group(i, factor)
                 dtype = self._part_dtype(i)
-                parts = self._solver.parts(block.factors, factor)
-                for name, part in parts.items():
-                    spec = tf.TensorSpec(self.wire.shape(part), dtype)
-                    items.append(Item(i, name, spec, owner, members))
+                specs = self._solver.parts(block.factors, factor)
+                for name, spec in specs.items():
+                    packed = tf.TensorSpec(self.wire.shape(spec), dtype)
+                    items.append(Item(i, name, packed, owner, members))
         return items
 
     def _part_dtype(self, layer: int) -> tf.DType:
@@ -187,46 +198,48 @@ class Exchange:
 
     # ------------------------------------------- preconditioned gradients
     def stages(self, layers: Sequence[int]) -> list[list[int]]:
-        """Layers of a step whose results travel while the next ones are made.
+        """Group layers into stages that overlap communication and computation.
 
-        A worker that needs nobody else's decompositions can have a stage
-        decomposed and on its way before it begins with the next (DP-KFAC,
-        section 5). Otherwise there is a single stage.
+        If no worker needs another's decompositions, the gradients of a stage
+        are sent while the next stage is decomposed (DP-KFAC, section 5).
+        Otherwise there is a single stage.
         """
         if self.plan.sends_decompositions:
             return [list(layers)]
-        items = self._gradient_items(layers)
-        found = [sorted({item.layer for item in one}) for one in rounds(items)]
-        return found or [list(layers)]
+        stages = [
+            sorted({item.layer for item in items})
+            for items in rounds(self._gradient_items(layers))
+        ]
+        return stages or [list(layers)]
 
     def share_gradients(
         self,
         communicator: Communicator,
-        made: Mapping[int, Sequence[tf.Tensor]],
+        local: Mapping[int, Sequence[tf.Tensor]],
         layers: Sequence[int],
     ) -> dict[int, list[tf.Tensor]]:
-        """Sends preconditioned gradients from gradient workers to receivers.
+        """Broadcast preconditioned gradients from gradient workers.
 
-        Those that this worker has made, by layer, with the numbers beside
-        them; all of them come back.
+        `local` has, by layer, the gradients of this worker, each followed by a
+        vector of `num_scalars`. Returns those of all `layers`.
         """
         items = self._gradient_items(layers)
         with tf.name_scope("preconditioned"):
             received = broadcast_items(
-                communicator, items, lambda item: flatten(made[item.layer])
+                communicator, items, lambda item: flatten(local[item.layer])
             )
-        shared = {i: list(own) for i, own in made.items()}
+        shared = {i: list(tensors) for i, tensors in local.items()}
         for (layer, _), flat in received.items():
             shared[layer] = unflatten(flat, self._gradient_specs(layer))
         return shared
 
     def _gradient_specs(self, layer: int) -> list[tf.TensorSpec]:
-        """A preconditioned gradient and the numbers beside it."""
+        """Specs of a preconditioned gradient and its scalars, if any."""
         block = self._blocks[layer]
-        shapes = [block.gradient_shape, (self._beside,)]
+        shapes = [block.gradient_shape, (self._num_scalars,)]
         return [
             tf.TensorSpec(shape, block.dtype)
-            for shape in shapes[: 1 + (self._beside > 0)]
+            for shape in shapes[: 1 + (self._num_scalars > 0)]
         ]
 
     def _gradient_items(self, layers: Sequence[int]) -> list[Item]:
@@ -235,16 +248,18 @@ class Exchange:
                 i,
                 str(root),
                 tf.TensorSpec(
-                    [math.prod(block.gradient_shape) + self._beside],
+                    [math.prod(block.gradient_shape) + self._num_scalars],
                     block.dtype,
                 ),
                 root,
                 members,
             )
-            for i, block in self._of(layers)
+            for i, block in self._sorted_blocks(layers)
             for root, members in self.plan.gradient_groups(i)
         ]
 
-    def _of(self, layers: Sequence[int]) -> Iterator[tuple[int, Block]]:
-        """Some layers, in the plan's order on every worker."""
+    def _sorted_blocks(
+        self, layers: Sequence[int]
+    ) -> Iterator[tuple[int, Block]]:
+        """Indices and blocks of layers, in the same order on every worker."""
         return ((i, self._blocks[i]) for i in sorted(layers))

@@ -26,7 +26,7 @@ from tfkfac.kfac.active import (
     observed,
 )
 from tfkfac.kfac.averages import Pending
-from tfkfac.kfac.bank import FAULTS, State, kept_factors
+from tfkfac.kfac.bank import FAULTS, State, local_factors
 from tfkfac.kfac.natural import Natural, renew_unsound
 from tfkfac.kfac.placement import (
     FACTORS,
@@ -176,14 +176,14 @@ class KFACMethod(Method):
         """
         counters = self.job.own(self.states).counters
         asked = tf.equal(counters.decomposed, 0)
-        news = [counters.news()] if step.group.size > 1 else []
+        news = [counters.unreported()] if step.group.size > 1 else []
         first = next((g for g in step.gradients if g is not None), None)
         dtype = tf.float32 if first is None else first.dtype
         losses = [step.own_loss()] if self._kind.sees_loss else []
         beside = [asked, *news, *losses]
         sums = step.reduce(*(tf.cast(one, dtype) for one in beside))
         for told in news:
-            counters.hear(told, anywhere=sums[1] > 0)
+            counters.merge_remote(told, anywhere=sums[1] > 0)
         loss = sums[-1] if losses else tf.zeros([])
         wanted = sums[0] > 0 if self.placement.plan.shares_clocks else asked
         return wanted, tf.cast(loss, tf.float64)
@@ -401,7 +401,7 @@ class KFACMethod(Method):
 
     def factors(self) -> dict[str, dict[str, np.ndarray]]:
         """Bias-corrected averages that this process keeps, by layer path."""
-        return kept_factors(self.states)
+        return local_factors(self.states)
 
     @override
     def state_bytes(self) -> dict[str, int]:

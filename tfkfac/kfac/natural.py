@@ -129,7 +129,7 @@ class Natural:
             if has_schedule(inner):  # which may warm up
                 largest = tf.convert_to_tensor(state.report.largest_rate)
                 shown = tf.maximum(tf.cast(rate, largest.dtype), largest)
-        ruled = state.report.note(clip, damping, shown)
+        ruled = state.report.record(clip, damping, shown)
         layers, limit = [one.layer for one in made], self._clip.get()
         when(ruled, lambda: hint_at_clip(layers, step, state.report, limit))
         return put_back(made, clip.factor, step.gradients)
@@ -559,4 +559,4 @@ def renew_unsound(counters: Counters, made: Sequence[Preconditioned]) -> None:
         "the preconditioned gradient is not finite or far too long, the plain "
         "one takes its place; the next step decomposes the factors anew.",
     )
-    counters.ask(unsound)
+    counters.request_decomposition(unsound)

@@ -1,4 +1,4 @@
-"""Placement of the blocks on workers, its loads, and the update schedule."""
+"""Placement of blocks on workers, costs per worker, and update schedule."""
 
 import dataclasses
 import math
@@ -21,25 +21,26 @@ from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.solvers import Solver
 from tfkfac.solvers.base import most_rows
 
-Numbers = np.ndarray  # one of each worker
+Numbers = np.ndarray  # one number per worker
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockCost:
-    """Bytes and multiplications of one block, whichever workers have it.
+    """Bytes and multiplications of one block, independent of its placement.
 
     Attributes:
-        factors: Bytes of each average that an owner keeps, by name.
-        decomposition: Bytes that each gradient worker keeps.
-        statistics: Bytes that all workers add up of a batch.
-        parts: Bytes that the owner of each factor sends when it is decomposed.
-        gradient: Bytes of the preconditioned gradient.
-        decompositions: About n^3 for each factor, and its elements, by name.
-        precondition: Multiplications of the gradient with the decomposition.
-        largest_rows: Up to how many rows they are preconditioned in its place;
-            0 if never.
-        row: Multiplications of one row, beside the products with other rows.
-        width: Multiplications of two rows that meet in `<P, W>`.
+        factors: Bytes of each factor's average on its owner, by name.
+        decomposition: Bytes of the decomposition on each gradient worker.
+        statistics: Bytes of a batch's statistics in the all-reduce.
+        parts: Bytes that each factor's owner sends after a decomposition.
+        gradient: Bytes of the message with the preconditioned gradient.
+        decompositions: Multiplications (about n^3) of each factor's
+            decomposition, and elements of the factor, by name.
+        precondition: Multiplications to precondition a dense gradient.
+        largest_rows: Largest number of rows (a, g) that replace a dense
+            gradient; 0 if never.
+        row: Multiplications per row.
+        width: Multiplications per pair of rows, for `<P, W>`.
     """
 
     factors: Mapping[str, int]
@@ -60,59 +61,59 @@ class BlockCost:
         solver: Solver,
         wire: Wire,
         workers: int,
-        beside: int = 0,
+        num_scalars: int = 0,
     ) -> Self:
-        """Counts the cost of a block whose gradients `workers` add up.
+        """Count the cost of a block whose gradient `workers` sum.
 
-        Some numbers travel `beside` the preconditioned one.
+        `num_scalars` scalars are sent with the preconditioned gradient.
         """
-        factors, own = block.factors, block.dtype.size
+        factors, item = block.factors, block.dtype.size
         dtype = wire.inverse_dtype or block.dtype
         statistics = 0
-        for kind in factors.values():
-            total = math.prod(wire.shape(kind.storage))
+        for factor in factors.values():
+            total = math.prod(wire.shape(factor.storage))
             statistics += total * (wire.factor_dtype or block.dtype).size
-            # And the number of rows, of the block's dtype, and the units of
-            # half precision.
-            units = math.prod(kind.storage.scale_shape)
-            statistics += own * (1 + units * (wire.factor_dtype is not None))
+            # The number of rows and, in half precision, the units are sent in
+            # the dtype of the block.
+            units = math.prod(factor.storage.scale_shape)
+            statistics += item * (1 + units * (wire.factor_dtype is not None))
         parts = {}
         for name in factors:
             sent = solver.parts(factors, name).values()
-            elements = sum(math.prod(wire.shape(part)) for part in sent)
+            elements = sum(math.prod(wire.shape(spec)) for spec in sent)
             parts[name] = elements * dtype.size
         *stack, inputs, outputs = block.gradient_shape
-        times = {"A": outputs, "G": inputs}
-        one = {n: f.multiplications for n, f in factors.items()}
-        matrix = sum(one[name] * times[name] for name in factors)
+        vectors = {"A": outputs, "G": inputs}
+        per_vector = {n: f.multiplications for n, f in factors.items()}
+        matrix = sum(per_vector[name] * vectors[name] for name in factors)
         takes_rows = solver.takes_rows and not stack and "A" in factors
-        kept = solver.kept(factors).values()
+        stored = solver.kept(factors).values()
+        row = sum(per_vector.values())
         return cls(
-            factors={n: kind.elements * own for n, kind in factors.items()},
-            decomposition=sum(part.elements for part in kept) * dtype.size,
+            factors={n: f.elements * item for n, f in factors.items()},
+            decomposition=sum(spec.elements for spec in stored) * dtype.size,
             statistics=statistics,
             parts=parts,
-            gradient=(math.prod(block.gradient_shape) + beside) * own,
+            gradient=(math.prod(block.gradient_shape) + num_scalars) * item,
             decompositions={
-                n: (kind.operations, kind.elements)
-                for n, kind in factors.items()
+                n: (f.operations, f.elements) for n, f in factors.items()
             },
             # To the eigenbasis and back.
             precondition=matrix if solver.is_explicit else 2 * matrix,
             largest_rows=most_rows(factors, workers) if takes_rows else 0,
-            row=sum(one.values()) + (inputs * outputs if workers > 1 else 0),
+            row=row + (inputs * outputs if workers > 1 else 0),
             width=inputs + outputs if workers == 1 else 0,
         )
 
     def apply(self, rows: float) -> float:
-        """Multiplications that precondition a gradient of so many rows."""
+        """Multiplications to precondition a gradient of `rows` rows."""
         if 0 < rows <= self.largest_rows:
             return rows * self.row + rows**2 * self.width
         return self.precondition
 
 
 class Loads:
-    """Sums over the layers of each worker of a plan."""
+    """Sums of costs over the layers of each worker of a plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -120,7 +121,7 @@ class Loads:
         self._columns = np.array(columns, np.int64)
 
     def owned(self, values: Sequence[Mapping[str, float]]) -> Numbers:
-        """Sums of numbers of factors over those that each worker owns."""
+        """Sums of values per factor over the factors that each worker owns."""
         sums = np.zeros(self.plan.workers)
         for layer, named in zip(self.plan.layers, values, strict=True):
             for name, value in named.items():
@@ -128,50 +129,53 @@ class Loads:
         return sums
 
     def preconditioned(self, values: Sequence[float]) -> Numbers:
-        """Sums of numbers of layers over those that each preconditions."""
+        """Sums of values per layer over the layers a worker preconditions."""
         sums = np.zeros(self.plan.columns)
         np.add.at(sums, self._columns, values)
         return np.resize(sums, self.plan.workers)
 
     def state(self, costs: Sequence[BlockCost]) -> dict[str, Numbers]:
-        """Bytes of factors and decompositions that each worker keeps."""
-        kept = [one.decomposition for one in costs]
+        """Bytes of factors and decompositions on each worker."""
         return {
-            "factors": self.owned([one.factors for one in costs]),
-            "decompositions": self.preconditioned(kept),
+            "factors": self.owned([c.factors for c in costs]),
+            "decompositions": self.preconditioned(
+                [c.decomposition for c in costs]
+            ),
         }
 
     def received(
         self, costs: Sequence[BlockCost], gradients: int
     ) -> dict[str, Numbers]:
-        """Bytes of each kind of message that each worker receives.
+        """Bytes that each worker receives, by message.
 
-        They come of the bytes of each block, and of all gradients of the model.
+        Args:
+            costs: The cost of each block.
+            gradients: Bytes of all gradients of the model.
         """
         plan = self.plan
-        statistics = plan.reduces_factors * sum(s.statistics for s in costs)
-        reduced, added = (
+        statistics = plan.reduces_factors * sum(c.statistics for c in costs)
+        reduced_statistics, reduced_gradients = (
             np.full(plan.workers, all_reduce_bytes(size, plan.workers))
             for size in (statistics, gradients)
         )
-        parts = self.preconditioned([sum(s.parts.values()) for s in costs])
-        here = self.preconditioned([one.gradient for one in costs])
+        parts = self.preconditioned([sum(c.parts.values()) for c in costs])
+        local = self.preconditioned([c.gradient for c in costs])
         return {
-            "gradients": added,
-            "factors": reduced,
-            "decompositions": parts - self.owned([s.parts for s in costs]),
-            "preconditioned_gradients": sum(s.gradient for s in costs) - here,
+            "gradients": reduced_gradients,
+            "factors": reduced_statistics,
+            "decompositions": parts - self.owned([c.parts for c in costs]),
+            "preconditioned_gradients": sum(c.gradient for c in costs) - local,
         }
 
 
 class Placement:
     """The blocks of a model on the workers of a job.
 
-    Some numbers travel `beside` each preconditioned gradient.
+    `num_scalars` scalars are sent with each preconditioned gradient.
 
     Attributes:
-        turns: The turn in which each block is decomposed.
-        sizes: Bytes of each block.
+        turns: Index of each block's schedule group, see `take_turns`.
+        costs: Cost of each block.
     """
 
     def __init__(
@@ -180,7 +184,7 @@ class Placement:
         topology: Topology,
         solver: Solver,
         distribution: Distribution,
-        beside: int = 0,
+        num_scalars: int = 0,
     ) -> None:
         self.registry = registry
         self.topology = topology
@@ -188,7 +192,7 @@ class Placement:
         self.distribution = distribution
         factors = [block.factors for block in registry.blocks]
         self.turns = take_turns(
-            [sum(f.operations for f in kinds.values()) for kinds in factors]
+            [sum(f.operations for f in specs.values()) for specs in factors]
         )
         self.plan = Plan(
             MODES[distribution.mode],
@@ -210,10 +214,11 @@ class Placement:
             distribution.storage_dtype,
         )
         self.exchange = Exchange(
-            self.plan, registry.blocks, solver, self.wire, beside
+            self.plan, registry.blocks, solver, self.wire, num_scalars
         )
-        self.sizes = [
-            BlockCost.of(block, solver, self.wire, topology.replicas, beside)
+        workers = topology.replicas
+        self.costs = [
+            BlockCost.of(block, solver, self.wire, workers, num_scalars)
             for block in registry.blocks
         ]
 
@@ -224,41 +229,38 @@ class Placement:
 
     @property
     def takes_rows(self) -> bool:
-        """True if gradients may be preconditioned by their rows.
+        """True if gradients may be preconditioned as rows (a, g).
 
-        Every worker has to do it with its own ones.
+        All workers must be gradient workers: each preconditions local rows.
         """
-        everywhere = all(
+        all_precondition = all(
             len(layer.gradient_workers) == self.topology.replicas
             for layer in self.plan.layers
         )
-        return self.solver.takes_rows and everywhere
+        return self.solver.takes_rows and all_precondition
 
-    def kept_bytes(self, rank: int, layer: int) -> int:
-        """Bytes of the curvature of a block that a worker keeps."""
-        sizes, plan = self.sizes[layer], self.plan
-        factors = sum(sizes.factors[name] for name in plan.owns(rank, layer))
-        return factors + sizes.decomposition * plan.preconditions(rank, layer)
+    def block_bytes(self, rank: int, layer: int) -> int:
+        """Bytes of factors and decomposition of a block on a worker."""
+        cost, plan = self.costs[layer], self.plan
+        factors = sum(cost.factors[name] for name in plan.owns(rank, layer))
+        return factors + cost.decomposition * plan.preconditions(rank, layer)
 
     def state_bytes(self, rank: int) -> dict[str, int]:
         """Bytes of factors and decompositions of a worker."""
-        state = Loads(self.plan).state(self.sizes)
-        return {kind: int(sums[rank]) for kind, sums in state.items()}
+        state = Loads(self.plan).state(self.costs)
+        return {name: int(sums[rank]) for name, sums in state.items()}
 
     def accumulated_bytes(self, rank: int) -> int:
-        """Bytes of the statistics that a worker adds up over micro-batches."""
+        """Bytes of a worker's sums of statistics over micro-batches."""
         return sum(
-            (kind.elements + 1) * block.dtype.size
+            (factor.elements + 1) * block.dtype.size
             for i, block in enumerate(self.blocks)
             if self.plan.observes(rank, i)
-            for kind in block.factors.values()
+            for factor in block.factors.values()
         )
 
     def momentum_bytes(self, rank: int) -> int:
-        """Bytes of the momenta of a worker, beside its decompositions.
-
-        They are kept twice, as they are and preconditioned.
-        """
+        """Bytes of a worker's momenta, plain and preconditioned."""
         return sum(
             2 * math.prod(block.gradient_shape) * block.dtype.size
             for i, block in enumerate(self.blocks)
@@ -268,68 +270,67 @@ class Placement:
     def communication_bytes(
         self, rank: int, gradient_bytes: int
     ) -> dict[str, dict[str, int]]:
-        """Bytes that a worker receives in each kind of step, by message."""
-        received = Loads(self.plan).received(self.sizes, gradient_bytes)
-        every = {kind: int(sums[rank]) for kind, sums in received.items()}
+        """Bytes that a worker receives in each type of step, by message."""
+        received = Loads(self.plan).received(self.costs, gradient_bytes)
+        by_message = {name: int(sums[rank]) for name, sums in received.items()}
         return {
-            "plain": every | {"factors": 0, "decompositions": 0},
-            "factor": every | {"decompositions": 0},
-            "inverse": every | {"factors": 0},
+            "plain": by_message | {"factors": 0, "decompositions": 0},
+            "factor": by_message | {"decompositions": 0},
+            "inverse": by_message | {"factors": 0},
         }
 
 
-# The measured schedule: where the second and third interval begin, and the
-# intervals of factors and decompositions, short while the curvature changes
-# fast.
+# Default schedule (measured): steps at which the second and third interval
+# begin, and the intervals. They are short while the curvature changes fast.
 _BOUNDARIES = (20, 100)
 FACTORS = (1, 5, 20)
 INVERSES = (5, 20, 100)
 
-# Turns of decompositions. Each is a branch of the graph, so there are few.
-_MOST_TURNS = 4
-# Operations that are worth a turn of their own: about 10 ms of one core.
-_WORTH_A_TURN = 2 * 10**8
-# The longest turn may be so many times as long as it has to be.
+# Inverse updates are divided into groups ("turns") that run in different
+# steps. Each group is a branch of the graph, which limits their number.
+_MAX_TURNS = 4
+# Least multiplications that justify a group: about 10 ms on one core.
+_MIN_OPERATIONS = 2 * 10**8
+# Upper bound of the largest group, relative to the largest block.
 _SLACK = 1.5
 
 
 def steps_between(
-    interval: Hyperparameter, measured: tuple[int, int, int], clock: tf.Tensor
+    interval: Hyperparameter, default: tuple[int, int, int], clock: tf.Tensor
 ) -> tf.Tensor:
-    """Steps between two updates or two decompositions, a scalar int64.
+    """Steps between two factor or inverse updates, a scalar int64.
 
-    If the user has set no interval it is of the measured schedule.
+    Follows the `default` schedule if `interval` is None.
     """
     if interval.get() is not None:
         return interval.at(clock)
     first, second = _BOUNDARIES
-    short, middle, long = (tf.constant(i, tf.int64) for i in measured)
+    short, middle, long = (tf.constant(i, tf.int64) for i in default)
     late = tf.where(clock < second, middle, long)
     return tf.where(clock < first, short, late)
 
 
 def take_turns(operations: Sequence[int]) -> tuple[int, ...]:
-    """Divides the blocks into turns, so that no step has all decompositions.
+    """Divide blocks into groups, to spread inverse updates over steps.
 
-    There are as few turns as keep each about as short as the largest block
-    allows, a single one for a small model. They are of the blocks alone, of
-    the operations that each takes: the steps of a job must not depend on its
-    number of workers.
+    Uses the fewest groups whose operations stay within 1.5 times the largest
+    block; a small model has one group. The result depends only on the blocks:
+    the steps of a job must not depend on its number of workers.
     """
-    limit = _SLACK * max([_WORTH_A_TURN, *operations])
+    limit = _SLACK * max([_MIN_OPERATIONS, *operations])
     count, turns = 1, (0,) * len(operations)
-    while count < _MOST_TURNS and _longest(operations, turns) > limit:
+    while count < _MAX_TURNS and _largest_turn(operations, turns) > limit:
         count += 1
         turns = assign(operations, count, "compute")
     return turns
 
 
-def _longest(operations: Sequence[int], turns: Sequence[int]) -> int:
-    """Operations of the longest turn."""
-    lengths: Counter[int] = Counter()
-    for work, turn in zip(operations, turns, strict=True):
-        lengths[turn] += work
-    return max(lengths.values(), default=0)
+def _largest_turn(operations: Sequence[int], turns: Sequence[int]) -> int:
+    """Operations of the largest group."""
+    sums: Counter[int] = Counter()
+    for count, turn in zip(operations, turns, strict=True):
+        sums[turn] += count
+    return max(sums.values(), default=0)
 
 
 def turns_due(
@@ -338,18 +339,17 @@ def turns_due(
     factor_interval: tf.Tensor,
     clock: tf.Tensor,
 ) -> list[tf.Tensor]:
-    """A bool for each turn of decompositions, true if it is due.
+    """One bool per schedule group, True if its inverse update is due.
 
-    They are spread evenly over the interval, so that each comes once in it. A
-    turn that would come with a factor update comes one step later, when the
-    factors are fresh and the step is free; a single turn is never delayed.
+    Each group is due once per interval, at even distances. With several
+    groups, one that coincides with a factor update is delayed by a step.
     """
 
-    def occupied(delay: tf.Tensor) -> tf.Tensor:
-        coincide = tf.equal(delay % factor_interval, 0) & (factor_interval > 1)
-        return tf.cast(coincide, tf.int64)
+    def conflict(offset: tf.Tensor) -> tf.Tensor:
+        coincides = tf.equal(offset % factor_interval, 0)
+        return tf.cast(coincides & (factor_interval > 1), tf.int64)
 
-    delays = [turn * interval // turns for turn in range(turns)]
+    offsets = [turn * interval // turns for turn in range(turns)]
     if turns > 1:
-        delays = [delay + occupied(delay) for delay in delays]
-    return [tf.equal((clock - delay) % interval, 0) for delay in delays]
+        offsets = [offset + conflict(offset) for offset in offsets]
+    return [tf.equal((clock - offset) % interval, 0) for offset in offsets]

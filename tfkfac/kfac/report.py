@@ -1,4 +1,4 @@
-"""Warnings, and the summary."""
+"""Warnings and the summary of K-FAC."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ from tfkfac.kfac.placement import Placement
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.job import Job
 
-# Below this share of the weights most of a model is not trained by K-FAC.
+# Warn if the preconditioned weights are below this fraction of all weights.
 _LOW_COVERAGE = 0.5
-# A weight that is a larger share of the model is missed if it has no block.
+# Warn of an uncovered weight above this fraction of all weights.
 _LARGE = 0.05
-# Layers named by the warning of it, and besides all those of large weights.
-_MOST_NAMED = 3
+# Number of uncovered layers named in the warning; large ones are always named.
+_NUM_NAMED = 3
 
 
 class Advice:
@@ -44,61 +44,62 @@ class Advice:
 
 
 def coverage_warning(registry: Registry, job: Job) -> str | None:
-    """Returns what to say of weights that K-FAC leaves alone, or None.
+    """Warning about uncovered weights, or None.
 
-    That is if they are most of the model, or if one is a large part of it or
-    its last layer's, which is named then. Layers of `skip_layers`, and those
-    that a kind of steps leaves out on purpose, do not count.
+    Given if they are over half of the model, or if an uncovered weight is
+    large or belongs to the last layer. Layers of `skip_layers`, and layers
+    that the step rule excludes, do not count.
     """
-    known = SKIPPED, EXCLUDED
-    left = [one for one in registry.left if one.reason not in known]
+    intended = SKIPPED, EXCLUDED
+    uncovered = [item for item in registry.left if item.reason not in intended]
     covered = registry.covered
-    total = covered + sum(one.weights for one in left)
+    total = covered + sum(item.weights for item in uncovered)
     last = {id(w) for layer in last_layers(job.model) for w in layer.weights}
 
-    def is_missed(one: Leftover) -> bool:
+    def is_important(item: Leftover) -> bool:
         return any(
             count_weights([v]) > _LARGE * total or id(v) in last
-            for v in one.variables
+            for v in item.variables
         )
 
-    if covered >= _LOW_COVERAGE * total and not any(map(is_missed, left)):
+    has_important = any(map(is_important, uncovered))
+    if covered >= _LOW_COVERAGE * total and not has_important:
         return None
-    what = (
+    coverage = (
         f"K-FAC preconditions {covered / total:.1%} of the weights of model "
         f"'{job.model.name}' ({covered:,} of {total:,})"
     )
     if not registry.blocks:
-        what = f"Model '{job.model.name}' has no layer that K-FAC supports"
-    left.sort(key=lambda one: one.weights, reverse=True)
+        coverage = f"Model '{job.model.name}' has no layer that K-FAC supports"
+    uncovered.sort(key=lambda item: item.weights, reverse=True)
     named = [
-        f"{one.path or '(model)'} ({one.weights:,} weights: {one.reason})"
-        for place, one in enumerate(left)
-        if place < _MOST_NAMED or is_missed(one)
+        f"{item.path or '(model)'} ({item.weights:,} weights: {item.reason})"
+        for place, item in enumerate(uncovered)
+        if place < _NUM_NAMED or is_important(item)
     ]
-    named += ["..."] if len(left) > len(named) else []
+    named += ["..."] if len(uncovered) > len(named) else []
     return (
-        f"{what}. Its {', '.join(who_trains_the_rest(job))}, trains the others "
-        "alone: "
-        f"{', '.join(named)}. See `optimizer.summary()`; for layers of your "
-        "own there is `tfkfac.register_block`."
+        f"{coverage}. Its {', '.join(rest_role_and_class(job))}, trains the "
+        "others alone: "
+        f"{', '.join(named)}. See `optimizer.summary()`; support custom layers "
+        "with `tfkfac.register_block`."
     )
 
 
 def unseen_loss_warning(job: Job) -> str:
-    """Returns what to say of a loss that is taken for a mean."""
+    """Warning about a loss that was not observed and is used as a mean."""
     return (
-        f"Optimizer '{job.name}' has not seen the loss of model "
-        f"'{job.model.name}' being computed and takes it for the mean over the "
-        "examples, the leading dimension of each layer's input. If it is a sum "
-        "or a mean over tokens or pixels, its steps are far too short or too "
-        "long: compute it with `model.compute_loss`, or say what it is the "
-        "mean over by `optimizer.attach(model, loss_terms=...)`, 1 for a sum."
+        f"Optimizer '{job.name}' did not observe the loss of model "
+        f"'{job.model.name}' and assumes a mean over the examples, the leading "
+        "dimension of each layer's input. If the loss is a sum, or a mean over "
+        "tokens or pixels, steps are far too short or too long: compute it "
+        "with `model.compute_loss`, or call `optimizer.attach(model, "
+        "loss_terms=...)` with the number of terms of the mean, 1 for a sum."
     )
 
 
-def who_trains_the_rest(job: Job) -> tuple[str, str]:
-    """Role and class of the optimizer of the weights without a block."""
+def rest_role_and_class(job: Job) -> tuple[str, str]:
+    """Role and class name of the optimizer of uncovered weights."""
     inner, rest = job.inner_optimizer, job.rest_optimizer
     role = "inner optimizer" if rest is None else "rest optimizer"
     return role, type(inner if rest is None else rest).__name__
@@ -109,19 +110,25 @@ def describe(
     placement: Placement,
     states: Sequence[State],
     notes: Sequence[str],
-    kind: Natural,
+    rule: Natural,
     sizes: Mapping[str, int],
 ) -> list[str]:
-    """Returns the lines of the summary, with notes after the first.
+    """The lines of the summary.
 
-    Before training there are no states; the sizes of their parts are known.
+    Args:
+        job: The job.
+        placement: The blocks and their workers.
+        states: The states of this process; empty before training.
+        notes: Lines after the title.
+        rule: The step rule.
+        sizes: Bytes of the state, by name.
     """
     inner = type(job.inner_optimizer).__name__
     title = (
         f"K-FAC '{job.name}' of model '{job.model.name}': solver "
         f"{placement.solver.name}, inner optimizer {inner}"
     )
-    lines = [title + kind.title, *notes, ""]
+    lines = [title + rule.title, *notes, ""]
     rows = [
         block_row(placement, states, i)
         for i, block in enumerate(placement.blocks)
@@ -135,8 +142,8 @@ def describe(
     else:
         lines.append("No layer is preconditioned.")
     if placement.registry.left:
-        who, _ = who_trains_the_rest(job)
-        lines += ["", f"Left to the {who} as they are:"]
+        role, _ = rest_role_and_class(job)
+        lines += ["", f"Left to the {role} as they are:"]
         rows = [
             (
                 left.path or "(model)",
@@ -152,25 +159,26 @@ def describe(
     return lines
 
 
-def fisher_text(wanted: str | None, choice: Choice | None) -> str:
-    """Line on the type of the Fisher matrix, wanted and chosen in a step."""
+def fisher_text(argument: str | None, choice: Choice | None) -> str:
+    """Summary line of the Fisher matrix; no `choice` before training."""
     if choice is None:
-        return f"Fisher matrix: {wanted or 'chosen by the loss when training'}"
-    why = f" ({choice.reason})" if choice.reason else ""
-    return f"Fisher matrix: {choice.type}{why}"
+        text = argument or "chosen by the loss when training"
+        return f"Fisher matrix: {text}"
+    reason = f" ({choice.reason})" if choice.reason else ""
+    return f"Fisher matrix: {choice.type}{reason}"
 
 
 def block_row(
     placement: Placement, states: Sequence[State], layer: int
 ) -> tuple[str, ...]:
-    """One line of the table of blocks; the bytes are this worker's."""
+    """Table row of one block; bytes on this worker."""
     block, rank = placement.blocks[layer], placement.topology.local[0]
     row = [
         block.path,
         block.kind,
         *(factor_text(block, name, states) for name in ("A", "G")),
         f"{count_weights(block.variables):,}",
-        bytes_text(placement.kept_bytes(rank, layer)),
+        bytes_text(placement.block_bytes(rank, layer)),
     ]
     if placement.topology.replicas > 1:
         plan = placement.plan.layers[layer]
@@ -182,31 +190,33 @@ def block_row(
 
 
 def factor_text(block: Block, name: str, states: Sequence[State]) -> str:
-    """Kind of one factor, and the share of it that a sketch explains."""
-    kind = block.factors.get(name)
-    if kind is None:
+    """Type of one factor; for a low-rank one, its fraction of the trace."""
+    spec = block.factors.get(name)
+    if spec is None:
         return "-"
-    if isinstance(kind, LowRank):
-        for one in (p for state in states for p in state.preconditioners):
-            kept = one.factors if one.block is block else None
-            if kept is not None and name in kept.names and kept.weight > 0:
-                share = float(kind.explained(kept.values()[name]))
-                return f"{kind.text} ({share:.0%} of trace)"
-    return kind.text
+    if isinstance(spec, LowRank):
+        for p in (p for state in states for p in state.preconditioners):
+            averages = p.factors if p.block is block else None
+            if averages is None or name not in averages.names:
+                continue
+            if averages.weight > 0:
+                fraction = float(spec.explained(averages.values()[name]))
+                return f"{spec.text} ({fraction:.0%} of trace)"
+    return spec.text
 
 
 def totals(placement: Placement, sizes: Mapping[str, int]) -> str:
-    """The line under the tables."""
+    """The last line: covered weights and bytes of the state."""
     covered = placement.registry.covered
-    rest = sum(left.weights for left in placement.registry.left)
+    uncovered = sum(item.weights for item in placement.registry.left)
     topology = placement.topology
-    where = f" of worker {topology.local[0]}" if topology.replicas > 1 else ""
-    parts = [
+    worker = f" of worker {topology.local[0]}" if topology.replicas > 1 else ""
+    texts = [
         f"{name.replace('_', ' ')} {bytes_text(size)}"
         for name, size in sizes.items()
         if name != "total"
     ]
     return (
-        f"Preconditioned weights: {covered:,} of {covered + rest:,}. "
-        f"State{where}: {', '.join(parts)}."
+        f"Preconditioned weights: {covered:,} of {covered + uncovered:,}. "
+        f"State{worker}: {', '.join(texts)}."
     )
