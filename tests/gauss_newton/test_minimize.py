@@ -216,7 +216,7 @@ def residual(points: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"residuals": {}}, "`residuals` must have functions by name"),
+        ({"residuals": {}}, "`residuals` must be a dictionary of functions"),
         ({"points": {"b": np.ones([2, 1])}}, "must have the names of"),
         ({"weights": {"b": 1.0}}, "must have the names of"),
         ({"weights": {"a": -1.0}}, "`weights` must be a number"),

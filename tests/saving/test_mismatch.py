@@ -72,7 +72,7 @@ def test_other_solver(saved: str, loaded: str, tmp_path: Path) -> None:
     model.save_weights(tmp_path / "model.weights.h5")
     other = compiled("sequential", "plain", solver=loaded, **arguments)
     train(other, 0, 1)
-    words = rf"'kfac'.*\['{saved}'\].*\['{loaded}'\] is made anew"
+    words = rf"'kfac'.*\['{saved}'\].*\['{loaded}'\] is reset"
     with pytest.warns(UserWarning, match=words):
         other.load_weights(tmp_path / "model.weights.h5")
     factors = kfac_of(other).factors()

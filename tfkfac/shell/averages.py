@@ -1,4 +1,4 @@
-"""Averages of the weights, kept by the optimizers inside another."""
+"""Averages of the weights by the inner and the rest optimizer."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -18,25 +18,26 @@ class AveragingOptimizer(KerasOptimizer):
 
     inner_optimizer: keras.optimizers.Optimizer
     rest_optimizer: keras.optimizers.Optimizer | None
-    _is_building = False  # whether Keras makes its state
+    _is_building = False  # True while Keras creates the optimizer's variables
 
     @property
     def _optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """The inner optimizer and, if there is one, the rest optimizer."""
+        """The inner optimizer and the rest optimizer, if any."""
         rest = self.rest_optimizer
         return [self.inner_optimizer] + ([] if rest is None else [rest])
 
-    # Keras' `SwapEMAWeights` asks for these two inside a scaler of the loss.
+    # Keras' `SwapEMAWeights` reads `use_ema` and
+    # `_model_variables_moving_average`, also of an optimizer in a loss scaler.
     @property
     def use_ema(self) -> bool:
         """True if the inner or the rest optimizer averages the weights."""
-        if self._is_building:  # Keras would make averages of its own
+        if self._is_building:  # else Keras would create averages here
             return False
         return bool(self.averaging_optimizers)
 
     @use_ema.setter
     def use_ema(self, value: bool) -> None:
-        """Keras' constructor sets it, to False."""
+        """Accept the False that Keras' constructor assigns."""
         if value:
             raise AttributeError(
                 "Argument `use_ema` must be set on the inner optimizer. "
@@ -45,15 +46,14 @@ class AveragingOptimizer(KerasOptimizer):
 
     @property
     def _model_variables_moving_average(self) -> list[Any]:
-        """Averages of the trainable variables; None where there is none."""
+        """Average of each trainable variable; None if it has none."""
         if not (self.use_ema and self.built):
             raise AttributeError(f"'{self.name}' has no averages of weights.")
-        known: dict[Hashable, Any] = {}
+        averages: dict[Hashable, Any] = {}
         for optimizer in self.averaging_optimizers:
-            known |= averages_of(optimizer)
-        return [
-            known.get(variable_key(self, v)) for v in trainable_variables(self)
-        ]
+            averages |= averages_of(optimizer)
+        variables = trainable_variables(self)
+        return [averages.get(variable_key(self, v)) for v in variables]
 
     @property
     def averaging_optimizers(self) -> list[keras.optimizers.Optimizer]:

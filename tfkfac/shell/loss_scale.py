@@ -1,4 +1,4 @@
-"""Dynamic scales of the loss, for half precision: ours, and Keras' own."""
+"""Dynamic loss scaling for half precision, by tfkfac or by Keras."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,13 +24,12 @@ from tfkfac.training.step import is_lost
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """`keras.optimizers.LossScaleOptimizer` for any number of replicas.
 
-    Where the gradients of one replica overflow, Keras' own skips the step on
-    that replica, and the others wait for it in vain. This one leaves the
-    decision to the optimizer inside, which all replicas make together: they
-    skip the same steps and have the same scale. On a single device both do;
-    Keras puts its own around an optimizer under the policy "mixed_float16".
+    If the gradients of one replica overflow, the Keras class skips the step on
+    that replica only, and training hangs. This class skips the same steps on
+    all replicas, and all have the same scale. On one device, both classes
+    work; under the policy "mixed_float16" Keras adds its own.
 
-    A step that is skipped for its scale counts in `skipped_steps` and towards
+    A step skipped by an overflow counts in `skipped_steps` and towards
     `max_skipped_steps`.
 
     >>> optimizer = tfkfac.LossScaleOptimizer(tfkfac.KFAC())
@@ -41,10 +40,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         initial_scale: The first scale of the loss. Defaults to 2^15.
         dynamic_growth_steps: Number of steps without an overflow after which
             the scale is doubled. Defaults to 2,000.
-        name: Name of the optimizer.
+        name: Name of the optimizer. Defaults to None, the name by Keras.
 
     Raises:
-        TypeError: If `inner_optimizer` is another optimizer.
+        TypeError: If `inner_optimizer` is not an optimizer of tfkfac.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not isinstance(inner_optimizer, SecondOrderOptimizer):
             raise TypeError(
                 "Argument `inner_optimizer` must be an optimizer of tfkfac; "
-                "around another, put `keras.optimizers.LossScaleOptimizer`. "
+                "wrap others in `keras.optimizers.LossScaleOptimizer`. "
                 f"Received: inner_optimizer={inner_optimizer!r} "
                 f"(of type {type(inner_optimizer)})"
             )
@@ -72,13 +71,13 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """Scales the loss; a replica's is also weighed by its share.
+        """Scales the loss, and weighs it by the replica's share of the batch.
 
         Args:
-            loss: What `compute_loss` returned.
+            loss: The loss that `compute_loss` returned.
 
         Returns:
-            The loss to take the gradients of.
+            The loss to differentiate.
         """
         return super().scale_loss(self.inner_optimizer.scale_loss(loss))
 
@@ -88,11 +87,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads: Sequence[tf.Tensor | None],
         trainable_variables: Sequence[keras.Variable] | None = None,
     ) -> None:
-        """Updates the variables, and the scale. See `keras.Optimizer.apply`.
+        """Updates the variables and the scale; see `keras.Optimizer.apply`.
 
         Args:
             grads: Gradients of the scaled loss.
-            trainable_variables: Their variables; needed in the first call.
+            trainable_variables: The variables; required in the first call.
         """
         if not self.built:
             with keras.name_scope(self.name):
@@ -108,31 +107,31 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._adapt(scale, self._anywhere(skipped > before))
 
     def _anywhere(self, overflowed: tf.Tensor) -> tf.Tensor:
-        """True if this step was skipped; the same on every replica."""
+        """True if the step was skipped on any replica; equal on all."""
         job = self.inner_optimizer.method.job
         replicas = job.topology.replicas
         if len(self.inner_optimizer.method.peers(job.rank)) == replicas:
             return overflowed
-        # Accelerators skip nothing.
+        # Accelerators train no batch, so they skip no step themselves.
         flag = tf.cast(overflowed, tf.float32)
         group = job.group("loss scale")
         (total,) = group.all_reduce([flag])
         return total > 0
 
     def _adapt(self, scale: tf.Tensor, overflowed: tf.Tensor) -> None:
-        """Keras' rule: half the scale or, after many good steps, twice."""
+        """Halve the scale on overflow; double it after many valid steps."""
         counter = own_value(self.step_counter)
-        is_long = tf.equal(counter, self.dynamic_growth_steps - 1)
-        larger = tf.where(is_long, 2 * scale, scale)
+        grows = tf.equal(counter, self.dynamic_growth_steps - 1)
+        larger = tf.where(grows, 2 * scale, scale)
         own_value(self.dynamic_scale).assign(
             tf.where(overflowed, scale / 2, larger)
         )
-        none = tf.zeros_like(counter)
-        counter.assign(tf.where(overflowed | is_long, none, counter + 1))
+        zero = tf.zeros_like(counter)
+        counter.assign(tf.where(overflowed | grows, zero, counter + 1))
 
 
 def undo_overflows(scaler: Any, optimizer: SecondOrderOptimizer) -> None:
-    """Restores the model where Keras' own `scaler` skips a step."""
+    """Restore the model when Keras' loss scaler skips a step."""
 
     def prepare() -> Callable[[], None]:
         job = optimizer.method.job

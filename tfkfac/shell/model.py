@@ -1,4 +1,4 @@
-"""A model as its optimizer sees it: settings that fit, and a description."""
+"""Checks of a model's settings, and a description that workers compare."""
 
 import math
 import re
@@ -18,17 +18,17 @@ from tfkfac.compat.strategies import repair
 from tfkfac.distributed.topology import check_strategy, find_topology
 from tfkfac.training.job import refuse_eager_replicas
 
-# What workers may differ in: labels, and where each draws its own numbers.
-_OWN = frozenset({"name", "seed", "rng"})
-_COUNT = re.compile(r"_\d+$")
+# Settings that may differ between workers.
+_IGNORED = frozenset({"name", "seed", "rng"})
+_COUNT = re.compile(r"_\d+$")  # counter in a Keras layer name
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 def check_settings(model: keras.Model, loss_scaler: Any) -> None:
-    """Refuses what a model is compiled with and cannot work.
+    """Refuse unsupported settings of a compiled model.
 
-    XLA without a GPU works, but slowly: it is turned off. The scaler is the
-    `LossScaleOptimizer` around the optimizer, if any.
+    XLA without a GPU is turned off. `loss_scaler` is the `LossScaleOptimizer`
+    around the optimizer, or None.
 
     Raises:
         ValueError: If a setting or the strategy is not supported.
@@ -58,7 +58,7 @@ def check_settings(model: keras.Model, loss_scaler: Any) -> None:
 
 
 def train_without_xla(model: keras.Model) -> None:
-    """Turn XLA off where there is no GPU, with a warning."""
+    """Turn XLA off, with a warning, if there is no GPU."""
     if not uses_xla(model) or tf.config.list_physical_devices("GPU"):
         return
     warnings.warn(
@@ -72,40 +72,40 @@ def train_without_xla(model: keras.Model) -> None:
 
 
 def uses_xla(model: keras.Model) -> bool:
-    """True if Keras compiles the training step of a model by XLA."""
+    """True if Keras compiles the model's training step with XLA."""
     return model.compiled and bool(model.jit_compile)
 
 
 def repair_keras(strategy: tf.distribute.Strategy) -> None:
-    """Makes Keras' `fit` work under a user's own strategy, if it is one."""
-    kinds = (
+    """Make Keras' `fit` work under TensorFlow's mirrored strategies."""
+    mirrored = (
         tf.distribute.MirroredStrategy,
         tf.distribute.MultiWorkerMirroredStrategy,
     )
-    if isinstance(strategy, kinds):
+    if isinstance(strategy, mirrored):
         repair(strategy)
 
 
 # --------------------------------------- a description, which workers compare
 def describe_model(model: keras.Model) -> dict[str, Any]:
-    """The layers and the compiled loss of a model, by name."""
-    found: dict[str, Any] = {"loss": plain(model.loss)}
-    found["metrics"] = sorted(metric.name for metric in model.metrics)
+    """Settings of the layers, loss and metrics of a model, by name."""
+    result: dict[str, Any] = {"loss": plain(model.loss)}
+    result["metrics"] = sorted(metric.name for metric in model.metrics)
     layers = [layer for layer in all_layers(model) if layer is not model]
     for number, layer in enumerate(layers):
-        # Keras counts the layers of a process, which may have made others.
+        # Keras counts the layers of a process, which may include other models.
         label = f"layer {number} '{_COUNT.sub('', layer.name)}'"
         for key, value in _settings(layer):
-            found[f"{label}, {key}"] = value
-    return found
+            result[f"{label}, {key}"] = value
+    return result
 
 
 def _settings(layer: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
-    """Settings of a layer, as far as it tells them."""
+    """Yield the settings of a layer, with its config if it has one."""
     config = plain(layer)
     yield "class", type(layer).__name__
     if isinstance(config, dict):
-        # A model says here what its layers say themselves.
+        # The config of a model repeats its layers, which are listed by name.
         skipped = {"class", "layers", "dtype"}
         yield from ((k, v) for k, v in config.items() if k not in skipped)
     yield "dtype policy", layer.dtype_policy.name
@@ -113,9 +113,9 @@ def _settings(layer: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """A value in what JSON can hold, the same in all processes that have it.
+    """Convert a value to JSON types, equal in all processes.
 
-    Of a function or of an object without a config that is the name.
+    Functions, and objects without a config, become their name.
     """
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -123,9 +123,10 @@ def plain(value: Any) -> Any:
         number = value.item() if isinstance(value, np.generic) else value
         return number if math.isfinite(number) else str(number)
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items() if k not in _OWN}
+        items = ((k, v) for k, v in value.items() if k not in _IGNORED)
+        return {str(k): plain(v) for k, v in items}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, np.ndarray):
         return [list(value.shape), zlib.crc32(value.tobytes())]
     if isinstance(value, _FUNCTIONS):
@@ -133,9 +134,10 @@ def plain(value: Any) -> Any:
     name = type(value).__name__
     try:
         with warnings.catch_warnings():
-            # Not for a file: what it cannot hold is of no interest.
+            # The config is only compared, never saved: ignore warnings of
+            # values that cannot be serialized.
             warnings.simplefilter("ignore")
             config = value.get_config()
-    except Exception:  # it has none, or a user's own that does anything
+    except Exception:  # no config, or a custom one that fails
         return name
     return {"class": name, **plain(config)} if config else name

@@ -1,4 +1,4 @@
-"""Rest optimizer: trains the weights that a method has no part in."""
+"""Rest optimizer: trains the weights that the method does not cover."""
 
 import math
 import warnings
@@ -12,29 +12,28 @@ from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.optimizers import rate_of
 from tfkfac.shell.arguments import check_inner
 
-# Name of the choice that leaves them to the inner optimizer.
+# Value of `rest_optimizer` that leaves all weights to the inner optimizer.
 INNER = "inner"
-_PEAK = 1e-3
-# Arguments of a Keras optimizer that averages the weights.
+_PEAK = 1e-3  # largest learning rate of the default rest optimizer
+# Arguments of Keras optimizers for averages of the weights.
 _AVERAGES = "use_ema", "ema_momentum", "ema_overwrite_frequency"
-# Steps at which the largest value of a schedule is looked for.
+# Steps at which a schedule is evaluated to find its largest value.
 _PROBES = (0, *(2**i for i in range(25)))
-# A schedule that grows by this factor over the last doubling of the steps has
-# no largest value.
+# A schedule that grows by this factor over the last doubling of the steps is
+# treated as unbounded.
 _GROWTH = 1.01
 
 
 @keras.saving.register_keras_serializable(package="tfkfac")
 class ShapedRate(LearningRateSchedule):
-    """Learning rate that rises and falls as that of another optimizer.
+    """Learning rate proportional to the rate of another optimizer.
 
-    `peak * rate / largest`, at most `peak`, with the rate of the optimizer that
-    is followed; `peak` while there is none.
+    `peak * min(rate / largest, 1)` for the `rate` of the followed optimizer;
+    `peak` before `follow` is called.
 
     Args:
-        peak: Learning rate where the other one's is largest.
-        largest: Largest learning rate of the other optimizer, 0 if it is not
-            known yet.
+        peak: Upper bound of the learning rate.
+        largest: Largest learning rate of the followed optimizer; 0 if unknown.
     """
 
     def __init__(self, peak: float, largest: float) -> None:
@@ -44,16 +43,16 @@ class ShapedRate(LearningRateSchedule):
         self._followed: keras.optimizers.Optimizer | None = None
 
     def follow(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Takes the shape of the learning rate of an optimizer."""
+        """Follow the learning rate of an optimizer."""
         self._followed = optimizer
 
     def measure(self, end: int | None) -> None:
-        """Updates the largest learning rate, see `update_largest`."""
+        """Update the largest learning rate, see `update_largest`."""
         if self._followed is not None:
             update_largest(self._largest, self._followed, end)
 
     def __call__(self, step: tf.Tensor) -> tf.Tensor:
-        """Returns the learning rate of a step, float32."""
+        """Return the learning rate of the current step, float32."""
         if self._followed is None:
             return tf.constant(self.peak)
         rate = tf.cast(self._followed.learning_rate, tf.float32)
@@ -61,14 +60,14 @@ class ShapedRate(LearningRateSchedule):
         return self.peak * share_of_largest(rate, largest)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments of the constructor."""
+        """Return the arguments of the constructor."""
         return {"peak": self.peak, "largest": float(self._largest.numpy())}
 
 
 def share_of_largest(rate: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
-    """A learning rate over the largest one, at most 1.
+    """`min(rate / largest, 1)`; 1 for a positive rate if `largest` is 0.
 
-    If that is 0, as where a callback warms up a number, any rate is as large.
+    The largest rate is 0 if a callback warms up a rate that starts at 0.
     """
     tiny = tf.constant(1e-30, rate.dtype)
     return tf.minimum(rate / tf.maximum(largest, tiny), 1.0)
@@ -77,14 +76,15 @@ def share_of_largest(rate: tf.Tensor, largest: tf.Tensor) -> tf.Tensor:
 def choose_rest(
     rest_optimizer: Any, inner: keras.optimizers.Optimizer
 ) -> keras.optimizers.Optimizer | None:
-    """Returns the rest optimizer that a user means, None for "inner".
+    """Create the rest optimizer from the argument; None for "inner".
 
-    What a user calls None is Adam, whose rate has the shape of the inner one's.
-    None and a name stand for an optimizer that averages the weights as the
-    inner optimizer does. Warn of an instance with other averages.
+    The argument None gives Adam, its rate proportional to the inner one. For
+    None or a name, the averages of weights are set as in the inner optimizer;
+    an instance with other averages causes a warning.
 
     Raises:
-        ValueError: If it is not an optimizer, or one that cannot be this.
+        ValueError: If it is not an optimizer, is the inner optimizer, or
+            accumulates gradients.
     """
     if rest_optimizer == INNER:
         return None
@@ -94,13 +94,13 @@ def choose_rest(
         rest_optimizer = keras.optimizers.Adam(rate)
     rest = check_inner(rest_optimizer, "rest_optimizer")
     if rest is inner or rest.gradient_accumulation_steps:
-        why = (
-            "another one than `inner_optimizer`"
+        requirement = (
+            "different from `inner_optimizer`"
             if rest is inner
-            else "an optimizer that accumulates no gradients by itself"
+            else "an optimizer without `gradient_accumulation_steps`"
         )
         raise ValueError(
-            f"Argument `rest_optimizer` must be {why}. "
+            f"Argument `rest_optimizer` must be {requirement}. "
             f"Received: rest_optimizer={rest}"
         )
     if is_new:
@@ -109,20 +109,20 @@ def choose_rest(
     elif averages(rest) != averages(inner):
         warnings.warn(
             f"Argument `rest_optimizer` should average the weights as the "
-            "inner optimizer does: otherwise the model is a mixture of "
-            "averages and weights where they are swapped or written into it. "
+            "inner optimizer does: otherwise swapping or overwriting the "
+            "weights by averages mixes averages and current weights. "
             f"Received: rest_optimizer={rest.name!r} with {averages(rest)}, "
             f"and the inner optimizer {inner.name!r} with {averages(inner)}",
             stacklevel=3,
         )
-    for one, other in ((rest, inner), (inner, rest)):
-        if follows(one):  # of a config, too
-            rate_of(one).follow(other)
+    for optimizer, other in ((rest, inner), (inner, rest)):
+        if follows(optimizer):  # also if restored from a config
+            rate_of(optimizer).follow(other)
     return rest
 
 
 def averages(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
-    """Return the settings of the average of the weights, if there is one."""
+    """The settings of the averages of weights of an optimizer."""
     used = _AVERAGES if optimizer.use_ema else _AVERAGES[:1]
     return {name: getattr(optimizer, name) for name in used}
 
@@ -130,10 +130,7 @@ def averages(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
 def follow_rest(
     rest_optimizer: Any, peak: float
 ) -> LearningRateSchedule | None:
-    """Returns a rate with the shape of the schedule of a rest optimizer.
-
-    None where there is none.
-    """
+    """A rate proportional to a rest optimizer's schedule; None without one."""
     rest = rest_optimizer
     if not isinstance(rest, keras.optimizers.Optimizer):
         return None
@@ -143,47 +140,47 @@ def follow_rest(
 
 
 def follows(optimizer: keras.optimizers.Optimizer) -> bool:
-    """True if the learning rate has the shape of another one's."""
+    """True if the learning rate is a `ShapedRate`."""
     return isinstance(rate_of(optimizer), ShapedRate)
 
 
 def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
-    """True if the learning rate is a schedule, and not a number."""
+    """True if the learning rate is a schedule, not a number."""
     return isinstance(rate_of(optimizer), LearningRateSchedule)
 
 
 def known_rate(optimizer: keras.optimizers.Optimizer) -> float:
-    """The learning rate if it is a number, 0 for a schedule."""
+    """The learning rate if it is a number; 0 for a schedule."""
     if has_schedule(optimizer):
         return 0.0
     return float(tf.convert_to_tensor(optimizer.learning_rate))
 
 
 def update_largest(
-    kept: tf.Variable, optimizer: keras.optimizers.Optimizer, end: int | None
+    largest: tf.Variable, optimizer: keras.optimizers.Optimizer, end: int | None
 ) -> None:
-    """Updates the largest rate of a schedule for a run that ends at a step.
+    """Update the largest rate of a schedule for a run up to the step `end`.
 
-    Without an end, a known rate stays, such as the rate of a loaded model.
+    Without an end, keep a known value, for example of a loaded model.
     """
-    is_known = 0 < float(kept.numpy()) < math.inf
+    is_known = 0 < float(largest.numpy()) < math.inf
     if has_schedule(optimizer) and not (end is None and is_known):
-        kept.assign(largest_rate(optimizer, end))
+        largest.assign(largest_rate(optimizer, end))
 
 
 def largest_rate(
     optimizer: keras.optimizers.Optimizer, end: int | None
 ) -> float:
-    """Largest learning rate before the step `end`, where a run ends.
+    """Largest learning rate in the steps before `end` (None: unknown).
 
-    Of a schedule it is that of the steps that are powers of two, the first and
-    the last; of a number, which callbacks reduce, the present one. Values that
-    are not finite do not count, and steps from the first error on, as of a
-    table that ends. If the end is not known, None, a schedule that grows for
-    ever has its first value.
+    A schedule is evaluated at step 0, at powers of 2 and at the last step. Not
+    counted are values that are not finite, and steps from the first error on
+    (a table that ends). If `end` is None, a schedule that keeps growing has
+    its first value. A number, which callbacks may reduce, has its current
+    value.
     """
     rate = rate_of(optimizer)
-    if isinstance(rate, ShapedRate):  # of the present step, which may warm up
+    if isinstance(rate, ShapedRate):  # cannot be evaluated at other steps
         return rate.peak
     if not isinstance(rate, LearningRateSchedule):
         return known_rate(optimizer)

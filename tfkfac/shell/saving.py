@@ -1,4 +1,4 @@
-"""State of an optimizer beside its variables, in files and checkpoints."""
+"""Saving and loading of a method's state, in files and checkpoints."""
 
 import dataclasses
 import io
@@ -37,70 +37,71 @@ from tfkfac.saving.store import (
 from tfkfac.shell.method import Method
 from tfkfac.training.job import Job
 
-# Seconds in which all workers must begin to save, if all do.
+# Seconds to wait for all workers to save at once.
 PATIENCE = 30
 
 
 class SavedState(tf.train.experimental.PythonState):
     """The state of an optimizer's method, to be saved and loaded.
 
-    In a job of several processes no worker has all of it. `gather` brings it
-    together in the first one's memory, at a moment when all are there, so that
-    saving needs no collective and that worker may do it alone. Where all save,
-    that is such a moment.
+    In a job of several processes, the state is distributed. `gather` collects
+    it in the memory of worker 0; this worker can then save alone, without
+    collectives. If all workers save at once, the state is gathered then.
 
-    `tf.train.Checkpoint` saves it as a whole, in the form that files have: the
-    variables of one worker are of no use to another. A SavedModel does not have
-    it: it serves a model and cannot train it.
+    `tf.train.Checkpoint` saves the gathered state as one value, because the
+    variables of one worker have no meaning on another. A SavedModel does not
+    contain it: it serves a model and cannot train it.
     """
 
     def __init__(self, name: str, method: Method) -> None:
         self._name = name
         self._method = method
         self._job: Job | None = None
-        # When, and what of it the first process has.
+        # Fingerprint of the training position, and the state on process 0.
         self._gathered: tuple[Any, dict[str, np.ndarray] | None] | None = None
-        # Saves without a gathering, and whether this process alone has saved.
-        self._meetings, self._is_alone = 0, False
+        self._num_meetings = 0  # attempts to save on all workers at once
+        self._saves_alone = False  # True after such an attempt has failed
         self._restored: bytes | None = None
 
     def create(self, job: Job) -> None:
-        """Begins when there is state; loads what has been restored before."""
+        """Attach to the created state; load a checkpoint restored earlier."""
         self._job = job
         if self._restored is not None:
             restored, self._restored = self._restored, None
-            with tf.init_scope():  # the first step may be being traced
+            with tf.init_scope():  # the first step may be traced now
                 self.deserialize(restored)
 
     # -------------------------------------------------------------- saving
     def gather(self) -> None:
-        """Brings the state together; see `SecondOrderOptimizer.gather_state`.
+        """Gather the state; see `SecondOrderOptimizer.gather_state`.
 
-        All workers have to call it.
+        All workers must call this.
         """
         if self._job is None or self._job.topology.processes == 1:
             return
         state = gather_state(self._entries(), self._job)
-        self._gathered = self._moment(self._job), state
+        self._gathered = self._fingerprint(self._job), state
 
     def _is_gathered(self, job: Job) -> bool:
-        """True if the state is together; brings it so if all workers save."""
-        moment = self._moment(job)
-        if self._gathered is not None and self._gathered[0] == moment:
+        """True if the current state is gathered, now if all workers save."""
+        fingerprint = self._fingerprint(job)
+        if self._gathered is not None and self._gathered[0] == fingerprint:
             return True
-        if self._is_alone:  # who has waited in vain does so once
+        if self._saves_alone:  # do not wait again
             return False
         group = job.among_processes("saving")
-        steps = str(moment[0])  # others may count what only they own
-        self._meetings += 1
-        if not group.all_come(f"meeting {self._meetings}", steps, PATIENCE):
-            self._is_alone = True
+        # The other counts may differ between workers.
+        steps = str(fingerprint[0])
+        self._num_meetings += 1
+        meeting = f"meeting {self._num_meetings}"
+        if not group.all_come(meeting, steps, PATIENCE):
+            self._saves_alone = True
             return False
         self.gather()
         return True
 
     def save(self, store: MutableMapping[str, Any]) -> None:
-        """Writes the state into a Keras store, or says why not."""
+        """Write the state into a Keras store, or warn that it is incomplete."""
         job = self._job
         if job is None:
             return
@@ -110,10 +111,10 @@ class SavedState(tf.train.experimental.PythonState):
         elif not self._is_gathered(job):
             warnings.warn(
                 f"Optimizer '{self._name}' saves no curvature: each worker has "
-                "a share of it, and it has not been gathered since the last "
+                "a part of it, and it has not been gathered since the last "
                 "step. Call `optimizer.gather_state()` on all workers before "
-                "one of them saves, or let all save at once, each to a path of "
-                f"its own: that is waited for once, {PATIENCE} seconds.",
+                "one of them saves, or save on all workers at once, to "
+                f"different paths, within {PATIENCE} seconds.",
                 stacklevel=2,
             )
         elif self._gathered is not None and self._gathered[1] is not None:
@@ -122,11 +123,11 @@ class SavedState(tf.train.experimental.PythonState):
                 store[key] = value
         else:
             save_state(store, entries, replicas)
-            own = share_key(job.topology.process, job.topology.processes)
-            store[own] = np.zeros(1, np.int64)
+            key = share_key(job.topology.process, job.topology.processes)
+            store[key] = np.zeros(1, np.int64)
 
     def _entries(self) -> dict[int, list[Entry]]:
-        """Entries to be saved now, by rank."""
+        """Entries to save now, by rank."""
         return {
             rank: contents.entries
             for rank, contents in self._contents().items()
@@ -136,30 +137,30 @@ class SavedState(tf.train.experimental.PythonState):
         """Contents of each replica of this process, by rank."""
         job = self._job
         assert job is not None
-        found = {}
+        result = {}
         seeds = seed_states(job.find_model())
-        # Named by the number, so that seeds of other layers do not fit.
+        # The count in the name rejects the seeds of a different model.
         section = f"{len(seeds)} seed generators"
         for place, rank in enumerate(job.topology.local):
-            own = self._method.contents(rank)
-            own.entries.insert(
+            contents = self._method.contents(rank)
+            contents.entries.insert(
                 0, Entry("", "skipped_steps", job.skipped[place])
             )
             if seeds:
-                own = dataclasses.replace(
-                    own, parts={**own.parts, section: lambda: None}
+                contents = dataclasses.replace(
+                    contents, parts={**contents.parts, section: lambda: None}
                 )
-            own.entries.extend(
+            contents.entries.extend(
                 Entry(
                     "", f"state_{i}", seed[place], part=section, least=-math.inf
                 )
                 for i, seed in enumerate(seeds)
             )
-            found[rank] = own
-        return found
+            result[rank] = contents
+        return result
 
-    def _moment(self, job: Job) -> list[int]:
-        """Numbers that differ after each step, even after one skipped."""
+    def _fingerprint(self, job: Job) -> list[int]:
+        """Counts that change in every step, also in a skipped one."""
         counts = [
             entry.variable
             for entry in next(iter(self._entries().values()))
@@ -170,25 +171,27 @@ class SavedState(tf.train.experimental.PythonState):
 
     # ------------------------------------------------------------- loading
     def load(self, store: Mapping[str, Any]) -> None:
-        """Reads what `save` wrote, on any workers; says what it cannot use.
+        """Load state that `save` wrote on any number of workers.
+
+        Warns of unusable state.
 
         Raises:
-            ValueError: If it does not fit the model, or is in another format.
+            ValueError: If it does not fit the model or has another format.
         """
         if not store.keys() and self._job is None:
-            return  # a copy of one that has not begun
+            return  # a copy of an optimizer that was not built
         if not store.keys():
             warnings.warn(
-                f"Optimizer '{self._name}' finds no curvature in what is "
-                "loaded, and keeps what it has.",
+                f"Optimizer '{self._name}' finds no curvature in the loaded "
+                "file and keeps its current state.",
                 stacklevel=2,
             )
             return
-        why = self._why_not(store)
-        if why is not None:
+        reason = self._why_unusable(store)
+        if reason is not None:
             warnings.warn(
                 f"Optimizer '{self._name}' does not load its saved curvature: "
-                f"{why}. It starts anew.",
+                f"{reason}. The curvature starts from its initial state.",
                 stacklevel=2,
             )
             return
@@ -196,47 +199,50 @@ class SavedState(tf.train.experimental.PythonState):
         job, contents = self._job, self._contents()
         assert job is not None
         saved = Saved(store)
-        own = {part for one in contents.values() for part in one.parts}
-        used = {STATE, *(own & saved.parts)}
-        wanted = {
-            rank: [e for e in one.entries if e.part in used]
-            for rank, one in contents.items()
+        sections = {name for c in contents.values() for name in c.parts}
+        used = {STATE, *(sections & saved.parts)}
+        entries = {
+            rank: [e for e in c.entries if e.part in used]
+            for rank, c in contents.items()
         }
-        layers = {e.layer for entries in wanted.values() for e in entries}
-        layers.update(*(one.layers for one in contents.values()))
+        layers = {e.layer for of_rank in entries.values() for e in of_rank}
+        layers.update(*(c.layers for c in contents.values()))
         saved.match(layers, used, self._name)
-        load_state(saved, wanted, job.topology.replicas, self._name)
-        for one in contents.values():
-            for part, make_good in one.parts.items():
-                if part not in used:
-                    make_good()
-        unused, missing = saved.parts - own, own - used
+        load_state(saved, entries, job.topology.replicas, self._name)
+        for c in contents.values():
+            for name, reset in c.parts.items():
+                if name not in used:
+                    reset()
+        unused, missing = saved.parts - sections, sections - used
         if unused:
-            anew = f"; {sorted(missing)} is made anew" if missing else ""
+            reset_text = f"; {sorted(missing)} is reset" if missing else ""
             warnings.warn(
-                f"Optimizer '{self._name}' has no use for a part of its saved "
-                f"state, {sorted(unused)}, and leaves it out{anew}.",
+                f"Optimizer '{self._name}' does not use a section of its saved "
+                f"state, {sorted(unused)}{reset_text}.",
                 stacklevel=2,
             )
 
-    def _why_not(self, store: Mapping[str, Any]) -> str | None:
-        """Reason why saved state is of no use here, or None."""
-        why = why_unreadable(store)
-        if why is not None:
-            return why
+    def _why_unusable(self, store: Mapping[str, Any]) -> str | None:
+        """Reason why saved state cannot be loaded, or None."""
+        reason = why_unreadable(store)
+        if reason is not None:
+            return reason
         if self._job is None:
             return "the model is not built"
-        share, here = find_share(store), self._job.topology
-        if share not in (None, share_key(here.process, here.processes)):
+        share, topology = find_share(store), self._job.topology
+        if share not in (
+            None,
+            share_key(topology.process, topology.processes),
+        ):
             return (
-                "the file has what one worker had and not all, and the job is "
-                f"another ({share}); that of worker 0 has all"
+                f"the file has the state of one worker only ({share}), and "
+                "this process is another; the file of worker 0 has all state"
             )
         return None
 
     # --------------------------------------------------------- checkpoints
     def serialize(self) -> bytes:
-        """The state as `tf.train.Checkpoint` writes it."""
+        """Return the state as bytes, for `tf.train.Checkpoint`."""
         store: dict[str, Any] = {}
         self.save(store)
         file = io.BytesIO()
@@ -245,7 +251,7 @@ class SavedState(tf.train.experimental.PythonState):
         return file.getvalue()
 
     def deserialize(self, string_value: bytes) -> None:
-        """Loads what `serialize` returned, as soon as there is state."""
+        """Load the result of `serialize`, at once or in `create`."""
         if self._job is None:
             self._restored = string_value
             return
@@ -254,9 +260,9 @@ class SavedState(tf.train.experimental.PythonState):
 
 
 def seed_states(model: keras.Model | None) -> list[tuple[tf.Variable, ...]]:
-    """State of each seed generator of a model, on each replica of a process.
+    """Local values of each seed generator's state, one per local replica.
 
-    Keras' files do not have them: they are no weights of the model.
+    Keras' files do not contain them, because they are not weights.
     """
     if model is None:
         return []
@@ -270,22 +276,26 @@ def seed_states(model: keras.Model | None) -> list[tuple[tf.Variable, ...]]:
 
 
 # ------------------------------------------------ the state of all workers
-# What is on its way at one time, beside what has come.
-_BYTES = 64 * 2**20
+_MESSAGE_BYTES = 64 * 2**20  # upper bound of a message
 _CHIEF = 0
-# A replica, and the name of an entry in a file.
+# Rank of a replica, and name of an entry in a file.
 Key = tuple[int, str]
 
 
 def gather_state(
     entries: Mapping[int, Sequence[Entry]], job: Job
 ) -> dict[str, np.ndarray] | None:
-    """Sends the first process what it needs of the others' state.
+    """Send the state to the first process; every process must call this.
 
-    Every process has to call it, with the entries of its replicas by rank.
-    Each entry travels once, from a replica that has it, unless the first
-    process has it itself. That returns all by their names in a file, in its
-    main memory; the others None.
+    Each entry is sent once, by one replica, unless the first process has it.
+
+    Args:
+        entries: The entries of this process's replicas, by rank.
+        job: The job.
+
+    Returns:
+        On the first process, the whole state by names in a file, in host
+        memory; elsewhere None.
     """
     group = job.among_processes("state")
     variables = {
@@ -300,7 +310,7 @@ def gather_state(
             values |= _send(sender, batch, pieces, variables, group)
     if group.rank != _CHIEF:
         return None
-    values |= {one: variables[one].numpy() for one in keys if one in variables}
+    values |= {key: variables[key].numpy() for key in keys if key in variables}
     return {
         key: join(
             key,
@@ -316,16 +326,16 @@ def exchange_pieces(
     entries: Mapping[int, Sequence[Entry]], group: Communicator
 ) -> dict[int, dict[str, Piece]]:
     """Pieces of every replica of the job, by rank and name in a file."""
-    own = {
+    local = {
         str(rank): [Piece.of(entry) for entry in of_rank]
         for rank, of_rank in entries.items()
     }
-    found: dict[int, dict[str, Piece]] = {}
-    for process in exchange(own, group):
+    result: dict[int, dict[str, Piece]] = {}
+    for process in exchange(local, group):
         for rank, fields in process.items():
-            pieces = [Piece.from_json(one) for one in fields]
-            found[int(rank)] = {piece.key: piece for piece in pieces}
-    return found
+            pieces = [Piece.from_json(values) for values in fields]
+            result[int(rank)] = {piece.key: piece for piece in pieces}
+    return result
 
 
 def _batches(
@@ -333,19 +343,19 @@ def _batches(
     pieces: Mapping[int, Mapping[str, Piece]],
     topology: Topology,
 ) -> Iterator[tuple[int, list[Key]]]:
-    """Batches of pieces that each process sends, the same on every process.
+    """Yield the sender and the keys of each message, in the same order.
 
-    Those of one dtype follow each other: they travel together.
+    Keys are sorted by dtype: one message holds tensors of one dtype.
     """
     for sender in range(_CHIEF + 1, topology.processes):
-        own = [one for one in keys if topology.process_of(one[0]) == sender]
-        own.sort(key=lambda one: (pieces[one[0]][one[1]].dtype, one))
+        sent = [key for key in keys if topology.process_of(key[0]) == sender]
+        sent.sort(key=lambda key: (pieces[key[0]][key[1]].dtype, key))
         batch: list[Key] = []
         filled = 0
-        for rank, key in own:
+        for rank, key in sent:
             piece = pieces[rank][key]
             size = int(np.prod(piece.shape)) * tf.as_dtype(piece.dtype).size
-            if batch and filled + size > _BYTES:
+            if batch and filled + size > _MESSAGE_BYTES:
                 yield sender, batch
                 batch, filled = [], 0
             batch.append((rank, key))
@@ -361,18 +371,18 @@ def _send(
     variables: Mapping[Key, tf.Variable],
     group: Communicator,
 ) -> dict[Key, np.ndarray]:
-    """Sends some pieces to the first process; there, returns them."""
-    like = [
+    """Send pieces to the first process; there, return them."""
+    specs = [
         tf.TensorSpec(pieces[rank][key].shape, pieces[rank][key].dtype)
         for rank, key in keys
     ]
-    mine = None
+    values = None
     if group.rank == sender:
-        mine = [
-            tf.constant(variables[one].numpy(), spec.dtype)
-            for one, spec in zip(keys, like, strict=True)
+        values = [
+            tf.constant(variables[key].numpy(), spec.dtype)
+            for key, spec in zip(keys, specs, strict=True)
         ]
-    received = group.broadcast(mine, like, sender, (_CHIEF, sender))
+    received = group.broadcast(values, specs, sender, (_CHIEF, sender))
     if received is None or group.rank != _CHIEF:
         return {}
     arrays = [tensor.numpy() for tensor in received]

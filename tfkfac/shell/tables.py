@@ -1,10 +1,10 @@
-"""Text tables of the summaries."""
+"""Text tables for summaries."""
 
 from collections.abc import Sequence
 
 
 def unit_of(count: int) -> tuple[int, str]:
-    """The unit that shows a number of bytes best: how many it is, its name."""
+    """The largest unit of at most `count` bytes: its bytes and its name."""
     size = 1
     for unit in ("B", "KB", "MB"):
         if count < 1024 * size:
@@ -14,7 +14,7 @@ def unit_of(count: int) -> tuple[int, str]:
 
 
 def bytes_text(count: int) -> str:
-    """A number of bytes with a unit."""
+    """Format a number of bytes, for example "1.50 MB"."""
     size, unit = unit_of(count)
     return f"{count} B" if size == 1 else f"{count / size:.2f} {unit}"
 
@@ -22,7 +22,7 @@ def bytes_text(count: int) -> str:
 def table(
     header: tuple[str, ...], rows: Sequence[tuple[str, ...]]
 ) -> list[str]:
-    """Lays rows out in columns as wide as they need."""
+    """Format rows as lines of a text table with aligned columns."""
     widths = [
         max(len(row[i]) for row in (header, *rows)) for i in range(len(header))
     ]
