@@ -194,11 +194,11 @@ def test_traffic(name: str, workers: int) -> None:
         vector = tf.ones([23], tf.float64)
         final = FinalUpdate(layout.geometry, "")
         subspace = Subspace(layout, InnerTraits(), group.rank)
-        final.move(vector, subspace, tf.ones([], tf.float64), group)
+        final.change(vector, subspace, tf.ones([], tf.float64), group)
 
     for work, reported in [
         (estimate, estimation_bytes(layout.geometry, workers)),
-        (finish, FinalUpdate.moving_bytes(layout)),
+        (finish, FinalUpdate.change_bytes(layout)),
     ]:
         for _, received in run_together(workers, work):
             assert abs(received * ITEM - reported) <= 11

@@ -1,4 +1,4 @@
-"""The state of an accelerator, whose estimation spans many steps."""
+"""State of an accelerator: a Lanczos estimation over many steps."""
 
 import itertools
 from collections.abc import Sequence
@@ -68,37 +68,37 @@ def size_in_bytes(tensor: tf.Tensor) -> int:
 
 
 def held_variable(tensor: tf.Tensor) -> tf.Variable:
-    """A variable for tensors like this one, of any number of rows."""
-    rest = tensor.shape.as_list()[1:]
-    any_rows = [None, *rest] if tensor.shape.rank else []
-    shape = [0, *(size or 0 for size in rest)] if tensor.shape.rank else []
-    empty = "" if tensor.dtype == tf.string else 0
+    """A variable for tensors of this dtype and shape, with any row count."""
+    row_shape = tensor.shape.as_list()[1:]
+    any_rows = [None, *row_shape] if tensor.shape.rank else []
+    shape = [0, *(size or 0 for size in row_shape)] if tensor.shape.rank else []
+    zero = "" if tensor.dtype == tf.string else 0
     with tf.init_scope():
-        nothing = tf.fill(shape, empty)
-    return state_variable(nothing, tensor.dtype, "held", any_rows)
+        empty = tf.fill(shape, zero)
+    return state_variable(empty, tensor.dtype, "held", any_rows)
 
 
-# Arguments of a model's call and of its loss, and this replica's shares.
+# Arguments of a model's call and of its loss, and this replica's loss shares.
 LossPoint = tuple[Any, ...]
 
 
 def loss_point(
     batch: LossBatch, call: ForwardCall, shares: Sequence[tf.Tensor]
 ) -> LossPoint:
-    """The point of a batch at which a loss is differentiated."""
+    """The inputs of a model and its loss, to differentiate the loss there."""
     arguments = {k: v for k, v in batch.arguments.items() if k != "y_pred"}
     return call.args, call.kwargs, arguments, tuple(shares)
 
 
 def describe(leaf: Any) -> Any:
-    """The kind of a leaf: dtype and shape but for the rows, or the value."""
+    """Dtype and shape without rows of a tensor; repr of other values."""
     if not tf.is_tensor(leaf):
         return repr(leaf)
     return leaf.dtype.name, leaf.shape.as_list()[1:] if leaf.shape.rank else []
 
 
 class Accelerator(Slots):
-    """A Lanczos iteration that is done a few steps at a time.
+    """A Lanczos iteration that advances a few iterations per training step.
 
     No file has it: after loading, an estimation starts again.
 
@@ -130,13 +130,13 @@ class Accelerator(Slots):
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of the batches that it holds."""
+        """Bytes of the kept batches."""
         return self._held.bytes
 
     def begin(
         self, current: LossPoint, weights: tf.Tensor, estimation: Estimation
     ) -> None:
-        """Holds the point and the weights, and starts there."""
+        """Start an iteration; keep copies of the batch and the weights."""
         self.weights.assign(weights)
         self._held.hold(current)
         iteration = estimation.iteration(tf.identity)
@@ -150,7 +150,7 @@ class Accelerator(Slots):
         progress: tf.Tensor,
         target: tf.Tensor,
     ) -> None:
-        """Does the iterations from `progress` up to `target`."""
+        """Run the iterations from `progress` to `target`."""
         space = flat_space(model.trainable_variables)
         args, kwargs, arguments, shares = self._held.get(current)
         local = hessian_operator(
@@ -175,6 +175,6 @@ class Accelerator(Slots):
         tf.nest.map_structure(lambda v, x: v.assign(x), variables, state)
 
     def spectrum(self, estimation: Estimation) -> Spectrum:
-        """Returns the Ritz pairs when all iterations are done."""
+        """Return the Ritz pairs after all iterations."""
         state = self._state()
         return estimation.spectrum(state.tridiagonal, [state.basis])

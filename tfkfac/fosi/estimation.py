@@ -1,4 +1,4 @@
-"""The Lanczos estimation of the extreme curvature, and when it is done."""
+"""Lanczos estimation of the extreme curvature, by all replicas together."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -34,10 +34,10 @@ from tfkfac.training.step import Step
 
 
 class Spectrum(NamedTuple):
-    """Ritz values `(r,)`, and this worker's slices of the Ritz vectors.
+    """Ritz values `(r,)`, and slices `(r, n / C)` of the Ritz vectors.
 
-    The values are ascending, the same bits on every worker, and NaN if the
-    estimation failed; the slices are rows `(r, n / C)`.
+    The values are ascending, bitwise equal on all workers, and NaN if the
+    estimation failed. The vectors are rows, sliced over C workers.
     """
 
     values: tf.Tensor
@@ -45,12 +45,12 @@ class Spectrum(NamedTuple):
 
 
 class Estimation:
-    """The distributed Lanczos of one replica (DHO2, algorithm 2).
+    """The distributed Lanczos iteration on one replica (DHO2, algorithm 2).
 
     Each replica keeps a slice of every row of the basis. The operator is the
-    mean of the local Hessians of the replicas of a group, each by its share of
-    the examples: a local one alone would not be the same on all, and not
-    symmetric.
+    mean of the Hessians of the replicas of a group, weighted by their shares
+    of the examples. Local Hessians would differ between the slices, so the
+    operator would not be symmetric.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Estimation:
         self._seed = seed
 
     def iteration(self, local: Product) -> Lanczos:
-        """Returns the iteration for the sum of local operators."""
+        """Return the iteration for the sum of the local operators."""
         group = self.group
 
         def product(row: tf.Tensor) -> tf.Tensor:
@@ -72,33 +72,33 @@ class Estimation:
         return Lanczos(product, self.geometry.size, self.draw, self.sum)
 
     def sum(self, numbers: tf.Tensor) -> tf.Tensor:
-        """Sum over the group of numbers, up to one more than steps."""
+        """Sum of a vector over the group; at most `steps + 1` elements."""
         if self.group.size == 1:
             return numbers
-        # A collective wants a fixed shape, and rows come in.
-        count, most = tf.size(numbers), self.geometry.steps + 1
-        padded = tf.pad(numbers, [[0, most - count]])
-        (total,) = self.group.all_reduce([tf.ensure_shape(padded, [most])])
+        # Collectives need a static shape; the number of rows grows.
+        count, limit = tf.size(numbers), self.geometry.steps + 1
+        padded = tf.pad(numbers, [[0, limit - count]])
+        (total,) = self.group.all_reduce([tf.ensure_shape(padded, [limit])])
         return total[:count]
 
     def differentiable_sum(self, vector: tf.Tensor) -> tf.Tensor:
-        """Sum over the group, differentiable any number of times."""
+        """Sum over the group, with derivatives of any order."""
         return differentiable_sum(self.group, vector)
 
     def start(self) -> tf.Tensor:
-        """Returns the slice of the start vector."""
+        """Return the slice of the start vector."""
         return self.draw(-1)
 
     def draw(self, index: int | tf.Tensor) -> tf.Tensor:
-        """Returns the slice of a random vector with norm of about 1."""
+        """Return the slice of a random vector with a norm of about 1."""
         vector = random_vector(self.geometry.size, self._seed, index + 1)
-        own = self.shards.local_slice(vector, self.group.rank)
-        return tf.cast(own, self.geometry.dtype)
+        local = self.shards.local_slice(vector, self.group.rank)
+        return tf.cast(local, self.geometry.dtype)
 
     def spectrum(
         self, tridiagonal: Tridiagonal, matrices: Sequence[tf.Tensor]
     ) -> Spectrum:
-        """Returns the Ritz pairs."""
+        """Return the Ritz pairs of a tridiagonal matrix and the basis."""
         geometry = self.geometry
         pairs = ritz_pairs(tridiagonal, geometry.largest, geometry.smallest)
         weights = tf.cast(pairs.weights, geometry.dtype)
@@ -108,29 +108,29 @@ class Estimation:
         )
 
     def run(self, local: Product) -> Spectrum:
-        """Does the whole estimation."""
+        """Run the whole estimation for a local operator."""
         iteration = self.iteration(local)
         return self.spectrum(*iteration.run(self.start(), self.geometry.steps))
 
 
 def estimation_bytes(geometry: Geometry, replicas: int) -> int:
-    """Bytes that each of some replicas receives for an estimation."""
+    """Bytes that each of several replicas receives in an estimation."""
     item, steps = geometry.dtype.size, geometry.steps
     slices = geometry.slices(replicas).length * (replicas - 1)
-    # For the start, and twice for the orthogonalisation of each iteration (a
-    # third time only where a Krylov space is exhausted).
+    # One sum for the start, two for the orthogonalisation in each iteration
+    # (three only after a breakdown).
     sums = (1 + 2 * steps) * all_reduce_bytes((steps + 1) * item, replicas)
-    # A row is gathered and its product reduced to slices.
+    # In each iteration, a row is gathered and its product reduce-scattered.
     return 2 * steps * slices * item + sums
 
 
-# The step of a replica that trains: with its state, and what renews the
-# directions if that is due.
+# Training step of a replica: called with the step, the state, and a function
+# that updates the directions if an estimation is due.
 Train = Callable[[Step, State, Callable[[], None]], None]
 
 
 class Estimator:
-    """All replicas train, and estimate together before a step (DHO2)."""
+    """Schedule where all replicas train, and estimate before a step (DHO2)."""
 
     job: Job
     states: Sequence[State] = ()
@@ -140,42 +140,42 @@ class Estimator:
         self.seed = seed
 
     def attach(self, job: Job) -> None:
-        """Binds it to a job, whose model may not be built yet."""
+        """Bind the estimator to a job; its model may not be built yet."""
         self.job = job
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """The replicas that a replica shares a mean loss with."""
+        """The replicas whose mean loss a replica trains on."""
         return tuple(range(self.job.topology.replicas))
 
     def create(self, layout: Layout) -> None:
-        """Creates the states."""
+        """Create the states of the local replicas."""
         self.states = self.job.for_each(lambda rank: self.new(rank, layout))
 
     def new(self, rank: int, layout: Layout) -> State:
-        """A new state of a replica."""
+        """Create the state of a replica."""
         return State(layout, Subspace(layout, self.inner(), rank))
 
     def inner(self) -> InnerTraits:
-        """The kind of the inner optimizer."""
+        """Properties of the inner optimizer that decide the state."""
         accumulation = self.job.inner_optimizer.gradient_accumulation_steps
         return InnerTraits(bool(accumulation), has_momentum(self.job))
 
     # ------------------------------------------------------------ the step
     def run(self, step: Step, train: Train) -> None:
-        """Does a step, in which those that train call `train`."""
+        """Run a step; training replicas call `train`."""
         model, state = self.job.model, self.job.own(self.states)
         call = find_call(model, step.batch, ForwardTap.open(model).take())
         train(step, state, lambda: self.estimate(step, state, call))
 
     def estimate(self, step: Step, state: State, call: ForwardCall) -> None:
-        """A Lanczos estimation at the current weights, if it is due."""
+        """Run a Lanczos estimation at the current weights, if it is due."""
         job, group, clock = self.job, step.group, self.job.clock
         layout = state.layout
 
         def update() -> tf.Tensor:
             estimation = Estimation(layout.geometry, group, self.seed)
-            # The loss has its share before it is differentiated: through
-            # synchronised layers the Hessian has parts of other losses.
+            # The shares weigh the loss before differentiation: synchronised
+            # layers mix the losses of replicas in the Hessian.
             local = hessian_operator(
                 job.model,
                 call,
@@ -184,25 +184,25 @@ class Estimator:
                 estimation.differentiable_sum,
                 step.loss.shares,
             )
-            found = estimation.run(local)
-            part = layout.arrange(found.rows, group)
-            adopt(state, found.values, part, group, job)
+            spectrum = estimation.run(local)
+            directions = layout.arrange(spectrum.rows, group)
+            adopt(state, spectrum.values, directions, group, job)
             return state.last.assign(clock)
 
-        # As a `tf.cond`: rounding depends on how a graph is optimised.
+        # A `tf.cond`, not `when`: rounding depends on graph optimisations.
         due, last = self.timing.begins(clock, state), state.last
         tf.cond(due, in_graph(update), lambda: tf.convert_to_tensor(last))
 
     # ----------------------------------------------------------- reporting
     def first(self, updates: int) -> str:
-        """The time of the first estimation; empty after that."""
+        """Text on the time of the first estimation; empty after it."""
         warmup = self.timing.warmup(self.states)
         if updates > warmup:
             return ""
         return f"the first before update {warmup + 1:,}"
 
     def rows(self) -> list[tuple[str, str]]:
-        """Rows of the summary that say who does what."""
+        """Summary rows of the roles of the replicas."""
         replicas = self.job.topology.replicas
         if replicas == 1:
             return []
@@ -210,37 +210,39 @@ class Estimator:
         return [("Workers", workers), ("Accelerators", "-")]
 
     def idle_share(self) -> np.ndarray:
-        """Share of the time that each replica has waited for the others."""
+        """Fraction of the time that each replica waited for others."""
         return np.zeros(self.job.topology.replicas)
 
     def state_bytes(self, layout: Layout) -> dict[str, int]:
-        """Bytes that this replica keeps, by kind."""
+        """Bytes of this replica's state, by name."""
         with planned():
             state = self.new(self.job.topology.local[0], layout)
-        kinds = {
+        sizes = {
             "directions": state.subspace.bytes if state.subspace else 0,
-            **self.beside_bytes(state),
+            **self.estimation_state_bytes(state),
             "counters": state.bytes,
         }
-        return kinds | {"total": sum(kinds.values())}
+        return sizes | {"total": sum(sizes.values())}
 
-    def beside_bytes(self, state: Any) -> dict[str, int]:
-        """Bytes of an estimation's basis, and of copies for it."""
+    def estimation_state_bytes(self, state: Any) -> dict[str, int]:
+        """Bytes of the Lanczos basis and of copies for an estimation."""
         layout = state.layout
         basis = layout.geometry.steps * layout.slices.length * layout.item
         return {"basis": basis, "copies": 0}
 
     def communication_bytes(self, layout: Layout) -> dict[str, dict[str, int]]:
-        """Bytes that this replica receives, by kind of step."""
-        plain, estimation = self.traffic(layout)
+        """Bytes that this replica receives, by type of step."""
+        plain, estimation = self.received_bytes(layout)
         return {
             "warmup": plain | {"projections": 0},
             "plain": plain,
             "estimation": plain | estimation,
         }
 
-    def traffic(self, layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes of a step without an estimation; other ones of one with it."""
+    def received_bytes(
+        self, layout: Layout
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes received in a plain step, and changes for an estimation."""
         job = self.job
         weights = job.model.trainable_variables
         gradients = gradient_bytes(weights, job.topology.hint)
@@ -252,8 +254,8 @@ class Estimator:
             "directions": 0,
             "weights": 0,
         }
-        carrying = Subspace.replace_bytes(layout, self.inner())
+        replacement = Subspace.replace_bytes(layout, self.inner())
         return plain, {
             "lanczos": estimation_bytes(layout.geometry, layout.workers),
-            "directions": layout.arrangement_bytes + carrying,
+            "directions": layout.arrangement_bytes + replacement,
         }

@@ -23,10 +23,10 @@ def hand_over(
     roles: Roles,
     everyone: Communicator,
 ) -> tuple[tf.Tensor, tf.Tensor] | None:
-    """Sends each worker its part of the Ritz vectors, and all Ritz values.
+    """Send each worker its block of V^T, and all Ritz values.
 
-    On an accelerator it takes the slices that this has, and returns None; on a
-    worker it returns the values and its part of V^T.
+    On an accelerator, `spectrum` has its slices, and None is returned. On a
+    worker, returns the Ritz values and the block.
     """
     dtype, rank = layout.geometry.dtype, everyone.rank
     first = roles.accelerators[0]
@@ -36,7 +36,7 @@ def hand_over(
         first,
         (*roles.workers, first),
     )
-    found: list[tf.Tensor] = []
+    received_pieces: list[tf.Tensor] = []
     for worker, accelerator, rows, elements, start in pieces(layout, roles):
         shape = [rows.stop - rows.start, elements.stop - elements.start]
         piece = None
@@ -50,37 +50,40 @@ def hand_over(
             (worker, accelerator),
         )
         if rank == worker and received is not None:
-            found += received
+            received_pieces += received
     if values is None or not roles.trains(rank):
         return None
-    part = tf.concat(found, 1) if found else tf.zeros([0, 0], dtype)
-    missing = [
-        [0, size - have]
-        for size, have in zip(layout.shape, part.shape, strict=True)
+    block = tf.zeros([0, 0], dtype)
+    if received_pieces:
+        block = tf.concat(received_pieces, 1)
+    padding = [
+        [0, size - present]
+        for size, present in zip(layout.shape, block.shape, strict=True)
     ]
-    return values[0], tf.pad(part, missing)
+    return values[0], tf.pad(block, padding)
 
 
 def pieces(
     layout: Layout, roles: Roles
 ) -> Iterator[tuple[int, int, slice, slice, int]]:
-    """The parts that each accelerator sends to each worker.
+    """Yield the pieces of V^T that accelerators send to workers.
 
-    Worker, accelerator, directions, elements, start of the accelerator's slice.
+    Yields (worker, accelerator, directions, elements, first element on the
+    accelerator).
     """
     shards = layout.geometry.slices(len(roles.accelerators))
     for position, worker in enumerate(roles.workers):
         rows, elements = layout.ranges(position)
         for index, accelerator in enumerate(roles.accelerators):
-            mine = shards.range(index)
-            start = max(elements.start, mine.start)
-            stop = min(elements.stop, mine.stop)
+            sent = shards.range(index)
+            start = max(elements.start, sent.start)
+            stop = min(elements.stop, sent.stop)
             if start < stop and rows.start < rows.stop:
-                yield worker, accelerator, rows, slice(start, stop), mine.start
+                yield worker, accelerator, rows, slice(start, stop), sent.start
 
 
 def piece_bytes(layout: Layout, roles: Roles, rank: int) -> int:
-    """Bytes that a replica receives in a hand-over."""
+    """Bytes that a replica receives in `hand_over`."""
     item = layout.geometry.dtype.size
     count = layout.geometry.directions if roles.trains(rank) else 0
     for worker, _, rows, elements, _ in pieces(layout, roles):
@@ -90,7 +93,7 @@ def piece_bytes(layout: Layout, roles: Roles, rank: int) -> int:
 
 
 def all_variables(model: keras.Model) -> list[keras.Variable]:
-    """The variables of a model, those of one wire type after the other."""
+    """The variables of a model, grouped by wire dtype."""
     return sorted(
         [*model.trainable_variables, *model.non_trainable_variables],
         key=lambda v: str(wire_type(v)),
@@ -98,7 +101,7 @@ def all_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def wire_type(variable: keras.Variable) -> tf.DType:
-    """The dtype in which a variable travels; not all have a collective."""
+    """Dtype in which a variable is sent: floating types, else int64."""
     dtype = tf.as_dtype(variable.dtype)
     if dtype.is_floating:
         return dtype
@@ -108,25 +111,26 @@ def wire_type(variable: keras.Variable) -> tf.DType:
 def tap_moments(
     layer: keras.layers.Layer, total: Callable[[tf.Tensor], tf.Tensor]
 ) -> None:
-    """Gives a layer another sum of its moments in training steps."""
+    """Sum the moments of a layer by `total` in training steps."""
 
-    def moments(below: Callable[..., Any], /, *args: Any) -> Any:
+    def moments(original: Callable[..., Any], /, *args: Any) -> Any:
         if not capturing():
-            return below(*args)
+            return original(*args)
         with exact_second_derivatives(total):
-            return below(*args)
+            return original(*args)
 
     replace_moments(layer, moments)
 
 
 class FinalUpdate(Slots):
-    """A Newton step with all gradients of an interval.
+    """A Newton step with the sum of an interval's gradients (DHO2, eq. 17).
 
-    With weights c at the beginning of the interval, `o` the way that the inner
-    optimizer went in it, and `p` the sum of its gradients, the weights become
-    `c - alpha V (V^T p / |lambda|) + o - V V^T o`: what the inner optimizer
-    moved in the directions is taken back. No file has it: after loading, the
-    interval starts again.
+    For weights w at the start of the interval, the inner optimizer's total
+    change d and the sum p of its gradients, the new weights are
+
+    `w + d - V V^T d - alpha V (V^T p / |lambda|)`.
+
+    This state is not saved: after loading, the interval starts again.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -136,25 +140,25 @@ class FinalUpdate(Slots):
         self.gradient_sum = self.slot("gradient_sum", *sizes)
 
     @staticmethod
-    def moving_bytes(layout: Layout) -> int:
-        """Bytes that a worker receives in `move`."""
+    def change_bytes(layout: Layout) -> int:
+        """Bytes that a worker receives in `change`."""
         return 2 * layout.coefficients_bytes + layout.combine_bytes
 
     def begin(self, weights: tf.Tensor) -> None:
-        """Begins an interval at some weights."""
+        """Begin an interval at the given weights."""
         self.start.assign(weights)
         self.gradient_sum.assign(tf.zeros_like(weights))
 
-    def move(
+    def change(
         self,
         weights: tf.Tensor,
         subspace: Subspace,
         alpha: tf.Tensor,
         group: Communicator,
     ) -> tf.Tensor:
-        """Returns what is added to the weights at the end of the interval."""
+        """Return the correction of the weights at the end of the interval."""
         total = tf.convert_to_tensor(self.gradient_sum)
-        inside = subspace.coefficients(total, group)
-        moved = subspace.coefficients(weights - self.start, group)
-        newton = alpha * inside * subspace.inverse_curvature(group.rank)
-        return -subspace.combine([newton + moved], group)
+        coefficients = subspace.coefficients(total, group)
+        inner = subspace.coefficients(weights - self.start, group)
+        newton = alpha * coefficients * subspace.inverse_curvature(group.rank)
+        return -subspace.combine([newton + inner], group)

@@ -14,7 +14,7 @@ from tfkfac.compat.graphs import Tracked
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.fosi.estimation import Estimator
 from tfkfac.fosi.layouts import LAYOUTS, Geometry, Layout
-from tfkfac.fosi.multirole import BesideSteps
+from tfkfac.fosi.multirole import AcceleratedEstimator
 from tfkfac.fosi.schedule import NewtonRate, Timing, default_warmup
 from tfkfac.fosi.subspace import State
 from tfkfac.fosi.update import SplitUpdate
@@ -58,7 +58,7 @@ class FOSIMethod(Method):
         self.rate = NewtonRate(self.alpha)
         self.estimator = Estimator(timing, self.seed)
         if fraction > 0:
-            self.estimator = BesideSteps(
+            self.estimator = AcceleratedEstimator(
                 timing, self.seed, fraction, self.final_update, self.rate
             )
         self._geometry: Geometry | None = None

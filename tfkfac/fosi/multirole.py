@@ -1,4 +1,4 @@
-"""MR-DHO2: accelerators work out the curvature while workers train."""
+"""MR-DHO2: accelerators estimate the curvature while workers train."""
 
 import dataclasses
 import math
@@ -55,11 +55,13 @@ class RoleState(State):
     """The state of one replica of a job with accelerators.
 
     Attributes:
-        accelerator: The iteration under way; None on workers.
-        progress: Number of its iterations done; 0 when none is under way.
-        final_update: Only for the published final update, on workers.
-        times: Idle and all seconds of each replica `(replicas, 2)`.
-        arrived, left: When this replica last did at the end of a step.
+        accelerator: State of the Lanczos iteration; None on workers.
+        progress: Number of finished iterations; 0 between estimations.
+        final_update: State of the published final update; None on
+            accelerators, and for `final_update="stale"`.
+        times: Idle and total wall seconds of each replica, `(replicas, 2)`.
+        arrived: Time at which this replica reached the end of the last step.
+        left: Time at which all replicas had reached it.
     """
 
     def __init__(
@@ -83,8 +85,8 @@ class RoleState(State):
 
     @override
     def forget(self) -> None:
-        """Drops the directions; those of the interval under way come next."""
-        # All replicas count together from the last beginning.
+        """Drop the directions; the running estimation gives the next ones."""
+        # Keep `last`: the schedules of all replicas must agree.
         last = tf.identity(self.last)
         super().forget()
         self.last.assign(last)
@@ -100,17 +102,17 @@ class RoleState(State):
         return dataclasses.replace(super().contents(), parts=parts)
 
 
-class BesideSteps(Estimator):
-    """Some replicas estimate while the others train (DHO2, section IV).
+class AcceleratedEstimator(Estimator):
+    """Schedule where accelerators estimate while workers train (MR-DHO2).
 
-    In an interval the workers train among themselves. The accelerators do a
-    Lanczos estimation at the interval's first weights, on their own part of
-    the interval's first batch, a few iterations beside each step. At the end
-    of the interval the workers take over its result.
+    During an interval, the accelerators run a Lanczos estimation at the
+    interval's first weights, on their parts of its first batch, a few
+    iterations per step (DHO2, section IV). At the end of the interval, the
+    workers receive the result.
 
-    At the end of every step all replicas meet: the accelerators get the
-    weights and all other variables of the model from the first worker, so that
-    metrics, evaluation and saving are right on every replica.
+    After every step all replicas synchronise: the accelerators receive all
+    variables of the model from the first worker, so metrics, evaluation and
+    saving work on every replica.
     """
 
     roles: Roles
@@ -133,7 +135,7 @@ class BesideSteps(Estimator):
     @override
     def attach(self, job: Job) -> None:
         super().attach(job)
-        # A fraction that leaves nobody is refused here, not in the first step.
+        # Refuses a fraction that leaves a role without replicas.
         self.roles = assign_roles(job.topology.replicas, self.fraction)
         groups: Notes[Communicator] = Notes()
         for node in walk(job.model):
@@ -146,13 +148,13 @@ class BesideSteps(Estimator):
     ) -> tf.Tensor:
         """Sum of moments over the replicas of the same role."""
         if not self.roles.trains(self.job.rank):
-            # Accelerators do no backward pass: nobody would answer in theirs.
+            # No collective, as accelerators run no backward pass.
             return value * len(self.roles.accelerators)
-        mine = groups.here()
-        if not mine:
+        group = groups.here()
+        if not group:
             everyone = self.job.group("moments")
-            mine.append(everyone.among(self.peers(everyone.rank)))
-        return differentiable_sum(mine[0], value)
+            group.append(everyone.among(self.peers(everyone.rank)))
+        return differentiable_sum(group[0], value)
 
     @override
     def peers(self, rank: int) -> tuple[int, ...]:
@@ -177,26 +179,25 @@ class BesideSteps(Estimator):
         model, state = self.job.model, self.job.own(self.states)
         calls = ForwardTap.open(model).take()
         everyone = step.group
-        mine = step.among(self.peers(everyone.rank))
+        role_step = step.among(self.peers(everyone.rank))
         begins, target = self._schedule(state)
         if state.accelerator is not None:
             call = find_call(model, step.batch, calls)
-            self._accelerate(state, mine, call, begins, target)
+            self._accelerate(state, role_step, call, begins, target)
         elif state.final_update is not None:
-            self._train_and_sum(mine, state.final_update, begins)
+            self._train_and_sum(role_step, state.final_update, begins)
         else:
-            train(mine, state, lambda: None)
+            train(role_step, state, lambda: None)
         state.progress.assign(target)
-        self._meet(state, step)
-        self._hand_over(state, mine.group, everyone)
+        self._synchronize(state, step)
+        self._hand_over(state, role_step.group, everyone)
         self._send_weights(state, everyone)
 
     def _schedule(self, state: RoleState) -> tuple[tf.Tensor, tf.Tensor]:
-        """The part of the estimation that is done beside this step.
+        """The Lanczos iterations of this step, equal on every replica.
 
-        The iterations are spread evenly over the interval. Every replica
-        keeps the same count of them. Returns whether an estimation begins, and
-        the iterations to have done.
+        Iterations are spread evenly over the interval. Returns True if an
+        estimation begins, and the number of iterations to reach.
         """
         clock = self.job.clock
         idle = tf.equal(state.progress, 0)
@@ -208,16 +209,16 @@ class BesideSteps(Estimator):
         interval = self.timing.interval.at(clock)
         target = tf.minimum(-(-steps * elapsed // interval), steps)
         target = tf.where(begins | ~idle, target, 0)
-        most = iterations  # beside one step
-        if is_number(every := self.timing.interval.get()):
-            most = math.ceil(iterations / every)
-        most += state.progress
-        return begins, tf.clip_by_value(target, state.progress, most)
+        limit = iterations  # in one step
+        if is_number(fixed := self.timing.interval.get()):
+            limit = math.ceil(iterations / fixed)
+        limit += state.progress
+        return begins, tf.clip_by_value(target, state.progress, limit)
 
     def _train_and_sum(
         self, step: Step, final: FinalUpdate, begins: tf.Tensor
     ) -> None:
-        """The inner optimizer's step; the gradient is remembered."""
+        """Take the inner optimizer's step; add to the sum of gradients."""
         step.reduce()
         when(begins, lambda: final.begin(flat_weights(self.job.model)))
 
@@ -236,7 +237,7 @@ class BesideSteps(Estimator):
         begins: tf.Tensor,
         target: tf.Tensor,
     ) -> None:
-        """An accelerator's part of a step: some Lanczos iterations."""
+        """Run the Lanczos iterations of a step on an accelerator."""
         accelerator, model = state.accelerator, self.job.model
         assert accelerator is not None
         geometry = state.layout.geometry
@@ -247,73 +248,74 @@ class BesideSteps(Estimator):
             accelerator.begin(current, flat_weights(model), estimation)
 
         def advance() -> tf.Tensor:
-            done = tf.convert_to_tensor(state.progress)
-            accelerator.advance(model, current, estimation, done, target)
+            progress = tf.convert_to_tensor(state.progress)
+            accelerator.advance(model, current, estimation, progress, target)
             return tf.constant(0)
 
         when(begins, in_graph(begin))
-        # As a `tf.cond`: rounding depends on how a graph is optimised.
+        # A `tf.cond`, not `when`: rounding depends on graph optimisations.
         due = target > state.progress
         tf.cond(due, in_graph(advance), lambda: tf.constant(0))
 
-    def _meet(self, state: RoleState, step: Step) -> None:
-        """Waits for all; accelerators learn of updates and skipped steps."""
+    def _synchronize(self, state: RoleState, step: Step) -> None:
+        """Wait for all; copy the update and skip counts to accelerators."""
         everyone, streak = step.group, self.job.own(self.job.streaks)
         counter = own_copy(raw_iterations(self.job.inner_optimizer).value)
-        done = [tf.identity(counter)]
+        finished = [tf.identity(counter)]
         if state.accelerator is not None:
-            done.append(tf.identity(state.accelerator.tridiagonal.diagonal))
+            finished.append(tf.identity(state.accelerator.tridiagonal.diagonal))
         before = tf.identity(state.left)
-        with tf.control_dependencies([*done, before]):
+        with tf.control_dependencies([*finished, before]):
             arrived = stamp_time(state.arrived)
-        own = state.times[everyone.rank]
+        local_times = state.times[everyone.rank]
         with tf.control_dependencies([arrived]):
             count = tf.cast(counter, tf.float64)
             skips = streak.told()
-        gathered = everyone.all_gather(tf.concat([own, [count], skips], 0))
+        sent = tf.concat([local_times, [count], skips], 0)
+        gathered = everyone.all_gather(sent)
         with tf.control_dependencies([gathered]):
             left = stamp_time(state.left)
-        idle, whole = left - arrived, left - before
-        own += tf.where(before > 0, tf.stack([idle, whole]), [0, 0])
+        idle, total = left - arrived, left - before
+        local_times += tf.where(before > 0, tf.stack([idle, total]), [0, 0])
         times, rank = gathered[:, :2], everyone.rank
         state.times.assign(
-            tf.concat([times[:rank], [own], times[rank + 1 :]], 0)
+            tf.concat([times[:rank], [local_times], times[rank + 1 :]], 0)
         )
         if state.accelerator is not None:
-            told = gathered[self.roles.workers[0], 2:]
-            counter.assign(tf.cast(told[0], counter.dtype))
-            streak.take(told[1:], step.gradient_paths())
+            counts = gathered[self.roles.workers[0], 2:]
+            counter.assign(tf.cast(counts[0], counter.dtype))
+            streak.take(counts[1:], step.gradient_paths())
 
     def _hand_over(
         self, state: RoleState, peers: Communicator, everyone: Communicator
     ) -> None:
-        """At the end of an interval workers take over what was found."""
+        """Send the result to the workers at the end of an interval."""
         geometry = state.layout.geometry
         ends = self.timing.ends(self.job.clock, state)
         ends &= tf.equal(state.progress, geometry.steps)
 
-        def take_over() -> None:
+        def send() -> None:
             spectrum = None
             if state.accelerator is not None:
                 estimation = Estimation(geometry, peers, self.seed)
                 spectrum = state.accelerator.spectrum(estimation)
-            found = hand_over(spectrum, state.layout, self.roles, everyone)
-            if found is not None:
-                adopt(state, *found, peers, self.job)
+            received = hand_over(spectrum, state.layout, self.roles, everyone)
+            if received is not None:
+                adopt(state, *received, peers, self.job)
                 if state.final_update is not None:
                     weights = flat_weights(self.job.model)
                     alpha = self._rate.at(self.job, state)
                     subspace = state.existing_subspace
-                    move = state.final_update.move(
+                    change = state.final_update.change(
                         weights, subspace, tf.cast(alpha, weights.dtype), peers
                     )
-                    add_to_weights(self.job.model, move)
+                    add_to_weights(self.job.model, change)
             state.progress.assign(0)
 
-        when(ends, take_over)
+        when(ends, send)
 
     def _send_weights(self, state: RoleState, everyone: Communicator) -> None:
-        """Gives the accelerators the first worker's variables."""
+        """Broadcast the first worker's variables to the accelerators."""
         model = self.job.model
         variables = all_variables(model)
         values = [tf.cast(v.value, wire_type(v)) for v in variables]
@@ -325,13 +327,13 @@ class BesideSteps(Estimator):
         )
         if state.accelerator is not None and received is not None:
             for variable, value in zip(variables, received, strict=True):
-                own = own_copy(variable.value)
-                own.assign(tf.cast(value, own.dtype))
+                local = own_copy(variable.value)
+                local.assign(tf.cast(value, local.dtype))
 
     # ----------------------------------------------------------- reporting
     @override
     def first(self, updates: int) -> str:
-        """See `Estimator.first`: at the end of the first interval."""
+        """See `Estimator.first`; the result comes after an interval."""
         timing = self.timing
         end, interval = timing.warmup(self.states), timing.interval.get()
         if is_number(interval):
@@ -344,7 +346,7 @@ class BesideSteps(Estimator):
     def rows(self) -> list[tuple[str, str]]:
         waiting = ", ".join(f"{share:.0%}" for share in self.idle_share())
         if self.job.topology.hint == "nccl":
-            waiting += " by the hosts' clocks, which may not see GPUs work"
+            waiting += " (wall time of the hosts; includes pending GPU work)"
         return [
             ("Workers", ", ".join(map(str, self.roles.workers))),
             ("Accelerators", ", ".join(map(str, self.roles.accelerators))),
@@ -359,22 +361,24 @@ class BesideSteps(Estimator):
         return np.asarray(idle / np.maximum(whole, 1e-9))
 
     @override
-    def beside_bytes(self, state: RoleState) -> dict[str, int]:
+    def estimation_state_bytes(self, state: RoleState) -> dict[str, int]:
         basis = copies = 0
         if state.final_update is not None:
             copies = state.final_update.bytes
         if state.accelerator is not None:
             copies = state.layout.geometry.size * state.layout.item
             basis = state.accelerator.bytes - copies
-            for one in self.states[:1]:  # of this replica
-                assert one.accelerator is not None
-                copies += one.accelerator.batch_bytes
+            for local in self.states[:1]:  # of this replica
+                assert local.accelerator is not None
+                copies += local.accelerator.batch_bytes
         return {"basis": basis, "copies": copies}
 
     @override
-    def traffic(self, layout: Layout) -> tuple[dict[str, int], dict[str, int]]:
+    def received_bytes(
+        self, layout: Layout
+    ) -> tuple[dict[str, int], dict[str, int]]:
         rank = self.job.topology.local[0]
-        plain, _ = super().traffic(layout)
+        plain, _ = super().received_bytes(layout)
         if not self.roles.trains(rank):
             plain = dict.fromkeys(plain, 0)
             plain["weights"] = sum(
@@ -385,10 +389,10 @@ class BesideSteps(Estimator):
             return plain, {
                 "lanczos": estimation_bytes(layout.geometry, estimating)
             }
-        carrying = Subspace.replace_bytes(layout, self.inner())
+        replacement = Subspace.replace_bytes(layout, self.inner())
         pieces = piece_bytes(layout, self.roles, rank)
-        estimation = {"directions": pieces + carrying}
+        estimation = {"directions": pieces + replacement}
         if self.final_update == "paper":
             plain["projections"] = 0
-            estimation["projections"] = FinalUpdate.moving_bytes(layout)
+            estimation["projections"] = FinalUpdate.change_bytes(layout)
         return plain, estimation
