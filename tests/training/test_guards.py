@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfkfac.loss.terms import LossTerms
-from tfkfac.training.guards import note_batch
+from tfkfac.training.guards import count_empty_batches
 
 
 def test_many_empty_batches_in_a_row(capfd: Any) -> None:
@@ -14,7 +14,9 @@ def test_many_empty_batches_in_a_row(capfd: Any) -> None:
 
     @tf.function
     def batch(first: tf.Tensor, second: tf.Tensor) -> None:
-        note_batch([LossTerms(n, one) for n in (first, second)], empty, 3)
+        count_empty_batches(
+            [LossTerms(n, one) for n in (first, second)], empty, 3
+        )
 
     def feed(count: float, batches: int, second: float = 0) -> int:
         for _ in range(batches):

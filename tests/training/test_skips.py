@@ -97,7 +97,7 @@ def test_fit_ends() -> None:
     model.fit(lost(2), Y, BATCH, epochs=2, shuffle=False, verbose=0)
     message = (
         r"has skipped 3 steps in a row \(max_skipped_steps=3\): 6 of 6 "
-        r"gradients are not finite, the first of them that of '.*kernel'"
+        r"gradients are not finite, the first is that of '.*kernel'"
     )
     with pytest.raises(FloatingPointError, match=message):
         model.fit(lost(4), Y, BATCH, verbose=0)

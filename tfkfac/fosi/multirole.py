@@ -270,7 +270,7 @@ class AcceleratedEstimator(Estimator):
         local_times = state.times[everyone.rank]
         with tf.control_dependencies([arrived]):
             count = tf.cast(counter, tf.float64)
-            skips = streak.told()
+            skips = streak.to_tensor()
         sent = tf.concat([local_times, [count], skips], 0)
         gathered = everyone.all_gather(sent)
         with tf.control_dependencies([gathered]):
@@ -284,7 +284,7 @@ class AcceleratedEstimator(Estimator):
         if state.accelerator is not None:
             counts = gathered[self.roles.workers[0], 2:]
             counter.assign(tf.cast(counts[0], counter.dtype))
-            streak.take(counts[1:], step.gradient_paths())
+            streak.assign(counts[1:], step.gradient_paths())
 
     def _hand_over(
         self, state: RoleState, peers: Communicator, everyone: Communicator

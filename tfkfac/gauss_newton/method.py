@@ -186,7 +186,7 @@ class GaussNewtonMethod(Method):
         by_gradient = [
             None if g is None else next(indices) for g in step.gradients
         ]
-        step.withhold(range(len(by_gradient)), loss)
+        step.drop_gradients(range(len(by_gradient)), loss)
 
         def gradients(change: tf.Tensor) -> Gradients:
             tensors = self.space.split(-change)

@@ -149,7 +149,7 @@ def with_rows(active: ActiveBlock, step: Step) -> ActiveBlock:
     """
     rows = _rows_of(active, step.gradients, step.group.size)
     if rows is not None:
-        step.withhold(active.indices, bound(rows))
+        step.drop_gradients(active.indices, bound(rows))
     return dataclasses.replace(active, rows=rows)
 
 

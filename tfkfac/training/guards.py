@@ -1,19 +1,19 @@
-"""Guards against numbers that are not finite, and counters of events.
+"""Guards against values that are not finite, and counters of events.
 
-A number that is not finite costs one thing and is counted; it never reaches
-what is kept. `summary()` shows the counts, and standard error the first of
-each kind.
+Values that are not finite never reach the weights or the saved state. Each
+event is counted, `summary()` shows the counts, and the first event of each
+type is logged to standard error.
 
-| not finite | costs | counted in | guard |
+| not finite | effect | counter | guard |
 |---|---|---|---|
-| a gradient | the step, everywhere | `skipped_steps` | training/step |
-| a statistic | an update of its block's factors | `rejected` | kfac/averages |
-| a factor | what is known of its block | `dropped` | kfac/averages |
-| a decomposition | this one, the last good stays | `failures` | kfac/averages |
-| a preconditioned gradient | the plain one | `plain` | kfac/natural |
-| all tries of a step | the step | `rejected_steps` | gauss_newton/method |
-| an estimation | this one, the last stays | `failures` | fosi/update |
-| a direction | all of them, the step is plain | `forgotten` | fosi/layouts |
+| a gradient | skip the step on all replicas | `skipped_steps` | training/step |
+| a statistic | no update of these factors | `rejected` | kfac/averages |
+| a factor | its average restarts | `dropped` | kfac/averages |
+| a decomposition | keep the last valid one | `failures` | kfac/averages |
+| a preconditioned gradient | plain gradient | `plain` | kfac/natural |
+| all trials of a step | skip it | `rejected_steps` | gauss_newton/method |
+| an estimation | keep the last directions | `failures` | fosi/update |
+| a direction | drop all; plain step | `forgotten` | fosi/layouts |
 """
 
 import contextlib
@@ -34,45 +34,49 @@ def count_each(
     names: Sequence[str],
     message: str | tf.Tensor,
 ) -> None:
-    """Counts things that should not happen and reports the first of each.
+    """Count abnormal events and log the first of each to standard error.
 
-    XLA, which Keras compiles a step with on a GPU, knows no strings and cannot
-    print: what it compiles only counts. There is a bool and a number for each
-    name, or scalars for the only one. The message goes to standard error.
+    Under XLA, events are only counted: XLA has no strings and cannot print.
+
+    Args:
+        happened: One bool per name, or a scalar for a single name.
+        counter: Counter of the shape of `happened`, updated in place.
+        names: Name of each subject, for the log.
+        message: Message after the names.
     """
     if not names:
         return
-    new = happened & tf.equal(counter, 0)
+    is_first = happened & tf.equal(counter, 0)
     counter.assign_add(tf.cast(happened, counter.dtype))
     if in_xla():
         return
 
     def report() -> None:
         texts = tf.constant(list(names)), tf.convert_to_tensor(message)
-        which = tf.reshape(new, [-1])
-        shared_call("report", _print, which, *texts, any_size=True)
+        flags = tf.reshape(is_first, [-1])
+        shared_call("report", _print, flags, *texts, any_size=True)
 
-    when(tf.reduce_any(new), report)
+    when(tf.reduce_any(is_first), report)
 
 
-def _print(new: tf.Tensor, names: tf.Tensor, message: tf.Tensor) -> tf.Tensor:
-    """Prints a message on some names."""
-    which = tf.boolean_mask(names, new)
-    which = tf.strings.reduce_join(which, separator=", ")
-    text = tf.strings.join(["tfkfac: ", which, ": ", message])
+def _print(flags: tf.Tensor, names: tf.Tensor, message: tf.Tensor) -> tf.Tensor:
+    """Print a message with the flagged names."""
+    flagged = tf.boolean_mask(names, flags)
+    flagged = tf.strings.reduce_join(flagged, separator=", ")
+    text = tf.strings.join(["tfkfac: ", flagged, ": ", message])
     tf.print(text, output_stream=sys.stderr)
     return tf.constant(0)
 
 
 # ------------------------------------- steps skipped, batches without examples
 class Streak:
-    """Steps that one replica has skipped up to now, without one between.
+    """Consecutive skipped steps of one replica up to now.
 
     Attributes:
-        length: Number of them.
-        left_out: 1 if the last batch is left out of the metrics, else 0. That
-            is where its step is skipped and its loss is not finite.
-        names: The gradients that are looked at, in the last trace.
+        length: Number of consecutive skipped steps.
+        left_out: 1 if the metrics exclude the last batch, because its step was
+            skipped and its loss is not finite; else 0.
+        names: Paths of the checked gradients, from the last trace.
     """
 
     def __init__(self) -> None:
@@ -84,22 +88,23 @@ class Streak:
         self.names: tuple[str, ...] = ()
 
     def end(self) -> None:
-        """Notes a step that is not skipped."""
+        """Record a step that is not skipped."""
         self.length.assign(tf.zeros_like(self.length))
         self.left_out.assign(tf.zeros_like(self.left_out))
 
     def extend(self, finite: tf.Tensor, is_lost: tf.Tensor) -> None:
-        """Records a skipped step, by a flag for each gradient.
+        """Record a skipped step.
 
-        `is_lost` is true if the loss is not finite either.
+        `finite` has one bool per gradient; `is_lost` is True if the loss is
+        not finite either.
         """
-        # Of integers a GPU knows neither the sum nor the largest.
+        # GPUs have no kernels for the sum and argmax of integers.
         bad = tf.cast(~finite, tf.float32)
         self._lengthen(tf.cast(tf.reduce_sum(bad), tf.int64), is_lost)
         self._first.assign(tf.argmax(bad))
 
     def overflow(self, is_lost: tf.Tensor) -> None:
-        """Records a step that a `LossScaleOptimizer` skips."""
+        """Record a step that a `LossScaleOptimizer` skips."""
         self._lengthen(tf.zeros_like(self._bad), is_lost)
 
     def _lengthen(self, bad: tf.Tensor, is_lost: tf.Tensor) -> None:
@@ -107,68 +112,69 @@ class Streak:
         self.left_out.assign(tf.cast(is_lost, self.left_out.dtype))
         self._bad.assign(bad)
 
-    def told(self) -> tf.Tensor:
-        """The streak as float64 numbers, for other replicas."""
+    def to_tensor(self) -> tf.Tensor:
+        """The state as a float64 vector, to send to other replicas."""
         return tf.stack([tf.cast(n, tf.float64) for n in self._numbers])
 
-    def take(self, told: tf.Tensor, names: Sequence[str]) -> None:
-        """Makes it that of another replica, which has told of it."""
+    def assign(self, values: tf.Tensor, names: Sequence[str]) -> None:
+        """Assign the state of another replica, from `to_tensor`."""
         self.names = tuple(names)
-        for number, value in zip(self._numbers, tf.unstack(told), strict=True):
+        pairs = zip(self._numbers, tf.unstack(values), strict=True)
+        for number, value in pairs:
             number.assign(tf.cast(value, number.dtype))
 
-    def check(self, most: int, name: str) -> int:
-        """Returns the length, below the limit of an optimizer. Not in graphs.
+    def check(self, limit: int, name: str) -> int:
+        """Return the length if it is below a limit; call eagerly only.
 
         Raises:
-            FloatingPointError: If it has reached the limit.
+            FloatingPointError: If the length has reached the limit.
         """
-        if (length := int(self.length.numpy())) < most:
+        if (length := int(self.length.numpy())) < limit:
             return length
         raise FloatingPointError(
             f"Optimizer '{name}' has skipped {length} steps in a row "
-            f"(max_skipped_steps={most}): {self._reason()} The weights are "
-            "those of the last good step. Look at the batches and the loss; a "
+            f"(max_skipped_steps={limit}): {self._reason()} The weights are "
+            "those of the last valid step. Check the batches and the loss; a "
             "smaller learning rate or a larger damping may help."
         )
 
     def _reason(self) -> str:
-        """The gradients that were not finite in the last of them."""
+        """Text on the gradients that were not finite in the last step."""
         bad = int(self._bad.numpy())
         if bad == 0:
             return (
                 "gradients are not finite at any loss scale. Is the loss "
-                "finite without one?"
+                "finite without loss scaling?"
             )
         first = self.names[int(self._first.numpy())]
         return (
             f"{bad} of {len(self.names)} gradients are not finite, the first "
-            f"of them that of '{first}'."
+            f"is that of '{first}'."
         )
 
 
-# So many batches without an example are no coincidence.
+# Number of consecutive batches without an example that causes a warning.
 _MANY = 20
 
 
-def note_batch(
+def count_empty_batches(
     terms: Sequence[LossTerms], empty: tf.Variable, replica: int
 ) -> None:
-    """Warns when a replica has had no examples for 20 batches.
+    """Count consecutive empty batches in `empty`; warn at 20.
 
-    Keras and TensorFlow go on with empty batches, where the data of one worker
-    ends before that of the others. The variable counts such batches in a row.
+    Keras and TensorFlow continue with empty batches on workers whose data ends
+    before the data of others.
     """
     count = tf.add_n([loss.count for loss in terms])
     now = tf.where(count > 0, tf.zeros_like(empty), empty + 1)
     empty.assign(now)
-    if in_xla():  # which cannot print
+    if in_xla():  # cannot print
         return
 
     def report() -> tf.Tensor:
         tf.print(
             f"tfkfac: the last {_MANY} batches of replica {replica} had no "
-            "examples. Has its data ended before that of others?",
+            "examples. Has its data ended before the data of others?",
             output_stream=sys.stderr,
         )
         return tf.constant(0)
@@ -177,11 +183,11 @@ def note_batch(
 
 
 # ----------------------------------------------- refusals of a running step
-# A graph can only assert. Its error has the message somewhere in the middle,
-# so it bears a sign, by which `fit` finds it.
-_SIGN = "tfkfac refuses: "
-_TEXT = re.compile(rf"\[{_SIGN}(.*?)\]$", re.MULTILINE)
-# What TensorFlow's sparse cross-entropy says, on a CPU, below a page of files.
+# A graph can only assert, and TensorFlow's error text surrounds the message.
+# This prefix marks the message.
+_PREFIX = "tfkfac refuses: "
+_TEXT = re.compile(rf"\[{_PREFIX}(.*?)\]$", re.MULTILINE)
+# Error of TensorFlow's sparse cross-entropy on CPUs, after a long traceback.
 _LABEL = re.compile(
     r"Received a label value of (-?\d+) which is outside the valid range of "
     r"(\[0, \d+\))"
@@ -189,21 +195,21 @@ _LABEL = re.compile(
 
 
 def refuse(condition: tf.Tensor, message: tf.Tensor) -> tf.Operation:
-    """Ends a step with a message of one line, if a scalar is true.
+    """Operation that fails with a one-line message if `condition` is True.
 
-    Not where other replicas would wait in a collective. What is returned has
-    to be waited for before anything that is refused.
+    Make later operations depend on it. Do not use it where other replicas
+    would wait in a collective.
     """
-    text = tf.strings.join([_SIGN, message])
+    text = tf.strings.join([_PREFIX, message])
     return tf.debugging.Assert(tf.logical_not(condition), [text])
 
 
 @contextlib.contextmanager
 def as_errors() -> Iterator[None]:
-    """Raises what a step in it has refused, and labels that are no classes.
+    """Context that raises failures of `refuse` and invalid class labels.
 
     Raises:
-        ValueError: With the message.
+        ValueError: With the message of `refuse`, or the invalid label.
     """
     try:
         yield

@@ -21,19 +21,19 @@ from tfkfac.distributed.collectives import Communicator
 from tfkfac.linalg.tensors import all_finite, are_finite
 from tfkfac.loss.batch import LossBatch, LossTap
 from tfkfac.loss.shares import LossMeasure, measure_loss, weigh, weighted
-from tfkfac.training.guards import Streak, count_each, note_batch
+from tfkfac.training.guards import Streak, count_each, count_empty_batches
 from tfkfac.training.job import Job
 
 Gradients = list[tf.Tensor | None]
 
 
 class Update(NamedTuple):
-    """Task of the inner optimizer in a step.
+    """Input of the inner optimizer in a step.
 
     Attributes:
-        gradients: The gradients for it.
-        after: Called where the inner optimizer has changed the weights, before
-            it averages or constrains them.
+        gradients: The gradients that the inner optimizer gets.
+        after: Called after the inner optimizer has changed the weights, before
+            it averages or constrains them. Defaults to None.
     """
 
     gradients: Gradients
@@ -46,13 +46,13 @@ class Step:
 
     Attributes:
         job: The job.
-        gradients: Gradients of this replica's loss, which Keras has divided
-            by the number of replicas; None where there is none.
-        variables: Their variables.
+        gradients: Gradients of this replica's loss, divided by the number of
+            replicas by Keras; None for a variable without a gradient.
+        variables: The variables of the gradients.
         batch: The batch of this replica.
         group: The replicas that train together.
-        before: What the model kept before it was called.
-        finite: Scalar bool, true if it can be done; set by `check_finite`.
+        before: Values of the model's non-trainable state before its call.
+        finite: Scalar bool, False to skip the step; set by `check_finite`.
     """
 
     job: Job
@@ -69,21 +69,21 @@ class Step:
         self._is_reduced = self.group.size == 1
         self._measure = self.batch.measure
         self._bounds: list[tf.Tensor] = []
-        self._withheld: list[int] = []
+        self._dropped: list[int] = []
 
     def among(self, members: tuple[int, ...]) -> "Step":
-        """The step of a part of the group, with this replica."""
+        """The step of a subgroup that contains this replica."""
         return dataclasses.replace(self, group=self.group.among(members))
 
     @property
     def loss(self) -> LossMeasure:
-        """Measure of the loss among the replicas of the group.
+        """Measure of the loss over the replicas of the group.
 
-        It is worked out where it is first asked for. That is in `reduce` or
-        `weigh`, which every replica that trains calls outside of any branch.
+        Computed in the first access, by `reduce` or `weigh`, which every
+        training replica calls outside of branches.
         """
-        # Not a `cached_property`: before Python 3.12 its lock is common to
-        # all instances, and replicas that are threads wait for each other.
+        # No `cached_property`: before Python 3.12 all instances share its
+        # lock, and replicas that are threads would deadlock.
         if self._measure is None:
             self._measure = measure_loss(
                 self.job.terms_of(self.batch),
@@ -94,10 +94,7 @@ class Step:
         return self._measure
 
     def own_loss(self) -> tf.Tensor:
-        """This replica's part of the mean loss, float64.
-
-        It is 0 where nobody sees the loss.
-        """
+        """This replica's part of the mean loss, float64; 0 if not observed."""
         value = self.batch.value
         if value is None:
             return tf.zeros([], tf.float64)
@@ -105,44 +102,45 @@ class Step:
 
     def row_scale(self) -> tf.Tensor:
         """Factor for recorded gradients, see `LossMeasure`."""
-        own, scale = self.loss.row_scale, self.job.scaling.factor()
-        return own if scale is None else own / tf.cast(scale, own.dtype)
+        factor, scale = self.loss.row_scale, self.job.scaling.factor()
+        return (
+            factor if scale is None else factor / tf.cast(scale, factor.dtype)
+        )
 
     def note_losses(self, instead: str) -> None:
-        """Counts what the losses are taken for in this step.
+        """Record the types of the losses of this step.
 
-        The words `instead` say what is done with a loss that is no likelihood.
+        `instead` is the text on the fallback for losses without a likelihood.
         """
         self.job.losses.note(self.loss.losses, self.job, instead)
 
-    def withhold(self, indices: Sequence[int], bound: tf.Tensor) -> None:
-        """Keeps gradients out of everything, so that nobody computes them.
+    def drop_gradients(self, indices: Sequence[int], bound: tf.Tensor) -> None:
+        """Set gradients to None, so that TensorFlow prunes their computation.
 
-        Their places, the indices, are empty until a method puts something
-        there. The bound is a scalar, not finite if one of them is not.
+        `bound` is a scalar that is not finite if any of them is not finite.
         """
         for i in indices:
             self.gradients[i] = None
         self._bounds.append(bound)
-        self._withheld.append(indices[0])
+        self._dropped.append(indices[0])
 
     @property
     def share(self) -> tf.Tensor | None:
         """Factor for this replica's gradients; None is 1.
 
-        With batches of different sizes, the last of an epoch, the mean of the
-        replicas' gradients is not that of the global mean. Where the loss has
-        been weighed before the gradients were taken, they are already.
+        Replicas with batches of different sizes (at the end of an epoch) have
+        different weights in the global mean. None if `weigh_loss` has already
+        weighed the loss.
         """
         return None if self.batch.measure is not None else self.loss.share
 
     def weigh(self) -> None:
-        """Makes the gradients this replica's part of that of the mean loss."""
+        """Weigh the gradients by this replica's share of the mean loss."""
         share = self.share
         if self.group.size == 1 and share is None:
             return
         self._bounds = [weighted(bound, share) for bound in self._bounds]
-        # The static shape of a gradient may be lost where the batch is open.
+        # A batch of unknown size may lose the static shape of a gradient.
         self.gradients = [
             None
             if g is None
@@ -152,33 +150,30 @@ class Step:
             for g, v in zip(self.gradients, self.variables, strict=True)
         ]
 
-    def reduce(self, *beside: tf.Tensor) -> list[tf.Tensor]:
-        """Makes the gradients those of the mean loss of the whole group.
+    def reduce(self, *extra: tf.Tensor) -> list[tf.Tensor]:
+        """All-reduce the gradients to those of the group's mean loss.
 
-        The only reduction of the gradients, whatever the inner optimizer. It
-        returns the sums of other tensors, which go in the same messages.
+        This is the only reduction of the gradients. Returns the sums of the
+        `extra` tensors, which are sent in the same messages.
         """
         self.weigh()
-        sums = list(beside)
+        sums = list(extra)
         if self.group.size > 1:
             # The last layers first: the backward pass begins with them.
             present = [g for g in self.gradients[::-1] if g is not None]
-            parts = [present, self._bounds, sums]
-            reduced = iter(self.group.all_reduce(list(chain(*parts))))
-            rest, self._bounds, sums = (
-                [next(reduced) for _ in part] for part in parts
+            lists = [present, self._bounds, sums]
+            reduced = iter(self.group.all_reduce(list(chain(*lists))))
+            gradients, self._bounds, sums = (
+                [next(reduced) for _ in tensors] for tensors in lists
             )
             self.gradients = [
-                None if g is None else rest.pop() for g in self.gradients
+                None if g is None else gradients.pop() for g in self.gradients
             ]
         self._is_reduced = True
         return sums
 
     def check_finite(self) -> None:
-        """Finds out whether the step can be done.
-
-        One that cannot is counted, and leaves no trace in the model.
-        """
+        """Set `finite`; if False, count the step and restore the model."""
         flags, streak = self._finite_flags(), self._streak
         self.finite = tf.reduce_all(flags)
         skipped = ~self.finite
@@ -196,11 +191,11 @@ class Step:
         when(skipped, skip)
 
     def apply(self, direction: Callable[[], Update]) -> None:
-        """Lets the inner optimizer take the step if it is finite.
+        """Apply the inner optimizer to `direction()` if the step is finite.
 
-        `direction` then runs on every replica of the group, else on none.
-        Collectives are legal in it; what it needs of the batch and of the
-        layers' records must be taken before.
+        `direction` runs on all replicas of the group or on none, so it may
+        use collectives. Records of the batch and of layers must be read
+        before, outside of this branch.
         """
 
         def update() -> None:
@@ -226,9 +221,9 @@ class Step:
             when(~all_finite(statistics), lambda: put_back(self.before))
 
     def _is_lost(self) -> tf.Tensor:
-        """True if the loss of a replica of the group is not finite.
+        """True if the loss of any replica of the group is not finite.
 
-        All replicas of the group must call this, or none.
+        May use a collective: all replicas of the group must call this.
         """
         lost = is_lost(self.batch.value)
         if self.batch.value is None or self.group.size == 1:
@@ -238,16 +233,16 @@ class Step:
 
     @property
     def _streak(self) -> Streak:
-        """The steps that this replica has skipped last."""
+        """Consecutive skipped steps of this replica."""
         return self.job.own(self.job.streaks)
 
     def gradient_paths(self) -> list[str]:
-        """The weights whose gradients must be finite."""
+        """Paths of the weights whose gradients are checked."""
         present = [i for i, g in enumerate(self.gradients) if g is not None]
-        return [self.variables[i].path for i in [*present, *self._withheld]]
+        return [self.variables[i].path for i in [*present, *self._dropped]]
 
     def _finite_flags(self) -> tf.Tensor:
-        """True for each gradient that is finite; the same on every replica."""
+        """One bool per gradient, True if finite; equal on all replicas."""
         values = [
             g.values if isinstance(g, tf.IndexedSlices) else g
             for g in self.gradients
@@ -262,28 +257,29 @@ class Step:
         return tf.equal(total, 0)
 
     def _apply_inner(self, update: Update) -> None:
-        """The steps of inner and rest optimizer, without a second reduction."""
+        """Apply inner and rest optimizer, without a second reduction."""
         inner, rest = self.job.inner_optimizer, self.job.rest_optimizer
-        # What is passed on as it is must be of this branch's graph too.
+        # Gradients that are passed unchanged may belong to an outer graph.
         pairs = [
             (None if g is None else of_this_graph(g), v)
             for g, v in zip(update.gradients, self.variables, strict=True)
         ]
         tasks: list[Any] = [(inner, pairs, update.after)]
         if rest is not None:
-            others = [one for one in pairs if knows_variable(rest, one[1])]
-            own = [one for one in pairs if not knows_variable(rest, one[1])]
-            tasks = [(rest, others, None), (inner, own, update.after)]
-        # First the one whose rate may follow the other's, which counts steps.
+            uncovered = [p for p in pairs if knows_variable(rest, p[1])]
+            covered = [p for p in pairs if not knows_variable(rest, p[1])]
+            tasks = [(rest, uncovered, None), (inner, covered, update.after)]
+        # The optimizer whose rate follows the other's goes first, before the
+        # other counts this step.
         if self.job.inner_follows:
             tasks.reverse()
-        for optimizer, own, after in tasks:
+        for optimizer, gradients, after in tasks:
             with updates_in_replica(optimizer, after):
-                apply_or_count(optimizer, own)
+                apply_or_count(optimizer, gradients)
 
 
 def is_lost(loss: tf.Tensor | None, *others: tf.Tensor) -> tf.Tensor:
-    """True if one of several losses is not finite, or the first is unknown."""
+    """True if any loss is not finite, or `loss` is None (not observed)."""
     if loss is None:
         return tf.constant(True)
     finite = [tf.reduce_all(tf.math.is_finite(x)) for x in (loss, *others)]
@@ -291,17 +287,17 @@ def is_lost(loss: tf.Tensor | None, *others: tf.Tensor) -> tf.Tensor:
 
 
 def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:
-    """Weighs a replica's loss by its share of the terms, see `LossMeasure`.
+    """Weigh a replica's loss by its share of the terms, see `LossMeasure`.
 
-    Under the tape, so that what flows back through synchronised layers to
-    other replicas has the right weight too. The step knows of it by the batch.
-    The peers are the replicas that share the mean with this one.
+    Call it under the tape: gradients that flow to other replicas through
+    synchronised layers then have the correct weight too. The batch records the
+    measure for the step. `peers` are the replicas of the mean.
     """
     tap = LossTap.open(job.model)
     batch = tap.take_last(LossBatch())
     if not batch.terms or batch.measure is not None:
         return loss
-    note_batch(batch.terms, job.own(job.empty), job.rank)
+    count_empty_batches(batch.terms, job.own(job.empty), job.rank)
     group = job.group(f"loss {batch.ordinal}").among(peers)
     measure = measure_loss(batch.terms, group, job.topology.replicas, True)
     tap.note(dataclasses.replace(batch, measure=measure))
@@ -309,7 +305,7 @@ def weigh_loss(loss: tf.Tensor, job: Job, peers: tuple[int, ...]) -> tf.Tensor:
 
 
 def places_of(step: Step, weights: Sequence[keras.Variable]) -> list[int]:
-    """For each gradient there is, its variable's place among the weights."""
+    """Index among `weights` of the variable of each present gradient."""
     inner = step.job.inner_optimizer
     position = {variable_key(inner, v): i for i, v in enumerate(weights)}
     return [
