@@ -1,4 +1,4 @@
-"""Micro-batches whose gradients make one step together."""
+"""Gradient accumulation over the micro-batches of a step."""
 
 import dataclasses
 
@@ -13,16 +13,15 @@ from tfkfac.saving.slots import Slots
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step
 
-# The part of the state that is of micro-batches.
+# Name of the section of a saved file that holds these sums.
 PENDING = "pending"
 
 
 class Accumulation(Slots):
     """Sums of the gradients of one replica's micro-batches.
 
-    The `steps` micro-batches are one batch in pieces: what they come to is
-    the gradient of the mean over the terms of all of them, or of the sum if
-    the loss is one.
+    The result of `steps` micro-batches equals that of one large batch: the
+    gradient of the mean over all terms, or of the sum for a summed loss.
     """
 
     def __init__(self, steps: int, job: Job) -> None:
@@ -43,8 +42,8 @@ class Accumulation(Slots):
             )
         ]
         self.count = self.slot("micro_batches")
-        # Of terms, and of what the gradients have been multiplied by.
-        self.terms = self.slot("terms", dtype="float64")
+        self.terms = self.slot("terms", dtype="float64")  # number of terms
+        # Sum of the weights of the micro-batches.
         self.weight = self.slot("weight", dtype="float64")
         self.loss = self.slot(
             "loss",
@@ -54,14 +53,14 @@ class Accumulation(Slots):
         )
 
     def add(self, step: Step) -> None:
-        """Adds a micro-batch, whose gradients have been weighed."""
+        """Add a micro-batch, after `Step.weigh`."""
         terms = _terms(step.loss)
         weight = tf.where(step.loss.summed, tf.ones_like(terms), terms)
         sums = self._sums_of(step)
-        for own, gradient in zip(sums, step.gradients, strict=True):
+        for sum_, gradient in zip(sums, step.gradients, strict=True):
             if gradient is not None:
-                dense = tf.cast(tf.convert_to_tensor(gradient), own.dtype)
-                own.assign_add(weighted(dense, weight))
+                dense = tf.cast(tf.convert_to_tensor(gradient), sum_.dtype)
+                sum_.assign_add(weighted(dense, weight))
         self.loss.assign_add(weighted(step.own_loss(), weight))
         self.terms.assign_add(terms)
         self.weight.assign_add(weight)
@@ -72,22 +71,22 @@ class Accumulation(Slots):
         return tf.equal(self.count, self._steps)
 
     def merged(self, step: Step) -> Step:
-        """The step of all micro-batches, in the place of the last one's."""
+        """The step of all micro-batches, given the step of the last one."""
         loss = step.loss
         norm = tf.where(loss.summed, tf.ones_like(self.weight), self.weight)
         gradients = [
             None
             if gradient is None
-            else tf.math.divide_no_nan(own, tf.cast(norm, own.dtype))
-            for own, gradient in zip(
+            else tf.math.divide_no_nan(sum_, tf.cast(norm, sum_.dtype))
+            for sum_, gradient in zip(
                 self._sums_of(step), step.gradients, strict=True
             )
         ]
-        # The unit of a sum is in proportion to its terms.
-        more = tf.math.divide_no_nan(
+        # The unit of a summed loss is proportional to the number of terms.
+        ratio = tf.math.divide_no_nan(
             tf.convert_to_tensor(self.terms), _terms(loss)
         )
-        unit = tf.where(loss.summed, loss.unit * more, loss.unit)
+        unit = tf.where(loss.summed, loss.unit * ratio, loss.unit)
         measure = LossMeasure(
             loss.terms, loss.row_scale, unit, loss.summed, loss.total
         )
@@ -98,12 +97,12 @@ class Accumulation(Slots):
         return dataclasses.replace(step, gradients=gradients, batch=batch)
 
     def _sums_of(self, step: Step) -> list[tf.Variable]:
-        """The sums of the variables of a step, in their order."""
+        """The sums in the order of the variables of a step."""
         inner = step.job.inner_optimizer
         weights = step.job.model.trainable_variables
         sums = {
-            variable_key(inner, v): own
-            for v, own in zip(weights, self.sums, strict=True)
+            variable_key(inner, v): sum_
+            for v, sum_ in zip(weights, self.sums, strict=True)
         }
         return [sums[variable_key(inner, v)] for v in step.variables]
 
@@ -113,10 +112,10 @@ def _terms(loss: LossMeasure) -> tf.Tensor:
 
 
 def names_of(model: keras.Model) -> list[tuple[str, str]]:
-    """Path of the layer of each trainable variable, and its name there."""
+    """Layer path and unique name within it of each trainable variable."""
     names: dict[int, tuple[str, str]] = {}
     for node in walk(model):
-        own = [v for v in node.layer.trainable_variables if id(v) not in names]
-        for i, variable in enumerate(own):
+        new = [v for v in node.layer.trainable_variables if id(v) not in names]
+        for i, variable in enumerate(new):
             names[id(variable)] = node.path, f"{i}_{variable.name}"
     return [names[id(v)] for v in model.trainable_variables]
