@@ -73,7 +73,7 @@ def adopt(
         tf.logical_not(finite),
         state.failures,
         [job.name],
-        "an estimation of curvature is not finite and left out.",
+        "an estimation of curvature is not finite and ignored.",
     )
     # An empty batch has zero curvature: keep the directions of earlier batches.
     usable = finite & tf.reduce_any(ritz_values != 0)

@@ -66,8 +66,8 @@ def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
     layers = {id(p.block.layer): p.block.layer for p in state.preconditioners}
     calls = {key: Tap.calls(layer) for key, layer in layers.items()}
     blocks = []
-    for position, kept in enumerate(state.preconditioners):
-        block = kept.block
+    for position, preconditioner in enumerate(state.preconditioners):
+        block = preconditioner.block
         places = [index.get(key_of(v)) for v in block.variables]
         indices = tuple(place for place in places if place is not None)
         if not indices:
@@ -81,7 +81,13 @@ def active_blocks(step: Step, state: State) -> list[ActiveBlock]:
         records, explained = records_of(used, relevant, gradients)
         blocks.append(
             ActiveBlock(
-                position, block, kept, indices, used, records, explained
+                position,
+                block,
+                preconditioner,
+                indices,
+                used,
+                records,
+                explained,
             )
         )
     return blocks
