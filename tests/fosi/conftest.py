@@ -1,4 +1,4 @@
-"""What the tests of FOSI have in common."""
+"""Fixtures of the FOSI tests."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,6 @@ from tests.support.dtypes import floats
 
 @pytest.fixture
 def double() -> Iterator[None]:
-    """Float64, where the only differences are of rounding."""
+    """Set float64, where results differ by rounding only."""
     with floats("float64"):
         yield

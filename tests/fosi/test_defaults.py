@@ -1,4 +1,4 @@
-"""What FOSI does unless told otherwise: alpha, one estimation, warm-up."""
+"""Defaults of FOSI: proportional alpha, one estimation, warm-up."""
 
 import pathlib
 import types
@@ -33,7 +33,7 @@ X, Y = data()
 
 # ---------------------------------------------------------------------- alpha
 class Rates(keras.callbacks.LearningRateScheduler):
-    """Assigns `learning_rate` before each epoch."""
+    """Callback that assigns `learning_rate` before each epoch."""
 
     def __init__(self, rates: Sequence[float]) -> None:
         super().__init__(lambda epoch, rate: rates[epoch])
@@ -42,7 +42,7 @@ class Rates(keras.callbacks.LearningRateScheduler):
 def test_alpha_follows_assigned_rates(
     tmp_path: pathlib.Path, double: None
 ) -> None:
-    """Up to the largest so far: a warm-up does not multiply it. Saved."""
+    """Alpha scales with rate / largest rate so far, also after loading."""
     rates = [0.0, 0.05, 0.1, 0.1, 0.05, 0.025, 0.05, 0.0125, 0.0125]
     largest = np.maximum.accumulate(rates)
     x = X.astype(float)
@@ -68,7 +68,7 @@ def test_alpha_follows_assigned_rates(
 
 # ------------------------------------------------------------- one estimation
 def due(timing: Timing, fails: bool) -> list[int]:
-    """The updates at which estimations are made, of 310."""
+    """The updates, out of 310, at which estimations begin."""
     states: Any = types.SimpleNamespace(
         last=tf.Variable(-1, dtype="int64"),
         estimations=tf.Variable(0, dtype="int64"),
@@ -96,14 +96,14 @@ def due(timing: Timing, fails: bool) -> list[int]:
 def test_when_estimations_are_due(
     warmup: int | None, interval: int | None, fails: bool, expected: list[int]
 ) -> None:
-    """Without an interval again only where nothing was found."""
+    """Without an interval, only a failed estimation is repeated."""
     parameter = Hyperparameter("interval", interval, True, optional=True)
     parameter.build()
     assert due(Timing(warmup, parameter), fails) == expected
 
 
 def test_accelerators_have_an_interval() -> None:
-    """They estimate all the time."""
+    """The default interval with accelerators is 800."""
     assert tfkfac.FOSI().update_interval is None
     optimizer = tfkfac.FOSI(accelerator_fraction=0.5)
     assert optimizer.update_interval == 800
@@ -121,7 +121,7 @@ def network(**options: Any) -> Any:
 
 
 def first_estimation(model: Any, *args: Any, **kwargs: Any) -> int:
-    """Steps before it."""
+    """Number of steps before the first estimation."""
     after: list[int] = []
     notes = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: after.append(
@@ -154,7 +154,7 @@ def test_fit_tells_the_length(options: dict[str, Any], steps: int) -> None:
 
 @pytest.mark.slow
 def test_the_first_run_decides(tmp_path: pathlib.Path) -> None:
-    """Saved: a run that goes on warms up as it would have."""
+    """The warm-up is saved: a resumed run has the same warm-up."""
     batches = tf.data.Dataset.from_tensors((X, Y)).repeat(40)
     model = network()
     stop = keras.callbacks.LambdaCallback(

@@ -1,8 +1,8 @@
-"""DHO2: FOSI whose directions are divided among several workers.
+"""DHO2: FOSI with directions divided among several workers.
 
-All is in float64, where a job on several workers differs by rounding from the
-NumPy program, or from a single process. Differences are measured against the
-distance that all weights travelled.
+In float64, a job on several workers equals the NumPy program, or a single
+process, up to rounding. Differences are relative to the distance that the
+weights moved.
 """
 
 import functools
@@ -43,7 +43,7 @@ def add(
 
 
 def add_known(*args: Any, **kwargs: Any) -> None:
-    """A job with exact directions, which the reference knows."""
+    """Add a job with exact directions, as in the reference."""
     add(*args, slow=False, lanczos_steps=SIZE, **kwargs)
 
 
@@ -82,13 +82,13 @@ JOBS.add("two: told", "told")
 
 @pytest.fixture
 def results(pool: Pool) -> Results:
-    """Gives the results of a job by worker."""
+    """The results of a job by worker."""
     return functools.partial(JOBS.results, pool)
 
 
 @functools.cache
 def expected(name: str) -> tuple[list[Array], Array]:
-    """Weights and Ritz values, of all workers' rows as one batch."""
+    """Weights and Ritz values for all workers' rows as one batch."""
     kwargs = CASES[name] | {"layout": "rows"}
     if kwargs["model"] == "network":
         everyone = range(replicas_of(name))
@@ -107,7 +107,7 @@ def flat(weights: list[Array]) -> list[Array]:
 
 @pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_training(results: Results, name: str) -> None:
-    """As one process on the same global batches, to the bit on all workers."""
+    """Equals one process on the global batches; workers are bitwise equal."""
     workers, options = results(name), CASES[name]
     assert_same_bits(workers)
     weights, values = expected(name)
@@ -143,7 +143,7 @@ def test_training(results: Results, name: str) -> None:
 
 @pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_state_is_divided(results: Results, name: str) -> None:
-    """The basis and the directions, up to padding."""
+    """Basis and directions are divided evenly, up to padding."""
     options = DEFAULTS | CASES[name]
     workers = replicas_of(name)
     count = options["num_largest"] + options["num_smallest"]
@@ -170,5 +170,5 @@ def test_state_is_divided(results: Results, name: str) -> None:
 
 
 def test_all_workers_hear_the_same(results: Results) -> None:
-    """That is 7.5 % of the first one's 40 steps."""
+    """All workers use worker 0's warm-up: 7.5 % of 40 steps."""
     assert results("two: told") == [[3], [3]]

@@ -1,4 +1,4 @@
-"""FOSI and what cannot be used: batches, Hessians, layers, arguments."""
+"""FOSI with unusable batches, Hessians, layers and arguments."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ NAN, INF = float("nan"), float("inf")
 
 # -------------------------------------------------------------- bad gradients
 def test_bad_and_empty_batches(capfd: Any) -> None:
-    """A bad one changes nothing, not even when an estimation would be due.
+    """A bad batch changes nothing; a due estimation follows in the next step.
 
-    Then it is done next. An empty one says nothing of the curvature.
+    An empty batch does not change the directions.
     """
     x, y = data()
     model, twin = mlp(), mlp()
@@ -53,7 +53,7 @@ def test_bad_and_empty_batches(capfd: Any) -> None:
 # --------------------------------------------------------------- bad Hessians
 @tf.custom_gradient
 def kinked(x: Any) -> Any:
-    """The identity; its second derivative is NaN above 100."""
+    """The identity, with a second derivative of NaN above 100."""
 
     @tf.custom_gradient
     def slope(z: Any) -> Any:
@@ -66,7 +66,7 @@ def kinked(x: Any) -> Any:
 
 
 def kinked_model() -> Any:
-    """A linear model whose Hessian is not finite on a large input."""
+    """A linear model whose Hessian is not finite for a large input."""
     stack = [layers.Dense(2), layers.Activation(kinked), layers.Dense(1)]
     model = keras.Sequential([keras.Input((FEATURES,)), *stack])
     for v in model.trainable_variables:
@@ -75,9 +75,9 @@ def kinked_model() -> Any:
 
 
 def test_bad_hessians(capfd: Any) -> None:
-    """They are counted, and training goes on with what there was.
+    """Bad Hessians are counted; training keeps the last directions.
 
-    At first that is the inner optimizer, and then the directions.
+    Before the first valid estimation, the inner optimizer trains alone.
     """
     x, y = data()[0], np.ones((12, 1), "float32")
     large = x.copy()

@@ -1,4 +1,4 @@
-"""What FOSI leaves to the inner optimizer."""
+"""FOSI with different inner optimizers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +56,7 @@ PLAIN: dict[str, Maker] = {
 
 @pytest.mark.parametrize("inner", with_slow(PLAIN, "adam"))
 def test_warmup_is_the_inner_optimizer(inner: str) -> None:
-    """To the last bit, with a constraint on a layer; its state is shown."""
+    """Steps equal the inner optimizer's bit for bit, with a constraint."""
     x, y = data()
     paths = []
     for wrap in (False, True):
@@ -74,7 +74,7 @@ def test_warmup_is_the_inner_optimizer(inner: str) -> None:
 
 
 def test_no_curvature_is_the_inner_optimizer() -> None:
-    """A loss linear in the weights: the Hessian is zero, and never NaN."""
+    """A zero Hessian (linear loss) gives the inner optimizer's steps."""
     x, y = data()
 
     def linear(y_true: Any, y_pred: Any) -> Any:
@@ -105,7 +105,7 @@ ACCUMULATING: dict[str, tuple[Callable[..., Any], Any]] = {
 
 @pytest.mark.parametrize("inner", with_slow(ACCUMULATING, "adam"))
 def test_accumulation(inner: str, double: None) -> None:
-    """The gradient is the batches' mean, the curvature that of the first."""
+    """The gradient is the mean over batches; the Hessian is of the first."""
     make, rule = ACCUMULATING[inner]
     x, y = data(2 * ROWS)
     model = mlp()
@@ -122,7 +122,7 @@ def test_accumulation(inner: str, double: None) -> None:
 
 # ------------------------------------------------------------- after the split
 def test_averages_and_constraints(double: None) -> None:
-    """Of the weights after the Newton part; averages come first."""
+    """Averages, then constraints, apply after the Newton step."""
     x, y = data()
     model = mlp(kernel_constraint=constraints.NonNeg())
     inner = SGD(0.1, use_ema=True, ema_momentum=0.75, ema_overwrite_frequency=4)
@@ -169,7 +169,7 @@ OTHERS: dict[str, Maker] = {
 
 
 def test_which_changes_are_sums_of_gradients() -> None:
-    """Not those that are rounded: they are not orthogonal to anything."""
+    """Excluded is half precision: rounded changes are not orthogonal to V."""
     for name, make in (SUMS | OTHERS).items():
         assert is_plain_sgd(Job("fosi", mlp(), make())) == (name in SUMS), name
     for dtype in ("bfloat16", "float16"):
@@ -178,16 +178,16 @@ def test_which_changes_are_sums_of_gradients() -> None:
 
 
 def momentum_of(optimizer: Any) -> Array:
-    """SGD's."""
+    """SGD's momentum as a flat vector."""
     momenta = optimizer.inner_optimizer.momentums
     return np.concatenate([np.ravel(b) for b in momenta])
 
 
 @pytest.mark.parametrize("layout", with_slow(LAYOUTS, "columns"))
 def test_momentum_stays_out_of_new_directions(layout: str) -> None:
-    """In float32, with Nesterov's momentum of the directions before, and `s`.
+    """With alpha = 0, no weight moves along V (Nesterov momentum, `s`).
 
-    Without Newton steps no weight moves in the directions at all.
+    In float32; the momentum begins before the first estimation.
     """
     x, y = data()
     model = mlp()
@@ -214,7 +214,7 @@ def test_momentum_stays_out_of_new_directions(layout: str) -> None:
 
 @pytest.mark.slow
 def test_gradients_of_some_weights_between(double: None) -> None:
-    """A momentum of theirs has parts in directions that do not change."""
+    """Some weights without gradient: the momentum along V is projected anew."""
     x, y = data()
     model = mlp()
     optimizer = fosi(SGD(0.1, 0.9))

@@ -1,4 +1,4 @@
-"""FOSI on models, layers and losses of several kinds."""
+"""FOSI with several types of models, layers and losses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ from tests.support.small import curvature
 
 # ----------------------------------------------------------- Hessians of models
 def head(body: Callable[[Any], Any], frozen: bool = False) -> Any:
-    """Input, tanh layer, body, two units."""
+    """A model of an input, a tanh layer, `body` and two units."""
     x = keras.Input((FEATURES,))
     first = layers.Dense(2, "tanh", name="first", trainable=not frozen)
     return keras.Model(x, layers.Dense(2, name="last")(body(first(x))))
@@ -41,7 +41,7 @@ def two_outputs() -> Any:
 
 
 class Subclassed(keras.Model):
-    """Not built before the first batch; one layer has no gradient."""
+    """A model that is built by the first batch; one layer has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,10 +76,10 @@ def batch_for(name: str) -> tuple[Any, Any]:
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("name", with_slow(MODELS, "penalized", "frozen"))
 def test_directions(name: str, double: None) -> None:
-    """Are of the batch's Hessian, by differences.
+    """Ritz pairs are of the batch's Hessian, by finite differences.
 
-    With rates of zero. A replay draws the random numbers that the next
-    forward pass would, which changes no seed.
+    The rates are zero. A replay of the forward pass draws the random numbers
+    of the next pass and changes no seed.
     """
     x, y = batch_for(name)
     model = MODELS[name]()
@@ -108,7 +108,7 @@ def test_directions(name: str, double: None) -> None:
 
 @pytest.mark.slow
 def test_mixed_precision() -> None:
-    """Weights, directions and losses stay finite, and training works."""
+    """Weights, directions and losses stay finite, and the loss decreases."""
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         model = mlp()
@@ -126,7 +126,7 @@ def test_mixed_precision() -> None:
 
 # ------------------------------------------------------------ state of layers
 def test_state_moves_once_per_step() -> None:
-    """Neither estimations nor anything else moves it a second time."""
+    """Estimations do not update moving statistics a second time."""
     x, y = batch_for("dropout")
     x = x.astype("float32")
     models = []

@@ -1,7 +1,7 @@
-"""MR-DHO2: accelerators work out the curvature while workers train.
+"""MR-DHO2: accelerators estimate the curvature while workers train.
 
-Jobs are compared with the NumPy program, which does the same schedule one step
-after the other. All is in float64.
+Jobs are compared with the NumPy program, which runs the same schedule
+sequentially, in float64.
 """
 
 import functools
@@ -90,7 +90,7 @@ for where_ in ("four", "mirrored"):
 
 @pytest.fixture
 def results(pool: Pool) -> Results:
-    """Gives the results of a job by process."""
+    """The results of a job by process."""
     return functools.partial(JOBS.results, pool)
 
 
@@ -101,7 +101,7 @@ def count_workers(name: str) -> int:
 
 @functools.cache
 def expected(name: str) -> tuple[Fosi, Array]:
-    """The program, and the weights at first and after each step."""
+    """The NumPy program, and the weights at the start and after each step."""
     replicas, workers = replicas_of(name), count_workers(name)
     kwargs = {k: v for k, v in CASES[name].items() if k != "model"}
     roles = range(workers), range(workers, replicas)
@@ -109,7 +109,7 @@ def expected(name: str) -> tuple[Fosi, Array]:
 
 
 def by_rank(results: list[Any], what: str) -> list[tuple[int, Any]]:
-    """Something that each replica has, with its rank."""
+    """Pairs of rank and value of every replica."""
     return [
         (rank, value)
         for process in results
@@ -124,7 +124,7 @@ def flat(weights: list[Array]) -> list[Array]:
 # ----------------------------------------------------------------- results
 @pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_training(results: Results, name: str) -> None:
-    """The weights, to the bit on all replicas, and what they are made of."""
+    """Weights equal the program's; replicas are bitwise equal."""
     program, path = expected(name)
     assert program.values is not None
     processes, workers = results(name), count_workers(name)
@@ -156,7 +156,7 @@ def test_training(results: Results, name: str) -> None:
     "name", JOBS.params(n for n in CASES if "poison" not in CASES[n])
 )
 def test_metrics(results: Results, name: str) -> None:
-    """Means over the rows of all replicas, at the weights of their step."""
+    """Metrics are means over all replicas' rows at their step's weights."""
     _, path = expected(name)
     x, y = data(160)
     steps = [
@@ -185,7 +185,7 @@ def test_metrics(results: Results, name: str) -> None:
     "name", JOBS.params(["four: moments", "mirrored: moments"])
 )
 def test_synchronised_moments(results: Results, name: str) -> None:
-    """Workers do not see the accelerators' rows, nor these the workers'."""
+    """Moments are summed over the replicas of one role only."""
     feed = FEEDS["even"]()
     trained = [[*step[:2], [], []] for step in feed]
     estimated = [*trained[:2], [[], [], *feed[2][2:]]]
@@ -203,7 +203,7 @@ def test_synchronised_moments(results: Results, name: str) -> None:
 # ----------------------------------------------------------------- reports
 @pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_reports(results: Results, name: str) -> None:
-    """Workers keep directions, accelerators the basis, and get weights."""
+    """Workers store directions, accelerators basis and weights."""
     options = DEFAULTS | CASES[name]
     replicas, workers = replicas_of(name), count_workers(name)
     vector, paper = 8 * SIZE, options["final_update"] == "paper"
@@ -244,7 +244,7 @@ def test_reports(results: Results, name: str) -> None:
 
 
 def test_when_the_first_estimation_comes() -> None:
-    """At the end of the first interval, which follows the warmup."""
+    """The first estimation ends with the first interval after the warm-up."""
     options: Any = {"accelerator_fraction": 0.5, "warmup_steps": 1200}
     known = tfkfac.FOSI(**options, update_interval=30).method.estimator
     assert known.first(0) == known.first(1229) == "the first after update 1,230"
@@ -256,7 +256,7 @@ def test_when_the_first_estimation_comes() -> None:
 
 
 def test_one_device_is_not_enough() -> None:
-    """Already `compile` says so."""
+    """`compile` refuses accelerators on a single replica."""
     for fraction, missing in ((0.1, "accelerator"), (0.9, "worker")):
         message = f"no {missing}.*accelerator_fraction={fraction}"
         with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""FOSI's files and reports."""
+"""Files and reports of FOSI."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ SAVED = {
 
 
 def test_reports() -> None:
-    """When the first estimation comes, until it has come; bytes and values."""
+    """The summary has the time of the first estimation, bytes, Ritz values."""
     model = mlp()
     model.compile(small(num_smallest=1, warmup_steps=2), loss())
     optimizer = model.optimizer

@@ -1,4 +1,4 @@
-"""Neither wrong directions nor outliers among gradients reach the weights."""
+"""Guards against invalid directions and outliers among gradients."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ INNERS = {
 
 
 def break_(subspace: Any, name: str, value: float) -> None:
-    """Fills the numbers, or multiplies them."""
+    """Fill a variable with a value; multiply the directions by it."""
     variable = getattr(subspace, name)
     old = variable.numpy()
     new = old * value if name == "directions" else np.full_like(old, value)
@@ -39,7 +39,7 @@ BROKEN = [("directions", 1e30), ("ritz_values", np.nan), ("momentum", np.inf)]
 
 @pytest.mark.parametrize("inner", with_slow(INNERS, "adam"))
 def test_the_step_is_the_inner_optimizers(inner: str, capfd: Any) -> None:
-    """To the bit; the next one has new directions."""
+    """With invalid state, a step is the inner optimizer's bit for bit."""
     x, y = data()
     model, twin = mlp(), mlp()
     model.compile(small(INNERS[inner](), update_interval=100), loss())
@@ -91,7 +91,7 @@ for name_, kwargs_ in CASES.items():
 
 @pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_one_worker_loses_its_own(pool: Pool, name: str) -> None:
-    """All take the plain step, and all have new directions after it."""
+    """Invalid state on one worker: all take a plain step, then estimate."""
     workers = JOBS.results(pool, name)
     assert_same_bits(workers)
     for worker in workers:
@@ -108,7 +108,7 @@ def test_one_worker_loses_its_own(pool: Pool, name: str) -> None:
     "inner", ["adam", pytest.param("sgd", marks=pytest.mark.slow)]
 )
 def test_targets_of_1e10_in_one_batch(inner: str) -> None:
-    """Adam alone survives that, so FOSI with Adam has to as well."""
+    """FOSI with Adam recovers from an outlier, as Adam does."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 8)).astype("float32")
     y = x[:, :1] * x[:, 1:2]
@@ -131,7 +131,7 @@ def test_targets_of_1e10_in_one_batch(inner: str) -> None:
 
 
 def by_definition(steps: Array, values: Array) -> Array:
-    """Clipped at ten times the root of a running mean of squared lengths."""
+    """NumPy: step lengths clipped at 10 times their running RMS."""
     mean, kept = 0.0, []
     for step in steps:
         square = np.sum((step / np.abs(values)) ** 2)
@@ -148,7 +148,7 @@ def by_definition(steps: Array, values: Array) -> Array:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_coefficients(layout: str, workers: int) -> None:
-    """One length for all directions, whoever has them; most are the bits."""
+    """All workers clip by the same length; unclipped values keep their bits."""
     rng = np.random.default_rng(0)
     steps = rng.normal(size=(12, 3))
     steps[5, 1], steps[7] = 1e10, -500.0
@@ -178,7 +178,7 @@ def test_coefficients(layout: str, workers: int) -> None:
 
 
 def test_without_a_gradient() -> None:
-    """Zeros are no measure of what comes, and overflow is no step."""
+    """Zero gradients set no bound; an overflow gives a zero step."""
     shared = LAYOUTS["rows"](Geometry(5, 1, 0, 3, tf.float32), 1)
     subspace = Subspace(shared, InnerTraits(), 0)
     subspace.ritz_values.assign([1.0])

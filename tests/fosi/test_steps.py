@@ -1,4 +1,4 @@
-"""FOSI's steps against a NumPy program with exact Hessians."""
+"""Steps of FOSI against a NumPy program with exact Hessians."""
 
 import pathlib
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def test_reference_hessian() -> None:
 
 
 def test_case_is_not_trivial(double: None) -> None:
-    """Distinct curvatures at both ends, and a negative one."""
+    """The test problem has distinct extreme curvatures, one negative."""
     x, y = data()
     values = np.linalg.eigvalsh(Network(x, y).hessian(flat(mlp())))
     assert (values[:2] < -0.005).all()
@@ -71,7 +71,7 @@ def slowing(g: Array, w: Array, slots: dict[str, Array], t: int) -> Array:
 
 
 class Case(NamedTuple):
-    """An inner optimizer, and arguments of `FOSI` and of its program."""
+    """An inner optimizer, and arguments of `FOSI` and of the NumPy program."""
 
     inner: Callable[[], Any]
     rule: Rule
@@ -172,14 +172,14 @@ def test_single_precision() -> None:
 
 
 def test_sample_weights(double: None) -> None:
-    """Are part of the loss, and of its Hessian."""
+    """Sample weights weigh the loss and its Hessian."""
     program = Fosi(sgd(0.1), warmup=1)
     weight = np.linspace(0, 2, ROWS)
     assert_follows(fosi(SGD(0.1), warmup_steps=1), program, 6, weight=weight)
 
 
 def test_only_smallest(double: None) -> None:
-    """No largest directions: `s` is 1 whatever the curvatures are."""
+    """Without largest directions `s` is 1."""
     options = {"num_largest": 0, "num_smallest": 2, "alpha": 0.05}
     x, y = data()
     model, network = mlp(), Network(x, y)
@@ -193,7 +193,7 @@ def test_only_smallest(double: None) -> None:
 
 
 def test_changed_numbers(double: None) -> None:
-    """New numbers take effect in the next step, without a new trace."""
+    """Changed arguments take effect in the next step without a new trace."""
     x, y = data()
     model, optimizer = mlp(), fosi(SGD(0.1))
     model.compile(optimizer, loss())
@@ -219,7 +219,7 @@ def test_changed_numbers(double: None) -> None:
 
 @pytest.mark.slow
 def test_more_directions_than_weights(double: None) -> None:
-    """A warning; those without curvature are the inner optimizer's."""
+    """Warns; directions without curvature are left to the inner optimizer."""
     program = Fosi(adam(0.03), num_largest=SIZE, warmup=1, momentum=0.0)
     options = {"num_largest": 99, "warmup_steps": 1, "momentum": 0.0}
     optimizer = fosi(Adam(0.03, **BETAS), lanczos_steps=None, **options)
@@ -254,7 +254,7 @@ def test_more_directions_than_weights(double: None) -> None:
 def test_diagonal_curvature(
     curvature: list[float], options: Any, want: list[float], double: None
 ) -> None:
-    """A step from weights of 1, where the gradient is the curvature."""
+    """One step on a diagonal quadratic loss, from weights of 1."""
     model = keras.Sequential(
         [keras.Input((4,)), layers.Dense(1, use_bias=False)]
     )
@@ -269,7 +269,7 @@ def test_diagonal_curvature(
 def least_squares(
     inner: Any, num_largest: int, start: float, rank: int = 5, **options: Any
 ) -> tuple[Any, Array, Array]:
-    """A model of one unit, whose loss is quadratic."""
+    """A model of one unit with a quadratic loss."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(20, rank)) @ rng.normal(size=(rank, 5))
     x, y = x.astype(keras.config.floatx()), rng.normal(size=(20, 1))
@@ -285,7 +285,7 @@ def least_squares(
 
 @pytest.mark.parametrize("num_largest", [2, 6])
 def test_newton_step_is_exact(num_largest: int, double: None) -> None:
-    """One step lands on the minimiser in the span of the directions."""
+    """One Newton step reaches the minimiser in the span of the directions."""
     model, x, y = least_squares(SGD(1e-3), num_largest, 2.0, alpha=1.0)
     model.train_on_batch(x, y)
     ones = np.hstack([x, np.ones((20, 1))])
@@ -302,7 +302,7 @@ def test_newton_step_is_exact(num_largest: int, double: None) -> None:
 
 @pytest.mark.parametrize("inner", ["sgd", "adam"])
 def test_more_directions_than_rank(inner: str) -> None:
-    """The inverse of no curvature must not get in: the loss only falls."""
+    """Zero curvature is not inverted: the loss only decreases."""
     make = SGD(1e-3) if inner == "sgd" else Adam(1e-3)
     model, x, y = least_squares(make, 5, 1.0, rank=1)
     history = [model.evaluate(x, y, verbose=0)]

@@ -1,4 +1,4 @@
-"""FOSI in train steps of the user's own; `test_same_runs` has other ways."""
+"""FOSI in custom training steps; other ways are in `test_same_runs`."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.support.fosi_reference import data, fit, loss, mlp, small
 
 
 class Steps(keras.Sequential):
-    """A train step that does not tell `compute_loss` what the inputs were."""
+    """A custom `train_step` that calls `compute_loss` without the inputs."""
 
     traces, own_loss = 0, False
 

@@ -1,4 +1,4 @@
-"""The inner optimizer and its arguments, in the manners of Keras."""
+"""Arguments in Keras' form: optimizers, rates, configs, defaults."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ def schedule() -> ExponentialDecay:
 
 
 def round_trip(optimizer: Any) -> Any:
-    """Through JSON, as in a file."""
+    """Convert through JSON, as in a file."""
     text = json.dumps(keras.optimizers.serialize(optimizer))
     return keras.optimizers.deserialize(json.loads(text))
 
@@ -61,7 +61,7 @@ def test_arguments_of_the_inner_sgd(
 
 
 def test_a_schedule_is_a_learning_rate() -> None:
-    """It follows the iterations, and goes through a config."""
+    """A schedule follows the iterations and survives a config."""
     for optimizer, kind in (
         (tfkfac.KFAC(schedule()), SGD),
         (tfkfac.KFAC(learning_rate=schedule()), SGD),
@@ -94,7 +94,7 @@ def test_not_beside_what_has_its_own(name: str, given: Any) -> None:
 
 # -------------------------------------------------------- one inside another
 def test_not_inside_a_multi_optimizer() -> None:
-    """Which makes or asks for its optimizers in the first step."""
+    """`MultiOptimizer` is refused: it creates optimizers in the first step."""
     multi, kfac = keras.optimizers.MultiOptimizer, tfkfac.KFAC()
     first = keras.optimizers.OptimizerMap(SGD(0.1), {".*first/.*": kfac})
     for optimizer in (multi(first), multi(lambda variable: kfac)):
@@ -140,7 +140,7 @@ TUNABLE = [
 
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_defaults(kind: Any) -> None:
-    """The measured recipes; a change of one must be on purpose."""
+    """Defaults are the measured values; changes must be deliberate."""
     config = kind().get_config()
     config.pop("inner_optimizer", None)
     rest = config.pop("rest_optimizer", None)
@@ -166,7 +166,7 @@ RATES = [
 
 @pytest.mark.parametrize(("kind", "name"), [*TUNABLE, *RATES])
 def test_functions_are_refused(kind: Any, name: str) -> None:
-    """Also callable objects, and values that are set later."""
+    """Functions are refused, also callable objects and later assignments."""
     optimizer = kind()
     for function in (
         lambda i: 0.1,
@@ -222,7 +222,7 @@ def test_a_subclass_has_the_same_arguments(kind: Any) -> None:
 # ------------------------------------------------------------------- by name
 @pytest.mark.parametrize("make", [*CLASSES, tfkfac.GaussNewton])
 def test_found_by_name(make: Any) -> None:
-    """And not in the place of somebody else's class of the same name."""
+    """Names find tfkfac's optimizers, but never hide a user's class."""
     name = make.__name__
     for identifier in (name.lower(), make().name):
         model = small()

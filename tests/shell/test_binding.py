@@ -35,7 +35,7 @@ X, Y = data()
 
 
 def train(model: Any, optimizer: Any, x: Any = X, y: Any = Y) -> None:
-    """Compiles the model and makes a step, without a trace."""
+    """Compile the model and take one eager step."""
     model.compile(optimizer, loss(), run_eagerly=True)
     model.train_on_batch(x, y)
 
@@ -52,7 +52,7 @@ def test_recompile_with_the_same_optimizer_keeps_its_state() -> None:
 
 
 def test_recompile_with_another_kfac() -> None:
-    """The new one starts anew and gets every record, the old one none."""
+    """The new optimizer starts fresh and gets all records."""
     model, old = mlp(), tfkfac.KFAC()
     train(model, old)
     before = curvature(old)
@@ -76,7 +76,7 @@ def test_recompile_with_another_optimizer_removes_all_taps() -> None:
 
 
 def test_recompile_after_the_optimizer_is_gone() -> None:
-    """No reference of the user's keeps it, its taps still go."""
+    """A deleted optimizer's taps are removed by the next `compile`."""
     model = compiled_mlp()
     model.optimizer = None
     gc.collect()
@@ -92,7 +92,7 @@ def test_recompile_before_the_model_is_built_leaves_no_taps() -> None:
 
 
 def test_deleted_model_and_optimizer_are_freed() -> None:
-    """Taps and records keep nothing alive."""
+    """Taps and records keep no reference."""
     model = compiled_mlp(eager=True)
     model.train_on_batch(X, Y)
     gradients_of(model, X, Y)
@@ -104,9 +104,9 @@ def test_deleted_model_and_optimizer_are_freed() -> None:
 
 # ------------------------------------------------------------- fine-tuning
 def test_freezing_and_thawing_a_layer() -> None:
-    """The same optimizer goes on with what is left, state included.
+    """The optimizer continues with the remaining layers and their state.
 
-    A layer that comes back starts with factors of the next batch.
+    A layer that is unfrozen starts with factors of the next batch.
     """
     model, optimizer = mlp(), tfkfac.KFAC()
     hidden, logits = model.layers
@@ -149,7 +149,7 @@ def test_thawing_what_the_optimizer_was_built_without() -> None:
     bool(tf.config.list_physical_devices("GPU")), reason="XLA is allowed"
 )
 def test_jit_compile_without_a_gpu() -> None:
-    """A script written for a GPU trains, without XLA, and it is said."""
+    """`jit_compile=True` without a GPU trains without XLA, with a warning."""
     model = mlp()
     with pytest.warns(
         UserWarning, match=r"`jit_compile`.*trains with jit.*Fal"
@@ -198,7 +198,7 @@ def test_attach_wants_a_model() -> None:
 
 
 def test_never_attached() -> None:
-    """The error says what to call, before anything has changed."""
+    """The error names the call to make, and nothing has changed."""
     model = mlp()
     optimizer = tfkfac.KFAC()
     before = model.get_weights()
@@ -219,7 +219,7 @@ def test_never_attached() -> None:
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_attached_too_late(eager: bool) -> None:
-    """After the forward pass there is nothing left to record."""
+    """Attaching after the forward pass raises an error."""
     model = mlp()
     optimizer = tfkfac.KFAC()
 
@@ -233,7 +233,7 @@ def test_attached_too_late(eager: bool) -> None:
 
 
 def test_two_models_share_a_trunk() -> None:
-    """Each optimizer takes the records of its own model's steps."""
+    """Each optimizer gets the records of its model's steps only."""
     keras.utils.set_random_seed(0)
     inputs = keras.Input((FEATURES,))
     shared = layers.Dense(4, activation="tanh", name="trunk")(inputs)

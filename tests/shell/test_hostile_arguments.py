@@ -1,4 +1,4 @@
-"""Arguments and configs that nobody should pass: a clean error or they work."""
+"""Unusual arguments and configs work or raise a clear error."""
 
 import decimal
 import fractions
@@ -111,7 +111,7 @@ def test_what_is_accepted_trains(which: tuple[type, str], value: Any) -> None:
     ),
 )
 def test_configs(cls: Any, config: Any) -> None:
-    """The constructor's own errors, or those of Keras' deserialisation."""
+    """Bad configs raise the constructor's or Keras' errors."""
     try:
         cls.from_config(config)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Hyper-parameters lose no digits in a float64 model."""
+"""Hyperparameters keep float64 precision in a float64 model."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -47,7 +47,7 @@ def test_values_are_exact() -> None:
 
 
 def test_a_schedule_in_float64() -> None:
-    """Equal to Python's; float32 is off by 1e-8."""
+    """Values equal Python's; float32 has errors of 1e-8."""
     schedule = Formula(lambda iteration: DAMPING * 0.9 ** (iteration / 7))
     want = DAMPING * 0.9 ** (10 / 7)
     assert value_of(schedule, 10) == pytest.approx(want, rel=1e-15, abs=0)
@@ -64,7 +64,7 @@ def test_a_schedule_counts_beyond_float32(iteration: int) -> None:
     ("solver", "kind"), [("eigen", "number"), ("inverse", "schedule")]
 )
 def test_a_step_in_float64(solver: str, kind: str, double: None) -> None:
-    """One step of K-FAC, damped and clipped, against NumPy."""
+    """One damped and clipped step of K-FAC against NumPy."""
     keras.utils.set_random_seed(0)
     layer = keras.layers.Dense(3)
     model = keras.Sequential([keras.Input((4,)), layer])

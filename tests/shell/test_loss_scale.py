@@ -1,4 +1,4 @@
-"""Scales of the loss for float16, on one device and on several workers."""
+"""Loss scaling for float16, on one device and on several workers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -58,7 +58,7 @@ SCALERS = {
     "name", ["ours", pytest.param("Keras'", marks=pytest.mark.slow)]
 )
 def test_a_bad_batch_leaves_no_trace(name: str) -> None:
-    """But half the scale: all bits are those of a run that is given it."""
+    """A bad batch halves the scale; all else has equal bits."""
     found = []
     for bad in (True, False):
         scaler = SCALERS[name](tfkfac.KFAC(), dynamic_growth_steps=3)
@@ -91,7 +91,7 @@ def test_a_bad_batch_leaves_no_trace(name: str) -> None:
 
 @pytest.mark.slow
 def test_overflow_at_every_scale() -> None:
-    """It ends the training, whoever has the scale."""
+    """Training ends, with tfkfac's and Keras' loss scaling."""
     for make in SCALERS.values():
         model = compiled(make(tfkfac.KFAC(max_skipped_steps=2)))
         with pytest.raises(FloatingPointError, match="2 steps in a row"):
@@ -113,7 +113,7 @@ NAMES = [f"two: {o}" for o in ("kfac", "dp_kfac", "fosi", "accelerator")]
 
 @pytest.mark.parametrize("name", JOBS.params([*NAMES, "mirrored: kfac"]))
 def test_all_workers_agree(pool: Pool, name: str) -> None:
-    """One worker's batch overflows: all skip, and all halve the scale."""
+    """An overflow on one worker: all skip and halve the scale."""
     workers = JOBS.results(pool, name)
     assert_same_bits(workers)
     for worker in workers:

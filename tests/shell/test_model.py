@@ -1,4 +1,4 @@
-"""What workers compare: each thing that they may differ in is named."""
+"""Descriptions of models that workers compare; errors name differences."""
 
 import json
 from typing import Any
@@ -90,7 +90,7 @@ def test_a_layer_that_is_frozen() -> None:
 
 
 def test_what_may_differ() -> None:
-    """Names given by counting, seeds, and objects that are made anew."""
+    """Counted names, seeds and object addresses may differ."""
 
     def mine(value: Any) -> Any:
         return value

@@ -1,7 +1,7 @@
-"""Values of arguments: wrong ones are refused, with what was received.
+"""Wrong values of arguments are refused, with the received value.
 
-Each argument has a row: what it must be, and which of `VALUES` it takes. A
-new one without a row is a failure.
+Each argument has a row: the required type, and which of `VALUES` it accepts.
+An argument without a row fails.
 """
 
 import inspect
@@ -127,7 +127,7 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
 
 
 def takes(accepted: tuple[Any, ...], value: Any) -> bool:
-    """1 is no bool, and no float."""
+    """True if an accepted value has the same type and value."""
     return any(type(a) is type(value) and a == value for a in accepted)
 
 
@@ -140,9 +140,9 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("owner", TAKES)
 def test_values(owner: Any) -> None:
-    """At construction, in Keras' words, with the value received.
+    """The constructor refuses wrong values in Keras' form.
 
-    Those that are taken go through a config.
+    Accepted values survive a config.
     """
     names = set(inspect.signature(owner.__init__).parameters)
     assert names - {"self", "name"} == set(TAKES[owner])
@@ -245,7 +245,7 @@ def test_what_cannot_be_inside_a_step_with_a_rule(step: Any) -> None:
 
 @pytest.mark.parametrize("inner", [None, 0.1])
 def test_momentum_of_a_spectral_step(inner: Any) -> None:
-    """That of `KFAC` is that of its step, where it has none of its own."""
+    """`momentum` of `KFAC` is the default of its spectral step."""
     optimizer = KFAC(inner, momentum=0.5, step="spectral")
     assert optimizer.step == SPECTRAL(momentum=0.5)
     assert optimizer.inner_optimizer.momentum == 0
@@ -266,7 +266,7 @@ TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("owner", [KFAC, FOSI, GN])
 def test_unknown_arguments(owner: Any) -> None:
-    """Python refuses them: no constructor takes `**kwargs`."""
+    """Python refuses unknown arguments."""
     for name in ("dampening", "lr", "weight_decay", "loss_scale_factor"):
         with pytest.raises(TypeError, match=f"unexpected.* '{name}'"):
             owner(**{name: 0.1})
@@ -302,7 +302,7 @@ def test_arguments_are_given_by_name() -> None:
     "make", [KFAC, lambda: compiled_mlp().optimizer, FOSI, GN]
 )
 def test_later(make: Callable[[], Any]) -> None:
-    """Setting is checked as the constructor is, and then changes nothing."""
+    """Assignments are checked like arguments; refused ones change nothing."""
     optimizer = make()
     for name, field in optimizer.method_type.fields().items():
         before = getattr(optimizer, name)

@@ -1,7 +1,7 @@
-"""Every node of a training step can run on a GPU.
+"""Every node of a training step has a GPU kernel.
 
-There is none here; TensorFlow's registry of kernels answers. Steps of several
-replicas are in tests/distributed/test_collectives.py.
+Tested without a GPU, by TensorFlow's kernel registry. For steps of several
+replicas see tests/distributed/test_collectives.py.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 
 def missing(network: str, optimizer: str, jit: bool) -> set[str]:
-    """Operations of a step that a GPU cannot do."""
+    """Operations of a step without a GPU kernel."""
     model = NETWORKS[network]()
     model.compile(OPTIMIZERS[optimizer](), loss())
     step = tf.function(model.train_step, autograph=False, jit_compile=jit)
@@ -55,12 +55,12 @@ def missing(network: str, optimizer: str, jit: bool) -> set[str]:
     ],
 )
 def test_compiled_by_xla(network: str, optimizer: str) -> None:
-    """As Keras does on one GPU."""
+    """Steps compiled by XLA, Keras' default on one GPU."""
     assert missing(network, optimizer, jit=True) == set()
 
 
 def test_not_compiled() -> None:
-    """The event reports are strings; they run on the host."""
+    """Only the event reports, which are strings, run on the host."""
     assert missing("rows", "inverse", jit=False) == REPORTS
 
 

@@ -1,4 +1,4 @@
-"""A replica without examples is told of, once for each time."""
+"""Warnings about replicas without examples."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Batches that nobody should train on: an error, or weights that are finite."""
+"""Invalid batches raise an error or leave finite weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ _KEPT: dict[str, Any] = {}
 
 
 def trained(name: str) -> Any:
-    """A model after three good steps; one for all examples."""
+    """A model after three valid steps, common to all examples."""
     if name not in _KEPT:
         model = mlp()
         model.compile(OPTIMIZERS[name](), loss(), run_eagerly=True)
@@ -91,7 +91,7 @@ def test_batches(name: str, chosen: Any) -> None:
     "name", with_slow(["kfac", "gauss_newton"], "gauss_newton")
 )
 def test_labels_that_are_no_classes(name: str) -> None:
-    """In one line, where TensorFlow has a page of files."""
+    """Invalid labels raise a one-line error."""
     model = mlp()
     model.compile(OPTIMIZERS[name](), loss())
     x, y = data()

@@ -1,4 +1,4 @@
-"""Logs and metrics where the loss of a batch is not finite."""
+"""Logs and metrics of batches with a loss that is not finite."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,7 +51,7 @@ def spoiled(bad: tuple[int, ...], value: float = np.nan) -> Array:
 
 
 def errors(batches: list[int]) -> dict[str, float]:
-    """Keras' means of some batches, in NumPy; nan if there are none."""
+    """Keras' means over some batches, in NumPy; nan without batches."""
     rows = [i for b in batches for i in range(BATCH * b, BATCH * (b + 1))]
     gaps = (X @ KERNEL - Y)[rows]
     if not rows:
@@ -60,7 +60,7 @@ def errors(batches: list[int]) -> dict[str, float]:
 
 
 class Logs(keras.callbacks.Callback):
-    """Keeps the logs of all batches."""
+    """Callback that keeps the logs of all batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Logs(keras.callbacks.Callback):
 
 
 def fit(model: Any, x: Array, **options: Any) -> Any:
-    """The logs of the batches, and those of the last epoch."""
+    """Train; return the logs of the batches and of the last epoch."""
     logs = Logs()
     history = model.fit(
         x, Y, BATCH, shuffle=False, verbose=0, callbacks=[logs], **options
@@ -80,7 +80,7 @@ def fit(model: Any, x: Array, **options: Any) -> Any:
 
 
 def check(model: Any, bad: tuple[int, ...], value: float = np.nan) -> None:
-    """Compares the logs of an epoch with NumPy's."""
+    """Compare the logs of an epoch with NumPy's."""
     batches, epoch = fit(model, spoiled(bad, value))
     good = [b for b in ALL if b not in bad]
     for number, logs in enumerate(batches):
@@ -94,7 +94,7 @@ def check(model: Any, bad: tuple[int, ...], value: float = np.nan) -> None:
 
 @pytest.mark.parametrize("name", [n for n in STILL if n != "micro-batches"])
 def test_logs(name: str) -> None:
-    """A bad batch is in its own logs alone, an epoch without any other nan."""
+    """A bad batch affects only its own logs; an epoch of bad ones is nan."""
     model = linear(optimizer=STILL[name](), metrics=["mae"])
     for bad in [(0,), (1, 2), (3,), NONE, ALL]:
         check(model, bad)
@@ -104,7 +104,7 @@ def test_logs(name: str) -> None:
 
 
 def test_logs_of_micro_batches() -> None:
-    """With a bad one those after it in the same step are left out."""
+    """Micro-batches after a bad one in the same step are excluded."""
     model = linear(optimizer=STILL["micro-batches"]())
     for bad, good in [((0,), [2, 3]), ((3,), [0, 1, 2]), (ALL, [])]:
         batches, epoch = fit(model, spoiled(bad))
@@ -114,7 +114,7 @@ def test_logs_of_micro_batches() -> None:
 
 
 class Trackers(keras.Model):
-    """A train step with metrics of its own, updated after the weights."""
+    """A custom `train_step` that updates metrics after the weights."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -140,21 +140,21 @@ class Trackers(keras.Model):
 @pytest.mark.filterwarnings("ignore:Optimizer 'kfac' did not observe the loss")
 @pytest.mark.parametrize("eager", [False, True])
 def test_train_step_of_the_user(eager: bool) -> None:
-    """Of which nobody knows the loss; the metrics show it."""
+    """A custom training step with an unobserved loss: metrics are nan."""
     model = linear(Trackers, optimizer=STILL["kfac"](), run_eagerly=eager)
     for bad in [(0,), (3,), ALL]:
         check(model, bad)
 
 
 def test_eager_metrics_of_the_first_batch() -> None:
-    """Which creates them."""
+    """Metrics are right if the first, eager batch creates them."""
     optimizer = STILL["kfac"]()
     model = linear(optimizer=optimizer, metrics=["mae"], run_eagerly=True)
     check(model, (0,))
 
 
 class Extremes(keras.metrics.Metric):
-    """A metric that is not 0 after a reset, the least output."""
+    """Metric of the smallest output; not 0 after a reset."""
 
     def __init__(self, name: str = "least") -> None:
         super().__init__(name=name)
@@ -173,7 +173,7 @@ class Extremes(keras.metrics.Metric):
 
 
 def test_other_metrics() -> None:
-    """Two outputs, weighted metrics, vectors, other values after a reset."""
+    """Two outputs, weighted and vector metrics, nonzero reset values."""
     inputs = keras.Input((3,))
     heads = [layers.Dense(2, name=name)(inputs) for name in "ab"]
     model = keras.Model(inputs, heads)
@@ -202,7 +202,7 @@ def test_other_metrics() -> None:
 
 
 def test_train_on_batch() -> None:
-    """Nan for the bad batch, as Keras' SGD; nothing of it in the next."""
+    """Nan for the bad batch only, as with Keras' SGD."""
     model = linear(optimizer=STILL["kfac"](), metrics=["mae"])
     bad = spoiled((0,))[:BATCH]
     assert np.isnan(model.train_on_batch(bad, Y[:BATCH])).all()
@@ -241,7 +241,7 @@ SCALERS = {
     ],
 )
 def test_finite_losses_count(name: str, scaler: str) -> None:
-    """Every step overflows; the history is that of Keras' Adam."""
+    """If every step overflows, the history equals that of Keras' Adam."""
     want = scaled(keras.optimizers.Adam, keras.optimizers.LossScaleOptimizer)
     got = scaled(STILL[name], SCALERS[scaler])
     assert got.keys() == want.keys()
@@ -251,7 +251,7 @@ def test_finite_losses_count(name: str, scaler: str) -> None:
 
 @pytest.mark.parametrize("name", with_slow(STILL, "fosi", "gauss_newton")[:3])
 def test_a_gradient_that_overflows(name: str) -> None:
-    """Without any scale: outputs of 10, gradients of 2e39."""
+    """Gradients overflow without a loss scale: outputs of 10, 2e39."""
     model = linear(optimizer=STILL[name]())
     kernel = np.array([[1e-37], [0], [0]], "float32")
     model.layers[-1].kernel.assign(kernel)
@@ -264,7 +264,7 @@ def test_a_gradient_that_overflows(name: str) -> None:
 
 # ------------------------------------------------------------------- callbacks
 def epochs() -> Iterator[Any]:
-    """Batches of three epochs, of which the second is bad."""
+    """Batches of three epochs; the second is bad."""
     for x in (X, spoiled(ALL), X):
         for batch in ALL:
             rows = slice(BATCH * batch, BATCH * (batch + 1))
@@ -272,7 +272,7 @@ def epochs() -> Iterator[Any]:
 
 
 def test_the_best_epoch_is_another(tmp_path: Any) -> None:
-    """Callbacks that look for the least loss pass over the bad epoch."""
+    """Callbacks that monitor the loss skip the bad epoch."""
     model = linear(optimizer=tfkfac.KFAC(1e-4))
     checkpoint = keras.callbacks.ModelCheckpoint(
         tmp_path / "{epoch}.keras", monitor="loss", save_best_only=True
@@ -302,7 +302,7 @@ def test_terminate_on_nan() -> None:
 
 # ------------------------------------------------------- too many skipped steps
 def test_100_steps_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They end the training; the device is not waited for in each step."""
+    """100 skipped steps end training, without a sync in each step."""
     reads, below = [], Streak.check
 
     def counted(self: Streak, *args: Any) -> int:
@@ -340,7 +340,7 @@ JOBS.add("mirrored: fosi", "lose_batches", "fosi", slow=True)
     ),
 )  # fmt: skip
 def test_all_workers_leave_out_the_same(pool: Pool, name: str) -> None:
-    """A batch with a NaN on one worker is lost as a whole."""
+    """A NaN on one worker excludes the batch on all workers."""
     for worker in JOBS.results(pool, name):
         assert np.isnan(worker["batches"]).tolist() == [False, True, False]
         np.testing.assert_allclose(worker["epoch"], worker["without"], 1e-5)

@@ -1,4 +1,4 @@
-"""What training leaves in a process when its model is gone."""
+"""Memory after the deletion of a trained model."""
 
 import gc
 import weakref

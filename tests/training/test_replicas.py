@@ -1,9 +1,8 @@
-"""Replicas of one process do not wait for what others of them assert.
+"""Replicas of one process do not deadlock on assertions and prints.
 
-A `MirroredStrategy` has all of them in one graph, whose assertions and prints
-TensorFlow runs in the order of the program: what the second replica asserts in
-its loss came after what the first one prints in its step, which comes after a
-sum over both.
+`MirroredStrategy` has one graph for all replicas, and TensorFlow runs stateful
+operations in program order. An assertion in the second replica's loss waited
+for a print in the first replica's step, which waits for a sum over both.
 """
 
 import numpy as np
@@ -52,7 +51,7 @@ def test_several_eager_replicas_are_refused(pool: Pool) -> None:
 def test_training_ends_and_is_that_of_one_replica(
     pool: Pool, name: str
 ) -> None:
-    """And the weights of the replicas have the same bits."""
+    """Replicas have equal bits and match a single replica."""
     ((first, second),) = JOBS.results(pool, name)
     for ours, theirs in zip(first, second, strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -1,4 +1,4 @@
-"""What a skipped step leaves behind: nothing, and after many an error."""
+"""Skipped steps change nothing; too many in a row raise an error."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
 
 
 def noisy() -> Any:
-    """A model that keeps statistics, seeds, and metrics that can be NaN."""
+    """A model with moving statistics, seeds, and metrics that can be NaN."""
     keras.utils.set_random_seed(0)
     return keras.Sequential(
         [
@@ -57,7 +57,7 @@ def compiled(optimizer: Any, eager: bool = False) -> Any:
 
 
 def batches(gone: tuple[int, ...], bad: bool) -> Iterator[Any]:
-    """Four, one of which has a NaN; or what is left without some."""
+    """Four batches, one with a NaN, without those in `without`."""
     for i in range(4):
         rows = slice(BATCH * i, BATCH * (i + 1))
         x = X[rows].copy()
@@ -69,7 +69,7 @@ def batches(gone: tuple[int, ...], bad: bool) -> Iterator[Any]:
 
 @pytest.mark.parametrize("name", with_slow(OPTIMIZERS, "fosi", "spectral"))
 def test_no_trace(name: str) -> None:
-    """Statistics, seeds, loss and metrics: as if there was no such batch."""
+    """Statistics, seeds, loss and metrics equal those without the batch."""
     make, gone = OPTIMIZERS[name]
     found = []
     for bad in (True, False):
@@ -92,7 +92,7 @@ def lost(count: int) -> Array:
 
 
 def test_fit_ends() -> None:
-    """With how many, and what was not finite; not before."""
+    """The error has the count and the first gradient that is not finite."""
     model = compiled(tfkfac.KFAC(max_skipped_steps=3), eager=True)
     model.fit(lost(2), Y, BATCH, epochs=2, shuffle=False, verbose=0)
     message = (
@@ -105,7 +105,7 @@ def test_fit_ends() -> None:
 
 
 def test_other_loops() -> None:
-    """`train_on_batch`, eager loops, and graphs that look after themselves."""
+    """`train_on_batch`, eager loops and graphs."""
     model = compiled(tfkfac.KFAC(max_skipped_steps=2), eager=True)
     bad = lost(1)[:BATCH]
     model.train_on_batch(bad, Y[:BATCH])
@@ -128,7 +128,7 @@ def test_other_loops() -> None:
 
 
 def test_what_went_wrong_is_said_at_the_end(capfd: Any) -> None:
-    """What is new in this `fit`, however often the like was before."""
+    """`fit` ends with a report of the events of this `fit` only."""
     model = compiled(tfkfac.KFAC(), eager=True)
     for count in (1, 2, 0):
         capfd.readouterr()
@@ -141,7 +141,7 @@ def test_what_went_wrong_is_said_at_the_end(capfd: Any) -> None:
 
 
 def test_one_gradient_of_many() -> None:
-    """The message names it."""
+    """The error names the gradient that is not finite."""
     model = noisy()
     optimizer = tfkfac.KFAC(max_skipped_steps=1).attach(model)
     gradients = gradients_of(model, X, Y)
@@ -160,7 +160,7 @@ JOBS.add("two: accelerator", "end", slow=True)
 
 @pytest.mark.parametrize("name", JOBS.params(["two: fosi", "mirrored: kfac"]))
 def test_all_workers_together(pool: Pool, name: str) -> None:
-    """One worker has a NaN: no trace on any; with too many, all raise."""
+    """A NaN on one worker skips the step on all; too many raise on all."""
     for worker in JOBS.results(pool, name):
         history, variables = worker["bad"]
         want_history, want_variables = worker["without"]
@@ -173,7 +173,7 @@ def test_all_workers_together(pool: Pool, name: str) -> None:
 
 @pytest.mark.parametrize("name", JOBS.params(["two: accelerator"]))
 def test_accelerators_end_with_the_workers(pool: Pool, name: str) -> None:
-    """They have no gradients of their own; the words are those of a worker."""
+    """Accelerators, without gradients, raise the error of the workers."""
     worker, accelerator = JOBS.results(pool, name)
     assert "skipped 3 steps in a row (max_skipped_steps=3): " in worker
     assert "gradients are not finite, the first of them that of" in worker

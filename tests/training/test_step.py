@@ -1,4 +1,4 @@
-"""A step of several replicas, made by hand."""
+"""A `Step` of several replicas, without a model."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def test_gradients_are_weighted_by_rows(
 
 
 def test_replicas_have_one_unit_whatever_their_shapes() -> None:
-    """The mean over the terms of what each has found."""
+    """The unit is the mean over the terms of all replicas."""
 
     def work(group: Any) -> Any:
         rank = group.rank

@@ -1,4 +1,4 @@
-"""How often Keras traces the training step."""
+"""Number of traces of the training step."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ X, Y = data()
 
 
 class Counter(layers.Layer):
-    """Counts how often it is called by Python: once per trace."""
+    """Count the calls from Python, one per trace."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -39,7 +39,7 @@ def slower(iteration: Any) -> Any:
 
 
 def test_one_trace_whatever_the_intervals() -> None:
-    """Two fits, of steps of all kinds and batches of two sizes."""
+    """Two fits with all types of steps and batches of two sizes."""
     counter = Counter()
     model = keras.Sequential([*mlp().layers, counter])
     model.build((None, FEATURES))
@@ -80,7 +80,7 @@ def test_one_trace_of_a_custom_step() -> None:
 
 
 def test_unbuilt_model_costs_no_more_traces_than_plain_sgd() -> None:
-    """Its variables come with the first trace, the last batch is partial."""
+    """The first trace builds the model; the last batch is partial."""
     counts = []
     for optimizer in (keras.optimizers.SGD(), tfkfac.KFAC()):
         counter = Counter()

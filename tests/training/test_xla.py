@@ -1,4 +1,4 @@
-"""Training steps that XLA compiles, as Keras has it on a GPU by default."""
+"""Training steps compiled by XLA, Keras' default on a GPU."""
 
 import warnings
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let XLA on a CPU stand in for XLA on a GPU."""
+    """Use XLA on the CPU in place of XLA on a GPU."""
     devices = tf.config.list_physical_devices
 
     def pretend(kind: str | None = None) -> list[Any]:
@@ -68,7 +68,7 @@ def dense(optimizer: Any, **options: Any) -> Any:
     with_slow(["inverse", "eigen", "fosi"], "eigen", "fosi"),
 )
 def test_trains_as_without_xla(name: str) -> None:
-    """And counts the one batch of four, in two epochs, that has a NaN."""
+    """XLA and plain steps agree; a batch with a NaN is counted."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(32, 2)).astype("float32")
     y = rng.integers(0, 3, 32)
@@ -138,10 +138,10 @@ def trained(name: str, optimizer: Any, jit: bool) -> Any:
     ],
 )
 def test_layers(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured: 7e-7 in four steps.
+    """Four steps agree up to rounding; measured: 7e-7.
 
-    Spectral ones are in float64: their polynomials make rounding errors a
-    thousand times as large, in the directions that so few gradients lack.
+    Spectral steps are in float64: their polynomials amplify rounding errors
+    1,000 times along directions that the few gradients do not span.
     """
 
     def start(shape: Any, seed: Any) -> Any:
@@ -169,7 +169,7 @@ def test_eigen_says_that_it_is_slow() -> None:
 
 @pytest.mark.usefixtures("pretended_gpu")
 def test_gauss_newton_does_without() -> None:
-    """Keras' default on a GPU must train; TensorFlow's lstsq has no XLA."""
+    """GaussNewton trains without XLA, because `tf.linalg.lstsq` has none."""
     optimizer = tfkfac.GaussNewton(solve="residuals")
     with pytest.warns(UserWarning, match="trains with jit_compile=False"):
         model = dense(optimizer, jit_compile=True)
@@ -183,7 +183,7 @@ def test_gauss_newton_does_without() -> None:
 def test_loads_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a warning, trains on as without XLA, and keeps it in the file."""
+    """A model saved with XLA loads without a GPU, with a warning."""
     file = tmp_path / "model.keras"
     with monkeypatch.context() as patch:
         pretend_gpu(patch)
@@ -204,7 +204,7 @@ def test_loads_without_a_gpu(
 @pytest.mark.slow
 @pytest.mark.usefixtures("pretended_gpu")
 def test_a_loss_of_ones_own() -> None:
-    """It is recognised there as elsewhere, in batches of 5 and of 2."""
+    """A custom loss is recognised under XLA, for batches of 5 and 2."""
 
     def squares(y: Any, p: Any) -> Any:
         return tf.reduce_mean(3 * tf.reduce_sum(tf.square(y - p), -1))
