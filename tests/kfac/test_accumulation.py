@@ -1,4 +1,4 @@
-"""Micro-batches: many of them are one batch, for the curvature too."""
+"""Gradient accumulation: micro-batches give the step of one large batch."""
 
 from typing import Any
 
@@ -114,7 +114,7 @@ def test_that_of_the_inner_optimizer_is_taken_over() -> None:
 
 
 def test_a_bad_micro_batch_costs_its_step() -> None:
-    """Nothing moves before the last one, nor if one of them is bad."""
+    """A bad micro-batch skips the step; nothing changes before the last one."""
     model, fresh = (
         model_of(kfac(gradient_accumulation_steps=3)),
         model_of(kfac()),

@@ -1,4 +1,4 @@
-"""Arguments: what is refused and how, and the way through a config."""
+"""Arguments: refused values, errors, configs."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from tfkfac.capture.walk import matches
 
 
 def test_skip_rule_that_matches_nothing() -> None:
-    """Known only with the model: an error of `compile`, naming the rule."""
+    """A rule that matches no layer is an error of `compile` that names it."""
     for rule in ("nope", re.compile("no.e"), layers.Conv2D):
         with pytest.raises(ValueError, match=r"`skip_layers`.*'mlp'") as caught:
             mlp().compile(tfkfac.KFAC(skip_layers=["hidden", rule]), loss())
@@ -34,7 +34,7 @@ class PlainDense(layers.Dense):
 
 
 def round_trip(optimizer: Any, **kwargs: Any) -> Any:
-    """Through JSON, as in a file."""
+    """Convert through JSON, as in a file."""
     text = json.dumps(keras.optimizers.serialize(optimizer))
     copy = keras.saving.deserialize_keras_object(json.loads(text), **kwargs)
     assert type(copy) is tfkfac.KFAC
@@ -93,7 +93,7 @@ RULES: list[Any] = [
 
 
 def test_skip_rules_round_trip() -> None:
-    """The copy means the same layers, also after a second round."""
+    """The copy skips the same layers, also after a second round trip."""
     first = tfkfac.KFAC(skip_layers=[*RULES])
     custom = {"PlainDense": PlainDense}
     again = round_trip(

@@ -1,4 +1,4 @@
-"""The clip, the damping and the intervals of steps, and when blocks join."""
+"""Clip, damping and intervals; blocks that get gradients late."""
 
 from typing import Any
 
@@ -84,7 +84,7 @@ def test_clip_counts_every_block_kind() -> None:
 
 
 def test_skipped_layer_keeps_its_gradient() -> None:
-    """It neither counts in nu nor is scaled by it."""
+    """A skipped layer does not count in nu and is not scaled by it."""
     model = two_layer_model()
     x = make_input("", (3,), 6)
     y = targets(model, x)
@@ -105,7 +105,7 @@ def test_skipped_layer_keeps_its_gradient() -> None:
 
 
 def test_clip_follows_the_learning_rate() -> None:
-    """nu of a step uses the rate that this very step is made with."""
+    """nu uses the learning rate of the current step."""
     rates = [0.5, 0.05, 0.2]
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1], rates)
     model = two_layer_model()
@@ -133,7 +133,7 @@ def test_clip_follows_the_learning_rate() -> None:
 
 
 def test_damping_as_a_schedule() -> None:
-    """Each decomposition takes the damping of its own step."""
+    """Each decomposition uses the damping of its step."""
 
     model = one_layer(layers.Dense(2, name="block"), (3,))
     x = make_input("", (3,), 6)
@@ -161,7 +161,7 @@ def test_damping_as_a_schedule() -> None:
     ("solver", "eager"), [("eigen", True), ("inverse", False)]
 )
 def test_intervals_over_changing_batches(solver: str, eager: bool) -> None:
-    """Old inverses serve new gradients until their interval is over."""
+    """Inverses stay in use until their interval ends."""
     decay, every, solve_every, lr = 0.7, 2, 3, 0.05
     model = one_layer(layers.Dense(2, name="block"), (3,))
     compiled(
@@ -203,7 +203,7 @@ def test_intervals_over_changing_batches(solver: str, eager: bool) -> None:
 def test_a_late_block_begins_with_its_own_statistics(
     eager: bool, solver: str
 ) -> None:
-    """Not with 1/damping times its gradient, nor with the gradient either."""
+    """A block that joins late starts with statistics of its first batch."""
     model = two_layer_model()
     optimizer = tfkfac.KFAC(
         keras.optimizers.SGD(1e-3),

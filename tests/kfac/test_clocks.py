@@ -27,10 +27,10 @@ X, Y = data()
 
 # ------------------------------------------------------------------- a driver
 class Loop:
-    """A custom loop in one traced function, without a forward pass of its own.
+    """A custom loop that repeats one traced step without a forward pass.
 
-    The gradients of one batch are applied again and again; with a learning
-    rate of zero nothing else moves.
+    The gradients of one batch are applied repeatedly; with a learning rate of
+    zero nothing else changes.
     """
 
     def __init__(self, inner: Any = 0.0, **kwargs: Any) -> None:
@@ -51,7 +51,7 @@ class Loop:
         return gradients
 
     def updates(self, steps: int) -> tuple[list[int], list[int]]:
-        """Iterations at which factors and decompositions were renewed."""
+        """Iterations of factor updates and of inverse updates."""
         factors, inverses = [], []
         for _ in range(steps):
             optimizer = self.optimizer
@@ -67,7 +67,7 @@ class Loop:
         return [np.array(v) for v in self.variables]
 
     def change(self) -> tuple[list[Array], list[Array]]:
-        """What one step does to the weights, and its gradients."""
+        """Weight change of one step, and its gradients."""
         before = self.weights()
         gradients = [np.array(g) for g in self.step()]
         after = self.weights()
@@ -77,7 +77,7 @@ class Loop:
 
 # --------------------------------------------------------------- the measured
 def test_default_schedule() -> None:
-    """Every step, every 5 from 20, every 20 from 100; 5, 20 and 100."""
+    """Factors: 1, 5 from step 20, 20 from step 100; inverses: 5, 20, 100."""
     loop = Loop()
     factors, inverses = loop.updates(210)
     assert factors == [
@@ -132,7 +132,7 @@ def test_intervals(
 
 # ----------------------------------------------------- changes between steps
 def test_new_damping_waits_for_the_next_decomposition() -> None:
-    """So much damping leaves the gradient, divided by it."""
+    """A new, huge damping takes effect in the next decomposition."""
     loop = Loop(1.0, damping=1e3, kl_clip=None, inverse_update_interval=4)
     loop.step()
     loop.optimizer.damping = 1e4
@@ -143,7 +143,7 @@ def test_new_damping_waits_for_the_next_decomposition() -> None:
 
 
 def test_new_kl_clip_is_used_at_once() -> None:
-    """|<P, W>| lr^2 nu^2 is the new limit, from the next step on."""
+    """`|<P, W>| lr^2 nu^2` is the new limit from the next step on."""
     rate = 1e-2
     loop = Loop(rate, kl_clip=1e-4)
     for limit in (1e-4, 1e-6, 3e-5):
@@ -157,7 +157,7 @@ def test_new_kl_clip_is_used_at_once() -> None:
 
 
 def test_new_intervals_are_used_at_once() -> None:
-    """They count from iteration 0; a late start updates at once."""
+    """New intervals count from iteration 0; a late start updates at once."""
     loop = Loop(factor_update_interval=5, inverse_update_interval=10)
     loop.optimizer.iterations.assign(7)
     assert loop.updates(15) == ([7, 10, 15, 20], [7, 10, 20])
@@ -178,7 +178,7 @@ def test_new_intervals_are_used_at_once() -> None:
     ],
 )
 def test_another_kind_of_value(name: str, start: Any, other: Any) -> None:
-    """Free before the model is built, an error afterwards."""
+    """A change between number and schedule is an error after `build`."""
     optimizer = tfkfac.KFAC(**{name: start})
     setattr(optimizer, name, other)
     assert getattr(optimizer, name) is other or not callable(other)
@@ -191,7 +191,7 @@ def test_another_kind_of_value(name: str, start: Any, other: Any) -> None:
 
 # -------------------------------------------------------------- learning rates
 def test_learning_rate_callbacks() -> None:
-    """They read and write the inner optimizer's."""
+    """Callbacks read and write the inner optimizer's learning rate."""
     model = compiled_mlp(keras.optimizers.SGD(0.5), eager=True)
     halved = keras.callbacks.LearningRateScheduler(
         lambda epoch, rate: rate / 2 if epoch else rate
@@ -218,10 +218,10 @@ INNER: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("case", INNER)
 def test_inner_options_act_on_the_preconditioned_gradient(case: str) -> None:
-    """The same as the inner optimizer alone, fed with K-FAC's gradients.
+    """Equals the inner optimizer alone on K-FAC's preconditioned gradients.
 
-    `source` says what these are: plain SGD of rate 1 at the same weights. All
-    curvature is that of the first step.
+    `source` (plain SGD, rate 1) shows these gradients. The curvature is that
+    of the first step.
     """
     fixed: Any = {"kl_clip": None, "damping": 0.1}
     fixed |= dict.fromkeys(
@@ -248,7 +248,7 @@ def test_inner_options_act_on_the_preconditioned_gradient(case: str) -> None:
 
 
 def test_averages_replace_the_weights_after_fit() -> None:
-    """`finalize_variable_values` is the inner optimizer's."""
+    """The inner optimizer's `finalize_variable_values` is called."""
     model = compiled_mlp(
         keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), eager=True
     )
@@ -268,7 +268,7 @@ def test_averages_replace_the_weights_after_fit() -> None:
 
 
 def test_constraints_hold() -> None:
-    """A weight constraint is applied after the step, as always."""
+    """Weight constraints are applied after the step."""
     keras.utils.set_random_seed(0)
     positive = keras.layers.Dense(3, kernel_constraint="non_neg")
     model = keras.Sequential([keras.Input((X.shape[1],)), positive])
@@ -279,7 +279,7 @@ def test_constraints_hold() -> None:
 
 
 def test_variables_are_the_inner_optimizers() -> None:
-    """What Keras asks of a wrapped optimizer goes through."""
+    """The properties of a wrapped optimizer are the inner optimizer's."""
     optimizer = kfac_of(
         compiled_mlp(keras.optimizers.Adam(0.01), rest_optimizer="inner")
     )

@@ -1,6 +1,6 @@
-"""What K-FAC's workers have after each exchange, and what it cost.
+"""Results and bytes of each exchange between K-FAC's workers.
 
-Workers are threads here; `test_modes` has processes.
+Workers are threads here; `test_modes` uses processes.
 """
 
 import sys
@@ -25,7 +25,7 @@ def plain(shape: tuple[int, ...], *seed: int) -> Array:
 
 
 def symmetric(shape: tuple[int, ...], *seed: int) -> Array:
-    """Numbers of a factor's shape, symmetric where it is a matrix."""
+    """Random values of a factor's shape; matrices are symmetric."""
     value = plain(shape, *seed)
     return value if len(shape) == 1 else value + np.swapaxes(value, -1, -2)
 
@@ -47,7 +47,7 @@ def statistics_of(
 
 
 def received_by(placement: Placement, rank: int, kind: str) -> int:
-    """Bytes of a kind of message in a step, as the placement counts them."""
+    """Bytes of a message in a step, as reported by the placement."""
     steps = placement.communication_bytes(rank, 0)
     return max(kinds[kind] for kinds in steps.values())
 
@@ -93,7 +93,7 @@ def test_statistics_are_added_up(
 
 
 def test_the_way_of_statistics_is_short() -> None:
-    """A reader of one all-reduce opens these files, and no other."""
+    """An all-reduce of statistics runs code of these files only."""
     placement, files = place("comm_opt", 2, "inverse"), set()
 
     def note(frame: Any, *_: Any) -> None:
@@ -118,7 +118,7 @@ def test_the_way_of_statistics_is_short() -> None:
 
 
 def test_statistics_stay_with_their_owner() -> None:
-    """DP-KFAC sends no factor, and observes the own layers only."""
+    """DP-KFAC sends no factors and observes only owned layers."""
     placement = place("dp_kfac", 4, "inverse")
 
     def work(group: Any) -> Any:
@@ -138,7 +138,7 @@ def test_statistics_stay_with_their_owner() -> None:
 
 # ----------------------------------------------------------- decompositions
 def made_by(placement: Placement, rank: int, solver: str) -> Any:
-    """Parts that tell who made them. Inverses are symmetric, to be packed."""
+    """Values that identify their owner; inverses are symmetric."""
     parts: dict[int, dict[str, tf.Tensor]] = {}
     for i, block in enumerate(placement.blocks):
         for factor in placement.plan.owns(rank, i):
@@ -190,7 +190,7 @@ def test_gradient_workers_get_the_owners_parts(
 @modes
 @pytest.mark.parametrize("workers", [2, 4])
 def test_receivers_get_the_result_of_their_row(mode: str, workers: int) -> None:
-    """Everybody ends up with every layer's; those who had one, with that."""
+    """Every worker gets every layer's gradient; senders keep theirs."""
     placement = place(mode, workers, "inverse")
     layers = list(range(len(placement.blocks)))
 

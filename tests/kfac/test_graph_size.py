@@ -1,7 +1,7 @@
-"""How much a layer adds to the graph of a training step.
+"""Number of operations that a layer adds to a training step's graph.
 
-Tracing and optimising the graph take about 1 ms for each operation, so this is
-what the first step costs. The bounds are what was measured and a little more.
+Tracing and optimising take about 1 ms per operation of the graph, in the first
+step. The bounds are slightly above the measured numbers.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ LAYERS: dict[str, Callable[[], Any]] = {
 
 
 def graph_of(optimizer: Any, kind: str, count: int) -> Any:
-    """The graph of a training step, with that of its functions."""
+    """The operations of a training step, including its functions."""
     shape = (WIDTH,) if kind == "dense" else (5, 5, WIDTH)
     hidden = [LAYERS[kind]() for _ in range(count)]
     model = keras.Sequential([keras.Input(shape), *hidden, layers.Flatten()])
@@ -59,10 +59,9 @@ def operations_a_layer(make: Callable[[], Any], kind: str) -> float:
     ],
 )
 def test_operations_of_one_more_layer(kind: str, bound: int) -> None:
-    """Besides those of SGD, for a layer like those before.
+    """Operations beyond SGD's for one more equal layer.
 
-    Before equal layers shared functions it was 342 for a dense layer and 630
-    for a convolution.
+    Without shared functions: 342 for a dense layer, 630 for a convolution.
     """
     plain = operations_a_layer(keras.optimizers.SGD, kind)
     whole = operations_a_layer(
@@ -72,7 +71,7 @@ def test_operations_of_one_more_layer(kind: str, bound: int) -> None:
 
 
 def test_a_plain_step_does_no_factor_work() -> None:
-    """Statistics and decompositions are in branches of their own."""
+    """Statistics and decompositions are in branches."""
 
     def outside(optimizer: Any) -> Counter[str]:
         graph = graph_of(optimizer, "dense", 2)

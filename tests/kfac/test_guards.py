@@ -1,4 +1,4 @@
-"""Bad numbers: batches, gradients, factors, decompositions, precisions."""
+"""Guards against values that are not finite, and low precision."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,9 +56,9 @@ def assert_same_weights(model: Any, want: list[Array]) -> None:
 def test_bad_batch_changes_nothing(
     value: float, solver: str, eager: bool, capfd: Any
 ) -> None:
-    """Not the weights, the factors, the slots or the clock; it is counted.
+    """Weights, factors, slots and clock stay; the step is counted.
 
-    All steps renew everything, so a batch that got through would show.
+    All intervals are 1, so the batch would affect everything.
     """
     model, twin = (
         compiled_mlp(
@@ -98,7 +98,7 @@ def test_bad_batch_changes_nothing(
 
 @pytest.mark.parametrize("first", [poisoned(NAN), X[:0]], ids=["NaN", "empty"])
 def test_a_first_batch_that_teaches_nothing(first: Array) -> None:
-    """No factors of nothing, nothing decomposed: the second is the first."""
+    """After an empty or bad first batch, the second acts as the first."""
     model, twin = (
         compiled_mlp(keras.optimizers.SGD(0.1), eager=True) for _ in range(2)
     )
@@ -116,9 +116,7 @@ def test_a_first_batch_that_teaches_nothing(first: Array) -> None:
 
 
 def test_bad_numbers_that_cancel() -> None:
-    """Infinities of both signs in one gradient, NaN in another's slice.
-
-    But 1e18 squared is a float32.
+    """Infinities of both signs and NaN skip the step; 1e18 is valid.
     """
     model = mlp()
     optimizer = tfkfac.KFAC(1e-30).attach(model)
@@ -137,7 +135,7 @@ def test_bad_numbers_that_cancel() -> None:
 
 
 def test_nan_in_sparse_gradients() -> None:
-    """An embedding's gradient is sparse; its values are looked at."""
+    """The values of an embedding's sparse gradient are checked."""
     tokens = layers.Embedding(5, 2, name="tokens")
     logits = layers.Dense(CLASSES, name="logits")
     model = sequential(tokens, layers.Flatten(), logits, shape=(3,))
@@ -155,7 +153,7 @@ def test_nan_in_sparse_gradients() -> None:
 
 # -------------------------------------------------------- bad decompositions
 def poison(optimizer: Any, kind: str, path: str) -> None:
-    """Writes NaN into one average."""
+    """Write NaN into one average."""
     (state,) = optimizer.method.states
     (one,) = (p for p in state.preconditioners if p.block.path == path)
     average = one.factors.averages[one.factors.names.index(kind)]
@@ -171,7 +169,7 @@ def poison(optimizer: Any, kind: str, path: str) -> None:
 def test_failed_decomposition_keeps_the_last_good_one(
     solver: str, kind: str, eager: bool, capfd: Any
 ) -> None:
-    """Counted, named once, and the other layers go on."""
+    """A failure is counted and logged once; other layers are unaffected."""
     model = compiled_mlp(
         solver=solver,
         factor_update_interval=100,
@@ -205,7 +203,7 @@ def test_failed_decomposition_keeps_the_last_good_one(
 
 
 def test_statistics_that_overflow_are_not_taken(capfd: Any) -> None:
-    """Inputs whose squares are infinite, under gradients that are finite."""
+    """Inputs with infinite squares are rejected; their gradients are finite."""
     model = sequential(
         layers.Dense(2, use_bias=False, name="huge"),
         layers.Lambda(lambda x: x * 1e-30),
@@ -238,7 +236,7 @@ def test_statistics_that_overflow_are_not_taken(capfd: Any) -> None:
 )
 @pytest.mark.parametrize("what", ["inputs", "gradients"])
 def test_zeros(what: str, damping: float, solver: str) -> None:
-    """A or G is zero: what has a gradient learns, then or later."""
+    """With a zero A or G, weights stay finite and train later."""
     model = compiled_mlp(damping=damping, solver=solver, eager=True)
     before = model.get_weights()
     weight = np.zeros(len(X), "float32") if what == "gradients" else None
@@ -262,7 +260,7 @@ def test_zeros(what: str, damping: float, solver: str) -> None:
 # -------------------------------------------------------------- half precision
 @pytest.fixture
 def policy() -> Iterator[Callable[[str], None]]:
-    """Sets Keras' dtype policy for the layers of one test."""
+    """Set Keras' dtype policy for one test."""
     before = keras.config.dtype_policy()
     yield keras.config.set_dtype_policy
     keras.config.set_dtype_policy(before)
@@ -274,7 +272,7 @@ def policy() -> Iterator[Callable[[str], None]]:
 def test_mixed_precision_has_the_true_scale(
     name: str, tolerance: float, policy: Callable[[str], None]
 ) -> None:
-    """Factors as of float32, whatever the loss scale Keras puts around."""
+    """Factors equal those of float32 for any loss scale."""
     x, y = data(64, seed=5)
     want = compiled_mlp(eager=True)
     want.train_on_batch(x, y)
@@ -299,7 +297,7 @@ def test_mixed_precision_has_the_true_scale(
 
 @pytest.mark.parametrize("name", ["mixed_bfloat16", "float16"])
 def test_low_precision_trains(name: str, policy: Callable[[str], None]) -> None:
-    """A few epochs with the defaults: better than before."""
+    """A few epochs with the defaults decrease the loss."""
     policy(name)
     model = compiled_mlp(eager=True)
     history = model.fit(*data(64, seed=5), epochs=4, verbose=0).history
@@ -317,7 +315,7 @@ def scaled_step(model: Any, scaler: Any) -> None:
 
 
 def test_loss_scale_of_a_custom_loop() -> None:
-    """It must be told: a silent factor in G is worse than an error."""
+    """An unknown loss scale is an error, not a factor in G."""
     model, plain = mlp(), compiled_mlp(eager=True)
     scaler = keras.optimizers.LossScaleOptimizer(
         tfkfac.KFAC(), initial_scale=512.0
@@ -339,7 +337,7 @@ def test_loss_scale_of_a_custom_loop() -> None:
 
 
 def test_scaler_put_around_a_compiled_optimizer() -> None:
-    """Known without a scaler first, then compiled with one: it is told."""
+    """An optimizer compiled again with a loss scaler knows its scale."""
     model = compiled_mlp(eager=True)
     optimizer = kfac_of(model)
     model.train_on_batch(X, Y)

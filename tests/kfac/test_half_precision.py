@@ -1,6 +1,6 @@
-"""Statistics and decompositions in half precision: of any size, of all kinds.
+"""Statistics and decompositions in half precision, of any magnitude.
 
-G is 1e-8 and less late in training.
+G is below 1e-8 late in training.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 
 def batch(shape: Shape, size: float, *seed: int) -> Array:
-    """Sum over rows of second moments; of a stack each is larger."""
+    """Second moments summed over rows; they grow along a stack."""
     if len(shape) == 3:
         sizes = size * 10.0 ** np.arange(shape[0])
         return np.stack([batch(shape[1:], s, *seed) for s in sizes])
@@ -38,7 +38,7 @@ def batch(shape: Shape, size: float, *seed: int) -> Array:
 def reduced(
     placement: Placement, total: Callable[[str, Shape, int], Array]
 ) -> list[Any]:
-    """What each worker has of the statistics of all."""
+    """The reduced statistics on each worker."""
 
     def work(group: Any) -> Any:
         own = {
@@ -60,10 +60,10 @@ def reduced(
     ("dtype", "decay"), [("bfloat16", 0.99), ("float16", 0.95)]
 )
 def test_averages_do_not_get_stuck(dtype: str, decay: float) -> None:
-    """Two batches in turn; off by the wire's rounding, however many updates.
+    """Averages differ by the wire's rounding only, after many updates.
 
-    Averages in half precision stop where the rest of the way is less than a
-    rounding of them over `1 - decay`.
+    Averages stored in half precision would stop changing once an update is
+    below their rounding.
     """
     placement = place("comm_opt", WORKERS, "inverse", factor_dtype=dtype)
     layer = len(placement.blocks) - 1
@@ -112,7 +112,7 @@ def test_averages_do_not_get_stuck(dtype: str, decay: float) -> None:
 def test_statistics_of_any_size_travel_in_half_precision(
     packs: bool, dtype: str, size: float
 ) -> None:
-    """A is large where inputs are not normalised; G is small late on."""
+    """Large A (raw inputs) and small G (late in training) are exact."""
     placement = place(
         "mem_opt", WORKERS, "inverse", symmetric=packs, factor_dtype=dtype
     )
@@ -129,7 +129,7 @@ def test_statistics_of_any_size_travel_in_half_precision(
 
 
 def test_statistics_that_are_not_finite_stay_so() -> None:
-    """One worker's, for all to reject."""
+    """Statistics that are not finite on one worker are so on all."""
     placement = place("comm_opt", WORKERS, "inverse", factor_dtype="float16")
 
     def total(name: str, shape: Shape, rank: int) -> Array:
@@ -150,7 +150,7 @@ TOLERANCE = 8 * 2.0**-8
 
 
 def moments(shape: tuple[int, ...], size: float, *seed: int) -> Array:
-    """A factor; the matrices of a stack are smaller one after the other."""
+    """A factor; matrices get smaller along a stack."""
     rng = np.random.default_rng(seed)
     if len(shape) == 1:
         return size * rng.uniform(0.2, 1.0, shape)
@@ -162,7 +162,7 @@ def moments(shape: tuple[int, ...], size: float, *seed: int) -> Array:
 
 
 class Layers:
-    """Factors and gradients of the blocks of a small model, in NumPy."""
+    """NumPy factors and gradients of the blocks of a small model."""
 
     def __init__(self, placement: Placement, size: float) -> None:
         self.factors = [
@@ -180,7 +180,7 @@ class Layers:
     def parts(
         self, solver: str, damping: float
     ) -> Iterator[tuple[int, Any, Array]]:
-        """Layer, place and result of each matrix of gradients."""
+        """Layer, place and value of each gradient matrix."""
         for i, (factors, W) in enumerate(
             zip(self.factors, self.gradients, strict=True)
         ):
@@ -202,7 +202,7 @@ class Layers:
 def preconditioned(
     placement: Placement, layers: Layers, damping: float, group: Any
 ) -> dict[int, Array]:
-    """What a worker makes of the gradients of its layers."""
+    """The preconditioned gradients on a worker."""
     solver, number = placement.solver, tf.constant(damping)
     made = {}
     for i, block in enumerate(placement.blocks):
@@ -242,7 +242,7 @@ def preconditioned(
 def test_small_and_large_factors(
     mode: str, workers: int, packs: bool, solver: str, size: float
 ) -> None:
-    """Within a few roundings of float64 without any wire or storage."""
+    """Errors are a few roundings compared with float64 on one worker."""
     placement = place(
         mode, workers, solver, symmetric=packs, inverse_dtype="bfloat16"
     )

@@ -1,4 +1,4 @@
-"""What K-FAC leaves alone takes the inner optimizer's step."""
+"""Uncovered weights take the inner optimizer's step."""
 
 import re
 from typing import Any
@@ -27,7 +27,7 @@ X, Y = data()
 
 
 def test_leftovers_take_the_plain_step() -> None:
-    """Beside preconditioned and clipped layers, to the last bit.
+    """Uncovered weights take the plain step bit for bit.
 
     The gradient of an embedding stays sparse.
     """
@@ -69,7 +69,7 @@ def test_leftovers_take_the_plain_step() -> None:
 
 
 def test_model_without_a_supported_layer() -> None:
-    """A warning that says what happens; then the inner optimizer works."""
+    """Warns that no layer is supported; the inner optimizer trains."""
     model = sequential(Scale(name="scale"))
     with pytest.warns(UserWarning, match=r"has no layer that K-FAC.*Adam"):
         model.compile(tfkfac.KFAC(), "mse", run_eagerly=True)
@@ -84,7 +84,7 @@ def test_model_without_a_supported_layer() -> None:
 
 # ------------------------------------------------------- layers out of sight
 def test_weights_used_without_calling_the_layer() -> None:
-    """The error names the layer, and its advice works."""
+    """The error names the layer; following its advice works."""
 
     class Shortcut(LateBuilt):
         def call(self, x: Any) -> Any:
@@ -106,7 +106,7 @@ def test_weights_used_without_calling_the_layer() -> None:
 
 
 def test_layer_called_in_a_function_of_its_own() -> None:
-    """An inner `tf.function` has its own graph: the layer is named."""
+    """A call in a nested `tf.function` raises an error that names the layer."""
     model = mlp()
     model.layers[0].call = tf.function(model.layers[0].call)
     optimizer = tfkfac.KFAC().attach(model)
@@ -137,7 +137,7 @@ def test_gradients_for_half_of_a_layer() -> None:
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_unused_layer_is_fine() -> None:
-    """No gradient, no step, no factors; the others are preconditioned."""
+    """An unused layer has no factors; the others are preconditioned."""
 
     class Unused(LateBuilt):
         def call(self, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Bytes and operations of blocks against numbers counted by hand."""
+"""Bytes and operations of blocks against hand-counted numbers."""
 
 import keras
 import pytest
@@ -30,10 +30,10 @@ KEPT = {"inverse": FACTORS, "eigen": FACTORS - 7 + WEIGHTS}
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])
 @pytest.mark.parametrize(("mode", "gradient_workers"), MODES.items())
 def test_bytes_by_hand(mode: str, gradient_workers: int, solver: str) -> None:
-    """KAISA, section 3.1: sums over four workers, of which g have a layer.
+    """KAISA, section 3.1: sums over four workers, g of them gradient workers.
 
-    Each factor has one owner, a decomposition goes from it to g - 1 others,
-    a preconditioned gradient to all that are not among the g.
+    Each factor has one owner, which sends its decomposition to g - 1 workers.
+    A preconditioned gradient goes to the workers outside of the g.
     """
     placement = place(mode, WORKERS, solver)
     g, ranks = gradient_workers, range(WORKERS)
@@ -58,7 +58,7 @@ def test_bytes_by_hand(mode: str, gradient_workers: int, solver: str) -> None:
 
 
 def test_no_layer_is_no_byte() -> None:
-    """Of a model that K-FAC leaves alone."""
+    """A model without supported layers has no bytes."""
     built = keras.Sequential([keras.Input((2,)), layers.Activation("tanh")])
     placement = tfkfac.KFAC().attach(built).method.placement
     assert set(placement.state_bytes(0).values()) == {0}
@@ -68,7 +68,7 @@ def test_no_layer_is_no_byte() -> None:
 # -------------------------------------------------------------- operations
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])
 def test_work_by_hand(solver: str) -> None:
-    """Inverses are multiplied with once, eigenbases there and back."""
+    """One product with inverses, two with eigenbases."""
     times = {"inverse": 1, "eigen": 2}[solver]
     for block in place("comm_opt", 1, "inverse").blocks:
         work = BlockCost.of(block, make_solver(solver), Wire(), 1)
@@ -86,7 +86,7 @@ def test_work_by_hand(solver: str) -> None:
 
 
 def test_few_rows_are_preconditioned_in_place_of_the_matrix() -> None:
-    """`N (n^2 + m^2) + N^2 (n + m)` where that is less."""
+    """Rows cost `N (n^2 + m^2) + N^2 (n + m)`, if less than the matrix."""
     built = keras.Sequential([keras.Input((99,)), layers.Dense(100)])
     (block,) = tfkfac.KFAC().attach(built).method.placement.blocks
     work = BlockCost.of(block, make_solver("inverse"), Wire(), 1)

@@ -1,8 +1,8 @@
-"""The step does not depend on how one and the same loss is written.
+"""The step does not depend on the scaling of the loss.
 
-A mean or a sum over features or examples, any constant times it, labels per
-token: damping, clip and factors are those of the negative log-likelihood of a
-term, `L = u (1/T) sum_t nll_t`. Expected factors are worked out in NumPy.
+For means or sums over features or examples, constant factors and labels per
+token, damping, clip and factors refer to the negative log-likelihood of a term,
+`L = u (1/T) sum_t nll_t`. Expected factors are computed in NumPy.
 """
 
 from typing import Any
@@ -87,7 +87,7 @@ def step_of(
     fisher: str | None = "empirical",
     **options: Any,
 ) -> tuple[list[Array], Any]:
-    """How far a step of `KFAC` goes, and the optimizer."""
+    """Weight change of one step of `KFAC`, and the optimizer."""
     optimizer = tfkfac.KFAC(fisher=fisher)
     model.compile(optimizer, loss, run_eagerly=True, **options)
     before = model.get_weights()
@@ -105,7 +105,7 @@ def assert_same_step(got: list[Array], want: list[Array]) -> None:
 
 @pytest.mark.parametrize("kind", SAME)
 def test_a_constant_times_a_loss_makes_the_same_step(kind: str) -> None:
-    """Also with labels that are drawn: the same for the same predictions."""
+    """Also with sampled labels, which are equal for equal predictions."""
     y, activation, (loss, *others) = SAME[kind]
     for fisher, some in (("empirical", others), ("monte_carlo", others[-1:])):
         want, _ = step_of(network(activation), X, y, loss, fisher)
@@ -131,7 +131,7 @@ def test_loss_weights_are_such_constants() -> None:
 
 
 def residuals(model: Any, x: Array, y: Array) -> tuple[Array, Array]:
-    """Rows of a model's only dense layer, and gradients of nll, a square."""
+    """Rows of a model's only dense layer, with gradients of a squared error."""
     a = append_one(x.astype(np.float64))
     return a, a @ np.vstack(weights_of(model)) - y
 
@@ -200,7 +200,7 @@ def test_terms_are_what_the_loss_is_the_mean_of(
 # ------------------------------------------------------------- custom loops
 @pytest.mark.parametrize("terms", [1, 12, None, lambda: tf.constant(12)])
 def test_loss_terms_of_a_custom_loop(terms: Any) -> None:
-    """Labels per token: 12 terms; by default the layer's leading dimension."""
+    """12 terms (labels per token), or the layer's leading dimension."""
     model = keras.Sequential([keras.Input((3, 4)), layers.Dense(2, name="d")])
     randomize(model)
     x = np.random.default_rng(2).normal(size=(4, 3, 4)).astype("float32")
@@ -208,7 +208,7 @@ def test_loss_terms_of_a_custom_loop(terms: Any) -> None:
     optimizer = tfkfac.KFAC().attach(model, loss_terms=terms)
 
     def loss(_: Any, p: Any) -> Any:
-        """Of 12 terms, the mean but for a sum."""
+        """The mean of 12 terms, or their sum."""
         return tf.reduce_sum(tf.square(p)) / (2 if terms == 1 else 24)
 
     gradients = gradients_of(model, x, None, loss)
@@ -228,7 +228,7 @@ def test_loss_terms_are_checked() -> None:
 
 # ------------------------------------------------------------ unknown losses
 def test_single_numbers_without_an_axis_of_features() -> None:
-    """Keras takes their mean over the examples itself."""
+    """Keras averages outputs without a feature axis over the examples."""
     model = keras.Sequential(
         [keras.Input((5,)), layers.Dense(1, name="d"), layers.Reshape(())]
     )
@@ -245,7 +245,7 @@ def huber(y: Any, p: Any) -> Any:
 
 
 def fussy(y: Any, p: Any) -> Any:
-    """Fails on anything but the labels it was made for."""
+    """A loss that fails on other labels than the expected."""
     tf.debugging.assert_greater(y, 99.0)
     return tf.reduce_mean(tf.square(p), -1)
 
@@ -259,7 +259,7 @@ HUBER = [
 
 @pytest.mark.parametrize("loss", [*HUBER, fussy])
 def test_a_loss_of_no_known_likelihood_has_the_unit_one(loss: Any) -> None:
-    """A sum of it is taken for a mean times the examples."""
+    """A sum is treated as a mean times the number of examples."""
     y = REAL if loss in HUBER else np.full_like(REAL, 100)
     model = keras.Sequential(
         [keras.Input((5,)), layers.Dense(FEATURES, name="out")]

@@ -1,10 +1,9 @@
-"""The distribution modes in real clusters.
+"""The distribution modes on several processes.
 
-Most cases train in float64, where a job on several workers and a single
-process differ by rounding of 1e-15 and by what K-FAC keeps in float32 (the
-clip `nu`, the share of a worker's rows). Differences are measured against the
-distance that all weights together have travelled: single weights may not move
-at all, as the bias of an attention's keys.
+Most cases train in float64. Jobs on several workers and on one process then
+differ by rounding (1e-15) and by float32 values (the clip `nu`, a worker's
+share of rows). Differences are relative to the distance that all weights moved,
+as single weights may not move (the bias of an attention's keys).
 """
 
 import functools
@@ -44,16 +43,16 @@ SINGLE = 1e-5  # float32
 
 @pytest.fixture
 def results(pool: Pool) -> Results:
-    """Gives the results of a job by worker."""
+    """The results of a job by worker."""
     return functools.partial(JOBS.results, pool)
 
 
 # ----------------------------------------------------------------- results
 @pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_same_bits_everywhere(results, name):
-    """Weights, moving statistics and the inner optimizer's slots.
+    """Weights, moving statistics and slots are bitwise equal on workers.
 
-    All workers do the same number of updates; alone, an owner needs rows.
+    Update counts are equal too; in DP-KFAC an owner needs rows to update.
     """
     workers, options = results(name), train_options(name)
     assert_same_bits(workers)
@@ -72,10 +71,10 @@ def test_same_bits_everywhere(results, name):
 
 @pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_weights(results, name):
-    """By the definition in NumPy, or as one process makes of all the rows.
+    """Weights equal NumPy's, or those of one process with all rows.
 
-    Some workers have no row in some steps. In half precision they are off by a
-    few roundings of the coarser dtype, and not by none.
+    Some workers have no row in some steps. In half precision, errors are a few
+    roundings of the coarser dtype, and not 0.
     """
     workers, options = results(name), train_options(name)
     # Each worker draws its own, or small directions are roundings.
@@ -98,7 +97,7 @@ def test_weights(results, name):
 
 @pytest.mark.parametrize("name", JOBS.params(TURNS))
 def test_turns_are_those_of_one_process(results, name):
-    """Whatever the workers: steps and turns are of the model alone."""
+    """The schedule depends on the model only, not on the number of workers."""
     workers = results(name)
     assert_same_bits(workers)
     single = alone(name)
@@ -110,7 +109,7 @@ def test_turns_are_those_of_one_process(results, name):
 
 @pytest.mark.parametrize("name", JOBS.params(PARTS))
 def test_parts_weigh_as_much_as_their_batches(results, name):
-    """Two of the one worker's rows stand for seven, the other's for itself."""
+    """Subsamples are weighed by the sizes of their batches."""
     workers = results(name)
     assert_same_bits(workers)
     x, _ = images()
@@ -130,7 +129,7 @@ def test_parts_weigh_as_much_as_their_batches(results, name):
 # --------------------------------------------------------- state and plans
 @pytest.mark.parametrize("name", JOBS.params(CASES))
 def test_the_plan_is_kept(results, name):
-    """Workers keep, decompose and show what they own; `summary` says so."""
+    """Workers store, decompose and report what the plan assigns to them."""
     workers = results(name)
     plan = plans(name, workers[0])
     ranks = iter(range(replicas_of(name)))
@@ -175,7 +174,7 @@ STAGES = ("move_averages", "renew", "update", "skip")
 
 
 def stage_of(op: Collective) -> str:
-    """The branch that a collective is in."""
+    """The branch of the graph with a collective."""
     found = {s for s in STAGES for name in op.branches if f"_{s}_" in name}
     assert len(found) < 2
     return found.pop() if found else "always"
@@ -194,7 +193,7 @@ def stage_of(op: Collective) -> str:
     ),
 )
 def test_communication_is_what_is_said(results, name):
-    """Bytes of the messages in the graph, by the kind of step."""
+    """Reported bytes equal those of the graph's messages."""
     workers = results(name)
     share = 2 * (len(workers) - 1) / len(workers)  # of a ring all-reduce
     for worker in workers:
@@ -237,7 +236,7 @@ def test_communication_is_what_is_said(results, name):
 # ------------------------------------------------------------ ways of training
 @pytest.mark.parametrize("name", ["two: fit", "two: loop"])
 def test_ways_of_training_are_the_definition(results, name):
-    """Of the last batch's single row one worker has nothing."""
+    """Ways of training equal NumPy; the last batch is empty on one worker."""
     workers = results(name)
     assert_same_bits(workers)
     steps, options = shares(FEEDS["even"](), 2), {}
@@ -277,7 +276,7 @@ for name_ in TERM_NAMES:
 
 @pytest.mark.parametrize("name", TERMS.params(TERM_NAMES))
 def test_tokens_weigh_the_same_on_every_worker(pool, name):
-    """Each of the valid ones, whatever their number on a worker."""
+    """Each valid token has the same weight on every worker."""
     single = workers_terms.train(None, name.split(": ")[1])
     for worker in TERMS.results(pool, name):
         np.testing.assert_equal(worker["start"], single["start"])

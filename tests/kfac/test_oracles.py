@@ -1,7 +1,7 @@
-"""Steps that are known: of stored float64 runs, or without a decomposition.
+"""Steps with known results: stored float64 runs, or closed forms.
 
-The files hold an independent NumPy program's factors, clipping factors and
-weights (`<run>/step<t>/...`); see the keys in `load`.
+The files have factors, clip factors and weights of an independent NumPy
+program (`<run>/step<t>/...`); see the keys in `load`.
 """
 
 import functools
@@ -233,7 +233,7 @@ def white_batch(d_in: int, d_out: int) -> tuple[Array, Array]:
 def test_white_factors_leave_the_inner_optimizer(
     solver: str, inner: str
 ) -> None:
-    """A = G = I, no damping to speak of: the run is the inner one's."""
+    """With A = G = I and tiny damping, the run equals the inner optimizer's."""
     x, y = white_batch(3, 4)
     runs = []
     for second_order in (True, False):
@@ -271,7 +271,7 @@ def test_white_factors_leave_the_inner_optimizer(
     ("solver", "eager"), [("eigen", True), ("inverse", False)]
 )
 def test_huge_damping_is_the_gradient(solver: str, eager: bool) -> None:
-    """damping * P -> W in every block of a deep model."""
+    """For a huge damping, `damping * P` is W in every block."""
     huge = 1e8
     x = make_input("", (6, 6, 2), 5)
     labels = np.array([0, 2, 1, 2, 0])

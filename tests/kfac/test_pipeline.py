@@ -1,7 +1,6 @@
-"""Results travel while the next ones are made.
+"""Communication overlaps with computation.
 
-Nothing here is timed: a message that waits for work of other layers would be
-seen in the graph.
+Tests inspect dependencies in the graph and measure no times.
 """
 
 from tests.support import workers_collectives
@@ -20,7 +19,7 @@ JOBS.add(STAGES, "waits", "dp_kfac", HIDDEN, "Cholesky")
 
 
 def test_statistics_are_sent_while_others_are_made(pool: Pool) -> None:
-    """Those of the last layer go first, with nothing of the others."""
+    """The last layer's statistics are sent first, without waiting."""
     (found,) = JOBS.results(pool, STATISTICS)
     branches = [b for b in found["branches"] if len(b.before) == 2 * LAYERS]
     assert len(branches) == 2  # replicas
@@ -36,7 +35,7 @@ def test_statistics_are_sent_while_others_are_made(pool: Pool) -> None:
 
 
 def test_results_are_sent_while_others_are_decomposed(pool: Pool) -> None:
-    """The first stage is decomposed before, each other one between two."""
+    """A stage's gradients are sent while the next stage is decomposed."""
     (found,) = JOBS.results(pool, STAGES)
     branches = [b for b in found["branches"] if len(b.before) == LAYERS]
     assert len(branches) == 2  # replicas

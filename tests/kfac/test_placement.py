@@ -1,4 +1,4 @@
-"""Who keeps what, and how many bytes that is, counted anew from the shapes."""
+"""Placement of factors and decompositions, and bytes from their shapes."""
 
 import pytest
 
@@ -21,7 +21,7 @@ COUNTS = 7
 
 @modes
 def test_owners_and_gradient_workers(mode: str) -> None:
-    """A factor has one owner; those are all, one, or the fraction of them."""
+    """Gradient workers are all, one, or a fraction of the workers."""
     count = {"comm_opt": 4, "hybrid_opt 1": 4, "hybrid_opt 1/2": 2}.get(mode, 1)
     placement = place(mode, WORKERS, "inverse")
     plan = placement.plan
@@ -41,7 +41,7 @@ def test_owners_and_gradient_workers(mode: str) -> None:
 def test_state_of_all_workers(
     mode: str, solver: str, sizes: dict[str, int], dtype: str | None
 ) -> None:
-    """Factors are kept once; decompositions by each gradient worker."""
+    """Factors are stored once, decompositions on each gradient worker."""
     placement = place(
         mode, WORKERS, solver, factor_dtype=dtype, inverse_dtype=dtype
     )
@@ -57,7 +57,7 @@ def test_state_of_all_workers(
 
 
 def test_traffic_of_comm_opt() -> None:
-    """Counted from the definition (KAISA, section 3.1)."""
+    """Bytes follow the definition (KAISA, section 3.1)."""
     placement = place("comm_opt", WORKERS, "inverse")
     gradients = 1000
     found = [

@@ -100,7 +100,7 @@ def test_normalization_block(case: str) -> None:
 
 
 def test_matrices_of_equal_shapes() -> None:
-    """With a bias in them or without: each layer has its own weights' step."""
+    """Equal gradient shapes with and without bias give correct steps."""
     narrow, wide = keras.Input((3,)), keras.Input((4,))
     outputs = layers.Add()(
         [
@@ -125,7 +125,7 @@ def test_matrices_of_equal_shapes() -> None:
 
 
 def test_separable_blocks() -> None:
-    """Both kernels move by their own solve, the pointwise with the bias."""
+    """Each kernel has its solve; the pointwise includes the bias."""
     layer = layers.SeparableConv1D(2, 2, depth_multiplier=2, name="block")
     model = one_layer(layer, (4, 2))
     x = make_input("", (4, 2), 5)

@@ -1,7 +1,7 @@
-"""Losses of one's own are held against likelihoods, batch by batch.
+"""Custom losses are compared with likelihoods in every batch.
 
-Steps and factors are those of dense NumPy references. No loss is run for
-that, and what it keeps is as with SGD.
+Steps and factors equal dense NumPy references. Losses are not called again,
+and their state is as with SGD.
 """
 
 from collections.abc import Callable
@@ -44,12 +44,12 @@ def linear(activation: str | None = None) -> Any:
 
 
 def matrix(model: Any) -> Array:
-    """Its kernel and bias."""
+    """Kernel and bias of a dense layer, as one matrix."""
     return np.vstack(model.get_weights()).astype(np.float64)
 
 
 def plain_kfac() -> tfkfac.KFAC:
-    """Its step is minus the preconditioned gradient."""
+    """KFAC whose weight change is minus the preconditioned gradient."""
     return tfkfac.KFAC(
         keras.optimizers.SGD(1.0),
         kl_clip=None,
@@ -77,7 +77,7 @@ def step_from(model: Any, slopes: Array, G: Array) -> Array:
 
 @pytest.mark.parametrize(("first", "as_number"), [(0.01, True), (100.0, False)])
 def test_the_weight_of_a_loss_may_change(first: float, as_number: bool) -> None:
-    """Squares are twice the likelihood's, G of drawn labels is I."""
+    """A squared error is 2 nll; G of sampled labels is I."""
     beta = tf.Variable(first, trainable=False)
 
     def loss(y: Any, p: Any) -> Any:
@@ -110,7 +110,7 @@ def capped(y: Any, p: Any) -> Any:
 
 @pytest.mark.parametrize("loss", [huber, capped])
 def test_a_square_for_small_residuals_alone(loss: Any, capfd: Any) -> None:
-    """With an outlier u is 1 and G empirical; without it is 1/D or 2/D."""
+    """With an outlier u = 1 and G is empirical; else u = 1/D or 2/D."""
     for outlier in (False, True):
         model = linear()
         model.compile(plain_kfac(), loss, run_eagerly=loss is huber)
@@ -150,7 +150,7 @@ def classes_of(y: Any, p: Any) -> Any:
 
 
 def own_sigmoid(x: Any) -> Any:
-    """Keras' own leaves the logits on what it returns."""
+    """A sigmoid that, unlike Keras', does not keep the logits."""
     return tf.sigmoid(x)
 
 
@@ -210,7 +210,7 @@ UNKNOWN: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
 def test_what_a_loss_is_taken_for(name: str) -> None:
-    """In each batch; one example says as much as many, but no correlation."""
+    """The recognised distribution in each batch, for one example or many."""
     loss, y, *activation = (KNOWN | UNKNOWN)[name]
     model = linear(*activation)
     model.compile(tfkfac.KFAC(), loss, run_eagerly=True)
@@ -228,7 +228,7 @@ def test_what_a_loss_is_taken_for(name: str) -> None:
 
 
 def test_labels_that_are_no_numbers_of_outputs() -> None:
-    """Of other shapes in each batch: the loss alone knows how."""
+    """Labels whose shapes do not match the outputs, varying by batch."""
 
     def loss(y: Any, p: Any) -> Any:
         return tf.reduce_mean(tf.square(p)) + 0 * tf.reduce_sum(y)
@@ -252,7 +252,7 @@ def test_labels_that_are_no_numbers_of_outputs() -> None:
 
 
 def test_a_mask_hides_what_is_no_label() -> None:
-    """What the loss makes of padding is nothing to judge it by."""
+    """Masked labels do not count in the comparison."""
     x = RNG.normal(size=(ROWS, 5, 4)).astype("float32")
     x[:, 3:] = 0
     y = RNG.normal(size=(ROWS, 5, FEATURES)).astype("float32")
@@ -271,7 +271,7 @@ def test_a_mask_hides_what_is_no_label() -> None:
 
 
 def test_gauss_newton_says_what_it_does_not_know() -> None:
-    """And goes downhill all the same."""
+    """GaussNewton warns of an unknown loss and still decreases it."""
     model = linear()
     model.compile(tfkfac.GaussNewton(), logcosh)
     losses = model.fit(X, REAL, epochs=10, verbose=0).history["loss"]
@@ -306,7 +306,7 @@ def test_mean_with_sample_weight_has_no_scale_of_weights(fisher: str) -> None:
 
 
 def test_a_loss_far_above_a_guess_is_as_documented() -> None:
-    """Weights make a step of their own, and no rule guesses why."""
+    """G has the rows `w (p - y)`, also for losses of thousands of nats."""
     w = np.where(CLASSES == 1, 1000.0, 1.0)
     model = linear()
     model.compile(
@@ -323,7 +323,7 @@ def test_a_loss_far_above_a_guess_is_as_documented() -> None:
 
 # ------------------------------------------------------ what a loss keeps
 class Keeping(LOSSES.Loss):
-    """Counts its calls, keeps an average, draws numbers."""
+    """A loss that counts its calls, keeps an average, draws numbers."""
 
     def __init__(self, inside: bool) -> None:
         super().__init__(name="keeping")
@@ -378,7 +378,7 @@ def test_a_loss_keeps_what_it_keeps_with_sgd(name: str) -> None:
 
 
 class Noting(LOSSES.Loss):
-    """Equal to others, and so without a hash; notes the batches it is fed."""
+    """An unhashable loss that records its batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +395,7 @@ class Noting(LOSSES.Loss):
 
 
 def test_nobody_calls_a_loss_but_the_step() -> None:
-    """A function of Python's sees the batches that were fed, once each."""
+    """A Python function in the loss runs once per batch."""
     model, loss = linear(), Noting()
     model.compile(tfkfac.KFAC(), loss)
     model.fit(X, REAL, batch_size=5, verbose=0)
@@ -405,7 +405,7 @@ def test_nobody_calls_a_loss_but_the_step() -> None:
 
 @pytest.mark.slow
 def test_a_loss_may_call_the_model() -> None:
-    """As at collocation points; its moving averages are those of SGD."""
+    """A loss may call the model; moving averages equal SGD's."""
     averages = []
     for make in (keras.optimizers.SGD, tfkfac.KFAC):
         keras.utils.set_random_seed(0)

@@ -1,4 +1,4 @@
-"""What K-FAC says: of weights that it leaves alone, and of its steps."""
+"""Warnings and hints of K-FAC."""
 
 import re
 import warnings
@@ -30,7 +30,7 @@ from tests.support.summaries import sequential
 
 
 def said(action: Callable[[], Any]) -> list[str]:
-    """The warnings of K-FAC, repeated ones too."""
+    """The warnings of K-FAC, including repeated ones."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         action()
@@ -43,7 +43,7 @@ def compiling(model: Any, **kwargs: Any) -> list[str]:
 
 
 class Offset(layers.Layer):
-    """A layer without a block, with as many weights as wanted."""
+    """A layer without a block, with a given number of weights."""
 
     def __init__(self, weights: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -57,7 +57,7 @@ class Offset(layers.Layer):
 
 
 def test_low_coverage() -> None:
-    """The share, and the largest layers that are left, with the reason."""
+    """Has the coverage and the largest uncovered layers with reasons."""
     model = sequential(
         layers.LSTM(4, name="lstm"),
         layers.Reshape((2, 2)),
@@ -86,7 +86,7 @@ def test_low_coverage() -> None:
 
 @pytest.mark.parametrize(("weights", "warned"), [(18, False), (19, True)])
 def test_from_which_share_on(weights: int, warned: bool) -> None:
-    """Half of the weights is not low, if no single one is a large part."""
+    """A coverage of 50 % causes no warning without a large weight."""
     small = [Offset(weights // 20 + (i < weights % 20)) for i in range(20)]
     texts = compiling(sequential(*small, layers.Dense(3, use_bias=False)))
     assert len(texts) == warned
@@ -94,7 +94,7 @@ def test_from_which_share_on(weights: int, warned: bool) -> None:
 
 @pytest.mark.parametrize(("weights", "warned"), [(6, False), (7, True)])
 def test_a_large_weight_without_a_block(weights: int, warned: bool) -> None:
-    """More than 5 % of the model is named, and one that is less is not."""
+    """A weight above 5 % of the model is named."""
     model = sequential(
         Offset(weights, name="offset"),
         layers.Dense(19, use_bias=False),
@@ -122,7 +122,7 @@ class Subclassed(keras.Model):
 
 @pytest.mark.parametrize("make", [sequential, Subclassed])
 def test_the_last_layer_is_always_named(make: Any) -> None:
-    """However small it is; the same one elsewhere is not."""
+    """An uncovered last layer is named even if it is small."""
     (text,) = compiling(make(layers.Dense(50), Offset(1, name="offset")))
     assert re.search(r"alone: offset \(1 weights: no block", text)
     assert not compiling(make(Offset(1), layers.Dense(50)))
@@ -138,7 +138,7 @@ def test_what_the_user_skips_does_not_count(rule: str) -> None:
 
 @pytest.mark.parametrize("weights", [0, 60])
 def test_embeddings_under_spectral_steps_do_not_count(weights: int) -> None:
-    """They are the rest optimizer's, as documented; other layers count."""
+    """Embeddings, excluded by spectral steps, cause no warning."""
     model = sequential(
         layers.Embedding(90, 4, name="tokens"),
         layers.Flatten(),
@@ -158,7 +158,7 @@ def test_embeddings_under_spectral_steps_do_not_count(weights: int) -> None:
 
 @pytest.mark.parametrize("built_late", [False, True])
 def test_it_is_said_once(built_late: bool) -> None:
-    """As soon as the weights are known; not again, whatever comes."""
+    """A warning is given once, when the weights are known."""
     parts = [Offset(50), layers.Dense(1)]
     model = keras.Sequential(parts) if built_late else sequential(*parts)
     assert len(compiling(model)) == (not built_late)
@@ -226,7 +226,7 @@ NORMALISE = "layer 'd' are far from unit scale: normalise the inputs"
 def test_the_hint_at_the_clip(
     options: Any, inputs: float, targets: float, hint: str | None, capfd: Any
 ) -> None:
-    """Given once, after twenty steps, with the cause."""
+    """The clip hint is given once, after 20 steps, with the cause."""
     model = model_of(**options)
     pair = inputs * X, targets * Y
     data = tf.data.Dataset.from_tensors(pair).repeat()
@@ -241,7 +241,7 @@ def test_the_hint_at_the_clip(
 
 @pytest.mark.parametrize("scale", [1, 60])
 def test_raw_pixels_are_named(scale: float, capfd: Any) -> None:
-    """Also where most clip factors are above 0.1."""
+    """Raw pixels are named also if most clip factors are above 0.1."""
     keras.utils.set_random_seed(0)
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 10, size=32)
@@ -284,7 +284,7 @@ def test_inputs_that_are_numbers_of_words_are_not_to_be_normalised(
 
 @pytest.mark.parametrize("terms", [None, 1])
 def test_a_loop_is_told_what_its_loss_is_taken_for(terms: Any) -> None:
-    """Of a squared error nothing shows that it is a sum."""
+    """A custom loop is warned about an unobserved loss."""
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
     optimizer = tfkfac.KFAC().attach(model, loss_terms=terms)
     with warnings.catch_warnings(record=True) as caught:

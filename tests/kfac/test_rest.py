@@ -1,4 +1,4 @@
-"""Weights without a block have an optimizer of their own."""
+"""The rest optimizer trains weights without a block."""
 
 import functools
 import warnings
@@ -20,7 +20,7 @@ LABELS = ["left", "right"]
 
 
 def towers() -> Any:
-    """Two models that share nothing but the step."""
+    """Two models that share only the training step."""
     keras.utils.set_random_seed(1)
     inputs = keras.Input((FEATURES,))
     outputs = [
@@ -35,7 +35,7 @@ def towers() -> Any:
 def trained(
     optimizer: Any, fits: Sequence[int] = ()
 ) -> dict[str, list[np.ndarray]]:
-    """Weights of each tower after some steps, or fits of so many steps."""
+    """Weights of each tower after steps, or after fits of given lengths."""
     model = towers()
     model.compile(optimizer, [loss(), loss()])
     for steps in fits:
@@ -74,7 +74,7 @@ def same(one: Any, other: Any) -> None:
     ],
 )
 def test_each_tower_is_trained_as_if_alone(make: Any) -> None:
-    """The rest as by that optimizer alone, the blocks as without a rest."""
+    """Each tower trains as if alone with its optimizer."""
     ours = trained(tfkfac.KFAC(rest_optimizer=make(), skip_layers=["right.*"]))
     alone = trained(make())
     same(ours["right"], alone["right"])
@@ -82,7 +82,7 @@ def test_each_tower_is_trained_as_if_alone(make: Any) -> None:
 
 
 def test_adam_with_the_shape_of_the_schedule() -> None:
-    """0.001 times the rate over its largest value, here that of step 4."""
+    """Adam's rate is 0.001 times the rate over its largest value."""
 
     @keras.saving.register_keras_serializable(package="tests")
     class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
@@ -104,7 +104,7 @@ def test_adam_with_the_shape_of_the_schedule() -> None:
 
 @keras.saving.register_keras_serializable(package="tests")
 class Table(keras.optimizers.schedules.LearningRateSchedule):
-    """Rates of a run of known length; there are no others."""
+    """A schedule that fails after the length of the run."""
 
     def __init__(self, rates: Sequence[float], scale: float = 1.0) -> None:
         self.rates = list(rates)
@@ -139,7 +139,7 @@ RAMP = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]
 def test_a_schedule_is_asked_for_the_steps_of_the_run_alone(
     rates: list[float], fits: list[int], shares: list[float]
 ) -> None:
-    """Rates are shares of the largest one up to the end of `fit`."""
+    """The largest rate is that of the steps up to the end of `fit`."""
     rates = [*rates, 0.125]  # for what is traced after the last step
     ours = trained(tfkfac.KFAC(Table(rates), skip_layers=["right.*"]), fits)
     want = trained(Adam(Table([*shares, 0.125], 1e-3)), fits)
@@ -148,7 +148,7 @@ def test_a_schedule_is_asked_for_the_steps_of_the_run_alone(
 
 
 def test_a_schedule_that_grows_for_ever_moves_the_weights() -> None:
-    """Outside of `fit` its rate counts as the largest so far."""
+    """A growing schedule outside of `fit` still moves the weights."""
     grows = keras.optimizers.schedules.ExponentialDecay(0.01, 1, 1.1)
     ours = trained(tfkfac.KFAC(grows, skip_layers=["right.*"]))
     same(ours["right"], trained(Adam(1e-3))["right"])
@@ -157,7 +157,7 @@ def test_a_schedule_that_grows_for_ever_moves_the_weights() -> None:
 def test_a_run_that_is_resumed_has_the_same_largest_rates(
     tmp_path: Any,
 ) -> None:
-    """Of spectral steps and of Adam's rate; then they end alike."""
+    """A resumed run has the same largest rates and equal weights."""
     x, y = data(16 * 6)
     file = str(tmp_path / "model.keras")
 
@@ -202,7 +202,7 @@ def test_its_rate_falls_where_a_callback_reduces_the_rate() -> None:
 
 
 def test_rows_that_are_looked_up_twice_have_one_gradient() -> None:
-    """Adam's first step is a thousandth wherever there is one."""
+    """Adam's first step is 0.001 for each row that is looked up."""
     tokens = keras.layers.Embedding(5, 2, name="tokens")
     model = keras.Sequential(
         [keras.Input((3,)), tokens, keras.layers.Dense(CLASSES)]
@@ -287,7 +287,7 @@ SCALERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("on_epoch", [False, True])
 def test_all_weights_are_averaged(scaler: str, on_epoch: bool) -> None:
-    """By one rule, whoever trains them: for evaluations and at the end."""
+    """All weights are averaged alike, in evaluations and at the end."""
     model, (x, y) = mlp(), data(16)
     optimizer = SCALERS[scaler](averaging())
     model.compile(optimizer, loss(), run_eagerly=True)
@@ -325,9 +325,9 @@ def test_all_weights_are_averaged(scaler: str, on_epoch: bool) -> None:
 
 
 def test_averages_outside_of_fit() -> None:
-    """In `evaluate`, which puts the weights back, and in `predict`.
+    """Averages are used in `evaluate` and `predict`.
 
-    (Keras' callback does not put them back after `predict`.)
+    Keras' callback restores the weights after `evaluate` only.
     """
     model, (x, y) = mlp(), data(16)
     model.compile(averaging(), loss(), run_eagerly=True)

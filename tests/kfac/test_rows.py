@@ -1,7 +1,7 @@
-"""Dense layers that are preconditioned by the rows of their gradient.
+"""Dense layers whose gradients are preconditioned as rows (a, g).
 
-The rows give the same step as the matrix; which of the two is taken shows in
-the optimised graph, where the tape's product of a layer is there or gone.
+Rows and the dense gradient give the same step. The choice shows in the
+optimised graph, which has the tape's product of a layer or not.
 """
 
 import re
@@ -75,7 +75,7 @@ def batch(rows: int, *shape: int) -> tuple[Array, Array]:
 
 
 def loss(y: Any, z: Any) -> Any:
-    """Half a sum of squares: its unit is 1 and its gradient the residual."""
+    """Half the sum of squares: unit 1, gradient equal to the residual."""
     return tf.reduce_sum(tf.square(z - y), -1) / 2
 
 
@@ -106,7 +106,7 @@ def numpy_blocks(
 
 
 def moved(weights: list[Array], changes: Any) -> list[Array]:
-    """Weights to which such matrices are added, the last row to the biases."""
+    """Add matrices to the weights; the last row is for the bias."""
     parts = [part for d in changes for part in (d[:-1], d[-1])]
     return [w + part for w, part in zip(weights, parts, strict=True)]
 
@@ -124,7 +124,7 @@ def numpy_step(weights: list[Array], x: Array, y: Array) -> list[Array]:
 
 # --------------------------------------------------------------- exactness
 def test_a_ragged_last_batch() -> None:
-    """One trace that does not know how many rows it has serves few and many."""
+    """A trace of unknown batch size handles few and many rows."""
     with floats("float64"):
         model = network()
         x, y = batch(70)
@@ -141,7 +141,7 @@ def test_a_ragged_last_batch() -> None:
 
 
 def test_spectral_steps() -> None:
-    """Momenta go on by rows, by matrices, and with another decomposition."""
+    """Momenta are updated by rows, matrices and new decompositions."""
     mu, block, every = 0.75, 4, 2
     sizes = [6, 64, 6, 64, 6]
     data = [batch(rows) for rows in sizes]
@@ -184,13 +184,13 @@ def test_spectral_steps() -> None:
 
 # ---------------------------------------------------------- which way it is
 def ordinary(model: Any, **options: Any) -> Any:
-    """A training step of the model's own."""
+    """The model's training step."""
     model.compile(optimizer(**options), loss)
     return model.train_on_batch
 
 
 def clipped(model: Any) -> Any:
-    """A loop that changes the gradients."""
+    """A custom loop that clips the gradients."""
     kfac = optimizer().attach(model)
 
     @tf.function(autograph=False)
@@ -229,7 +229,7 @@ CASES: dict[str, tuple[Any, Any, set[str]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_products_that_are_gone(case: str) -> None:
-    """The tape's product is in the graph, or not; a step is as without one."""
+    """The tape's product is pruned where rows are used; steps are equal."""
     make, prepare, gone = CASES[case]
     shape = (2, INPUTS) if make is sequences else ()
     x, y = batch(4, *shape)
@@ -265,7 +265,7 @@ def test_products_that_are_gone(case: str) -> None:
 
 
 def test_what_is_not_finite() -> None:
-    """The product that nobody forms would not be, so there is no step."""
+    """A product that would not be finite skips the step."""
     model = network()
     # The feature changes nothing but the product.
     kernel = model.layers[0].kernel
@@ -286,7 +286,7 @@ def test_what_is_not_finite() -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("inputs, outputs", [(785, 512), (30, 251)])
 def test_most_rows(inputs: int, outputs: int, workers: int) -> None:
-    """Multiplications of either way, counted product by product."""
+    """Multiplications with rows and matrix, counted by product."""
 
     def by_rows(n: int) -> int:
         count = n * inputs**2 + n * outputs**2  # a A^-1, g G^-1

@@ -1,6 +1,6 @@
-"""Turns: decompositions spread over the interval, so that no step stands out.
+"""Schedule groups ("turns") spread inverse updates over the interval.
 
-Small models have a single turn, see `test_clocks`.
+Small models have one group, see `test_clocks`.
 """
 
 import itertools
@@ -45,7 +45,7 @@ def test_a_small_model_has_one_turn(operations: list[int]) -> None:
 
 
 def test_turns_of_an_autoencoder() -> None:
-    """Four large blocks, a turn each; the small ones fill up the shorter.
+    """Four groups with one large block each; small blocks balance them.
 
     In units of 10^6 operations: 1484, 1128, 142, 16, 16, 141, 1126, 1485.
     """
@@ -67,7 +67,7 @@ def test_turns_are_as_few_as_keep_them_short() -> None:
 def due_steps(
     turns: int, inverse: Any, factor: int, steps: int
 ) -> list[list[int]]:
-    """The steps at which each turn is due."""
+    """The steps at which each group is due."""
 
     @tf.function
     def due(clock: tf.Tensor) -> tf.Tensor:
@@ -97,13 +97,13 @@ def due_steps(
     ],
 )
 def test_four_turns(factor: int, inverse: int, first: list[int]) -> None:
-    """Every block once in an interval, and not with a factor update."""
+    """Each group is due once per interval, not with a factor update."""
     found = due_steps(4, inverse, factor, 3 * inverse)
     assert found == [[s + k * inverse for k in range(3)] for s in first]
 
 
 def test_no_turn_is_lost_when_the_interval_changes() -> None:
-    """At most the old and the new interval lie between two decompositions."""
+    """After a change, inverse updates are at most both intervals apart."""
 
     def interval(clock: tf.Tensor) -> tf.Tensor:
         return tf.where(clock < 21, 5, tf.where(clock < 107, 20, 50))
@@ -136,9 +136,9 @@ def damped_inverses(factors: dict[str, Array], damping: float) -> list[Array]:
 
 @mock.patch.multiple(placement, _MIN_OPERATIONS=1, _SLACK=1)
 def test_each_block_in_its_turn() -> None:
-    """All at first, then each is renewed of the factors of its own step.
+    """All decompose at first, then each group by its step's factors.
 
-    Three blocks, of 468, 341 and 243 operations, are large enough here.
+    Three blocks, of 468, 341 and 243 operations, form groups here.
     """
     turns = {"first": [0, 1, 7], "second": [0, 3, 9], "logits": [0, 5]}
     model = sequential(

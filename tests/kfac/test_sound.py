@@ -1,4 +1,4 @@
-"""A bad decomposition or factor of one block never reaches the weights."""
+"""Invalid decompositions or factors never reach the weights."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def block_of(optimizer: Any, path: str) -> Any:
 
 
 def spoil(optimizer: Any, path: str, value: float) -> None:
-    """Fills one tensor of a decomposition."""
+    """Fill one tensor of a decomposition."""
     tensor = block_of(optimizer, path).decomposition.tensors[0]
     tensor.assign(np.full(tensor.shape, value))
 
@@ -51,7 +51,7 @@ def spoil(optimizer: Any, path: str, value: float) -> None:
 def test_the_plain_gradient_of_that_block_alone(
     solver: str, value: float, eager: bool, capfd: Any
 ) -> None:
-    """The others' steps are what they were; the next step makes it anew."""
+    """Only that block takes the plain gradient, for one step."""
     model, twin = (
         compiled_mlp(
             keras.optimizers.SGD(0.1),
@@ -95,7 +95,7 @@ def test_the_plain_gradient_of_that_block_alone(
 
 
 def wide() -> Any:
-    """One layer by its rows, of which there are few, and one not."""
+    """A model with one layer with row gradients and one without."""
     return sequential(
         layers.Dense(60, activation="tanh", name="hidden"),
         layers.Dense(60, activation="tanh", name="second"),
@@ -116,9 +116,9 @@ CASES: dict[str, dict[str, Any]] = {
     ("name", "value"), zip(CASES, [1e30, NAN, NAN, 1e30], strict=True)
 )
 def test_weights_stay_near(name: str, value: float) -> None:
-    """In every kind of step; a healthy run moves by less than 1 in all.
+    """Weights stay near with any step rule; a valid run moves by less than 1.
 
-    Rows take the plain gradient where it is never formed.
+    With rows, the fallback works although the dense gradient is not formed.
     """
     model = wide()
     model.compile(tfkfac.KFAC(**CASES[name]), loss())
@@ -148,7 +148,7 @@ def test_weights_stay_near(name: str, value: float) -> None:
 
 
 def test_a_bad_factor_is_gathered_anew(capfd: Any) -> None:
-    """The next statistics are all there is of the block, as at the start."""
+    """An invalid average restarts from the next statistics."""
     model, fresh = (
         compiled_mlp(
             fisher="empirical",
@@ -185,7 +185,7 @@ def test_a_bad_factor_is_gathered_anew(capfd: Any) -> None:
 
 
 def test_a_damping_that_grows_is_no_fault() -> None:
-    """Decompositions of a smaller damping make longer gradients."""
+    """Longer gradients by an older, smaller damping are valid."""
     model = compiled_mlp(damping=1e-3, inverse_update_interval=100, eager=True)
     model.train_on_batch(X, Y)
     kfac_of(model).damping = 10.0
@@ -213,11 +213,10 @@ for name_, kwargs_ in SPOILED.items():
 
 @pytest.mark.parametrize("name", JOBS.params(SPOILED))
 def test_one_decision_everywhere(pool: Pool, name: str) -> None:
-    """No worker hangs, weights are the same bits and near what they were.
+    """No worker hangs; weights stay bitwise equal and near.
 
-    A bad decomposition makes way for the plain gradient. A bad factor heals
-    where it is kept, and nobody uses a plain gradient for it; who does not
-    keep it knows of it as well.
+    An invalid decomposition gives the plain gradient. An invalid factor
+    restarts on its owner without a plain gradient; all workers report it.
     """
     workers = JOBS.results(pool, name)
     assert_same_bits(workers)

@@ -1,4 +1,4 @@
-"""Spectral steps by their definition, and what must not change them."""
+"""Spectral steps against NumPy, and their guards."""
 
 import functools
 from typing import Any
@@ -48,7 +48,7 @@ def cross_entropy(**options: Any) -> Any:
 def trained(
     optimizer: Any, loss: Any = None, scale: float = 1.0, eager: bool = True
 ) -> Result:
-    """Some steps of the network that the definition knows, in float64."""
+    """Some steps of the reference's network, in float64."""
     with floats("float64"):
         keras.utils.set_random_seed(0)
         model = cnn()
@@ -125,7 +125,7 @@ def test_neither_the_rate_nor_the_unit_of_the_loss_matters(
 def test_a_rate_that_callbacks_set(
     first: float, rate: float, share: float
 ) -> None:
-    """Steps of both optimizers have its share of the first one, at most 1."""
+    """Steps scale with rate / first rate, at most 1, for both optimizers."""
     moves = []
     for start, then in ((first, rate), (0.25, 0.25)):
         model = mlp()
@@ -145,7 +145,7 @@ def test_a_rate_that_callbacks_set(
 def test_weights_without_a_gradient_do_not_move(
     solver: str, block: int
 ) -> None:
-    """W = 0 in every step: so are M, N and P, and D with them."""
+    """With W = 0, the direction D is 0."""
     dead, pruned, missing = np.s_[7:39], np.s_[41:44], np.s_[2:4]
     keras.utils.set_random_seed(0)
     hidden = keras.layers.Dense(50, "relu")
@@ -186,7 +186,7 @@ LENGTHS = pytest.mark.parametrize("length", ["fisher", "rms"])
 
 
 def moved(model: Any, x: Any = X, weight: Any = None) -> list[Array]:
-    """How far a step goes; weights stay finite."""
+    """Length of a step; weights stay finite."""
     before = model.get_weights()
     model.train_on_batch(x, Y, weight)
     after = model.get_weights()
@@ -202,7 +202,7 @@ def state_of(model: Any) -> Any:
 @LENGTHS
 @pytest.mark.parametrize("part", ["decomposition", "momentum"])
 def test_nan_in_the_state(length: str, part: str) -> None:
-    """The plain gradient over its norm, counted; a momentum begins anew."""
+    """NaN in state gives `W / |W|`, counted; momenta restart."""
     step = tfkfac.SpectralStep(length, block=None, iterations=7)
     model = compiled_mlp(step=step, eager=True, fisher="empirical")
     model.train_on_batch(X, Y)
@@ -230,7 +230,7 @@ def test_nan_in_the_state(length: str, part: str) -> None:
 
 @LENGTHS
 def test_a_batch_that_is_nan_or_weighs_nothing(length: str) -> None:
-    """No step, and no trace in momenta."""
+    """Batches with NaN or zero weight change nothing."""
     step = tfkfac.SpectralStep(length)
     model = compiled_mlp(step=step, eager=True)
     assert not any(map(np.any, moved(model, weight=np.zeros(len(X)))))
@@ -257,7 +257,7 @@ def test_gradients_whose_squares_are_none(length: str, scale: float) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_loss_that_is_not_finite_counts_as_none(value: float) -> None:
-    """Under gradients that are."""
+    """A loss that is not finite counts as 0 if gradients are finite."""
 
     @tf.custom_gradient
     def unseen(loss: Any) -> Any:
@@ -276,7 +276,7 @@ def test_a_loss_that_is_not_finite_counts_as_none(value: float) -> None:
 
 # --------------------------------------------------------------- what is said
 def test_summary_says_what_momenta_take() -> None:
-    """Twice as much as the weights; known before the first step."""
+    """Momenta take twice the bytes of the weights, known before training."""
     model = compiled_mlp(step="spectral")
     optimizer = model.optimizer
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What `summary` and the other reports say."""
+"""`summary` and other reports."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ X, Y = data()
 
 # ----------------------------------------------------------- what is listed
 def test_summary_of_a_model_with_everything() -> None:
-    """One row for a block: shapes, weights and bytes are the real ones."""
+    """One row per block with its shapes, weights and bytes."""
     model = sequential(
         layers.Conv2D(4, 3, name="conv"),
         layers.Conv2D(6, 1, groups=2, use_bias=False, name="grouped"),
@@ -79,7 +79,7 @@ def test_summary_prints_by_default(capsys: Any) -> None:
 # ------------------------------------------------------------- before build
 @pytest.mark.parametrize("build", [unbuilt_sequential, LateBuilt])
 def test_summary_before_the_model_is_built(build: Callable[[], Any]) -> None:
-    """A clear error, not a wrong table; after a step all is there."""
+    """An error before the model is built; a table after a step."""
     model = build()
     optimizer = tfkfac.KFAC()
     model.compile(optimizer, loss(), run_eagerly=True)
@@ -91,7 +91,7 @@ def test_summary_before_the_model_is_built(build: Callable[[], Any]) -> None:
 
 
 def test_reports_before_a_first_step() -> None:
-    """A built model has its factors at once: zeros."""
+    """A built model has factors of zeros."""
     optimizer = compiled_mlp().optimizer
     for block in optimizer.factors().values():
         assert not block["A"].any()

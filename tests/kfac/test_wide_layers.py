@@ -1,4 +1,4 @@
-"""Layers whose factors are large."""
+"""Layers with large factors."""
 
 import tracemalloc
 from typing import Any
@@ -45,7 +45,7 @@ def wide() -> Any:
 
 
 def test_wide_factors_are_sketches() -> None:
-    """A matrix may be as wide as the limit; of a stack, each may."""
+    """Factors wider than the limit are low-rank; the limit is inclusive."""
     optimizer = bind(wide(), max_factor_dim=10, factor_rank=3)
     assert leftovers_of(optimizer) == {}
     kinds = {name: row[1:3] for name, row in blocks_of(optimizer).items()}
@@ -64,7 +64,7 @@ def test_wide_factors_are_sketches() -> None:
 
 
 def test_default_limit() -> None:
-    """640 with the bias' row; no matrix is made for a wider one."""
+    """The default limit is 640, including the bias row."""
     default = tfkfac.KFAC()
     limit = Limit(default.max_factor_dim, default.factor_rank)
     for inputs, kind in (
@@ -83,7 +83,7 @@ def test_default_limit() -> None:
 
 
 def test_a_vocabulary_is_no_matrix() -> None:
-    """The A of an embedding is diagonal, whatever its size."""
+    """The factor A of an embedding is diagonal for any size."""
     tokens = layers.Embedding(50, 7, name="tokens")
     optimizer = bind(sequential(tokens, shape=(4,)), max_factor_dim=5)
     (row,) = blocks_of(optimizer).values()
@@ -91,7 +91,7 @@ def test_a_vocabulary_is_no_matrix() -> None:
 
 
 class Own(tfkfac.blocks.MatrixBlock):
-    """A block that does not know of the limit."""
+    """A block that ignores the limit."""
 
     kind = "Own"
     rows = DenseBlock.rows
@@ -106,7 +106,7 @@ class Own(tfkfac.blocks.MatrixBlock):
 def test_a_matrix_that_a_block_insists_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is left to the inner optimizer rather than made."""
+    """A block with a matrix above the limit is excluded."""
     monkeypatch.setattr(registry, "_registered", {layers.Dense: {"": Own}})
     model = sequential(layers.Dense(4, name="own"), shape=(10,))
     reasons = leftovers_of(bind(model, max_factor_dim=10))
@@ -117,7 +117,7 @@ def test_a_matrix_that_a_block_insists_on(
 
 # ---------------------------------------------------------------- training
 def nystroem(matrix: Array, rank: int) -> Array:
-    """With the rest of the trace on the diagonal."""
+    """Low-rank approximation plus the remaining trace on the diagonal."""
     omega = probes(len(matrix), rank, tf.float64).numpy()
     product = matrix @ omega
     low_rank = product @ np.linalg.pinv(omega.T @ product) @ product.T
@@ -126,7 +126,7 @@ def nystroem(matrix: Array, rank: int) -> Array:
 
 
 def linear(solver: str, **kwargs: Any) -> Any:
-    """One layer in float64, rate 1, of half the squared error."""
+    """One linear layer in float64 with half the squared error, rate 1."""
     model = keras.Sequential(
         [
             keras.Input((9,), dtype="float64"),
@@ -143,7 +143,7 @@ def linear(solver: str, **kwargs: Any) -> Any:
     [*((solver, 6) for solver in SOLVERS), ("inverse", 9), ("eigen", 9)],
 )
 def test_step_by_its_definition(solver: str, limit: int) -> None:
-    """A alone as a sketch, or both."""
+    """Steps with a low-rank A, or A and G, equal NumPy."""
     model = linear(solver, max_factor_dim=limit, factor_rank=4)
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(30, 9)), rng.normal(size=(30, 7))
@@ -166,7 +166,7 @@ def test_step_by_its_definition(solver: str, limit: int) -> None:
 
 
 def plain_inverse_solve(W: Array, A: Array, G: Array, damping: float) -> Array:
-    """Both factors with the whole damping."""
+    """Solve with the whole damping on both factors."""
     left = np.linalg.solve(A + damping * np.eye(len(A)), W)
     right = np.linalg.solve(G + damping * np.eye(len(G)), left.T)
     return np.asarray(right.T)
@@ -197,7 +197,7 @@ def test_summary_says_what_a_sketch_explains() -> None:
 # ------------------------------------------------------------------ memory
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])
 def test_state_is_made_where_it_is_kept(solver: str) -> None:
-    """Not as an array first: NumPy's memory is traced, TensorFlow's not."""
+    """Large state is created by TensorFlow, not first in NumPy."""
     model = sequential(layers.Dense(3), shape=(999,))
     (block,) = build_registry(model, ()).blocks
     tracemalloc.start()
@@ -220,7 +220,7 @@ def test_state_is_made_where_it_is_kept(solver: str) -> None:
 
 @pytest.mark.slow
 def test_error_of_a_layer_without_memory() -> None:
-    """Its first factor would take more than the address space."""
+    """A factor larger than the address space: the error names the layer."""
     model = sequential(layers.Dense(1, name="huge"), shape=(7_000_000,))
     message = r"No memory for .* layer 'huge' .*max_factor_dim"
     with pytest.raises(MemoryError, match=message):
