@@ -170,7 +170,7 @@ def test_the_first_run_decides(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_a_length_it_is_a_hundred() -> None:
+def test_warmup_of_an_unknown_run_is_100() -> None:
     def endless() -> Iterator[tuple[Array, Array]]:
         for _ in range(2):
             yield X, Y

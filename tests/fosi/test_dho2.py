@@ -169,6 +169,6 @@ def test_state_is_divided(results: Results, name: str) -> None:
         }
 
 
-def test_all_workers_hear_the_same(results: Results) -> None:
+def test_all_workers_use_one_warmup(results: Results) -> None:
     """All workers use worker 0's warm-up: 7.5 % of 40 steps."""
     assert results("two: told") == [[3], [3]]

@@ -168,7 +168,7 @@ OTHERS: dict[str, Maker] = {
 }
 
 
-def test_which_changes_are_sums_of_gradients() -> None:
+def test_is_plain_sgd() -> None:
     """Excluded is half precision: rounded changes are not orthogonal to V."""
     for name, make in (SUMS | OTHERS).items():
         assert is_plain_sgd(Job("fosi", mlp(), make())) == (name in SUMS), name

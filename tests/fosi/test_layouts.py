@@ -128,7 +128,7 @@ def test_projections(
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_rows_move_a_third(workers: int) -> None:
-    """"rows" moves at most 34 % of the bytes of "columns" (10 directions)."""
+    """ "rows" moves at most 34 % of the bytes of "columns" (10 directions)."""
     rows, columns = (layout_of(n, 20_000, 10, workers) for n in LAYOUTS)
     ours, published = (
         layout.projection_bytes(False) for layout in (rows, columns)
@@ -192,7 +192,7 @@ def test_traffic(name: str, workers: int) -> None:
 
     def finish(group: Any) -> None:
         vector = tf.ones([23], tf.float64)
-        final = FinalUpdate(layout.geometry, "")
+        final = FinalUpdate(layout.geometry)
         subspace = Subspace(layout, InnerTraits(), group.rank)
         final.change(vector, subspace, tf.ones([], tf.float64), group)
 

@@ -90,7 +90,7 @@ for name_, kwargs_ in CASES.items():
 
 
 @pytest.mark.parametrize("name", JOBS.params(CASES))
-def test_one_worker_loses_its_own(pool: Pool, name: str) -> None:
+def test_invalid_state_on_one_worker(pool: Pool, name: str) -> None:
     """Invalid state on one worker: all take a plain step, then estimate."""
     workers = JOBS.results(pool, name)
     assert_same_bits(workers)

@@ -104,7 +104,7 @@ def test_micro_batches_of_any_size_are_one_batch(case: str) -> None:
     assert_same(*trained)
 
 
-def test_that_of_the_inner_optimizer_is_taken_over() -> None:
+def test_accumulation_of_the_inner_optimizer_is_used() -> None:
     inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)
     made = tfkfac.KFAC(inner)
     again = tfkfac.KFAC.from_config(made.get_config())
@@ -113,7 +113,7 @@ def test_that_of_the_inner_optimizer_is_taken_over() -> None:
     assert again.inner_optimizer.gradient_accumulation_steps is None
 
 
-def test_a_bad_micro_batch_costs_its_step() -> None:
+def test_a_bad_micro_batch_skips_the_step() -> None:
     """A bad micro-batch skips the step; nothing changes before the last one."""
     model, fresh = (
         model_of(kfac(gradient_accumulation_steps=3)),

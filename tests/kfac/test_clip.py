@@ -200,7 +200,7 @@ def test_intervals_over_changing_batches(solver: str, eager: bool) -> None:
 @pytest.mark.parametrize(
     ("eager", "solver"), [(True, "eigen"), (False, "inverse")]
 )
-def test_a_late_block_begins_with_its_own_statistics(
+def test_a_late_block_starts_with_its_first_statistics(
     eager: bool, solver: str
 ) -> None:
     """A block that joins late starts with statistics of its first batch."""
@@ -250,6 +250,6 @@ def test_numbers_of_blocks_that_stay() -> None:
     before, after = Counters(["a", "b", "c"]), Counters(["new", "c", "a"])
     before.observed.assign([1, 2, 3])
     before.failures.assign([4, 5, 6])
-    after.take(before, {1: 2, 2: 0})
+    after.copy_from(before, {1: 2, 2: 0})
     np.testing.assert_array_equal(after.observed, [0, 3, 1])
     np.testing.assert_array_equal(after.failures, [0, 6, 4])

@@ -177,7 +177,9 @@ def test_new_intervals_are_used_at_once() -> None:
         ("inverse_update_interval", 5, Formula(growing)),
     ],
 )
-def test_another_kind_of_value(name: str, start: Any, other: Any) -> None:
+def test_change_between_number_and_schedule(
+    name: str, start: Any, other: Any
+) -> None:
     """A change between number and schedule is an error after `build`."""
     optimizer = tfkfac.KFAC(**{name: start})
     setattr(optimizer, name, other)

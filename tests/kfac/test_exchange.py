@@ -92,7 +92,7 @@ def test_statistics_are_added_up(
         )
 
 
-def test_the_way_of_statistics_is_short() -> None:
+def test_files_of_an_all_reduce() -> None:
     """An all-reduce of statistics runs code of these files only."""
     placement, files = place("comm_opt", 2, "inverse"), set()
 

@@ -97,7 +97,7 @@ def test_bad_batch_changes_nothing(
 
 
 @pytest.mark.parametrize("first", [poisoned(NAN), X[:0]], ids=["NaN", "empty"])
-def test_a_first_batch_that_teaches_nothing(first: Array) -> None:
+def test_an_unusable_first_batch(first: Array) -> None:
     """After an empty or bad first batch, the second acts as the first."""
     model, twin = (
         compiled_mlp(keras.optimizers.SGD(0.1), eager=True) for _ in range(2)
@@ -115,9 +115,8 @@ def test_a_first_batch_that_teaches_nothing(first: Array) -> None:
     assert_same_weights(model, twin.get_weights())
 
 
-def test_bad_numbers_that_cancel() -> None:
-    """Infinities of both signs and NaN skip the step; 1e18 is valid.
-    """
+def test_infinities_that_cancel() -> None:
+    """Infinities of both signs and NaN skip the step; 1e18 is valid."""
     model = mlp()
     optimizer = tfkfac.KFAC(1e-30).attach(model)
     before = model.get_weights()

@@ -59,7 +59,9 @@ def reduced(
 @pytest.mark.parametrize(
     ("dtype", "decay"), [("bfloat16", 0.99), ("float16", 0.95)]
 )
-def test_averages_do_not_get_stuck(dtype: str, decay: float) -> None:
+def test_half_precision_averages_keep_changing(
+    dtype: str, decay: float
+) -> None:
     """Averages differ by the wire's rounding only, after many updates.
 
     Averages stored in half precision would stop changing once an update is
@@ -109,7 +111,7 @@ def test_averages_do_not_get_stuck(dtype: str, decay: float) -> None:
         (False, "float16", 1e8),
     ],
 )
-def test_statistics_of_any_size_travel_in_half_precision(
+def test_half_precision_statistics_of_any_magnitude(
     packs: bool, dtype: str, size: float
 ) -> None:
     """Large A (raw inputs) and small G (late in training) are exact."""

@@ -57,7 +57,7 @@ def test_bytes_by_hand(mode: str, gradient_workers: int, solver: str) -> None:
     assert total("factor", "factors") == 2 * (WORKERS - 1) * reduced
 
 
-def test_no_layer_is_no_byte() -> None:
+def test_a_model_without_layers_has_no_bytes() -> None:
     """A model without supported layers has no bytes."""
     built = keras.Sequential([keras.Input((2,)), layers.Activation("tanh")])
     placement = tfkfac.KFAC().attach(built).method.placement
@@ -85,7 +85,7 @@ def test_work_by_hand(solver: str) -> None:
         assert work.decompositions == wanted
 
 
-def test_few_rows_are_preconditioned_in_place_of_the_matrix() -> None:
+def test_cost_of_row_gradients() -> None:
     """Rows cost `N (n^2 + m^2) + N^2 (n + m)`, if less than the matrix."""
     built = keras.Sequential([keras.Input((99,)), layers.Dense(100)])
     (block,) = tfkfac.KFAC().attach(built).method.placement.blocks

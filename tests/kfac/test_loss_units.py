@@ -114,7 +114,7 @@ def test_a_constant_times_a_loss_makes_the_same_step(kind: str) -> None:
             assert_same_step(got, want)
 
 
-def test_loss_weights_are_such_constants() -> None:
+def test_loss_weights_are_constant_factors() -> None:
     def two() -> Any:
         keras.utils.set_random_seed(1)
         inputs = keras.Input((5,))
@@ -150,9 +150,7 @@ MASK = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 0]], bool)
         ("open", "reduce"),
     ],
 )
-def test_terms_are_what_the_loss_is_the_mean_of(
-    case: str, sharing: str
-) -> None:
+def test_terms_of_a_mean(case: str, sharing: str) -> None:
     """`G = T sum c c^T / u^2 = (1/T) sum g g^T` with the terms' own `g`."""
     width = 1 if case == "open" else 2
     inputs = keras.Input((None if case == "open" else 3, 4))
@@ -258,7 +256,7 @@ HUBER = [
 
 
 @pytest.mark.parametrize("loss", [*HUBER, fussy])
-def test_a_loss_of_no_known_likelihood_has_the_unit_one(loss: Any) -> None:
+def test_unknown_losses_have_unit_1(loss: Any) -> None:
     """A sum is treated as a mean times the number of examples."""
     y = REAL if loss in HUBER else np.full_like(REAL, 100)
     model = keras.Sequential(

@@ -108,7 +108,7 @@ def test_turns_are_those_of_one_process(results, name):
 
 
 @pytest.mark.parametrize("name", JOBS.params(PARTS))
-def test_parts_weigh_as_much_as_their_batches(results, name):
+def test_subsamples_weigh_as_much_as_their_batches(results, name):
     """Subsamples are weighed by the sizes of their batches."""
     workers = results(name)
     assert_same_bits(workers)
@@ -192,7 +192,7 @@ def stage_of(op: Collective) -> str:
         and not name.endswith(("eager", "drawn labels", "labels", "stages"))
     ),
 )
-def test_communication_is_what_is_said(results, name):
+def test_reported_bytes_equal_the_messages(results, name):
     """Reported bytes equal those of the graph's messages."""
     workers = results(name)
     share = 2 * (len(workers) - 1) / len(workers)  # of a ring all-reduce

@@ -18,7 +18,7 @@ JOBS.add(STATISTICS, "waits", "comm_opt", HIDDEN, "MatMul")
 JOBS.add(STAGES, "waits", "dp_kfac", HIDDEN, "Cholesky")
 
 
-def test_statistics_are_sent_while_others_are_made(pool: Pool) -> None:
+def test_statistics_overlap_with_computation(pool: Pool) -> None:
     """The last layer's statistics are sent first, without waiting."""
     (found,) = JOBS.results(pool, STATISTICS)
     branches = [b for b in found["branches"] if len(b.before) == 2 * LAYERS]
@@ -34,7 +34,7 @@ def test_statistics_are_sent_while_others_are_made(pool: Pool) -> None:
     assert not found["unordered"]
 
 
-def test_results_are_sent_while_others_are_decomposed(pool: Pool) -> None:
+def test_gradients_overlap_with_decompositions(pool: Pool) -> None:
     """A stage's gradients are sent while the next stage is decomposed."""
     (found,) = JOBS.results(pool, STAGES)
     branches = [b for b in found["branches"] if len(b.before) == LAYERS]

@@ -109,7 +109,7 @@ def capped(y: Any, p: Any) -> Any:
 
 
 @pytest.mark.parametrize("loss", [huber, capped])
-def test_a_square_for_small_residuals_alone(loss: Any, capfd: Any) -> None:
+def test_a_square_for_small_residuals_only(loss: Any, capfd: Any) -> None:
     """With an outlier u = 1 and G is empirical; else u = 1/D or 2/D."""
     for outlier in (False, True):
         model = linear()
@@ -209,7 +209,7 @@ UNKNOWN: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
-def test_what_a_loss_is_taken_for(name: str) -> None:
+def test_recognised_distributions(name: str) -> None:
     """The recognised distribution in each batch, for one example or many."""
     loss, y, *activation = (KNOWN | UNKNOWN)[name]
     model = linear(*activation)
@@ -227,7 +227,7 @@ def test_what_a_loss_is_taken_for(name: str) -> None:
         assert model.optimizer.events() == {}
 
 
-def test_labels_that_are_no_numbers_of_outputs() -> None:
+def test_labels_of_other_shapes_than_outputs() -> None:
     """Labels whose shapes do not match the outputs, varying by batch."""
 
     def loss(y: Any, p: Any) -> Any:
@@ -251,7 +251,7 @@ def test_labels_that_are_no_numbers_of_outputs() -> None:
     assert "no likelihood in " in lines_of(model.optimizer)
 
 
-def test_a_mask_hides_what_is_no_label() -> None:
+def test_masked_labels_are_ignored() -> None:
     """Masked labels do not count in the comparison."""
     x = RNG.normal(size=(ROWS, 5, 4)).astype("float32")
     x[:, 3:] = 0
@@ -305,7 +305,7 @@ def test_mean_with_sample_weight_has_no_scale_of_weights(fisher: str) -> None:
         check_factors(find(model.optimizer.factors(), "d"), a.T @ a / ROWS, G)
 
 
-def test_a_loss_far_above_a_guess_is_as_documented() -> None:
+def test_sample_weights_weigh_rows_of_a_large_loss() -> None:
     """G has the rows `w (p - y)`, also for losses of thousands of nats."""
     w = np.where(CLASSES == 1, 1000.0, 1.0)
     model = linear()
@@ -362,7 +362,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_loss_keeps_what_it_keeps_with_sgd(name: str) -> None:
+def test_state_of_a_loss_equals_that_with_sgd(name: str) -> None:
     kept = []
     make, way = OPTIMIZERS[name]
     for optimizer in ("sgd", make()):
@@ -394,7 +394,7 @@ class Noting(LOSSES.Loss):
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_nobody_calls_a_loss_but_the_step() -> None:
+def test_losses_are_called_by_the_step_only() -> None:
     """A Python function in the loss runs once per batch."""
     model, loss = linear(), Noting()
     model.compile(tfkfac.KFAC(), loss)

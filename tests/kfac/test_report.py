@@ -85,7 +85,7 @@ def test_low_coverage() -> None:
 
 
 @pytest.mark.parametrize(("weights", "warned"), [(18, False), (19, True)])
-def test_from_which_share_on(weights: int, warned: bool) -> None:
+def test_coverage_threshold(weights: int, warned: bool) -> None:
     """A coverage of 50 % causes no warning without a large weight."""
     small = [Offset(weights // 20 + (i < weights % 20)) for i in range(20)]
     texts = compiling(sequential(*small, layers.Dense(3, use_bias=False)))
@@ -93,7 +93,7 @@ def test_from_which_share_on(weights: int, warned: bool) -> None:
 
 
 @pytest.mark.parametrize(("weights", "warned"), [(6, False), (7, True)])
-def test_a_large_weight_without_a_block(weights: int, warned: bool) -> None:
+def test_large_uncovered_weights_are_named(weights: int, warned: bool) -> None:
     """A weight above 5 % of the model is named."""
     model = sequential(
         Offset(weights, name="offset"),
@@ -131,7 +131,7 @@ def test_the_last_layer_is_always_named(make: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", ["large", ".*"])
-def test_what_the_user_skips_does_not_count(rule: str) -> None:
+def test_skipped_layers_cause_no_warning(rule: str) -> None:
     dense = layers.Dense(50, name="large"), layers.Dense(1, name="small")
     assert not compiling(sequential(*dense), skip_layers=[rule])
 
@@ -157,7 +157,7 @@ def test_embeddings_under_spectral_steps_do_not_count(weights: int) -> None:
 
 
 @pytest.mark.parametrize("built_late", [False, True])
-def test_it_is_said_once(built_late: bool) -> None:
+def test_warnings_are_given_once(built_late: bool) -> None:
     """A warning is given once, when the weights are known."""
     parts = [Offset(50), layers.Dense(1)]
     model = keras.Sequential(parts) if built_late else sequential(*parts)
@@ -262,7 +262,7 @@ def test_raw_pixels_are_named(scale: float, capfd: Any) -> None:
     assert ("normalise the inputs" in text) == (scale > 1)
 
 
-def test_inputs_that_are_numbers_of_words_are_not_to_be_normalised(
+def test_token_inputs_cause_no_hint_to_normalise(
     capfd: Any,
 ) -> None:
     model = keras.Sequential(
@@ -283,7 +283,7 @@ def test_inputs_that_are_numbers_of_words_are_not_to_be_normalised(
 
 
 @pytest.mark.parametrize("terms", [None, 1])
-def test_a_loop_is_told_what_its_loss_is_taken_for(terms: Any) -> None:
+def test_a_custom_loop_is_warned_of_an_unobserved_loss(terms: Any) -> None:
     """A custom loop is warned about an unobserved loss."""
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
     optimizer = tfkfac.KFAC().attach(model, loss_terms=terms)

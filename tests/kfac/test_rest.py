@@ -136,7 +136,7 @@ RAMP = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]
         (RAMP, [], [*RAMP, 0.125]),  # nobody says where the run ends
     ],
 )
-def test_a_schedule_is_asked_for_the_steps_of_the_run_alone(
+def test_largest_rate_is_of_the_steps_of_the_run(
     rates: list[float], fits: list[int], shares: list[float]
 ) -> None:
     """The largest rate is that of the steps up to the end of `fit`."""
@@ -147,7 +147,7 @@ def test_a_schedule_is_asked_for_the_steps_of_the_run_alone(
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-def test_a_schedule_that_grows_for_ever_moves_the_weights() -> None:
+def test_unbounded_schedules_move_the_weights() -> None:
     """A growing schedule outside of `fit` still moves the weights."""
     grows = keras.optimizers.schedules.ExponentialDecay(0.01, 1, 1.1)
     ours = trained(tfkfac.KFAC(grows, skip_layers=["right.*"]))
@@ -184,7 +184,7 @@ def test_a_run_that_is_resumed_has_the_same_largest_rates(
     same(fit(keras.models.load_model(file), initial_epoch=1), want)
 
 
-def test_its_rate_falls_where_a_callback_reduces_the_rate() -> None:
+def test_rest_rate_follows_callbacks() -> None:
     model = mlp()
     model.compile(
         tfkfac.KFAC(0.2, rest_optimizer=None, skip_layers=["hidden"]), loss()
@@ -246,12 +246,12 @@ def test_summary_names_it() -> None:
         ),
     ],
 )
-def test_what_cannot_be_it(value: Any, words: str) -> None:
+def test_unusable_rest_optimizers(value: Any, words: str) -> None:
     with pytest.raises(ValueError, match="`rest_optimizer` .*" + words):
         tfkfac.KFAC(rest_optimizer=value)
 
 
-def test_it_is_another_than_the_inner_optimizer() -> None:
+def test_rest_must_differ_from_the_inner_optimizer() -> None:
     inner = SGD(0.1)
     with pytest.raises(ValueError, match="different from"):
         tfkfac.KFAC(inner, rest_optimizer=inner)

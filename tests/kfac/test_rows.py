@@ -228,7 +228,7 @@ CASES: dict[str, tuple[Any, Any, set[str]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_products_that_are_gone(case: str) -> None:
+def test_pruned_products(case: str) -> None:
     """The tape's product is pruned where rows are used; steps are equal."""
     make, prepare, gone = CASES[case]
     shape = (2, INPUTS) if make is sequences else ()
@@ -264,7 +264,7 @@ def test_products_that_are_gone(case: str) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
 
 
-def test_what_is_not_finite() -> None:
+def test_row_products_that_are_not_finite() -> None:
     """A product that would not be finite skips the step."""
     model = network()
     # The feature changes nothing but the product.

@@ -53,7 +53,7 @@ def test_turns_of_an_autoencoder() -> None:
     assert turns == (1, 2, 3, 3, 2, 2, 3, 0)
 
 
-def test_turns_are_as_few_as_keep_them_short() -> None:
+def test_fewest_turns_within_the_limit() -> None:
     block = 10**9
     assert take_turns([block] * 2) == (0, 1)
     assert len(set(take_turns([block] * 16))) == 4

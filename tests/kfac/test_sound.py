@@ -147,7 +147,7 @@ def test_weights_stay_near(name: str, value: float) -> None:
         assert np.abs(tensor).max() < 1e20, key
 
 
-def test_a_bad_factor_is_gathered_anew(capfd: Any) -> None:
+def test_an_invalid_average_restarts(capfd: Any) -> None:
     """An invalid average restarts from the next statistics."""
     model, fresh = (
         compiled_mlp(
@@ -184,7 +184,7 @@ def test_a_bad_factor_is_gathered_anew(capfd: Any) -> None:
     assert optimizer.events() == {"factors dropped of hidden": 1}
 
 
-def test_a_damping_that_grows_is_no_fault() -> None:
+def test_growing_damping_is_valid() -> None:
     """Longer gradients by an older, smaller damping are valid."""
     model = compiled_mlp(damping=1e-3, inverse_update_interval=100, eager=True)
     model.train_on_batch(X, Y)
@@ -212,7 +212,7 @@ for name_, kwargs_ in SPOILED.items():
 
 
 @pytest.mark.parametrize("name", JOBS.params(SPOILED))
-def test_one_decision_everywhere(pool: Pool, name: str) -> None:
+def test_all_workers_fall_back_together(pool: Pool, name: str) -> None:
     """No worker hangs; weights stay bitwise equal and near.
 
     An invalid decomposition gives the plain gradient. An invalid factor

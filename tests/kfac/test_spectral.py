@@ -122,7 +122,7 @@ def test_neither_the_rate_nor_the_unit_of_the_loss_matters(
     ("first", "rate", "share"),
     [(0.25, 0.125, 0.5), (0.25, 0.0, 0), (0.25, 4.0, 1), (0.0, 0.1, 1)],
 )
-def test_a_rate_that_callbacks_set(
+def test_learning_rates_set_by_callbacks(
     first: float, rate: float, share: float
 ) -> None:
     """Steps scale with rate / first rate, at most 1, for both optimizers."""
@@ -245,7 +245,7 @@ def test_a_batch_that_is_nan_or_weighs_nothing(length: str) -> None:
 
 @LENGTHS
 @pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
-def test_gradients_whose_squares_are_none(length: str, scale: float) -> None:
+def test_gradients_whose_squares_underflow(length: str, scale: float) -> None:
     model = mlp()
     optimizer = tfkfac.KFAC(step=tfkfac.SpectralStep(length)).attach(model)
     before, weights = model.get_weights(), model.trainable_variables
@@ -256,7 +256,7 @@ def test_gradients_whose_squares_are_none(length: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_counts_as_none(value: float) -> None:
+def test_a_loss_that_is_not_finite_counts_as_0(value: float) -> None:
     """A loss that is not finite counts as 0 if gradients are finite."""
 
     @tf.custom_gradient

@@ -82,7 +82,7 @@ def test_default_limit() -> None:
     assert optimizer.state_bytes()["total"] == size
 
 
-def test_a_vocabulary_is_no_matrix() -> None:
+def test_embedding_factors_are_diagonal() -> None:
     """The factor A of an embedding is diagonal for any size."""
     tokens = layers.Embedding(50, 7, name="tokens")
     optimizer = bind(sequential(tokens, shape=(4,)), max_factor_dim=5)
@@ -103,7 +103,7 @@ class Own(tfkfac.blocks.MatrixBlock):
 
 
 @pytest.mark.filterwarnings("ignore:Model .* has no layer that K-FAC")
-def test_a_matrix_that_a_block_insists_on(
+def test_a_block_above_the_limit_is_excluded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A block with a matrix above the limit is excluded."""
@@ -196,7 +196,7 @@ def test_summary_says_what_a_sketch_explains() -> None:
 
 # ------------------------------------------------------------------ memory
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])
-def test_state_is_made_where_it_is_kept(solver: str) -> None:
+def test_large_state_is_not_created_in_numpy(solver: str) -> None:
     """Large state is created by TensorFlow, not first in NumPy."""
     model = sequential(layers.Dense(3), shape=(999,))
     (block,) = build_registry(model, ()).blocks
@@ -219,7 +219,7 @@ def test_state_is_made_where_it_is_kept(solver: str) -> None:
 
 
 @pytest.mark.slow
-def test_error_of_a_layer_without_memory() -> None:
+def test_out_of_memory_names_the_layer() -> None:
     """A factor larger than the address space: the error names the layer."""
     model = sequential(layers.Dense(1, name="huge"), shape=(7_000_000,))
     message = r"No memory for .* layer 'huge' .*max_factor_dim"

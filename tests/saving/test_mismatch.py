@@ -94,6 +94,6 @@ def test_empty_state_changes_nothing() -> None:
     model = compiled_mlp(eager=True)
     train(model, 0, 1)
     before = everything(model)
-    with pytest.warns(UserWarning, match="no curvature in what is loaded"):
+    with pytest.warns(UserWarning, match="no curvature in the loaded file"):
         kfac_of(model).load_own_variables({})
     assert_same(everything(model), before)

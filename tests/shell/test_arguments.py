@@ -221,7 +221,7 @@ def test_a_subclass_has_the_same_arguments(kind: Any) -> None:
 
 # ------------------------------------------------------------------- by name
 @pytest.mark.parametrize("make", [*CLASSES, tfkfac.GaussNewton])
-def test_found_by_name(make: Any) -> None:
+def test_names_find_the_optimizers(make: Any) -> None:
     """Names find tfkfac's optimizers, but never hide a user's class."""
     name = make.__name__
     for identifier in (name.lower(), make().name):

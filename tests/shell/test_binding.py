@@ -103,7 +103,7 @@ def test_deleted_model_and_optimizer_are_freed() -> None:
 
 
 # ------------------------------------------------------------- fine-tuning
-def test_freezing_and_thawing_a_layer() -> None:
+def test_freezing_and_unfreezing_a_layer() -> None:
     """The optimizer continues with the remaining layers and their state.
 
     A layer that is unfrozen starts with factors of the next batch.
@@ -132,7 +132,7 @@ def test_freezing_and_thawing_a_layer() -> None:
     assert_close(optimizer.factors()["hidden"]["A"], a.T @ a / ROWS, 1e-5)
 
 
-def test_thawing_what_the_optimizer_was_built_without() -> None:
+def test_unfreezing_a_layer_after_build() -> None:
     model, optimizer = mlp(), tfkfac.KFAC()
     model.layers[0].trainable = False
     train(model, optimizer)

@@ -89,7 +89,7 @@ def test_a_layer_that_is_frozen() -> None:
     assert want in find_differences(found)
 
 
-def test_what_may_differ() -> None:
+def test_ignored_differences() -> None:
     """Counted names, seeds and object addresses may differ."""
 
     def mine(value: Any) -> Any:

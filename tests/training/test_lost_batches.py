@@ -271,7 +271,7 @@ def epochs() -> Iterator[Any]:
             yield x[rows], Y[rows]
 
 
-def test_the_best_epoch_is_another(tmp_path: Any) -> None:
+def test_bad_epochs_are_never_the_best(tmp_path: Any) -> None:
     """Callbacks that monitor the loss skip the bad epoch."""
     model = linear(optimizer=tfkfac.KFAC(1e-4))
     checkpoint = keras.callbacks.ModelCheckpoint(
@@ -339,7 +339,7 @@ JOBS.add("mirrored: fosi", "lose_batches", "fosi", slow=True)
          "two: accelerator"]
     ),
 )  # fmt: skip
-def test_all_workers_leave_out_the_same(pool: Pool, name: str) -> None:
+def test_all_workers_exclude_the_same_batch(pool: Pool, name: str) -> None:
     """A NaN on one worker excludes the batch on all workers."""
     for worker in JOBS.results(pool, name):
         assert np.isnan(worker["batches"]).tolist() == [False, True, False]

@@ -127,7 +127,7 @@ def test_other_loops() -> None:
         optimizer.check_skipped_steps()
 
 
-def test_what_went_wrong_is_said_at_the_end(capfd: Any) -> None:
+def test_fit_ends_with_a_report_of_events(capfd: Any) -> None:
     """`fit` ends with a report of the events of this `fit` only."""
     model = compiled(tfkfac.KFAC(), eager=True)
     for count in (1, 2, 0):

@@ -63,7 +63,7 @@ def test_replicas_have_one_unit_whatever_their_shapes() -> None:
 
 
 @pytest.mark.parametrize("reduces", [False, True])
-def test_all_skip_a_step_that_one_cannot_do(reduces: bool) -> None:
+def test_all_skip_a_step_that_one_skips(reduces: bool) -> None:
     def work(group: Any) -> Any:
         step = step_of(group, [1.0, float("inf")][group.rank], rows=4)
         step.reduce() if reduces else step.weigh()

@@ -203,7 +203,7 @@ def test_loads_without_a_gpu(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("pretended_gpu")
-def test_a_loss_of_ones_own() -> None:
+def test_a_custom_loss() -> None:
     """A custom loss is recognised under XLA, for batches of 5 and 2."""
 
     def squares(y: Any, p: Any) -> Any:
