@@ -176,5 +176,5 @@ def test_accelerators_end_with_the_workers(pool: Pool, name: str) -> None:
     """Accelerators, without gradients, raise the error of the workers."""
     worker, accelerator = JOBS.results(pool, name)
     assert "skipped 3 steps in a row (max_skipped_steps=3): " in worker
-    assert "gradients are not finite, the first of them that of" in worker
+    assert "gradients are not finite, the first is that of" in worker
     assert accelerator == worker
