@@ -12,7 +12,7 @@ from tfkfac.fisher import register_distribution
 from tfkfac.fosi.optimizer import FOSI
 from tfkfac.gauss_newton.optimizer import GaussNewton
 from tfkfac.kfac.optimizer import KFAC
-from tfkfac.kfac.settings import Distribution, SpectralStep
+from tfkfac.kfac.settings import Distribution
 from tfkfac.shell.loss_scale import LossScaleOptimizer
 from tfkfac.solvers import register_solver
 from tfkfac.supervision.model import hook_compile
@@ -25,7 +25,6 @@ __all__ = [
     "GaussNewton",
     "LossScaleOptimizer",
     "MultiWorkerMirroredStrategy",
-    "SpectralStep",
     "blocks",
     "callbacks",
     "curvature",

@@ -25,6 +25,7 @@ from tests.support.reference import (
     inverse_solve,
 )
 from tests.support.small import gradients_of
+from tests.support.worker_parts import exact_polar_factors
 from tfkfac.factors import Dense
 from tfkfac.solvers.base import most_rows
 
@@ -146,7 +147,7 @@ def test_spectral_steps() -> None:
     sizes = [6, 64, 6, 64, 6]
     data = [batch(rows) for rows in sizes]
     rule = definition.Spectral(mu, block, lambda _: 1.0)
-    with floats("float64"):
+    with floats("float64"), exact_polar_factors(block):
         model = network()
         want = model.get_weights()
         factors: Any = None
@@ -161,11 +162,11 @@ def test_spectral_steps() -> None:
                 pairs[i] = N, inverse_solve(N, A, G, DAMPING)
             changes = rule.changes(pairs, DAMPING, nats, k)
             want = moved(want, changes.values())
-        step = tfkfac.SpectralStep(momentum=mu, block=block, iterations=14)
         kfac = tfkfac.KFAC(
             damping=DAMPING,
             fisher="empirical",
-            step=step,
+            step="spectral",
+            momentum=mu,
             factor_decay=0.0,
             factor_update_interval=1,
             inverse_update_interval=every,

@@ -31,10 +31,13 @@ from tests.support.worker_parts import (
     FEEDS,
     INNERS,
     OBJECTS,
+    SPECTRAL,
     cnn,
+    exact_polar_factors,
     images,
     shares,
 )
+from tfkfac.kfac import spectral
 
 STEPS = shares(FEEDS["even"](), 1)[:6]
 
@@ -49,7 +52,7 @@ def trained(
     optimizer: Any, loss: Any = None, scale: float = 1.0, eager: bool = True
 ) -> Result:
     """Some steps of the reference's network, in float64."""
-    with floats("float64"):
+    with floats("float64"), exact_polar_factors():
         keras.utils.set_random_seed(0)
         model = cnn()
         start = [scale * w for w in model.get_weights()]
@@ -63,7 +66,7 @@ def trained(
 
 def kfac(inner: Any = "default", **options: Any) -> Any:
     """By names, as in the cases of the modes."""
-    options = DEFAULTS | {"step": "exact"} | options
+    options = DEFAULTS | SPECTRAL | options
     options = {
         name: OBJECTS[value]() if value in OBJECTS else value
         for name, value in options.items()
@@ -84,14 +87,13 @@ LEFT: dict[str, Any] = {"skip_layers": ("hidden",)}
         # The schedule of one optimizer is that of the other.
         ({"inner": "warm-up", **LEFT}, 1),
         ({"rest_optimizer": "warm-up", **LEFT}, 1),
-        ({"rest_optimizer": "warm-up", **LEFT, "step": "rms"}, 1),
     ],
 )
 def test_steps_are_the_definition(
     options: dict[str, Any], scale: float
 ) -> None:
     result = trained(kfac(**options), scale=scale, eager=scale > 1)
-    options = {"inner": "default", "step": "exact"} | options
+    options = {"inner": "default", **SPECTRAL} | options
     want = by_definition(result["start"], STEPS, None, **options)
     assert_close(result, want)
 
@@ -143,7 +145,7 @@ def test_learning_rates_set_by_callbacks(
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])
 @pytest.mark.parametrize("block", [1, 6, 32])
 def test_weights_without_a_gradient_do_not_move(
-    solver: str, block: int
+    monkeypatch: pytest.MonkeyPatch, solver: str, block: int
 ) -> None:
     """With W = 0, the direction D is 0."""
     dead, pruned, missing = np.s_[7:39], np.s_[41:44], np.s_[2:4]
@@ -155,8 +157,8 @@ def test_weights_without_a_gradient_do_not_move(
     kernel, bias = hidden.get_weights()
     bias[dead] = -1e3
     hidden.set_weights([kernel, bias])
-    step = tfkfac.SpectralStep(block=block)
-    optimizer = tfkfac.KFAC(step=step, solver=solver)
+    monkeypatch.setattr(spectral, "BLOCK", block)
+    optimizer = tfkfac.KFAC(step="spectral", solver=solver)
     optimizer.attach(model, loss_terms=32)
     before, weights = model.get_weights(), model.trainable_variables
     for seed in range(4):
@@ -182,7 +184,6 @@ def test_weights_without_a_gradient_do_not_move(
 
 # ---------------------------------------------------------------- bad numbers
 X, Y = data()
-LENGTHS = pytest.mark.parametrize("length", ["fisher", "rms"])
 
 
 def moved(model: Any, x: Any = X, weight: Any = None) -> list[Array]:
@@ -199,12 +200,11 @@ def state_of(model: Any) -> Any:
     return state
 
 
-@LENGTHS
 @pytest.mark.parametrize("part", ["decomposition", "momentum"])
-def test_nan_in_the_state(length: str, part: str) -> None:
+def test_nan_in_the_state(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """NaN in state gives `W / |W|`, counted; momenta restart."""
-    step = tfkfac.SpectralStep(length, block=None, iterations=7)
-    model = compiled_mlp(step=step, eager=True, fisher="empirical")
+    monkeypatch.setattr(spectral, "ITERATIONS", 7)
+    model = compiled_mlp(step="spectral", eager=True, fisher="empirical")
     model.train_on_batch(X, Y)
     W = gradients_of(model, X, Y)[:2]
     kept = getattr(state_of(model).preconditioners[0], part)
@@ -228,11 +228,9 @@ def test_nan_in_the_state(length: str, part: str) -> None:
     )
 
 
-@LENGTHS
-def test_a_batch_that_is_nan_or_weighs_nothing(length: str) -> None:
+def test_a_batch_that_is_nan_or_weighs_nothing() -> None:
     """Batches with NaN or zero weight change nothing."""
-    step = tfkfac.SpectralStep(length)
-    model = compiled_mlp(step=step, eager=True)
+    model = compiled_mlp(step="spectral", eager=True)
     assert not any(map(np.any, moved(model, weight=np.zeros(len(X)))))
     moved(model)
     before = curvature(model.optimizer)
@@ -243,11 +241,10 @@ def test_a_batch_that_is_nan_or_weighs_nothing(length: str) -> None:
     assert np.abs(moved(model)[0]).max() > 1e-4
 
 
-@LENGTHS
 @pytest.mark.parametrize("scale", [1e-30, 1e-10, 1e10, 1e30])
-def test_gradients_whose_squares_underflow(length: str, scale: float) -> None:
+def test_gradients_whose_squares_underflow(scale: float) -> None:
     model = mlp()
-    optimizer = tfkfac.KFAC(step=tfkfac.SpectralStep(length)).attach(model)
+    optimizer = tfkfac.KFAC(step="spectral").attach(model)
     before, weights = model.get_weights(), model.trainable_variables
     optimizer.apply([scale * g for g in gradients_of(model, X, Y)], weights)
     goes = [a - b for a, b in zip(model.get_weights(), before, strict=True)]

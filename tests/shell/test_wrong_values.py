@@ -24,7 +24,6 @@ KFAC: Any = tfkfac.KFAC
 FOSI: Any = tfkfac.FOSI
 GN: Any = tfkfac.GaussNewton
 PART: Any = tfkfac.Distribution
-SPECTRAL: Any = tfkfac.SpectralStep
 SCALER: Any = tfkfac.LossScaleOptimizer
 VALUES: list[Any] = [None, True, -1, 0, 1, 2, 0.5, 1.5, NAN, INF, 10**400]
 VALUES += ["x", b"x", [1], {}, 1j, object, np.array([0.1])]
@@ -85,12 +84,6 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
         "symmetric": ("True or False", (True,)),
         "factor_dtype": one_of("bfloat16", none=True),
         "inverse_dtype": one_of("bfloat16", none=True),
-    },
-    SPECTRAL: {
-        "length": one_of("fisher", "rms"),
-        "momentum": BELOW_ONE,
-        "block": or_none(COUNT),
-        "iterations": COUNT,
     },
     FOSI: {
         "inner_optimizer": (f"({INNER}|{RATE[0]})", RATE[1]),
@@ -183,12 +176,7 @@ WRONG: list[tuple[Any, str, list[Any], str]] = [
     (PART, "gradient_worker_fraction", [0.5, 0, "0.5"], r"in \(0, 1\]"),
     (PART, "factor_dtype", ["float64", "int8", 16], "one of"),
     (PART, "inverse_dtype", ["float16"], "'bfloat16' or None.*overflow"),
-    (
-        KFAC,
-        "step",
-        ["natural-ish", SPECTRAL],
-        r"'spectral'\) or a `tfkfac.Spec",
-    ),
+    (KFAC, "step", ["natural-ish", KFAC], r"'spectral'\)"),
     (FOSI, "lanczos_steps", [4, 20.0], "an integer of at least 5"),
 ]
 
@@ -229,8 +217,7 @@ def test_what_cannot_be_inside(outer: Any) -> None:
             outer(inner)
 
 
-@pytest.mark.parametrize("step", ["spectral", SPECTRAL("rms")])
-def test_what_cannot_be_inside_a_step_with_a_rule(step: Any) -> None:
+def test_what_cannot_be_inside_spectral_steps() -> None:
     for inner, words in (
         (SGD(1.0, momentum=0.9), r"SGD without momentum.*SGD\(momentum\)"),
         (SGD(1.0, clipnorm=0.1), r"SGD\(clipnorm\)"),
@@ -238,23 +225,22 @@ def test_what_cannot_be_inside_a_step_with_a_rule(step: Any) -> None:
         ("adam", r"inner_optimizer=Adam\(\)"),
     ):
         with pytest.raises(ValueError, match=words):
-            KFAC(inner, step=step)
+            KFAC(inner, step="spectral")
     decayed = SGD(1.0, weight_decay=0.1)
-    assert KFAC(decayed, step=step).inner_optimizer is decayed
+    assert KFAC(decayed, step="spectral").inner_optimizer is decayed
 
 
-@pytest.mark.parametrize("inner", [None, 0.1])
-def test_momentum_of_a_spectral_step(inner: Any) -> None:
-    """`momentum` of `KFAC` is the default of its spectral step."""
+@pytest.mark.parametrize("inner", [None, 0.1, SGD(1.0)])
+def test_momentum_of_spectral_steps(inner: Any) -> None:
+    """The momentum is of the steps, not of the inner optimizer."""
     optimizer = KFAC(inner, momentum=0.5, step="spectral")
-    assert optimizer.step == SPECTRAL(momentum=0.5)
-    assert optimizer.inner_optimizer.momentum == 0
-    with pytest.raises(ValueError, match=r"`momentum` .* where `step` has a"):
-        KFAC(inner, momentum=0.5, step=SPECTRAL())
-    with pytest.raises(
-        ValueError, match=r"`momentum` .* with `inner_optimizer"
-    ):
-        KFAC(SGD(1.0), momentum=0.5, step="spectral")
+    copy = KFAC.from_config(optimizer.get_config())
+    for each in (optimizer, copy):
+        assert each.momentum == 0.5
+        assert each.inner_optimizer.momentum == 0
+    assert KFAC(momentum=0.25).inner_optimizer.momentum == 0.25
+    with pytest.raises(ValueError, match=r"`momentum` .*`inner_optimizer`"):
+        KFAC(SGD(1.0), momentum=0.5)
 
 
 TOGETHER: list[tuple[Any, dict[str, Any], str]] = [

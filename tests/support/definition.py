@@ -39,19 +39,11 @@ Rate = Callable[[int], float]
 class Spectral:
     """Spectral steps, the polar factors by singular values.
 
-    The `shape` is the learning rate over the largest one, by iteration; the
-    `peak` is that one if it matters.
+    The `shape` is the learning rate over the largest one, by iteration.
     """
 
-    def __init__(
-        self,
-        momentum: float,
-        block: int,
-        shape: Rate,
-        peak: float | None = None,
-    ) -> None:
-        self.momentum, self.block = momentum, block
-        self.shape, self.peak = shape, peak
+    def __init__(self, momentum: float, block: int, shape: Rate) -> None:
+        self.momentum, self.block, self.shape = momentum, block, shape
         self._before: dict[int, Array] = {}
 
     def add(self, layer: int, W: Array) -> Array:
@@ -81,9 +73,6 @@ class Spectral:
     ) -> dict[int, Array]:
         """What is added to the weights, of N and P by layer."""
         D = {layer: self.polar(P) for layer, (_, P) in pairs.items()}
-        if self.peak is not None:
-            rms = 0.2 * self.peak * self.shape(iteration)
-            return {k: -rms * d / np.sqrt((d**2).mean()) for k, d in D.items()}
         gain = sum(np.sum(D[k] * N) for k, (N, _) in pairs.items())
         natural = sum(np.sum(P * N) for N, P in pairs.values())
         # Lower bounds of the Fisher length of all D together.

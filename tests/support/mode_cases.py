@@ -23,6 +23,9 @@ from tests.support.worker_parts import (
     shares,
     warm_up,
 )
+from tests.support.worker_parts import (
+    SPECTRAL as _SPECTRAL,
+)
 from tfkfac.distributed.plan import LayerPlan, plan_layers
 
 Result = Mapping[str, Any]
@@ -122,7 +125,7 @@ SLOW: Cases = {
 }
 # Spectral steps: an embedding, and what is skipped, are the rest optimizer's.
 SPECTRAL: Cases = {
-    name: {"inner": "multiplier", "step": "exact"} | kwargs
+    name: {"inner": "multiplier", **_SPECTRAL} | kwargs
     for name, kwargs in {
         "two: mem_opt, spectral": {
             "model": "cnn",
@@ -144,7 +147,6 @@ SPECTRAL: Cases = {
         },
         "four: mem_opt, spectral": {
             "model": "text",
-            "step": "rms",
             "inner": "default",
         },
         "mirrored: mem_opt, spectral": {"model": "batch_norm", "feed": "some"},
@@ -240,15 +242,14 @@ def by_definition(
     rest = definition.adam(lambda n: usual * shape(n), 0.9, 0.999)
     if rest_optimizer is not None:
         rest = definition.adam(lambda n: ADAM_RATE * shape(n), *BETAS)
-    peak = float(np.float32(0.01)) if step == "rms" else None
-    spectral = definition.Spectral(SPECTRAL_MOMENTUM, BLOCK, shape, peak)
+    spectral = definition.Spectral(SPECTRAL_MOMENTUM, BLOCK, shape)
     settings = definition.Settings(
         solver=solver,
         weight_sharing=weight_sharing,
         learning_rate=rate,
         inner=update,
         owners=owners,
-        spectral=spectral if step in ("exact", "rms") else None,
+        spectral=spectral if step == "spectral" else None,
         left={LAYERS.index(name): rest for name in skip_layers},
         **(DEFAULTS | known),
     )

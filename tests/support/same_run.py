@@ -119,7 +119,7 @@ OPTIMIZERS: dict[str, Case] = {
     "GaussNewton": Case(lambda: tfkfac.GaussNewton(), policy="float64"),
     "spectral": Case(
         lambda: KFAC(
-            step=tfkfac.SpectralStep(block=2),
+            step="spectral",
             rest_optimizer=Adam(PolynomialDecay(0.01, 12)),
             skip_layers=["logits"],
             **EVERY,

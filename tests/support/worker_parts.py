@@ -3,14 +3,15 @@
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 from keras import layers
 
-import tfkfac
 from tests.support.reference import Array
 from tests.support.schedules import Formula
+from tfkfac.kfac import spectral
 
 CLASSES = 3
 TOKENS = 6
@@ -142,6 +143,13 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
 RATE, MOMENTUM, DAMPING, CLIP, DECAY = 2**-4, 0.5, 2**-4, 2**-6, 0.5
 ADAM_RATE, BETAS = 2**-6, (1 - 2**-3, 1 - 2**-7)
 SPECTRAL_MOMENTUM, BLOCK = 0.75, 4
+SPECTRAL = {"step": "spectral", "momentum": SPECTRAL_MOMENTUM}
+
+
+def exact_polar_factors(block: int = BLOCK) -> Any:
+    """Patches spectral steps: polar factors that are exact in float64."""
+    return mock.patch.multiple(spectral, BLOCK=block, ITERATIONS=14)
+
 
 DEFAULTS = {
     "damping": DAMPING,
@@ -216,12 +224,5 @@ DAMPINGS = keras.optimizers.schedules.PiecewiseConstantDecay
 OBJECTS: dict[str, Callable[[], Any]] = {
     "damping schedule": lambda: DAMPINGS([2, 6], [1.0, DAMPING, 4.0]),
     "clip schedule": lambda: Formula(clip_schedule),
-    # Of so many polynomials that they are polar factors in float64.
-    "exact": lambda: tfkfac.SpectralStep(
-        momentum=SPECTRAL_MOMENTUM, block=BLOCK, iterations=14
-    ),
-    "rms": lambda: tfkfac.SpectralStep(
-        "rms", momentum=SPECTRAL_MOMENTUM, block=BLOCK, iterations=14
-    ),
     "warm-up": lambda: _ADAM(WarmUp(ADAM_RATE), *BETAS),
 }

@@ -31,6 +31,7 @@ from tests.support.worker_parts import (
     TEXTS,
     Feed,
     cnn,
+    exact_polar_factors,
     images,
     sentences,
     shares,
@@ -109,6 +110,8 @@ def train(
     workers = strategy(kind).num_replicas_in_sync
     with contextlib.ExitStack() as during:
         during.enter_context(floats(dtype))
+        if options.get("step") == "spectral":
+            during.enter_context(exact_polar_factors())
         if given_labels:
             during.enter_context(labels_given())
         if turns:

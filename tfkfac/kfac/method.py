@@ -37,12 +37,9 @@ from tfkfac.kfac.placement import (
 )
 from tfkfac.kfac.settings import (
     Distribution,
-    SpectralStep,
     check_batch_fraction,
     check_distribution,
     check_skip_layers,
-    check_step,
-    rule_of,
 )
 from tfkfac.kfac.spectral import Spectral
 from tfkfac.saving.entries import Contents
@@ -52,11 +49,7 @@ from tfkfac.solvers.registry import check_solver, make_solver
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 
-# Kinds of steps, by what says their rules.
-KINDS: Mapping[type, type[Natural]] = {
-    type(None): Natural,
-    SpectralStep: Spectral,
-}
+STEPS = {"inner": Natural, "spectral": Spectral}
 
 
 class KFACMethod(Method):
@@ -67,7 +60,8 @@ class KFACMethod(Method):
 
     damping = Tunable()
     kl_clip = Tunable(positive=True, optional=True)
-    step = Argument(check_step)
+    step = Argument(check_choice, tuple(STEPS))
+    momentum = Argument(check_range, 0, 1, optional=True)
     fisher = Argument(check_choice, TYPES, optional=True)
     solver = Argument(check_solver)
     distribution = Argument(check_distribution)
@@ -86,8 +80,7 @@ class KFACMethod(Method):
         distribution = self.distribution
         if isinstance(distribution, str):
             distribution = Distribution(distribution)
-        rule = rule_of(self.step)
-        self._kind = KINDS[type(rule)](rule, self.damping, self.kl_clip)
+        self._kind = STEPS[self.step](self.damping, self.kl_clip, self.momentum)
         self._distribution = distribution
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None

@@ -28,7 +28,6 @@ from tfkfac.kfac.bank import (
 )
 from tfkfac.kfac.exchange import Exchange
 from tfkfac.kfac.placement import Placement
-from tfkfac.kfac.settings import Rule
 from tfkfac.linalg.tensors import stack_scalars
 from tfkfac.saving.slots import Slots
 from tfkfac.shell.arguments import Hyperparameter
@@ -74,9 +73,12 @@ class Natural:
     left_out: tuple[type[Block], ...] = ()
 
     def __init__(
-        self, rule: Rule | None, damping: Hyperparameter, clip: Hyperparameter
+        self,
+        damping: Hyperparameter,
+        clip: Hyperparameter,
+        momentum: float | None,
     ) -> None:
-        self.rule = rule
+        self.momentum = momentum
         self.damping = damping
         self._clip = clip
         self._end: int | None = None

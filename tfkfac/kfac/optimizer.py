@@ -9,24 +9,19 @@ import tensorflow as tf
 from keras.saving import serialize_keras_object
 
 from tfkfac.capture.walk import SkipRule
-from tfkfac.checks import check_range
-from tfkfac.kfac.method import KFACMethod
+from tfkfac.checks import check_choice, check_range
+from tfkfac.kfac.method import STEPS, KFACMethod
 from tfkfac.kfac.settings import (
     RATE,
     Distribution,
-    Rule,
     check_spectral,
-    check_step,
-    rule_of,
     serialize_skip_rule,
     with_fraction,
-    with_momentum,
 )
 from tfkfac.shell.arguments import (
     Schedule,
     check_inner,
     choose_inner,
-    is_rate,
     take_over_accumulation,
 )
 from tfkfac.shell.optimizer import SecondOrderOptimizer
@@ -75,7 +70,8 @@ class KFAC(SecondOrderOptimizer):
             optimizer. Defaults to None.
         learning_rate: Learning rate of the inner SGD, if there is no other
             `inner_optimizer`: a float or a schedule.
-        momentum: Momentum of the inner SGD, likewise; of spectral steps.
+        momentum: Momentum in [0, 1): of the inner SGD, likewise, 0.5 by
+            default, or of spectral steps, 0.9 by default.
         damping: Tikhonov damping of the Fisher matrix. A number or a
             `keras.optimizers.schedules.LearningRateSchedule`. Defaults to
             0.01.
@@ -84,11 +80,11 @@ class KFAC(SecondOrderOptimizer):
             spectral steps, which have a length of their own.
             Defaults to 0.02.
         step: "inner" leaves the length of a step to `kl_clip` and the inner
-            optimizer. "spectral" or a `tfkfac.SpectralStep` orthogonalises the
-            momentum of the preconditioned gradient and takes nothing of the
-            learning rate but the shape of its schedule, which is that of the
-            `rest_optimizer` if only that has one; the inner optimizer must be
-            SGD without momentum. Defaults to "inner".
+            optimizer. "spectral" orthogonalises the momentum of the
+            preconditioned gradient and takes nothing of the learning rate but
+            the shape of its schedule, which is that of the `rest_optimizer`
+            if only that has one; the inner optimizer must be SGD without
+            momentum. Defaults to "inner".
         fisher: Whose gradients the factors G are made of, where the loss is
             computed by `model.compute_loss`, as `fit` does. "monte_carlo": of
             labels drawn from the model's own predictions (Martens & Grosse,
@@ -169,7 +165,8 @@ class KFAC(SecondOrderOptimizer):
     # The method's, shown as attributes.
     damping: Schedule
     kl_clip: Schedule | None
-    step: str | Rule
+    step: str
+    momentum: float | None
     fisher: str | None
     solver: str
     distribution: str | Distribution
@@ -191,7 +188,7 @@ class KFAC(SecondOrderOptimizer):
         rest_optimizer: Inner | None = None,
         damping: Schedule = 0.01,
         kl_clip: Schedule | None = 0.02,
-        step: str | Rule = "inner",
+        step: str = "inner",
         fisher: str | None = None,
         solver: str = "inverse",
         distribution: str | Distribution = "comm_opt",
@@ -212,26 +209,20 @@ class KFAC(SecondOrderOptimizer):
             distribution = with_fraction(distribution, gradient_worker_fraction)
         if momentum is not None:
             momentum = check_range("momentum", momentum, 0, 1)
-        step = check_step("step", step)
-        rule = rule_of(step)
+        is_spectral = check_choice("step", step, tuple(STEPS)) == "spectral"
         sgd = {"learning_rate": RATE, "momentum": 0.5}
-        if rule is not None:
-            has_rate = inner_optimizer is None or is_rate(inner_optimizer)
-            if momentum is not None and has_rate:
-                step = rule = with_momentum(step, rule, momentum)
-                momentum = None
-            followed = follow_rest(rest_optimizer, rule.rate)
-            sgd = {"learning_rate": followed or rule.rate, "momentum": 0.0}
+        chosen = {"learning_rate": learning_rate, "momentum": momentum}
+        if is_spectral:
+            rate = follow_rest(rest_optimizer, 1.0) or 1.0
+            sgd = {"learning_rate": rate, "momentum": 0.0}
+            del chosen["momentum"]
         inner = check_inner(
-            choose_inner(
-                inner_optimizer,
-                keras.optimizers.SGD,
-                sgd,
-                {"learning_rate": learning_rate, "momentum": momentum},
-            )
+            choose_inner(inner_optimizer, keras.optimizers.SGD, sgd, chosen)
         )
-        if rule is not None:
+        if is_spectral:
             check_spectral(inner, rest_optimizer)
+        else:
+            momentum = None  # The inner optimizer has it.
         gradient_accumulation_steps = take_over_accumulation(
             inner, gradient_accumulation_steps
         )
@@ -329,6 +320,8 @@ class KFAC(SecondOrderOptimizer):
     def _arguments(self) -> dict[str, Any]:
         arguments = super()._arguments()
         rules = [serialize_skip_rule(one) for one in arguments["skip_layers"]]
+        if arguments["momentum"] is None:  # the inner optimizer has it
+            del arguments["momentum"]
         return arguments | {"skip_layers": rules}
 
     def get_config(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -10,8 +10,6 @@ import tensorflow as tf
 from tfkfac.capture.walk import SkipRule
 from tfkfac.checks import (
     check_choice,
-    check_count,
-    check_range,
     is_number,
 )
 from tfkfac.distributed.plan import MODES, POLICIES
@@ -224,126 +222,6 @@ def serialize_skip_rule(rule: SkipRule) -> Any:
     if isinstance(rule, type):
         return {_CLASS: keras.saving.get_registered_name(rule)}
     return rule
-
-
-# ------------------------------------------------------------ kinds of steps
-@keras.saving.register_keras_serializable(package="tfkfac")
-@dataclasses.dataclass(frozen=True)
-class SpectralStep(Settings):
-    """A step along the orthogonalised momentum of the preconditioned gradient.
-
-    For `KFAC(step=...)`. For each block, with its gradient W as a matrix of
-    inputs by outputs:
-
-        M = mu M + W,  N = W + mu M        Nesterov, before it is preconditioned
-        P = A^-1 N G^-1                    as `KFAC` does
-        D = U V^T of P = U S V^T           its polar factor
-
-    so that no direction of a block is longer than another (Muon: Jordan et
-    al., 2024), in blocks of columns of P, by a few polynomials of its singular
-    values (Amsel et al., 2025). Vectors are divided by their norm. P is zero in
-    rows and columns where N is, or is below its rounding errors: weights
-    without a gradient do not move.
-
-    With `length="fisher"` all D together get the length at which the loss
-    decreases, to first order, as much as along a natural gradient step with a
-    length, in the Fisher metric, of
-
-        kappa s,   kappa = max(0.07, 0.02 sqrt(B), sqrt(0.005 L)),
-
-    where B is the number of blocks, s the learning rate over the largest one
-    of its schedule in the run, at most 1, and L the negative log-likelihood of
-    a term of the loss, 0 if nobody sees it or if it is not finite. The run is
-    the one that `fit` announces; elsewhere a rate that grows for ever has a
-    share of 1. So a learning rate
-    says nothing but its schedule's shape, and it needs one: at a constant rate
-    these steps do not get shorter by themselves. That length takes
-    `<D, N> / sqrt(<P, N>)`, a lower bound of the Fisher length of D by Cauchy
-    and Schwarz. Another one is the root of the damping times `|D|^2`; the
-    larger one counts.
-
-    With `length="rms"` the elements of a block's step have the root mean square
-    0.2 times the learning rate, 0.01 by default (Liu et al., 2025: that of
-    Adam's steps). It has to be tuned; from 0.008 to 0.016 were best.
-
-    The inner optimizer must be SGD without momentum. Embeddings, of which
-    each row sees little of the data, are left to the rest optimizer.
-
-    >>> tfkfac.KFAC(step=tfkfac.SpectralStep(momentum=0.95))
-
-    Args:
-        length: "fisher" or "rms". Defaults to "fisher".
-        momentum: mu, in [0, 1). Defaults to 0.9.
-        block: Most columns of a block of P, at least 1. None is no limit.
-            Defaults to 32.
-        iterations: Number of polynomials, at least 1. Defaults to 5.
-
-    Raises:
-        ValueError: If an argument is not allowed.
-    """
-
-    length: str = "fisher"
-    momentum: float = 0.9
-    block: int | None = 32
-    iterations: int = 5
-
-    @property
-    def rate(self) -> float:
-        """The learning rate if none is given."""
-        return 1.0 if self.length == "fisher" else 0.01
-
-    def __post_init__(self) -> None:
-        self._check("length", check_choice, ("fisher", "rms"))
-        self._check("momentum", check_range, 0, 1)
-        if self.block is not None:
-            self._check("block", check_count, 1)
-        self._check("iterations", check_count, 1)
-
-
-Rule: TypeAlias = SpectralStep
-# Rules of the kinds of steps that have a name; None is the clip.
-RULES: dict[str, type[Rule] | None] = {
-    "inner": None,
-    "spectral": SpectralStep,
-}
-
-
-def check_step(name: str, value: Any) -> str | Rule:
-    """Returns `value` if it is a kind of step.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    if isinstance(value, Rule) or (isinstance(value, str) and value in RULES):
-        return value
-    raise ValueError(
-        f"Argument `{name}` must be one of {tuple(RULES)} or a "
-        f"`tfkfac.SpectralStep`. Received: {name}={value!r}"
-    )
-
-
-def rule_of(step: str | Rule) -> Rule | None:
-    """Returns the rule that a kind of step stands for; None is the clip."""
-    if not isinstance(step, str):
-        return step
-    kind = RULES[step]
-    return None if kind is None else kind()
-
-
-def with_momentum(
-    step: str | Rule, rule: SpectralStep, momentum: float
-) -> SpectralStep:
-    """Returns the rule of a step with a momentum that a user gives beside it.
-
-    Raises:
-        ValueError: If the step has its own.
-    """
-    if step is rule:
-        raise ValueError(
-            "Argument `momentum` must be left out where `step` has a momentum "
-            f"of its own. Received: momentum={momentum!r} with step={step!r}"
-        )
-    return dataclasses.replace(rule, momentum=momentum)
 
 
 def check_spectral(

@@ -106,8 +106,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         epilog="A method is NAME[:KEY=VALUE...] with arguments of its "
         f"constructor; names: {', '.join((*BASELINES, KFAC))}. Of kfac, "
-        "step=spectral takes the arguments of SpectralStep too, and rest=adam "
-        "makes Adam, with the rate that was best for it, the rest optimizer.",
+        "rest=adam makes Adam, with the rate that was best for it, the rest "
+        "optimizer.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_study(parser.add_argument_group("what is trained"))

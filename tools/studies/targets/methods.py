@@ -1,15 +1,13 @@
 """The optimizers by name, and what is tried of each.
 
-A method is NAME[:KEY=VALUE...] with arguments of the constructor. Those of
-"kfac" may be arguments of `KFAC`, and `step=spectral` takes those of
-`SpectralStep` too; `rest=adam` makes the rest optimizer Adam with the rate that
-was best for Adam itself. With `schedule=constant` at the end rates do not fall.
+A method is NAME[:KEY=VALUE...] with arguments of the constructor. Of "kfac",
+`rest=adam` makes the rest optimizer Adam with the rate that was best for Adam
+itself. With `schedule=constant` at the end rates do not fall.
 """
 
 import argparse
 import dataclasses
 import hashlib
-import inspect
 import math
 import pathlib
 import runpy
@@ -25,7 +23,6 @@ KFAC = "kfac"
 OUTSIDE = ".py"  # is in the name of an optimizer from a file
 CONSTANT = ":schedule=constant"  # of no optimizer; ends the name of a method
 FIRST_KFAC_RATE = 0.1
-_RMS_RATES = (0.004, 0.008, 0.016)  # of spectral steps of that length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +86,7 @@ def grid_of(method: str, problem: Problem) -> Grid:
     variant = parse(method)
     name = variant.name
     if name == KFAC:
-        tuned = variant.arguments.get("length") == "rms"
-        return Grid(_RMS_RATES if tuned else (None,), shares=(0.5, 1.0))
+        return Grid((None,), shares=(0.5, 1.0))
     rates = problem.rates.get(name, problem.rates["adam"])
     if name in ("adam", "adamw"):
         return Grid(rates, (0.0,) if name == "adam" else (0.05, 0.25))
@@ -182,10 +178,7 @@ def _kfac(
     step = arguments.get("step")
     rate, momentum = FIRST_KFAC_RATE, 0.5
     if step == "spectral":
-        names = {*inspect.signature(tfkfac.SpectralStep).parameters}
-        own = {k: arguments.pop(k) for k in names & arguments.keys()}
-        spectral = arguments["step"] = tfkfac.SpectralStep(**own)
-        rate, momentum = spectral.rate, 0.0  # its momentum is in its settings
+        rate, momentum = 1.0, 0.0  # `KFAC` has the momentum
     if arguments.pop("rest", None) is not None:
         assert run.rest is not None
         arguments["rest_optimizer"] = keras.optimizers.Adam(
