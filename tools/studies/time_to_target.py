@@ -34,8 +34,8 @@ from targets.problems import SIZES, TINY, problems_of
 from targets.run import Run
 
 METHODS = {
-    TINY: ("adam", "muon", report.TODAY, "kfac:step=spectral:rest=adam"),
-    "full": (*BASELINES, "kfac:step=inner", "kfac:step=spectral"),
+    TINY: ("adam", "muon", report.NATURAL, "kfac:step=spectral:rest=adam"),
+    "full": (*BASELINES, "kfac:step=natural", "kfac:step=spectral"),
 }
 
 

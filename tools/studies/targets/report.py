@@ -24,7 +24,7 @@ from targets.run import Run
 from targets.study import Record, Records
 
 # K-FAC with its default step beside the best Adam.
-TODAY = "kfac:step=inner:rest=adam"
+NATURAL = "kfac:step=natural:rest=adam"
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 SIGNS = {TIE: "tie", "less": "**less**"}
