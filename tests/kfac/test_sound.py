@@ -104,7 +104,7 @@ def wide() -> Any:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "sketch": {"max_factor_dim": 10, "factor_rank": 3},
+    "sketch": {"max_factor_dim": 10},
     "spectral": {"step": "spectral"},
     "accumulation": {"gradient_accumulation_steps": 2},
     "rows": {"inner_optimizer": keras.optimizers.SGD(0.1), "kl_clip": None},

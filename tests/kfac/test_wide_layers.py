@@ -27,6 +27,7 @@ from tfkfac.blocks.dense import DenseBlock
 from tfkfac.blocks.registry import build_registry
 from tfkfac.factors import Dense, Factor, Limit, LowRank
 from tfkfac.factors.low_rank import probes
+from tfkfac.kfac import method
 from tfkfac.kfac.bank import Preconditioner
 from tfkfac.solvers import SOLVERS
 from tfkfac.solvers.registry import make_solver
@@ -44,9 +45,10 @@ def wide() -> Any:
     )
 
 
-def test_wide_factors_are_sketches() -> None:
+def test_wide_factors_are_sketches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Factors wider than the limit are low-rank; the limit is inclusive."""
-    optimizer = bind(wide(), max_factor_dim=10, factor_rank=3)
+    monkeypatch.setattr(method, "FACTOR_RANK", 3)
+    optimizer = bind(wide(), max_factor_dim=10)
     assert leftovers_of(optimizer) == {}
     kinds = {name: row[1:3] for name, row in blocks_of(optimizer).items()}
     assert kinds == {
@@ -56,7 +58,7 @@ def test_wide_factors_are_sketches() -> None:
         "depthwise/outputs": ["6 of 1 x 1", "6 of 1 x 1"],
         "pointwise/outputs": ["7 x 7", "30 x 30, rank 3"],
     }
-    row = blocks_of(bind(wide(), max_factor_dim=2, factor_rank=3))["groups"]
+    row = blocks_of(bind(wide(), max_factor_dim=2))["groups"]
     assert row[1:3] == ["2 of 3 x 3, rank 2", "2 of 3 x 3, rank 2"]
     for limit in (30, None):
         rows = blocks_of(bind(wide(), max_factor_dim=limit)).values()
@@ -66,7 +68,7 @@ def test_wide_factors_are_sketches() -> None:
 def test_default_limit() -> None:
     """The default limit is 640, including the bias row."""
     default = tfkfac.KFAC()
-    limit = Limit(default.max_factor_dim, default.factor_rank)
+    limit = Limit(default.max_factor_dim, method.FACTOR_RANK)
     for inputs, kind in (
         (639, Dense(640)),
         (640, LowRank(641, 64)),
@@ -142,9 +144,12 @@ def linear(solver: str, **kwargs: Any) -> Any:
     ("solver", "limit"),
     [*((solver, 6) for solver in SOLVERS), ("inverse", 9), ("eigen", 9)],
 )
-def test_step_by_its_definition(solver: str, limit: int) -> None:
+def test_step_by_its_definition(
+    monkeypatch: pytest.MonkeyPatch, solver: str, limit: int
+) -> None:
     """Steps with a low-rank A, or A and G, equal NumPy."""
-    model = linear(solver, max_factor_dim=limit, factor_rank=4)
+    monkeypatch.setattr(method, "FACTOR_RANK", 4)
+    model = linear(solver, max_factor_dim=limit)
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(30, 9)), rng.normal(size=(30, 7))
     kernel, bias = before = model.get_weights()
@@ -180,8 +185,11 @@ SOLUTIONS = {
 }
 
 
-def test_summary_says_what_a_sketch_explains() -> None:
-    model = linear("inverse", max_factor_dim=9, factor_rank=4)
+def test_summary_says_what_a_sketch_explains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(method, "FACTOR_RANK", 4)
+    model = linear("inverse", max_factor_dim=9)
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(30, 9)), rng.normal(size=(30, 7))
     assert blocks_of(kfac_of(model))["wide"][1] == "10 x 10, rank 4"

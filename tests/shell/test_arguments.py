@@ -107,11 +107,11 @@ def test_not_inside_a_multi_optimizer() -> None:
 # ------------------------------------------------------- defaults, schedules
 DEFAULTS: dict[Any, dict[str, Any]] = {
     tfkfac.KFAC: {
-        "name": "kfac", "damping": 0.01, "kl_clip": 0.02, "step": "inner",
+        "name": "kfac", "damping": 0.01, "kl_clip": 0.02, "step": "natural",
         "fisher": None, "solver": "inverse", "distribution": "comm_opt",
         "factor_update_interval": None, "inverse_update_interval": None,
         "factor_decay": 0.95, "factor_batch_fraction": None,
-        "weight_sharing": "expand", "max_factor_dim": 640, "factor_rank": 64,
+        "weight_sharing": "expand", "max_factor_dim": 640,
         "skip_layers": [], "gradient_accumulation_steps": None,
         "max_skipped_steps": 100,
     },

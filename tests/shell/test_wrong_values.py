@@ -55,7 +55,7 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
         "momentum": or_none(BELOW_ONE),
         "damping": NUMBER,
         "kl_clip": or_none(POSITIVE),
-        "step": one_of("inner", "spectral"),
+        "step": one_of("natural", "spectral"),
         "fisher": one_of("empirical", "monte_carlo", "type2", none=True),
         "solver": one_of("eigen", "inverse"),
         "distribution": one_of("comm_opt", "dp_kfac"),
@@ -65,7 +65,6 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
         "factor_batch_fraction": or_none(PART_OF_ONE),
         "weight_sharing": one_of("expand", "reduce", "average"),
         "max_factor_dim": or_none(COUNT),
-        "factor_rank": COUNT,
         "skip_layers": ("layer names, regular expressions or", ("x",)),
         "gradient_accumulation_steps": (
             "an integer of at least 2",

@@ -226,7 +226,7 @@ def by_definition(
     inner: str = "sgd",
     solver: str = "inverse",
     weight_sharing: str = "expand",
-    step: str = "inner",
+    step: str = "natural",
     skip_layers: Sequence[str] = (),
     rest_optimizer: str | None = None,
     **options: Any,

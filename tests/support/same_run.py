@@ -93,7 +93,7 @@ OPTIMIZERS: dict[str, Case] = {
         "functional",
         near=False,
     ),
-    "narrow": Case(lambda: KFAC(max_factor_dim=4, factor_rank=2, **EVERY)),
+    "narrow": Case(lambda: KFAC(max_factor_dim=4, **EVERY)),
     "drawn": Case(lambda: KFAC(fisher="monte_carlo", **EVERY), near=False),
     "accumulated": Case(
         lambda: KFAC(gradient_accumulation_steps=2, **EVERY), "functional"
@@ -133,7 +133,6 @@ OPTIMIZERS: dict[str, Case] = {
             step="spectral",
             gradient_accumulation_steps=2,
             max_factor_dim=4,
-            factor_rank=2,
             **EVERY,
         ),
     ),

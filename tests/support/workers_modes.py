@@ -37,7 +37,7 @@ from tests.support.worker_parts import (
     shares,
 )
 from tfkfac.distributed import collectives as communication
-from tfkfac.kfac import placement
+from tfkfac.kfac import method, placement
 from tfkfac.kfac.spectral import LargestRate
 
 
@@ -90,6 +90,7 @@ def train(
     given_labels: bool = False,
     turns: bool = False,
     stages: bool = False,
+    factor_rank: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Trains a new model for the steps of a feed.
@@ -105,11 +106,16 @@ def train(
         given_labels: Whether the labels of the Fisher matrix are not drawn.
         turns: Whether small decompositions have turns too.
         stages: Whether a tensor of any size has a message of its own.
+        factor_rank: Rank of wide factors, in place of the constant.
         **options: Arguments of `KFAC`; a value may be one of `OBJECTS`.
     """
     workers = strategy(kind).num_replicas_in_sync
     with contextlib.ExitStack() as during:
         during.enter_context(floats(dtype))
+        if factor_rank is not None:
+            during.enter_context(
+                mock.patch.object(method, "FACTOR_RANK", factor_rank)
+            )
         if options.get("step") == "spectral":
             during.enter_context(exact_polar_factors())
         if given_labels:

@@ -24,9 +24,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
         )
     ),
     "spectral": lambda: tfkfac.KFAC(step="spectral"),
-    "sketch": lambda: tfkfac.KFAC(
-        solver="eigen", max_factor_dim=10, factor_rank=3
-    ),
+    "sketch": lambda: tfkfac.KFAC(solver="eigen", max_factor_dim=10),
     "fosi": lambda: tfkfac.FOSI(
         num_largest=2, num_smallest=1, warmup_steps=1, lanczos_steps=4
     ),

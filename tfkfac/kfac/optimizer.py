@@ -79,12 +79,12 @@ class KFAC(SecondOrderOptimizer):
             number or a schedule; None switches it off. Without effect with
             spectral steps, which have a length of their own.
             Defaults to 0.02.
-        step: "inner" leaves the length of a step to `kl_clip` and the inner
+        step: "natural" leaves the length of a step to `kl_clip` and the inner
             optimizer. "spectral" orthogonalises the momentum of the
             preconditioned gradient and takes nothing of the learning rate but
             the shape of its schedule, which is that of the `rest_optimizer`
             if only that has one; the inner optimizer must be SGD without
-            momentum. Defaults to "inner".
+            momentum. Defaults to "natural".
         fisher: Whose gradients the factors G are made of, where the loss is
             computed by `model.compute_loss`, as `fit` does. "monte_carlo": of
             labels drawn from the model's own predictions (Martens & Grosse,
@@ -133,16 +133,14 @@ class KFAC(SecondOrderOptimizer):
             gradients too, where "reduce" has their sum: with S positions G is
             S^2 times smaller than the Fisher matrix', and `damping` weighs
             that much more. Defaults to "expand".
-        max_factor_dim: Most rows of a factor that is kept as a whole matrix:
-            its memory grows with the square of the width, the work of its
-            decomposition with the cube. Of a wider one the product with
-            `factor_rank` fixed columns is kept, sent and averaged, from which
-            Nystroem's approximation is made. Its decomposition acts on the
-            leading directions, and as a multiple of the identity on all
-            others; `summary` says how much of the trace is in the leading
-            ones. None is no limit. Defaults to 640.
-        factor_rank: Number of these columns, at least 1; one less than the
-            factor has rows if these are fewer. Defaults to 64.
+        max_factor_dim: Maximum number of rows of a factor that is kept as a
+            dense matrix: its memory grows with the square of the width, the
+            work of its decomposition with the cube. Of a wider factor the
+            product with 64 fixed columns is kept, averaged and sent:
+            Nystroem's approximation, whose decomposition acts on the leading
+            directions, and as a multiple of the identity on all others.
+            `summary` shows the share of the trace in the leading directions.
+            None is no limit. Defaults to 640.
         skip_layers: Names, regular expressions (they match a layer's whole
             name or path) or classes of layers to leave to the inner optimizer;
             one, or several in a list or tuple.
@@ -176,7 +174,6 @@ class KFAC(SecondOrderOptimizer):
     factor_batch_fraction: float | None
     weight_sharing: str
     max_factor_dim: int | None
-    factor_rank: int
     skip_layers: tuple[SkipRule, ...]
 
     def __init__(
@@ -188,7 +185,7 @@ class KFAC(SecondOrderOptimizer):
         rest_optimizer: Inner | None = None,
         damping: Schedule = 0.01,
         kl_clip: Schedule | None = 0.02,
-        step: str = "inner",
+        step: str = "natural",
         fisher: str | None = None,
         solver: str = "inverse",
         distribution: str | Distribution = "comm_opt",
@@ -199,7 +196,6 @@ class KFAC(SecondOrderOptimizer):
         factor_batch_fraction: float | None = None,
         weight_sharing: str = "expand",
         max_factor_dim: int | None = 640,
-        factor_rank: int = 64,
         skip_layers: SkipRule | Iterable[SkipRule] = (),
         gradient_accumulation_steps: int | None = None,
         max_skipped_steps: int | None = 100,

@@ -57,14 +57,14 @@ from tfkfac.shell.rest import known_rate, share_of_largest, update_largest
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step
 
-# Default of mu; DEFAULT_MU_TEXT
+# Default of mu. No study compares it with other values.
 _MOMENTUM = 0.9
 # Maximum number of columns of P that are orthogonalised together. Whole
 # matrices ended with 0.95 times the loss on seven tiny problems, for 1.05
 # times the CPU seconds (geometric means), 1.6 times on the VAE.
 BLOCK = 32
-# Number of polynomials: they bring singular values above 1e-3 of the norm to
-# within 12.5 % of 1. ITER_TEXT
+# Number of polynomials: 5 bring all singular values above 1e-3 of the norm to
+# within 12.5 % of 1, 7 to within 0.2 % (tests/linalg/test_polar.py).
 ITERATIONS = 5
 
 
