@@ -3,7 +3,10 @@
 import difflib
 import math
 import numbers
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 _MAX_INT64 = 2**63 - 1
@@ -29,6 +32,13 @@ def is_count(value: Any, least: int = 0) -> bool:
 def is_function(value: Any) -> bool:
     """True if a value can be called and is not a class."""
     return callable(value) and not isinstance(value, type)
+
+
+def if_given(
+    check: Callable[..., T], name: str, value: Any, *rules: Any
+) -> T | None:
+    """Return `check(name, value, *rules)`, or None if `value` is None."""
+    return None if value is None else check(name, value, *rules)
 
 
 def check_choice(

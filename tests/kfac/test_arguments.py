@@ -102,7 +102,7 @@ def test_skip_rules_round_trip() -> None:
     meant = [
         [matches(rule, layer, layer.name) for layer in LAYERS]
         for optimizer in (first, again)
-        for rule in optimizer.method.skip_layers
+        for rule in optimizer.skip_layers
     ]
     assert all(map(any, meant))
     assert meant[: len(RULES)] == meant[len(RULES) :]

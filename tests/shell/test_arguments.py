@@ -12,7 +12,7 @@ from keras.optimizers.schedules import ExponentialDecay
 
 import tfkfac
 from tests.support.schedules import Formula
-from tfkfac.shell.arguments import Tunable
+from tfkfac.shell.arguments import Hyperparameter
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
 CLASSES = [tfkfac.KFAC, tfkfac.FOSI]
@@ -108,6 +108,7 @@ def test_not_inside_a_multi_optimizer() -> None:
 DEFAULTS: dict[Any, dict[str, Any]] = {
     tfkfac.KFAC: {
         "name": "kfac", "damping": 0.01, "kl_clip": 0.02, "step": "natural",
+        "momentum": None,
         "fisher": None, "solver": "inverse", "distribution": "comm_opt",
         "factor_update_interval": None, "inverse_update_interval": None,
         "factor_decay": 0.95, "factor_batch_fraction": None,
@@ -133,8 +134,8 @@ RESTS = {tfkfac.KFAC: "Adam"}
 TUNABLE = [
     (kind, name)
     for kind in DEFAULTS
-    for name, field in kind.method_type.fields().items()
-    if isinstance(field, Tunable)
+    for name, value in vars(kind().method.settings).items()
+    if isinstance(value, Hyperparameter)
 ]
 
 
@@ -212,7 +213,7 @@ def test_a_subclass_has_the_same_arguments(kind: Any) -> None:
         pass
 
     own, want = Own(), kind()
-    names = ["max_skipped_steps", *kind.method_type.fields()]
+    names = ["max_skipped_steps", *vars(want.method.settings)]
     assert [own.get_config()[name] for name in names] == [
         want.get_config()[name] for name in names
     ]

@@ -4,6 +4,7 @@ Each argument has a row: the required type, and which of `VALUES` it accepts.
 An argument without a row fails.
 """
 
+import dataclasses
 import inspect
 import json
 import re
@@ -16,7 +17,7 @@ import pytest
 
 import tfkfac
 from tests.support.small import compiled_mlp
-from tfkfac.shell.arguments import Tunable
+from tfkfac.shell.arguments import Hyperparameter
 
 NAN, INF = float("nan"), float("inf")
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
@@ -48,9 +49,10 @@ def one_of(*names: str, none: bool = False) -> tuple[str, tuple[Any, ...]]:
 
 
 INNER = "a Keras optimizer"
+NAME_OR_RATE = ("adam", *RATE[1])
 TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
     KFAC: {
-        "inner_optimizer": or_none((f"({INNER}|{RATE[0]})", RATE[1])),
+        "inner_optimizer": or_none((f"({INNER}|{RATE[0]})", NAME_OR_RATE)),
         "learning_rate": or_none(RATE),
         "momentum": or_none(BELOW_ONE),
         "damping": NUMBER,
@@ -71,27 +73,25 @@ TAKES: dict[Any, dict[str, tuple[str, tuple[Any, ...]]]] = {
             (None, 2),
         ),
         "max_skipped_steps": or_none(COUNT),
-        "rest_optimizer": or_none((INNER, ())),
-        # Of a hybrid alone.
-        "gradient_worker_fraction": or_none((PART_OF_ONE[0], ())),
+        "rest_optimizer": or_none((INNER, ("adam", "inner"))),
+        "gradient_worker_fraction": or_none(PART_OF_ONE),
     },
     PART: {
         "mode": one_of("comm_opt", "dp_kfac"),
-        # Of a hybrid alone.
-        "gradient_worker_fraction": or_none((PART_OF_ONE[0], ())),
+        "gradient_worker_fraction": or_none(PART_OF_ONE),
         "assignment": one_of("compute", "round_robin", none=True),
         "symmetric": ("True or False", (True,)),
         "factor_dtype": one_of("bfloat16", none=True),
         "inverse_dtype": one_of("bfloat16", none=True),
     },
     FOSI: {
-        "inner_optimizer": (f"({INNER}|{RATE[0]})", RATE[1]),
+        "inner_optimizer": (f"({INNER}|{RATE[0]})", NAME_OR_RATE),
         "num_largest": COUNT_OR_0,
         "num_smallest": COUNT_OR_0,
         "alpha": NUMBER,
         "update_interval": or_none(COUNT),
         "warmup_steps": or_none(COUNT_OR_0),
-        "lanczos_steps": ("an integer of at least 5", (None,)),
+        "lanczos_steps": ("an integer of at least 5", (None, 20)),
         "momentum": BELOW_ONE,
         "learning_rate_clip": (r"a number in \[1, inf\)", (1, 2, 1.5)),
         "layout": one_of("rows", "columns"),
@@ -123,30 +123,60 @@ def takes(accepted: tuple[Any, ...], value: Any) -> bool:
     return any(type(a) is type(value) and a == value for a in accepted)
 
 
-BESIDE: dict[str, dict[str, Any]] = {
-    "num_largest": {"num_smallest": 1},  # not both may be 0
-    "initial_scale": {"inner_optimizer": KFAC()},
-    "dynamic_growth_steps": {"inner_optimizer": KFAC()},
+# Other arguments that a valid value of an argument needs.
+BESIDE: dict[tuple[Any, str], dict[str, Any]] = {
+    (FOSI, "num_largest"): {"num_smallest": 1},  # not both may be 0
+    (KFAC, "gradient_worker_fraction"): {"distribution": "hybrid_opt"},
+    (PART, "gradient_worker_fraction"): {"mode": "hybrid_opt"},
+    (SCALER, "initial_scale"): {"inner_optimizer": KFAC()},
+    (SCALER, "dynamic_growth_steps"): {"inner_optimizer": KFAC()},
 }
+# Where an optimizer shows an argument that is not an attribute of that name.
+SHOWN: dict[tuple[Any, str], Callable[[Any], Any]] = {
+    (KFAC, "momentum"): lambda o: o.inner_optimizer.momentum,
+    (KFAC, "gradient_worker_fraction"): lambda o: (
+        o.distribution.gradient_worker_fraction
+    ),
+}
+
+
+def shows(owner: Any, item: Any, name: str, value: Any) -> bool:
+    """True if an object has the value of an argument."""
+    if name.endswith("_optimizer"):
+        found = getattr(item, name)
+        if isinstance(value, str):
+            return (type(found).__name__.lower() if found else "inner") == value
+        return value is None or float(found.learning_rate) == value
+    if value is None and name in ("learning_rate", "gradient_worker_fraction"):
+        return True
+    read = SHOWN.get((owner, name), lambda o: getattr(o, name))
+    found = read(item)
+    if value is None and (owner, name) == (KFAC, "momentum"):
+        return bool(found == 0.5)
+    return bool(found == ((value,) if name == "skip_layers" else value))
 
 
 @pytest.mark.parametrize("owner", TAKES)
 def test_values(owner: Any) -> None:
-    """The constructor refuses wrong values in Keras' form.
+    """Each argument of the signature has a row.
 
-    Accepted values survive a config.
+    Accepted values become attributes and survive a config. The constructor
+    refuses others in Keras' form.
     """
-    names = set(inspect.signature(owner.__init__).parameters)
-    assert names - {"self", "name"} == set(TAKES[owner])
+    parameters = inspect.signature(owner.__init__).parameters
+    assert set(parameters) - {"self", "name"} == set(TAKES[owner])
+    # No argument is hidden in `**kwargs`.
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
     for name, (words, accepted) in TAKES[owner].items():
         for value in [*VALUES, *accepted]:
-            arguments = {name: value, **BESIDE.get(name, {})}
+            arguments = {name: value, **BESIDE.get((owner, name), {})}
             if takes(accepted, value):
-                config = owner(**arguments).get_config()
+                item = owner(**arguments)
+                config = item.get_config()
                 copy = owner.from_config(json.loads(json.dumps(config)))
                 assert copy.get_config() == config
-                if not name.endswith("_optimizer"):
-                    assert config.get(name, value) in (value, [value])
+                assert shows(owner, item, name, value), (name, value)
+                assert shows(owner, copy, name, value), (name, value)
                 continue
             with pytest.raises((TypeError, ValueError)) as caught:
                 owner(**arguments)
@@ -259,6 +289,7 @@ def test_unknown_arguments(owner: Any) -> None:
 
 def test_the_closest_choice_is_named() -> None:
     for owner, name, value, choice in (
+        (KFAC, "step", "spectra", "spectral"),
         (KFAC, "solver", "eigne", "eigen"),
         (KFAC, "distribution", "comm-opt", "comm_opt"),
         (PART, "mode", "hybrid", "hybrid_opt"),
@@ -289,11 +320,16 @@ def test_arguments_are_given_by_name() -> None:
 def test_later(make: Callable[[], Any]) -> None:
     """Assignments are checked like arguments; refused ones change nothing."""
     optimizer = make()
-    for name, field in optimizer.method_type.fields().items():
+    for field in dataclasses.fields(optimizer.settings_type):
+        name, setting = (
+            field.name,
+            getattr(optimizer.method.settings, field.name),
+        )
         before = getattr(optimizer, name)
         _, accepted = TAKES[type(optimizer)][name]
         for value in VALUES:
-            can_change = isinstance(field, Tunable) and takes(accepted, value)
+            can_change = isinstance(setting, Hyperparameter)
+            can_change &= takes(accepted, value)
             if can_change or value is before:
                 continue
             with pytest.raises(

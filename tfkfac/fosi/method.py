@@ -1,15 +1,14 @@
 """The methods FOSI and DHO2: training step, state and reports."""
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardTap
-from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.compat.graphs import Tracked
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.fosi.estimation import Estimator
@@ -20,7 +19,7 @@ from tfkfac.fosi.subspace import State
 from tfkfac.fosi.update import SplitUpdate
 from tfkfac.linalg.lanczos import default_steps
 from tfkfac.saving.entries import Contents
-from tfkfac.shell.arguments import Argument, Tunable
+from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.shell.method import Method
 from tfkfac.shell.tables import bytes_text, table
 from tfkfac.training.job import Job
@@ -30,36 +29,43 @@ from tfkfac.training.step import Step, Update
 _ACCELERATED_INTERVAL = 800
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Arguments of `FOSI` that the method uses."""
+
+    num_largest: int
+    num_smallest: int
+    alpha: Hyperparameter
+    update_interval: Hyperparameter
+    warmup_steps: int | None
+    lanczos_steps: int | None
+    momentum: float
+    learning_rate_clip: float
+    layout: str
+    accelerator_fraction: float
+    final_update: str
+    seed: int
+
+
 class FOSIMethod(Method):
     """Newton steps along V, inner optimizer steps on the remaining gradient.
 
     The arguments are those of `FOSI`.
     """
 
-    num_largest = Argument(check_count)
-    num_smallest = Argument(check_count)
-    alpha = Tunable()
-    update_interval = Tunable(integer=True, optional=True)
-    warmup_steps = Argument(check_count, optional=True)
-    lanczos_steps = Argument(check_count, optional=True)
-    momentum = Argument(check_range, 0, 1)
-    learning_rate_clip = Argument(check_range, 1)
-    layout = Argument(check_choice, tuple(LAYOUTS))
-    accelerator_fraction = Argument(check_range, 0, 1)
-    final_update = Argument(check_choice, ("stale", "paper"))
-    seed = Argument(check_count)
+    settings: Settings
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        super().__init__(arguments)
-        fraction = self.accelerator_fraction
-        if fraction > 0 and self.update_interval.get() is None:
-            self.update_interval = _ACCELERATED_INTERVAL
-        timing = Timing(self.warmup_steps, self.update_interval)
-        self.rate = NewtonRate(self.alpha)
-        self.estimator = Estimator(timing, self.seed)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        seed, fraction = settings.seed, settings.accelerator_fraction
+        if fraction > 0 and settings.update_interval.get() is None:
+            settings.update_interval.set(_ACCELERATED_INTERVAL)
+        timing = Timing(settings.warmup_steps, settings.update_interval)
+        self.rate = NewtonRate(settings.alpha)
+        self.estimator = Estimator(timing, seed)
         if fraction > 0:
             self.estimator = AcceleratedEstimator(
-                timing, self.seed, fraction, self.final_update, self.rate
+                timing, seed, fraction, settings.final_update, self.rate
             )
         self._geometry: Geometry | None = None
         self._reported_warmup = -1  # updates; -1: unknown
@@ -91,7 +97,11 @@ class FOSIMethod(Method):
         def direction() -> Update:
             estimate()
             return SplitUpdate(
-                step, state, self.rate, self.momentum, self.learning_rate_clip
+                step,
+                state,
+                self.rate,
+                self.settings.momentum,
+                self.settings.learning_rate_clip,
             ).make()
 
         step.check_finite()
@@ -105,7 +115,7 @@ class FOSIMethod(Method):
             max(int(state.warmup.numpy()), int(state.last.numpy())) >= 0
             for state in self.states[:1]
         ]
-        if self.warmup_steps is None and not any(is_set):
+        if self.settings.warmup_steps is None and not any(is_set):
             self._reported_warmup = default_warmup(self.job, self.states, steps)
             self._assign_warmup()
 
@@ -125,9 +135,9 @@ class FOSIMethod(Method):
     def geometry(self) -> Geometry:
         """Sizes of the subspace, limited by the number of weights."""
         space = flat_space(self.job.model.trainable_variables)
-        largest = min(self.num_largest, space.size)
-        smallest = min(self.num_smallest, space.size - largest)
-        steps = self.lanczos_steps
+        largest = min(self.settings.num_largest, space.size)
+        smallest = min(self.settings.num_smallest, space.size - largest)
+        steps = self.settings.lanczos_steps
         if steps is None:
             steps = default_steps(space.size, largest + smallest)
         steps = min(steps, space.size)
@@ -136,12 +146,12 @@ class FOSIMethod(Method):
     def make_layout(self) -> Layout:
         """The layout of the directions among the training replicas."""
         # Replica 0 always trains.
-        return LAYOUTS[self.layout](self.geometry, len(self.peers(0)))
+        return LAYOUTS[self.settings.layout](self.geometry, len(self.peers(0)))
 
     @override
     def create(self) -> Sequence[Tracked]:
         geometry = self.geometry
-        requested = self.num_largest + self.num_smallest
+        requested = self.settings.num_largest + self.settings.num_smallest
         if geometry != self._geometry:
             if geometry.directions < requested:
                 warnings.warn(
@@ -187,7 +197,7 @@ class FOSIMethod(Method):
         first = self.estimator.first(int(job.clock))
         roles = self.estimator.rows()
         if job.topology.replicas > 1:
-            roles.insert(2, ("Layout", self.layout))
+            roles.insert(2, ("Layout", self.settings.layout))
         rows = [
             ("Weights", f"{geometry.size:,}"),
             (

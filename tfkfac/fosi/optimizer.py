@@ -6,9 +6,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfkfac.checks import check_count
-from tfkfac.fosi.method import FOSIMethod
-from tfkfac.shell.arguments import Value, check_rate, is_rate
+from tfkfac.checks import check_choice, check_count, check_range, if_given
+from tfkfac.fosi.layouts import LAYOUTS
+from tfkfac.fosi.method import FOSIMethod, Settings
+from tfkfac.shell.arguments import (
+    Hyperparameter,
+    Schedule,
+    check_rate,
+    interval,
+    is_rate,
+)
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 
 
@@ -102,21 +109,8 @@ class FOSI(SecondOrderOptimizer):
         ValueError: If an argument is not allowed.
     """
 
-    method_type = FOSIMethod
+    settings_type = Settings
     method: FOSIMethod
-    # Properties that read the arguments of `method`.
-    alpha: Value
-    update_interval: Value
-    num_largest: int
-    num_smallest: int
-    warmup_steps: int | None
-    lanczos_steps: int | None
-    momentum: float
-    learning_rate_clip: float
-    layout: str
-    accelerator_fraction: float
-    final_update: str
-    seed: int
 
     def __init__(
         self,
@@ -124,8 +118,8 @@ class FOSI(SecondOrderOptimizer):
         *,
         num_largest: int = 5,
         num_smallest: int = 0,
-        alpha: Value = 0.1,
-        update_interval: Value = None,
+        alpha: Schedule = 0.1,
+        update_interval: Schedule | None = None,
         warmup_steps: int | None = None,
         lanczos_steps: int | None = None,
         momentum: float = 0.9,
@@ -138,14 +132,35 @@ class FOSI(SecondOrderOptimizer):
         name: str = "fosi",
     ) -> None:
         largest = check_count("num_largest", num_largest)
-        directions = largest + check_count("num_smallest", num_smallest)
+        smallest = check_count("num_smallest", num_smallest)
+        directions = largest + smallest
         if directions == 0:
             raise ValueError(
                 "Arguments `num_largest` and `num_smallest` must not both be 0."
             )
-        if lanczos_steps is not None:
-            check_count("lanczos_steps", lanczos_steps, directions)
-        method = FOSIMethod(locals())
+        settings = Settings(
+            num_largest=largest,
+            num_smallest=smallest,
+            alpha=Hyperparameter("alpha", alpha),
+            update_interval=interval("update_interval", update_interval),
+            warmup_steps=if_given(check_count, "warmup_steps", warmup_steps),
+            lanczos_steps=if_given(
+                check_count, "lanczos_steps", lanczos_steps, directions
+            ),
+            momentum=check_range("momentum", momentum, 0, 1),
+            learning_rate_clip=check_range(
+                "learning_rate_clip", learning_rate_clip, 1
+            ),
+            layout=check_choice("layout", layout, tuple(LAYOUTS)),
+            accelerator_fraction=check_range(
+                "accelerator_fraction", accelerator_fraction, 0, 1
+            ),
+            final_update=check_choice(
+                "final_update", final_update, ("stale", "paper")
+            ),
+            seed=check_count("seed", seed),
+        )
+        method = FOSIMethod(settings)
         if is_rate(inner_optimizer):
             rate = check_rate("inner_optimizer", inner_optimizer)
             inner_optimizer = keras.optimizers.Adam(rate)

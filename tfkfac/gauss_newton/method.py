@@ -1,21 +1,14 @@
 """Training steps, state and reports of `GaussNewton`."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 from typing_extensions import override
 
 from tfkfac.capture.model_taps import ForwardTap
-from tfkfac.checks import (
-    check_bool,
-    check_choice,
-    check_count,
-    check_positive,
-    check_range,
-)
 from tfkfac.compat.graphs import Tracked
 from tfkfac.curvature.hessian import flat_space
 from tfkfac.distributed.collectives import all_reduce_bytes
@@ -32,7 +25,6 @@ from tfkfac.gauss_newton.support import (
     DEFAULT_MAX_BYTES,
     PARAMETERS,
     RESIDUALS,
-    SPACES,
     Limits,
     check_model,
     choose_spaces,
@@ -44,7 +36,6 @@ from tfkfac.linalg.symmetric import packed_size
 from tfkfac.linalg.vectors import FlatSpace
 from tfkfac.saving.entries import Contents
 from tfkfac.saving.slots import Slots, planned
-from tfkfac.shell.arguments import Argument
 from tfkfac.shell.conditions import Conditions
 from tfkfac.shell.method import Method
 from tfkfac.shell.tables import bytes_text, table
@@ -63,6 +54,18 @@ _NAMES = (
     "accepted",
     "residuals",
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Arguments of `GaussNewton` that the method uses."""
+
+    damping: float
+    momentum: float
+    acceleration: bool
+    solve: str
+    max_tries: int
+    max_bytes: int | None
 
 
 class State(Slots):
@@ -124,15 +127,10 @@ class GaussNewtonMethod(Method):
     Arguments as in `GaussNewton`.
     """
 
-    damping = Argument(check_positive)
-    momentum = Argument(check_range, 0, 1)
-    solve = Argument(check_choice, SPACES)
-    acceleration = Argument(check_bool)
-    max_tries = Argument(check_count, 1)
-    max_bytes = Argument(check_count, 1, optional=True)
+    settings: Settings
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        super().__init__(arguments)
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
         self.states: tuple[State, ...] = ()
         self.conditions: Conditions | None = None  # model of `minimize`
         # Numbers per example, set when a step is traced.
@@ -219,11 +217,11 @@ class GaussNewtonMethod(Method):
             objective.loss_after,
             before,
             tf.convert_to_tensor(state.damping),
-            self.momentum * state.previous,
+            self.settings.momentum * state.previous,
             rate,
-            self.max_tries,
+            self.settings.max_tries,
             objective.precision,
-            derivatives if self.acceleration else None,
+            derivatives if self.settings.acceleration else None,
         )
 
     def sum_squares(
@@ -256,7 +254,7 @@ class GaussNewtonMethod(Method):
         terms = objective.step.batch.terms
         return choose_spaces(
             self.limits,
-            self.solve,
+            self.settings.solve,
             residuals if is_known else None,
             why_only_parameters(self.job.model, replicas, terms),
         )
@@ -276,7 +274,7 @@ class GaussNewtonMethod(Method):
     @property
     def limits(self) -> Limits:
         """Sizes and memory limit of a step."""
-        most = DEFAULT_MAX_BYTES if self.max_bytes is None else self.max_bytes
+        most = self.settings.max_bytes or DEFAULT_MAX_BYTES
         n, dtype = self.space.size, self.space.dtype
         return Limits(n, dtype, most, self.outputs, self.activations)
 
@@ -285,9 +283,9 @@ class GaussNewtonMethod(Method):
         model, replicas = self.job.model, self.job.topology.replicas
         check_model(model)
         only = why_only_parameters(model, replicas)
-        choose_spaces(self.limits, self.solve, None, only)
+        choose_spaces(self.limits, self.settings.solve, None, only)
         if not self.states:
-            damping, space = self.damping, self.space
+            damping, space = self.settings.damping, self.space
             self.states = self.job.for_each(lambda rank: State(damping, space))
         return self.states
 
@@ -314,7 +312,7 @@ class GaussNewtonMethod(Method):
         job, last, limits = self.job, self.last_step(), self.limits
         state = bytes_text(self.state_bytes()["total"])
         only = why_only_parameters(job.model, job.topology.replicas)
-        solve = self.solve if only is None else PARAMETERS
+        solve = self.settings.solve if only is None else PARAMETERS
         titles = [
             f"GaussNewton '{job.name}' of model '{job.model.name}': "
             f"{self.space.size:,} weights n in {self.space.dtype.name}, "
@@ -341,7 +339,7 @@ class GaussNewtonMethod(Method):
     def state_bytes(self) -> dict[str, int]:
         space = self.space
         with planned():
-            total = State(self.damping, space).bytes
+            total = State(self.settings.damping, space).bytes
         previous = space.size * space.dtype.size
         counters = total - previous
         return {"previous_step": previous, "counters": counters, "total": total}
@@ -354,7 +352,8 @@ class GaussNewtonMethod(Method):
             "curvature": packed_size((size, size)) * wide,
             # The losses before the step and after its first try.
             "losses": 2 * tf.float64.size,
-            "acceleration": size * wide * self.acceleration,  # first try
+            # Of the first try.
+            "acceleration": size * wide * self.settings.acceleration,
         }
         workers = self.job.topology.replicas
         plain = {k: all_reduce_bytes(v, workers) for k, v in sizes.items()}

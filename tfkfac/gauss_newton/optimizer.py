@@ -6,8 +6,16 @@ from typing import Any, Self
 import keras
 import tensorflow as tf
 
-from tfkfac.checks import check_count, check_positive
-from tfkfac.gauss_newton.method import GaussNewtonMethod
+from tfkfac.checks import (
+    check_bool,
+    check_choice,
+    check_count,
+    check_positive,
+    check_range,
+    if_given,
+)
+from tfkfac.gauss_newton.method import GaussNewtonMethod, Settings
+from tfkfac.gauss_newton.support import SPACES
 from tfkfac.shell.arguments import check_rate
 from tfkfac.shell.conditions import (
     MOST_STEPS,
@@ -107,15 +115,8 @@ class GaussNewton(SecondOrderOptimizer):
         ValueError: If an argument is not allowed.
     """
 
-    method_type = GaussNewtonMethod
+    settings_type = Settings
     method: GaussNewtonMethod
-    # Attributes of the method.
-    damping: float
-    momentum: float
-    acceleration: bool
-    solve: str
-    max_tries: int
-    max_bytes: int | None
 
     def __init__(
         self,
@@ -130,7 +131,15 @@ class GaussNewton(SecondOrderOptimizer):
         max_skipped_steps: int | None = 100,
         name: str = "gauss_newton",
     ) -> None:
-        method = GaussNewtonMethod(locals())
+        settings = Settings(
+            damping=check_positive("damping", damping),
+            momentum=check_range("momentum", momentum, 0, 1),
+            acceleration=check_bool("acceleration", acceleration),
+            solve=check_choice("solve", solve, SPACES),
+            max_tries=check_count("max_tries", max_tries, 1),
+            max_bytes=if_given(check_count, "max_bytes", max_bytes, 1),
+        )
+        method = GaussNewtonMethod(settings)
         rate = check_rate("learning_rate", learning_rate)
         inner = keras.optimizers.SGD(rate)
         super().__init__(inner, method, name, max_skipped_steps)

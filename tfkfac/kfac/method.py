@@ -1,6 +1,6 @@
 """K-FAC, step by step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -10,12 +10,11 @@ from typing_extensions import override
 
 from tfkfac.blocks.registry import build_registry, tap_layers
 from tfkfac.capture.model_taps import PullbackTap
-from tfkfac.checks import check_choice, check_count, check_range
 from tfkfac.compat.functions import when
 from tfkfac.compat.graphs import Tracked
 from tfkfac.distributed.collectives import gradient_bytes
 from tfkfac.factors import Limit
-from tfkfac.fisher.types import EMPIRICAL, TYPES, Choice, choose_type
+from tfkfac.fisher.types import EMPIRICAL, Choice, choose_type
 from tfkfac.kfac import report
 from tfkfac.kfac.active import (
     ActiveBlock,
@@ -37,15 +36,12 @@ from tfkfac.kfac.placement import (
 )
 from tfkfac.kfac.settings import (
     Distribution,
-    check_batch_fraction,
-    check_distribution,
-    check_skip_layers,
+    KFACSettings,
 )
 from tfkfac.kfac.spectral import Spectral
 from tfkfac.saving.entries import Contents
-from tfkfac.shell.arguments import Argument, Tunable
 from tfkfac.shell.method import Method
-from tfkfac.solvers.registry import check_solver, make_solver
+from tfkfac.solvers.registry import make_solver
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step, Update
 
@@ -61,28 +57,16 @@ class KFACMethod(Method):
     The arguments are those of `KFAC`.
     """
 
-    damping = Tunable()
-    kl_clip = Tunable(positive=True, optional=True)
-    step = Argument(check_choice, tuple(STEPS))
-    momentum = Argument(check_range, 0, 1, optional=True)
-    fisher = Argument(check_choice, TYPES, optional=True)
-    solver = Argument(check_solver)
-    distribution = Argument(check_distribution)
-    factor_update_interval = Tunable(integer=True, optional=True)
-    inverse_update_interval = Tunable(integer=True, optional=True)
-    factor_decay = Argument(check_range, 0, 1)
-    factor_batch_fraction = Argument(check_batch_fraction)
-    weight_sharing = Argument(check_choice, ("expand", "reduce", "average"))
-    max_factor_dim = Argument(check_count, 1, optional=True)
-    skip_layers = Argument(check_skip_layers)
-    gradient_accumulation_steps = Argument(check_count, 2, optional=True)
+    settings: KFACSettings
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        super().__init__(arguments)
-        distribution = self.distribution
+    def __init__(self, settings: KFACSettings) -> None:
+        super().__init__(settings)
+        distribution = settings.distribution
         if isinstance(distribution, str):
             distribution = Distribution(distribution)
-        self._kind = STEPS[self.step](self.damping, self.kl_clip, self.momentum)
+        self._kind = STEPS[settings.step](
+            settings.damping, settings.kl_clip, settings.momentum
+        )
         self._distribution = distribution
         self.states: tuple[State, ...] = ()
         self._placement: Placement | None = None
@@ -144,9 +128,9 @@ class KFACMethod(Method):
     ) -> Callable[[], Statistics]:
         """Function that takes this replica's statistics of the batch."""
         choice = Choice(EMPIRICAL)
-        if self.fisher != EMPIRICAL:
+        if self.settings.fisher != EMPIRICAL:
             calls = PullbackTap.open(self.job.model).take()
-            choice = choose_type(self.fisher, step.loss.losses, calls)
+            choice = choose_type(self.settings.fisher, step.loss.losses, calls)
         self._choice = choice.without_tensors()
         return lambda: batch_statistics(
             layers,
@@ -154,8 +138,8 @@ class KFACMethod(Method):
             choice,
             self.job.own(self.states),
             self.placement.plan,
-            self.weight_sharing,
-            self.factor_batch_fraction,
+            self.settings.weight_sharing,
+            self.settings.factor_batch_fraction,
         )
 
     def reduce(self, step: Step) -> tuple[tf.Tensor, tf.Tensor]:
@@ -214,7 +198,9 @@ class KFACMethod(Method):
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Two bools: due by schedule, due for a block without statistics."""
         counters, clock = self.job.own(self.states).counters, self.job.clock
-        steps = steps_between(self.factor_update_interval, FACTORS, clock)
+        steps = steps_between(
+            self.settings.factor_update_interval, FACTORS, clock
+        )
         seen = observed(layers, step, self.placement.plan)
         own = tf.constant([one.position for one in seen], tf.int32)
         new = tf.gather(counters.without_statistics(), own)
@@ -234,7 +220,9 @@ class KFACMethod(Method):
             reduced = placement.exchange.reduce_statistics(
                 step.group, statistics()
             )
-            taken = state.update_averages(reduced, self.factor_decay, due)
+            taken = state.update_averages(
+                reduced, self.settings.factor_decay, due
+            )
             state.factor_updates.assign_add(taken)
 
         when((due | late) & step.finite, move_averages)
@@ -244,8 +232,10 @@ class KFACMethod(Method):
         clock = self.job.clock
         return turns_due(
             max(self.placement.turns, default=0) + 1,
-            steps_between(self.inverse_update_interval, INVERSES, clock),
-            steps_between(self.factor_update_interval, FACTORS, clock),
+            steps_between(
+                self.settings.inverse_update_interval, INVERSES, clock
+            ),
+            steps_between(self.settings.factor_update_interval, FACTORS, clock),
             clock,
         )
 
@@ -304,15 +294,19 @@ class KFACMethod(Method):
     def attach(self, job: Job) -> None:
         self.job = job
         self._placement = None
-        tap_layers(job.model, self.skip_layers, self, self._kind.left_out)
-        if self.fisher != EMPIRICAL:
+        tap_layers(
+            job.model, self.settings.skip_layers, self, self._kind.left_out
+        )
+        if self.settings.fisher != EMPIRICAL:
             PullbackTap.open(job.model)
 
     @override
     def expect(self, steps: int | None, remaining: int | None = None) -> None:
         """Looks for the largest rates of schedules in the run alone."""
         if remaining is not None:
-            updates = remaining // (self.gradient_accumulation_steps or 1)
+            updates = remaining // (
+                self.settings.gradient_accumulation_steps or 1
+            )
             end = int(self.job.clock) + updates
             self._kind.expect(end, self.job, self.states)
 
@@ -322,14 +316,14 @@ class KFACMethod(Method):
         if self._placement is None:
             registry = build_registry(
                 self.job.model,
-                self.skip_layers,
-                Limit(self.max_factor_dim, FACTOR_RANK),
+                self.settings.skip_layers,
+                Limit(self.settings.max_factor_dim, FACTOR_RANK),
                 self._kind.left_out,
             )
             self._placement = Placement(
                 registry,
                 self.job.topology,
-                make_solver(self.solver),
+                make_solver(self.settings.solver),
                 self._distribution,
                 self._kind.beside,
             )
@@ -349,9 +343,12 @@ class KFACMethod(Method):
             state.sections = state.sections or tuple(
                 self._kind.sections(self.job)
             )
-            if self.gradient_accumulation_steps is not None:
+            if self.settings.gradient_accumulation_steps is not None:
                 state.accumulate(
-                    self.gradient_accumulation_steps, placement, rank, self.job
+                    self.settings.gradient_accumulation_steps,
+                    placement,
+                    rank,
+                    self.job,
                 )
             return state
 
@@ -382,7 +379,7 @@ class KFACMethod(Method):
     @override
     def summary(self) -> list[str]:
         notes = [
-            report.fisher_text(self.fisher, self._choice),
+            report.fisher_text(self.settings.fisher, self._choice),
             *self.job.losses.lines(),
         ]
         return report.describe(
@@ -402,7 +399,7 @@ class KFACMethod(Method):
     def state_bytes(self) -> dict[str, int]:
         placement, rank = self.placement, self.job.topology.local[0]
         sizes = placement.state_bytes(rank)
-        if self.gradient_accumulation_steps is not None:
+        if self.settings.gradient_accumulation_steps is not None:
             gradients = gradient_bytes(self.job.model.trainable_variables)
             statistics = placement.accumulated_bytes(rank)
             sizes["accumulation"] = gradients + statistics

@@ -9,23 +9,32 @@ import tensorflow as tf
 from keras.saving import serialize_keras_object
 
 from tfkfac.capture.walk import SkipRule
-from tfkfac.checks import check_choice, check_range
+from tfkfac.checks import check_choice, check_count, check_range, if_given
+from tfkfac.fisher.types import TYPES
 from tfkfac.kfac.method import STEPS, KFACMethod
 from tfkfac.kfac.settings import (
     RATE,
+    WEIGHT_SHARING,
     Distribution,
+    KFACSettings,
+    check_batch_fraction,
+    check_distribution,
+    check_skip_layers,
     check_spectral,
     serialize_skip_rule,
     with_fraction,
 )
 from tfkfac.shell.arguments import (
+    Hyperparameter,
     Schedule,
     check_inner,
     choose_inner,
+    interval,
     take_over_accumulation,
 )
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 from tfkfac.shell.rest import INNER, choose_rest, follow_rest
+from tfkfac.solvers import SOLVERS
 
 Inner: TypeAlias = keras.optimizers.Optimizer | str | dict[str, Any]
 
@@ -72,6 +81,12 @@ class KFAC(SecondOrderOptimizer):
             `inner_optimizer`: a float or a schedule.
         momentum: Momentum in [0, 1): of the inner SGD, likewise, 0.5 by
             default, or of spectral steps, 0.9 by default.
+        step: "natural" leaves the length of a step to `kl_clip` and the inner
+            optimizer. "spectral" orthogonalises the momentum of the
+            preconditioned gradient and takes nothing of the learning rate but
+            the shape of its schedule, which is that of the `rest_optimizer`
+            if only that has one; the inner optimizer must be SGD without
+            momentum. Defaults to "natural".
         damping: Tikhonov damping of the Fisher matrix. A number or a
             `keras.optimizers.schedules.LearningRateSchedule`. Defaults to
             0.01.
@@ -79,12 +94,6 @@ class KFAC(SecondOrderOptimizer):
             number or a schedule; None switches it off. Without effect with
             spectral steps, which have a length of their own.
             Defaults to 0.02.
-        step: "natural" leaves the length of a step to `kl_clip` and the inner
-            optimizer. "spectral" orthogonalises the momentum of the
-            preconditioned gradient and takes nothing of the learning rate but
-            the shape of its schedule, which is that of the `rest_optimizer`
-            if only that has one; the inner optimizer must be SGD without
-            momentum. Defaults to "natural".
         fisher: Whose gradients the factors G are made of, where the loss is
             computed by `model.compute_loss`, as `fit` does. "monte_carlo": of
             labels drawn from the model's own predictions (Martens & Grosse,
@@ -158,23 +167,8 @@ class KFAC(SecondOrderOptimizer):
         ValueError: If an argument is not allowed.
     """
 
-    method_type = KFACMethod
+    settings_type = KFACSettings
     method: KFACMethod
-    # The method's, shown as attributes.
-    damping: Schedule
-    kl_clip: Schedule | None
-    step: str
-    momentum: float | None
-    fisher: str | None
-    solver: str
-    distribution: str | Distribution
-    factor_update_interval: Schedule | None
-    inverse_update_interval: Schedule | None
-    factor_decay: float
-    factor_batch_fraction: float | None
-    weight_sharing: str
-    max_factor_dim: int | None
-    skip_layers: tuple[SkipRule, ...]
 
     def __init__(
         self,
@@ -183,9 +177,9 @@ class KFAC(SecondOrderOptimizer):
         learning_rate: Schedule | None = None,
         momentum: float | None = None,
         rest_optimizer: Inner | None = None,
+        step: str = "natural",
         damping: Schedule = 0.01,
         kl_clip: Schedule | None = 0.02,
-        step: str = "natural",
         fisher: str | None = None,
         solver: str = "inverse",
         distribution: str | Distribution = "comm_opt",
@@ -205,25 +199,58 @@ class KFAC(SecondOrderOptimizer):
             distribution = with_fraction(distribution, gradient_worker_fraction)
         if momentum is not None:
             momentum = check_range("momentum", momentum, 0, 1)
-        is_spectral = check_choice("step", step, tuple(STEPS)) == "spectral"
+        step = check_choice("step", step, tuple(STEPS))
         sgd = {"learning_rate": RATE, "momentum": 0.5}
         chosen = {"learning_rate": learning_rate, "momentum": momentum}
-        if is_spectral:
+        if step == "spectral":
             rate = follow_rest(rest_optimizer, 1.0) or 1.0
             sgd = {"learning_rate": rate, "momentum": 0.0}
             del chosen["momentum"]
         inner = check_inner(
             choose_inner(inner_optimizer, keras.optimizers.SGD, sgd, chosen)
         )
-        if is_spectral:
+        if step == "spectral":
             check_spectral(inner, rest_optimizer)
-        else:
-            momentum = None  # The inner optimizer has it.
         gradient_accumulation_steps = take_over_accumulation(
             inner, gradient_accumulation_steps
         )
         rest = choose_rest(rest_optimizer, inner)
-        method = KFACMethod(locals())
+        settings = KFACSettings(
+            step=step,
+            # In natural-gradient steps the inner optimizer has it.
+            momentum=momentum if step == "spectral" else None,
+            damping=Hyperparameter("damping", damping),
+            kl_clip=Hyperparameter(
+                "kl_clip", kl_clip, positive=True, optional=True
+            ),
+            fisher=if_given(check_choice, "fisher", fisher, TYPES),
+            solver=check_choice("solver", solver, tuple(sorted(SOLVERS))),
+            distribution=check_distribution("distribution", distribution),
+            factor_update_interval=interval(
+                "factor_update_interval", factor_update_interval
+            ),
+            inverse_update_interval=interval(
+                "inverse_update_interval", inverse_update_interval
+            ),
+            factor_decay=check_range("factor_decay", factor_decay, 0, 1),
+            factor_batch_fraction=check_batch_fraction(
+                "factor_batch_fraction", factor_batch_fraction
+            ),
+            weight_sharing=check_choice(
+                "weight_sharing", weight_sharing, WEIGHT_SHARING
+            ),
+            max_factor_dim=if_given(
+                check_count, "max_factor_dim", max_factor_dim, 1
+            ),
+            skip_layers=check_skip_layers("skip_layers", skip_layers),
+            gradient_accumulation_steps=if_given(
+                check_count,
+                "gradient_accumulation_steps",
+                gradient_accumulation_steps,
+                2,
+            ),
+        )
+        method = KFACMethod(settings)
         super().__init__(inner, method, name, max_skipped_steps, rest)
 
     @property
@@ -231,7 +258,7 @@ class KFAC(SecondOrderOptimizer):
         """Number of micro-batches of a step, None for 1."""
         if self._is_building:  # Keras would make sums of its own
             return None
-        return self.method.gradient_accumulation_steps
+        return self.method.settings.gradient_accumulation_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: None) -> None:
@@ -316,8 +343,6 @@ class KFAC(SecondOrderOptimizer):
     def _arguments(self) -> dict[str, Any]:
         arguments = super()._arguments()
         rules = [serialize_skip_rule(one) for one in arguments["skip_layers"]]
-        if arguments["momentum"] is None:  # the inner optimizer has it
-            del arguments["momentum"]
         return arguments | {"skip_layers": rules}
 
     def get_config(self) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from tfkfac.checks import (
     is_number,
 )
 from tfkfac.distributed.plan import MODES, POLICIES
-from tfkfac.shell.arguments import Settings
+from tfkfac.shell.arguments import Hyperparameter, Settings
 from tfkfac.shell.rest import INNER
 
 # Default learning rate of natural steps, which the clip bounds.
 RATE = 0.1
 # Share of gradient workers between MEM-OPT and COMM-OPT (KAISA, section 5).
 _HALF = 0.5
+WEIGHT_SHARING = ("expand", "reduce", "average")
 _DTYPES = ("float32", "bfloat16", "float16")
 # A layer class in a config.
 _CLASS = "layer_class"
@@ -249,3 +250,24 @@ def check_spectral(
             "steps, whose learning rate is none for gradients. "
             f"Received: rest_optimizer={rest_optimizer!r}"
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KFACSettings:
+    """Arguments of `KFAC` that the method uses."""
+
+    step: str
+    momentum: float | None  # None for natural-gradient steps
+    damping: Hyperparameter
+    kl_clip: Hyperparameter
+    fisher: str | None
+    solver: str
+    distribution: str | Distribution
+    factor_update_interval: Hyperparameter
+    inverse_update_interval: Hyperparameter
+    factor_decay: float
+    factor_batch_fraction: float | None
+    weight_sharing: str
+    max_factor_dim: int | None
+    skip_layers: tuple[SkipRule, ...]
+    gradient_accumulation_steps: int | None

@@ -2,7 +2,7 @@
 
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, overload
+from typing import Any, Self, TypeAlias
 
 import keras
 import numpy as np
@@ -17,8 +17,6 @@ Schedule: TypeAlias = float | LearningRateSchedule
 # Of whatever kind an argument allows.
 Value: TypeAlias = Any
 InnerClass = type[keras.optimizers.Optimizer]
-Checked = TypeVar("Checked")
-Other = TypeVar("Other")
 
 
 class Hyperparameter:
@@ -172,85 +170,31 @@ def exactly(value: Any) -> tf.Tensor:
     return tf.cast(value, tf.float64)
 
 
-class Argument(Generic[Checked]):
-    """Declares an argument of a method, which is checked when it is set.
+def interval(name: str, value: Value) -> Hyperparameter:
+    """Argument that is a number of steps, a schedule or None."""
+    return Hyperparameter(name, value, integer=True, optional=True)
 
-    Of a method, the attribute is what the check returns. It is set once; the
-    Keras optimizer around the method shows it under the same name.
 
-    Args:
-        check: Function of the argument's name, its value and `rules` that
-            returns what the value is taken for, or raises.
-        rules: What else the check is given.
-        optional: Whether None is allowed, and not checked.
+def setting(name: str) -> property:
+    """Attribute of an optimizer for one of its settings.
+
+    A `Hyperparameter` can be changed during training.
     """
 
-    @overload
-    def __init__(self, check: Callable[..., Checked], *rules: Any) -> None: ...
+    def get(optimizer: Any) -> Value:
+        value = getattr(optimizer.method.settings, name)
+        return value.get() if isinstance(value, Hyperparameter) else value
 
-    @overload
-    def __init__(
-        self: "Argument[Other | None]",
-        check: Callable[..., Other],
-        *rules: Any,
-        optional: Literal[True],
-    ) -> None: ...
-
-    def __init__(
-        self, check: Callable[..., Any], *rules: Any, optional: bool = False
-    ) -> None:
-        self._check = check
-        self._rules = rules
-        self._optional = optional
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type) -> Checked:
-        # Of the class, which `help` asks, it is the field itself.
-        found: Any = self if instance is None else vars(instance)[self._name]
-        return found
-
-    def __set__(self, instance: object, value: Value) -> None:
-        if self._name in vars(instance):
+    def set_(optimizer: Any, value: Value) -> None:
+        current = getattr(optimizer.method.settings, name)
+        if not isinstance(current, Hyperparameter):
             raise AttributeError(
-                f"Argument `{self._name}` cannot be changed: create another "
-                f"optimizer. It is {self.value_of(instance)!r}. "
-                f"Received: {self._name}={value!r}"
+                f"Argument `{name}` cannot be changed: create another "
+                f"optimizer. It is {current!r}. Received: {name}={value!r}"
             )
-        if value is not None or not self._optional:
-            value = self._check(self._name, value, *self._rules)
-        vars(instance)[self._name] = value
+        current.set(value)
 
-    def value_of(self, instance: object) -> Value:
-        """The value as an optimizer shows it."""
-        return vars(instance)[self._name]
-
-
-class Tunable(Argument[Hyperparameter]):
-    """Declares an argument of a method that can be changed during training.
-
-    Of a method, the attribute is a `Hyperparameter`, whose rules these are.
-    """
-
-    def __init__(
-        self,
-        integer: bool = False,
-        positive: bool = False,
-        optional: bool = False,
-    ) -> None:
-        super().__init__(Hyperparameter, integer, positive, optional)
-
-    def __set__(self, instance: object, value: Value) -> None:
-        known = vars(instance).get(self._name)
-        if known is None:
-            super().__set__(instance, value)
-        else:
-            known.set(value)
-
-    def value_of(self, instance: object) -> Value:
-        """The value as the user gave it."""
-        return vars(instance)[self._name].get()
+    return property(get, set_, doc=f"The argument `{name}`.")
 
 
 class Settings:

@@ -1,7 +1,7 @@
 """Interface between a paper's method and the Keras optimizer around it."""
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfkfac.compat.graphs import Tracked
 from tfkfac.saving.entries import Contents
-from tfkfac.shell.arguments import Argument, Hyperparameter
+from tfkfac.shell.arguments import Hyperparameter
 from tfkfac.training.job import Job
 from tfkfac.training.step import Step
 
@@ -21,41 +21,24 @@ class Method(abc.ABC):
     inside a Keras optimizer, and a test can run it on a `Job` and a `Step` of
     its own.
 
-    Its arguments are declared as `Argument`s and `Tunable`s. The Keras
-    optimizer shows them, and puts them into its config.
-
     Args:
-        arguments: Values of the arguments by name, among others: a constructor
-            may give its `locals()`.
+        settings: Frozen dataclass of the optimizer's arguments.
 
     Attributes:
+        settings: The same dataclass. The optimizer shows its fields as
+            attributes, and saves them in its config.
         job: What it is attached to.
     """
 
     job: Job
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        for name in self.fields():
-            setattr(self, name, arguments[name])
-
-    @classmethod
-    def fields(cls) -> dict[str, Argument[Any]]:
-        """The declared arguments, by name."""
-        return {
-            name: value
-            for base in reversed(cls.__mro__)
-            for name, value in vars(base).items()
-            if isinstance(value, Argument)
-        }
-
-    def arguments(self) -> dict[str, Any]:
-        """Values of the arguments, by name, as the optimizer shows them."""
-        return {name: one.value_of(self) for name, one in self.fields().items()}
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
 
     def hyperparameters(self) -> list[Hyperparameter]:
-        """The arguments that can be changed during training."""
-        values = [getattr(self, name) for name in self.fields()]
-        return [one for one in values if isinstance(one, Hyperparameter)]
+        """Return the arguments that can be changed during training."""
+        values = vars(self.settings).values()
+        return [v for v in values if isinstance(v, Hyperparameter)]
 
     @abc.abstractmethod
     def attach(self, job: Job) -> None:
@@ -117,15 +100,3 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def communication_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes this replica receives, by kind of step, for a built model."""
-
-
-def shown(name: str, field: Argument[Any]) -> property:
-    """The attribute of an optimizer that is an argument of its method."""
-
-    def get(optimizer: Any) -> Any:
-        return field.value_of(optimizer.method)
-
-    def set_(optimizer: Any, value: Any) -> None:
-        setattr(optimizer.method, name, value)
-
-    return property(get, set_, doc=f"The argument `{name}`.")

@@ -1,5 +1,6 @@
 """The Keras optimizer around another, bound to the model it trains."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
@@ -22,9 +23,10 @@ from tfkfac.loss.shares import LossScaling
 from tfkfac.shell.arguments import (
     check_inner,
     restore_value,
+    setting,
 )
 from tfkfac.shell.averages import AveragingOptimizer
-from tfkfac.shell.method import Method, shown
+from tfkfac.shell.method import Method
 from tfkfac.shell.model import (
     check_settings,
     describe_model,
@@ -45,19 +47,17 @@ class SecondOrderOptimizer(AveragingOptimizer):
     by itself (momentum, weight decay, clipping, averaging) stay its own. A
     step whose gradients are not finite is skipped as a whole and counted.
 
-    What is done to the gradients is the `Method`'s, whose class a subclass
-    names. Its arguments are attributes of the optimizer.
+    The `Method` changes the gradients. The fields of its settings, a frozen
+    dataclass that a subclass names, are attributes of the optimizer.
     """
 
-    method_type: ClassVar[type[Method]]
+    settings_type: ClassVar[type]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "method_type" not in vars(cls):
-            return  # a subclass of somebody who has them
-        for name, field in cls.method_type.fields().items():
-            if name not in vars(cls):
-                setattr(cls, name, shown(name, field))
+        for field in dataclasses.fields(cls.settings_type):
+            if not hasattr(cls, field.name):
+                setattr(cls, field.name, setting(field.name))
 
     def __init__(
         self,
@@ -92,9 +92,10 @@ class SecondOrderOptimizer(AveragingOptimizer):
         self._max_skipped_steps = value
 
     def _arguments(self) -> dict[str, Any]:
-        """The method's arguments, by name."""
-        own = {"max_skipped_steps": self.max_skipped_steps}
-        return own | self.method.arguments()
+        """Return the arguments but the optimizers and the name."""
+        names = [field.name for field in dataclasses.fields(self.settings_type)]
+        values = {name: getattr(self, name) for name in names}
+        return {"max_skipped_steps": self.max_skipped_steps, **values}
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""

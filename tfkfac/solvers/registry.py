@@ -1,9 +1,7 @@
 """Registry of solvers by name."""
 
 import inspect
-from typing import Any
 
-from tfkfac.checks import check_choice
 from tfkfac.solvers.base import Solver
 from tfkfac.solvers.eigen import EigenSolver
 from tfkfac.solvers.inverse import InverseSolver
@@ -63,8 +61,3 @@ def register_solver(name: str, solver_class: type[Solver]) -> None:
 def make_solver(name: str) -> Solver:
     """Create an instance of a registered solver."""
     return SOLVERS[name](name)
-
-
-def check_solver(name: str, value: Any) -> str:
-    """Validate argument `name`: return `value` if it is a known solver."""
-    return check_choice(name, value, tuple(sorted(SOLVERS)))

@@ -462,12 +462,12 @@ def compare(
     for solver in solvers:
         check_choice("solvers", solver, tuple(SOLVERS))
     model = optimizer.bound_model()
-    placement, method = optimizer.method.placement, optimizer.method
+    placement = optimizer.method.placement
     work = Batch.of(
         Network(model, batch, size),
         placement.blocks,
         batch,
-        method.factor_batch_fraction,
+        optimizer.factor_batch_fraction,
         build_registry(model, ()).blocks,
     )
     load = Workload(
