@@ -150,7 +150,13 @@ class GaussNewton(SecondOrderOptimizer):
         inner = config.pop("inner_optimizer")
         return config | {"learning_rate": inner["config"]["learning_rate"]}
 
-    def attach(self, model: keras.Model, **kwargs: Any) -> Self:
+    def attach(
+        self,
+        model: keras.Model,
+        *,
+        loss_terms: int | Callable[[], tf.Tensor] | None = None,
+        loss_scaler: Any = None,
+    ) -> Self:
         """Bind the optimizer to the model that it will train.
 
         See `tfkfac.KFAC.attach`. Custom training loops have to compute the
@@ -158,17 +164,18 @@ class GaussNewton(SecondOrderOptimizer):
 
         Args:
             model: The model.
-            **kwargs: Other arguments of `tfkfac.KFAC.attach`.
+            loss_terms: See `tfkfac.KFAC.attach`.
+            loss_scaler: Must be None.
 
         Raises:
             ValueError: If a `LossScaleOptimizer` wraps this optimizer.
         """
-        if kwargs.get("loss_scaler") is not None:
+        if loss_scaler is not None:
             raise ValueError(
                 "A `LossScaleOptimizer` must not wrap `GaussNewton`, which "
                 "needs float32 or float64."
             )
-        return super().attach(model, **kwargs)
+        return super().attach(model, loss_terms=loss_terms)
 
     def minimize(
         self,
