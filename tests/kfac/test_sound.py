@@ -216,7 +216,8 @@ def test_all_workers_fall_back_together(pool: Pool, name: str) -> None:
     """No worker hangs; weights stay bitwise equal and near.
 
     An invalid decomposition gives the plain gradient. An invalid factor
-    restarts on its owner without a plain gradient; all workers report it.
+    restarts on its owner without a plain gradient. Each worker counts the
+    faults of its blocks; `fit` prints the largest count on all workers.
     """
     workers = JOBS.results(pool, name)
     assert_same_bits(workers)
@@ -226,4 +227,6 @@ def test_all_workers_fall_back_together(pool: Pool, name: str) -> None:
         assert worker["iterations"] == workers_unsound.STEPS
         assert max(worker["moves"]) < 1
         assert all(np.isfinite(w).all() for w in worker["weights"])
-        assert worker["events"] == {f"{event} {path}": 1}
+        assert worker["events"] in ({f"{event} {path}": 1}, {})
+        assert f"in this fit: {event} {path}: 1\n" in worker["said"]
+    assert any(worker["events"] for worker in workers)

@@ -1,5 +1,7 @@
 """Jobs of several workers in which numbers go wrong, and what is left."""
 
+import contextlib
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,9 +122,11 @@ def spoil(
     spoiler = Spoiler(tensors)
     with floats("float64"):
         trained = compiled(kind, model, "sgd", options)
-        fit(kind, trained, even(kind), None, spoiler)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            fit(kind, trained, even(kind), None, spoiler)
     optimizer = trained.optimizer
     return {
+        "said": said.getvalue(),
         "weights": trained.get_weights(),
         "moves": spoiler.moves(),
         "copies": copies(kind, [*trained.variables, *optimizer.variables]),

@@ -335,8 +335,6 @@ class Counters(Slots):
         dropped: Averages that were not finite.
         failures: Decompositions that were not finite.
         plain: Gradients whose preconditioned gradient was invalid.
-        reported: Values of `FAULTS` that the other replicas know.
-        elsewhere: Steps with such a fault on other replicas only.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -349,11 +347,9 @@ class Counters(Slots):
         self.dropped = self._numbers("dropped_factors")
         self.failures = self._numbers("failed_decompositions")
         self.plain = self._numbers("plain_gradients")
-        self.reported = self._numbers("told_faults", len(FAULTS))
-        self.elsewhere = self._numbers("faults_elsewhere", len(FAULTS))
 
-    def _numbers(self, name: str, *rows: int) -> tf.Variable:
-        return self.slot(name, [*rows, len(self.paths)], saved=False)
+    def _numbers(self, name: str) -> tf.Variable:
+        return self.slot(name, [len(self.paths)], saved=False)
 
     def copy_from(
         self, other: "Counters", positions: Mapping[int, int]
@@ -364,30 +360,14 @@ class Counters(Slots):
         ):
             numbers = variable.numpy()
             for new, old in positions.items():
-                numbers[..., new] = source.numpy()[..., old]
+                numbers[new] = source.numpy()[old]
             variable.assign(numbers)
 
-    def unreported(self) -> tf.Tensor:
-        """Bools by fault and block, True for faults not yet reported."""
-        return self._faults() > self.reported
-
-    def merge_remote(self, local: tf.Tensor, anywhere: tf.Tensor) -> None:
-        """Record faults of other replicas; mark local faults as reported."""
-        elsewhere = tf.logical_and(anywhere, tf.logical_not(local))
-        self.elsewhere.assign_add(tf.cast(elsewhere, tf.int64))
-        self.reported.assign(self._faults())
-
-    def _faults(self) -> tf.Tensor:
-        return tf.stack([getattr(self, name) for name in FAULTS])
-
-    def events(self) -> list[tuple[str, "Everywhere"]]:
-        """Texts and counts of each fault of each block, on all replicas."""
+    def events(self) -> list[tuple[str, "Number"]]:
+        """Texts and counts of each fault of each block on this replica."""
         return [
-            (
-                f"{text} {path}",
-                Everywhere(getattr(self, name), self.elsewhere, row, i),
-            )
-            for row, (name, text) in enumerate(FAULTS.items())
+            (f"{text} {path}", Number(getattr(self, name), i))
+            for name, text in FAULTS.items()
             for i, path in enumerate(self.paths)
         ]
 
@@ -432,20 +412,6 @@ class Number:
         self._numbers.assign(
             tf.tensor_scatter_nd_update(self._numbers, [[self._place]], [value])
         )
-
-
-class Everywhere(NamedTuple):
-    """Count of one fault of one block, on this and on other replicas."""
-
-    local: tf.Variable
-    elsewhere: tf.Variable
-    row: int
-    place: int
-
-    def numpy(self) -> int:
-        """Return the sum of both counts."""
-        others = self.elsewhere.numpy()[self.row, self.place]
-        return int(self.local.numpy()[self.place] + others)
 
 
 class Clip(NamedTuple):

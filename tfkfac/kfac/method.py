@@ -146,8 +146,7 @@ class KFACMethod(Method):
         """Reduces the gradients, and with them what has to be decomposed.
 
         A worker that keeps decompositions of others' factors cannot make them
-        by itself: what one has asked for, all do. It costs no message, nor
-        does that all learn of the faults of the step before.
+        by itself: what one has asked for, all do. It costs no message.
 
         Returns:
             A bool for each block, true if it is to be decomposed at once, and
@@ -155,14 +154,11 @@ class KFACMethod(Method):
         """
         counters = self.job.own(self.states).counters
         asked = tf.equal(counters.decomposed, 0)
-        news = [counters.unreported()] if step.group.size > 1 else []
         first = next((g for g in step.gradients if g is not None), None)
         dtype = tf.float32 if first is None else first.dtype
         losses = [step.own_loss()] if self._kind.sees_loss else []
-        beside = [asked, *news, *losses]
+        beside = [asked, *losses]
         sums = step.reduce(*(tf.cast(one, dtype) for one in beside))
-        for told in news:
-            counters.merge_remote(told, anywhere=sums[1] > 0)
         loss = sums[-1] if losses else tf.zeros([])
         wanted = sums[0] > 0 if self.placement.plan.shares_clocks else asked
         return wanted, tf.cast(loss, tf.float64)
@@ -369,9 +365,8 @@ class KFACMethod(Method):
 
     @override
     def events(self) -> list[tuple[str, tf.Variable]]:
-        state = self.states[0]
         return [
-            *state.events(),
+            *(event for state in self.states for event in state.events()),
             *self.job.losses.events(),
         ]
 

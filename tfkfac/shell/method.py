@@ -87,7 +87,10 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def events(self) -> list[tuple[str, tf.Variable]]:
-        """Counts of the events that should not happen, with their names."""
+        """Counts of the events that should not happen, with their names.
+
+        A name can have a count of each replica of this process.
+        """
 
     @abc.abstractmethod
     def summary(self) -> list[str]:

@@ -470,15 +470,17 @@ class SecondOrderOptimizer(AveragingOptimizer):
         Returns:
             The counts that are not 0, with the layer where it is one's own:
             steps skipped, statistics rejected, factors dropped, decompositions
-            failed, plain gradients used. What goes wrong on one replica, all
-            know after the next step.
+            failed, plain gradients used. Each process counts the faults of its
+            own replicas; `fit` prints the largest count of all processes.
         """
         if not self.built:
             return {}
         skipped = self._bound_job().skipped[0]
         events = [("steps skipped, gradients not finite", skipped)]
         events += self.method.events()
-        counts = {text: int(count.numpy()) for text, count in events}
+        counts: dict[str, int] = {}
+        for text, count in events:
+            counts[text] = max(counts.get(text, 0), int(count.numpy()))
         return {text: count for text, count in counts.items() if count}
 
     def _check_built(self) -> None:

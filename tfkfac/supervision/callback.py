@@ -95,6 +95,11 @@ class Supervision(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         before = collections.Counter(self._events)
         new = collections.Counter(self._optimizer.events()) - before
+        if not self._is_alone:
+            group = self._optimizer.method.job.among_processes("events")
+            # Workers that share a block count the same faults: no sum.
+            for counts in exchange(new, group):
+                new |= collections.Counter(counts)
         if new:
             said = "; ".join(f"{text}: {n}" for text, n in new.items())
             name = self._optimizer.name
