@@ -1,4 +1,4 @@
-"""Backups of one process: whole, exact, and said when they cannot be made."""
+"""Backups of one process: complete, exact, with a warning on failure."""
 
 import hashlib
 import os
@@ -41,7 +41,7 @@ class StopBefore(keras.callbacks.Callback):
 
 
 def network(optimizer: Any = None) -> Any:
-    """With a layer whose random numbers go on."""
+    """Create a model with dropout, whose seed generator is a state."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
@@ -75,8 +75,8 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_run_that_was_stopped_is_the_run(tmp_path: Path) -> None:
-    """To the last bit, with curvature, slots and random layers."""
+def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path: Path) -> None:
+    """Bit for bit, with curvature, slots and random layers."""
     whole = network()
     fit(whole, 4)
     with pytest.raises(KeyboardInterrupt):
@@ -86,7 +86,7 @@ def test_a_run_that_was_stopped_is_the_run(tmp_path: Path) -> None:
     history = fit(again, 4, ChiefBackup(tmp_path, delete_checkpoint=False))
     assert history.epoch == [3]
     assert_same(everything(again), everything(whole))
-    # Another `fit` of the same model begins where it is told to.
+    # Another `fit` of the same model begins at its `initial_epoch`.
     assert fit(again, 2).epoch == [0, 1]
     assert fit(again, 5, ChiefBackup(tmp_path)).epoch == [4]
     assert names(tmp_path) == []
@@ -111,7 +111,7 @@ def copied(two_backups: Path, tmp_path: Path) -> Path:
 
 
 class Begins(keras.callbacks.Callback):
-    """Keeps the first epoch, and ends the training."""
+    """Record the first epoch, and interrupt the training."""
 
     first: int | None = None
 
@@ -133,21 +133,21 @@ def first_epoch(model: Any, directory: Path) -> int | None:
 
 
 def content(path: Path) -> bytes:
-    """All but the checksum."""
+    """Return the bytes of a backup without the checksum."""
     content, mark, digest = path.read_bytes().rpartition(MARK)
     assert mark and digest == hashlib.sha256(content).hexdigest().encode()
     return content
 
 
 def flipped(path: Path, place: float) -> None:
-    """Invert a byte, at a share of the file's length."""
+    """Invert the byte at a relative position in the file."""
     data = bytearray(path.read_bytes())
     data[round(place * (len(data) - 1))] ^= 255
     path.write_bytes(data)
 
 
 def with_position(path: Path, **position: Any) -> None:
-    """Write another epoch or batch, with a checksum that fits."""
+    """Write another epoch or batch, with a valid checksum."""
     path.write_bytes(content(path))
     with h5py.File(path, "a") as file:
         file["chief_backup"].attrs.update(position)
@@ -185,15 +185,15 @@ if os.geteuid():  # the superuser may read any file
 def test_a_damaged_backup(
     damage: str, copied: Path, trained: Any, capsys: Any
 ) -> None:
-    """It is named, and the one before is used."""
+    """Its name is printed, and the backup before it is loaded."""
     assert first_epoch(trained, copied) == 2
     DAMAGES[damage](copied / NEWEST)
     capsys.readouterr()
     assert first_epoch(trained, copied) == 1
-    said = capsys.readouterr().err
-    assert f"'{copied / NEWEST}'" in said and "left out" in said
-    assert BEFORE not in said
-    # And if the one before is damaged, too:
+    errors = capsys.readouterr().err
+    assert f"'{copied / NEWEST}'" in errors and "left out" in errors
+    assert BEFORE not in errors
+    # With both backups damaged:
     DAMAGES["middle"](copied / BEFORE)
     with pytest.raises(ValueError, match="backup that is whole") as error:
         fit(trained, 3, ChiefBackup(copied))
@@ -201,7 +201,7 @@ def test_a_damaged_backup(
 
 
 def test_a_backup_in_a_later_format(copied: Path, trained: Any) -> None:
-    """An error, not a step back to the one before, and no file is deleted."""
+    """Raises an error; does not load an earlier backup or delete a file."""
     with_position(copied / NEWEST, format=2)
     words = f"{NEWEST}' was written by format 2, .* reads format 1"
     with pytest.raises(ValueError, match=words):
@@ -209,15 +209,15 @@ def test_a_backup_in_a_later_format(copied: Path, trained: Any) -> None:
     assert (copied / NEWEST).exists() and (copied / BEFORE).exists()
 
 
-def test_training_goes_on_from_the_one_before(copied: Path) -> None:
-    """As the run that nobody stopped; the damaged one and leftovers go."""
+def test_training_resumes_from_the_backup_before(copied: Path) -> None:
+    """Bit for bit; damaged and incomplete backups are deleted."""
     whole, again = network(), network()
     fit(whole, 4)
     middle = copied / "epoch-000001_batch-000000002.weights.h5"
     (copied / NEWEST).rename(middle)
     flipped(middle, 0.5)
     (copied / ".writing-epoch-000003.weights.h5").touch()
-    (copied / "epoch-best.weights.h5").touch()  # somebody else's
+    (copied / "epoch-best.weights.h5").touch()  # of another program
     with pytest.raises(KeyboardInterrupt):
         fit(again, 4, ChiefBackup(copied), StopBefore(2))
     assert names(copied) == [BEFORE, NEWEST, "epoch-best.weights.h5"]
@@ -227,7 +227,7 @@ def test_training_goes_on_from_the_one_before(copied: Path) -> None:
     assert_same(everything(again), everything(whole))
 
 
-def test_a_directory_is_left_alone(copied: Path, trained: Any) -> None:
+def test_a_directory_is_not_deleted(copied: Path, trained: Any) -> None:
     directory_in_its_place(copied / NEWEST)
     with pytest.warns(UserWarning, match=f"{NEWEST}' cannot be deleted"):
         assert fit(trained, 4, ChiefBackup(copied)).epoch == [1, 2, 3]
@@ -245,10 +245,10 @@ def test_a_batch_that_the_data_does_not_have(
         fit(trained, 3, ChiefBackup(copied))
 
 
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """The last good backup stays, it is said, and training goes on.
+def test_a_full_disk(tmp_path: Path) -> None:
+    """The last backup stays, with a warning, and training continues.
 
-    A limit of the operating system stands in for the end of the disk.
+    A file size limit of the operating system simulates the full disk.
     """
     model = network()
     with pytest.raises(KeyboardInterrupt):
@@ -276,7 +276,7 @@ def test_other_models_and_optimizers_are_refused(tmp_path: Path) -> None:
 
 
 class Terminate(keras.callbacks.Callback):
-    """Sends this process SIGTERM in the last epoch."""
+    """Send SIGTERM to this process in the last epoch."""
 
     def __init__(self, batch: int | None) -> None:
         super().__init__()
@@ -294,20 +294,20 @@ class Terminate(keras.callbacks.Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_job_that_is_asked_to_end(tmp_path: Path, capsys: Any) -> None:
-    """It backs up in the middle of an epoch, and goes on there."""
+def test_sigterm_backs_up_and_exits(tmp_path: Path, capsys: Any) -> None:
+    """In the middle of an epoch; the next run resumes there."""
     whole = network()
     fit(whole, 2)
     before = signal.getsignal(signal.SIGTERM)
-    for batch in (0, 1):  # one after the other, in one epoch
+    for batch in (0, 1):  # two interruptions in one epoch
         job = network()
         with pytest.raises(SystemExit) as caught:
             fit(job, 2, ChiefBackup(tmp_path), Terminate(batch))
         assert caught.value.code == 128 + signal.SIGTERM
-        said = (
+        line = (
             f"SIGTERM: training is backed up after batch {batch + 1} of epoch 2"
         )
-        assert said in capsys.readouterr().err
+        assert line in capsys.readouterr().err
         newest = f"epoch-000001_batch-00000000{batch + 1}.weights.h5"
         assert names(tmp_path)[-1] == newest
         assert signal.getsignal(signal.SIGTERM) is before
@@ -317,25 +317,25 @@ def test_a_job_that_is_asked_to_end(tmp_path: Path, capsys: Any) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_signal_that_comes_too_late(tmp_path: Path) -> None:
-    """It is for whoever has had it before."""
-    seen: list[int] = []
+def test_sigterm_after_the_last_batch(tmp_path: Path) -> None:
+    """The previous handler receives the signal."""
+    received: list[int] = []
     before = signal.signal(
-        signal.SIGTERM, lambda number, _: seen.append(number)
+        signal.SIGTERM, lambda number, _: received.append(number)
     )
     try:
         fit(network(), 1, ChiefBackup(tmp_path), Terminate(None))
-        assert seen == [signal.SIGTERM]
+        assert received == [signal.SIGTERM]
         with pytest.raises(KeyboardInterrupt):
             fit(network(), 1, ChiefBackup(tmp_path), StopBefore(0))
         signal.raise_signal(signal.SIGTERM)
-        assert len(seen) == 2
+        assert len(received) == 2
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_another_thread_cannot_catch_it(tmp_path: Path) -> None:
-    """As where Ray trains; it is said, and epochs are backed up."""
+def test_fit_in_another_thread_cannot_handle_sigterm(tmp_path: Path) -> None:
+    """As under Ray: `fit` warns and backs up epochs only."""
     before = signal.getsignal(signal.SIGTERM)
     backup = ChiefBackup(tmp_path, delete_checkpoint=False)
     with (
@@ -347,7 +347,7 @@ def test_another_thread_cannot_catch_it(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-# --------------------------------------------------------- a real end of a job
+# ------------------------------------------------------------- killed processes
 TRAIN = """
 import sys
 from tests.callbacks.test_backup import *
@@ -356,7 +356,7 @@ fit(wide(), 1000, ChiefBackup(sys.argv[1]))
 
 
 def wide() -> Any:
-    """Whose backup takes a while."""
+    """Create a model whose backup takes many milliseconds."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [keras.Input((FEATURES,)), layers.Dense(1000), layers.Dense(CLASSES)]
@@ -375,7 +375,7 @@ def wait_for(job: subprocess.Popen[bytes], folder: Path, pattern: str) -> None:
 
 @pytest.mark.slow
 def test_killed_while_writing(tmp_path: Path) -> None:
-    """Twice at any moment of it: the last good backup loads."""
+    """At two moments of the write: the last complete backup loads."""
     command = [sys.executable, "-c", TRAIN, str(tmp_path)]
     for attempt in range(2):
         job = subprocess.Popen(command, stderr=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""What `CurvatureLogger` says, against numbers worked out beside it."""
+"""Values of `CurvatureLogger` against NumPy and the optimizer's values."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ X, Y = data(32)
 
 
 def fit(optimizer: Any, *callbacks: Any, epochs: int = 2) -> Any:
-    """Eight steps an epoch."""
+    """Train with eight steps per epoch."""
     model = mlp()
     eager = not isinstance(optimizer, tfkfac.GaussNewton)
     model.compile(optimizer, loss(), run_eagerly=eager)
@@ -29,7 +29,7 @@ def fit(optimizer: Any, *callbacks: Any, epochs: int = 2) -> Any:
 
 
 def written(folder: Path, quantity: str) -> dict[tuple[int, str], float]:
-    """Scalars of a quantity in the event files, by step and layer."""
+    """Read the scalars of a quantity from event files, by step and layer."""
     values = {}
     for path in sorted(folder.glob("events.*")):
         for event in tf.compat.v1.train.summary_iterator(str(path)):
@@ -46,38 +46,38 @@ def spd(rng: np.random.Generator, *shape: int) -> Array:
     return np.asarray(half @ half.swapaxes(-1, -2))
 
 
-@pytest.mark.parametrize("kind", ["matrices", "diagonal", "groups"])
-def test_trace_and_condition_are_those_of_the_whole_block(kind: str) -> None:
+@pytest.mark.parametrize("factor", ["matrix", "diagonal", "groups"])
+def test_trace_and_condition_of_the_dense_block(factor: str) -> None:
     rng = np.random.default_rng(0)
     g = spd(rng, 3)
-    if kind == "diagonal":
+    if factor == "diagonal":
         a = rng.uniform(size=4)
-        each = [np.diag(a)]
+        matrices = [np.diag(a)]
     else:
-        a = spd(rng, 4) if kind == "matrices" else spd(rng, 2, 4)
-        each = list(np.reshape(a, [-1, 4, 4]))
-    blocks = [np.linalg.eigvalsh(np.kron(one, g)) for one in each]
+        a = spd(rng, 4) if factor == "matrix" else spd(rng, 2, 4)
+        matrices = list(np.reshape(a, [-1, 4, 4]))
+    blocks = [np.linalg.eigvalsh(np.kron(matrix, g)) for matrix in matrices]
     values = np.concatenate(blocks)
     condition = (values.max() + 0.3) / (values.min() + 0.3)
-    found = layer_curvature({"A": a, "G": g}, 0.3)
-    assert found == pytest.approx((values.sum(), condition))
-    found = layer_curvature({"A": np.full_like(a, np.nan), "G": g}, 0.3)
-    assert np.isnan(found).all()
+    result = layer_curvature({"A": a, "G": g}, 0.3)
+    assert result == pytest.approx((values.sum(), condition))
+    result = layer_curvature({"A": np.full_like(a, np.nan), "G": g}, 0.3)
+    assert np.isnan(result).all()
 
 
-def test_it_logs_what_the_optimizer_did(tmp_path: Path) -> None:
+def test_scalars_of_kfac(tmp_path: Path) -> None:
     optimizer = tfkfac.KFAC(factor_update_interval=2, inverse_update_interval=6)
     _, history = fit(optimizer, CurvatureLogger(tmp_path, every=3))
-    said = written(tmp_path, "trace")
-    assert sorted({step for step, _ in said}) == [3, 6, 8, 9, 12, 15, 16]
+    traces = written(tmp_path, "trace")
+    assert sorted({step for step, _ in traces}) == [3, 6, 8, 9, 12, 15, 16]
     for layer, factors in optimizer.factors().items():
         trace, condition = layer_curvature(factors, 0.01)
-        assert said[16, layer] == pytest.approx(trace, rel=1e-5)
+        assert traces[16, layer] == pytest.approx(trace, rel=1e-5)
         conditions = written(tmp_path, "condition")
         assert conditions[16, layer] == pytest.approx(condition, rel=1e-3)
     for name, value in optimizer.last_step.items():
-        own = written(tmp_path, name)[16, ""]
-        assert own == pytest.approx(value, rel=1e-6)
+        logged = written(tmp_path, name)[16, ""]
+        assert logged == pytest.approx(value, rel=1e-6)
         assert history[f"curvature/{name}"][-1] == pytest.approx(value)
     assert history["curvature/factor_updates"] == [4, 8]
     losses = written(tmp_path, "loss")
@@ -93,7 +93,7 @@ def test_ritz_values_of_fosi() -> None:
 
 @pytest.mark.slow
 def test_steps_of_gauss_newton_under_a_strategy(tmp_path: Path) -> None:
-    """Whose iterations are mirrored."""
+    """The strategy mirrors `iterations` of the optimizer."""
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
         model, logs = fit(
             tfkfac.GaussNewton(), CurvatureLogger(tmp_path), epochs=1

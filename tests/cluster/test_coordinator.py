@@ -1,4 +1,4 @@
-"""Peers of worker 0 that are no workers, and the secret of a job."""
+"""Invalid and slow peers of worker 0, and the secret of a job."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.test_rendezvous import LIMIT, SOON, Meeting
+from tests.cluster.test_rendezvous import LIMIT_S, SHORT_S, Workers
 from tests.support.ports import address, claim_ports
 from tfkfac.cluster import coordinator, waiting
 from tfkfac.cluster.authentication import (
@@ -29,51 +29,51 @@ from tfkfac.cluster.rendezvous import RefusedError, wait_for_all
 
 @pytest.fixture
 def addresses(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Addresses of two workers, the second of which only worker 1 knows."""
+    """Addresses of two workers; worker 0 does not know that of worker 1."""
     monkeypatch.delenv("TFKFAC_SECRET", raising=False)
     with contextlib.closing(*claim_ports(1)) as port:
         yield address(port), ""
 
 
-def greeting_of(index: int = 1, **changes: Any) -> dict[str, Any]:
+def make_greeting(index: int = 1, **changes: Any) -> dict[str, Any]:
     cluster = ("host0:1", "host1:2")
     greeting = Greeting(index, cluster, "", make_nonce(), make_nonce())
     return dataclasses.asdict(greeting) | changes
 
 
 def connect(addresses: Sequence[str]) -> socket.socket:
-    """Connect to worker 0 as soon as it listens."""
+    """Connect to worker 0, once it listens."""
     host, _, port = addresses[0].rpartition(":")
-    end = time.monotonic() + LIMIT
+    end = time.monotonic() + LIMIT_S
     while True:
         with contextlib.suppress(ConnectionRefusedError):
-            return socket.create_connection((host, int(port)), LIMIT)
+            return socket.create_connection((host, int(port)), LIMIT_S)
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
 @contextlib.contextmanager
 def waiting_worker_0(
-    addresses: Sequence[str], timeout: float = LIMIT
-) -> Iterator[Meeting]:
-    """Worker 0 in a thread; it meets worker 1 in the end."""
-    meeting = Meeting()
-    meeting.join(addresses, 0, timeout=timeout)
-    yield meeting
+    addresses: Sequence[str], timeout: float = LIMIT_S
+) -> Iterator[Workers]:
+    """Run worker 0 in a thread; on exit, worker 1 must join in time."""
+    workers = Workers()
+    workers.join(addresses, 0, timeout=timeout)
+    yield workers
     start = time.monotonic()
-    meeting.join(addresses, 1)
-    assert meeting.end() == {0: None, 1: None}
-    assert time.monotonic() - start < SOON
+    workers.join(addresses, 1)
+    assert workers.end() == {0: None, 1: None}
+    assert time.monotonic() - start < SHORT_S
 
 
 def lines_until(capsys: Any, text: str, count: int = 1) -> list[str]:
-    """Return the lines on stderr with a text, when so many have come."""
-    end, lines = time.monotonic() + LIMIT, []
+    """Wait for `count` lines on stderr that contain a text."""
+    end, lines = time.monotonic() + LIMIT_S, []
     while len(lines) < count:
         assert time.monotonic() < end, lines
         time.sleep(0.01)
-        said = capsys.readouterr().err.splitlines()
-        lines += [line for line in said if text in line]
+        new = capsys.readouterr().err.splitlines()
+        lines += [line for line in new if text in line]
     return lines
 
 
@@ -94,10 +94,10 @@ MALFORMED = {
     "infinity": b'{"worker": -Infinity}',
     "empty": b"{}",
     "an earlier version": encode({"worker": 1, "cluster": ["a:1", "b:2"]}),
-    "more fields": encode(greeting_of() | {"more": 1}),
-    "another worker 0": encode(greeting_of(0)),
+    "more fields": encode(make_greeting() | {"more": 1}),
+    "another worker 0": encode(make_greeting(0)),
     **{
-        f"{name} {value!r}": encode(greeting_of(**{name: value}))
+        f"{name} {value!r}": encode(make_greeting(**{name: value}))
         for name, value in [
             *(("worker", x) for x in (-1, 2, 99, True, 1.0, "1", None, [1])),
             ("worker", 10**400),
@@ -124,12 +124,12 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_greeting_is_an_error_of_ours(name: str) -> None:
+def test_a_malformed_greeting_raises_value_error(name: str) -> None:
     with pytest.raises(ValueError):
         Greeting.read(parse(MALFORMED[name]))
 
 
-def test_strangers_are_dropped_and_reported(
+def test_malformed_greetings_are_dropped_and_reported(
     addresses: Any, capsys: Any
 ) -> None:
     with contextlib.ExitStack() as stack:
@@ -145,7 +145,7 @@ def test_strangers_are_dropped_and_reported(
     assert any(r"'\xff\x00\x9f\x1b[31m'" in line for line in lines)
 
 
-def test_a_line_without_an_end_is_dropped(addresses: Any, capsys: Any) -> None:
+def test_an_endless_line_is_dropped(addresses: Any, capsys: Any) -> None:
     with waiting_worker_0(addresses), connect(addresses) as peer:
         with contextlib.suppress(OSError):
             peer.sendall(b"x" * 2**20)
@@ -155,7 +155,7 @@ def test_a_line_without_an_end_is_dropped(addresses: Any, capsys: Any) -> None:
 
 # ---------------------------------------------------------- peers that are slow
 def drip(peers: Sequence[socket.socket], done: threading.Event) -> None:
-    """Send a byte on each connection again and again."""
+    """Send a byte on each connection repeatedly."""
     while not done.wait(0.05):
         for peer in peers:
             with contextlib.suppress(OSError):
@@ -163,7 +163,7 @@ def drip(peers: Sequence[socket.socket], done: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("is_dripping", [False, True])
-def test_idle_connections_delay_nobody(
+def test_idle_connections_do_not_delay_the_start(
     addresses: Any, is_dripping: bool
 ) -> None:
     """`waiting_worker_0` limits the time of the rendezvous."""
@@ -178,7 +178,7 @@ def test_idle_connections_delay_nobody(
             time.sleep(0.2)
 
 
-def test_a_greeting_has_one_deadline(
+def test_a_greeting_has_a_deadline(
     addresses: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(waiting, "TIMEOUT_S", 0.5)
@@ -191,15 +191,15 @@ def test_a_greeting_has_one_deadline(
 
 
 def test_slow_peers_do_not_extend_the_wait(addresses: Any) -> None:
-    meeting, done = Meeting(), threading.Event()
-    meeting.join(addresses, 0, timeout=1.0)
+    workers, done = Workers(), threading.Event()
+    workers.join(addresses, 0, timeout=1.0)
     peers = [connect(addresses) for _ in range(3)]
     threading.Thread(target=drip, args=(peers, done)).start()
-    assert isinstance(meeting.wait_for(0, 2.0), TimeoutError)
+    assert isinstance(workers.wait_for(0, 2.0), TimeoutError)
     done.set()
 
 
-def test_the_oldest_of_too_many_is_dropped(
+def test_beyond_the_limit_the_oldest_connection_is_dropped(
     addresses: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(coordinator, "_MAX_PENDING", 4)
@@ -213,7 +213,7 @@ def test_the_oldest_of_too_many_is_dropped(
 
 # ------------------------------------------------------- peers with a greeting
 class RawWorker:
-    """Worker 1 by hand, up to any message of its greeting."""
+    """Worker 1 that sends each message of the handshake separately."""
 
     def __init__(
         self,
@@ -222,62 +222,62 @@ class RawWorker:
         known: Sequence[str] = (),
     ) -> None:
         connection = connect(addresses)
-        here = f"127.0.0.1:{connection.getsockname()[1]}"
-        self.connection = Connection(connection, LIMIT)
-        known = tuple(known or (addresses[0], here))
+        address = f"127.0.0.1:{connection.getsockname()[1]}"
+        self.connection = Connection(connection, LIMIT_S)
+        known = tuple(known or (addresses[0], address))
         process = process or make_nonce()
         self.greeting = Greeting(1, known, "", process, make_nonce())
         self.connection.send(dataclasses.asdict(self.greeting))
-        self.answer = self.connection.receive(LIMIT) or {}
+        self.answer = self.connection.receive(LIMIT_S) or {}
 
     def session(self, secret: bytes = b"") -> Session:
         return Session(secret, self.greeting, self.answer["nonce"])
 
     def prove(self, secret: bytes = b"") -> Any:
-        """Send the proof; return what worker 0 says then."""
+        """Send the proof; return the answer of worker 0."""
         self.connection.send({"proof": self.session(secret).prove(PEER)})
-        return self.connection.receive(LIMIT)
+        return self.connection.receive(LIMIT_S)
 
 
-def test_one_line_takes_nobodys_place(addresses: Any) -> None:
-    """A valid greeting alone is not enough: the nonce must be answered."""
+def test_a_greeting_without_proof_is_not_admitted(addresses: Any) -> None:
+    """The peer must also answer the nonce."""
     with waiting_worker_0(addresses):
         stranger = RawWorker(addresses)
     stranger.connection.close()
 
 
-def test_a_worker_says_only_an_address_where_it_is(addresses: Any) -> None:
+def test_without_a_secret_the_address_must_be_the_senders(
+    addresses: Any,
+) -> None:
     with waiting_worker_0(addresses):
         for elsewhere in ("10.66.66.66:666", "a.example:666"):
             stranger = RawWorker(addresses, known=(addresses[0], elsewhere))
             assert "must be the same host" in stranger.prove()["refused"]
 
 
-def test_a_lost_worker_does_not_count(addresses: Any, capsys: Any) -> None:
-    """It was there, and is gone before another process is worker 1."""
+def test_a_lost_worker_is_missing_again(addresses: Any, capsys: Any) -> None:
+    """Its index is free for another process."""
     with waiting_worker_0((*addresses, "")[:2]):
         pass
     first = (addresses[0], "", "")
-    meeting = Meeting()
-    meeting.join(first, 0)
+    workers = Workers()
+    workers.join(first, 0)
     lost = RawWorker(first, known=(*first[:1], "127.0.0.1:9", ""))
     assert lost.prove() == {"missing": [2]}
     lost.connection.close()
     lines_until(capsys, "the connection has ended")
-    meeting.join(first, 1)
+    workers.join(first, 1)
     time.sleep(0.2)
-    assert not meeting.results
-    meeting.join(first, 2)
-    assert meeting.end() == {0: None, 1: None, 2: None}
+    assert not workers.results
+    workers.join(first, 2)
+    assert workers.end() == {0: None, 1: None, 2: None}
 
 
-def test_a_process_connects_again_in_its_place(
-    addresses: Any, capsys: Any
-) -> None:
-    """As after a connection that has ended on its side alone."""
+def test_a_process_can_connect_again(addresses: Any, capsys: Any) -> None:
+    """Also before worker 0 detects the end of the old connection."""
     first = (addresses[0], "", "")
-    meeting = Meeting()
-    meeting.join(first, 0)
+    workers = Workers()
+    workers.join(first, 0)
     known = (addresses[0], "127.0.0.1:9", "")
     old = RawWorker(first, "same process", known)
     assert old.prove() == {"missing": [2]}
@@ -285,83 +285,87 @@ def test_a_process_connects_again_in_its_place(
     assert new.prove() == {"missing": [2]}
     other = RawWorker(first, "another process", known)
     assert "Two processes are worker 1" in other.prove()["refused"]
-    meeting.join(first, 2)
-    assert meeting.end() == {0: None, 2: None}
+    workers.join(first, 2)
+    assert workers.end() == {0: None, 2: None}
     for peer in (old, new, other):
         peer.connection.close()
 
 
-def test_a_worker_connects_again_when_its_connection_breaks(
+def test_a_worker_connects_again_after_a_disconnect(
     addresses: Any,
 ) -> None:
-    """As where worker 0 is started again."""
+    """For example when worker 0 is restarted."""
     host, _, port = addresses[0].rpartition(":")
-    meeting = Meeting()
+    workers = Workers()
     with socket.create_server((host, int(port))) as server:
-        meeting.join(addresses, 1)
-        with contextlib.closing(Connection(server.accept()[0], LIMIT)) as line:
-            greeting = Greeting.read(line.receive(LIMIT) or {})
+        workers.join(addresses, 1)
+        with contextlib.closing(
+            Connection(server.accept()[0], LIMIT_S)
+        ) as connection:
+            greeting = Greeting.read(connection.receive(LIMIT_S) or {})
             session = Session(b"", greeting, "nonce")
-            line.send({"nonce": "nonce", "proof": session.prove(WORKER_0)})
-            line.receive(LIMIT)
-            line.send({"missing": [1]})
-    meeting.join(addresses, 0)
-    assert meeting.end() == {0: None, 1: None}
+            connection.send(
+                {"nonce": "nonce", "proof": session.prove(WORKER_0)}
+            )
+            connection.receive(LIMIT_S)
+            connection.send({"missing": [1]})
+    workers.join(addresses, 0)
+    assert workers.end() == {0: None, 1: None}
 
 
-def test_a_worker_that_speaks_before_the_start_is_dropped(
+def test_a_message_before_the_start_drops_the_worker(
     addresses: Any, capsys: Any
 ) -> None:
-    """Its message would be one of the running job."""
+    """It would be read as a message of the running job."""
     first = (addresses[0], "", "")
-    meeting = Meeting()
-    meeting.join(first, 0, timeout=1.0)
+    workers = Workers()
+    workers.join(first, 0, timeout=1.0)
     peer = RawWorker(first, known=(addresses[0], "127.0.0.1:9", ""))
     assert peer.prove() == {"missing": [2]}
     peer.connection.send({"stop": True})
     lines_until(capsys, "it has sent a message before the start")
-    assert isinstance(meeting.end()[0], TimeoutError)
+    assert isinstance(workers.end()[0], TimeoutError)
 
 
 @pytest.mark.parametrize("secret", ["", "secret"])
-def test_the_connections_serve_the_running_job(
+def test_the_connections_stay_open_for_the_job(
     addresses: Any, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With long lines, and MACs if there is a secret."""
+    """With long messages, and MACs if there is a secret."""
     monkeypatch.setenv("TFKFAC_SECRET", secret)
     results: dict[int, Any] = {}
 
     def run(index: int) -> None:
-        results[index] = wait_for_all(Cluster(addresses, index), LIMIT)
+        results[index] = wait_for_all(Cluster(addresses, index), LIMIT_S)
 
     threads = [threading.Thread(target=run, args=(i,)) for i in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(LIMIT)
-    lines = results[0].connections[1], results[1].connections[0]
-    for sender, receiver in (lines, lines[::-1]):
+        thread.join(LIMIT_S)
+    connections = results[0].connections[1], results[1].connections[0]
+    for sender, receiver in (connections, connections[::-1]):
         for number in range(2):
             message = {"number": number, "text": "x" * 200_000}
             sender.send(message)
-            assert receiver.receive(LIMIT) == message
-    lines[0]._socket.sendall(b"{}\n")
-    assert lines[1].receive(LIMIT) == (None if secret else {})
-    for line in lines:
-        line.close()
+            assert receiver.receive(LIMIT_S) == message
+    connections[0]._socket.sendall(b"{}\n")
+    assert connections[1].receive(LIMIT_S) == (None if secret else {})
+    for connection in connections:
+        connection.close()
 
 
-def test_a_stray_line_of_another_worker_0_ends_nothing(addresses: Any) -> None:
-    """A knock counts only when worker 0's nonce is answered."""
+def test_an_unproved_probe_does_not_end_the_start(addresses: Any) -> None:
+    """Another worker 0 must answer the nonce."""
     with waiting_worker_0(addresses), connect(addresses) as peer:
-        knock = Greeting(0, addresses, "", "p", "n", True)
-        peer.sendall(encode(dataclasses.asdict(knock)) + b"\n")
+        probe = Greeting(0, addresses, "", "p", "n", True)
+        peer.sendall(encode(dataclasses.asdict(probe)) + b"\n")
         assert peer.recv(2**16)
 
 
 # ------------------------------------------------------------------- addresses
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_loopback_addresses_need_no_other_interface(
+def test_loopback_addresses_use_only_the_loopback_interface(
     addresses: Any, host: str, capsys: Any
 ) -> None:
     known = addresses[0].replace("127.0.0.1", host), ""
@@ -369,24 +373,24 @@ def test_loopback_addresses_need_no_other_interface(
         connect(addresses).close()
         elsewhere = ("127.0.0.2", int(known[0].rpartition(":")[2]))
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(elsewhere, LIMIT)
+            socket.create_connection(elsewhere, LIMIT_S)
     assert "not authenticated" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("secret", ["", "secret"])
-def test_an_open_start_is_said(
+def test_a_start_without_authentication_is_reported(
     addresses: Any,
     secret: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
 ) -> None:
-    """Where the addresses are not of the loopback interface."""
+    """Only if the addresses are not loopback addresses."""
     monkeypatch.setattr(coordinator, "is_loopback", lambda _: False)
     monkeypatch.setenv("TFKFAC_SECRET", secret)
     with waiting_worker_0(addresses):
         time.sleep(0.2)
-    said = capsys.readouterr().err.splitlines()
-    lines = [line for line in said if "not authenticated" in line]
+    printed = capsys.readouterr().err.splitlines()
+    lines = [line for line in printed if "not authenticated" in line]
     assert len(lines) == (0 if secret else 1)
     assert all("TFKFAC_SECRET" in line for line in lines)
 
@@ -398,7 +402,7 @@ def with_secret(monkeypatch: pytest.MonkeyPatch, addresses: Any) -> bytes:
     return b"of this job"
 
 
-def test_workers_with_one_secret_meet(
+def test_workers_with_the_same_secret_start(
     addresses: Any, with_secret: bytes
 ) -> None:
     with waiting_worker_0(addresses):
@@ -422,15 +426,13 @@ def test_a_peer_without_the_secret_is_dropped(
         assert "another secret (TFKFAC_SECRET) or none" in line
 
 
-def test_proofs_cannot_be_used_again(
-    addresses: Any, with_secret: bytes
-) -> None:
-    """Neither that of worker 0 (reflection) nor an earlier one (replay)."""
+def test_proofs_cannot_be_reused(addresses: Any, with_secret: bytes) -> None:
+    """Reflection of worker 0's proof, and replay of an earlier proof."""
     with waiting_worker_0(addresses):
         worker = RawWorker(addresses)
         worker.connection.send({"proof": worker.answer["proof"]})
         assert (
-            worker.connection.receive(LIMIT) is None
+            worker.connection.receive(LIMIT_S) is None
             and worker.connection.closed
         )
         earlier = RawWorker(addresses)
@@ -439,13 +441,13 @@ def test_proofs_cannot_be_used_again(
         worker = RawWorker(addresses)
         worker.connection.send({"proof": proof})
         assert (
-            worker.connection.receive(LIMIT) is None
+            worker.connection.receive(LIMIT_S) is None
             and worker.connection.closed
         )
 
 
 @pytest.mark.parametrize("field", ["worker", "cluster", "job", "nonce"])
-def test_a_proof_is_of_the_whole_greeting(field: str) -> None:
+def test_a_proof_covers_the_whole_greeting(field: str) -> None:
     greeting = Greeting(1, ("a:1", "b:2", ""), "job", "process", "nonce")
     other = {"worker": 2, "cluster": ("a:1", "b:3", ""), "job": "", "nonce": ""}
     changed = dataclasses.replace(greeting, **{field: other[field]})
@@ -459,43 +461,42 @@ def test_a_proof_is_of_the_whole_greeting(field: str) -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("a", "b"), ("a", ""), ("", "b")])
-def test_a_worker_does_not_go_on_without_the_proof_of_worker_0(
+def test_a_worker_rejects_a_worker_0_without_the_secret(
     addresses: Any,
     ours: str,
     theirs: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
 ) -> None:
-    """It raises at once; worker 0 says which worker that was."""
+    """The worker raises at once; worker 0 prints its index."""
     monkeypatch.setenv("TFKFAC_SECRET", theirs)
-    meeting = Meeting()
-    meeting.join(addresses, 0)
+    workers = Workers()
+    workers.join(addresses, 0)
     connect(addresses).close()
     monkeypatch.setenv("TFKFAC_SECRET", ours)
     with pytest.raises(RefusedError, match="TFKFAC_SECRET must be the same"):
-        wait_for_all(Cluster(addresses, 1), LIMIT)
+        wait_for_all(Cluster(addresses, 1), LIMIT_S)
     (line,) = lines_until(capsys, "dropped worker 1")
     assert "another secret (TFKFAC_SECRET) or none" in line
     monkeypatch.setenv("TFKFAC_SECRET", theirs)
-    meeting.join(addresses, 1)
-    assert meeting.end() == {0: None, 1: None}
+    workers.join(addresses, 1)
+    assert workers.end() == {0: None, 1: None}
 
 
-def lines_with_keys() -> tuple[Connection, Connection]:
-
+def connection_pair() -> tuple[Connection, Connection]:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        one = socket.create_connection(server.getsockname())
-        other, _ = server.accept()
-    return Connection(one, LIMIT), Connection(other, LIMIT)
+        client = socket.create_connection(server.getsockname())
+        peer, _ = server.accept()
+    return Connection(client, LIMIT_S), Connection(peer, LIMIT_S)
 
 
 @pytest.mark.parametrize(
     "attack", ["none", "no MAC", "changed", "repeated", "reordered", "mirrored"]
 )
 def test_messages_carry_a_mac_with_a_counter(attack: str) -> None:
-    """A line that is not the next one of the sender ends the connection."""
-    sender, receiver = lines_with_keys()
-    recorder, tap = lines_with_keys()
+    """Any line except the sender's next message ends the connection."""
+    sender, receiver = connection_pair()
+    recorder, tap = connection_pair()
     recorder.enable_mac(b"key of one", b"key of the other")
     for number in range(2):
         recorder.send({"number": number})
@@ -518,7 +519,7 @@ def test_messages_carry_a_mac_with_a_counter(attack: str) -> None:
     }[attack]
     expected = {"none": 2, "repeated": 1}.get(attack, 0)
     sender._socket.sendall(b"".join(text + b"\n" for text in sent))
-    received = [receiver.receive(LIMIT) for _ in sent]
+    received = [receiver.receive(LIMIT_S) for _ in sent]
     assert received[:expected] == [{"number": n} for n in range(expected)]
     assert received[expected:] == [None] * (len(sent) - expected)
     assert receiver.closed == (attack != "none")

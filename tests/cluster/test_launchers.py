@@ -1,4 +1,4 @@
-"""What launchers say of a job: faked environments, and two real processes."""
+"""Clusters from simulated environments of launchers, and two processes."""
 
 import contextlib
 import json
@@ -50,15 +50,15 @@ def unknown(first: str, index: int) -> Cluster:
 
 @pytest.fixture(autouse=True)
 def pod(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine is called as a pod of Kubernetes is."""
+    """Give this machine the name of a pod of Kubernetes."""
     monkeypatch.setattr(socket, "getfqdn", lambda: POD)
 
 
 @pytest.mark.parametrize(
-    ("environment", "found", "name"),
+    ("environment", "expected", "name"),
     [
         (TORCHRUN, unknown("host0:29500", 1), "torchrun (RANK=1, WORLD"),
-        # Its own store listens at the port.
+        # The store of torchrun listens at the port.
         (AGENT, unknown("host0:29501", 1), "torchrun"),
         (OPEN_MPI | {ADDRESS: "host0:1"}, unknown("host0:1", 2), "Open MPI"),
         (SLURM, unknown("gpu07:61092", 1), "Slurm (SLURM_PROCID=1, "),
@@ -69,7 +69,7 @@ def pod(monkeypatch: pytest.MonkeyPatch) -> None:
             "Kubernetes (JOB_COMPLETION_INDEX=1",
         ),
         (ALL, Cluster(("host0:1", "host1:2", "host2:61000"), 2), "Keras"),
-        # What runs inside of another one.
+        # A launcher inside of another launcher.
         (SLURM | TORCHRUN, unknown("host0:29500", 1), "torchrun"),
         (SLURM | MPICH, unknown("gpu07:61092", 1), "Slurm"),
         (
@@ -77,7 +77,7 @@ def pod(monkeypatch: pytest.MonkeyPatch) -> None:
             Cluster(("host0:1", *[""] * 5), 1),
             "MPICH",
         ),
-        # Keras' variables say it for all launchers.
+        # Keras' variables replace those of each launcher.
         (
             KUBERNETES | {ADDRESS: "host0", f"{KERAS}PROCESS_ID": "2"},
             unknown("host0:61000", 2),
@@ -85,32 +85,32 @@ def pod(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_what_is_found(
-    environment: dict[str, str], found: Cluster, name: str
+def test_find_cluster(
+    environment: dict[str, str], expected: Cluster, name: str
 ) -> None:
     cluster, where = find_cluster(environment, {})
-    assert cluster == found
+    assert cluster == expected
     assert name in where
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "expected"),
     [
         ({}, "no launcher"),
         (BATCH, "Slurm without srun"),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, "Slurm (SLURM_PROCID"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, "Open MPI"),
-        # Perhaps independent runs.
+        # The pods may be independent jobs.
         ({"JOB_COMPLETION_INDEX": "1"}, f"without {KERAS}NUM_PROCESSES"),
     ],
 )
-def test_a_process_alone(environment: dict[str, str], said: str) -> None:
+def test_a_single_process(environment: dict[str, str], expected: str) -> None:
     cluster, where = find_cluster(environment, {})
     assert cluster is None
-    assert said in where
+    assert expected in where
 
 
-def test_arguments_count_most() -> None:
+def test_arguments_override_launchers() -> None:
     given: dict[str, Any] = {"coordinator": "first:1", "process_id": 2}
     cluster, where = find_cluster(SLURM, given)
     assert cluster == unknown("first:1", 2)
@@ -148,7 +148,7 @@ def test_arguments_count_most() -> None:
         (ALL | {ADDRESS: "a:1,a:1,b:1"}, {}, "one address, or 3 different"),
     ],
 )
-def test_what_is_missing_or_wrong(
+def test_missing_or_malformed_settings(
     environment: dict[str, str], given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -161,7 +161,7 @@ def test_what_is_missing_or_wrong(
         (SLURM, {}, "Slurm 7.0"),
         (SLURM | {"SLURM_STEP_ID": "1"}, {}, "Slurm 7.1"),
         (TORCHRUN | {"TORCHELASTIC_RUN_ID": "run"}, {}, "torchrun run"),
-        # The default of torchrun, which all jobs have.
+        # The default of torchrun, equal in all jobs.
         (TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}, {}, ""),
         (TORCHRUN, {}, ""),
         (
@@ -172,7 +172,7 @@ def test_what_is_missing_or_wrong(
         (MPICH | {ADDRESS: "host0", "SLURM_JOB_ID": "7"}, {}, "MPICH 7"),
         (MPICH | {ADDRESS: "host0"}, {}, ""),
         (ALL, {}, ""),
-        # Workers by hand, perhaps each in a step of its own.
+        # Started by the user, perhaps each in its own Slurm step.
         (
             SLURM,
             {"coordinator": "a:1", "num_processes": 2, "process_id": 1},
@@ -209,23 +209,25 @@ def test_a_pod_without_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_first_node(nodes: str, first: str) -> None:
-    """As `scontrol show hostnames` says."""
+    """Expected: the output of `scontrol show hostnames`."""
     assert first_node(nodes) == first
 
 
-def test_neighbours_in_slurm_have_ports_of_their_own() -> None:
+def test_concurrent_jobs_of_slurm_have_different_ports() -> None:
     ports = set()
     for job in range(100, 200):
         for step in range(10):
-            own = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
-            cluster, _ = find_cluster(SLURM | own, {})
+            ids = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+            cluster, _ = find_cluster(SLURM | ids, {})
             assert cluster is not None
             ports.add(int(cluster.addresses[0].rpartition(":")[2]))
     assert len(ports) == 1000
     assert min(ports) > 60_999 and max(ports) < 2**16
 
 
-def test_a_job_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolver_and_arguments_exclude_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("TF_CONFIG", raising=False)
     resolver: Any = object()
     with pytest.raises(ValueError, match="`cluster_resolver` must be None"):
@@ -233,13 +235,13 @@ def test_a_job_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "seen", "environment", "left"),
+    ("index", "visible", "environment", "expected"),
     [
         (0, 4, {}, [0, 1]),
         (2, 4, {}, [2, 3]),
-        (1, 4, {}, [0, 1, 2, 3]),  # alone on its host
+        (1, 4, {}, [0, 1, 2, 3]),  # the only worker on its host
         (2, 3, {}, [1]),
-        # What the launcher has bound to each.
+        # The launcher has assigned GPUs.
         (2, 1, {}, [0]),
         (2, 2, {"SLURM_GPUS_PER_TASK": "2"}, [0, 1]),
         (2, 0, {}, []),
@@ -247,23 +249,23 @@ def test_a_job_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_workers_of_a_host_share_its_gpus(
     index: int,
-    seen: int,
+    visible: int,
     environment: dict[str, str],
-    left: list[int],
+    expected: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """TensorFlow's list of GPUs is faked."""
-    gpus = list(range(seen))
+    """With a simulated list of GPUs."""
+    gpus = list(range(visible))
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda _: gpus)
     monkeypatch.setattr(
         tf.config,
         "set_visible_devices",
-        lambda own, _: gpus.__setitem__(slice(None), own),
+        lambda chosen, _: gpus.__setitem__(slice(None), chosen),
     )
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     strategy._share_gpus(Cluster(("host0:1", "host1:1", "host0:2"), index))
-    assert gpus == left
+    assert gpus == expected
 
 
 # ------------------------------------------------------------- real processes
@@ -278,12 +280,12 @@ print(total.numpy(), strategy.cluster_resolver.task_id)
 """
 
 
-def test_two_processes_that_know_the_first_alone() -> None:
-    """One as torchrun starts it, one by arguments, beside a proxy."""
+def test_two_processes_that_know_only_worker_0() -> None:
+    """By variables of torchrun and by arguments, with a web proxy set."""
     with contextlib.closing(*claim_ports(1)) as claim:
         port = claim.getsockname()[1]
         variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
-        # Which TensorFlow would ask for the other one.
+        # Without `no_grpc_proxy` TensorFlow would connect to the proxy.
         proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "a.org"}
         workers = [
             (TORCHRUN | variables | {"MASTER_ADDR": "localhost"}, {}),
@@ -299,16 +301,16 @@ def test_two_processes_that_know_the_first_alone() -> None:
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, json.dumps(arguments)],
-                env=worker_environment(0, []) | proxy | own,
+                env=worker_environment(0, []) | proxy | variables,
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for own, arguments in workers
+            for variables, arguments in workers
         ]
         for index, process in enumerate(processes):
             out, err = process.communicate(timeout=90)
             assert out == f"4.0 {index}\n", err
-            (said,) = (x for x in err.splitlines() if "tfkfac" in x)
-            assert said.startswith(f"tfkfac: worker {index} of 2 by ")
+            (line,) = (x for x in err.splitlines() if "tfkfac" in x)
+            assert line.startswith(f"tfkfac: worker {index} of 2 by ")

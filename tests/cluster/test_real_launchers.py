@@ -1,7 +1,7 @@
-"""The job scripts of the guide, by real launchers on this machine.
+"""The job scripts of the guide, run by real launchers on this machine.
 
-`bash tools/test.sh --clusters` installs them. All train the same to the bit,
-in one piece or with a SIGTERM in between.
+`bash tools/test.sh --clusters` installs the launchers. All jobs reach the same
+weights bit for bit, with and without an interruption by SIGTERM.
 """
 
 import os
@@ -31,7 +31,7 @@ JOB: dict[str, Sequence[str]] = {
     "MPICH": [*MPICH, *PROGRAM],
     "Ray": [f"{ROOT}/.venv-ray/bin/python", f"{JOBS}/ray_train.py"],
 }
-SAID = {
+SOURCES = {
     "srun": r"by Slurm \(SLURM_PROCID=",
     "Open MPI": r"and Open MPI \(OMPI_COMM_WORLD_RANK=",
     "MPICH": r"and MPICH \(PMI_RANK=",
@@ -40,7 +40,7 @@ SAID = {
 
 
 def environment() -> dict[str, str]:
-    """That of a user in a shell, who is root on a machine of few cores."""
+    """Return the environment of root in a shell, on a machine of few cores."""
     path = os.pathsep.join(
         [str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]
     )
@@ -65,15 +65,15 @@ def start(command: Sequence[str], *arguments: object) -> subprocess.Popen[str]:
 
 
 def results(output: str) -> set[str]:
-    """The weights of the two workers of a job."""
-    found = dict(re.findall(r"worker (\d) of 2: .*weights (\w+)", output))
-    assert found.keys() == {"0", "1"}, output
-    return set(found.values())
+    """Read the weights of the two workers from the output of a job."""
+    weights = dict(re.findall(r"worker (\d) of 2: .*weights (\w+)", output))
+    assert weights.keys() == {"0", "1"}, output
+    return set(weights.values())
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The weights after the job by `TF_CONFIG`."""
+    """Return the weights of the job started with `TF_CONFIG`."""
     launcher = [sys.executable, "tools/launch.py", "2", "--", *PROGRAM]
     job = start(launcher, tmp_path_factory.mktemp("backup"), EPOCHS)
     output, _ = job.communicate(timeout=LIMIT)
@@ -88,15 +88,15 @@ def test_a_job(name: str, expected: set[str], tmp_path: pathlib.Path) -> None:
     output, _ = job.communicate(timeout=LIMIT)
     assert job.returncode == 0, output
     assert results(output) == expected
-    assert re.search(f"tfkfac: worker 1 of 2 .*{SAID[name]}", output)
+    assert re.search(f"tfkfac: worker 1 of 2 .*{SOURCES[name]}", output)
     assert ("cannot answer SIGTERM" in output) == (name == "Ray")
 
 
 def cancel(job: subprocess.Popen[str]) -> None:
-    """As `scancel` of a user: to the tasks."""
-    own = ["squeue", "--noheader", "--format=%i"]
-    found = subprocess.run(own, capture_output=True, text=True, check=True)
-    subprocess.run(["scancel", "-s", "TERM", *found.stdout.split()], check=True)
+    """Send SIGTERM to the tasks by `scancel`."""
+    command = ["squeue", "--noheader", "--format=%i"]
+    jobs = subprocess.run(command, capture_output=True, text=True, check=True)
+    subprocess.run(["scancel", "-s", "TERM", *jobs.stdout.split()], check=True)
 
 
 def terminate(job: subprocess.Popen[str]) -> None:
@@ -111,7 +111,7 @@ def terminate(job: subprocess.Popen[str]) -> None:
         ("MPICH", terminate, 143),
     ],
 )
-def test_a_job_that_is_asked_to_end(
+def test_a_job_resumes_after_sigterm(
     name: str,
     end: Callable[[subprocess.Popen[str]], None],
     code: int,
@@ -144,10 +144,10 @@ def take_until(lines: Iterator[str], text: str) -> Iterator[str]:
     raise AssertionError(f"no {text!r}")
 
 
-def test_a_batch_job_of_slurm_goes_on(
+def test_a_batch_job_of_slurm_resumes(
     expected: set[str], tmp_path: pathlib.Path
 ) -> None:
-    """The script queues itself again, and the second run ends it."""
+    """The script submits itself again; the second run finishes training."""
     log = tmp_path / "log"
     options = ["--parsable", "--overcommit", f"--output={log}"]
     submit = start(

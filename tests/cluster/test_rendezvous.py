@@ -1,4 +1,4 @@
-"""Workers wait for each other before TensorFlow starts."""
+"""Rendezvous of the workers before TensorFlow starts."""
 
 import contextlib
 import re
@@ -16,8 +16,8 @@ from tfkfac.cluster import rendezvous, waiting
 from tfkfac.cluster.config import Cluster
 from tfkfac.cluster.rendezvous import RefusedError, wait_for_all
 
-LIMIT = 20.0
-SOON = 3.0  # seconds in which an error at once is raised on a busy machine
+LIMIT_S = 20.0
+SHORT_S = 3.0  # limit of an immediate error on a busy machine
 
 
 @pytest.fixture
@@ -32,12 +32,12 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TFKFAC_SECRET", raising=False)
 
 
-class Meeting:
-    """Calls `wait_for_all` in threads, as workers would in processes."""
+class Workers:
+    """Threads that call `wait_for_all` like the processes of a job."""
 
     def __init__(self) -> None:
         self.results: dict[Any, BaseException | None] = {}
-        self.found: set[tuple[str, ...]] = set()
+        self.clusters: set[tuple[str, ...]] = set()
         self.seeds: set[int | None] = set()
         self._threads: list[threading.Thread] = []
 
@@ -46,14 +46,14 @@ class Meeting:
         addresses: Sequence[str],
         index: int,
         name: Any = None,
-        timeout: float = LIMIT,
+        timeout: float = LIMIT_S,
         job: str = "",
     ) -> None:
         def run() -> None:
             try:
                 cluster = Cluster(tuple(addresses), index, job)
-                found, _, seed = wait_for_all(cluster, timeout)
-                self.found.add(found.addresses)
+                complete, _, seed = wait_for_all(cluster, timeout)
+                self.clusters.add(complete.addresses)
                 self.seeds.add(seed)
                 result = None
             except (TimeoutError, ValueError) as error:
@@ -63,7 +63,7 @@ class Meeting:
         self._threads.append(threading.Thread(target=run, daemon=True))
         self._threads[-1].start()
 
-    def wait_for(self, name: Any, seconds: float = SOON) -> Any:
+    def wait_for(self, name: Any, seconds: float = SHORT_S) -> Any:
         """Return the result of one worker, while others still wait."""
         end = time.monotonic() + seconds
         while name not in self.results:
@@ -73,36 +73,38 @@ class Meeting:
 
     def end(self) -> dict[Any, BaseException | None]:
         for thread in self._threads:
-            thread.join(LIMIT)
+            thread.join(LIMIT_S)
         assert len(self.results) == len(self._threads)
         return self.results
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_all_go_on_when_all_are_there(
+def test_all_workers_start_when_all_are_connected(
     addresses: Any, order: Sequence[int]
 ) -> None:
-    meeting = Meeting()
+    workers = Workers()
     for index in order[:-1]:
-        meeting.join(addresses, index)
+        workers.join(addresses, index)
     time.sleep(0.3)
-    assert not meeting.results, "two of three went on"
-    meeting.join(addresses, order[-1])
-    assert meeting.end() == {0: None, 1: None, 2: None}
-    # TensorFlow's server finds the port free.
+    assert not workers.results, "two of three workers started"
+    workers.join(addresses, order[-1])
+    assert workers.end() == {0: None, 1: None, 2: None}
+    # The port is free for TensorFlow's server.
     port = int(addresses[0].rpartition(":")[2])
     with socket.create_server(("", port)):
         pass
 
 
-def test_all_workers_have_one_seed_for_each_job(addresses: Any) -> None:
+def test_the_seed_is_equal_on_all_workers_and_new_for_each_job(
+    addresses: Any,
+) -> None:
     seeds = set()
     for _ in range(3):
-        meeting = Meeting()
+        workers = Workers()
         for index in range(3):
-            meeting.join(addresses, index)
-        assert meeting.end() == {0: None, 1: None, 2: None}
-        (seed,) = meeting.seeds
+            workers.join(addresses, index)
+        assert workers.end() == {0: None, 1: None, 2: None}
+        (seed,) = workers.seeds
         assert seed is not None and 0 <= seed < 2**31
         seeds.add(seed)
     assert len(seeds) == 3
@@ -111,127 +113,127 @@ def test_all_workers_have_one_seed_for_each_job(addresses: Any) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
-def test_one_address_is_enough(host: str) -> None:
-    """Where the first one listens; all learn the same of the others."""
+def test_only_the_address_of_worker_0_is_required(host: str) -> None:
+    """All workers receive the same addresses."""
     with contextlib.closing(*claim_ports(1)) as claim:
         first = f"{host}:{claim.getsockname()[1]}"
-        meeting = Meeting()
+        workers = Workers()
         for index in (2, 0, 1):
-            meeting.join((first, "", ""), index)
-        assert meeting.end() == {0: None, 1: None, 2: None}
-    (addresses,) = meeting.found
+            workers.join((first, "", ""), index)
+        assert workers.end() == {0: None, 1: None, 2: None}
+    (addresses,) = workers.clusters
     assert addresses[0] == first
     assert len(set(addresses)) == 3
     for other in addresses[1:]:
-        own, _, port = other.rpartition(":")
-        assert own == host
+        other_host, _, port = other.rpartition(":")
+        assert other_host == host
         with socket.create_server(("", int(port))):
             pass
 
 
-def test_a_worker_that_never_comes_is_named(addresses: Any) -> None:
-    meeting = Meeting()
-    meeting.join(addresses, 0, timeout=0.5)
-    meeting.join(addresses, 2)
-    for error in meeting.end().values():
+def test_a_missing_worker_is_named(addresses: Any) -> None:
+    workers = Workers()
+    workers.join(addresses, 0, timeout=0.5)
+    workers.join(addresses, 2)
+    for error in workers.end().values():
         assert isinstance(error, TimeoutError)
         assert f"for worker 1 at {addresses[1]}" in str(error)
         assert "worker 2 at" not in str(error)
 
 
 @pytest.mark.parametrize(("index", "missing"), [(0, 1), (1, 0)])
-def test_it_says_for_whom_it_waits(
+def test_reminders_name_the_missing_worker(
     addresses: Any,
     index: int,
     missing: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
 ) -> None:
-    """Once, and then more and more rarely."""
+    """One reminder in the first 0.5 s."""
     monkeypatch.setattr(waiting, "TIMEOUT_S", 0.1)
     name = f"worker {missing} at {addresses[missing]}"
     with pytest.raises(TimeoutError, match=name):
         wait_for_all(Cluster(addresses[:2], index), 0.5)
-    (said,) = capsys.readouterr().err.splitlines()
-    assert f"worker {index} is waiting for {name}" in said
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"worker {index} is waiting for {name}" in line
 
 
 @pytest.mark.parametrize("what", ["index", "cluster", "job"])
-def test_a_mistaken_worker_is_refused_at_once(
+def test_a_worker_with_wrong_settings_is_refused_at_once(
     addresses: Any, what: str, capsys: Any
 ) -> None:
-    """It is given the reason; the others meet."""
-    meeting = Meeting()
+    """The refused worker receives the reason; the others start."""
+    workers = Workers()
     for index in (0, 1):
-        meeting.join(addresses, index, job="job 7")
+        workers.join(addresses, index, job="job 7")
     time.sleep(0.3)
     if what == "index":
-        meeting.join(addresses, 1, "mistaken")
+        workers.join(addresses, 1, "refused")
         words = "Two processes are worker 1 at", addresses[1]
     elif what == "cluster":
-        meeting.join(addresses[:2], 1, "mistaken")
+        workers.join(addresses[:2], 1, "refused")
         words = "must have the same cluster.", addresses[2]
     else:
-        meeting.join(addresses, 2, "mistaken", job="job 8")
+        workers.join(addresses, 2, "refused", job="job 8")
         words = "another job", "'job 8' here, 'job 7' there"
-    error = meeting.wait_for("mistaken")
+    error = workers.wait_for("refused")
     assert isinstance(error, RefusedError)
     assert all(word in str(error) for word in words)
-    assert len(meeting.results) == 1
-    meeting.join(addresses, 2)
-    results = meeting.end()
+    assert len(workers.results) == 1
+    workers.join(addresses, 2)
+    results = workers.end()
     assert [results[index] for index in range(3)] == [None] * 3
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("tfkfac: worker 0 has dropped worker ")
-    assert all(word in said for word in words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tfkfac: worker 0 has dropped worker ")
+    assert all(word in line for word in words)
 
 
-def test_a_mistaken_worker_is_named_in_the_end(addresses: Any) -> None:
-    meeting = Meeting()
-    meeting.join(addresses[:2], 0, timeout=1.0)
-    meeting.join(addresses, 2)
-    error = meeting.wait_for(0)
+def test_the_timeout_names_dropped_workers(addresses: Any) -> None:
+    workers = Workers()
+    workers.join(addresses[:2], 0, timeout=1.0)
+    workers.join(addresses, 2)
+    error = workers.wait_for(0)
     assert isinstance(error, TimeoutError)
     assert "for worker 1 at" in str(error)
     assert "Dropped: worker 2 from 127.0.0.1" in str(error)
-    assert isinstance(meeting.end()[2], RefusedError)
+    assert isinstance(workers.end()[2], RefusedError)
 
 
-def test_two_first_workers(
+def test_the_port_of_worker_0_is_in_use(
     addresses: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The port is that of a process that does not answer."""
+    """By a process that does not answer."""
     monkeypatch.setattr(waiting, "TIMEOUT_S", 0.2)
     port = int(addresses[0].rpartition(":")[2])
     with (
         socket.create_server(("", port)),
         pytest.raises(RefusedError, match="cannot be worker 0 at"),
     ):
-        wait_for_all(Cluster(addresses, 0), LIMIT)
+        wait_for_all(Cluster(addresses, 0), LIMIT_S)
 
 
 @pytest.mark.parametrize(
-    ("jobs", "first_ends"),
+    ("jobs", "first_fails"),
     [(("", ""), True), (("A", ""), True), (("A", "A"), True),
      (("A", "B"), False)],
 )  # fmt: skip
 def test_two_jobs_with_one_port(
-    addresses: Any, jobs: Any, first_ends: bool
+    addresses: Any, jobs: Any, first_fails: bool
 ) -> None:
-    """Their workers never meet; known jobs are kept apart."""
+    """Workers of known jobs never mix; unknown jobs are refused."""
     known = (addresses[0], "")
-    meeting = Meeting()
-    meeting.join(known, 0, "A0", job=jobs[0])
+    workers = Workers()
+    workers.join(known, 0, "A0", job=jobs[0])
     time.sleep(0.3)
-    meeting.join(known, 0, "B0", job=jobs[1])
-    assert "Two jobs need two ports" in str(meeting.wait_for("B0"))
-    if first_ends:
-        assert "Two processes are worker 0" in str(meeting.wait_for("A0"))
+    workers.join(known, 0, "B0", job=jobs[1])
+    assert "Two jobs need two ports" in str(workers.wait_for("B0"))
+    if first_fails:
+        assert "Two processes are worker 0" in str(workers.wait_for("A0"))
         return
-    meeting.join(known, 1, "B1", job=jobs[1])
-    assert "is of another job" in str(meeting.wait_for("B1"))
-    meeting.join(known, 1, "A1", job=jobs[0])
-    results = meeting.end()
+    workers.join(known, 1, "B1", job=jobs[1])
+    assert "is of another job" in str(workers.wait_for("B1"))
+    workers.join(known, 1, "A1", job=jobs[0])
+    results = workers.end()
     assert results["A0"] is None and results["A1"] is None
 
 
@@ -245,12 +247,12 @@ def test_a_reason_of_worker_0_is_escaped() -> None:
 NAME = "no-such-host.invalid"
 NO_ADDRESS = f"host name '{NAME}' cannot be resolved"
 REFUSED = "the connection is refused"
-NOT_OURS = "does not answer as worker 0"
+NOT_WORKER_0 = "does not answer as worker 0"
 
 
 @contextlib.contextmanager
 def answering(port: int, answer: bytes) -> Any:
-    """A server that is not ours: it answers at once, again and again."""
+    """A server of another program that repeats an answer."""
     with socket.create_server(("127.0.0.1", port)) as server:
 
         def serve() -> None:
@@ -275,14 +277,14 @@ def answering(port: int, answer: bytes) -> Any:
         (NAME, None, NO_ADDRESS),
         ("a..b", None, "host name 'a..b' cannot be resolved"),
         ("127.0.0.1", None, REFUSED),
-        ("127.0.0.1", b"HTTP/1.1 400 Bad Request\r\n\r\n", NOT_OURS),
-        ("127.0.0.1", b'{"go": [], "seed": 1}\n', NOT_OURS),
-        ("127.0.0.1", b"[" * 100_000 + b"\n", NOT_OURS),
-        ("127.0.0.1", b" ", NOT_OURS),  # and no end
-        ("127.0.0.1", b"", NOT_OURS),
+        ("127.0.0.1", b"HTTP/1.1 400 Bad Request\r\n\r\n", NOT_WORKER_0),
+        ("127.0.0.1", b'{"go": [], "seed": 1}\n', NOT_WORKER_0),
+        ("127.0.0.1", b"[" * 100_000 + b"\n", NOT_WORKER_0),
+        ("127.0.0.1", b" ", NOT_WORKER_0),  # no end of line
+        ("127.0.0.1", b"", NOT_WORKER_0),
     ],
 )
-def test_the_cause_is_said_soon_and_in_the_end(
+def test_reminder_and_timeout_contain_the_cause(
     addresses: Any,
     host: str,
     answer: bytes | None,
@@ -300,8 +302,8 @@ def test_the_cause_is_said_soon_and_in_the_end(
         wait_for_all(Cluster((f"{host}:{port}", ""), 1), 1.0)
     assert time.monotonic() - start < 2.0
     assert re.search(f"Last cause: .*{cause}", str(caught.value))
-    said = capsys.readouterr().err.splitlines()
-    assert cause in said[0]
+    lines = capsys.readouterr().err.splitlines()
+    assert cause in lines[0]
 
 
 def test_a_name_server_that_hangs_does_not_extend_the_wait(
@@ -316,10 +318,10 @@ def test_a_name_server_that_hangs_does_not_extend_the_wait(
     assert time.monotonic() - start < 2.0
 
 
-def test_a_name_that_is_published_late_is_waited_for(
+def test_a_host_name_that_is_published_late(
     addresses: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the name of a pod of Kubernetes."""
+    """For example the name of a pod of Kubernetes."""
     resolve, published = socket.getaddrinfo, threading.Event()
 
     def getaddrinfo(host: str, port: int, **options: Any) -> Any:
@@ -331,19 +333,19 @@ def test_a_name_that_is_published_late_is_waited_for(
 
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", getaddrinfo)
     known = (addresses[0].replace("127.0.0.1", "pod-0.service"), "")
-    meeting = Meeting()
+    workers = Workers()
     for index in (0, 1):
-        meeting.join(known, index)
+        workers.join(known, index)
     time.sleep(0.3)
-    assert not meeting.results
+    assert not workers.results
     published.set()
-    assert meeting.end() == {0: None, 1: None}
+    assert workers.end() == {0: None, 1: None}
 
 
 @pytest.mark.parametrize(
     ("value", "error"), [(0, ValueError), (-1, ValueError), ("1", TypeError),
                          (True, TypeError), (float("nan"), ValueError)]
 )  # fmt: skip
-def test_wrong_timeouts(value: Any, error: type[Exception]) -> None:
+def test_invalid_timeouts(value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="Argument `start_timeout`"):
         tfkfac.MultiWorkerMirroredStrategy(start_timeout=value)

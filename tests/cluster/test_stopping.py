@@ -1,4 +1,4 @@
-"""All workers stop after the same batch, whenever and whoever asks."""
+"""All workers stop after the same batch, whichever worker requests it."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.test_channel import LIMIT, joined
+from tests.cluster.test_channel import LIMIT_S, connected_workers
 from tests.support.cluster import ROOT, worker_environment
 from tests.support.ports import address, claim_ports
 from tfkfac.cluster.channel import PEER_EXITED, PEER_LOST
@@ -23,10 +23,10 @@ from tfkfac.cluster.stopping import Stopping
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_one_batch_for_all(seed: int) -> None:
-    """Batches are steps that need all workers, as of synchronous training."""
+def test_all_workers_stop_after_the_same_batch(seed: int) -> None:
+    """A barrier in each batch stands for a synchronous training step."""
     size = 2 + seed
-    step = threading.Barrier(size, timeout=LIMIT)
+    step = threading.Barrier(size, timeout=LIMIT_S)
     ends: list[int | None] = [None] * size
 
     def train(stopping: Stopping, index: int) -> None:
@@ -40,7 +40,7 @@ def test_one_batch_for_all(seed: int) -> None:
                 ends[index] = batch
                 return
 
-    with joined(size, Stopping) as workers:
+    with connected_workers(size, Stopping) as workers:
         threads = [
             threading.Thread(target=train, args=(stopping, i))
             for i, (_, stopping) in enumerate(workers)
@@ -48,7 +48,7 @@ def test_one_batch_for_all(seed: int) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(LIMIT)
+            thread.join(LIMIT_S)
     assert ends[0] is not None
     assert ends[0] >= 20 + seed
     assert ends == [ends[0]] * size
@@ -63,7 +63,7 @@ def test_one_worker_stops_at_once() -> None:
 
 
 class Silent:
-    """The channel of two workers, without the messages of this worker."""
+    """Channel of two workers that drops the messages of this worker."""
 
     size = 2
 
@@ -71,15 +71,15 @@ class Silent:
         pass
 
 
-def test_nobody_waits_for_a_worker_that_is_gone() -> None:
+def test_a_lost_worker_ends_the_wait_for_it() -> None:
     stopping = Stopping(Silent())  # type: ignore[arg-type]
     stopping.on_message(1, {"stop": True})
     stopping.on_message(1, PEER_LOST)
     assert not stopping.end_batch()
 
 
-def test_a_worker_that_has_stopped_may_end_first() -> None:
-    """Its end does not cancel the batch that all have agreed on."""
+def test_an_agreed_stop_survives_the_exit_of_a_worker() -> None:
+    """The exit of a worker does not cancel the batch of the stop."""
     stopping = Stopping(Silent())  # type: ignore[arg-type]
     stopping.on_message(1, {"stop": True})
     for worker in range(2):
@@ -90,7 +90,7 @@ def test_a_worker_that_has_stopped_may_end_first() -> None:
 
 
 # ------------------------------------------------- SIGTERM outside of `fit`
-BEGIN = """
+PREFIX = """
 import signal, sys, threading, time
 import keras, tensorflow as tf, tfkfac
 def ready():
@@ -99,7 +99,7 @@ def wait():
     ready()
     time.sleep(60)
 """
-OURS = "strategy = tfkfac.MultiWorkerMirroredStrategy()\n"
+INIT = "strategy = tfkfac.MultiWorkerMirroredStrategy()\n"
 FIT = """
 with strategy.scope():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -108,7 +108,7 @@ x = tf.ones([4, 1])
 callbacks = [tfkfac.callbacks.ChiefBackup(sys.argv[1])]
 model.fit(x, x, batch_size=4, callbacks=callbacks, verbose=0)
 """
-# Python calls no handler meanwhile.
+# Python runs no signal handler during this call.
 LONG = """
 @tf.function
 def count():
@@ -118,15 +118,15 @@ count.get_concrete_function()
 ready()
 count()
 """
-# Programs of one worker that get SIGTERM when they are ready, and how they end.
-# Expected: as without a strategy.
+# Programs of one worker that receive SIGTERM when ready, and their exit
+# codes. Expected: as without a strategy.
 PROGRAMS = {
-    "after the constructor": (OURS + "wait()", -signal.SIGTERM),
-    "in C++": (OURS + LONG, -signal.SIGTERM),
+    "after the constructor": (INIT + "wait()", -signal.SIGTERM),
+    "in C++": (INIT + LONG, -signal.SIGTERM),
     "in a thread": (
         f"""
 def train():
-    {OURS}
+    {INIT}
     wait()
 thread = threading.Thread(target=train, daemon=True)
 thread.start()
@@ -134,25 +134,25 @@ thread.join()
 """,
         -signal.SIGTERM,
     ),
-    "handler from before": (
-        f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n{OURS}wait()",
+    "handler set before": (
+        f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n{INIT}wait()",
         7,
     ),
-    "handler from after": (
-        f"{OURS}signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nwait()",
+    "handler set after": (
+        f"{INIT}signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nwait()",
         7,
     ),
     "ignored before": (
         f"""
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-{OURS}
+{INIT}
 ready()
 time.sleep(2)
 """,
         0,
     ),
-    "after fit with a backup": (OURS + FIT + "wait()", -signal.SIGTERM),
-    "stock strategy with our optimizer": (
+    "after fit with a backup": (INIT + FIT + "wait()", -signal.SIGTERM),
+    "strategy of TensorFlow with KFAC": (
         """
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
 with strategy.scope():
@@ -168,7 +168,7 @@ wait()
 def workers(
     program: str, count: int, *arguments: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes of one job, each at its line `ready`."""
+    """Start the processes of one job; each prints `ready`."""
     with contextlib.ExitStack() as stack:
         addresses = [
             address(stack.enter_context(port)) for port in claim_ports(count)
@@ -180,7 +180,7 @@ def workers(
             environment = worker_environment(index, addresses)
             environment["TF_CONFIG"] = json.dumps({**config, "task": task})
             process = subprocess.Popen(
-                [sys.executable, "-c", BEGIN + program, *arguments],
+                [sys.executable, "-c", PREFIX + program, *arguments],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -199,7 +199,7 @@ def wait_until_ready(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_does_what_it_did_before_the_strategy(
+def test_the_strategy_keeps_the_handler_of_sigterm(
     tmp_path: pathlib.Path,
 ) -> None:
     with contextlib.ExitStack() as stack:
@@ -210,19 +210,19 @@ def test_sigterm_does_what_it_did_before_the_strategy(
         for process in processes.values():
             wait_until_ready(process)
             process.send_signal(signal.SIGTERM)
-        codes = {name: p.wait(LIMIT) for name, p in processes.items()}
+        codes = {name: p.wait(LIMIT_S) for name, p in processes.items()}
     assert codes == {name: code for name, (_, code) in PROGRAMS.items()}
 
 
 def test_sigterm_before_fit_ends_all_workers() -> None:
-    """Also those that got none, which would wait in the first collective."""
-    with workers(OURS + LONG, 2) as processes:
+    """Also the worker without SIGTERM, which would wait in a collective."""
+    with workers(INIT + LONG, 2) as processes:
         for process in processes:
             wait_until_ready(process)
         processes[1].send_signal(signal.SIGTERM)
-        assert processes[1].wait(LIMIT) == -signal.SIGTERM
+        assert processes[1].wait(LIMIT_S) == -signal.SIGTERM
         for process in processes[:1]:
-            assert process.wait(3 * LIMIT) == -signal.SIGTERM
+            assert process.wait(3 * LIMIT_S) == -signal.SIGTERM
             assert process.stderr is not None
             text = process.stderr.read()
             assert re.search(r"worker 1 at \S+ is gone without a word", text)

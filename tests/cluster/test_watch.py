@@ -1,4 +1,4 @@
-"""News of other workers, the end of waiting for them, standstills."""
+"""Failures of other workers, aborted collectives, and standstills."""
 
 import signal
 import sys
@@ -20,21 +20,23 @@ from tfkfac.cluster.watch import (
 )
 
 CLUSTER = Cluster(("host0:1", "host1:2", "host2:3"), 0)
-GONE = tf.errors.UnavailableError(None, None, "a collective has failed")
+COLLECTIVE_ERROR = tf.errors.UnavailableError(
+    None, None, "a collective has failed"
+)
 
 
 class FakeChannel:
     index = 0
 
     def __init__(self) -> None:
-        self.said: list[Any] = []
+        self.sent: list[Any] = []
 
     def broadcast(self, message: Any) -> None:
-        self.said.append(message)
+        self.sent.append(message)
 
 
-class Bench:
-    """A watch whose time is a number."""
+class Clock:
+    """A `Watch` under a simulated clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -52,56 +54,60 @@ class Bench:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    yield Bench(monkeypatch)
+    yield Clock(monkeypatch)
 
 
 def failed(fit: int | None) -> Any:
     return {"failed": "OSError: no disk", "fit": fit}
 
 
-def test_a_failure_elsewhere_ends_the_wait(bench: Bench) -> None:
-    with pytest.raises(WorkerFailedError) as caught, bench.watch.fit():
-        bench.watch.on_message(1, failed(1))
-        assert bench.after(2.9) == []
+def test_a_failure_of_another_worker_aborts_the_collective(
+    clock: Clock,
+) -> None:
+    with pytest.raises(WorkerFailedError) as caught, clock.watch.fit():
+        clock.watch.on_message(1, failed(1))
+        assert clock.after(2.9) == []
         cause = "worker 1 at host1:2 has failed: OSError: no disk"
-        assert bench.after(0.2) == [cause]
-        assert bench.after(60) == [cause], "once"
-        raise GONE
+        assert clock.after(0.2) == [cause]
+        assert clock.after(60) == [cause], "only once"
+        raise COLLECTIVE_ERROR
     assert str(caught.value) == cause
-    assert caught.value.__context__ is GONE
-    assert bench.channel.said == [], "they know"
+    assert caught.value.__context__ is COLLECTIVE_ERROR
+    assert clock.channel.sent == [], "no second report"
 
 
-def test_all_that_come_to_one_end_are_left_alone(bench: Bench) -> None:
-    """As where all of them refuse to begin."""
-    with pytest.raises(ValueError), bench.watch.fit():
-        bench.watch.on_message(1, failed(1))
+def test_an_error_on_all_workers_aborts_nothing(clock: Clock) -> None:
+    """For example an error of validation before the first step."""
+    with pytest.raises(ValueError), clock.watch.fit():
+        clock.watch.on_message(1, failed(1))
         raise ValueError("not the same")
-    bench.watch.on_message(2, failed(1))
-    with bench.watch.fit():
-        assert bench.after(60) == []
-    assert bench.channel.said == [
+    clock.watch.on_message(2, failed(1))
+    with clock.watch.fit():
+        assert clock.after(60) == []
+    assert clock.channel.sent == [
         {"failed": "ValueError: not the same", "fit": 1}
     ]
-    bench.watch.on_message(1, failed(3))
-    assert bench.after(60) == [], "this worker comes to it later"
-    with bench.watch.fit():
-        assert bench.after(2.9) == []
-        assert len(bench.after(0.2)) == 1
+    clock.watch.on_message(1, failed(3))
+    assert clock.after(60) == [], "this worker has not reached that fit"
+    with clock.watch.fit():
+        assert clock.after(2.9) == []
+        assert len(clock.after(0.2)) == 1
 
 
 @pytest.mark.parametrize("how", [PEER_LOST, PEER_EXITED, failed(None)])
-def test_processes_that_end(bench: Bench, how: Any) -> None:
-    """Nothing can be done without them, in a `fit` or not."""
-    bench.watch.on_message(2, how)
-    assert bench.after(2.9) == []
-    (cause,) = bench.after(0.2)
+def test_the_end_of_a_process_aborts_collectives(
+    clock: Clock, how: Any
+) -> None:
+    """Inside and outside of a `fit`."""
+    clock.watch.on_message(2, how)
+    assert clock.after(2.9) == []
+    (cause,) = clock.after(0.2)
     assert cause.startswith("worker 2 at host2:3 ")
 
 
-def test_what_is_no_fault_of_others_is_told(bench: Bench) -> None:
+def test_an_error_of_this_worker_is_broadcast(clock: Clock) -> None:
     error = tf.errors.InvalidArgumentError(
         None,
         None,
@@ -110,65 +116,65 @@ def test_what_is_no_fault_of_others_is_told(bench: Bench) -> None:
         '(most recent call last):\n\n  File "x.py", line 3, in f\n\nOSError: '
         "no disk\n\n\t [[{{node PyFunc}}]]",
     )
-    with pytest.raises(tf.errors.InvalidArgumentError), bench.watch.fit():
-        bench.watch.on_message(1, failed(1))
+    with pytest.raises(tf.errors.InvalidArgumentError), clock.watch.fit():
+        clock.watch.on_message(1, failed(1))
         raise error
-    (said,) = bench.channel.said
-    assert said["failed"] == "InvalidArgumentError: OSError: no disk"
-    with pytest.raises(SystemExit), bench.watch.fit():
+    (message,) = clock.channel.sent
+    assert message["failed"] == "InvalidArgumentError: OSError: no disk"
+    with pytest.raises(SystemExit), clock.watch.fit():
         raise SystemExit(3)
-    assert len(bench.channel.said) == 1
+    assert len(clock.channel.sent) == 1
 
 
-def test_a_collective_that_fails_by_itself(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_collective_without_a_failed_worker(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_GRACE_PERIOD_S", 0.01)
-    with pytest.raises(tf.errors.UnavailableError), bench.watch.fit():
-        raise GONE
-    assert bench.channel.said[0]["failed"] == describe(GONE)
+    with pytest.raises(tf.errors.UnavailableError), clock.watch.fit():
+        raise COLLECTIVE_ERROR
+    assert clock.channel.sent[0]["failed"] == describe(COLLECTIVE_ERROR)
 
 
-def test_uncaught_exceptions_are_told(bench: Bench, capsys: Any) -> None:
+def test_uncaught_exceptions_are_broadcast(clock: Clock, capsys: Any) -> None:
     error = KeyError("x")
     sys.excepthook(KeyError, error, None)
-    assert bench.channel.said == [{"failed": "KeyError: 'x'", "fit": None}]
-    assert "KeyError" in capsys.readouterr().err, "and shown"
+    assert clock.channel.sent == [{"failed": "KeyError: 'x'", "fit": None}]
+    assert "KeyError" in capsys.readouterr().err, "the previous hook is called"
 
 
 @pytest.mark.parametrize("has_started", [False, True])
 @pytest.mark.parametrize("how", [PEER_LOST, PEER_EXITED, failed(None)])
 def test_only_a_loss_before_the_first_step_ends_the_process(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, how: Any, has_started: bool
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, how: Any, has_started: bool
 ) -> None:
-    sent: list[int] = []
+    signals: list[int] = []
     monkeypatch.setattr(
-        module.os, "kill", lambda _, number: sent.append(number)
+        module.os, "kill", lambda _, number: signals.append(number)
     )
     if has_started:
-        with bench.watch.fit():
+        with clock.watch.fit():
             pass
-    bench.watch.on_message(1, how)
-    assert bench.after(4)
-    assert not sent  # the error of a collective comes first
-    bench.after(4)
-    bench.after(4)
+    clock.watch.on_message(1, how)
+    assert clock.after(4)
+    assert not signals  # a failed collective may raise first
+    clock.after(4)
+    clock.after(4)
     is_ended = how == PEER_LOST and not has_started
-    assert sent == ([signal.SIGTERM] if is_ended else [])
+    assert signals == ([signal.SIGTERM] if is_ended else [])
 
 
 def test_two_processes() -> None:
-    """One fails in a callback; the other, in a collective, says why."""
-    said, others = run("tests.support.workers_strategy:fail", 1, workers=2)
+    """One fails in a callback; the error of the other one names the cause."""
+    failure, others = run("tests.support.workers_strategy:fail", 1, workers=2)
     assert others == ["OSError", "[Errno 28] No space left on device"]
-    kind, text = said
-    assert kind == "WorkerFailedError"
+    error_type, text = failure
+    assert error_type == "WorkerFailedError"
     assert text.startswith("worker 1 at 127.0.0.1:")
     assert text.endswith("failed: OSError: [Errno 28] No space left on device")
 
 
 # -------------------------------------------------------------- standstill
-def test_workers_are_asked_and_named(
+def test_a_standstill_prints_the_functions_of_all_workers(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     now = 100.0
@@ -183,12 +189,12 @@ def test_workers_are_asked_and_named(
         standstill.on_tick()
         return str(capsys.readouterr().err)
 
-    assert after(1000) == "", "nobody trains"
+    assert after(1000) == "", "no training"
     with standstill.training():
         after(59)
         standstill.record_step()
-        assert after(59) == "" and channel.said == []
-        assert after(2) == "" and channel.said == [{"where": True}]
+        assert after(59) == "" and channel.sent == []
+        assert after(2) == "" and channel.sent == [{"where": True}]
         standstill.on_message(0, {"place": "is in execute (x.py:1)"})
         standstill.on_message(2, {"place": "is in batches (data.py:7)"})
         assert after(3).splitlines() == [
@@ -197,9 +203,9 @@ def test_workers_are_asked_and_named(
             "tfkfac: worker 1 at host1:2 does not answer",
             "tfkfac: worker 2 at host2:3 is in batches (data.py:7)",
         ]
-        assert after(50) == "" and len(channel.said) == 1
+        assert after(50) == "" and len(channel.sent) == 1
         after(10)
-        assert len(channel.said) == 2, "and again after twice the time"
+        assert len(channel.sent) == 2, "again after twice the time"
         after(3)
     assert after(1000) == ""
-    assert len(channel.said) == 2
+    assert len(channel.sent) == 2

@@ -1,8 +1,7 @@
-"""Both solvers against the block's matrix written out.
+"""Solvers against a linear system with the dense matrix of the block.
 
-Factors are put into the optimizer's state and a gradient of our choice is
-applied: whatever happens between, the step must be the solution of a linear
-system with `Block.dense()`.
+A test writes factors into the state of the optimizer and applies a random
+gradient. The step must be the solution of the system with `Block.dense()`.
 """
 
 import itertools
@@ -25,8 +24,8 @@ from tfkfac.blocks.registry import build_registry
 from tfkfac.solvers import InverseSolver, Solver
 
 SOLVERS = ["inverse", "eigen"]
-# With these the others are checked: they change one thing for all kinds.
-KINDS = ["dense", "groups", "diagonal", "missing A"]
+# Cases for the solvers of `tests.support.printed`.
+PRINTED_CASES = ["dense", "groups", "diagonal", "missing A"]
 CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "dense": (lambda: layers.Dense(3), (4,)),
     "one number": (lambda: layers.Dense(1, use_bias=False), (1,)),
@@ -40,7 +39,7 @@ CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 def second_moments(shape: tuple[int, ...], rng: Any, count: int) -> Array:
-    """A factor of so many random rows; a vector is a diagonal."""
+    """Second moments of `count` random rows; a vector for a 1-D shape."""
     rows = rng.normal(size=(count, *(shape[:-1] or shape)))
     if len(shape) == 1:
         return np.asarray((rows**2).mean(0))
@@ -48,7 +47,7 @@ def second_moments(shape: tuple[int, ...], rng: Any, count: int) -> Array:
 
 
 class Bench:
-    """One layer, K-FAC in front of SGD of rate 1, and factors at will."""
+    """One layer trained by K-FAC and SGD of rate 1, with settable factors."""
 
     def __init__(self, case: str, solver: str, damping: float) -> None:
         make, shape = CASES[case]
@@ -66,14 +65,14 @@ class Bench:
             inverse_update_interval=1000,
         ).attach(self.model)
         self.optimizer.build(self.model.trainable_variables)
-        # Nothing is due any more: an interval has begun, and there is a
-        # decomposition, the identity.
+        # No update is due: the intervals are not over, and the decomposition
+        # exists (the identity).
         self.optimizer.iterations.assign(1)
         (self.block,) = build_registry(self.model, ()).blocks
         self.put({}, decomposed=1)
 
     def put(self, factors: dict[str, Array], decomposed: int = 0) -> None:
-        """Makes these the averages, or zeros; the next step decomposes them."""
+        """Set the averaged factors, 0 by default; then decompose them."""
         state = curvature(self.optimizer)
         counts = {"weight": 1, "observed": 1, "decomposed": decomposed}
         for key in state:
@@ -93,7 +92,7 @@ class Bench:
         }
 
     def step(self) -> tuple[Array, Array]:
-        """Applies a random gradient; returns it and the step, as matrices."""
+        """Apply a random gradient; return gradient and step as matrices."""
         variables = self.model.trainable_variables
         with tf.GradientTape() as tape:
             value = tf.reduce_sum(tf.square(self.model(self.x)))
@@ -109,22 +108,22 @@ class Bench:
         W, P = map(self.block.to_matrix, (gradients, change))
         return np.asarray(W, np.float64), np.asarray(P, np.float64)
 
-    def goes_down(self) -> tuple[Array, Array]:
-        """The same, if the step is finite and downhill."""
+    def descent_step(self) -> tuple[Array, Array]:
+        """`step` that asserts a finite descent direction."""
         W, P = self.step()
         assert np.isfinite(P).all()
         assert (np.sum(P * W, (-2, -1)) > 0).all()
         return W, P
 
 
-def written_out(block: Block, factors: dict[str, Array]) -> Array:
+def dense_block(block: Block, factors: dict[str, Array]) -> Array:
     """`Block.dense` in float64."""
     tensors = {k: tf.constant(v, tf.float64) for k, v in factors.items()}
     return np.asarray(block.dense(tensors))
 
 
 def solve(matrix: Array, W: Array) -> Array:
-    """The row-major flattened matrices are what `dense` acts on."""
+    """Solve for row-major flattened matrices, on which `dense` acts."""
     flat = W.reshape(*matrix.shape[:-1], 1)
     return np.asarray(np.linalg.solve(matrix, flat).reshape(W.shape))
 
@@ -138,8 +137,8 @@ def mean_eigenvalue(factor: Array) -> Array:
 def damped(
     block: Block, factors: dict[str, Array], solver: str, damping: float
 ) -> Array:
-    """The damped block as the solvers define it."""
-    dense = written_out(block, factors)
+    """Return the dense matrix of the block with the solver's damping."""
+    dense = dense_block(block, factors)
     if solver.startswith("eigen") or "A" not in factors:
         return np.asarray(dense + damping * np.eye(dense.shape[-1]))
     if solver == "plain_inverse":  # Distributed K-FAC, eq. 9 and 10
@@ -149,7 +148,7 @@ def damped(
         pi = np.sqrt(means["A"] / means["G"])
         root = math.sqrt(damping)
         shares = {"A": pi * root, "G": root / pi}
-    return written_out(
+    return dense_block(
         block,
         {
             name: factor + shares[name]
@@ -160,7 +159,8 @@ def damped(
     )
 
 
-# The shortest steps first, from weights that are still small.
+# Damping, and scales of factors. The shortest steps come first: small weights
+# keep the rounding errors small.
 SETTINGS: list[tuple[float, dict[str, float]]] = [
     (10.0, {}),
     (0.05, {}),
@@ -173,65 +173,65 @@ SETTINGS: list[tuple[float, dict[str, float]]] = [
     ("case", "solver"),
     [
         *itertools.product(CASES, SOLVERS),
-        *itertools.product(KINDS, ["plain_inverse", "eigen_outer"]),
+        *itertools.product(PRINTED_CASES, ["plain_inverse", "eigen_outer"]),
     ],
 )
 def test_step_solves_the_damped_block(case: str, solver: str) -> None:
-    """Factors of all sizes, little and much damping, and none."""
+    """For factors of all scales and for small, large and no damping."""
     bench = Bench(case, solver, 1.0)
     W, P = bench.step()
     assert int(bench.optimizer.inverse_updates) == 0
     assert_close(P, W, 1e-5, "the first decomposition is the identity")
-    # Factors of zero: damping alone divides the gradient; without, it stays.
+    # Zero factors: P = W / damping, and P = W for damping 0.
     for damping in (0.25, 0.0):
         bench.optimizer.damping = damping
         bench.put({})
         W, P = bench.step()
         both = solver == "plain_inverse" and "A" in bench.block.factors
-        want = W / (damping or 1.0) ** (2 if both else 1)
-        assert_close(P, want, 1e-5, f"zeros, damping {damping}")
+        expected = W / (damping or 1.0) ** (2 if both else 1)
+        assert_close(P, expected, 1e-5, f"zeros, damping {damping}")
     for damping, scales in SETTINGS:
         bench.optimizer.damping = damping
         factors = bench.random_factors(scales)
         bench.put(factors)
         matrix = damped(bench.block, factors, solver, damping)
-        # The same decomposition serves the next gradient.
+        # The next step reuses the decomposition.
         for _ in range(2):
             W, P = bench.step()
             assert int(bench.optimizer.inverse_updates) == 1
             assert_close(P, solve(matrix, W), 3e-4, f"{damping} {scales}")
-    # One direction in each factor, without damping: finite, and downhill.
+    # Factors of rank 1 without damping: the step is a descent direction.
     bench.optimizer.damping = 0.0
     shapes = bench.block.factor_shapes
     rank_1 = {k: second_moments(s, bench.rng, 1) for k, s in shapes.items()}
     bench.put(rank_1)
-    bench.goes_down()
+    bench.descent_step()
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("empty", ["A", "G"])
 def test_one_group_of_zeros(empty: str, solver: str) -> None:
-    """A dead group takes nothing from the others."""
+    """A group with a zero factor does not change the other groups."""
     bench = Bench("groups", solver, 0.05)
     factors = bench.random_factors({})
     factors[empty][1] = 0.0
     bench.put(factors)
-    W, P = bench.goes_down()
-    alive = {name: factor[:1] for name, factor in factors.items()}
-    matrix = damped(bench.block, alive, solver, 0.05)
+    W, P = bench.descent_step()
+    nonzero = {name: factor[:1] for name, factor in factors.items()}
+    matrix = damped(bench.block, nonzero, solver, 0.05)
     assert_close(P[:1], solve(matrix, W[:1]), 3e-4)
     if solver == "eigen":
         assert_close(P[1], W[1] / 0.05, 1e-4)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_factors_of_very_different_size(solver: str) -> None:
-    """The split of the damping stays within bounds."""
+def test_factors_of_very_different_scales(solver: str) -> None:
+    """`pi` is clipped."""
     for tiny, huge in (("A", "G"), ("G", "A")):
         bench = Bench("dense", solver, 0.01)
         factors = bench.random_factors({tiny: 1e-20, huge: 1e12})
         bench.put(factors)
-        bench.goes_down()
+        bench.descent_step()
 
 
 # ------------------------------------------------------------ register_solver
@@ -245,7 +245,7 @@ def test_factors_of_very_different_size(solver: str) -> None:
         ("mine", dict, TypeError),
     ],
 )
-def test_wrong_registrations(
+def test_invalid_registrations(
     name: str, solver_class: Any, error: type[Exception]
 ) -> None:
     with pytest.raises(error, match=r"Argument `(name|solver_class)` must"):
