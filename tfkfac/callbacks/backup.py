@@ -133,7 +133,8 @@ class ChiefBackup(
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        set_first_epoch(self.model, None)  # only for the first epoch of `fit`
+        # The first epoch of the backup is only for this `fit`.
+        set_first_epoch(self.model, None)
         if epoch > self._epoch:
             self._num_skipped = 0
         self._epoch, self._num_done = epoch, 0
@@ -300,9 +301,9 @@ class ChiefBackup(
         is_saved = self._is_chief and self._write(self._epoch, done)
         # This exchange also waits until worker 0 has written the backup.
         chief, *_ = self._exchange({"saved": is_saved}, "leave")
-        what = "is backed up" if chief["saved"] else "ends, not backed up,"
+        outcome = "is backed up" if chief["saved"] else "ends, not backed up,"
         print(
-            f"tfkfac: SIGTERM: training {what} after batch {done} of epoch "
+            f"tfkfac: SIGTERM: training {outcome} after batch {done} of epoch "
             f"{self._epoch + 1}.",
             file=sys.stderr,
             flush=True,
@@ -320,7 +321,7 @@ class ChiefBackup(
         self._delete(self.directory.glob(f"{PARTIAL_PREFIX}*{_SUFFIX}"))
 
     def _delete(self, paths: Iterable[pathlib.Path]) -> None:
-        """Delete files; warn if one cannot be deleted, as a directory."""
+        """Delete files; warn if deletion fails, for example of a directory."""
         for path in paths:
             try:
                 path.unlink()
@@ -360,9 +361,9 @@ def _parse_name(name: str) -> tuple[int, int]:
 
 
 def _check_backup(path: pathlib.Path) -> dict[str, str]:
-    """Return the "checksum" of a valid backup, or the "fault" of another.
+    """Return "checksum" of a valid backup, else its "fault" or "format".
 
-    For a backup in another format, return its "format".
+    "format" is the version of a file that another version has written.
     """
     try:
         checksum = verify_checksum(path)

@@ -46,12 +46,12 @@ def is_paused() -> bool:
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
     """Keep all taps of this thread from recording."""
-    before = is_paused()
+    previous = is_paused()
     _state.paused = True
     try:
         yield
     finally:
-        _state.paused = before
+        _state.paused = previous
 
 
 def replica_id() -> int:
@@ -235,11 +235,11 @@ class Pullback:
             The gradient at each source; None for a source of None, and where
             no output depends on the source.
         """
-        known = [source for source in sources if source is not None]
+        tapped = [source for source in sources if source is not None]
         with paused(), summing_replicas(total):
             results = iter(
                 self._tape.gradient(
-                    list(outputs), known, output_gradients=list(gradients)
+                    list(outputs), tapped, output_gradients=list(gradients)
                 )
             )
         pulled = [None if s is None else next(results) for s in sources]
@@ -255,15 +255,15 @@ class PullbackTap(ModelTap[Pullback]):
     def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
         if not capturing():
             return below(*args, **kwargs)
-        before = getattr(_recording, "tapes", ())
+        previous = getattr(_recording, "tapes", ())
         with tf.GradientTape(
             persistent=True, watch_accessed_variables=False
         ) as tape:
-            _recording.tapes = (*before, tape)
+            _recording.tapes = (*previous, tape)
             try:
                 outputs = below(*args, **kwargs)
             finally:
-                _recording.tapes = before
+                _recording.tapes = previous
         self.note(Pullback(outputs, tape))
         return outputs
 
@@ -321,8 +321,8 @@ class MetricsTap(ModelTap[LeftOut]):
     def _call(self, below: Below, /, *args: Any, **kwargs: Any) -> Any:
         self.take()
         model = self._model()
-        known = [] if model is None else model.metrics_variables
-        before = read(known)
+        variables = [] if model is None else model.metrics_variables
+        saved = read(variables)
         results = below(*args, **kwargs)
         noted = self.take()
         if model is None or not noted:
@@ -334,12 +334,12 @@ class MetricsTap(ModelTap[LeftOut]):
             left_out &= ~_all_finite(read(model.metrics_variables))
         if tf.executing_eagerly() and left_out:
             # Metrics created in this step have no earlier value.
-            old = {id(variable) for variable in known}
+            old = {id(variable) for variable in variables}
             for metric in model.metrics:
                 if any(id(v) not in old for v in metric.variables):
                     metric.reset_state()
         # Unconditional: a `tf.cond` takes longer than the assignments.
-        for variable, value in before:
+        for variable, value in saved:
             variable.assign(
                 tf.raw_ops.Select(condition=left_out, x=value, y=variable)
             )

@@ -51,7 +51,7 @@ class Connection:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         sock.settimeout(timeout)
-        # Without it the second of two short messages waits 40 ms for an ACK.
+        # Nagle's algorithm would delay a second short message by 40 ms.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _keep_alive(sock)
         self._socket = sock
@@ -278,7 +278,7 @@ class Channel:
             self._report(f"{type(error).__name__}: {error}")
 
     def _report(self, fault: str) -> None:
-        """Print the fault of a message, once for each text."""
+        """Print why a message is malformed, each reason only once."""
         if fault not in self._reported and len(self._reported) < _MAX_REPORTS:
             self._reported.add(fault)
             print(

@@ -292,15 +292,15 @@ class _Coordinator:
 
     def _reason_to_refuse(self, peer: _Peer, greeting: Greeting) -> str:
         """Return the reason for which a worker cannot take part, or ""."""
-        index, theirs = greeting.worker, greeting.cluster
-        ours, job = self._cluster.addresses, self._cluster.job
-        if len(theirs) != len(ours) or any(
-            a != b for a, b in zip(theirs, ours, strict=True) if a and b
+        index, received = greeting.worker, greeting.cluster
+        expected, job = self._cluster.addresses, self._cluster.job
+        if len(received) != len(expected) or any(
+            a != b for a, b in zip(received, expected, strict=True) if a and b
         ):
             return (
                 "All workers must have the same cluster. Received: "
-                f"{_format_addresses(theirs)} on worker {index}, "
-                f"{_format_addresses(ours)} on worker 0"
+                f"{_format_addresses(received)} on worker {index}, "
+                f"{_format_addresses(expected)} on worker 0"
             )
         if job and greeting.job and job != greeting.job:
             return (
@@ -315,19 +315,19 @@ class _Coordinator:
                 "an index of its own"
             )
         others = [a for i, a in enumerate(self.addresses) if i != index]
-        if theirs[index] in others:
-            return f"Another worker has the address {quote(theirs[index])}"
-        if ours[index] or self._secret:
+        if received[index] in others:
+            return f"Another worker has the address {quote(received[index])}"
+        if expected[index] or self._secret:
             return ""
         # Without a secret, accept only an address on the sender's host.
-        host = split_address(theirs[index])[0]
+        host = split_address(received[index])[0]
         valid = {normalize_host(host), host}
         if peer.host in valid:
             return ""
-        if peer.is_local and split_address(ours[0])[0] in valid:
+        if peer.is_local and split_address(expected[0])[0] in valid:
             return ""
         return (
-            f"Worker 0 does not know the address {quote(theirs[index])} of "
+            f"Worker 0 does not know the address {quote(received[index])} of "
             f"worker {index}, which connects from {peer.host}. Without a "
             f"secret ({SECRET_VARIABLE}) it must be the same host, or all "
             "workers must have all addresses"
@@ -376,9 +376,9 @@ def _listen(
     """
     end = time.monotonic() + wait.remaining(waiting.TIMEOUT_S)
     host, port = split_address(cluster.addresses[0])
-    known = [split_address(a)[0] for a in cluster.addresses if a]
+    known_hosts = [split_address(a)[0] for a in cluster.addresses if a]
     hosts = [""]
-    if all(map(is_loopback, known)):
+    if all(map(is_loopback, known_hosts)):
         hosts = list(waiting.LOOPBACK) if host == "localhost" else [host]
     servers: list[socket.socket] = []
     while not servers:

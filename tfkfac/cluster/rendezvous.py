@@ -90,13 +90,13 @@ def _join(cluster: Cluster, secret: bytes, wait: Wait) -> Rendezvous:
                 with contextlib.ExitStack() as stack:
                     connection = Connection(sock, waiting.TIMEOUT_S)
                     stack.callback(connection.close)
-                    known = list(cluster.addresses)
-                    if not known[cluster.index]:
+                    addresses = list(cluster.addresses)
+                    if not addresses[cluster.index]:
                         host = _reachable_host(sock, cluster)
-                        known[cluster.index] = f"{host}:{port}"
+                        addresses[cluster.index] = f"{host}:{port}"
                     greeting = Greeting(
                         cluster.index,
-                        tuple(known),
+                        tuple(addresses),
                         cluster.job,
                         process,
                         make_nonce(),
@@ -119,10 +119,10 @@ def _reachable_host(sock: socket.socket, cluster: Cluster) -> str:
     This is the local address of the connection to worker 0. On the host of
     worker 0 it is worker 0's host, because a loopback address is not unique.
     """
-    here, there = sock.getsockname()[0], sock.getpeername()[0]
-    if here == there or is_loopback(here):
+    local_ip, remote_ip = sock.getsockname()[0], sock.getpeername()[0]
+    if local_ip == remote_ip or is_loopback(local_ip):
         return cluster.addresses[0].rpartition(":")[0]
-    return f"[{here}]" if ":" in here else str(here)
+    return f"[{local_ip}]" if ":" in local_ip else str(local_ip)
 
 
 def _shake_hands(
@@ -195,10 +195,10 @@ def _wait_for_start(
 
 def _is_valid(addresses: Sequence[Any], greeting: Greeting) -> bool:
     """Return True if worker 0's addresses match those of the greeting."""
-    known = greeting.cluster
-    if len(addresses) != len(known):
+    expected_addresses = greeting.cluster
+    if len(addresses) != len(expected_addresses):
         return False
-    for address, expected in zip(addresses, known, strict=True):
+    for address, expected in zip(addresses, expected_addresses, strict=True):
         if not isinstance(address, str) or expected not in ("", address):
             return False
         try:

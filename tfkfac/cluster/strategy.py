@@ -124,8 +124,8 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
         values = zip(
             KERAS, (coordinator, num_processes, process_id), strict=True
         )
-        given = {name: value for name, value in values if value is not None}
-        cluster, resolver = _find_cluster(cluster_resolver, given)
+        settings = {name: value for name, value in values if value is not None}
+        cluster, resolver = _find_cluster(cluster_resolver, settings)
         connections: dict[int, Connection] = {}
         if cluster is not None:
             cluster, connections, seed = wait_for_all(cluster, start_timeout)
@@ -176,19 +176,19 @@ class MultiWorkerMirroredStrategy(ReducingStrategy):
 
 
 def _find_cluster(
-    resolver: Resolver | None, given: Mapping[str, Any]
+    resolver: Resolver | None, settings: Mapping[str, Any]
 ) -> tuple[Cluster | None, Resolver | None]:
     """Return the cluster, and the resolver if the user or `TF_CONFIG` gives it.
 
     Raises:
         ValueError: If the cluster is given twice, or is malformed.
     """
-    text = "" if given else os.environ.get("TF_CONFIG", "")
-    if given and resolver is not None:
+    text = "" if settings else os.environ.get("TF_CONFIG", "")
+    if settings and resolver is not None:
         raise ValueError(
             "Argument `cluster_resolver` must be None if `coordinator`, "
             "`num_processes` or `process_id` is given. Received: "
-            f"cluster_resolver={resolver}, {given}"
+            f"cluster_resolver={resolver}, {settings}"
         )
     if resolver is not None:
         cluster, where = from_resolver(resolver), "argument `cluster_resolver`"
@@ -197,7 +197,7 @@ def _find_cluster(
         ray_job = os.environ.get("RAY_JOB_ID", "")
         cluster, where = read_tf_config(text, ray_job), "TF_CONFIG"
     else:
-        cluster, where = find_cluster(os.environ, given)
+        cluster, where = find_cluster(os.environ, settings)
     if resolver is not None and resolver.task_type == EVALUATOR:
         return None, _evaluator_resolver(resolver)
     size = 1 if cluster is None else len(cluster.addresses)
@@ -260,11 +260,11 @@ def _share_gpus(cluster: Cluster) -> None:
     than the host has workers, or Slurm sets `SLURM_GPUS_PER_TASK`.
     """
     hosts = [split_address(address)[0] for address in cluster.addresses]
-    here = [i for i, host in enumerate(hosts) if host == hosts[cluster.index]]
+    local = [i for i, host in enumerate(hosts) if host == hosts[cluster.index]]
     gpus = tf.config.get_visible_devices("GPU")
-    share = len(gpus) // len(here)
-    if len(here) > 1 and share and "SLURM_GPUS_PER_TASK" not in os.environ:
-        first = share * here.index(cluster.index)
+    share = len(gpus) // len(local)
+    if len(local) > 1 and share and "SLURM_GPUS_PER_TASK" not in os.environ:
+        first = share * local.index(cluster.index)
         tf.config.set_visible_devices(gpus[first : first + share], "GPU")
 
 

@@ -159,17 +159,17 @@ class Watch(Listener):
         if sender == self._channel.index or type(fit) not in (int, NoneType):
             return
         if "failed" in message:
-            what = f"has failed: {message['failed']}"
+            text = f"has failed: {message['failed']}"
         elif message == PEER_LOST:
-            what = (
+            text = (
                 "is gone without a word: it was killed, or its machine or the "
                 "network is down."
             )
         elif message == PEER_EXITED:
-            what = "has ended."
+            text = "has ended."
         else:
             return
-        text, now = f"{self._cluster.name(sender)} {what}", time.monotonic()
+        text, now = f"{self._cluster.name(sender)} {text}", time.monotonic()
         is_fault, is_loss = message != PEER_EXITED, message == PEER_LOST
         with self._changed:
             event = _PeerEvent(text, fit, is_fault, is_loss, now)
@@ -216,7 +216,10 @@ class Watch(Listener):
         return event.fit is not None and left >= event.fit
 
     def _is_due(self, event: _PeerEvent) -> bool:
-        """Return True after the grace period in the process or the `fit`."""
+        """Return True if this worker must abort its collectives now.
+
+        The grace period starts at the event, or at the `fit` of the event.
+        """
         start = event.time_s
         if event.fit is not None:
             if self._fit_start is None:  # not in that `fit` yet

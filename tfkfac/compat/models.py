@@ -115,8 +115,8 @@ def losing_layers(model: keras.Model, scope: keras.StatelessScope) -> list[str]:
     This relies on `_loss_ids`, which identify the losses of a layer among the
     losses of the scope.
     """
-    known = {id(loss) for loss in scope.losses}
-    return [x.name for x in all_layers(model) if known & x._loss_ids]
+    identities = {id(loss) for loss in scope.losses}
+    return [x.name for x in all_layers(model) if identities & x._loss_ids]
 
 
 def compiled_loss(model: keras.Model) -> Any:

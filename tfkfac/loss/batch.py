@@ -80,14 +80,14 @@ class LossTap(ModelTap[LossBatch]):
             return below(*args, **kwargs)
         with observed_losses(is_open, check_labels) as calls:
             loss = below(*args, **kwargs)
-        model, before = self._model(), self.take()
+        model, earlier = self._model(), self.take()
         arguments = self._signature.bind(*args, **kwargs).arguments
         terms = read_terms(model, calls) if model is not None else ()
         written = self._written.here()
         for handle in (handle for call in calls for handle in call.written):
-            if all(handle is not known for known in written):
+            if all(handle is not other for other in written):
                 written.append(handle)
-        ordinal = before[-1].ordinal + 1 if before else 0
+        ordinal = earlier[-1].ordinal + 1 if earlier else 0
         batch = loss_batch(arguments, terms, ordinal)
         self.note(dataclasses.replace(batch, value=scalar_loss(loss)))
         return loss

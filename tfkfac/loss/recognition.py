@@ -212,7 +212,7 @@ def recognise(
 def _possible(are_classes: bool, have_logits: bool) -> list[_Form]:
     """Return the candidate likelihoods, by the inputs of the loss."""
     forms = [_NORMAL, *_LOGIT_FORMS, _BERNOULLI, _CATEGORICAL]
-    if have_logits:  # the outputs are probabilities: name their likelihoods
+    if have_logits:  # of probabilities: use the names for probabilities
         logit_forms = [
             form._replace(name=name, by_logits=True)
             for form, name in zip(_LOGIT_FORMS, LOGITS, strict=True)
@@ -427,7 +427,7 @@ class _Comparison:
         }
 
     def _floor(self, form: _Form, outputs: tf.Tensor) -> tf.Tensor:
-        """Return the bound on the rounding error of a negative likelihood."""
+        """Return the rounding error of the negative log-likelihood."""
         exact = form is _NORMAL
         return (
             tf.zeros([], tf.float64) if exact else _ROUNDING * _count(outputs)
@@ -466,8 +466,8 @@ def _labels_of(y_true: Any, outputs: tf.Tensor) -> _Labels | None:
     if not isinstance(y_true, (tf.Tensor, tf.Variable, np.ndarray)):
         return None
     y = tf.convert_to_tensor(y_true)
-    known = y.dtype.is_floating or y.dtype.is_integer or y.dtype.is_bool
-    if not known or y.shape.rank is None:
+    is_number = y.dtype.is_floating or y.dtype.is_integer or y.dtype.is_bool
+    if not is_number or y.shape.rank is None:
         return None
     rank, shape = outputs.shape.rank, outputs.shape
     extra_axes = y.shape.rank - rank

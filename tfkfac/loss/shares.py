@@ -137,9 +137,9 @@ def _measure_one(
         unit *= verdict.unit
         count = loss.count
         if loss.predictions is not None:
-            known = verdict.is_known
-            total = tf.where(known, sums["predictions"], total)
-            count = tf.where(known, loss.predictions, count)
+            is_known = verdict.is_known
+            total = tf.where(is_known, sums["predictions"], total)
+            count = tf.where(is_known, loss.predictions, count)
         loss = dataclasses.replace(
             loss, count=count, unit=loss.unit * verdict.unit, verdict=verdict
         )
@@ -197,7 +197,7 @@ def weighted(tensor: tf.Tensor, share: tf.Tensor | None) -> tf.Tensor:
 
 
 class LossScaling:
-    """The `LossScaleOptimizer` around an optimizer, if there is one."""
+    """Loss scale of an optimizer that a `LossScaleOptimizer` may wrap."""
 
     def __init__(self, name: str) -> None:
         self._name = name

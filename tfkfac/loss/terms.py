@@ -209,10 +209,10 @@ def is_sum(call: LossCall) -> bool:
     numbers, calls Python) is not evaluated, and treated as a mean.
     """
     tensors = call.y_true, call.y_pred
-    known = [tf.TensorShape(getattr(t, "shape", None)) for t in tensors]
-    if not all(shape.rank for shape in known):
+    static_shapes = [tf.TensorShape(getattr(t, "shape", None)) for t in tensors]
+    if not all(shape.rank for shape in static_shapes):
         return False
-    shapes = tuple(tuple(shape[1:]) for shape in known)
+    shapes = tuple(tuple(shape[1:]) for shape in static_shapes)
     results = keep_on(call.loss, _SUMS, dict[Any, bool])
     if shapes not in results:
         results[shapes] = _doubles(call.loss, shapes)
@@ -243,7 +243,7 @@ def _doubles(
 def _examples(
     specs: Sequence[tf.TensorSpec],
 ) -> list[list[tf.Tensor]]:
-    """Return pairs of labels and outputs: real, probabilities, class 0."""
+    """Return synthetic (labels, outputs): real, probabilities, class 0."""
     shapes = [[2, *(size or 2 for size in spec.shape[1:])] for spec in specs]
     normal = [
         tf.random.stateless_normal(shape, [i, 0], dtype=spec.dtype)

@@ -78,7 +78,7 @@ class EigenSolver(Solver):
 
 
 def outer_part(parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Return the part `D`; its shape follows from those of eigenvalues."""
+    """Return the part `D` of shape (..., inputs, outputs)."""
     *stack, outputs = parts["G" + VALUES].shape
     inputs = parts["A" + VALUES].shape[-1] if "A" + VALUES in parts else 1
     return {"D": Part((*stack, inputs, outputs))}
