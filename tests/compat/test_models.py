@@ -1,4 +1,4 @@
-"""Private parts of layers and of models, and the hook of `compile`."""
+"""Private attributes of layers and models, and the override of `compile`."""
 
 import contextlib
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def network() -> Any:
     "scope knows a layer's losses by `_loss_ids`.",
 )
 @pytest.mark.parametrize("stateless", [False, True])
-def test_losses_are_kept(stateless: bool) -> None:
+def test_kept_losses(stateless: bool) -> None:
     """`kept_losses` restores the losses of all layers on exit."""
     penalty = layers.ActivityRegularization(l2=1.0)
     model = keras.Sequential([keras.Input((2,)), layers.ReLU(), penalty])
@@ -76,7 +76,7 @@ def test_losses_are_kept(stateless: bool) -> None:
     "`_call_has_training_arg` is about the argument of `call`, "
     "`_compute_loss_has_training_arg` about that of `compute_loss`.",
 )
-def test_what_takes_training() -> None:
+def test_call_and_loss_take_training() -> None:
     class Plain(keras.Model):
         def call(self, x: Any) -> Any:
             return x
@@ -170,8 +170,8 @@ AROUND_FIT = contract(
 
 
 @AROUND_FIT
-def test_fit_has_our_callbacks() -> None:
-    """With any callbacks of the user, until the override is removed."""
+def test_around_fit_adds_callbacks() -> None:
+    """To all forms of user callbacks, until the override is removed."""
     model, own, ours = network(), Begin(), Begin()
     model.compile("sgd", "mse", run_eagerly=True)
     fit = Fit(model, ours)
@@ -191,7 +191,7 @@ def test_fit_has_our_callbacks() -> None:
 
 @AROUND_FIT
 @pytest.mark.parametrize("kind", ["named", "any", "none"])
-def test_a_fit_of_the_users_own(kind: str) -> None:
+def test_around_an_overridden_fit(kind: str) -> None:
     """An overridden `fit` gets callbacks if it has an argument for them."""
 
     class Named(keras.Sequential):
@@ -216,12 +216,12 @@ def test_a_fit_of_the_users_own(kind: str) -> None:
     assert fit.given == [([] if kind == "none" else [own], 0)]
     assert ours.seen == ([] if kind == "none" else [-1, 0])
     if kind == "any":
-        model.fit(X, X, 2, 1, 0, [own])  # a place that only Keras knows
+        model.fit(X, X, 2, 1, 0, [own])  # positional, without a name
         assert ours.seen == [-1, 0]
 
 
-def test_what_a_training_step_may_change() -> None:
-    """Statistics and seeds; no weights, frozen or not, and no metrics."""
+def test_changing_variables() -> None:
+    """Moving statistics and seeds, without weights and metrics."""
     frozen = keras.layers.BatchNormalization(trainable=False)
     norm, drop = keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)
     model = keras.Sequential(
@@ -355,7 +355,7 @@ def test_operations_bear_the_names_of_layers() -> None:
     "with an optimizer, and swaps its averages there.",
 )
 def test_swap_averages_of() -> None:
-    """Two optimizers in the place of that of the model."""
+    """Swap the averages of two optimizers instead of the model's one."""
     variables = [keras.Variable(value) for value in (1.0, 2.0)]
     optimizers = [keras.optimizers.SGD(use_ema=True) for _ in variables]
     for variable, optimizer in zip(variables, optimizers, strict=True):

@@ -1,4 +1,4 @@
-"""Workers whose weights or data are no longer the same."""
+"""Workers with different weights or a different order of data."""
 
 import itertools
 import pathlib
@@ -13,36 +13,37 @@ from tests.support.jobs import Jobs
 JOBS = Jobs(workers_unsound)
 JOBS.add("two: K-FAC", "flip", "kfac", 3)
 JOBS.add("two: FOSI, epoch", "flip", "fosi", 100, slow=True)
-# Updates until it is found: one bit changes before the sixth.
-WHEN = {"two: K-FAC": 6, "two: FOSI, epoch": 8}
+# Updates until the detection of a bit that changes before update 6.
+UPDATES = {"two: K-FAC": 6, "two: FOSI, epoch": 8}
 
 
-@pytest.mark.parametrize("name", JOBS.params(WHEN))
-def test_one_bit_of_a_weight(pool: Pool, name: str) -> None:
-    """All stop with one message, that names the weight and the workers."""
+@pytest.mark.parametrize("name", JOBS.params(UPDATES))
+def test_one_changed_bit_of_a_weight(pool: Pool, name: str) -> None:
+    """All workers raise the same error, which names weight and workers."""
     (path, first), (_, second) = JOBS.results(pool, name)
     assert first == second
     assert "no longer have the same weights" in first
-    assert f"After {WHEN[name]} updates these checksums differ: {path}" in first
+    checksums = f"After {UPDATES[name]} updates these checksums differ: {path}"
+    assert checksums in first
     assert "on worker 0" in first
     assert "on worker 1" in first
 
 
 # ------------------------------------------------------- the order of the data
 def check_rows(results: list[dict[str, Any]]) -> None:
-    """Each epoch has every row once, in an order of its own."""
+    """Assert that each epoch has every row once, in a new order."""
     for name in results[0]["rows"]:
         by_worker = [result["rows"][name] for result in results]
         epochs = list(zip(*by_worker, strict=True))
         assert len(epochs) == workers_data.EPOCHS
         for epoch in epochs:
-            seen = sorted(itertools.chain(*epoch))
-            assert seen == list(range(workers_data.ROWS)), name
+            rows = sorted(itertools.chain(*epoch))
+            assert rows == list(range(workers_data.ROWS)), name
         assert epochs[0] != epochs[1], name
 
 
 def test_every_row_once_under_the_stock_strategy() -> None:
-    """The first `fit` sets a common seed; a dataset of before is refused."""
+    """The first `fit` sets a common seed, and rejects earlier datasets."""
     results = run(
         f"{workers_data.__name__}:see_rows_under_stock",
         time_limit=120,
@@ -64,7 +65,7 @@ def test_every_row_once_under_the_stock_strategy() -> None:
 def test_every_row_once_in_each_epoch(
     tmp_path: pathlib.Path, workers: int, is_wide: bool
 ) -> None:
-    """Without a common seed; a cluster of its own, as others may set seeds."""
+    """Without a seed of the user; needs a new cluster, which has no seed."""
     num_rows = workers_data.ROWS
     for i in range(workers):
         lines = map(str, range(num_rows)[i::workers])
@@ -76,7 +77,7 @@ def test_every_row_once_in_each_epoch(
     check_rows(results)
     rows = results[0]["rows"]
     assert rows["arrays, KFAC"][0] != rows["arrays, steps, Adam"][0]
-    # Keras draws the seeds of layers on each worker for itself.
+    # Keras draws different seeds for the layers of each worker.
     for seeds in zip(*(result["seeds"] for result in results), strict=True):
         assert len(set(seeds)) == workers
     for name in results[0]["errors"]:

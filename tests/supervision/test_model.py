@@ -1,4 +1,4 @@
-"""Keras is left alone; what changes for us changes on one model."""
+"""tfkfac overrides `compile` of Keras, and methods of the compiled model."""
 
 import ast
 import copy
@@ -14,7 +14,7 @@ import tfkfac
 from tests.support.small import assert_same, curvature, data, kfac_of, loss, mlp
 
 X, Y = data()
-# Attributes of Keras before and after the import, and what differs.
+# Prints the attributes of Keras that the import of tfkfac changes.
 IMPORT = """
 import keras
 from keras.src import backend, optimizers, saving
@@ -22,7 +22,7 @@ from keras.src.legacy.saving import legacy_h5_format, saving_utils
 from keras.src.saving import saving_api, saving_lib, serialization_lib
 
 def attributes():
-    found = {}
+    values = {}
     classes = [*keras.Model.__mro__, *keras.Sequential.__mro__]
     classes += [*keras.optimizers.LossScaleOptimizer.__mro__]
     classes += [keras.callbacks.CallbackList, *keras.layers.Dense.__mro__]
@@ -31,12 +31,12 @@ def attributes():
     modules += [keras.models, keras.losses, keras.metrics, backend, saving]
     for owner in (*classes, *modules):
         for name, value in vars(owner).items():
-            found[f"{owner.__name__}.{name}"] = id(value)
+            values[f"{owner.__name__}.{name}"] = id(value)
             keep.append(value)
     tables = {"optimizers": optimizers.ALL_OBJECTS_DICT}
     for name, table in tables.items():
-        found |= {f"{name}[{k}]": id(v) for k, v in table.items()}
-    return found
+        values |= {f"{name}[{k}]": id(v) for k, v in table.items()}
+    return values
 
 keep = []
 before = attributes()
@@ -46,8 +46,8 @@ print(sorted(k for k in before | after if before.get(k) != after.get(k)))
 """
 
 
-def test_the_import_changes_compile_alone() -> None:
-    """In a new process: no other attribute of classes, modules, tables."""
+def test_the_import_changes_only_compile() -> None:
+    """In a new process, among the attributes of classes, modules, tables."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORT],
         check=True,
@@ -61,8 +61,8 @@ def test_the_import_changes_compile_alone() -> None:
     assert owner in [base.__name__ for base in keras.Model.__mro__]
 
 
-def ours_on(*owners: Any) -> set[str]:
-    """Names of the attributes of ours on some objects."""
+def tfkfac_attributes(*owners: Any) -> set[str]:
+    """Return the names of attributes that tfkfac has set on some objects."""
     return {
         name
         for owner in owners
@@ -71,49 +71,49 @@ def ours_on(*owners: Any) -> set[str]:
     }
 
 
-def test_a_model_is_left_as_it_was() -> None:
-    """With another optimizer, before and after one of ours."""
+def test_compile_with_another_optimizer_removes_overrides() -> None:
+    """A model with a Keras optimizer has no attributes of tfkfac."""
     model = mlp()
     model.compile("sgd", loss(), run_eagerly=True)
     model.fit(X, Y, verbose=0)
-    assert not ours_on(model, model.optimizer)
-    ours = tfkfac.KFAC()
-    model.compile(ours, loss(), run_eagerly=True)
+    assert not tfkfac_attributes(model, model.optimizer)
+    kfac = tfkfac.KFAC()
+    model.compile(kfac, loss(), run_eagerly=True)
     model.fit(X, Y, verbose=0)
     changed = {"fit", "train_on_batch", "get_state_tree", "set_state_tree"}
-    assert changed <= ours_on(model)
-    assert "set_weights" in ours_on(ours)
+    assert changed <= tfkfac_attributes(model)
+    assert "set_weights" in tfkfac_attributes(kfac)
     model.compile("adam", loss(), run_eagerly=True)
     model.fit(X, Y, verbose=0)
-    assert not ours_on(model, model.optimizer)
-    assert "set_weights" not in vars(ours)
+    assert not tfkfac_attributes(model, model.optimizer)
+    assert "set_weights" not in vars(kfac)
 
 
-def test_a_refused_optimizer_leaves_nothing() -> None:
-    model, other, taken = mlp(), mlp(), tfkfac.KFAC()
+def test_compile_with_the_optimizer_of_another_model_fails() -> None:
+    """The model then has no overrides."""
+    model, other, used = mlp(), mlp(), tfkfac.KFAC()
     model.compile(tfkfac.KFAC(), loss())
-    other.compile(taken, loss())
+    other.compile(used, loss())
     with pytest.raises(ValueError, match="already belongs to model"):
-        model.compile(taken, loss())
-    assert "fit" not in ours_on(model)
+        model.compile(used, loss())
+    assert "fit" not in tfkfac_attributes(model)
 
 
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
-def test_a_copy_is_a_model_of_its_own(way: Any) -> None:
-    """By pickling, as Keras does both: it trains and is supervised."""
+@pytest.mark.parametrize("copy_model", [copy.copy, copy.deepcopy])
+def test_a_copy_is_an_independent_model(copy_model: Any) -> None:
+    """Keras copies by pickling; the copy trains and is supervised."""
     model = mlp()
     model.compile(tfkfac.KFAC(max_skipped_steps=1), loss(), run_eagerly=True)
     model.fit(X, Y, verbose=0)
-    other = way(model)
+    other = copy_model(model)
     assert vars(other)["fit"] is not vars(model)["fit"]
     assert_same(curvature(kfac_of(other)), curvature(kfac_of(model)))
-    for one in (other, model):
+    for trained in (other, model):
         with pytest.raises(FloatingPointError, match="1 steps in a row"):
-            one.train_on_batch(X * np.nan, Y)
+            trained.train_on_batch(X * np.nan, Y)
 
 
-def test_a_loop_without_fit_keeps_its_methods() -> None:
-    """`attach` alone changes nothing of `fit`."""
+def test_attach_does_not_override_fit() -> None:
     model = mlp()
     tfkfac.KFAC().attach(model)
     assert "fit" not in vars(model)

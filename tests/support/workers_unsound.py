@@ -176,7 +176,7 @@ class Flip(keras.callbacks.Callback):
 
 def flip(kind: str | None, optimizer: str, every: int) -> tuple[str, str]:
     """How training ends where one worker's weights are not the others'."""
-    usual, comparison.EVERY = comparison.EVERY, every
+    previous, comparison.INTERVAL = comparison.INTERVAL, every
     try:
         model = network(kind, OPTIMIZERS[optimizer])
         path = model.get_layer("hidden").kernel.path
@@ -184,7 +184,7 @@ def flip(kind: str | None, optimizer: str, every: int) -> tuple[str, str]:
     except RuntimeError as error:
         return path, str(error)
     finally:
-        comparison.EVERY = usual
+        comparison.INTERVAL = previous
     return path, ""
 
 

@@ -1,1 +1,1 @@
-"""Duties of an optimizer around `fit`, alone and among workers."""
+"""Code that runs before, during and after `fit`, on one or several workers."""

@@ -1,4 +1,4 @@
-"""The duties of an optimizer around the steps of a `fit`."""
+"""Callback that supervises each `fit` with an optimizer of tfkfac."""
 
 import collections
 import sys
@@ -17,22 +17,27 @@ from tfkfac.supervision import comparison
 
 
 class Supervision(keras.callbacks.Callback):
-    """Does what an optimizer of ours has to do in `fit` beside its steps.
+    """Supervise a `fit`: compare workers, gather state, detect standstills.
 
-    It comes before the callbacks of the user, on all workers:
+    It runs on all workers, before the callbacks of the user:
 
-    - In a job of several processes it compares the workers now and then and
-      where an epoch ends, and then gathers their state if a callback is about
-      to save it. A callback saves if it has a `save_freq`, as Keras' have:
-      "epoch" or a number of batches. It may be on one worker alone. One whose
-      attribute `is_collective` is true has to be on all.
-    - It tells that training does not stand still.
+    - In a job of several processes it compares the workers every
+      `comparison.INTERVAL` batches and after each epoch. Before a callback of a
+      worker saves the model, it gathers the state of all workers. A callback
+      saves if it has an attribute `save_freq` like Keras' callbacks: "epoch"
+      or a number of batches. A callback with a true attribute `is_collective`
+      must be on all workers.
+    - It records the end of each batch for `Standstill`.
     - It ends a `fit` that skips too many steps, and says what went wrong in
       it. In XLA, where nothing can be printed, that is the only word of it.
 
-    When all callbacks have begun, which `last` hears, it tells the method the
-    length of the run and compares where the workers are. `callbacks` are those
-    of the user, `initial_epoch` is the argument of `fit`.
+    After `on_train_begin` of all callbacks, `last` passes the number of steps
+    to the method and compares the positions of the workers.
+
+    Args:
+        optimizer: The optimizer.
+        callbacks: Callbacks of the user.
+        initial_epoch: Argument of `fit`.
     """
 
     def __init__(
@@ -53,9 +58,9 @@ class Supervision(keras.callbacks.Callback):
 
     @property
     def last(self) -> keras.callbacks.Callback:
-        """The callback to put after all others."""
+        """Callback that must come after all other callbacks."""
         return keras.callbacks.LambdaCallback(
-            on_train_begin=lambda logs: self._begin_together()
+            on_train_begin=lambda logs: self._start_run()
         )
 
     @override
@@ -71,7 +76,7 @@ class Supervision(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._batches += 1
         if not self._is_alone:
-            if self._batches % comparison.EVERY == 0:
+            if self._batches % comparison.INTERVAL == 0:
                 comparison.compare_bits(self._optimizer)
             numbers = [n for n in self._frequencies if isinstance(n, int)]
             if any(self._batches % number == 0 for number in numbers):
@@ -106,27 +111,27 @@ class Supervision(keras.callbacks.Callback):
             print(f"tfkfac: {name} in this fit: {said}", file=sys.stderr)
 
     def _exchange_frequencies(self) -> None:
-        """Learns when a callback of any worker saves."""
+        """Collect `save_freq` of the callbacks of all workers."""
         if not self._optimizer.built:
             self._optimizer.build(self.model.trainable_variables)
-        own = [getattr(one, "save_freq", None) for one in self._callbacks]
+        frequencies = [getattr(x, "save_freq", None) for x in self._callbacks]
         collective = [
-            type(one).__name__
-            for one in self._callbacks
-            if getattr(one, "is_collective", False)
+            type(callback).__name__
+            for callback in self._callbacks
+            if getattr(callback, "is_collective", False)
         ]
-        everybody = exchange(
-            {"save_freq": own, "callbacks": collective},
+        workers = exchange(
+            {"save_freq": frequencies, "callbacks": collective},
             self._optimizer.method.job.among_processes("callbacks"),
         )
-        self._frequencies = {f for one in everybody for f in one["save_freq"]}
+        self._frequencies = {f for x in workers for f in x["save_freq"]}
         comparison.refuse_differences(
             "These callbacks must be on all workers",
-            [{"callbacks": one["callbacks"]} for one in everybody],
+            [{"callbacks": worker["callbacks"]} for worker in workers],
         )
 
-    def _begin_together(self) -> None:
-        """Begins the run, once all callbacks have."""
+    def _start_run(self) -> None:
+        """Pass the number of steps to the method; compare the workers."""
         epochs, steps = self.params.get("epochs"), self.params.get("steps")
         epoch = first_epoch(self.model, self._initial_epoch)
         total = remaining = None

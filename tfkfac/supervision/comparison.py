@@ -1,10 +1,9 @@
-"""Comparisons of all workers, which must have the same bits.
+"""Comparisons of the workers, whose weights must be equal bit for bit.
 
-They begin only if all are at the same point: a worker that has gone back to
-another backup than the others would train on in silence, or hang all of them.
-Then they add up their gradients and go on alone. After a fault of memory or of
-a processor one of them would train on with other weights, and nobody would
-know.
+Before training, all workers must be at the same epoch and update: a worker
+that has loaded another backup would change the result or make the job hang.
+During training the workers only exchange gradients. After a hardware error,
+one of them would continue with other weights, without any message.
 """
 
 import contextlib
@@ -37,17 +36,17 @@ from tfkfac.distributed.topology import find_topology
 from tfkfac.saving.entries import Spread
 from tfkfac.shell.optimizer import SecondOrderOptimizer
 
-# Numbers of the calls of `fit` in a job of several processes.
+# Numbers the calls of `fit` in a job of several processes.
 _fit_numbers = itertools.count()
-# Batches between two comparisons: each takes a message, and to read all that is
-# compared.
-EVERY = 100
+# Batches between two comparisons. A comparison reads all weights and sends one
+# message.
+INTERVAL = 100
 _LABELS_DIFFER = (
     "The labels of the first batch of a `PyDataset` differ between workers. "
     "Each worker takes its rows of every batch, so some rows may be missed and "
     "others come twice. If the `PyDataset` shuffles rows, call "
     "`keras.utils.set_random_seed` with the same seed on all workers before it "
-    "is made."
+    "is created."
 )
 
 
@@ -55,30 +54,30 @@ _LABELS_DIFFER = (
 def common_order(
     strategy: tf.distribute.Strategy, arguments: Mapping[str, Any]
 ) -> Iterator[list[keras.callbacks.Callback]]:
-    """Compares the order of the data of a `fit`, as a context.
+    """Context of a `fit` that compares the order of the data of all workers.
 
-    All workers call it. Arrays are shuffled anew in each epoch and each `fit`
-    where the seed is that of the strategy.
+    All workers must enter it. Each worker takes its rows of each batch. If the
+    workers shuffle in different orders, some rows are missed and others come
+    twice. Only the seeds are compared; no data are read.
 
-    Each worker takes its rows of each batch. If they shuffle differently, some
-    rows are missed and others come twice. The seeds are compared, not the
-    rows: nothing is taken from the data.
+    The context also gives arrays a new order in each epoch and each `fit`, if
+    the seed was set by the strategy.
 
-    The order of a `PyDataset` is in the user's code, which may also draw
-    random changes of the inputs. So the labels of the first batch are
-    compared, and a difference is a warning. (Keras' own shuffle of a
-    `PyDataset` is of whole batches, which loses no rows.) A generator is not
-    compared: workers may have generators of their own.
+    The order of a `PyDataset` is defined by the user's code. Therefore compare
+    the labels of the first batch (random augmentation may change the inputs)
+    and warn about a difference. Keras shuffles only whole batches of a
+    `PyDataset`, which loses no rows. Generators are not compared, because
+    workers may have different generators.
 
     Args:
         strategy: The strategy of the model.
         arguments: The arguments of `fit`.
 
     Yields:
-        Callbacks for this `fit`.
+        Additional callbacks for this `fit`.
 
     Raises:
-        ValueError: On all workers, if their orders differ.
+        ValueError: On all workers, if their seeds differ.
     """
     topology = find_topology(strategy)
     if topology.processes == 1:
@@ -121,11 +120,11 @@ def common_order(
 def _common_seed(
     strategy: tf.distribute.Strategy, group: Communicator
 ) -> int | None:
-    """Return the seed that the strategy has set on all workers, if any.
+    """Return the common seed of the workers; None if the user has set one.
 
-    `tfkfac.MultiWorkerMirroredStrategy` sets it in its constructor. Under
-    TensorFlow's own strategy the first `fit` sets it, which is too late for a
-    `tf.data.Dataset` that was made before, but not for arrays.
+    `tfkfac.MultiWorkerMirroredStrategy` sets the seed in its constructor.
+    Under TensorFlow's strategy the first `fit` sets it. This is early enough
+    for arrays, but too late for a `tf.data.Dataset` created before.
     """
     if not hasattr(strategy, "shuffle_seed"):
         proposal = {"seed": global_seed(), "random": secrets.randbits(31)}
@@ -139,9 +138,9 @@ def _common_seed(
 
 
 def _order(data: Any, shuffle: Any, rank: int) -> list[Any]:
-    """The seeds of the order of an argument of `fit`."""
+    """Return the seeds that define the order of an argument of `fit`."""
     none = f"drawn by worker {rank}"
-    data = getattr(data, "_original_dataset", data)  # distributed already
+    data = getattr(data, "_original_dataset", data)  # of a distributed dataset
     if isinstance(data, keras.utils.PyDataset):
         return ["PyDataset"]
     if isinstance(data, tf.data.Dataset):
@@ -157,36 +156,42 @@ def _order(data: Any, shuffle: Any, rank: int) -> list[Any]:
 def compare_beginnings(
     optimizer: SecondOrderOptimizer, run: dict[str, Any]
 ) -> None:
-    """Compares the workers before the first epoch; all of them call it.
+    """Compare configuration and position before the first epoch.
 
-    The run is the epochs and steps that `fit` is to do.
+    All workers must call this function.
+
+    Args:
+        optimizer: The optimizer.
+        run: Epochs and steps of this `fit`.
 
     Raises:
-        ValueError: On all of them, if they differ.
+        ValueError: On all workers, if they differ.
     """
     group = optimizer.method.job.among_processes("begin")
-    # Again: much of it may have changed since the optimizer was built.
+    # Repeat the comparison of `build`: hyperparameters may have changed.
     check_agreement(optimizer.description(), group)
     refuse_differences(
         "All workers must begin training at the same point. If they have "
-        "been restarted, let them go back to one backup: "
+        "been restarted, load the same backup on all of them: "
         "`tfkfac.callbacks.ChiefBackup`. These differ",
         exchange({**run, **_position(optimizer)}, group),
     )
 
 
 def compare_bits(optimizer: SecondOrderOptimizer) -> None:
-    """Compares the workers after a step; all of them call it.
+    """Compare checksums of the weights after a step.
+
+    All workers must call this function.
 
     Raises:
-        RuntimeError: On all of them, if they differ. The message says in
-            what.
+        RuntimeError: On all workers, if they differ. The message names the
+            variables.
     """
     job, variables = optimizer.method.job, _common_variables(optimizer)
-    own = [_checksum([variable]) for variable in variables]
+    checksums = [_checksum([variable]) for variable in variables]
     with tf.device("CPU:0"):
         group = job.among_processes("comparison")
-        rows = group.all_gather(tf.constant(own, tf.int64)).numpy()
+        rows = group.all_gather(tf.constant(checksums, tf.int64)).numpy()
     paths = [variable.path for variable in variables]
     sums = [[f"{number:08x}" for number in row] for row in rows]
     differences = find_differences(
@@ -195,16 +200,20 @@ def compare_bits(optimizer: SecondOrderOptimizer) -> None:
     if differences:
         raise RuntimeError(
             "The workers no longer have the same weights, so one of them has "
-            f"computed or kept something wrong. After {int(job.clock):,} "
+            f"computed or stored a wrong value. After {int(job.clock):,} "
             "updates these checksums differ: "
-            f"{first_of(differences)}. Go back to a backup of before."
+            f"{first_of(differences)}. Load an earlier backup."
         )
 
 
 def refuse_differences(
     message: str, descriptions: Sequence[dict[str, Any]]
 ) -> None:
-    """Raises, on every worker, if their descriptions are not the same.
+    """Raise an error on every worker if the workers' descriptions differ.
+
+    Args:
+        message: Beginning of the error message.
+        descriptions: Description of each worker.
 
     Raises:
         ValueError: With the message and the first difference.
@@ -215,7 +224,7 @@ def refuse_differences(
 
 
 def _position(optimizer: SecondOrderOptimizer) -> dict[str, Any]:
-    """The point at which training is, in few numbers."""
+    """Return the number of updates and checksums of weights and state."""
     method, job = optimizer.method, optimizer.method.job
     rank = job.topology.local[0]
     counts = [
@@ -224,27 +233,27 @@ def _position(optimizer: SecondOrderOptimizer) -> dict[str, Any]:
         if entry.spread is Spread.REPLICATED and entry.variable.dtype.is_integer
     ]
     weights = job.model.trainable_variables
-    own = _common_variables(optimizer)[len(weights) :]
+    inner = _common_variables(optimizer)[len(weights) :]
     return {
         "updates": int(raw_iterations(job.inner_optimizer).numpy()),
         "digest of the weights": f"{_checksum(weights):08x}",
         "digest of the counters": f"{_checksum(counts):08x}",
-        "digest of the inner optimizer": f"{_checksum(own):08x}",
+        "digest of the inner optimizer": f"{_checksum(inner):08x}",
     }
 
 
 def _common_variables(optimizer: SecondOrderOptimizer) -> list[keras.Variable]:
-    """Variables of which all workers have the same bits after each step."""
+    """Return the variables that are equal on all workers after each step."""
     method, job = optimizer.method, optimizer.method.job
-    weights = list(job.model.trainable_variables)
-    # Accelerators get the weights only.
+    variables = list(job.model.trainable_variables)
+    # MR-DHO2's accelerators receive only the weights.
     if len(method.peers(job.topology.local[0])) == job.topology.replicas:
-        weights += optimizer.variables
-    return weights
+        variables += optimizer.variables
+    return variables
 
 
 def _checksum(variables: Iterable[Any]) -> int:
-    """A number of 32 bits that variables with other bits hardly share."""
+    """Return the CRC-32 of the values of all variables."""
     value = 0
     for variable in variables:
         value = zlib.crc32(np.asarray(variable.numpy()).tobytes(), value)

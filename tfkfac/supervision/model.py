@@ -1,8 +1,8 @@
-"""The one model that trains with an optimizer of ours.
+"""Overrides of methods of a model that trains with an optimizer of tfkfac.
 
-Keras' classes stay as they are, but for `compile`. What else has to change
-for us changes on the model: an attribute of it goes before the method of its
-class, until it is compiled with another optimizer.
+Of Keras' classes only `compile` is overridden. All other overrides are
+attributes of the compiled model. They are removed when the model is compiled
+again.
 """
 
 import contextlib
@@ -41,16 +41,16 @@ _OVERRIDES, _BOUND = "_tfkfac_supervision", "_tfkfac_optimizer"
 
 
 def hook_compile() -> None:
-    """Binds and supervises a model from each `Model.compile` on."""
+    """Bind and supervise each model after `Model.compile`."""
     after_compile(_after_compile)
 
 
 def _bind(model: keras.Model) -> None:
-    """Attaches the optimizer of a compiled model if it is one of ours.
+    """Attach a compiled model to its optimizer, if it is of tfkfac.
 
-    A Keras optimizer never learns which model it trains, and `compile` is the
-    one moment that comes before the first trace, also in `load_model`. One of
-    ours that the model was compiled with before is detached.
+    A Keras optimizer has no reference to its model. `compile` always runs
+    before the first trace, also in `load_model`. Detach the optimizer of an
+    earlier `compile`.
     """
     outer = getattr(model, "optimizer", None)
     scaler = None
@@ -58,7 +58,7 @@ def _bind(model: keras.Model) -> None:
         outer, scaler = outer.inner_optimizer, outer
     previous = drop_from(model, _BOUND)
     if previous is not None and previous() is not outer:
-        # It may be gone already, but its taps are not.
+        # Remove the taps, even if the optimizer was garbage-collected.
         owner = previous()
         detach(model, None if owner is None else owner.method)
     if isinstance(outer, SecondOrderOptimizer):
@@ -67,40 +67,40 @@ def _bind(model: keras.Model) -> None:
             undo_overflows(scaler, outer)
         keep_on(model, _BOUND, lambda: weakref.ref(outer))
         if model.built and not unbuilt(model):
-            # Variables created in the first step would cost a second trace.
+            # Creating variables in the first step would cause a second trace.
             outer.build_in_scope(model.trainable_variables)
             if scaler is not None:
-                # Weights in files are for an optimizer that is built.
+                # Only a built optimizer can load its variables from files.
                 with model.distribute_strategy.scope():
                     build_once(scaler, model.trainable_variables)
 
 
 def _after_compile(model: keras.Model) -> None:
-    before = drop_from(model, _OVERRIDES)
-    if before is not None:
-        before.close()
+    previous = drop_from(model, _OVERRIDES)
+    if previous is not None:
+        previous.close()
     _bind(model)
     optimizer = ours(getattr(model, "optimizer", None))
-    overrides = _watch(model, optimizer)
+    overrides = _supervise(model, optimizer)
     if optimizer is not None:
         overrides += _carry_state(model, optimizer)
         if optimizer.use_ema:
             names = "fit", "evaluate", "predict"
             overrides += [around_fit(model, _averaging, name) for name in names]
     if overrides:
-        # Not a list, in which Keras would look for layers to save.
+        # An `ExitStack`: Keras would search a list for layers to save.
         stack = keep_on(model, _OVERRIDES, contextlib.ExitStack)
-        for one in overrides:
-            stack.callback(one.remove)
+        for item in overrides:
+            stack.callback(item.remove)
 
 
-def _watch(
+def _supervise(
     model: keras.Model, optimizer: SecondOrderOptimizer | None
 ) -> list[Override]:
-    """Surroundings of `fit`, `evaluate` and `train_on_batch`.
+    """Override `fit`, `evaluate`, `train_on_batch`, `get_metrics_result`.
 
-    Under a strategy of ours other workers learn if one of them fails, and the
-    reverse, whatever the optimizer.
+    Under `tfkfac.MultiWorkerMirroredStrategy` the workers detect failures of
+    each other in `fit` and `evaluate`, with any optimizer.
     """
     strategy = model.distribute_strategy
     watch = getattr(strategy, "watch", None)
@@ -121,9 +121,9 @@ def _watch(
             standstill = find_standstill(strategy)
             if standstill is not None:
                 stack.enter_context(standstill.training())
-            for one in callbacks:
-                if isinstance(one, contextlib.AbstractContextManager):
-                    stack.enter_context(one)
+            for callback in callbacks:
+                if isinstance(callback, contextlib.AbstractContextManager):
+                    stack.enter_context(callback)
             first = given.get("initial_epoch", 0)
             supervision = Supervision(optimizer, callbacks, first)
             yield [supervision, *callbacks, supervision.last]
@@ -148,27 +148,29 @@ def _watch(
         streaks = optimizer.method.job.streaks if optimizer is not None else ()
         if not streaks or not int(streaks[0].left_out.numpy()):
             return results
-        # Keras' means are 0 where no batch has counted.
+        # No batch has counted: Keras' mean would be 0.
         return keras.tree.map_structure(
             lambda result: tf.fill(tf.shape(result), math.nan), results
         )
 
-    found = []
+    overrides = []
     if watch is not None:
-        found.append(override(model, "evaluate", evaluate))
+        overrides.append(override(model, "evaluate", evaluate))
     if watch is not None or optimizer is not None:
-        found.append(around_fit(model, within))
+        overrides.append(around_fit(model, within))
     if optimizer is not None:
-        found.append(override(model, "train_on_batch", train_on_batch))
-        found.append(override(model, "get_metrics_result", get_metrics_result))
-    return found
+        overrides += [
+            override(model, "train_on_batch", train_on_batch),
+            override(model, "get_metrics_result", get_metrics_result),
+        ]
+    return overrides
 
 
 @contextlib.contextmanager
 def _averaging(callbacks: Callbacks, _: Arguments) -> Iterator[Callbacks]:
-    """Let `SwapEMAWeights` swap the weights of the rest optimizer too.
+    """Make `SwapEMAWeights` swap the weights of all wrapped optimizers.
 
-    The callback itself finds only the inner optimizer of one of ours.
+    By itself the callback finds only the inner optimizer.
     """
 
     def choose(
@@ -187,7 +189,7 @@ def _averaging(callbacks: Callbacks, _: Arguments) -> Iterator[Callbacks]:
 def _carry_state(
     model: keras.Model, optimizer: SecondOrderOptimizer
 ) -> list[Override]:
-    """Curvature in state trees and `.h5` files, where Keras leaves it out."""
+    """Add the curvature to state trees and legacy `.h5` files."""
 
     def save() -> State:
         store: dict[str, Any] = {}
@@ -199,7 +201,7 @@ def _carry_state(
         try:
             if state is not None:
                 optimizer.load_own_variables(state)
-        except ValueError as error:  # Keras goes on, and does not say why
+        except ValueError as error:  # Keras hides the message
             warnings.warn(str(error), stacklevel=2)
             raise
         below(weights)
