@@ -110,7 +110,7 @@ class ChiefBackup(
         self._damaged: set[str] = set()  # file names
 
     def __exit__(self, *error: Any) -> None:
-        """Restore the signal handler at the end of `fit`, also by an error."""
+        """Restore the signal handler after `fit`, also after an error."""
         self._stopping = None
         self._context.close()
         if self._sigterm_received:  # too late for a backup

@@ -187,7 +187,7 @@ def layer_curvature(
 
 
 def _spectrum(factor: np.ndarray) -> np.ndarray:
-    """Return eigenvalues along the last axis, clipped at 0 from below."""
+    """Return the eigenvalues along the last axis, all at least 0."""
     values = np.asarray(factor, np.float64)
     if values.ndim == 1:
         return values

@@ -90,7 +90,7 @@ class Solver(abc.ABC):
         """
 
     def combine(self, parts: Tensors, damping: tf.Tensor) -> Tensors:
-        """Combine the parts of all factors to the decomposition of a block."""
+        """Combine the parts of all factors into a decomposition."""
         return parts
 
     @abc.abstractmethod
