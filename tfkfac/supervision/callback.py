@@ -28,8 +28,9 @@ class Supervision(keras.callbacks.Callback):
       or a number of batches. A callback with a true attribute `is_collective`
       must be on all workers.
     - It records the end of each batch for `Standstill`.
-    - It ends a `fit` that skips too many steps, and says what went wrong in
-      it. In XLA, where nothing can be printed, that is the only word of it.
+    - It counts the steps, which ends a `fit` with too many skipped steps. At
+      the end it prints the events of this `fit`; compiled with XLA, a step
+      cannot print them.
 
     After `on_train_begin` of all callbacks, `last` passes the number of steps
     to the method and compares the positions of the workers.
@@ -106,9 +107,9 @@ class Supervision(keras.callbacks.Callback):
             for counts in exchange(new, group):
                 new |= collections.Counter(counts)
         if new:
-            said = "; ".join(f"{text}: {n}" for text, n in new.items())
+            events = "; ".join(f"{text}: {n}" for text, n in new.items())
             name = self._optimizer.name
-            print(f"tfkfac: {name} in this fit: {said}", file=sys.stderr)
+            print(f"tfkfac: {name} in this fit: {events}", file=sys.stderr)
 
     def _exchange_frequencies(self) -> None:
         """Collect `save_freq` of the callbacks of all workers."""
