@@ -159,10 +159,8 @@ def _supervise(
     if watch is not None or optimizer is not None:
         overrides.append(around_fit(model, within))
     if optimizer is not None:
-        overrides += [
-            override(model, "train_on_batch", train_on_batch),
-            override(model, "get_metrics_result", get_metrics_result),
-        ]
+        for method in (train_on_batch, get_metrics_result):
+            overrides.append(override(model, method.__name__, method))
     return overrides
 
 
