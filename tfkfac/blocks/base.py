@@ -10,6 +10,7 @@ last row.
 """
 
 import abc
+import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -158,12 +159,12 @@ class Block(abc.ABC):
         return self.from_matrix(gradient.matrix)
 
     # ------------------------------------------------- common to all blocks
-    @property
+    @functools.cached_property
     def factor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors that store the factors, by factor name."""
         return {name: factor.shape for name, factor in self.factors.items()}
 
-    @property
+    @functools.cached_property
     def gradient_shape(self) -> tuple[int, ...]:
         """Shape `([groups,] inputs, outputs)` of the gradient matrix."""
         a, g = self.factors.get("A"), self.factors["G"]
@@ -273,7 +274,7 @@ class MatrixBlock(Block):
     def variables(self) -> list[keras.Variable]:
         return [self._kernel, *self._bias]
 
-    @property
+    @functools.cached_property
     def matrix_shape(self) -> tuple[int, ...]:
         """Shape `([groups,] inputs, outputs)` of the kernel as a matrix."""
         outputs = self._output_size()
@@ -285,7 +286,7 @@ class MatrixBlock(Block):
     def _output_size(self) -> int:
         return self._kernel.shape[-1]
 
-    @property
+    @functools.cached_property
     @override
     def factors(self) -> dict[str, Factor]:
         *_, inputs, outputs = self.matrix_shape
@@ -388,7 +389,7 @@ class PerExampleBlock(Block, abc.ABC):
             A tensor of shape `(batch, *variable.shape)` for each variable.
         """
 
-    @property
+    @functools.cached_property
     @override
     def factors(self) -> dict[str, Factor]:
         size = sum(self._sizes)

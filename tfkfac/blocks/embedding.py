@@ -1,5 +1,6 @@
 """Blocks of token, reversible and position embeddings."""
 
+import functools
 from collections.abc import Sequence
 
 import keras
@@ -30,7 +31,7 @@ class EmbeddingBlock(MatrixBlock):
     def _find_bias(self) -> keras.Variable | None:
         return None
 
-    @property
+    @functools.cached_property
     @override
     def factors(self) -> dict[str, Factor]:
         tokens, width = self.matrix_shape
@@ -155,13 +156,13 @@ class TiedProjectionBlock(ProjectionBlock):
     def _find_kernel(self) -> keras.Variable:
         return self.layer.embeddings
 
-    @property
+    @functools.cached_property
     @override
     def matrix_shape(self) -> tuple[int, ...]:
         tokens, width = self._kernel.shape
         return width, tokens
 
-    @property
+    @functools.cached_property
     @override
     def factors(self) -> dict[str, Factor]:
         width, tokens = self.matrix_shape

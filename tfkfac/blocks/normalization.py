@@ -1,5 +1,6 @@
 """Blocks of elementwise weights: normalisation layers and `PReLU`."""
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -54,7 +55,7 @@ class NormalizationBlock(Block):
     def variables(self) -> list[keras.Variable]:
         return list(self._weights)
 
-    @property
+    @functools.cached_property
     @override
     def factors(self) -> dict[str, Factor]:
         return {"G": Stack(self._features, len(self._weights))}

@@ -1,5 +1,6 @@
 """Block of the inner layer of a `keras.layers.TimeDistributed`."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class TimeDistributedBlock(Block):
     def variables(self) -> list[keras.Variable]:
         return self._block.variables
 
-    @property
+    @functools.cached_property
     @override
     def factors(self) -> dict[str, Factor]:
         return self._block.factors
