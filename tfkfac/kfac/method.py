@@ -25,7 +25,7 @@ from tfkfac.kfac.active import (
     observed,
 )
 from tfkfac.kfac.averages import Pending
-from tfkfac.kfac.bank import FAULTS, State, local_factors
+from tfkfac.kfac.bank import State, local_factors
 from tfkfac.kfac.natural import Natural, renew_unsound
 from tfkfac.kfac.placement import (
     FACTORS,
@@ -406,8 +406,7 @@ class KFACMethod(Method):
         weights = self.job.model.trainable_variables
         topology = self.job.topology
         size = gradient_bytes(weights, topology.hint)
-        # And a flag of each block, asked or faulty, and the loss.
-        flags = len(self.placement.blocks) * (1 + len(FAULTS))
-        flags += self._kind.sees_loss
+        # Each block's request for a decomposition, and the loss.
+        flags = len(self.placement.blocks) + self._kind.sees_loss
         size += flags * int(tf.as_dtype(weights[0].dtype).size)
         return self.placement.communication_bytes(topology.local[0], size)
