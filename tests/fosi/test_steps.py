@@ -31,6 +31,7 @@ from tests.support.fosi_reference import (
 )
 from tests.support.marks import with_slow
 from tests.support.reference import Array
+from tests.support.schedules import Formula
 
 ORACLE = pathlib.Path(__file__).parents[1] / "data" / "fosi_mlp.npz"
 
@@ -131,12 +132,12 @@ CASES = {
         {"alpha": lambda t: 0.5 * 0.5 ** (t / 4), "interval": lambda t: 4},
         [2, 6],
     ),
-    "callable": Case(
+    "formulas": Case(
         lambda: SGD(0.1, 0.9),
         sgd(0.1, 0.9),
         {
-            "alpha": lambda t: 0.5 / (1.0 + t),
-            "update_interval": in_two,
+            "alpha": Formula(lambda t: 0.5 / (1.0 + t)),
+            "update_interval": Formula(in_two),
             "momentum": 0.5,
         },
         {
@@ -147,7 +148,7 @@ CASES = {
         [2, 4, 8],
     ),
 }
-QUICK = "momentum", "nesterov, rate", "adam", "rate of time", "callable"
+QUICK = "momentum", "nesterov, rate", "adam", "rate of time", "formulas"
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_other_stores() -> None:
         ("another optimizer", "0", "1"),
         ("another optimizer", "iteration"),
     ):
-        with pytest.warns(UserWarning, match=rf"'kfac'.*{words}.*anew"):
+        with pytest.warns(UserWarning, match=rf"'kfac'.*{words}.*initial"):
             optimizer.load_own_variables(dict.fromkeys(keys, np.array(7)))
         assert int(optimizer.factor_updates) == 0
 

@@ -21,6 +21,7 @@ from tests.support.reference import Array
 from tests.support.small import curvature
 from tfkfac.blocks import Block
 from tfkfac.blocks.registry import build_registry
+from tfkfac.saving.entries import FORMAT_SECTION, SHARE, STATE
 from tfkfac.solvers import InverseSolver, Solver
 
 SOLVERS = ["inverse", "eigen"]
@@ -235,10 +236,14 @@ def test_factors_of_very_different_scales(solver: str) -> None:
 
 
 # ------------------------------------------------------------ register_solver
+SECTIONS = STATE, SHARE, FORMAT_SECTION  # of saved state
+
+
 @pytest.mark.parametrize(
     ("name", "solver_class", "error"),
     [
         ("inverse", InverseSolver, ValueError),
+        *((name, InverseSolver, ValueError) for name in SECTIONS),
         ("not a name", InverseSolver, ValueError),
         ("mine", Solver, TypeError),
         ("mine", InverseSolver("mine"), TypeError),

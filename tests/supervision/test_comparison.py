@@ -29,6 +29,14 @@ def test_one_changed_bit_of_a_weight(pool: Pool, name: str) -> None:
     assert "on worker 1" in first
 
 
+def test_no_worker_waits_for_another_at_the_end_of_fit(
+    tmp_path: pathlib.Path,
+) -> None:
+    """A worker may stop, or fail, in a callback after its last step."""
+    target = f"{workers_unsound.__name__}:end_before_others"
+    assert run(target, "multi", str(tmp_path), workers=2) == [True, True]
+
+
 # ------------------------------------------------------- the order of the data
 def check_rows(results: list[dict[str, Any]]) -> None:
     """Assert that each epoch has every row once, in a new order."""

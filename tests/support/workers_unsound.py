@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import pathlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,6 +75,24 @@ def fit(
         callbacks=list(callbacks),
     ).history
     return history
+
+
+def end_before_others(kind: str, folder: str) -> bool:
+    """Returns whether worker 0 leaves `fit` while others are in a callback."""
+    has_ended = pathlib.Path(folder) / "ended"
+    worker = strategy(kind).cluster_resolver.task_id
+
+    def wait(epoch: int, logs: Any) -> None:
+        deadline = time.monotonic() + 30
+        while worker and not has_ended.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        in_time.append(not worker or has_ended.exists())
+
+    in_time: list[bool] = []
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=wait)
+    fit(kind, network(kind, OPTIMIZERS["kfac"]), even(kind, 2), None, callback)
+    has_ended.touch()
+    return in_time == [True]
 
 
 # ------------------------------------------------- what is broken from outside

@@ -61,6 +61,7 @@ class ChiefBackup(
     with its curvature, the state of random layers and the epoch. When training
     begins, all workers load the newest backup. With the same data, workers and
     modes, the resumed training is equal bit for bit to an uninterrupted one.
+    (Except for MR-DHO2 inside an interval: its estimation starts again.)
 
     Pass the callback on all workers; it also works in a job of one process.
     All workers share one directory. (`keras.callbacks.BackupAndRestore` needs

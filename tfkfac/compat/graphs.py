@@ -43,12 +43,6 @@ def state_variable(
         )
 
 
-def zeros_variable(shape: Sequence[int], dtype: Any, name: str) -> tf.Variable:
-    """Create a `state_variable` of zeros without a NumPy array."""
-    with tf.init_scope():
-        return state_variable(tf.zeros(shape, dtype), dtype, name)
-
-
 def in_graph(function: Callable[[], Any]) -> Callable[[], Any]:
     """Wrap a function in `tf.function` when executing eagerly.
 

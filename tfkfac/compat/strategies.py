@@ -290,8 +290,6 @@ def wait_for_text(key: str, seconds: float) -> str | None:
     return None
 
 
-T = TypeVar("T")
-
 _CHAINS = "_tfkfac_chains"
 _SCOPE = re.compile(r"(?:^|/)replica_(\d+)/")
 

@@ -98,7 +98,7 @@ def _check(block: Block, complete: bool, recorded: bool) -> None:
         names = [v.name for v in block.variables]
         raise ValueError(
             f"Layer '{block.path}' has gradients for some of its weights "
-            f"{names} only. Pass all of them, or leave the layer to the inner "
+            f"{names} only. Pass all of them, or leave the layer to the rest "
             f"optimizer with skip_layers=['{block.path}']."
         )
     if not recorded:
@@ -107,7 +107,7 @@ def _check(block: Block, complete: bool, recorded: bool) -> None:
             "recorded in this training step. Its weights are used without "
             "calling the layer, or inside a loop or a nested `tf.function`; "
             "or the optimizer was attached after the forward pass. "
-            "Leave the layer to the inner optimizer with "
+            "Leave the layer to the rest optimizer with "
             f"skip_layers=['{block.path}']."
         )
 

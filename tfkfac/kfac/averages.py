@@ -368,6 +368,6 @@ def name_in_memory_errors(path: str) -> Iterator[None]:
         raise MemoryError(
             f"No memory for the factors of layer '{path}' and their "
             "decomposition. Have them approximated, with a smaller "
-            "`max_factor_dim`, or leave the layer to the inner optimizer, with "
+            "`max_factor_dim`, or leave the layer to the rest optimizer, with "
             f"skip_layers=['{path}']. {error}"
         ) from error

@@ -96,7 +96,7 @@ class KFAC(SecondOrderOptimizer):
             Defaults to 0.02.
         fisher: Whose gradients the factors G are made of, where the loss is
             computed by `model.compute_loss`, as `fit` does. "monte_carlo": of
-            labels drawn from the model's own predictions (Martens & Grosse,
+            labels sampled from the model's own predictions (Martens & Grosse,
             section 5), by one more backward pass to the pre-activations in
             steps that update factors. "empirical": of the labels of the
             batch, at no cost. "type2": no draws, but the columns of a square
@@ -151,7 +151,7 @@ class KFAC(SecondOrderOptimizer):
             `summary` shows the share of the trace in the leading directions.
             None is no limit. Defaults to 640.
         skip_layers: Names, regular expressions (they match a layer's whole
-            name or path) or classes of layers to leave to the inner optimizer;
+            name or path) or classes of layers to leave to the rest optimizer;
             one, or several in a list or tuple.
         gradient_accumulation_steps: Number of micro-batches, at least 2, that
             make one step together, as if they were one batch: gradients and

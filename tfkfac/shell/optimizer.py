@@ -1,8 +1,9 @@
 """The Keras optimizer around another, bound to the model it trains."""
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import keras
@@ -473,15 +474,20 @@ class SecondOrderOptimizer(AveragingOptimizer):
             failed, plain gradients used. Each process counts the faults of its
             own replicas; `fit` prints the largest count of all processes.
         """
+        return largest_counts(self.event_counts())
+
+    def event_counts(self) -> collections.Counter[tuple[str, int]]:
+        """Returns the counts of `events` by text and replica."""
+        counts: collections.Counter[tuple[str, int]] = collections.Counter()
         if not self.built:
-            return {}
+            return counts
         skipped = self._bound_job().skipped[0]
         events = [("steps skipped, gradients not finite", skipped)]
-        events += self.method.events()
-        counts: dict[str, int] = {}
-        for text, count in events:
-            counts[text] = max(counts.get(text, 0), int(count.numpy()))
-        return {text: count for text, count in counts.items() if count}
+        replicas: collections.Counter[str] = collections.Counter()
+        for text, count in events + self.method.events():
+            counts[text, replicas[text]] = int(count.numpy())
+            replicas[text] += 1
+        return counts
 
     def _check_built(self) -> None:
         model = self.bound_model()
@@ -554,3 +560,13 @@ def ours(optimizer: Any) -> SecondOrderOptimizer | None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         optimizer = optimizer.inner_optimizer
     return optimizer if isinstance(optimizer, SecondOrderOptimizer) else None
+
+
+def largest_counts(
+    counts: Mapping[tuple[str, int], int],
+) -> collections.Counter[str]:
+    """Return the largest count of a replica for each text, without zeros."""
+    largest: collections.Counter[str] = collections.Counter()
+    for (text, _), count in counts.items():
+        largest |= collections.Counter({text: count})
+    return largest

@@ -195,7 +195,6 @@ class SavedState(tf.train.experimental.PythonState):
                 stacklevel=2,
             )
             return
-        check_format(store, self._name)
         job, contents = self._job, self._contents()
         assert job is not None
         saved = Saved(store)
@@ -227,6 +226,7 @@ class SavedState(tf.train.experimental.PythonState):
         reason = why_unreadable(store)
         if reason is not None:
             return reason
+        check_format(store, self._name)
         if self._job is None:
             return "the model is not built"
         share, topology = find_share(store), self._job.topology

@@ -11,6 +11,8 @@ _BUILT_IN: dict[str, type[Solver]] = {
     "inverse": InverseSolver,
 }
 SOLVERS = dict(_BUILT_IN)
+# Other sections of saved state, which a solver's section must not replace.
+RESERVED = ("format", "share", "state")
 
 
 def register_solver(name: str, solver_class: type[Solver]) -> None:
@@ -34,17 +36,17 @@ def register_solver(name: str, solver_class: type[Solver]) -> None:
 
     Raises:
         TypeError: If `solver_class` is not such a class.
-        ValueError: If `name` is not an identifier, or is the name of a
-            built-in solver.
+        ValueError: If `name` is not an identifier, is the name of a built-in
+            solver, or of another section of saved state.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(
             f"Argument `name` must be an identifier. Received: name={name!r}"
         )
-    if name in _BUILT_IN:
+    if name in (*_BUILT_IN, *RESERVED):
         raise ValueError(
-            "Argument `name` must not be the name of a built-in solver. "
-            f"Received: name={name!r}"
+            "Argument `name` must not be the name of a built-in solver or one "
+            f"of {RESERVED}. Received: name={name!r}"
         )
     is_solver = isinstance(solver_class, type) and issubclass(
         solver_class, Solver

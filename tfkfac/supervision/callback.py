@@ -12,7 +12,7 @@ from tfkfac.cluster.watch import Standstill, find_standstill
 from tfkfac.compat.models import first_epoch
 from tfkfac.distributed.agreement import exchange
 from tfkfac.distributed.topology import find_topology
-from tfkfac.shell.optimizer import SecondOrderOptimizer
+from tfkfac.shell.optimizer import SecondOrderOptimizer, largest_counts
 from tfkfac.supervision import comparison
 
 
@@ -29,8 +29,8 @@ class Supervision(keras.callbacks.Callback):
       must be on all workers.
     - It records the end of each batch for `Standstill`.
     - It counts the steps, which ends a `fit` with too many skipped steps. At
-      the end it prints the events of this `fit`; compiled with XLA, a step
-      cannot print them.
+      the end of each epoch it collects the events of all workers, and at the
+      end of `fit` it prints them; compiled with XLA, a step cannot print them.
 
     After `on_train_begin` of all callbacks, `last` passes the number of steps
     to the method and compares the positions of the workers.
@@ -55,7 +55,8 @@ class Supervision(keras.callbacks.Callback):
         self._is_alone = True
         self._frequencies: set[str | int | None] = set()
         self._batches = 0
-        self._events: dict[str, int] = {}
+        self._events_before: collections.Counter[tuple[str, int]]
+        self._events: collections.Counter[str] = collections.Counter()
 
     @property
     def last(self) -> keras.callbacks.Callback:
@@ -71,7 +72,7 @@ class Supervision(keras.callbacks.Callback):
         self._is_alone = find_topology(strategy).processes == 1
         if not self._is_alone:
             self._exchange_frequencies()
-        self._events = self._optimizer.events()
+        self._events_before = self._optimizer.event_counts()
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -92,24 +93,32 @@ class Supervision(keras.callbacks.Callback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._count_events()
         if not self._is_alone:
             comparison.compare_bits(self._optimizer)
             if "epoch" in self._frequencies:
                 self._optimizer.gather_state()
 
-    @override
-    def on_train_end(self, logs: Any = None) -> None:
-        before = collections.Counter(self._events)
-        new = collections.Counter(self._optimizer.events()) - before
+    def _count_events(self) -> None:
+        """Count the events of this `fit` on all workers.
+
+        Not at the end of `fit`, which a worker can reach before the others.
+        """
+        new = self._optimizer.event_counts()
+        self._events = largest_counts(new - self._events_before)
         if not self._is_alone:
             group = self._optimizer.method.job.among_processes("events")
-            # Workers that share a block count the same faults: no sum.
-            for counts in exchange(new, group):
-                new |= collections.Counter(counts)
-        if new:
-            events = "; ".join(f"{text}: {n}" for text, n in new.items())
+            # Workers that share a block count the same events: take the
+            # maximum, not the sum.
+            for counts in exchange(self._events, group):
+                self._events |= collections.Counter(counts)
+
+    @override
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._events:
+            counts = "; ".join(f"{x}: {n}" for x, n in self._events.items())
             name = self._optimizer.name
-            print(f"tfkfac: {name} in this fit: {events}", file=sys.stderr)
+            print(f"tfkfac: {name} in this fit: {counts}", file=sys.stderr)
 
     def _exchange_frequencies(self) -> None:
         """Collect `save_freq` of the callbacks of all workers."""

@@ -114,8 +114,8 @@ def refuse_eager_replicas() -> NoReturn:
         "Argument `run_eagerly` of `compile` must be False, and a training "
         "step of your own a `tf.function`, where a process has several "
         "replicas: TensorFlow runs eager replicas one after the other. To "
-        "debug eagerly, use one replica in each process. Received: "
-        "run_eagerly=True"
+        "debug eagerly, use one replica in each process. Received: an "
+        "eager step of several replicas"
     )
 
 

@@ -100,13 +100,6 @@ class Step:
             return tf.zeros([], tf.float64)
         return weighted(tf.cast(value, tf.float64), self.loss.share)
 
-    def row_scale(self) -> tf.Tensor:
-        """Factor for recorded gradients, see `LossMeasure`."""
-        factor, scale = self.loss.row_scale, self.job.scaling.factor()
-        return (
-            factor if scale is None else factor / tf.cast(scale, factor.dtype)
-        )
-
     def note_losses(self, instead: str) -> None:
         """Record the types of the losses of this step.
 
