@@ -1,6 +1,5 @@
 """Training steps compiled by XLA, Keras' default on a GPU."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,16 +154,6 @@ def test_layers(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         compiled = trained(name, OPTIMIZERS[kind](), jit=True)
     for got, want in zip(compiled, plain, strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=3e-6)
-
-
-@pytest.mark.usefixtures("pretended_gpu")
-def test_eigen_says_that_it_is_slow() -> None:
-    with pytest.warns(UserWarning, match="XLA, whose eigen-decompositions"):
-        dense(tfkfac.KFAC(solver="eigen"), jit_compile=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dense(tfkfac.KFAC(solver="eigen"), jit_compile=False)
-        dense(tfkfac.KFAC(), jit_compile=True)
 
 
 @pytest.mark.usefixtures("pretended_gpu")
