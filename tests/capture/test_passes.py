@@ -76,7 +76,10 @@ def test_factors_use_the_applied_gradient(name: str, eager: bool) -> None:
 
 def test_warning_for_another_gradient(capfd: Any) -> None:
     optimizer = run((1, -3), True, layers.Dense(2, name="block"))
-    assert "tfkfac: block: the applied gradient is neither" in capfd.readouterr().err
+    assert (
+        "tfkfac: block: the applied gradient is neither"
+        in capfd.readouterr().err
+    )
     lines: list[str] = []
     optimizer.summary(print_fn=lines.append)
     assert "gradients of other passes in block: 1" in lines[0]
