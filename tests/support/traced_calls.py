@@ -13,7 +13,7 @@ import numpy as np
 import tfkfac
 from tests.support.strategies import strategy
 
-PACKAGE = pathlib.Path(tfkfac.__file__).parent
+PACKAGE = f"{pathlib.Path(tfkfac.__file__).parent}/"
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "natural": tfkfac.KFAC,
     "spectral": lambda: tfkfac.KFAC(step="spectral"),
@@ -44,11 +44,11 @@ def count_calls(optimizer: str) -> Counts:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(OPTIMIZERS[optimizer](), loss)
     model.optimizer.build(model.trainable_variables)
-    files: list[pathlib.Path] = []
+    files: list[str] = []
 
     def record(frame: Any, event: str, _: Any) -> None:
-        file = pathlib.Path(frame.f_code.co_filename)
-        if event == "call" and file.is_relative_to(PACKAGE):
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(PACKAGE):
             files.append(file)
 
     sys.setprofile(record)
@@ -58,7 +58,7 @@ def count_calls(optimizer: str) -> Counts:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    outside = [file for file in files if file.parent.name != "compat"]
+    outside = [file for file in files if "/compat/" not in file]
     changes = sum(a != b for a, b in itertools.pairwise(outside))
     return Counts(changes, len(set(files)), len(files))
 
