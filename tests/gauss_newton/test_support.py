@@ -121,8 +121,8 @@ def test_memory_of_a_step() -> None:
     assert "4 weights n in float32" in summary_text(optimizer)
     assert optimizer.state_bytes()["previous_step"] == 16
     limits = optimizer.method.limits
-    assert limits.bytes("parameters", 100) == 4 * (3 * 16 + 2 * 100 * 4)
-    assert limits.bytes("residuals", 3) == 4 * (3 * 9 + 3 * 3 * 4)
+    assert limits.peak_bytes("parameters", 100) == 4 * (3 * 16 + 2 * 100 * 4)
+    assert limits.peak_bytes("residuals", 3) == 4 * (3 * 9 + 3 * 3 * 4)
     assert limits.space("auto", 3) == "residuals"
     assert limits.space("auto", 4) == "parameters"
     network.train_on_batch(X, Y)

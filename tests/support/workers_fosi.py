@@ -224,7 +224,7 @@ def told(kind: str | None) -> list[int]:
     options = {"warmup_steps": None}
     with strategy(kind).scope():
         optimizer = compiled(kind, "mlp", "sgd", options).optimizer
-    optimizer.method.expect(40 * (1 + local_ranks(kind)[0]))
+    optimizer.method.set_run_length(40 * (1 + local_ranks(kind)[0]))
     return [int(state.warmup) for state in optimizer.method.states]
 
 

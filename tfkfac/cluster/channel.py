@@ -240,7 +240,7 @@ class Channel:
             target=self._run, name="tfkfac channel", daemon=True
         ).start()
         atexit.register(self.broadcast, PEER_EXITED)
-        # An open copy in a forked child would hide the end of this process.
+        # A copy open in a forked child would hide the end of this process.
         os.register_at_fork(after_in_child=self._close_in_child)
 
     def broadcast(self, message: Message) -> None:

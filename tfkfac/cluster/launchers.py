@@ -148,7 +148,7 @@ class Slurm(Launcher):
 
     @override
     def coordinator(self) -> str | None:
-        """Return the first node and a port that depends on job and step."""
+        """Return `host:port`: first node, port from the Slurm job and step."""
         nodes, job, step = (
             self.environment[name] for name in self.other_variables
         )

@@ -315,7 +315,7 @@ def find_standstill(strategy: tf.distribute.Strategy) -> Standstill | None:
 
 @functools.cache
 def _local_standstill() -> Standstill:
-    """Return the `Standstill` of several replicas in one process."""
+    """Return the process-wide `Standstill` for several local replicas."""
     channel = Channel(0, 1, {})
     standstill = Standstill(["this process"], channel)
     channel.start(standstill)

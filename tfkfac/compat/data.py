@@ -104,7 +104,7 @@ def _graphs(datasets: Iterable[tf.data.Dataset]) -> Iterator[tf.Graph]:
 
 
 def _operations(graph: tf.Graph) -> list[str]:
-    """Return the types of all operations, also of functions in functions."""
+    """Return the types of all operations, including nested functions."""
     content = graph.as_graph_def()
     bodies = [function.node_def for function in content.library.function]
     return [node.op for body in (content.node, *bodies) for node in body]

@@ -1,4 +1,4 @@
-"""Observe the loss calls of a model's `compute_loss`, and read Keras losses."""
+"""Record the loss calls of `compute_loss`; read settings of Keras losses."""
 
 import contextlib
 import dataclasses

@@ -111,7 +111,7 @@ class Reading:
         self.leaves: list[tf.Tensor] = []
 
     def cut(self, outputs: Any) -> Any:
-        """Returns the outputs with leaves as values and logits."""
+        """Replace the values and logits of the outputs by leaf tensors."""
         return keras.tree.map_structure(self._cut_output, outputs)
 
     def _cut_output(self, output: Any) -> Any:

@@ -90,7 +90,7 @@ def first_of(differences: Sequence[str]) -> str:
 
 
 def _describe(values: Sequence[Any]) -> str:
-    """Format values by worker; of lists, only entries that are not common."""
+    """Format values by worker; of lists, only entries missing on a worker."""
     if not all(isinstance(value, list) for value in values):
         return _by_worker(values)
     lists: Sequence[list[Any]] = values

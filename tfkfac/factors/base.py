@@ -15,7 +15,7 @@ from tfkfac.linalg.symmetric import pack, packed_size, unpack
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Spec of a tensor of a factor or decomposition, applied elementwise.
+    """Spec of one tensor of a factor or decomposition, multiplied elementwise.
 
     Attributes:
         shape: Shape of the tensor.

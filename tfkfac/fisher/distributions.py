@@ -439,10 +439,10 @@ class Likelihood:
         return all(x.distribution.categorical for x in self.outputs)
 
     def applies(self, include_categorical: bool) -> tf.Tensor | None:
-        """True, a scalar bool, if the distributions are known in this step.
+        """Scalar bool tensor, True if the distributions are known in this step.
 
         None if they are known in all steps. With `include_categorical=False`,
-        false where all of them are categorical.
+        False where all of them are categorical.
         """
         distributions = [output.distribution for output in self.outputs]
         selected = [d for d in distributions if isinstance(d, OneOf)]

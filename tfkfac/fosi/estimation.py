@@ -242,7 +242,7 @@ class Estimator:
     def received_bytes(
         self, layout: Layout
     ) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes received in a plain step, and changes for an estimation."""
+        """Bytes received in a plain step; the keys changed by an estimation."""
         job = self.job
         weights = job.model.trainable_variables
         gradients = gradient_bytes(weights, job.topology.hint)

@@ -101,7 +101,7 @@ def all_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def wire_type(variable: keras.Variable) -> tf.DType:
-    """Dtype in which a variable is sent: floating types, else int64."""
+    """Dtype in which a variable is sent: its own if floating, else int64."""
     dtype = tf.as_dtype(variable.dtype)
     if dtype.is_floating:
         return dtype

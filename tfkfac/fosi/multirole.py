@@ -98,8 +98,8 @@ class RoleState(State):
         No file has the section "estimation", so every load resets the progress
         on all replicas. The next interval starts a new estimation.
         """
-        parts = {"estimation": lambda: self.progress.assign(0)}
-        return dataclasses.replace(super().contents(), parts=parts)
+        resets = {"estimation": lambda: self.progress.assign(0)}
+        return dataclasses.replace(super().contents(), optional_sections=resets)
 
 
 class AcceleratedEstimator(Estimator):

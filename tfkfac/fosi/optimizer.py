@@ -1,4 +1,4 @@
-"""The Keras optimizer `FOSI`, also DHO2 under several replicas."""
+"""Keras optimizer `FOSI`; with several replicas it is DHO2."""
 
 from typing import Any
 

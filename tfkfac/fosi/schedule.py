@@ -58,9 +58,9 @@ class Timing:
 
 
 def default_warmup(job: Job, states: Sequence[State], steps: int | None) -> int:
-    """Warm-up in updates of a run of `steps` steps, from the first worker.
+    """Return the default warm-up, in updates, of a run of `steps` steps.
 
-    Returns -1 if `steps` is None, or on several processes without states.
+    Equal on all processes. -1 if `steps` is None or, on several, no states.
     """
     warmup = -1
     if steps is not None:

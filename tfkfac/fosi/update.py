@@ -232,7 +232,7 @@ class SplitUpdate:
         return zero_unless_finite(change)
 
     def _scale(self, change: tf.Tensor) -> tf.Tensor:
-        """`(s - 1) d`, where the weights along V are already updated."""
+        """Return `(s - 1) d`; `_split` has added the change along V."""
         return (self._rate_scale() - 1) * change
 
     # --------------------------------------------------- any inner optimizer

@@ -329,7 +329,7 @@ class GaussNewtonMethod(Method):
         rows = []
         for m in [int(last["residuals"])] if last else EXAMPLES:
             space = limits.space(solve, m)
-            need = bytes_text(limits.bytes(space, m))
+            need = bytes_text(limits.peak_bytes(space, m))
             allowed = "" if limits.allows(space, m) else " (too large)"
             rows.append((f"{m:,}", space, need + allowed))
         header = ("Residuals m", "Space", "Bytes of a step")

@@ -221,12 +221,12 @@ def find_loss_inputs(
 
 
 def scale_of(terms: LossTerms, share: tf.Tensor, replicas: int) -> tf.Tensor:
-    """Factor of the sum of a loss' terms in a replica's loss."""
+    """Factor of `sum nll_t`: `u`, for a mean `u share / (replicas count)`."""
     if terms.summed:
         return terms.unit
     return tf.math.divide_no_nan(terms.unit * share, replicas * terms.count)
 
 
 def as_float64(loss: tf.Tensor) -> tf.Tensor:
-    """Sum a loss in float64; Keras does not reduce that of an empty batch."""
+    """Sum to float64; Keras does not reduce the loss of an empty batch."""
     return tf.cast(tf.reduce_sum(loss), tf.float64)

@@ -145,7 +145,7 @@ _MIN_REDUCTION = 8
 
 
 class Search(NamedTuple):
-    """The result of the tries of a step.
+    """Result of the trial steps of one optimizer step.
 
     A step is settled if the predicted reduction of the loss is below its
     rounding error.

@@ -210,7 +210,7 @@ class Limits(NamedTuple):
     outputs: int = 1  # per example
     activations: int = 0  # scalars of a forward pass per example
 
-    def bytes(self, space: str, residuals: int) -> int:
+    def peak_bytes(self, space: str, residuals: int) -> int:
         """Peak memory of a step in bytes, with the passes of the model."""
         n, m = self.weights, residuals
         size, rows = (n, min(m, self.block)) if space == PARAMETERS else (m, m)
@@ -240,7 +240,7 @@ class Limits(NamedTuple):
 
     def allows(self, space: str, residuals: int) -> bool:
         """True if a step is within the memory limit."""
-        return self.bytes(space, residuals) <= self.max_bytes
+        return self.peak_bytes(space, residuals) <= self.max_bytes
 
     def max_residuals(self) -> int:
         """Upper bound of m in the space of residuals: `a m^2 + b m <= c`."""
@@ -305,6 +305,6 @@ def choose_spaces(
     if residuals is None and space == PARAMETERS:
         residuals = limits.block
     if residuals is not None and not limits.allows(space, residuals):
-        need = bytes_text(limits.bytes(space, residuals))
+        need = bytes_text(limits.peak_bytes(space, residuals))
         raise ValueError(limits.refusal(space, need))
     return (space,)

@@ -98,7 +98,7 @@ class State(Tracked):
         self.inverse_updates = state_variable(0, "int64", "inverse_updates")
 
     def section(self, type_: type[_Section]) -> _Section:
-        """Return the section of a class."""
+        """Return the element of `sections` that is an instance of `type_`."""
         return next(s for s in self.sections if isinstance(s, type_))
 
     def fill(

@@ -26,7 +26,7 @@ from tfkfac.kfac.active import (
 )
 from tfkfac.kfac.averages import Pending
 from tfkfac.kfac.bank import State, local_factors
-from tfkfac.kfac.natural import Natural, renew_unsound
+from tfkfac.kfac.natural import Natural, count_invalid
 from tfkfac.kfac.placement import (
     FACTORS,
     INVERSES,
@@ -118,7 +118,7 @@ class KFACMethod(Method):
                 made += kind.directions(stage, step, exchange, damping)
             any_renewed = tf.cast(tf.reduce_any(renewed), tf.int64)
             own.inverse_updates.assign_add(any_renewed)
-            renew_unsound(own.counters, made)
+            count_invalid(own.counters, made)
             return Update(kind.gradients(made, step, own, damping, loss))
 
         step.apply(direction)
@@ -156,9 +156,9 @@ class KFACMethod(Method):
         asked = tf.equal(counters.decomposed, 0)
         first = next((g for g in step.gradients if g is not None), None)
         dtype = tf.float32 if first is None else first.dtype
-        losses = [step.own_loss()] if self._kind.sees_loss else []
-        beside = [asked, *losses]
-        sums = step.reduce(*(tf.cast(one, dtype) for one in beside))
+        losses = [step.own_loss()] if self._kind.needs_loss else []
+        scalars = [asked, *losses]
+        sums = step.reduce(*(tf.cast(x, dtype) for x in scalars))
         loss = sums[-1] if losses else tf.zeros([])
         wanted = sums[0] > 0 if self.placement.plan.shares_clocks else asked
         return wanted, tf.cast(loss, tf.float64)
@@ -290,21 +290,22 @@ class KFACMethod(Method):
     def attach(self, job: Job) -> None:
         self.job = job
         self._placement = None
-        tap_layers(
-            job.model, self.settings.skip_layers, self, self._kind.left_out
-        )
+        excluded = self._kind.excluded_blocks
+        tap_layers(job.model, self.settings.skip_layers, self, excluded)
         if self.settings.fisher != EMPIRICAL:
             PullbackTap.open(job.model)
 
     @override
-    def expect(self, steps: int | None, remaining: int | None = None) -> None:
-        """Looks for the largest rates of schedules in the run alone."""
+    def set_run_length(
+        self, steps: int | None, remaining: int | None = None
+    ) -> None:
+        """Compute the largest rates of schedules within the run."""
         if remaining is not None:
             updates = remaining // (
                 self.settings.gradient_accumulation_steps or 1
             )
             end = int(self.job.clock) + updates
-            self._kind.expect(end, self.job, self.states)
+            self._kind.set_end_step(end, self.job, self.states)
 
     @property
     def placement(self) -> Placement:
@@ -314,14 +315,14 @@ class KFACMethod(Method):
                 self.job.model,
                 self.settings.skip_layers,
                 Limit(self.settings.max_factor_dim, FACTOR_RANK),
-                self._kind.left_out,
+                self._kind.excluded_blocks,
             )
             self._placement = Placement(
                 registry,
                 self.job.topology,
                 make_solver(self.settings.solver),
                 self._distribution,
-                self._kind.beside,
+                self._kind.extra_scalars,
             )
         return self._placement
 
@@ -407,6 +408,6 @@ class KFACMethod(Method):
         topology = self.job.topology
         size = gradient_bytes(weights, topology.hint)
         # Each block's request for a decomposition, and the loss.
-        flags = len(self.placement.blocks) + self._kind.sees_loss
+        flags = len(self.placement.blocks) + self._kind.needs_loss
         size += flags * int(tf.as_dtype(weights[0].dtype).size)
         return self.placement.communication_bytes(topology.local[0], size)

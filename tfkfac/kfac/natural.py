@@ -1,7 +1,6 @@
-"""Natural gradient steps: gradients, preconditioned and clipped.
+"""Natural-gradient steps: precondition and clip the gradients.
 
-They are preconditioned as matrices or by their rows. Other kinds of steps are
-said by what they do otherwise than these.
+A gradient is preconditioned as a matrix, or as rows (a, g) with `W = a^T g`.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,40 +36,40 @@ from tfkfac.training.guards import count_each
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step
 
-# Blocks of tables of which each example reads some rows.
+# Blocks of embedding tables: an example uses only some rows of the table.
 TABLES = (EmbeddingBlock, PositionEmbeddingBlock)
-# Kind of what does the same for tensors of all sizes.
+# Cache key of calls that are traced once for all tensor sizes.
 ANY_SIZE = Kind(any_size=True)
 
 
 class Preconditioned(NamedTuple):
-    """The preconditioned gradient P of a block, before the clip."""
+    """Preconditioned gradient P of a block, before the clip."""
 
     layer: ActiveBlock
     gradient: LayerGradient
-    """P."""
+    """P; in spectral steps the direction D."""
     product: tf.Tensor
-    """`<P, W>` with its gradient W; `<D, N>` and `<P, N>` of a direction D."""
-    sound: tf.Tensor
-    """False if W is in the place of a P that cannot be right."""
+    """`<P, W>`; in spectral steps the vector of `<D, N>` and `<P, N>`."""
+    valid: tf.Tensor
+    """Scalar bool, False if P was invalid and is replaced by W."""
 
 
 class Natural:
-    """Steps along the preconditioned gradient that `kl_clip` bounds.
+    """Steps along the preconditioned gradient, bounded by `kl_clip`.
 
     Attributes:
-        title: What the title of a summary says of these steps.
-        sees_loss: Whether they need the loss.
-        has_momenta: Whether blocks keep momenta.
-        beside: Count of the numbers that travel beside each direction.
-        left_out: Classes of blocks that they leave to the rest optimizer.
+        title: Suffix of the title of the summary.
+        needs_loss: True if `gradients` needs the loss.
+        has_momenta: True if blocks store momenta.
+        extra_scalars: Number of scalars sent with each direction.
+        excluded_blocks: Classes of blocks left to the rest optimizer.
     """
 
     title = ""
-    sees_loss = False
+    needs_loss = False
     has_momenta = False
-    beside = 0
-    left_out: tuple[type[Block], ...] = ()
+    extra_scalars = 0
+    excluded_blocks: tuple[type[Block], ...] = ()
 
     def __init__(
         self,
@@ -86,7 +85,7 @@ class Natural:
 
     # ------------------------------------------------------------ the step
     def takes_rows(self, workers: int) -> bool:
-        """True if so many workers can do without whole gradients."""
+        """True if gradients may be kept as rows with this number of workers."""
         return True
 
     def directions(
@@ -96,54 +95,54 @@ class Natural:
         exchange: Exchange,
         damping: tf.Tensor,
     ) -> list[Preconditioned]:
-        """The directions that the weights of some blocks are moved in."""
+        """Compute the directions of the blocks, before scaling."""
         return precondition(layers, step, exchange, damping)
 
     def gradients(
         self,
-        made: Sequence[Preconditioned],
+        directions: Sequence[Preconditioned],
         step: Step,
         state: State,
         damping: tf.Tensor,
         loss: tf.Tensor,
     ) -> Gradients:
-        """Gradients for the inner optimizer, with the length of the step.
+        """Return the gradients for the inner optimizer.
 
         Args:
-            made: The directions.
-            step: The step.
+            directions: The results of `directions` for all blocks.
+            step: The step; its gradients are used for uncovered weights.
             state: The state of this replica.
             damping: The damping, float64.
-            loss: The mean loss of the group, 0 unless `sees_loss`.
+            loss: The mean loss of all replicas; 0 if `needs_loss` is False.
         """
         del loss
-        if not made:
+        if not directions:
             return step.gradients
-        products = [one.product for one in made]
+        products = [direction.product for direction in directions]
         rate = step.job.inner_optimizer.learning_rate
         limit = None
         if self._clip.get() is not None:
             limit = self._clip.at(step.job.clock)
         clip = clip_step(products, limit, rate)
-        inner, shown = step.job.inner_optimizer, None
+        inner, hint_rate = step.job.inner_optimizer, None
         if limit is not None and isinstance(inner, keras.optimizers.SGD):
-            shown = rate
-            if has_schedule(inner):  # which may warm up
+            hint_rate = rate
+            if has_schedule(inner):  # the current rate may be a warm-up
                 largest = tf.convert_to_tensor(state.report.largest_rate)
-                shown = tf.maximum(tf.cast(rate, largest.dtype), largest)
-        ruled = state.report.record(clip, damping, shown)
-        layers, limit = [one.layer for one in made], self._clip.get()
-        when(ruled, lambda: hint_at_clip(layers, step, state.report, limit))
-        return put_back(made, clip.factor, step.gradients)
+                hint_rate = tf.maximum(tf.cast(rate, largest.dtype), largest)
+        hint_due = state.report.record(clip, damping, hint_rate)
+        layers, limit = [x.layer for x in directions], self._clip.get()
+        when(hint_due, lambda: hint_at_clip(layers, step, state.report, limit))
+        return replace_gradients(directions, clip.factor, step.gradients)
 
     # --------------------------------------------------- binding and state
-    def expect(self, end: int, job: Job, states: Sequence[State]) -> None:
-        """Receives the step where the run that `fit` announces ends."""
+    def set_end_step(self, end: int, job: Job, states: Sequence[State]) -> None:
+        """Set the end step of the run that `fit` announces."""
         self._end, self._knows_rates = end, False
         self.find_rates(job, states)
 
     def find_rates(self, job: Job, states: Sequence[State]) -> None:
-        """Finds the largest rates of schedules, once for a run."""
+        """Compute the largest rates of schedules, once per run."""
         if self._knows_rates:
             return
         with tf.init_scope():
@@ -151,7 +150,7 @@ class Natural:
         self._knows_rates = bool(states)
 
     def update_rates(self, job: Job, states: Sequence[State]) -> None:
-        """Updates the largest rates of schedules that others are shares of."""
+        """Update the largest rates of the schedules of both optimizers."""
         for optimizer in (job.inner_optimizer, job.rest_optimizer):
             if optimizer is not None and follows(optimizer):
                 rate_of(optimizer).measure(self._end)
@@ -161,17 +160,18 @@ class Natural:
                 state.report.largest_rate.assign(largest)
 
     def sections(self, job: Job) -> Sequence[Slots]:
-        """State that it keeps between steps, of one replica."""
+        """Create the additional state of one replica."""
         return ()
 
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
-        """Bytes of the state of these steps, by name."""
+        """Return the bytes of the additional state, by name."""
         return {}
 
 
-# Root mean square of inputs far from unit scale, and a loss, in nats of a term,
-# that takes many steps: of 14 healthy runs the clip ruled an autoencoder's.
-_FAR, _HIGH = 3.0, 20.0
+_FAR_RMS = 3.0  # root mean square of inputs that are far from unit scale
+# Nats per term. From this loss on, many clipped steps are normal: of 14 healthy
+# runs, the clip limited that of an autoencoder.
+_HIGH_LOSS = 20.0
 
 
 def hint_at_clip(
@@ -180,16 +180,16 @@ def hint_at_clip(
     report: StepReport,
     limit: Any,
 ) -> None:
-    """Name the cause of short first steps, or of steps ruled by the clip."""
+    """Print the likely cause if the clip shortens most of the first steps."""
     head = "kl_clip has left less than {:.0%} of most of the first {} steps. "
     names, is_far = [step.job.name], tf.constant(False)
-    # The backward pass ends with the first layer.
+    # The backward pass ends with the first layer of the model.
     first = max(layers, key=lambda layer: max(r.order for r in layer.records))
     inputs, block = first.records[-1].inputs, first.block
     has_scale = "A" in block.factors and not isinstance(block, TABLES)
     if has_scale and tf.is_tensor(inputs) and inputs.dtype.is_floating:
         squares = tf.square(tf.cast(inputs, tf.float32))
-        is_far = tf.sqrt(tf.reduce_mean(squares)) > _FAR
+        is_far = tf.sqrt(tf.reduce_mean(squares)) > _FAR_RMS
         text = (
             f"{head.format(SHORT, FIRST)}The inputs of layer '{block.path}' "
             "are far from unit scale: normalise the inputs of the model, or "
@@ -197,14 +197,14 @@ def hint_at_clip(
         )
         count_each(is_far, report.hints, names, text)
     loss = tf.math.divide_no_nan(step.own_loss(), step.loss.unit)
-    is_low = step.group.size * loss < _HIGH
+    is_low = step.group.size * loss < _HIGH_LOSS
     less = f", KFAC(kl_clip={limit / 4:g})," if isinstance(limit, float) else ""
     text = (
         f"{head.format(LITTLE, FIRST)}Try a smaller one{less} or a larger "
         "damping; see `optimizer.last_step`."
     )
-    is_ruled = (report.clipped >= MANY) & is_low & ~is_far
-    count_each(is_ruled, report.hints, names, text)
+    is_limited = (report.clipped >= MANY) & is_low & ~is_far
+    count_each(is_limited, report.hints, names, text)
 
 
 def clip_step(
@@ -215,7 +215,7 @@ def clip_step(
     `lr^2 <P, W>` is the squared length of a step in the Fisher metric, about
     twice the change of the model's predictions in nats (Distributed K-FAC,
     eq. 16). All preconditioned gradients P are scaled by the same factor, 1 if
-    there is nothing to clip. The products are `<P, W>` of each block.
+    the length is 0 or `kl_clip` is None. `products` has `<P, W>` per block.
     """
     total = tf.abs(tf.reduce_sum(stack_scalars(products)))
     length = tf.square(tf.cast(learning_rate, tf.float64)) * total
@@ -234,12 +234,12 @@ def precondition(
     exchange: Exchange,
     damping: tf.Tensor,
 ) -> list[Preconditioned]:
-    """Gradient workers apply -> receivers receive.
+    """Precondition on the gradient workers, and send P to the receivers.
 
-    The gradients are reduced. The damping says how long P can be.
+    The gradients are already reduced. The damping bounds the length of P.
     """
-    by_rows = [one for one in layers if one.rows is not None]
-    others = [one for one in layers if one.rows is None]
+    by_rows = [layer for layer in layers if layer.rows is not None]
+    others = [layer for layer in layers if layer.rows is None]
     return [
         *precondition_rows(by_rows, step, damping),
         *precondition_matrices(others, step, exchange, damping),
@@ -252,313 +252,308 @@ def precondition_matrices(
     exchange: Exchange,
     damping: tf.Tensor,
 ) -> list[Preconditioned]:
-    """The P of blocks without rows: the same bits on all workers.
+    """Precondition dense gradients; P is bitwise equal on all workers.
 
-    All workers have the W, those with decompositions make the P.
+    All workers have W. Workers with the decomposition of a block compute its P.
     """
-    plain, own = matrix_pairs(layers, step)
-    places = [one.position for one in layers]
-    made = {i: [P] for i, P in zip(places, own, strict=True) if P is not None}
-    shared = exchange.share_gradients(step.group, made, places)
-    finished = each(
-        _finish_matrix,
-        plain,
-        [shared[i][0] for i in places],
-        damping,
-        like=ANY_SIZE,
-    )
+    plain, preconditioned = matrix_pairs(layers, step)
+    places = [layer.position for layer in layers]
+    pairs = zip(places, preconditioned, strict=True)
+    local = {i: [P] for i, P in pairs if P is not None}
+    shared = exchange.share_gradients(step.group, local, places)
+    received = [shared[i][0] for i in places]
+    finished = each(_finish_matrix, plain, received, damping, like=ANY_SIZE)
     set_shapes(layers, [matrix for matrix, _, _ in finished])
     return [
-        Preconditioned(one, MatrixGradient(new), product, flag)
-        for one, (new, product, flag) in zip(layers, finished, strict=True)
+        Preconditioned(layer, MatrixGradient(P), product, valid)
+        for layer, (P, product, valid) in zip(layers, finished, strict=True)
     ]
 
 
 def matrix_pairs(
     layers: Sequence[ActiveBlock], step: Step
 ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
-    """The W of blocks, and the `A^-1 W G^-1` of those decomposed here."""
-    scales = _casts(_inverse(step.loss.unit), layers)
+    """Return W of each block, and `A^-1 W G^-1` or None if not stored here."""
+    scales = _cast(_reciprocal(step.loss.unit), layers)
     matrices = each(
-        [one.block.to_matrix for one in layers],
-        [[step.gradients[k] for k in one.indices] for one in layers],
-        like=[_form("matrix", one) for one in layers],
+        [layer.block.to_matrix for layer in layers],
+        [[step.gradients[k] for k in layer.indices] for layer in layers],
+        like=[_form_key("matrix", layer) for layer in layers],
     )
-    kept = [one.state.decomposition for one in layers]
-    applied = each(Decomposition.precondition, kept, matrices, scales)
+    stored = [layer.state.decomposition for layer in layers]
+    applied = each(Decomposition.precondition, stored, matrices, scales)
     plain = [
-        matrix * scale if both is None else both[0]
-        for matrix, scale, both in zip(matrices, scales, applied, strict=True)
+        matrix * scale if pair is None else pair[0]
+        for matrix, scale, pair in zip(matrices, scales, applied, strict=True)
     ]
-    own = [both and both[1] for both in applied]
-    for column in (plain, own):
+    preconditioned = [pair and pair[1] for pair in applied]
+    for column in (plain, preconditioned):
         set_shapes(layers, column)
-    return plain, own
+    return plain, preconditioned
 
 
 def set_shapes(
     layers: Sequence[ActiveBlock], matrices: Sequence[tf.Tensor | None]
 ) -> None:
-    """Says the shapes of gradient matrices that calls have returned."""
-    for one, matrix in zip(layers, matrices, strict=True):
+    """Set the static shapes of gradient matrices returned by shared calls."""
+    for layer, matrix in zip(layers, matrices, strict=True):
         if matrix is not None:
-            matrix.set_shape(one.block.gradient_shape)
+            matrix.set_shape(layer.block.gradient_shape)
 
 
-def _form(what: str, one: ActiveBlock) -> Kind | None:
-    """Kind of blocks between matrices and gradients of weights."""
-    form = one.block.form
-    return None if form is None else Kind((what, form))
+def _form_key(target: str, layer: ActiveBlock) -> Kind | None:
+    """Cache key of the conversion of gradients to `target`."""
+    form = layer.block.form
+    return None if form is None else Kind((target, form))
 
 
 def precondition_rows(
     layers: Sequence[ActiveBlock], step: Step, damping: tf.Tensor
 ) -> list[Preconditioned]:
-    """The same of blocks with rows, where all workers are gradient workers.
+    """Precondition row gradients; every worker is a gradient worker.
 
-    P is linear in the gradient: several workers add up theirs, and each looks
-    at its own.
+    P is linear in the gradient. With several workers, each preconditions and
+    checks its local gradient, and the results are summed.
     """
-    parts = row_parts(layers, step)
+    blocks = row_blocks(layers, step)
 
-    def finish(pairs: Sequence[Pair]) -> list[_Made]:
+    def finish(pairs: Sequence[Pair]) -> list[_Finished]:
         return _finish(pairs, damping)
 
-    gradients, products, sound = fields(apply_rows(parts, finish), 3)
+    gradients, products, valid = fields(apply_rows(blocks, finish), 3)
     if step.group.size > 1:
-        sums = step.group.all_reduce([new.matrix for new in gradients])
+        sums = step.group.all_reduce([P.matrix for P in gradients])
         gradients = [MatrixGradient(total) for total in sums]
-        pairs = zip(parts, gradients, strict=True)
-        inner = [part.rows.inner(new) for part, new in pairs]
-        products = step.group.all_reduce(inner)
+        pairs = zip(blocks, gradients, strict=True)
+        local_products = [block.rows.inner(P) for block, P in pairs]
+        products = step.group.all_reduce(local_products)
     return [
-        Preconditioned(*one)
-        for one in zip(layers, gradients, products, sound, strict=True)
+        Preconditioned(*row)
+        for row in zip(layers, gradients, products, valid, strict=True)
     ]
 
 
-# W and `A^-1 W G^-1` of a block, in one form.
+# W and `A^-1 W G^-1` of a block, both as rows or both as matrices.
 Pair = tuple[LayerGradient, LayerGradient]
-# P, `<P, W>`, and whether P is sound.
-_Made = tuple[LayerGradient, tf.Tensor, tf.Tensor]
+# P, `<P, W>`, and True if P is valid.
+_Finished = tuple[LayerGradient, tf.Tensor, tf.Tensor]
 
 
-class RowPart(NamedTuple):
-    """A block on one worker: `most` rows of W are cheaper than the matrix."""
+class RowBlock(NamedTuple):
+    """Block with a row gradient; up to `max_rows` rows cost less than W."""
 
     decomposition: Decomposition
     rows: RowGradient
-    most: int
+    max_rows: int
 
     def by_rows(self) -> Pair:
-        """W and P, as rows."""
+        """Return W and P as rows."""
         return self.rows, self.decomposition.apply(self.rows)
 
     def by_matrix(self) -> Pair:
-        """W and P, as matrices."""
+        """Return W and P as matrices."""
         plain = MatrixGradient(self.rows.matrix)
         return plain, self.decomposition.apply(plain)
 
     @property
-    def limit(self) -> int | None:
-        """The most rows, where only the step knows how many there are.
+    def dynamic_row_limit(self) -> int | None:
+        """Row limit if the number of rows is unknown in the trace, else None.
 
-        A power of two, so that blocks that differ little decide as one.
+        A power of two, so that similar blocks share one decision.
         """
         if self.rows.a.shape[0] is not None:
             return None
-        return 1 << (self.most.bit_length() - 1)
+        return 1 << (self.max_rows.bit_length() - 1)
 
 
-def row_parts(layers: Sequence[ActiveBlock], step: Step) -> list[RowPart]:
-    """Decompositions and rows of blocks, in units of the loss."""
+def row_blocks(layers: Sequence[ActiveBlock], step: Step) -> list[RowBlock]:
+    """Return the blocks with rows, scaled to the negative log-likelihood."""
     return [
-        RowPart(
-            one.state.decomposition,
-            _in_units(one.rows, step),
-            most_rows(one.block.factors, step.group.size),
+        RowBlock(
+            layer.state.decomposition,
+            _scale_rows(layer.rows, step),
+            most_rows(layer.block.factors, step.group.size),
         )
-        for one in layers
-        if one.rows is not None and one.state.decomposition is not None
+        for layer in layers
+        if layer.rows is not None and layer.state.decomposition is not None
     ]
 
 
 def apply_rows(
-    parts: Sequence[RowPart],
-    make: Callable[[Sequence[Pair]], list[tuple[Any, ...]]],
+    blocks: Sequence[RowBlock],
+    finish: Callable[[Sequence[Pair]], list[tuple[Any, ...]]],
 ) -> list[tuple[Any, ...]]:
-    """Preconditions the gradient of each block, the cheaper way.
+    """Precondition each block as rows or as a matrix, whichever costs less.
 
     Args:
-        parts: The blocks.
-        make: Function of some pairs of W and `A^-1 W G^-1`. What it makes of
-            each begins with a gradient and goes on with tensors.
+        blocks: The blocks.
+        finish: Function of a list of pairs (W, P). It returns one tuple per
+            pair: a gradient, followed by tensors.
 
     Returns:
-        What is made of all pairs.
+        The tuples of `finish`, in the order of `blocks`.
     """
-    made: dict[int, tuple[Any, ...]] = {}
-    for limit in dict.fromkeys(part.limit for part in parts):
-        members = [i for i, part in enumerate(parts) if part.limit == limit]
-        some = [parts[i] for i in members]
+    results: dict[int, tuple[Any, ...]] = {}
+    limits = [block.dynamic_row_limit for block in blocks]
+    for limit in dict.fromkeys(limits):
+        indices = [i for i, x in enumerate(limits) if x == limit]
+        group = [blocks[i] for i in indices]
         if limit is None:
-            results = make(
+            finished = finish(
                 [
-                    p.by_rows()
-                    if p.rows.a.shape[0] <= p.most
-                    else p.by_matrix()
-                    for p in some
+                    b.by_rows()
+                    if b.rows.a.shape[0] <= b.max_rows
+                    else b.by_matrix()
+                    for b in group
                 ]
             )
         else:
-            results = _decide(some, limit, make)
-        made.update(zip(members, results, strict=True))
-    return [made[i] for i in range(len(parts))]
+            finished = _apply_dynamic(group, limit, finish)
+        results.update(zip(indices, finished, strict=True))
+    return [results[i] for i in range(len(blocks))]
 
 
-def _finish(pairs: Sequence[Pair], damping: tf.Tensor) -> list[_Made]:
-    """Replaces unusable P by W; returns them with `<P, W>`."""
-    plain = [old for old, _ in pairs]
-    made, sound = sound_ones([new for _, new in pairs], plain, damping)
+def _finish(pairs: Sequence[Pair], damping: tf.Tensor) -> list[_Finished]:
+    """Replace each invalid P by W; return `(P, <P, W>, valid)` per block."""
+    plain = [W for W, _ in pairs]
+    checked, flags = replace_invalid([P for _, P in pairs], plain, damping)
     return [
-        (new, old.inner(new), flag)
-        for new, old, flag in zip(made, plain, sound, strict=True)
+        (P, W.inner(P), valid)
+        for P, W, valid in zip(checked, plain, flags, strict=True)
     ]
 
 
 def _finish_matrix(
-    plain: tf.Tensor, made: tf.Tensor, damping: tf.Tensor
+    W: tf.Tensor, P: tf.Tensor, damping: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """The same of one block, P as a matrix."""
-    pair = MatrixGradient(plain), MatrixGradient(made)
-    ((new, product, sound),) = _finish([pair], damping)
-    return new.matrix, product, sound
+    """`_finish` for one block, with W and P as tensors."""
+    pair = MatrixGradient(W), MatrixGradient(P)
+    ((checked, product, valid),) = _finish([pair], damping)
+    return checked.matrix, product, valid
 
 
-def _decide(
-    parts: Sequence[RowPart],
+def _apply_dynamic(
+    blocks: Sequence[RowBlock],
     limit: int,
-    make: Callable[[Sequence[Pair]], list[tuple[Any, ...]]],
+    finish: Callable[[Sequence[Pair]], list[tuple[Any, ...]]],
 ) -> list[tuple[Any, ...]]:
-    """The same where the number of rows is known in the step only."""
+    """`apply_rows` if the number of rows is unknown in the trace."""
 
     def tensors(pairs: Sequence[Pair]) -> list[tuple[tf.Tensor, ...]]:
-        return [(gradient.matrix, *rest) for gradient, *rest in make(pairs)]
+        return [(gradient.matrix, *rest) for gradient, *rest in finish(pairs)]
 
-    counts = tf.stack([tf.shape(part.rows.a)[0] for part in parts])
-    found = tf.cond(
+    counts = tf.stack([tf.shape(block.rows.a)[0] for block in blocks])
+    results = tf.cond(
         tf.reduce_max(counts) <= limit,
-        lambda: tensors([part.by_rows() for part in parts]),
-        lambda: tensors([part.by_matrix() for part in parts]),
+        lambda: tensors([block.by_rows() for block in blocks]),
+        lambda: tensors([block.by_matrix() for block in blocks]),
     )
-    return [(MatrixGradient(matrix), *rest) for matrix, *rest in found]
+    return [(MatrixGradient(matrix), *rest) for matrix, *rest in results]
 
 
-def _in_units(rows: RowGradient, step: Step) -> RowGradient:
-    """Rows of the negative log-likelihood, weighed by this worker's share."""
-    scale, share = _inverse(step.loss.unit), step.share
+def _scale_rows(rows: RowGradient, step: Step) -> RowGradient:
+    """Scale rows to the negative log-likelihood and this replica's share."""
+    scale, share = _reciprocal(step.loss.unit), step.share
     if share is None:
         return rows.scaled(scale)
-    # Without a share there may be NaN on both sides.
-    there = tf.cast(share > 0, rows.a.dtype)
+    # If the share is 0, both `a` and `g` may be NaN.
+    nonzero = tf.cast(share > 0, rows.a.dtype)
     return RowGradient(
-        tf.math.multiply_no_nan(rows.a, there),
+        tf.math.multiply_no_nan(rows.a, nonzero),
         tf.math.multiply_no_nan(rows.g, tf.cast(share * scale, rows.g.dtype)),
     )
 
 
-def _inverse(unit: tf.Tensor) -> tf.Tensor:
+def _reciprocal(unit: tf.Tensor) -> tf.Tensor:
     return tf.math.divide_no_nan(tf.ones_like(unit), unit)
 
 
-def _casts(number: tf.Tensor, layers: Sequence[ActiveBlock]) -> list[tf.Tensor]:
-    """A number in the dtype of each block, made once for all of a dtype."""
-    dtypes = [one.block.dtype for one in layers]
-    casts = {dtype: tf.cast(number, dtype) for dtype in set(dtypes)}
+def _cast(scalar: tf.Tensor, layers: Sequence[ActiveBlock]) -> list[tf.Tensor]:
+    """Cast a scalar to the dtype of each block; one operation per dtype."""
+    dtypes = [layer.block.dtype for layer in layers]
+    casts = {dtype: tf.cast(scalar, dtype) for dtype in set(dtypes)}
     return [casts[dtype] for dtype in dtypes]
 
 
-def put_back(
-    made: Sequence[Preconditioned], factor: tf.Tensor, gradients: Gradients
+def replace_gradients(
+    directions: Sequence[Preconditioned],
+    factor: tf.Tensor,
+    gradients: Gradients,
 ) -> Gradients:
-    """Puts preconditioned gradients, times a factor, in their places."""
+    """Replace the gradients of the blocks by `factor` times their direction."""
     replaced = list(gradients)
-    layers = [one.layer for one in made]
-    parts = each(
-        [_weights(one) for one in layers],
-        [one.gradient for one in made],
-        _casts(factor, layers),
+    layers = [direction.layer for direction in directions]
+    by_block = each(
+        [_scaled_gradients(layer) for layer in layers],
+        [direction.gradient for direction in directions],
+        _cast(factor, layers),
         like=[
-            _form("weights", one.layer)
-            if isinstance(one.gradient, MatrixGradient)
+            _form_key("weights", direction.layer)
+            if isinstance(direction.gradient, MatrixGradient)
             else None
-            for one in made
+            for direction in directions
         ],
     )
-    for one, new in zip(made, parts, strict=True):
-        for i, part in zip(one.layer.indices, new, strict=True):
-            replaced[i] = part
+    for layer, of_block in zip(layers, by_block, strict=True):
+        for i, gradient in zip(layer.indices, of_block, strict=True):
+            replaced[i] = gradient
     return replaced
 
 
-def _weights(
-    one: ActiveBlock,
+def _scaled_gradients(
+    layer: ActiveBlock,
 ) -> Callable[[LayerGradient, tf.Tensor], list[tf.Tensor]]:
-    """Function from P, times a factor, to the parts of the weights."""
-    return lambda P, factor: one.block.from_gradient(P.scaled(factor))
+    """Function from P and a factor to the scaled gradients of the weights."""
+    return lambda P, factor: layer.block.from_gradient(P.scaled(factor))
 
 
-# How much longer than the longest possible one a gradient may be: the damping
-# may have grown since the decomposition was made.
+# P is valid if `|P| <= _SLACK |W| / min(damping, 1)^2`. The slack allows for a
+# damping that has grown since the last inverse update.
 _SLACK = 1e6
 
 
-def sound_ones(
-    made: Sequence[LayerGradient],
+def replace_invalid(
+    preconditioned: Sequence[LayerGradient],
     plain: Sequence[LayerGradient],
     damping: tf.Tensor,
 ) -> tuple[list[LayerGradient], list[tf.Tensor]]:
-    """Puts plain gradients in the place of what is made of them and is wrong.
+    """Fall back to the plain gradient where the preconditioned one is invalid.
 
-    A decomposition that is not finite, or far too large, would turn the
-    weights into NaN in one step. It is found where it is used, by what it has
-    made.
-
-    No eigenvalue of a damped Fisher matrix is less than the damping (its
-    square, where both factors get all of it), so its inverse makes no gradient
-    longer than by the inverse of that.
+    An invalid decomposition would make the weights NaN in one step. Each
+    eigenvalue of a damped Fisher block is at least the damping, or its square
+    if both factors get the whole damping. So `|P| <= |W| / min(damping, 1)^2`.
 
     Returns:
-        The gradients, in the forms that they have, and for each whether it is
-        the preconditioned one.
+        The gradients, as rows or matrices like the arguments, and one scalar
+        bool per block, True if the preconditioned gradient is valid.
     """
-    if not made:
+    if not preconditioned:
         return [], []
     sizes, plain_sizes = (
         stack_scalars([gradient.bound() for gradient in gradients])
-        for gradients in (made, plain)
+        for gradients in (preconditioned, plain)
     )
-    least = tf.minimum(damping, 1.0) ** 4  # of squared lengths
-    sound = tf.math.is_finite(sizes) & (
+    least = tf.minimum(damping, 1.0) ** 4  # `bound` is a squared length
+    valid = tf.math.is_finite(sizes) & (
         sizes * least <= _SLACK**2 * plain_sizes
     )
-    flags = tf.unstack(sound)
-    kept = [
-        new.where(flag, old)
-        for new, flag, old in zip(made, flags, plain, strict=True)
+    flags = tf.unstack(valid)
+    checked = [
+        P.where(flag, W)
+        for P, flag, W in zip(preconditioned, flags, plain, strict=True)
     ]
-    return kept, flags
+    return checked, flags
 
 
-def renew_unsound(counters: Counters, made: Sequence[Preconditioned]) -> None:
-    """Counts plain gradients, and has their blocks decomposed anew at once."""
-    sound = {one.layer.position: one.sound for one in made}
-    unsound = tf.logical_not(counters.flags(sound))
+def count_invalid(counters: Counters, blocks: Sequence[Preconditioned]) -> None:
+    """Count invalid preconditioned gradients; request inverse updates."""
+    valid = {x.layer.position: x.valid for x in blocks}
+    invalid = tf.logical_not(counters.flags(valid))
     count_each(
-        unsound,
+        invalid,
         counters.plain,
         counters.paths,
         "the preconditioned gradient is not finite or far too long, the plain "
         "one takes its place; the next step decomposes the factors anew.",
     )
-    counters.request_decomposition(unsound)
+    counters.request_decomposition(invalid)

@@ -69,14 +69,16 @@ class BlockCost:
         """
         factors, item = block.factors, block.dtype.size
         dtype = wire.inverse_dtype or block.dtype
-        statistics = 0
+        statistics_bytes = 0
         for factor in factors.values():
             total = math.prod(wire.shape(factor.storage))
-            statistics += total * (wire.factor_dtype or block.dtype).size
+            statistics_bytes += total * (wire.factor_dtype or block.dtype).size
             # The number of rows and, in half precision, the units are sent in
             # the dtype of the block.
             units = math.prod(factor.storage.scale_shape)
-            statistics += item * (1 + units * (wire.factor_dtype is not None))
+            statistics_bytes += item * (
+                1 + units * (wire.factor_dtype is not None)
+            )
         parts = {}
         for name in factors:
             sent = solver.parts(factors, name).values()
@@ -92,7 +94,7 @@ class BlockCost:
         return cls(
             factors={n: f.elements * item for n, f in factors.items()},
             decomposition=sum(spec.elements for spec in stored) * dtype.size,
-            statistics=statistics,
+            statistics=statistics_bytes,
             parts=parts,
             gradient=(math.prod(block.gradient_shape) + num_scalars) * item,
             decompositions={

@@ -16,7 +16,7 @@ from tfkfac.distributed.plan import MODES, POLICIES
 from tfkfac.shell.arguments import Hyperparameter, Settings
 from tfkfac.shell.rest import INNER
 
-# Default learning rate of natural steps, which the clip bounds.
+# Default learning rate of natural-gradient steps, bounded by the KL clip.
 RATE = 0.1
 # Share of gradient workers between MEM-OPT and COMM-OPT (KAISA, section 5).
 _HALF = 0.5

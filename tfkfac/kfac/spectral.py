@@ -21,7 +21,7 @@ where B is the number of blocks, s the learning rate divided by the largest
 one of its schedule in the run, at most 1, and L the negative log-likelihood
 of a term of the loss, 0 if it is unknown or not finite. By Cauchy and
 Schwarz, `<D, N> / sqrt(<P, N>)` is a lower bound of the Fisher length of D;
-`sqrt(damping) |D|` is another. The larger one counts.
+`sqrt(damping) |D|` is another. The larger bound is used.
 """
 
 import math
@@ -45,23 +45,23 @@ from tfkfac.kfac.natural import (
     Preconditioned,
     apply_rows,
     matrix_pairs,
-    put_back,
-    row_parts,
+    replace_gradients,
+    row_blocks,
     set_shapes,
 )
 from tfkfac.kfac.placement import Placement
 from tfkfac.linalg.polar import polar_factors
 from tfkfac.linalg.tensors import all_finite, are_finite, select, stack_scalars
 from tfkfac.saving.slots import Slots
-from tfkfac.shell.rest import known_rate, share_of_largest, update_largest
+from tfkfac.shell.rest import constant_rate, share_of_largest, update_largest
 from tfkfac.training.job import Job
 from tfkfac.training.step import Gradients, Step
 
 # Default of mu. No study compares it with other values.
 _MOMENTUM = 0.9
-# Maximum number of columns of P that are orthogonalised together. Whole
-# matrices ended with 0.95 times the loss on seven tiny problems, for 1.05
-# times the CPU seconds (geometric means), 1.6 times on the VAE.
+# Maximum number of columns of P that are orthogonalised together. Without this
+# limit: 0.95 times the final loss for 1.05 times the CPU seconds (geometric
+# means of seven tiny problems); on the VAE 1.6 times the CPU seconds.
 BLOCK = 32
 # Number of polynomials: 5 bring all singular values above 1e-3 of the norm to
 # within 12.5 % of 1, 7 to within 0.2 % (tests/linalg/test_polar.py).
@@ -72,16 +72,16 @@ class Spectral(Natural):
     """Steps along the orthogonalised, preconditioned momentum."""
 
     title = ", spectral steps"
-    sees_loss = True
+    needs_loss = True
     has_momenta = True
-    beside = 2  # <D, N> and <P, N>
-    # Of a table each row sees little of the data, and orthogonalised it would
-    # move as much as one that sees all.
-    left_out = TABLES
+    extra_scalars = 2  # per block: <D, N> and <P, N>
+    # A row of an embedding table sees little of the data. An orthogonalised
+    # step would move it as far as a row that sees all.
+    excluded_blocks = TABLES
 
     @override
     def takes_rows(self, workers: int) -> bool:
-        # The gradient itself is needed, too: several have it reduced at once.
+        # The momentum also needs W, which several workers reduce as a matrix.
         return workers == 1
 
     @override
@@ -98,17 +98,17 @@ class Spectral(Natural):
     @override
     def gradients(
         self,
-        made: Sequence[Preconditioned],
+        directions: Sequence[Preconditioned],
         step: Step,
         state: State,
         damping: tf.Tensor,
         loss: tf.Tensor,
     ) -> Gradients:
-        if not made:
+        if not directions:
             return step.gradients
-        squares = [2 * one.gradient.bound() for one in made]
+        squares = [2 * direction.gradient.bound() for direction in directions]
         clip = spectral_length(
-            [one.product for one in made],
+            [direction.product for direction in directions],
             squares,
             tf.math.divide_no_nan(loss, step.loss.unit),
             damping,
@@ -116,18 +116,18 @@ class Spectral(Natural):
             step.job.inner_optimizer.learning_rate,
         )
         state.report.assign(length=clip.length, damping=damping)
-        return put_back(made, clip.factor, step.gradients)
+        return replace_gradients(directions, clip.factor, step.gradients)
 
     @override
     def sections(self, job: Job) -> Sequence[Slots]:
-        return (LargestRate(known_rate(job.inner_optimizer)),)
+        return (LargestRate(constant_rate(job.inner_optimizer)),)
 
     @override
     def update_rates(self, job: Job, states: Sequence[State]) -> None:
         super().update_rates(job, states)
         for state in states:
-            kept = state.section(LargestRate).value
-            update_largest(kept, job.inner_optimizer, self._end)
+            largest = state.section(LargestRate).value
+            update_largest(largest, job.inner_optimizer, self._end)
 
     @override
     def bytes(self, placement: Placement, rank: int) -> dict[str, int]:
@@ -135,10 +135,10 @@ class Spectral(Natural):
 
 
 class LargestRate(Slots):
-    """The learning rate that those of spectral steps are shares of.
+    """Largest learning rate of the run, the denominator of s.
 
-    A number is what callbacks reduce, before and after a model is saved. That
-    of a schedule is known when training begins.
+    It is saved: a callback may have reduced a constant rate before the save.
+    For a schedule it is computed when training begins.
     """
 
     def __init__(self, rate: float) -> None:
@@ -154,108 +154,105 @@ def orthogonalize(
 ) -> list[Preconditioned]:
     """Compute the directions D.
 
-    All workers have the W. Those with decompositions have the momenta N, and
-    make `P = A^-1 N G^-1` and D of them; with D travel `<D, N>` and `<P, N>`.
+    All workers have W. Workers with the decomposition of a block also have its
+    momentum, compute `P = A^-1 N G^-1` and D, and send D, `<D, N>`, `<P, N>`.
     """
     if not layers:
         return []
-    by_rows = [one for one in layers if one.rows is not None]
-    others = [one for one in layers if one.rows is None]
+    by_rows = [layer for layer in layers if layer.rows is not None]
+    others = [layer for layer in layers if layer.rows is None]
     layers = [*by_rows, *others]
     pairs = zip(
         row_pairs(by_rows, step), matrix_pairs(others, step), strict=True
     )
     plain, applied = ([*rows, *matrices] for rows, matrices in pairs)
-    momenta = [one.state.momentum for one in layers]
-    moved = each(Momentum.add, momenta, plain, applied, momentum)
-    N, P = fields(moved, 2)
+    momenta = [layer.state.momentum for layer in layers]
+    updated = each(Momentum.add, momenta, plain, applied, momentum)
+    N, P = fields(updated, 2)
     for column in (N, P):
         set_shapes(layers, column)
-    own = [i for i, matrix in enumerate(P) if matrix is not None]
+    local = [i for i, matrix in enumerate(P) if matrix is not None]
+    local_N, local_P = [N[i] for i in local], [P[i] for i in local]
     D = shared_call(
         ("polar", BLOCK, ITERATIONS),
-        lambda *some: polar_factors(some, BLOCK, ITERATIONS),
-        *(P[i] for i in own),
-        placed=True,  # oneDNN has quicker kernels for batches of products
+        lambda *matrices: polar_factors(matrices, BLOCK, ITERATIONS),
+        *local_P,
+        placed=True,  # oneDNN kernels are faster for batched products
     )
-    products = each(
-        _products, D, [N[i] for i in own], [P[i] for i in own], like=ANY_SIZE
-    )
-    places = [one.position for one in layers]
-    made = {places[i]: pair for i, *pair in zip(own, D, products, strict=True)}
-    shared = exchange.share_gradients(step.group, made, places)
-    return _sound_directions(layers, plain, [shared[i] for i in places])
+    products = each(_products, D, local_N, local_P, like=ANY_SIZE)
+    places = [layer.position for layer in layers]
+    rows = zip(local, D, products, strict=True)
+    sent = {places[i]: pair for i, *pair in rows}
+    shared = exchange.share_gradients(step.group, sent, places)
+    return _check_directions(layers, plain, [shared[i] for i in places])
 
 
 def row_pairs(
     layers: Sequence[ActiveBlock], step: Step
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-    """The W and `A^-1 W G^-1` of blocks with rows."""
+    """Return W and `A^-1 W G^-1` of blocks with rows, as matrices."""
 
     def matrices(pairs: Sequence[Pair]) -> list[tuple[Any, ...]]:
-        return [(new, old.matrix) for old, new in pairs]
+        return [(P, W.matrix) for W, P in pairs]
 
-    made = apply_rows(row_parts(layers, step), matrices)
-    return [plain for _, plain in made], [new.matrix for new, _ in made]
+    results = apply_rows(row_blocks(layers, step), matrices)
+    return [W for _, W in results], [P.matrix for P, _ in results]
 
 
 def _products(D: tf.Tensor, N: tf.Tensor, P: tf.Tensor) -> tf.Tensor:
-    """`<D, N>` and `<P, N>`."""
+    """Return the vector of `<D, N>` and `<P, N>`."""
     return tf.stack([tf.reduce_sum(D * N), tf.reduce_sum(P * N)])
 
 
-def _sound_directions(
+def _check_directions(
     layers: Sequence[ActiveBlock],
     plain: Sequence[tf.Tensor],
-    came: Sequence[Sequence[tf.Tensor]],
+    shared: Sequence[Sequence[tf.Tensor]],
 ) -> list[Preconditioned]:
-    """Directions with their products; those that are wrong are replaced."""
-    directions, products = fields(came, 2)
-    # Nothing but a finite D has a finite `<D, N>`.
-    sound = are_finite(products)
-    flags = tf.unstack(sound)
-    made = tf.cond(
-        tf.reduce_all(sound),
-        lambda: came,
+    """Replace invalid directions; `shared` has (D, products) per block."""
+    D, products = fields(shared, 2)
+    # `<D, N>` is finite only if D is finite.
+    valid = are_finite(products)
+    flags = tf.unstack(valid)
+    results = tf.cond(
+        tf.reduce_all(valid),
+        lambda: shared,
         lambda: each(
-            _replace_direction,
-            flags,
-            plain,
-            directions,
-            products,
-            like=ANY_SIZE,
+            _replace_direction, flags, plain, D, products, like=ANY_SIZE
         ),
     )
-    set_shapes(layers, [matrix for matrix, _ in made])
+    set_shapes(layers, [matrix for matrix, _ in results])
     return [
-        Preconditioned(one, MatrixGradient(new), both, flag)
-        for one, (new, both), flag in zip(layers, made, flags, strict=True)
+        Preconditioned(layer, MatrixGradient(matrix), pair, flag)
+        for layer, (matrix, pair), flag in zip(
+            layers, results, flags, strict=True
+        )
     ]
 
 
 def _replace_direction(
-    sound: tf.Tensor, plain: tf.Tensor, direction: tf.Tensor, both: tf.Tensor
+    valid: tf.Tensor, plain: tf.Tensor, D: tf.Tensor, products: tf.Tensor
 ) -> list[tf.Tensor]:
-    """A direction D with its two products; W over its norm if it is not sound.
+    """Return D and its products if valid, else `W / |W|` and its products.
 
-    These are what they would be if the Fisher matrix was the identity. A W
-    whose square is not finite either makes no step.
+    For an identity Fisher matrix and `N = W`, these are `|W|` and `|W|^2`. All
+    are zero if `|W|^2` is not finite.
     """
     norm = tf.norm(plain)
     unit = tf.math.divide_no_nan(plain, norm)
-    numbers = tf.stack([norm, tf.square(norm)])
-    usable = all_finite([unit, numbers])
+    pair = tf.stack([norm, tf.square(norm)])
+    usable = all_finite([unit, pair])
     unit = select(usable, unit, tf.zeros_like(unit))
-    numbers = select(usable, numbers, tf.zeros_like(numbers))
-    return [select(sound, direction, unit), select(sound, both, numbers)]
+    pair = select(usable, pair, tf.zeros_like(pair))
+    return [select(valid, D, unit), select(valid, products, pair)]
 
 
-# Fisher length of a spectral step: at least so long, or so large a share of
-# the loss that its square is. Measured on tiny models of 13 kinds.
+# Minimum Fisher length of a step, and minimum of its square over the loss.
+# Measured on tiny models of 13 types.
 _LEAST, _SHARE = 0.07, 0.005
-# And so long of each block: the square is a sum over blocks. It is fitted to a
-# MobileNet of 87 blocks, which 0.07 trains too slowly.
-_OF_BLOCK = 0.02
+# Minimum Fisher length per block; squares add over blocks. Fitted to a
+# MobileNet with 87 blocks, for which 0.07 is too short.
+_PER_BLOCK = 0.02
 
 
 def spectral_length(
@@ -271,24 +268,24 @@ def spectral_length(
     Args:
         products: `<D, N>` and `<P, N>` of each block.
         squares: `|D|^2` of each block.
-        loss: The negative log-likelihood L of a term.
+        loss: The negative log-likelihood L of a term, in nats.
         damping: The damping.
         largest: The largest learning rate.
-        rate: The learning rate, by which the inner optimizer multiplies.
+        rate: The current learning rate of the inner optimizer.
 
     Returns:
-        The factor on all D, and the squared length of the step.
+        The common factor of all D, and the squared Fisher length of the step.
     """
-    numbers = tf.stack([tf.cast(pair, tf.float64) for pair in products])
-    decrease, product = tf.unstack(tf.reduce_sum(numbers, 0))
+    pairs = tf.stack([tf.cast(pair, tf.float64) for pair in products])
+    decrease, product = tf.unstack(tf.reduce_sum(pairs, 0))
     decrease = tf.maximum(decrease, 0)
     square = tf.math.divide_no_nan(tf.square(decrease), product)
     bound = tf.reduce_sum(stack_scalars(squares))
     bound *= tf.cast(damping, tf.float64)
-    # Gradients may be finite where the loss is not.
+    # The gradients may be finite although the loss is not.
     loss = tf.where(tf.math.is_finite(loss), loss, tf.zeros_like(loss))
     rate = tf.cast(rate, tf.float64)
-    least = max(_LEAST, _OF_BLOCK * math.sqrt(len(products)))
+    least = max(_LEAST, _PER_BLOCK * math.sqrt(len(products)))
     kappa = tf.sqrt(tf.maximum(_SHARE * loss, least**2))
     kappa *= share_of_largest(rate, largest.value)
     length = tf.sqrt(tf.maximum(square, bound))

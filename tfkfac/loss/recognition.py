@@ -70,7 +70,7 @@ class Recognition(NamedTuple):
     is_reported: bool = True
 
     def times(self, factor: tf.Tensor) -> "Recognition":
-        """Return the comparison of `factor` times the loss."""
+        """Return the `Recognition` of `factor` times the loss."""
         powers = tf.constant([0, 1, 0, 2, 1, 0, 0], tf.float64)
         return self._replace(sums=self.sums * tf.pow(factor, powers))
 
@@ -298,7 +298,7 @@ class _Comparison:
     def _rows(
         self, tensor: tf.Tensor, index: tf.Tensor | None = None
     ) -> tf.Tensor:
-        """Reshape a tensor like the outputs to rows; gather `index`."""
+        """Reshape a tensor shaped like the outputs; gather rows at `index`."""
         rows = _gather(tf.reshape(tensor, [self.terms, -1, self._size]), index)
         return tf.cast(tf.stop_gradient(rows), self._wide)
 
@@ -414,7 +414,7 @@ class _Comparison:
             row[6] = self._floor(self._forms[i], self._leaves.output)
 
     def _slopes(self) -> dict[bool, tf.Tensor | None]:
-        """Return gradients at outputs (False) and logits (True), or None."""
+        """Return loss gradients by `by_logits` (logits True, outputs False)."""
         try:
             output, logits = self._leaves.slopes(self._reduction.values)
         except LookupError:  # an operation of the loss has no gradient

@@ -55,10 +55,10 @@ class Region(NamedTuple):
         missing = np.subtract(shape, own.shape)
         return np.pad(own, [(0, size) for size in missing])
 
-    def put(self, whole: np.ndarray, part: np.ndarray) -> None:
-        """Writes a replica's part into the whole."""
-        place = self._slices(part.shape)
-        whole[place] = part[tuple(slice(s.stop - s.start) for s in place)]
+    def put(self, whole: np.ndarray, local: np.ndarray) -> None:
+        """Write a replica's slice into the full array, without the padding."""
+        place = self._slices(local.shape)
+        whole[place] = local[tuple(slice(s.stop - s.start) for s in place)]
 
     def _slices(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
         axes = zip(self.start, shape, self.whole, strict=True)
@@ -154,12 +154,12 @@ class Contents:
     Attributes:
         entries: The variables of the replica.
         layers: Paths of the layers of which any replica has some.
-        parts: Optional sections, and how to reset each if a file lacks it.
+        optional_sections: Functions that reset a section missing in a file.
     """
 
     entries: list[Entry]
     layers: tuple[str, ...] = ()
-    parts: Mapping[str, Callable[[], object]] = dataclasses.field(
+    optional_sections: Mapping[str, Callable[[], object]] = dataclasses.field(
         default_factory=dict
     )
 
@@ -213,9 +213,9 @@ def join(
     values: Mapping[int, np.ndarray],
     replicas: int,
 ) -> np.ndarray:
-    """Puts an entry together, from the values that `ranks_to_join` names.
+    """Join the replicas' values of an entry to one array.
 
-    Stacked entries are stacked by rank, unless there is one replica only.
+    `values` has the ranks of `ranks_to_join`. Several replicas are stacked.
     """
     first, value = next(iter(values.items()))
     piece = pieces[first][key]

@@ -1,4 +1,4 @@
-"""State declared once: its variables, entries, reset and bytes."""
+"""Declaration of state tensors: variables, entries, initial values, bytes."""
 
 import contextlib
 import contextvars
@@ -15,9 +15,9 @@ _planned = contextvars.ContextVar("planned", default=False)
 
 
 class Slots(Tracked):
-    """A part of the state of a replica, of tensors that `slot` declares.
+    """Group of state tensors of a replica, declared by `slot`.
 
-    Its slots may have fields of their `Entry` in common.
+    `common` has fields of `Entry` for all slots.
     """
 
     def __init__(self, name: str, **common: Any) -> None:
@@ -33,20 +33,20 @@ class Slots(Tracked):
         saved: bool = True,
         **fields: Any,
     ) -> tf.Variable:
-        """Declares a tensor of the state, and creates its variable.
+        """Declare a tensor of the state and create its variable.
 
-        Each of its elements is the value at the start, or a function makes all
-        of them. Only a saved one is in files, by its name, with some fields
-        of its own in its `Entry`.
+        The initial value is a scalar for all elements, or a function that
+        returns the tensor. Only slots with `saved=True` are in files, by name.
+        `fields` has fields of `Entry` for this slot.
         """
         declared, dtype = self._declared, tf.as_dtype(dtype)
         declared.bytes += math.prod(shape) * dtype.size
         if _planned.get():
             return None
         with tf.init_scope():
-            start = _start(value, shape, dtype)
-            variable = state_variable(start, dtype, name)
-        declared.starts.append((variable, value))
+            initial = _initial(value, shape, dtype)
+            variable = state_variable(initial, dtype, name)
+        declared.initial_values.append((variable, value))
         if saved:
             given = {"layer": "", **declared.common, **fields}
             entry = Entry(name=name, variable=variable, **given)
@@ -55,44 +55,44 @@ class Slots(Tracked):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors."""
+        """Bytes of all declared tensors."""
         return self._declared.bytes
 
     @property
     def section(self) -> str:
-        """Section of a file that they are in, "" if it has none."""
+        """Section of the file that has these slots; "" without a section."""
         return self._declared.common.get("part", "")
 
     def entries(self) -> list[Entry]:
-        """The variables to save."""
+        """Return the entries of the variables to save."""
         return list(self._declared.entries)
 
     def reset(self) -> None:
-        """Makes all of them what they are at the start."""
-        for variable, value in self._declared.starts:
-            variable.assign(_start(value, variable.shape, variable.dtype))
+        """Reset all variables to their initial values."""
+        for variable, value in self._declared.initial_values:
+            variable.assign(_initial(value, variable.shape, variable.dtype))
 
 
-def _start(value: Any, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
-    """The elements of a tensor at the start."""
+def _initial(value: Any, shape: Sequence[int], dtype: tf.DType) -> tf.Tensor:
+    """Return the initial value of a tensor."""
     if callable(value):
         return tf.cast(value(), dtype)
     return tf.fill(list(shape), tf.constant(value, dtype))
 
 
 class _Declared:
-    """The declared slots; a checkpoint does not look into it."""
+    """Declared slots; a plain object, so checkpoints do not track it."""
 
     def __init__(self, common: dict[str, Any]) -> None:
         self.common = common
         self.bytes = 0
         self.entries: list[Entry] = []
-        self.starts: list[tuple[tf.Variable, Any]] = []
+        self.initial_values: list[tuple[tf.Variable, Any]] = []
 
 
 @contextlib.contextmanager
 def planned() -> Iterator[None]:
-    """States that are created in this context have no variables, only bytes."""
+    """Context in which new states create no variables but count their bytes."""
     token = _planned.set(True)
     try:
         yield

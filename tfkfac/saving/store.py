@@ -31,7 +31,7 @@ _FORMAT_KEY = f"{FORMAT_SECTION}:version:"
 _FORM = re.compile(r"[^:]+:[^:]+:.*", re.DOTALL)
 # The number of an automatic name is its end.
 _NAME = re.compile(r"(.*?)(?:_(\d+))?", re.DOTALL)
-# Layer path and part, then entries by name.
+# Entries by (layer path, section), then by name.
 Named = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -89,7 +89,7 @@ def why_unreadable(store: Mapping[str, Any]) -> str | None:
 
 
 def share_key(process: int, processes: int) -> str:
-    """Mark of a store with the state of one process alone."""
+    """Return the key that marks a store with the state of one process."""
     return f"{SHARE}:{process} of {processes}:"
 
 
@@ -170,7 +170,7 @@ class Saved:
 
 
 class Misfit(ValueError):
-    """The array of a file for an entry is missing or invalid, and why."""
+    """The file has no valid array for an entry; the message has the reason."""
 
 
 def load_state(

@@ -1,1 +1,1 @@
-"""The Keras optimizer around another: arguments, model, state in files."""
+"""Keras optimizer that wraps another: arguments, model checks, saved state."""

@@ -1,4 +1,4 @@
-"""Arguments of an optimizer: numbers, an inner optimizer, their configs."""
+"""Arguments of optimizers: hyperparameters, inner optimizer, configs."""
 
 import numbers
 from collections.abc import Callable, Mapping
@@ -14,18 +14,18 @@ from tfkfac.compat.graphs import state_variable
 from tfkfac.compat.optimizers import parts_of_multi_optimizer, updates_by_step
 
 Schedule: TypeAlias = float | LearningRateSchedule
-# Of whatever kind an argument allows.
+# Value of an argument; its type depends on the argument.
 Value: TypeAlias = Any
 InnerClass = type[keras.optimizers.Optimizer]
 
 
 class Hyperparameter:
-    """One argument: a number, a schedule of the iteration or None.
+    """Argument that is a number, a schedule of the iteration or None.
 
-    A number lives in a variable, so that a new one takes effect in the next
-    step without a new trace. A schedule is part of the trace. Values are in
-    float64, for models in it; others cast them where they are used. Integers
-    are at least 1, other numbers at least 0 or `positive`.
+    A number is stored in a variable: a new number takes effect in the next step
+    without retracing. A schedule is part of the trace. Floats are float64, and
+    are cast where they are used. Integers are at least 1, floats at least 0 or,
+    with `positive`, above 0.
 
     Raises:
         TypeError: If the value is a function.
@@ -50,16 +50,16 @@ class Hyperparameter:
         self._value = self._validate(value)
 
     def get(self) -> Value:
-        """Returns the value as the user gave it."""
+        """Return the value as passed by the user."""
         return self._value
 
     def set(self, value: Value) -> None:
-        """Changes the value.
+        """Change the value.
 
         Raises:
             TypeError: If it is a function.
-            ValueError: If it is not allowed, or if what is compiled into the
-                training step would have to change.
+            ValueError: If it is not allowed, or if the optimizer is built and
+                the old or new value is not a number.
         """
         value = self._validate(value)
         if self._variable is not None and is_number(value):
@@ -74,10 +74,10 @@ class Hyperparameter:
         self._value = value
 
     def build(self) -> None:
-        """Fixes what kind of value it is, before the first trace.
+        """Fix the type of the value before the first trace.
 
         Raises:
-            ValueError: If a schedule begins with a wrong value.
+            ValueError: If the first value of a schedule is not allowed.
         """
         if self._built:
             return
@@ -91,29 +91,28 @@ class Hyperparameter:
             self._check_first(self._schedule)
 
     def at(self, iteration: tf.Tensor) -> tf.Tensor:
-        """Returns the value at an iteration, as a scalar tensor."""
+        """Return the value at an iteration, as a scalar tensor."""
         if self._variable is not None:
             return tf.convert_to_tensor(self._variable)
         if self._schedule is None:
             raise ValueError(f"Argument `{self.name}` has no value.")
-        # Schedules calculate with floats; float32 ends to count at 2^24.
+        # Schedules compute in floats; float32 is exact up to 2^24 only.
         value = exactly(self._schedule(tf.cast(iteration, tf.float64)))
         if self._integer:
             return tf.maximum(tf.cast(value, tf.int64), 1)
         return value
 
     def _check_first(self, schedule: LearningRateSchedule) -> None:
-        """Check the value of a schedule for iteration 0.
+        """Check the value of a schedule at iteration 0.
 
-        Values below 1 are 1 for an integer, so that `iteration // 2` is
-        allowed.
+        For integers, values in [0, 1) become 1, so `iteration // 2` is allowed.
         """
         with tf.init_scope():
             try:
                 first = exactly(schedule(tf.constant(0, tf.float64))).numpy()
-            except Exception as error:  # A user's schedule may do anything.
-                kind = type(error).__name__
-                raise self._wrong_first(f"raises {kind}") from error
+            except Exception as error:  # from the user's code
+                name = type(error).__name__
+                raise self._wrong_first(f"raises {name}") from error
         if first.shape:
             allowed = False
         elif self._integer:
@@ -123,16 +122,16 @@ class Hyperparameter:
         if not allowed:
             raise self._wrong_first(f"returns {first}")
 
-    def _wrong_first(self, what: str) -> ValueError:
+    def _wrong_first(self, problem: str) -> ValueError:
         return ValueError(
-            f"Argument `{self.name}` must return {self._kind} for every "
-            f"iteration. Received: {self.name}={self._value!r}, which {what} "
-            "for iteration 0"
+            f"Argument `{self.name}` must return {self._domain} for every "
+            f"iteration. Received: {self.name}={self._value!r}, which "
+            f"{problem} for iteration 0"
         )
 
     @property
-    def _kind(self) -> str:
-        """Allowed values, for messages."""
+    def _domain(self) -> str:
+        """Description of the allowed numbers, for messages."""
         if self._integer:
             return "an integer of at least 1"
         return (
@@ -140,7 +139,7 @@ class Hyperparameter:
         )
 
     def _validate(self, value: Value) -> Value:
-        """Returns an allowed value, a number as Python's own."""
+        """Check a value and return it, with numbers as Python int or float."""
         if value is None and self._optional:
             return value
         if isinstance(value, LearningRateSchedule):
@@ -150,7 +149,7 @@ class Hyperparameter:
         others = " or None" * self._optional
         error = TypeError if is_function(value) else ValueError
         raise error(
-            f"Argument `{self.name}` must be {self._kind} or a "
+            f"Argument `{self.name}` must be {self._domain} or a "
             f"`keras.optimizers.schedules.LearningRateSchedule`{others}. "
             f"Received: {self.name}={value!r} (of type {type(value)})"
         )
@@ -164,21 +163,21 @@ class Hyperparameter:
 
 
 def exactly(value: Any) -> tf.Tensor:
-    """A number or scalar tensor in float64; a Python float keeps its bits."""
+    """Convert a number or scalar tensor to float64; Python floats are exact."""
     if is_number(value):
         return tf.constant(value, tf.float64)
     return tf.cast(value, tf.float64)
 
 
 def interval(name: str, value: Value) -> Hyperparameter:
-    """Argument that is a number of steps, a schedule or None."""
+    """Create an argument that is a number of steps, a schedule or None."""
     return Hyperparameter(name, value, integer=True, optional=True)
 
 
 def setting(name: str) -> property:
-    """Attribute of an optimizer for one of its settings.
+    """Create the property of an optimizer for one of its settings.
 
-    A `Hyperparameter` can be changed during training.
+    Only a `Hyperparameter` can be changed.
     """
 
     def get(optimizer: Any) -> Value:
@@ -198,24 +197,24 @@ def setting(name: str) -> property:
 
 
 class Settings:
-    """Arguments that go together, in a frozen dataclass that Keras can save."""
+    """Base of frozen dataclasses of arguments that Keras can save."""
 
     def _check(self, name: str, check: Callable[..., Any], *rules: Any) -> None:
-        """Takes one for what a check of its name, value and `rules` returns."""
+        """Replace the field `name` by `check(name, value, *rules)`."""
         checked = check(name, getattr(self, name), *rules)
         object.__setattr__(self, name, checked)
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments of the constructor."""
+        """Return the arguments of the constructor."""
         serialize = keras.saving.serialize_keras_object
         return {name: serialize(value) for name, value in vars(self).items()}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Creates one from its config.
+        """Create the object from its config.
 
         Args:
-            config: What `get_config` has returned.
+            config: The result of `get_config`.
         """
         return cls(**{k: restore_value(k, v, None) for k, v in config.items()})
 
@@ -227,14 +226,14 @@ def choose_inner(
     defaults: Mapping[str, Any],
     chosen: Mapping[str, Any],
 ) -> Any:
-    """Returns the inner optimizer that a user means.
+    """Return the inner optimizer, or create it for None or a learning rate.
 
-    For None or a learning rate that is a new one of the class `default`, with
-    `defaults` where the user's `chosen` arguments are None.
+    A new optimizer has the class `default`, the user's `chosen` arguments, and
+    `defaults` in place of arguments that are None.
 
     Raises:
-        ValueError: If a learning rate is not allowed, or if arguments for the
-            default come with an optimizer or a second learning rate.
+        ValueError: If a learning rate is not allowed, or if `chosen` has
+            arguments for an optimizer or a second learning rate.
     """
     given = {name: v for name, v in chosen.items() if v is not None}
     if inner_optimizer is None:
@@ -256,14 +255,14 @@ def choose_inner(
 
 
 def is_rate(value: Any) -> bool:
-    """True if a first argument is a learning rate, allowed or not."""
+    """True if `inner_optimizer` is a learning rate, valid or not."""
     if isinstance(value, LearningRateSchedule):
         return True
     return is_number(value) and not isinstance(value, numbers.Integral)
 
 
 def check_rate(name: str, value: Any) -> Any:
-    """Returns a learning rate, a number as Python's float.
+    """Check a learning rate and return it, with numbers as Python floats.
 
     Raises:
         TypeError: If it is a function.
@@ -284,11 +283,11 @@ def check_rate(name: str, value: Any) -> Any:
 def check_inner(
     identifier: Any, name: str = "inner_optimizer"
 ) -> keras.optimizers.Optimizer:
-    """Returns the optimizer that an argument `name` stands for.
+    """Return the Keras optimizer for the argument `name`.
 
     Raises:
         TypeError: If it is a function.
-        ValueError: If it is not an optimizer or one that cannot be inside.
+        ValueError: If it is not an optimizer, or cannot be an inner optimizer.
     """
     others = ", or a learning rate: a float (1.0, not 1) or a schedule"
     others *= name == "inner_optimizer"
@@ -301,7 +300,7 @@ def check_inner(
         raise TypeError(message)
     try:
         inner = keras.optimizers.get(identifier)
-    except Exception as error:  # a config may be anything
+    except Exception as error:  # from an arbitrary config
         raise ValueError(message) from error
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(message)
@@ -323,29 +322,29 @@ def check_inner(
 def take_over_accumulation(
     inner: keras.optimizers.Optimizer, steps: int | None
 ) -> int | None:
-    """Returns the number of micro-batches, the user's or the inner optimizer's.
+    """Move gradient accumulation from the inner optimizer to this optimizer.
 
-    The inner optimizer does not accumulate any more. None is 1.
+    Returns the number of micro-batches per update; None is 1.
 
     Raises:
-        ValueError: If both say one, or if the inner optimizer is in use.
+        ValueError: If both optimizers accumulate, or the inner one is built.
     """
     name = "gradient_accumulation_steps"
-    own = inner.gradient_accumulation_steps
-    if not own:
+    inner_steps = inner.gradient_accumulation_steps
+    if not inner_steps:
         return steps
     if steps is not None or inner.built:
         raise ValueError(
             f"Argument `{name}` must be that of one optimizer: pass it here "
             "and not to `inner_optimizer`, or to one that is new. Received: "
-            f"{name}={steps} with inner_optimizer.{name}={own}"
+            f"{name}={steps} with inner_optimizer.{name}={inner_steps}"
         )
     inner.gradient_accumulation_steps = None
-    return int(own)
+    return int(inner_steps)
 
 
 def why_not_inside(inner: keras.optimizers.Optimizer) -> str | None:
-    """Reason why an optimizer cannot be inside another, or None."""
+    """Return why an optimizer cannot be an inner optimizer, or None."""
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         return "put the `LossScaleOptimizer` around this one, not inside."
     if parts_of_multi_optimizer(inner) is not None:
@@ -376,10 +375,10 @@ def why_not_inside(inner: keras.optimizers.Optimizer) -> str | None:
 def restore_value(
     name: str, value: Any, custom_objects: dict[str, Any] | None
 ) -> Any:
-    """The argument that an entry of a config stands for.
+    """Restore an argument from its config entry.
 
     Raises:
-        ValueError: If it is the config of nothing.
+        ValueError: If Keras cannot restore it.
     """
     if not isinstance(value, dict):
         return value
@@ -387,7 +386,7 @@ def restore_value(
         return keras.saving.deserialize_keras_object(value, custom_objects)
     except (TypeError, ValueError):
         raise
-    except Exception as error:  # a config may be anything
+    except Exception as error:  # from an arbitrary config
         raise ValueError(
             f"Argument `{name}` must be restored from the config of an object "
             f"that Keras knows. Received: {name}={value!r}"

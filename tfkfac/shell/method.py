@@ -1,4 +1,4 @@
-"""Interface between a paper's method and the Keras optimizer around it."""
+"""Interface between a paper's method and the Keras optimizer."""
 
 import abc
 from collections.abc import Sequence
@@ -15,19 +15,18 @@ from tfkfac.training.step import Step
 
 
 class Method(abc.ABC):
-    """A way to turn gradients into steps, with the state that it keeps.
+    """Base class of the optimization methods, with their state.
 
-    A method is plain Python around TensorFlow: it does not know that it is
-    inside a Keras optimizer, and a test can run it on a `Job` and a `Step` of
-    its own.
+    A method does not depend on the Keras optimizer: a test can run it with a
+    `Job` and a `Step`.
 
     Args:
         settings: Frozen dataclass of the optimizer's arguments.
 
     Attributes:
-        settings: The same dataclass. The optimizer shows its fields as
+        settings: The same dataclass. The optimizer has its fields as
             attributes, and saves them in its config.
-        job: What it is attached to.
+        job: The job that the method is attached to.
     """
 
     job: Job
@@ -42,64 +41,64 @@ class Method(abc.ABC):
 
     @abc.abstractmethod
     def attach(self, job: Job) -> None:
-        """Binds the method to a job and taps the job's model.
+        """Attach the method to a job, and the taps to the job's model.
 
         Called before the first forward pass, and again with the same job
-        whenever the model is compiled anew. The model may not be built yet.
+        after each `compile`. The model may not be built yet.
         """
 
     @abc.abstractmethod
     def create(self) -> Sequence[Tracked]:
-        """Creates the state of each replica of this process; keeps what fits.
+        """Create the state of the local replicas; reuse state that fits.
 
         The model is built.
         """
 
-    def expect(  # noqa: B027 (few need it)
+    def set_run_length(  # noqa: B027 (few need it)
         self, steps: int | None, remaining: int | None = None
     ) -> None:
-        """Learns how many training steps all epochs of `fit` will make.
+        """Set the number of training steps of the run that `fit` announces.
 
-        And how many of them remain, from its first epoch on. None if `fit`
-        does not know it. Called on every worker after `attach`; the state may
-        not exist yet. In loops of one's own nobody calls it.
+        `steps` counts all epochs, `remaining` those from `initial_epoch` on;
+        None is unknown. Called on every worker after `attach`, possibly before
+        the state exists. Not called in custom training loops.
         """
 
     @abc.abstractmethod
     def run(self, step: Step) -> None:
-        """Does one training step."""
+        """Run one training step."""
 
     def covered(self) -> list[keras.Variable]:
-        """The weights that a rest optimizer does not get: all."""
+        """Return the weights not left to the rest optimizer; default: all."""
         return list(self.job.model.trainable_variables)
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """The replicas that a replica shares a mean loss with: all."""
+        """Return the replicas that average a loss with `rank`; default: all."""
         return tuple(range(self.job.topology.replicas))
 
     def agreement(self) -> dict[str, Any]:
-        """Facts that all workers must have in common, by name, for JSON."""
+        """Return JSON values by name that must be equal on all workers."""
         return {}
 
     @abc.abstractmethod
     def contents(self, rank: int) -> Contents:
-        """The state to save of a replica of this process."""
+        """Return the state to save of a replica of this process."""
 
     @abc.abstractmethod
     def events(self) -> list[tuple[str, tf.Variable]]:
-        """Counts of the events that should not happen, with their names.
+        """Return the names and counts of unexpected events.
 
-        A name can have a count of each replica of this process.
+        A name can occur once per replica of this process.
         """
 
     @abc.abstractmethod
     def summary(self) -> list[str]:
-        """The lines of the summary, for a built model."""
+        """Return the lines of the summary, for a built model."""
 
     @abc.abstractmethod
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of this replica's state by kind, for a built model."""
+        """Return the bytes of a replica's state by name, for a built model."""
 
     @abc.abstractmethod
     def communication_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes this replica receives, by kind of step, for a built model."""
+        """Return the bytes received by type of step, for a built model."""

@@ -93,7 +93,7 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
     result["metrics"] = sorted(metric.name for metric in model.metrics)
     layers = [layer for layer in all_layers(model) if layer is not model]
     for number, layer in enumerate(layers):
-        # Keras counts the layers of a process, which may include other models.
+        # Remove the number: Keras counts the layers of all models.
         label = f"layer {number} '{_COUNT.sub('', layer.name)}'"
         for key, value in _settings(layer):
             result[f"{label}, {key}"] = value

@@ -252,7 +252,7 @@ class SecondOrderOptimizer(AveragingOptimizer):
             with tf.init_scope():  # a config holds values of variables
                 processes = job.among_processes("agreement")
                 check_agreement(self.description(), processes)
-        # Its collectives are the same on all that have agreed.
+        # Its collectives match only on workers with equal descriptions.
         self.method.create()
         self._build_others(list(variables))
         self._is_building = True
@@ -541,7 +541,7 @@ class SecondOrderOptimizer(AveragingOptimizer):
         super().__setattr__(name, value)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets the variables of the other optimizers, those of `variables`."""
+        """Sets the inner and rest optimizers, in the order of `variables`."""
         values = iter(weights)
         for one in self._optimizers:
             one.set_weights(list(itertools.islice(values, len(one.variables))))

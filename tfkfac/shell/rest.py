@@ -90,7 +90,7 @@ def choose_rest(
         return None
     is_new = rest_optimizer is None or isinstance(rest_optimizer, str)
     if rest_optimizer is None:
-        rate = ShapedRate(_PEAK, known_rate(inner))
+        rate = ShapedRate(_PEAK, constant_rate(inner))
         rest_optimizer = keras.optimizers.Adam(rate)
     rest = check_inner(rest_optimizer, "rest_optimizer")
     if rest is inner or rest.gradient_accumulation_steps:
@@ -136,7 +136,7 @@ def follow_rest(
         return None
     if not has_schedule(rest) or follows(rest):
         return None
-    return ShapedRate(peak, known_rate(rest))
+    return ShapedRate(peak, constant_rate(rest))
 
 
 def follows(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -149,8 +149,8 @@ def has_schedule(optimizer: keras.optimizers.Optimizer) -> bool:
     return isinstance(rate_of(optimizer), LearningRateSchedule)
 
 
-def known_rate(optimizer: keras.optimizers.Optimizer) -> float:
-    """The learning rate if it is a number; 0 for a schedule."""
+def constant_rate(optimizer: keras.optimizers.Optimizer) -> float:
+    """Return a constant learning rate; 0 for a schedule."""
     if has_schedule(optimizer):
         return 0.0
     return float(tf.convert_to_tensor(optimizer.learning_rate))
@@ -183,24 +183,24 @@ def largest_rate(
     if isinstance(rate, ShapedRate):  # cannot be evaluated at other steps
         return rate.peak
     if not isinstance(rate, LearningRateSchedule):
-        return known_rate(optimizer)
+        return constant_rate(optimizer)
     probes = [*_PROBES]
     if end is not None:
         probes = [step for step in probes if step < end] + [max(end - 1, 0)]
     values: list[float] = []
-    is_table = False
+    has_ended = False
     with tf.init_scope():
         for step in probes:
             try:
                 values.append(float(rate(step)))
             except Exception:
-                is_table = True
+                has_ended = True
                 break
         values = [value for value in values if math.isfinite(value)]
         if not values:
             return float(tf.convert_to_tensor(optimizer.learning_rate))
     *before, last = values
-    is_open = end is None and not is_table
+    is_open = end is None and not has_ended
     if is_open and before and last > _GROWTH * max(before):
         return values[0]
     return max(values)

@@ -90,7 +90,7 @@ class SavedState(tf.train.experimental.PythonState):
         if self._saves_alone:  # do not wait again
             return False
         group = job.among_processes("saving")
-        # The other counts may differ between workers.
+        # Compare only the iterations: other counters may differ by worker.
         steps = str(fingerprint[0])
         self._num_meetings += 1
         meeting = f"meeting {self._num_meetings}"
@@ -139,7 +139,7 @@ class SavedState(tf.train.experimental.PythonState):
         assert job is not None
         result = {}
         seeds = seed_states(job.find_model())
-        # The count in the name rejects the seeds of a different model.
+        # The number in the name rejects seeds of models with another number.
         section = f"{len(seeds)} seed generators"
         for place, rank in enumerate(job.topology.local):
             contents = self._method.contents(rank)
@@ -147,8 +147,9 @@ class SavedState(tf.train.experimental.PythonState):
                 0, Entry("", "skipped_steps", job.skipped[place])
             )
             if seeds:
+                resets = {**contents.optional_sections, section: lambda: None}
                 contents = dataclasses.replace(
-                    contents, parts={**contents.parts, section: lambda: None}
+                    contents, optional_sections=resets
                 )
             contents.entries.extend(
                 Entry(
@@ -198,7 +199,9 @@ class SavedState(tf.train.experimental.PythonState):
         job, contents = self._job, self._contents()
         assert job is not None
         saved = Saved(store)
-        sections = {name for c in contents.values() for name in c.parts}
+        sections = {
+            name for c in contents.values() for name in c.optional_sections
+        }
         used = {STATE, *(sections & saved.parts)}
         entries = {
             rank: [e for e in c.entries if e.part in used]
@@ -209,7 +212,7 @@ class SavedState(tf.train.experimental.PythonState):
         saved.match(layers, used, self._name)
         load_state(saved, entries, job.topology.replicas, self._name)
         for c in contents.values():
-            for name, reset in c.parts.items():
+            for name, reset in c.optional_sections.items():
                 if name not in used:
                     reset()
         unused, missing = saved.parts - sections, sections - used
@@ -306,8 +309,8 @@ def gather_state(
     keys = [(rank, key) for key, ranks in needed.items() for rank in ranks]
     values: dict[Key, np.ndarray] = {}
     with tf.init_scope(), tf.device("CPU:0"):
-        for sender, batch in _batches(keys, pieces, job.topology):
-            values |= _send(sender, batch, pieces, variables, group)
+        for sender, message_keys in _batches(keys, pieces, job.topology):
+            values |= _send(sender, message_keys, pieces, variables, group)
     if group.rank != _CHIEF:
         return None
     values |= {key: variables[key].numpy() for key in keys if key in variables}

@@ -147,7 +147,7 @@ class Supervision(keras.callbacks.Callback):
         total = remaining = None
         if steps is not None:
             total, remaining = epochs * steps, (epochs - epoch) * steps
-        self._optimizer.method.expect(total, remaining)
+        self._optimizer.method.set_run_length(total, remaining)
         if not self._is_alone:
             run = {
                 "epoch": epoch,

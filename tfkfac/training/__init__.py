@@ -1,1 +1,1 @@
-"""One training step of one replica, and the job that it is of."""
+"""Training steps of a replica; the job with model, optimizers and replicas."""

@@ -169,7 +169,7 @@ class Job:
 
     @property
     def model(self) -> keras.Model:
-        """The model, which is still there."""
+        """The model; asserts that it has not been deleted."""
         model = self._model()
         assert model is not None
         return model
