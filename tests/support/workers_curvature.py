@@ -15,7 +15,7 @@ from tests.support.reference import Array
 from tests.support.strategies import strategy
 from tests.support.workers_terms import batches
 from tfkfac.capture.model_taps import ForwardTap
-from tfkfac.compat.graphs import Sum
+from tfkfac.compat.graphs import Sum, state_variable
 from tfkfac.curvature.directional import LossInputs, directional_curvature
 from tfkfac.distributed.collectives import differentiable_sum
 from tfkfac.kfac import optimizer as optimizers
@@ -34,7 +34,9 @@ class MeasuringMethod(KFACMethod):
 
     def create(self) -> Any:
         self.forms = self.job.for_each(
-            lambda rank: tf.Variable(tf.zeros([DIRECTIONS] * 2, tf.float64))
+            lambda rank: state_variable(
+                tf.zeros([DIRECTIONS] * 2), tf.float64, "forms"
+            )
         )
         return super().create()
 
