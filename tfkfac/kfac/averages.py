@@ -16,7 +16,7 @@ from tfkfac.blocks import Block, LayerGradient, MatrixGradient, Statistic
 from tfkfac.compat.functions import Kind, Member, when
 from tfkfac.factors import Factor, Tensors, kind_of
 from tfkfac.linalg.tensors import all_finite, rounding, select
-from tfkfac.saving.entries import Spread
+from tfkfac.saving.entries import Read, Spread
 from tfkfac.saving.slots import Slots
 from tfkfac.solvers import Solver
 from tfkfac.training.accumulation import Accumulation
@@ -59,6 +59,7 @@ class FactorAverages(Slots, Member):
                 f"mean_{name}",
                 specs[name].stack_shape,
                 block.dtype,
+                derive=functools.partial(_derive_mean, specs[name], name),
             )
             for name in self.other_names
         ]
@@ -115,6 +116,11 @@ class FactorAverages(Slots, Member):
         for name, value in values.items():
             means[name] = self._specs[name].mean_eigenvalue(value)
         return solver.decompose(self._specs, values, means, damping)
+
+
+def _derive_mean(factor: Factor, name: str, read: Read) -> tf.Tensor:
+    """Mean eigenvalue of a factor in a file that has the factor only."""
+    return factor.mean_eigenvalue(tf.convert_to_tensor(read(f"factor_{name}")))
 
 
 def check_statistics(

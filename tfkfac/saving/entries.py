@@ -15,6 +15,8 @@ STATE = "state"
 # The part of the one entry that marks a file with the state of one worker
 # alone: its name tells which.
 SHARE = "share"
+# Reads another entry of the same layer, by name.
+Read = Callable[[str], np.ndarray]
 # The version of all files of this package, also of backups. A change of what
 # they hold needs the next number.
 FORMAT = 1
@@ -84,6 +86,9 @@ class Entry:
             others.
         is_finite: True if it must have no NaN. With False it may: there are
             guards where it is used.
+        derive: Computes the value from other entries of the layer, which it
+            reads by name. For files of modes in which no worker has this
+            entry. None if each file must have the entry.
     """
 
     layer: str
@@ -94,6 +99,7 @@ class Entry:
     region: Region | None = None
     least: float | None = None
     is_finite: bool = True
+    derive: Callable[[Read], Any] | None = None
 
     @property
     def key(self) -> str:

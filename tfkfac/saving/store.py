@@ -152,13 +152,18 @@ class Saved:
         """
         named = self._keys.get((self._paths[entry.layer], entry.part), {})
 
-        if entry.name not in named:
-            raise Misfit("is not in the file")
-        # A tree may hold a number of Python for a scalar.
-        try:
-            value = np.asarray(self._store[named[entry.name]])
-        except ValueError as error:
-            raise Misfit(f"is no array: {error}") from error
+        def read(name: str) -> np.ndarray:
+            if name not in named:
+                raise Misfit("is not in the file")
+            # A tree may hold a number of Python for a scalar.
+            try:
+                return np.asarray(self._store[named[name]])
+            except ValueError as error:
+                raise Misfit(f"is no array: {error}") from error
+
+        if entry.name not in named and entry.derive is not None:
+            return np.asarray(entry.derive(read))
+        value = read(entry.name)
         if not entry.fits(value.shape):
             raise Misfit(
                 f"has shape {entry.shape}, and {value.shape} in the file"
