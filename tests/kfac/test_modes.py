@@ -170,7 +170,7 @@ def test_the_plan_is_kept(results, name):
 # ----------------------------------------------------------- communication
 # The branches of a step, by their functions' names, and the messages of all
 # steps; with what is summed in them and what is received.
-STAGES = ("move_averages", "renew", "update", "skip")
+STAGES = ("move_averages", "decompose_group", "update", "skip")
 
 
 def stage_of(op: Collective) -> str:
@@ -217,7 +217,7 @@ def test_reported_bytes_equal_the_messages(results, name):
             assert products.elements == 2
             more = 2 * products.bytes
         assert not of("always", "BcastRecv")
-        assert not of("renew", "Reduce")
+        assert not of("decompose_group", "Reduce")
         # A skipped step asks whether the loss is finite on all workers.
         (lost,) = of("skip", "Reduce")
         assert lost.elements == 1
@@ -228,7 +228,7 @@ def test_reported_bytes_equal_the_messages(results, name):
                 "gradients": round(share * summed),
                 "factors": (kind == "factor") * round(share * factors),
                 "decompositions": (kind == "inverse")
-                * total(of("renew", "BcastRecv")),
+                * total(of("decompose_group", "BcastRecv")),
                 "preconditioned_gradients": total(of("update", "BcastRecv")),
             }
 

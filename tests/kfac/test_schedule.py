@@ -1,4 +1,4 @@
-"""Schedule groups ("turns") spread inverse updates over the interval.
+"""Schedule groups spread inverse updates over the interval.
 
 Small models have one group, see `test_clocks`.
 """
@@ -18,7 +18,7 @@ from tests.support.reference import Array
 from tests.support.small import curvature, data, loss
 from tests.support.summaries import sequential
 from tfkfac.kfac import placement
-from tfkfac.kfac.placement import take_turns, turns_due
+from tfkfac.kfac.placement import assign_groups, find_due_groups
 
 
 def cubes(*sizes: tuple[int, ...]) -> list[int]:
@@ -40,32 +40,32 @@ def chain(*widths: int) -> list[int]:
         chain(784, 256, 128, 10),  # nearly all is one block
     ],
 )
-def test_a_small_model_has_one_turn(operations: list[int]) -> None:
-    assert take_turns(operations) == (0,) * len(operations)
+def test_a_small_model_has_one_group(operations: list[int]) -> None:
+    assert assign_groups(operations) == (0,) * len(operations)
 
 
-def test_turns_of_an_autoencoder() -> None:
+def test_groups_of_an_autoencoder() -> None:
     """Four groups with one large block each; small blocks balance them.
 
     In units of 10^6 operations: 1484, 1128, 142, 16, 16, 141, 1126, 1485.
     """
-    turns = take_turns(chain(784, 1000, 500, 250, 30, 250, 500, 1000, 784))
-    assert turns == (1, 2, 3, 3, 2, 2, 3, 0)
+    groups = assign_groups(chain(784, 1000, 500, 250, 30, 250, 500, 1000, 784))
+    assert groups == (1, 2, 3, 3, 2, 2, 3, 0)
 
 
-def test_fewest_turns_within_the_limit() -> None:
+def test_fewest_groups_within_the_limit() -> None:
     block = 10**9
-    assert take_turns([block] * 2) == (0, 1)
-    assert len(set(take_turns([block] * 16))) == 4
-    assert np.bincount(take_turns([block] * 16)).tolist() == [4] * 4
-    # Two turns are within 1.5 times the largest block.
-    assert len(set(take_turns([2 * block, block, block // 2]))) == 2
-    assert take_turns([2 * block, block // 2, block // 2]) == (0, 0, 0)
+    assert assign_groups([block] * 2) == (0, 1)
+    assert len(set(assign_groups([block] * 16))) == 4
+    assert np.bincount(assign_groups([block] * 16)).tolist() == [4] * 4
+    # Two groups are within 1.5 times the largest block.
+    assert len(set(assign_groups([2 * block, block, block // 2]))) == 2
+    assert assign_groups([2 * block, block // 2, block // 2]) == (0, 0, 0)
 
 
 # -------------------------------------------------------------------- when
 def due_steps(
-    turns: int, inverse: Any, factor: int, steps: int
+    groups: int, inverse: Any, factor: int, steps: int
 ) -> list[list[int]]:
     """The steps at which each group is due."""
 
@@ -73,8 +73,8 @@ def due_steps(
     def due(clock: tf.Tensor) -> tf.Tensor:
         interval = inverse(clock) if callable(inverse) else inverse
         return tf.stack(
-            turns_due(
-                turns,
+            find_due_groups(
+                groups,
                 tf.cast(interval, tf.int64),
                 tf.constant(factor, tf.int64),
                 clock,
@@ -96,13 +96,13 @@ def due_steps(
         (100, 100, [1, 25, 50, 75]),
     ],
 )
-def test_four_turns(factor: int, inverse: int, first: list[int]) -> None:
+def test_four_groups(factor: int, inverse: int, first: list[int]) -> None:
     """Each group is due once per interval, not with a factor update."""
     found = due_steps(4, inverse, factor, 3 * inverse)
     assert found == [[s + k * inverse for k in range(3)] for s in first]
 
 
-def test_no_turn_is_lost_when_the_interval_changes() -> None:
+def test_no_group_is_lost_when_the_interval_changes() -> None:
     """After a change, inverse updates are at most both intervals apart."""
 
     def interval(clock: tf.Tensor) -> tf.Tensor:
@@ -135,7 +135,7 @@ def damped_inverses(factors: dict[str, Array], damping: float) -> list[Array]:
 
 
 @mock.patch.multiple(placement, _MIN_OPERATIONS=1, _SLACK=1)
-def test_each_block_in_its_turn() -> None:
+def test_each_block_with_its_group() -> None:
     """All decompose at first, then each group by its step's factors.
 
     Three blocks, of 468, 341 and 243 operations, form groups here.

@@ -31,8 +31,8 @@ from tfkfac.kfac.placement import (
     FACTORS,
     INVERSES,
     Placement,
+    find_due_groups,
     steps_between,
-    turns_due,
 )
 from tfkfac.kfac.settings import (
     Distribution,
@@ -64,7 +64,7 @@ class KFACMethod(Method):
         distribution = settings.distribution
         if isinstance(distribution, str):
             distribution = Distribution(distribution)
-        self._kind = STEPS[settings.step](
+        self._rule = STEPS[settings.step](
             settings.damping, settings.kl_clip, settings.momentum
         )
         self._distribution = distribution
@@ -76,20 +76,20 @@ class KFACMethod(Method):
     # ------------------------------------------------------------ the step
     @override
     def run(self, step: Step) -> None:
-        """One step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
-        self._kind.find_rates(self.job, self.states)
-        own = self.job.own(self.states)
-        by_rows = self.placement.takes_rows and own.pending is None
-        by_rows &= self._kind.takes_rows(step.group.size)
-        layers = observe(step, own, by_rows)
+        """Run one step (Distributed K-FAC, algorithm 1; KAISA, section 3)."""
+        self._rule.find_rates(self.job, self.states)
+        state = self.job.own(self.states)
+        by_rows = self.placement.takes_rows and state.pending is None
+        by_rows &= self._rule.takes_rows(step.group.size)
+        layers = observe(step, state, by_rows)
         step.note_losses("its unit is 1, its Fisher matrix the empirical one")
         if not self.job.terms_of(step.batch):
             self._advice.give(self.job, report.unseen_loss_warning(self.job))
         statistics = self.statistics(layers, step)
-        if own.pending is None:
+        if state.pending is None:
             self.update(layers, step, statistics)
         else:
-            self.accumulate(layers, step, own.pending, statistics)
+            self.accumulate(layers, step, state.pending, statistics)
 
     def update(
         self,
@@ -97,36 +97,52 @@ class KFACMethod(Method):
         step: Step,
         statistics: Callable[[], Statistics],
     ) -> None:
-        """An update of the weights, by gradients still this replica's own."""
-        own, kind = self.job.own(self.states), self._kind
-        damping = kind.damping.at(self.job.clock)
-        asked, loss = self.reduce(step)
-        # One after the other, and not one within the other: what each of them
-        # uses would be passed from branch to branch.
+        """Update the weights; the gradients are not yet reduced."""
+        state, rule = self.job.own(self.states), self._rule
+        damping = rule.damping.at(self.job.clock)
+        # Reduce: all-reduce the gradients and the requests for new inverses.
+        requested, loss = self.reduce(step)
         step.check_finite()
+        # Factors: all-reduce the statistics, update the running averages.
         self.update_factors(layers, step, statistics)
-        turns = self.turns_due()
+        # Inverses: owners decompose, gradient workers receive.
+        groups_due = self.inverse_groups_due()
         first, *others = in_stages(layers, self.placement)
-        renewed = [self.renew(first, step, turns, asked, damping)]
+        updated = [
+            self.update_inverses(first, step, groups_due, requested, damping)
+        ]
 
         def direction() -> Update:
-            # Gradient workers apply -> receivers receive, stage by stage.
+            # Precondition: gradient workers apply the inverses, receivers get
+            # the results. Each stage computes while the results of the stages
+            # before it are sent. The stages are not nested in one another: a
+            # branch would capture all tensors of the branches inside of it.
             exchange = self.placement.exchange
-            made = kind.directions(first, step, exchange, damping)
-            for stage in others:  # while what those before made is sent
-                renewed.append(self.renew(stage, step, turns, asked, damping))
-                made += kind.directions(stage, step, exchange, damping)
-            any_renewed = tf.cast(tf.reduce_any(renewed), tf.int64)
-            own.inverse_updates.assign_add(any_renewed)
-            count_invalid(own.counters, made)
-            return Update(kind.gradients(made, step, own, damping, loss))
+            preconditioned = rule.directions(first, step, exchange, damping)
+            for stage in others:
+                updated.append(
+                    self.update_inverses(
+                        stage, step, groups_due, requested, damping
+                    )
+                )
+                preconditioned += rule.directions(
+                    stage, step, exchange, damping
+                )
+            any_updated = tf.cast(tf.reduce_any(updated), tf.int64)
+            state.inverse_updates.assign_add(any_updated)
+            count_invalid(state.counters, preconditioned)
+            # Clip.
+            return Update(
+                rule.gradients(preconditioned, step, state, damping, loss)
+            )
 
+        # Apply: the inner optimizer updates the weights.
         step.apply(direction)
 
     def statistics(
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> Callable[[], Statistics]:
-        """Function that takes this replica's statistics of the batch."""
+        """Return a function that computes the statistics of this batch."""
         choice = Choice(EMPIRICAL)
         if self.settings.fisher != EMPIRICAL:
             calls = PullbackTap.open(self.job.model).take()
@@ -143,25 +159,26 @@ class KFACMethod(Method):
         )
 
     def reduce(self, step: Step) -> tuple[tf.Tensor, tf.Tensor]:
-        """Reduces the gradients, and with them what has to be decomposed.
+        """All-reduce the gradients, and requests for inverses in one message.
 
-        A worker that keeps decompositions of others' factors cannot make them
-        by itself: what one has asked for, all do. It costs no message.
+        A gradient worker cannot compute the inverse of another worker's block.
+        So a block that one worker requests is recomputed by its owner.
 
         Returns:
-            A bool for each block, true if it is to be decomposed at once, and
-            the mean loss of the group, zero if nobody asks for it.
+            A bool for each block, True to recompute its inverse in this step,
+            and the mean loss of all replicas, 0 if the step does not need it.
         """
         counters = self.job.own(self.states).counters
-        asked = tf.equal(counters.decomposed, 0)
+        requested = tf.equal(counters.decomposed, 0)
         first = next((g for g in step.gradients if g is not None), None)
         dtype = tf.float32 if first is None else first.dtype
-        losses = [step.own_loss()] if self._kind.needs_loss else []
-        scalars = [asked, *losses]
-        sums = step.reduce(*(tf.cast(x, dtype) for x in scalars))
+        losses = [step.own_loss()] if self._rule.needs_loss else []
+        extra = [tf.cast(value, dtype) for value in (requested, *losses)]
+        sums = step.reduce(*extra)
         loss = sums[-1] if losses else tf.zeros([])
-        wanted = sums[0] > 0 if self.placement.plan.shares_clocks else asked
-        return wanted, tf.cast(loss, tf.float64)
+        if self.placement.plan.shares_clocks:
+            requested = sums[0] > 0
+        return requested, tf.cast(loss, tf.float64)
 
     def accumulate(
         self,
@@ -170,13 +187,13 @@ class KFACMethod(Method):
         pending: Pending,
         statistics: Callable[[], Statistics],
     ) -> None:
-        """Adds a micro-batch to those before; with the last one, updates."""
+        """Add a micro-batch; update the weights after the last one."""
         step.keep_finite(tf.convert_to_tensor(pending.loss))
         step.weigh()
         pending.add(step)
-        due, late = self.factors_due(layers, step)
+        scheduled, initial = self.factors_due(layers, step)
         tf.cond(
-            due | late,
+            scheduled | initial,
             lambda: pending.add_statistics(statistics()),
             lambda: tf.constant(0),
         )
@@ -192,15 +209,18 @@ class KFACMethod(Method):
     def factors_due(
         self, layers: Sequence[ActiveBlock], step: Step
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Two bools: due by schedule, due for a block without statistics."""
+        """Return two bools: due by schedule; due for a block without factors.
+
+        The second one makes a layer that is first used late start at once.
+        """
         counters, clock = self.job.own(self.states).counters, self.job.clock
-        steps = steps_between(
+        interval = steps_between(
             self.settings.factor_update_interval, FACTORS, clock
         )
         seen = observed(layers, step, self.placement.plan)
-        own = tf.constant([one.position for one in seen], tf.int32)
-        new = tf.gather(counters.without_statistics(), own)
-        return tf.equal(clock % steps, 0), tf.reduce_any(new)
+        positions = tf.constant([layer.position for layer in seen], tf.int32)
+        missing = tf.gather(counters.without_statistics(), positions)
+        return tf.equal(clock % interval, 0), tf.reduce_any(missing)
 
     def update_factors(
         self,
@@ -208,26 +228,26 @@ class KFACMethod(Method):
         step: Step,
         statistics: Callable[[], Statistics],
     ) -> None:
-        """Local statistics -> [all-reduce] -> averages, if they are due."""
+        """All-reduce statistics and update the averages if they are due."""
         state, placement = self.job.own(self.states), self.placement
-        due, late = self.factors_due(layers, step)
+        scheduled, initial = self.factors_due(layers, step)
 
         def move_averages() -> None:
             reduced = placement.exchange.reduce_statistics(
                 step.group, statistics()
             )
             taken = state.update_averages(
-                reduced, self.settings.factor_decay, due
+                reduced, self.settings.factor_decay, scheduled
             )
             state.factor_updates.assign_add(taken)
 
-        when((due | late) & step.finite, move_averages)
+        when((scheduled | initial) & step.finite, move_averages)
 
-    def turns_due(self) -> list[tf.Tensor]:
-        """A bool for each turn of decompositions, true if it has come."""
+    def inverse_groups_due(self) -> list[tf.Tensor]:
+        """Return a scalar bool for each schedule group of inverses."""
         clock = self.job.clock
-        return turns_due(
-            max(self.placement.turns, default=0) + 1,
+        return find_due_groups(
+            max(self.placement.schedule_groups, default=0) + 1,
             steps_between(
                 self.settings.inverse_update_interval, INVERSES, clock
             ),
@@ -235,62 +255,73 @@ class KFACMethod(Method):
             clock,
         )
 
-    def renew(
+    def update_inverses(
         self,
         layers: Sequence[ActiveBlock],
         step: Step,
-        due: Sequence[tf.Tensor],
-        asked: tf.Tensor,
+        groups_due: Sequence[tf.Tensor],
+        requested: tf.Tensor,
         damping: tf.Tensor,
     ) -> tf.Tensor:
-        """Owners decompose -> gradient workers receive, turn by turn.
+        """Recompute the inverses of blocks that are due or requested.
 
-        Blocks of one stage, whose turns are due or who asked not to wait.
+        Owners decompose and gradient workers receive, one schedule group of
+        blocks after the other.
+
+        Args:
+            layers: The blocks of one stage.
+            step: The step.
+            groups_due: Scalar bools by schedule group.
+            requested: Bools by block.
+            damping: The damping, float64.
 
         Returns:
-            Scalar bool, true if any block was decomposed.
+            Scalar bool, True if any block was decomposed.
         """
-        turns: dict[int, list[int]] = {}
-        for one in layers:
-            turn = self.placement.turns[one.position]
-            turns.setdefault(turn, []).append(one.position)
-        renewed = [
-            self.renew_turn(places, step, due[turn], asked, damping)
-            for turn, places in sorted(turns.items())
+        groups: dict[int, list[int]] = {}
+        for layer in layers:
+            group = self.placement.schedule_groups[layer.position]
+            groups.setdefault(group, []).append(layer.position)
+        updated = [
+            self._update_group(
+                positions, step, groups_due[group] | requested, damping
+            )
+            for group, positions in sorted(groups.items())
         ]
-        return tf.reduce_any(tf.stack([tf.constant(False), *renewed]))
+        return tf.reduce_any(tf.stack([tf.constant(False), *updated]))
 
-    def renew_turn(
+    def _update_group(
         self,
-        places: Sequence[int],
+        positions: Sequence[int],
         step: Step,
         due: tf.Tensor,
-        asked: tf.Tensor,
         damping: tf.Tensor,
     ) -> tf.Tensor:
-        """The same of the blocks of one turn, by their positions."""
+        """Recompute the inverses of one schedule group; True if any was due."""
         state, placement = self.job.own(self.states), self.placement
-        counters, every = state.counters, range(len(placement.blocks))
-        wanted = (counters.observed > 0) & (due | asked) & step.finite
-        wanted &= tf.constant([i in places for i in every])
+        due &= (state.counters.observed > 0) & step.finite
+        due &= tf.constant(
+            [i in positions for i in range(len(placement.blocks))]
+        )
 
-        def renew() -> None:
-            made = state.decompose(places, placement.solver, damping)
-            parts = placement.exchange.share_decompositions(
-                step.group, made, places
+        def decompose_group() -> None:
+            decompositions = placement.exchange.share_decompositions(
+                step.group,
+                state.decompose(positions, placement.solver, damping),
+                positions,
             )
-            state.replace_decompositions(parts, damping, wanted)
+            state.replace_decompositions(decompositions, damping, due)
 
-        any_wanted = tf.reduce_any(wanted)
-        when(any_wanted, renew)
-        return any_wanted
+        any_due = tf.reduce_any(due)
+        when(any_due, decompose_group)
+        return any_due
 
     # --------------------------------------------------- binding and state
     @override
     def attach(self, job: Job) -> None:
         self.job = job
         self._placement = None
-        excluded = self._kind.excluded_blocks
+        excluded = self._rule.excluded_blocks
         tap_layers(job.model, self.settings.skip_layers, self, excluded)
         if self.settings.fisher != EMPIRICAL:
             PullbackTap.open(job.model)
@@ -305,7 +336,7 @@ class KFACMethod(Method):
                 self.settings.gradient_accumulation_steps or 1
             )
             end = int(self.job.clock) + updates
-            self._kind.set_end_step(end, self.job, self.states)
+            self._rule.set_end_step(end, self.job, self.states)
 
     @property
     def placement(self) -> Placement:
@@ -315,14 +346,14 @@ class KFACMethod(Method):
                 self.job.model,
                 self.settings.skip_layers,
                 Limit(self.settings.max_factor_dim, FACTOR_RANK),
-                self._kind.excluded_blocks,
+                self._rule.excluded_blocks,
             )
             self._placement = Placement(
                 registry,
                 self.job.topology,
                 make_solver(self.settings.solver),
                 self._distribution,
-                self._kind.extra_scalars,
+                self._rule.extra_scalars,
             )
         return self._placement
 
@@ -336,9 +367,9 @@ class KFACMethod(Method):
 
         def make(rank: int) -> State:
             state = known.get(rank) or State()
-            state.fill(placement, rank, self._kind.has_momenta)
+            state.fill(placement, rank, self._rule.has_momenta)
             state.sections = state.sections or tuple(
-                self._kind.sections(self.job)
+                self._rule.sections(self.job)
             )
             if self.settings.gradient_accumulation_steps is not None:
                 state.accumulate(
@@ -383,7 +414,7 @@ class KFACMethod(Method):
             self.placement,
             self.states,
             notes,
-            self._kind,
+            self._rule,
             self.state_bytes(),
         )
 
@@ -399,7 +430,7 @@ class KFACMethod(Method):
             gradients = gradient_bytes(self.job.model.trainable_variables)
             statistics = placement.accumulated_bytes(rank)
             sizes["accumulation"] = gradients + statistics
-        sizes |= self._kind.bytes(placement, rank)
+        sizes |= self._rule.bytes(placement, rank)
         return {**sizes, "total": sum(sizes.values())}
 
     @override
@@ -408,6 +439,6 @@ class KFACMethod(Method):
         topology = self.job.topology
         size = gradient_bytes(weights, topology.hint)
         # Each block's request for a decomposition, and the loss.
-        flags = len(self.placement.blocks) + self._kind.needs_loss
+        flags = len(self.placement.blocks) + self._rule.needs_loss
         size += flags * int(tf.as_dtype(weights[0].dtype).size)
         return self.placement.communication_bytes(topology.local[0], size)

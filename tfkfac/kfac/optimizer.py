@@ -124,7 +124,7 @@ class KFAC(SecondOrderOptimizer):
         inverse_update_interval: The same for the decompositions. None is 5
             at first, 20 from step 20, 100 from step 100. Each is renewed once
             in an interval: where they are little work, all at its start; in
-            a large model in up to four turns over the interval, so that no
+            a large model in up to four groups over the interval, so that no
             step takes much longer than the others. The first ones are made
             as soon as there are factors.
         factor_decay: Weight of the old factors in the running average, in

@@ -176,7 +176,7 @@ class Placement:
     `num_scalars` scalars are sent with each preconditioned gradient.
 
     Attributes:
-        turns: Index of each block's schedule group, see `take_turns`.
+        schedule_groups: Group of each block, see `assign_groups`.
         costs: Cost of each block.
     """
 
@@ -193,7 +193,7 @@ class Placement:
         self.solver = solver
         self.distribution = distribution
         factors = [block.factors for block in registry.blocks]
-        self.turns = take_turns(
+        self.schedule_groups = assign_groups(
             [sum(f.operations for f in specs.values()) for specs in factors]
         )
         self.plan = Plan(
@@ -206,7 +206,7 @@ class Placement:
                 distribution.gradient_worker_fraction,
                 distribution.assignment,
                 solver.whole_layers,
-                self.turns,
+                self.schedule_groups,
             ),
         )
         dtype = distribution.wire_dtype
@@ -288,9 +288,9 @@ _BOUNDARIES = (20, 100)
 FACTORS = (1, 5, 20)
 INVERSES = (5, 20, 100)
 
-# Inverse updates are divided into groups ("turns") that run in different
+# Inverse updates are divided into groups that run in different
 # steps. Each group is a branch of the graph, which limits their number.
-_MAX_TURNS = 4
+_MAX_GROUPS = 4
 # Least multiplications that justify a group: about 10 ms on one core.
 _MIN_OPERATIONS = 2 * 10**8
 # Upper bound of the largest group, relative to the largest block.
@@ -312,7 +312,7 @@ def steps_between(
     return tf.where(clock < first, short, late)
 
 
-def take_turns(operations: Sequence[int]) -> tuple[int, ...]:
+def assign_groups(operations: Sequence[int]) -> tuple[int, ...]:
     """Divide blocks into groups, to spread inverse updates over steps.
 
     Uses the fewest groups whose operations stay within 1.5 times the largest
@@ -320,23 +320,23 @@ def take_turns(operations: Sequence[int]) -> tuple[int, ...]:
     the steps of a job must not depend on its number of workers.
     """
     limit = _SLACK * max([_MIN_OPERATIONS, *operations])
-    count, turns = 1, (0,) * len(operations)
-    while count < _MAX_TURNS and _largest_turn(operations, turns) > limit:
+    count, groups = 1, (0,) * len(operations)
+    while count < _MAX_GROUPS and _largest_group(operations, groups) > limit:
         count += 1
-        turns = assign(operations, count, "compute")
-    return turns
+        groups = assign(operations, count, "compute")
+    return groups
 
 
-def _largest_turn(operations: Sequence[int], turns: Sequence[int]) -> int:
+def _largest_group(operations: Sequence[int], groups: Sequence[int]) -> int:
     """Operations of the largest group."""
     sums: Counter[int] = Counter()
-    for count, turn in zip(operations, turns, strict=True):
-        sums[turn] += count
+    for count, group in zip(operations, groups, strict=True):
+        sums[group] += count
     return max(sums.values(), default=0)
 
 
-def turns_due(
-    turns: int,
+def find_due_groups(
+    count: int,
     interval: tf.Tensor,
     factor_interval: tf.Tensor,
     clock: tf.Tensor,
@@ -351,7 +351,7 @@ def turns_due(
         coincides = tf.equal(offset % factor_interval, 0)
         return tf.cast(coincides & (factor_interval > 1), tf.int64)
 
-    offsets = [turn * interval // turns for turn in range(turns)]
-    if turns > 1:
+    offsets = [group * interval // count for group in range(count)]
+    if count > 1:
         offsets = [offset + conflict(offset) for offset in offsets]
     return [tf.equal((clock - offset) % interval, 0) for offset in offsets]

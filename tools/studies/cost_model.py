@@ -472,7 +472,7 @@ def compare(
     )
     load = Workload(
         placement.blocks,
-        placement.turns,
+        placement.schedule_groups,
         gradient_bytes(model.trainable_variables),
         placement.wire,
         placement.distribution.assignment,

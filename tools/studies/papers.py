@@ -114,7 +114,7 @@ class PaperNetwork:
         )
         self._load = Workload(
             blocks,
-            optimizer.method.placement.turns,
+            optimizer.method.placement.schedule_groups,
             weights,
             assignment="round_robin",
             batch=batch,
