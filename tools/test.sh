@@ -9,7 +9,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 # Each process, with the cluster that it may have started, takes up to 4 GB.
-arguments=(--numprocesses auto --maxprocesses 4)
+arguments=(--numprocesses auto --maxprocesses 4 --durations 20)
 slow_ones_too=false
 clusters_only=false
 for argument in "$@"; do
