@@ -10,6 +10,7 @@ import tensorflow as tf
 from tests.compat.contracts import contract
 from tfkfac.compat.data import (
     Policy,
+    copy_generated,
     global_seed,
     label_checksums,
     reshuffle_arrays,
@@ -131,3 +132,30 @@ def test_label_checksums() -> None:
         assert len(checksums) == 1
         found += checksums
     assert found[0] == found[1] != found[2]
+
+
+BATCHES = {
+    "one component": (np.ones((3, 2), "float32"),),
+    "dictionary": {"x": np.ones((3, 2), "float32"), "s": np.array(["a"] * 3)},
+    "array": np.ones(2, "bool"),
+    "dtypes": (np.ones(2, "uint8"), np.ones(2, "float16"), np.ones(2, int)),
+}
+
+
+@contract("compat.data.copy_generated", "The dtypes and structures of batches.")
+@pytest.mark.parametrize("name", BATCHES)
+def test_copies_have_the_structure_of_the_batch(name: str) -> None:
+    batch = BATCHES[name]
+    signature = tf.nest.map_structure(
+        lambda x: tf.TensorSpec((None, *x.shape[1:]), tf.as_dtype(x.dtype)),
+        tf.nest.map_structure(tf.constant, batch),
+    )
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter([batch]), output_signature=signature
+    )
+    copied = copy_generated(dataset)
+    assert copied is not dataset
+    assert copied.element_spec == dataset.element_spec
+    tf.nest.map_structure(
+        np.testing.assert_array_equal, next(iter(copied)), next(iter(dataset))
+    )

@@ -76,9 +76,10 @@ def copy_generated(dataset: tf.data.Dataset) -> tf.data.Dataset:
     names = _names(list(_with_inputs(dataset)))
     if "GeneratorDataset" not in names:
         return dataset
+    is_tuple = type(dataset.element_spec) is tuple  # `map` unpacks it
     return dataset.map(
         lambda *element: tf.nest.map_structure(
-            _copy, element if len(element) > 1 else element[0]
+            _copy, element if is_tuple else element[0]
         )
     )
 
@@ -118,7 +119,7 @@ def _names(datasets: Sequence[tf.data.Dataset]) -> set[str]:
 
 @contextlib.contextmanager
 def reshuffle_arrays(seed: int) -> Iterator[None]:
-    """Lets `fit` shuffle arrays anew in each epoch, alike in all processes.
+    """Let `fit` shuffle arrays anew in each epoch, alike in all processes.
 
     With a seed of `tf.random.set_seed` Keras repeats the order of the first
     epoch: `tf.random.shuffle` starts again with each iterator. Here the order

@@ -78,7 +78,7 @@ class FOSIMethod(Method):
     # ------------------------------------------------------------ the step
     @override
     def run(self, step: Step) -> None:
-        """One step (FOSI, algorithm 3; DHO2, algorithm 3 and section IV)."""
+        """Run a step (FOSI, algorithm 3; DHO2, algorithm 3 and section IV)."""
         self.rate.record_largest(self.job, self.job.own(self.states))
         self.estimator.run(step, self.train)
 

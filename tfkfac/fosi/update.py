@@ -117,7 +117,7 @@ def add_to_weights(
 
 @dataclasses.dataclass(frozen=True)
 class SplitUpdate:
-    """One update of FOSI (algorithm 3) on a training replica.
+    """Run one update of FOSI (algorithm 3) on a training replica.
 
     With `c = V^T g` and the inner optimizer's weight change d for the gradient
     `g - V c`:

@@ -386,11 +386,11 @@ class Counters(Slots):
         old.assign(tf.where(flags, tf.zeros_like(old), old))
 
     def without_statistics(self) -> tf.Tensor:
-        """One bool per block, True if it has no statistics yet."""
+        """Return a bool per block, True if it has no statistics yet."""
         return tf.equal(self.observed, 0)
 
     def flags(self, by_position: Mapping[int, tf.Tensor | None]) -> tf.Tensor:
-        """One bool per block; True where `by_position` has none."""
+        """Return a bool per block, True where `by_position` has none."""
         column = [by_position.get(i) for i in range(len(self.paths))]
         return flags(column, otherwise=True)
 

@@ -385,7 +385,7 @@ class KFACMethod(Method):
 
     @override
     def covered(self) -> list[keras.Variable]:
-        return [v for one in self.placement.blocks for v in one.variables]
+        return [v for block in self.placement.blocks for v in block.variables]
 
     @override
     def agreement(self) -> dict[str, Any]:

@@ -341,7 +341,7 @@ def find_due_groups(
     factor_interval: tf.Tensor,
     clock: tf.Tensor,
 ) -> list[tf.Tensor]:
-    """One bool per schedule group, True if its inverse update is due.
+    """Return a bool per schedule group, True if its inverse update is due.
 
     Each group is due once per interval, at even distances. With several
     groups, one that coincides with a factor update is delayed by a step.
