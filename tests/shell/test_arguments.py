@@ -1,53 +1,45 @@
-"""Arguments in Keras' form: optimizers, rates, configs, defaults."""
+"""Arguments in Keras' form: inner optimizers, rates, configs, defaults."""
 
-import functools
 import json
+import re
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 from keras import layers
-from keras.optimizers.schedules import ExponentialDecay
+from keras.optimizers.schedules import CosineDecay, ExponentialDecay
 
 import tfkfac
-from tests.support.schedules import Formula
+from tests.support.small import compiled_mlp, loss, mlp
+from tfkfac.capture.walk import matches
 from tfkfac.shell.arguments import Hyperparameter
 
 SGD, Adam = keras.optimizers.SGD, keras.optimizers.Adam
-CLASSES = [tfkfac.KFAC, tfkfac.FOSI]
+CLASSES = [tfkfac.KFAC, tfkfac.FOSI, tfkfac.GaussNewton]
 
 
 def schedule() -> ExponentialDecay:
     return ExponentialDecay(0.5, 1, 0.5)
 
 
-def round_trip(optimizer: Any) -> Any:
+def round_trip(optimizer: Any, **options: Any) -> Any:
     """Convert through JSON, as in a file."""
     text = json.dumps(keras.optimizers.serialize(optimizer))
-    return keras.optimizers.deserialize(json.loads(text))
+    copy = keras.saving.deserialize_keras_object(json.loads(text), **options)
+    assert type(copy) is type(optimizer)
+    assert copy is not optimizer
+    return copy
 
 
-def small() -> Any:
-    return keras.Sequential(
-        [
-            keras.Input((2,)),
-            layers.Dense(3, name="first"),
-            layers.Dense(1, name="second"),
-        ]
-    )
-
-
-# ---------------------------------------------- arguments for the default one
+# -------------------------------------------------------- the inner optimizer
 @pytest.mark.parametrize(
     ("arguments", "rate", "momentum"),
     [
         ({}, 0.1, 0.5),
-        ({"learning_rate": 0.25}, 0.25, 0.5),
-        ({"momentum": 0.75}, 0.1, 0.75),
+        ({"learning_rate": np.float32(0.25)}, 0.25, 0.5),
         ({"momentum": 0}, 0.1, 0.0),
         ({"learning_rate": 0.25, "momentum": 0.75}, 0.25, 0.75),
-        ({"learning_rate": np.float32(0.25)}, 0.25, 0.5),
         ({"inner_optimizer": 0.25, "momentum": 0.75}, 0.25, 0.75),
     ],
 )
@@ -60,51 +52,35 @@ def test_arguments_of_the_inner_sgd(
     assert inner.momentum == momentum
 
 
-def test_a_schedule_is_a_learning_rate() -> None:
-    """A schedule follows the iterations and survives a config."""
-    for optimizer, kind in (
+@pytest.mark.parametrize(
+    ("optimizer", "inner"),
+    [
         (tfkfac.KFAC(schedule()), SGD),
         (tfkfac.KFAC(learning_rate=schedule()), SGD),
         (tfkfac.FOSI(schedule()), Adam),
-    ):
-        for each in (optimizer, round_trip(optimizer)):
-            assert type(each.inner_optimizer) is kind
-            assert float(each.learning_rate) == pytest.approx(0.5)
-            each.inner_optimizer.iterations.assign(2)
-            assert float(each.learning_rate) == pytest.approx(0.125)
-
-
-def test_a_float_is_the_learning_rate_of_adam() -> None:
-    inner = tfkfac.FOSI(0.25).inner_optimizer
-    assert type(inner) is Adam
-    assert float(inner.learning_rate) == 0.25
-
-
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        *(("learning_rate", x) for x in ("adam", SGD(0.1), 0.1, schedule())),
-        *(("momentum", x) for x in ("adam", SGD(0.1))),
     ],
 )
-def test_not_beside_what_has_its_own(name: str, given: Any) -> None:
-    with pytest.raises(ValueError, match=rf"`{name}`.*left out.*{name}=0.25"):
-        tfkfac.KFAC(given, **{name: 0.25})
+def test_a_schedule_is_a_learning_rate(optimizer: Any, inner: Any) -> None:
+    """A schedule follows the iterations and survives a config."""
+    for each in (optimizer, round_trip(optimizer)):
+        assert type(each.inner_optimizer) is inner
+        assert float(each.learning_rate) == pytest.approx(0.5)
+        each.inner_optimizer.iterations.assign(2)
+        assert float(each.learning_rate) == pytest.approx(0.125)
 
 
-# -------------------------------------------------------- one inside another
-def test_not_inside_a_multi_optimizer() -> None:
-    """`MultiOptimizer` is refused: it creates optimizers in the first step."""
+def test_multi_optimizer_is_refused() -> None:
+    """`MultiOptimizer` creates its optimizers in the first step."""
     multi, kfac = keras.optimizers.MultiOptimizer, tfkfac.KFAC()
-    first = keras.optimizers.OptimizerMap(SGD(0.1), {".*first/.*": kfac})
+    first = keras.optimizers.OptimizerMap(SGD(0.1), {".*hidden/.*": kfac})
     for optimizer in (multi(first), multi(lambda variable: kfac)):
-        model = small()
-        model.compile(optimizer, "mse", run_eagerly=True)
+        model = mlp()
+        model.compile(optimizer, loss(), run_eagerly=True)
         with pytest.raises(ValueError, match="cannot be inside a `MultiOptim"):
-            model.train_on_batch(np.ones((2, 2)), np.ones((2, 1)))
+            model.train_on_batch(np.ones((2, 6)), np.ones(2))
 
 
-# ------------------------------------------------------- defaults, schedules
+# -------------------------------------------------------------------- configs
 DEFAULTS: dict[Any, dict[str, Any]] = {
     tfkfac.KFAC: {
         "name": "kfac", "damping": 0.01, "kl_clip": 0.02, "step": "natural",
@@ -130,110 +106,136 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
         "learning_rate": 1.0, "max_skipped_steps": 100,
     },
 }  # fmt: skip
-RESTS = {tfkfac.KFAC: "Adam"}
 TUNABLE = [
-    (kind, name)
-    for kind in DEFAULTS
-    for name, value in vars(kind().method.settings).items()
+    (cls, name)
+    for cls in CLASSES
+    for name, value in vars(cls().method.settings).items()
     if isinstance(value, Hyperparameter)
 ]
 
 
-@pytest.mark.parametrize("kind", DEFAULTS)
-def test_defaults(kind: Any) -> None:
-    """Defaults are the measured values; changes must be deliberate."""
-    config = kind().get_config()
+@pytest.mark.parametrize("cls", CLASSES)
+def test_defaults(cls: Any) -> None:
+    """Defaults are the measured values, also for subclasses and by name."""
+    config = cls().get_config()
     config.pop("inner_optimizer", None)
     rest = config.pop("rest_optimizer", None)
-    assert (rest and rest["class_name"]) == RESTS.get(kind)
-    assert config == DEFAULTS[kind]
+    assert (rest and rest["class_name"]) == {tfkfac.KFAC: "Adam"}.get(cls)
+    assert config == DEFAULTS[cls]
+    subclass = type("Subclass", (cls,), {})().get_config()
+    assert {**subclass, "name": config["name"]}.items() >= config.items()
+    name = cls.__name__
+    for identifier in (name.lower(), cls().name):
+        model = mlp()
+        model.compile(identifier, loss())
+        assert type(model.optimizer) is cls
+        assert model.optimizer.bound_model() is model
+    # A class of the user with the same name has priority.
+    other = type(name, (SGD,), {})
+    config = keras.optimizers.serialize(other())
+    assert type(keras.optimizers.deserialize(config, {name: other})) is other
 
 
-@pytest.mark.parametrize(("kind", "name"), TUNABLE)
-def test_schedules_are_saved(kind: Any, name: str) -> None:
-    copy = getattr(round_trip(kind(**{name: schedule()})), name)
+@pytest.mark.parametrize(("cls", "name"), TUNABLE)
+def test_schedules_are_saved(cls: Any, name: str) -> None:
+    copy = getattr(round_trip(cls(**{name: schedule()})), name)
     assert type(copy) is ExponentialDecay
     assert copy.get_config() == schedule().get_config()
 
 
-RATES = [
-    (tfkfac.KFAC, "inner_optimizer"),
-    (tfkfac.KFAC, "learning_rate"),
-    (tfkfac.KFAC, "rest_optimizer"),
-    (tfkfac.FOSI, "inner_optimizer"),
-    (tfkfac.GaussNewton, "learning_rate"),
-]
+def test_config_round_trip() -> None:
+    optimizer = tfkfac.KFAC(
+        keras.optimizers.Adam(
+            CosineDecay(0.5, 10), clipnorm=1.0, weight_decay=0.5, use_ema=True
+        ),
+        damping=np.float32(0.25),
+        kl_clip=np.int64(2),
+        factor_update_interval=np.int32(7),
+        factor_decay=np.float64(0.5),
+        skip_layers=[layers.Dense],
+        distribution=tfkfac.Distribution(
+            "hybrid_opt", 0.25, "memory", True, "bfloat16", "bfloat16"
+        ),
+        name="other",
+    )
+    copy = round_trip(optimizer)
+    assert copy.get_config() == optimizer.get_config()
+    assert type(copy.inner_optimizer) is keras.optimizers.Adam
+    assert copy.distribution == optimizer.distribution
 
 
-@pytest.mark.parametrize(("kind", "name"), [*TUNABLE, *RATES])
-def test_functions_are_refused(kind: Any, name: str) -> None:
-    """Functions are refused, also callable objects and later assignments."""
-    optimizer = kind()
-    for function in (
-        lambda i: 0.1,
-        lambda: 0.1,
-        functools.partial(round, 0.1),
-        layers.Dense(1),
-    ):
-        message = f"Argument `{name}`.* must be .*Received: {name}="
-        with pytest.raises(TypeError, match=message) as caught:
-            kind(**{name: function})
-        assert repr(function) in str(caught.value)
-        if (kind, name) in TUNABLE:
-            before = getattr(optimizer, name)
-            with pytest.raises(TypeError, match=message):
-                setattr(optimizer, name, function)
-            assert getattr(optimizer, name) == before
+def test_gradient_worker_fraction() -> None:
+    """The fraction is an argument of KFAC or of its `Distribution`."""
+    nested = tfkfac.Distribution("hybrid_opt", gradient_worker_fraction=0.25)
+    flat = {"distribution": "hybrid_opt", "gradient_worker_fraction": 0.25}
+    assert round_trip(tfkfac.KFAC(**flat)).distribution == nested
+    assert tfkfac.Distribution("hybrid_opt").gradient_worker_fraction == 0.5
+    assert tfkfac.Distribution("mem_opt").gradient_worker_fraction is None
+    for other in ("comm_opt", nested):
+        with pytest.raises(ValueError, match="`gradient_worker_fraction`"):
+            tfkfac.KFAC(**{**flat, "distribution": other})
 
 
-def fails(iteration: Any) -> Any:
-    raise KeyError(iteration)
+def test_changed_values_are_in_the_config() -> None:
+    for optimizer in (tfkfac.KFAC(), compiled_mlp().optimizer):
+        optimizer.damping = 0.75
+        optimizer.kl_clip = 0.5
+        copy = round_trip(optimizer)
+        assert (copy.damping, copy.kl_clip) == (0.75, 0.5)
 
 
-@pytest.mark.parametrize(("kind", "name"), TUNABLE)
-def test_the_first_value_of_a_schedule(kind: Any, name: str) -> None:
-    for function, received in (
-        (lambda _: float("nan"), "returns nan"),
-        (lambda _: float("inf"), "returns inf"),
-        (lambda _: -1.0, "returns -1.0"),
-        (lambda _: [1.0, 2.0], r"returns \[1. 2.\]"),
-        (lambda _: "x", "raises"),
-        (lambda _: None, "raises"),
-        (fails, "raises KeyError"),
-    ):
-        message = rf"Argument `{name}` must return .*{received}.* iteration 0"
-        with pytest.raises(ValueError, match=message):
-            small().compile(kind(**{name: Formula(function)}), "mse")
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(5, None, "x", [], [("name", "x")], {"x": 1}, {"damping": {"a": 1}}),
+        {"inner_optimizer": {"class_name": "Foo", "config": None}},
+    ],
+)
+def test_invalid_configs(config: Any) -> None:
+    words = "`config` must be a dict|unexpected|`damping`|locate class 'Foo'"
+    with pytest.raises((TypeError, ValueError), match=words):
+        tfkfac.KFAC.from_config(config)
 
 
-# ------------------------------------------------------------ of a subclass
-@pytest.mark.parametrize("kind", [*CLASSES, tfkfac.GaussNewton])
-def test_a_subclass_has_the_same_arguments(kind: Any) -> None:
-    class Own(kind):  # type: ignore[misc]
-        pass
+# ---------------------------------------------------------------- skip_layers
+@keras.saving.register_keras_serializable(package="tests")
+class RegisteredDense(layers.Dense):
+    pass
 
-    own, want = Own(), kind()
-    names = ["max_skipped_steps", *vars(want.method.settings)]
-    assert [own.get_config()[name] for name in names] == [
-        want.get_config()[name] for name in names
+
+class PlainDense(layers.Dense):
+    pass
+
+
+def test_skip_rules_round_trip() -> None:
+    """The copy skips the same layers, also after a second round trip."""
+    rules: list[Any] = [
+        "dense",
+        r"dense(_\d+)?",
+        re.compile("DEN  SE  # a comment", re.I | re.X),
+        re.compile("(?i)DENSE"),
+        layers.Dense,
+        RegisteredDense,
+        PlainDense,
     ]
-    assert [getattr(own, n) for n in names] == [getattr(want, n) for n in names]
+    some = [
+        layers.Dense(1, name=name) for name in ("dense", "Dense", "dense_2")
+    ]
+    some += [layers.Conv1D(1, 1), RegisteredDense(1), PlainDense(1)]
+    custom = {"custom_objects": {"PlainDense": PlainDense}}
+    first = tfkfac.KFAC(skip_layers=rules)
+    copy = round_trip(round_trip(first, **custom), **custom)
+    matched, copied = (
+        [[matches(rule, layer, layer.name) for layer in some] for rule in of]
+        for of in (first.skip_layers, copy.skip_layers)
+    )
+    assert all(map(any, matched))
+    assert matched == copied
 
 
-# ------------------------------------------------------------------- by name
-@pytest.mark.parametrize("make", [*CLASSES, tfkfac.GaussNewton])
-def test_names_find_the_optimizers(make: Any) -> None:
-    """Names find tfkfac's optimizers, but never hide a user's class."""
-    name = make.__name__
-    for identifier in (name.lower(), make().name):
-        model = small()
-        model.compile(identifier, loss="mse")
-        found = model.optimizer
-        assert type(found) is make
-        assert name.lower() == found.get_config()["name"].replace("_", "")
-        assert found.bound_model() is model
-    model.compile(optimizer=name.lower(), loss="mse")
-    assert type(model.optimizer) is make
-    other = type(name, (SGD,), {})
-    config = keras.optimizers.serialize(other())
-    assert type(keras.optimizers.deserialize(config, {name: other})) is other
+@pytest.mark.parametrize("rule", ["nope", re.compile("no.e"), layers.Conv2D])
+def test_skip_rule_without_a_layer(rule: Any) -> None:
+    """A rule that matches no layer is an error of `compile`."""
+    with pytest.raises(ValueError, match=r"`skip_layers`.*'mlp'") as caught:
+        mlp().compile(tfkfac.KFAC(skip_layers=["hidden", rule]), loss())
+    assert repr(rule) in str(caught.value)

@@ -18,17 +18,28 @@ from tfkfac.kfac.natural import clip_step
 from tfkfac.shell.arguments import Hyperparameter
 
 DAMPING, CLIP = 0.03, 0.007  # neither is exact in binary
-FUNCTIONS: dict[str, Any] = {
-    "number": DAMPING,
-    "schedule": Formula(lambda iteration: DAMPING),
-    "numpy": Formula(lambda iteration: np.float64(DAMPING)),
-}
+LATE = 2**31 + 1  # float32 is exact up to 2^24
+# Value, iteration, expected value, rules.
+VALUES: list[tuple[Any, int, float, dict[str, Any]]] = [
+    (DAMPING, 3, DAMPING, {}),
+    (Formula(lambda step: np.float64(DAMPING)), 3, DAMPING, {}),
+    (Formula(lambda step: DAMPING * step / 2), 10, DAMPING * 5, {}),
+    *(
+        (PiecewiseConstantDecay([LATE], [3, 5]), step, want, {"integer": True})
+        for step, want in ((LATE - 1, 3), (LATE, 3), (LATE + 1, 5))
+    ),
+]
 
 
-def value_of(value: Any, iteration: int, **rules: Any) -> Any:
-    parameter = Hyperparameter("x", value, **rules)
+def test_values_are_exact() -> None:
+    for value, iteration, want, rules in VALUES:
+        parameter = Hyperparameter("x", value, **rules)
+        parameter.build()
+        assert parameter.at(tf.constant(iteration, tf.int64)).numpy() == want
+    parameter = Hyperparameter("x", 1)
     parameter.build()
-    return parameter.at(tf.constant(iteration, tf.int64)).numpy()
+    parameter.set(DAMPING)
+    assert parameter.at(tf.constant(0)).numpy() == DAMPING
 
 
 @pytest.fixture
@@ -37,33 +48,11 @@ def double() -> Iterator[None]:
         yield
 
 
-def test_values_are_exact() -> None:
-    for value in FUNCTIONS.values():
-        assert value_of(value, 3) == DAMPING
-    parameter = Hyperparameter("x", 1)
-    parameter.build()
-    parameter.set(DAMPING)
-    assert parameter.at(tf.constant(0)).numpy() == DAMPING
-
-
-def test_a_schedule_in_float64() -> None:
-    """Values equal Python's; float32 has errors of 1e-8."""
-    schedule = Formula(lambda iteration: DAMPING * 0.9 ** (iteration / 7))
-    want = DAMPING * 0.9 ** (10 / 7)
-    assert value_of(schedule, 10) == pytest.approx(want, rel=1e-15, abs=0)
-
-
-@pytest.mark.parametrize("iteration", [2**24 + 1, 2**31 + 1])
-def test_a_schedule_counts_beyond_float32(iteration: int) -> None:
-    schedule = PiecewiseConstantDecay([iteration], [3, 5])
-    for step, want in ((iteration - 1, 3), (iteration, 3), (iteration + 1, 5)):
-        assert value_of(schedule, step, integer=True) == want
-
-
 @pytest.mark.parametrize(
-    ("solver", "kind"), [("eigen", "number"), ("inverse", "schedule")]
+    ("solver", "damping"),
+    [("eigen", DAMPING), ("inverse", Formula(lambda iteration: DAMPING))],
 )
-def test_a_step_in_float64(solver: str, kind: str, double: None) -> None:
+def test_a_step_in_float64(solver: str, damping: Any, double: None) -> None:
     """One damped and clipped step of K-FAC against NumPy."""
     keras.utils.set_random_seed(0)
     layer = keras.layers.Dense(3)
@@ -72,7 +61,7 @@ def test_a_step_in_float64(solver: str, kind: str, double: None) -> None:
         tfkfac.KFAC(
             keras.optimizers.SGD(0.5),
             solver=solver,
-            damping=FUNCTIONS[kind],
+            damping=damping,
             kl_clip=CLIP,
             fisher="empirical",
         ),

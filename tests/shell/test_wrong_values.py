@@ -5,6 +5,9 @@ An argument without a row fails.
 """
 
 import dataclasses
+import decimal
+import fractions
+import functools
 import inspect
 import json
 import re
@@ -14,9 +17,11 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from keras.optimizers.schedules import ExponentialDecay
 
 import tfkfac
-from tests.support.small import compiled_mlp
+from tests.support.schedules import Formula
+from tests.support.small import compiled_mlp, loss, mlp
 from tfkfac.shell.arguments import Hyperparameter
 
 NAN, INF = float("nan"), float("inf")
@@ -26,10 +31,14 @@ FOSI: Any = tfkfac.FOSI
 GN: Any = tfkfac.GaussNewton
 PART: Any = tfkfac.Distribution
 SCALER: Any = tfkfac.LossScaleOptimizer
+DENSE = keras.layers.Dense
 VALUES: list[Any] = [None, True, -1, 0, 1, 2, 0.5, 1.5, NAN, INF, 10**400]
-VALUES += ["x", b"x", [1], {}, 1j, object, np.array([0.1])]
+VALUES += ["x", b"x", [1], {}, {"class_name": "x"}, 1j, object]
+VALUES += [np.array([0.1]), np.float32(INF), np.int8(-3), -(2**63)]
+VALUES += [decimal.Decimal("NaN"), fractions.Fraction(10**400)]
+VALUES += [lambda i: 0.1, functools.partial(round, 0.1)]
 
-# What it must be, and what of `VALUES` is that.
+# Words of the message, and the accepted values.
 NUMBER = "a number of at least 0", (0, 1, 2, 0.5, 1.5)
 POSITIVE = "a positive number", (1, 2, 0.5, 1.5)
 BELOW_ONE = r"a number in \[0, 1\)", (0, 0.5)
@@ -123,16 +132,16 @@ def takes(accepted: tuple[Any, ...], value: Any) -> bool:
     return any(type(a) is type(value) and a == value for a in accepted)
 
 
-# Other arguments that a valid value of an argument needs.
-BESIDE: dict[tuple[Any, str], dict[str, Any]] = {
+# Other arguments that are required with an argument.
+REQUIRED: dict[tuple[Any, str], dict[str, Any]] = {
     (FOSI, "num_largest"): {"num_smallest": 1},  # not both may be 0
     (KFAC, "gradient_worker_fraction"): {"distribution": "hybrid_opt"},
     (PART, "gradient_worker_fraction"): {"mode": "hybrid_opt"},
     (SCALER, "initial_scale"): {"inner_optimizer": KFAC()},
     (SCALER, "dynamic_growth_steps"): {"inner_optimizer": KFAC()},
 }
-# Where an optimizer shows an argument that is not an attribute of that name.
-SHOWN: dict[tuple[Any, str], Callable[[Any], Any]] = {
+# Getters of arguments that are not attributes of the same name.
+GETTERS: dict[tuple[Any, str], Callable[[Any], Any]] = {
     (KFAC, "momentum"): lambda o: o.inner_optimizer.momentum,
     (KFAC, "gradient_worker_fraction"): lambda o: (
         o.distribution.gradient_worker_fraction
@@ -140,7 +149,7 @@ SHOWN: dict[tuple[Any, str], Callable[[Any], Any]] = {
 }
 
 
-def shows(owner: Any, item: Any, name: str, value: Any) -> bool:
+def has_value(owner: Any, item: Any, name: str, value: Any) -> bool:
     """True if an object has the value of an argument."""
     if name.endswith("_optimizer"):
         found = getattr(item, name)
@@ -149,7 +158,7 @@ def shows(owner: Any, item: Any, name: str, value: Any) -> bool:
         return value is None or float(found.learning_rate) == value
     if value is None and name in ("learning_rate", "gradient_worker_fraction"):
         return True
-    read = SHOWN.get((owner, name), lambda o: getattr(o, name))
+    read = GETTERS.get((owner, name), lambda o: getattr(o, name))
     found = read(item)
     if value is None and (owner, name) == (KFAC, "momentum"):
         return bool(found == 0.5)
@@ -169,14 +178,14 @@ def test_values(owner: Any) -> None:
     assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
     for name, (words, accepted) in TAKES[owner].items():
         for value in [*VALUES, *accepted]:
-            arguments = {name: value, **BESIDE.get((owner, name), {})}
+            arguments = {name: value, **REQUIRED.get((owner, name), {})}
             if takes(accepted, value):
                 item = owner(**arguments)
                 config = item.get_config()
                 copy = owner.from_config(json.loads(json.dumps(config)))
                 assert copy.get_config() == config
-                assert shows(owner, item, name, value), (name, value)
-                assert shows(owner, copy, name, value), (name, value)
+                assert has_value(owner, item, name, value), (name, value)
+                assert has_value(owner, copy, name, value), (name, value)
                 continue
             with pytest.raises((TypeError, ValueError)) as caught:
                 owner(**arguments)
@@ -191,21 +200,19 @@ def received(message: str) -> str:
     return message.split("Received: ", 1)[1]
 
 
-# ------------------------------------------------- values of one argument only
-DENSE = keras.layers.Dense
+# ------------------------------------------------- values of single arguments
+# Owner, argument, refused values, words of the message.
 WRONG: list[tuple[Any, str, list[Any], str]] = [
     (KFAC, "factor_update_interval", [2.0, np.float32(3)], COUNT[0]),
-    (KFAC, "inner_optimizer", [DENSE(1), {"class_name": "Foo"}], INNER),
     (FOSI, "inner_optimizer", [{"class_name": "sgd", "config": 5}], INNER),
+    (KFAC, "inner_optimizer", [DENSE(1), {"class_name": "Foo"}], INNER),
     (KFAC, "inner_optimizer", [-0.1, NAN, INF], RATE[0]),
     (KFAC, "learning_rate", [-0.1, 1e39], RATE[0]),
-    (KFAC, "skip_layers", [7, DENSE(1)], "a list or tuple"),
     (KFAC, "skip_layers", [[None], [DENSE(1)], [int]], "layer names, regular"),
     (KFAC, "skip_layers", [["fine", "("], ["*"], ["(?P<x"]], "valid regular"),
     (PART, "gradient_worker_fraction", [0.5, 0, "0.5"], r"in \(0, 1\]"),
     (PART, "factor_dtype", ["float64", "int8", 16], "one of"),
     (PART, "inverse_dtype", ["float16"], "'bfloat16' or None.*overflow"),
-    (KFAC, "step", ["natural-ish", KFAC], r"'spectral'\)"),
     (FOSI, "lanczos_steps", [4, 20.0], "an integer of at least 5"),
 ]
 
@@ -219,105 +226,120 @@ def test_wrong_values(
             owner(**{name: value})
         message = str(caught.value)
         assert re.search(rf"Argument `{name}`.*{words}", message), message
-        shown = value
-        if name == "skip_layers" and isinstance(value, list):
-            shown = value[-1]
+        shown = value[-1] if name == "skip_layers" else value
         assert repr(shown) in received(message)
 
 
-# ------------------------------------------------------ what does not go along
-PARTS: Any = {"gradient_accumulation_steps": 2}
-SCALED = "`inner_optimizer`.*`LossScaleOptimizer` around"
-ALONE = "^(?!.*LossScale).*outermost is bound"
+TUNABLE = [
+    (cls, name)
+    for cls in (KFAC, FOSI, GN)
+    for name, value in vars(cls().method.settings).items()
+    if isinstance(value, Hyperparameter)
+]
 
 
-@pytest.mark.parametrize("outer", [KFAC, FOSI])
-def test_what_cannot_be_inside(outer: Any) -> None:
-    for inner, words in (
-        (SGD(0.1, loss_scale_factor=2.0), SCALED),
-        (keras.optimizers.LossScaleOptimizer(SGD()), SCALED),
-        (KFAC(), ALONE),
-        (FOSI(), ALONE),
-        (keras.optimizers.MultiOptimizer(Adam), "has no learning rate"),
-        (Adam(INF), "learning rate"),
-        (Adam(NAN), "learning rate"),
+@pytest.mark.parametrize(("owner", "name"), TUNABLE)
+def test_wrong_schedules(owner: Any, name: str) -> None:
+    """The first value of a schedule is checked; functions are refused."""
+
+    def fails(iteration: Any) -> Any:
+        raise KeyError(iteration)
+
+    with pytest.raises(TypeError, match=f"`{name}`"):
+        owner(**{name: lambda iteration: 0.1})
+    for function, found in (
+        (lambda _: NAN, "returns nan"),
+        (lambda _: -1.0, "returns -1.0"),
+        (lambda _: [1.0, 2.0], r"returns \[1. 2.\]"),
+        (lambda _: None, "raises"),
+        (fails, "raises KeyError"),
     ):
-        with pytest.raises(ValueError, match=words):
-            outer(inner)
+        message = rf"Argument `{name}` must return .*{found}.* iteration 0"
+        with pytest.raises(ValueError, match=message):
+            mlp().compile(owner(**{name: Formula(function)}), loss())
 
 
-def test_what_cannot_be_inside_spectral_steps() -> None:
-    for inner, words in (
-        (SGD(1.0, momentum=0.9), r"SGD without momentum.*SGD\(momentum\)"),
-        (SGD(1.0, clipnorm=0.1), r"SGD\(clipnorm\)"),
-        (SGD(1.0, global_clipnorm=1.0), r"SGD\(global_clipnorm\)"),
-        ("adam", r"inner_optimizer=Adam\(\)"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            KFAC(inner, step="spectral")
-    decayed = SGD(1.0, weight_decay=0.1)
-    assert KFAC(decayed, step="spectral").inner_optimizer is decayed
+# ------------------------------------------------------- values that conflict
+TWO: Any = {"gradient_accumulation_steps": 2}
+OUTSIDE = "`inner_optimizer`.*`LossScaleOptimizer` around"
+NESTED = "^(?!.*LossScale).*outermost is bound"
+SPECTRAL = {"step": "spectral"}
+# Owner, positional and named arguments, words of the message.
+CONFLICTS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+    *(
+        (owner, (inner,), {}, words)
+        for owner in (KFAC, FOSI)
+        for inner, words in (
+            (SGD(0.1, loss_scale_factor=2.0), OUTSIDE),
+            (keras.optimizers.LossScaleOptimizer(SGD()), OUTSIDE),
+            (KFAC(), NESTED),
+            (FOSI(), NESTED),
+            (keras.optimizers.MultiOptimizer(Adam), "has no learning rate"),
+            (Adam(INF), "learning rate"),
+            (Adam(NAN), "learning rate"),
+        )
+    ),
+    *(
+        (KFAC, (given,), {name: 0.25}, rf"`{name}`.*left out.*{name}=0.25")
+        for name, given in (
+            ("learning_rate", "adam"),
+            ("learning_rate", SGD(0.1)),
+            ("learning_rate", 0.1),
+            ("learning_rate", ExponentialDecay(0.5, 1, 0.5)),
+            ("momentum", "adam"),
+            ("momentum", SGD(0.1)),
+        )
+    ),
+    (KFAC, (SGD(1.0, momentum=0.9),), SPECTRAL, r"without.*SGD\(momentum\)"),
+    (KFAC, (SGD(1.0, clipnorm=0.1),), SPECTRAL, r"SGD\(clipnorm\)"),
+    (KFAC, (SGD(global_clipnorm=1.0),), SPECTRAL, r"SGD\(global_clipnorm\)"),
+    (KFAC, ("adam",), SPECTRAL, r"inner_optimizer=Adam\(\)"),
+    (KFAC, (), {**SPECTRAL, "rest_optimizer": "inner"}, "must be an opt"),
+    (KFAC, (SGD(0.1, **TWO),), TWO, "of one"),
+    (FOSI, (), {"num_largest": 0}, "`num_largest` and `num_smallest`"),
+    (KFAC, (0.1, 0.01), {}, "positional"),
+    *(
+        (owner, (), {name: 0.1}, f"unexpected.* '{name}'")
+        for owner in (KFAC, FOSI, GN)
+        for name in ("lr", "weight_decay", "loss_scale_factor")
+    ),
+    *(
+        (owner, (), {name: value}, f"Did you mean '{choice}'")
+        for owner, name, value, choice in (
+            (KFAC, "step", "spectra", "spectral"),
+            (KFAC, "distribution", "comm-opt", "comm_opt"),
+            (PART, "mode", "hybrid", "hybrid_opt"),
+            (FOSI, "layout", "row", "rows"),
+            (GN, "solve", "residual", "residuals"),
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize("inner", [None, 0.1, SGD(1.0)])
+def test_conflicts() -> None:
+    for owner, positional, named, words in CONFLICTS:
+        with pytest.raises((TypeError, ValueError), match=words):
+            owner(*positional, **named)
+
+
+@pytest.mark.parametrize("inner", [None, 0.1, SGD(1.0, weight_decay=0.1)])
 def test_momentum_of_spectral_steps(inner: Any) -> None:
-    """The momentum is of the steps, not of the inner optimizer."""
+    """The momentum is that of the steps, not of the inner optimizer."""
     optimizer = KFAC(inner, momentum=0.5, step="spectral")
     copy = KFAC.from_config(optimizer.get_config())
     for each in (optimizer, copy):
         assert each.momentum == 0.5
         assert each.inner_optimizer.momentum == 0
-    assert KFAC(momentum=0.25).inner_optimizer.momentum == 0.25
-    with pytest.raises(ValueError, match=r"`momentum` .*`inner_optimizer`"):
-        KFAC(SGD(1.0), momentum=0.5)
+        assert each.inner_optimizer.weight_decay == getattr(
+            inner, "weight_decay", None
+        )
 
 
-TOGETHER: list[tuple[Any, dict[str, Any], str]] = [
-    (FOSI, {"num_largest": 0}, "`num_largest` and `num_smallest`"),
-    (KFAC, {"inner_optimizer": SGD(0.1, **PARTS), **PARTS}, "of one"),
-    (KFAC, {"step": "spectral", "rest_optimizer": "inner"}, "must be an opt"),
-]
-
-
-@pytest.mark.parametrize("owner", [KFAC, FOSI, GN])
-def test_unknown_arguments(owner: Any) -> None:
-    """Python refuses unknown arguments."""
-    for name in ("dampening", "lr", "weight_decay", "loss_scale_factor"):
-        with pytest.raises(TypeError, match=f"unexpected.* '{name}'"):
-            owner(**{name: 0.1})
-
-
-def test_the_closest_choice_is_named() -> None:
-    for owner, name, value, choice in (
-        (KFAC, "step", "spectra", "spectral"),
-        (KFAC, "solver", "eigne", "eigen"),
-        (KFAC, "distribution", "comm-opt", "comm_opt"),
-        (PART, "mode", "hybrid", "hybrid_opt"),
-        (FOSI, "layout", "row", "rows"),
-        (GN, "solve", "residual", "residuals"),
-    ):
-        with pytest.raises(ValueError, match=f"Did you mean '{choice}'"):
-            owner(**{name: value})
-
-
-@pytest.mark.parametrize(("owner", "arguments", "words"), TOGETHER)
-def test_what_does_not_go_together(
-    owner: Any, arguments: dict[str, Any], words: str
-) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        owner(**arguments)
-
-
-def test_arguments_are_given_by_name() -> None:
-    with pytest.raises(TypeError, match="positional"):
-        KFAC(0.1, 0.01)
-
-
-# ---------------------------------------------------------------------- later
+# ---------------------------------------------------------------- assignments
 @pytest.mark.parametrize(
     "make", [KFAC, lambda: compiled_mlp().optimizer, FOSI, GN]
 )
-def test_later(make: Callable[[], Any]) -> None:
+def test_assignments(make: Callable[[], Any]) -> None:
     """Assignments are checked like arguments; refused ones change nothing."""
     optimizer = make()
     for field in dataclasses.fields(optimizer.settings_type):
@@ -333,13 +355,13 @@ def test_later(make: Callable[[], Any]) -> None:
             if can_change or value is before:
                 continue
             with pytest.raises(
-                (AttributeError, ValueError),
+                (AttributeError, TypeError, ValueError),
                 match=rf"(?s)Argument `{name}`.*Received: {name}=",
             ):
                 setattr(optimizer, name, value)
             assert getattr(optimizer, name) == before
 
 
-def test_loss_scale_factor_of_its_own() -> None:
+def test_loss_scale_factor_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`loss_scale_factor`.*=8.0"):
-        tfkfac.KFAC().loss_scale_factor = 8.0
+        KFAC().loss_scale_factor = 8.0
