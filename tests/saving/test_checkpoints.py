@@ -21,7 +21,7 @@ from tests.support.small import (
 
 
 def test_backup_and_restore(tmp_path: Path) -> None:
-    """Killed in the third epoch, started again: the run nobody killed."""
+    """A run interrupted in epoch 3 and resumed equals a whole run."""
 
     class Stop(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -49,7 +49,7 @@ def test_backup_and_restore(tmp_path: Path) -> None:
 
 
 def test_checkpoint_restored_before_the_first_step(tmp_path: Path) -> None:
-    """The usual order of a custom loop: attach, restore, train."""
+    """The order of a custom loop: attach, restore, train."""
     runs = []
     for restored in (False, True):
         model = mlp()

@@ -1,4 +1,4 @@
-"""Saved entries that nobody should load: a clean error, or they work."""
+"""Invalid saved entries raise an error that names the entry, or train."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ _KEPT: dict[str, tuple[Any, dict[str, Any]]] = {}
 
 
 def kept(name: str) -> tuple[Any, dict[str, Any]]:
-    """A trained model, and what its optimizer saves; one for all examples."""
+    """A trained model and its saved state, cached."""
     if name not in _KEPT:
         model = mlp()
         optimizer = {
@@ -31,8 +31,8 @@ def kept(name: str) -> tuple[Any, dict[str, Any]]:
     return _KEPT[name]
 
 
-# Of each optimizer, the entry that is changed.
-FIRST = ("factor_A", "ritz", "previous_step")
+# Name of the changed entry of each optimizer.
+CHANGED = ("factor_A", "ritz", "previous_step")
 CHANGES: dict[str, Any] = {
     "missing": None,
     "none": lambda _: None,
@@ -64,10 +64,10 @@ CHANGES: dict[str, Any] = {
     "name", with_slow(["kfac", "fosi", "gauss_newton"], "fosi", "gauss_newton")
 )
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_of_one_entry(name: str, change: str) -> None:
-    """The error names the entry, or the next step is a good one."""
+def test_changed_entries(name: str, change: str) -> None:
+    """The error names the entry, or the next step is finite."""
     model, good = kept(name)
-    key = next(k for k in good if any(n in k for n in FIRST))
+    key = next(k for k in good if any(n in k for n in CHANGED))
     broken = dict(good)
     del broken[key]
     if CHANGES[change] is not None:

@@ -1,4 +1,4 @@
-"""State of other layers, shapes, solvers: refused by name, or made anew."""
+"""State of other layers, shapes and solvers is refused or computed again."""
 
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from tests.support.small import (
 
 
 def state_of(names: str, width: int = 5, **arguments: Any) -> dict[str, Any]:
-    """The state for a network of some dense layers."""
+    """The saved state for a network of dense layers of these names."""
     *hidden, last = names.split()
-    own = [layers.Dense(width, name=name) for name in hidden]
-    own.append(layers.Dense(CLASSES, name=last))
-    model = keras.Sequential([keras.Input((FEATURES,)), *own])
+    stack = [layers.Dense(width, name=name) for name in hidden]
+    stack.append(layers.Dense(CLASSES, name=last))
+    model = keras.Sequential([keras.Input((FEATURES,)), *stack])
     model.compile(tfkfac.KFAC(**arguments), loss())
     return curvature(kfac_of(model))
 
@@ -64,7 +64,7 @@ def test_other_layers(state: Any, words: str) -> None:
     ("saved", "loaded"), [("eigen", "inverse"), ("inverse", "eigen")]
 )
 def test_other_solver(saved: str, loaded: str, tmp_path: Path) -> None:
-    """Factors stay; the next step decomposes them, whatever the interval."""
+    """Factors are loaded; the next step decomposes them at any interval."""
     arguments: Any = {"kl_clip": None, "factor_update_interval": 3}
     arguments |= {"inverse_update_interval": 3, "damping": 0.1}
     model = compiled("sequential", "plain", solver=saved, **arguments)

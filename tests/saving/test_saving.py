@@ -1,6 +1,6 @@
-"""Files and state trees of Keras: what is not only to go on from there.
+"""Files, state trees and SavedModels of Keras.
 
-That training goes on is in `integration/test_same_runs.py`.
+`integration/test_same_runs.py` tests that training resumes from them.
 """
 
 import pickle
@@ -67,8 +67,10 @@ MODELS: dict[str, Callable[[], Any]] = {
         ("kfac", "adam"),
     ],
 )
-def test_weights_are_anybodys(source: str, target: str, tmp_path: Path) -> None:
-    """A warning as of Keras' optimizers, or an error that says what it is."""
+def test_files_of_other_optimizers(
+    source: str, target: str, tmp_path: Path
+) -> None:
+    """The weights are loaded, or an error names the optimizer."""
     saved, model = MODELS[source](), MODELS[target]()
     if source != "plain":
         train(saved, 0, 1)
@@ -87,7 +89,126 @@ def test_weights_are_anybodys(source: str, target: str, tmp_path: Path) -> None:
         assert_same(curvature(kfac_of(model)), before)
 
 
-# --------------------------------- what Keras does not ask optimizers for
+# ----------------------------------------------------------------- file types
+Fresh = Callable[[], Any]
+
+
+def save_checkpoint(model: Any, path: Path) -> str:
+    return str(tf.train.Checkpoint(model=model).save(str(path)))
+
+
+def load_checkpoint(fresh: Fresh, path: Path, saved: str) -> Any:
+    model = fresh()
+    tf.train.Checkpoint(model=model).restore(saved)
+    return model
+
+
+def load_weights(fresh: Fresh, path: Path, saved: None) -> Any:
+    model = fresh()
+    model.load_weights(path)
+    return model
+
+
+def load_tree(fresh: Fresh, path: Path, saved: Any) -> Any:
+    model = fresh()
+    model.set_state_tree(saved)
+    return model
+
+
+def load_model(fresh: Fresh, path: Path, saved: None) -> Any:
+    return keras.models.load_model(path)
+
+
+# How to save a model, and to load it into the model of a function.
+FILES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    ".keras": (lambda model, path: model.save(path), load_model),
+    ".weights.h5": (lambda model, path: model.save_weights(path), load_weights),
+    "tree": (lambda model, _: model.get_state_tree("numpy_array"), load_tree),
+    "checkpoint": (save_checkpoint, load_checkpoint),
+    ".h5": (lambda model, path: model.save(path), load_model),
+}
+LATER = "'kfac' was written by format 2, this version of tfkfac reads format 1"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_later_format_is_refused(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an error; Keras turns it into a warning for `.h5` files."""
+    model, path = compiled_mlp(eager=True), tmp_path / f"model{file}"
+    train(model, 0, 1)
+    before = curvature(kfac_of(model))
+    save, load = FILES[file]
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "FORMAT", 2)
+        saved = save(model, path)
+    warns = pytest.warns(UserWarning, match=LATER)
+    raises = pytest.raises(ValueError, match=LATER)
+    with warns if file == ".h5" else raises:
+        load(lambda: model, path, saved)
+    assert_same(curvature(kfac_of(model)), before)
+
+
+def random_layers(count: int = 4, make: Any = tfkfac.KFAC) -> Any:
+    """Layers with seed generators: nested, with a seed, in a cell."""
+    nested = keras.Sequential([layers.GaussianNoise(0.5), layers.Dense(6)])
+    hidden = [
+        layers.Dropout(0.5, seed=-3),
+        nested,
+        layers.Reshape((2, 3)),
+        layers.LSTM(3, dropout=0.5),
+        layers.Dropout(0.5, name="last"),
+    ]
+    kept = hidden if count == 4 else hidden[:-1]
+    model = keras.Sequential(
+        [keras.Input((FEATURES,)), *kept, layers.Dense(CLASSES)]
+    )
+    model.compile(make(), loss(), run_eagerly=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("file", "make"),
+    [
+        (".keras", tfkfac.KFAC),
+        (".h5", tfkfac.KFAC),
+        (".weights.h5", tfkfac.FOSI),
+        ("checkpoint", tfkfac.KFAC),
+    ],
+)
+def test_random_layers_resume(file: str, make: Any, tmp_path: Path) -> None:
+    """Keras' generators continue from their saved states."""
+    keras.utils.set_random_seed(0)
+    model = random_layers(make=make)
+    train(model, 0, 2)
+    save, load = FILES[file]
+    path = tmp_path / f"model{file}"
+    keras.utils.set_random_seed(1)  # other seeds in a new model
+    copy = load(lambda: random_layers(make=make), path, save(model, path))
+    seeds = [
+        [np.array(v) for v in each.variables if "seed_generator" in v.path]
+        for each in (model, copy)
+    ]
+    assert [seed[1] for seed in seeds[0]] == [2] * 4  # two steps
+    np.testing.assert_array_equal(*seeds)
+    losses = [each.train_on_batch(*data(seed=5)) for each in (model, copy)]
+    assert losses[0] == losses[1]
+
+
+def test_random_layers_of_another_model(tmp_path: Path) -> None:
+    """The states of other generators are not loaded, with a warning."""
+    four, three = random_layers(), random_layers(3)
+    for model in (four, three):
+        train(model, 0, 1)
+    four.save_weights(tmp_path / "four.weights.h5")
+    before = [np.array(v) for v in three.variables if "seed_gen" in v.path]
+    with pytest.warns(UserWarning, match="does not use .*4 seed generators"):
+        three.load_weights(tmp_path / "four.weights.h5")
+    after = [np.array(v) for v in three.variables if "seed_gen" in v.path]
+    np.testing.assert_array_equal(after, before)
+
+
+# ------------------------------------------------------------- state and files
 def test_state_tree_of_tensors() -> None:
     model = compiled_mlp(eager=True)
     train(model, 0, 2)
@@ -95,11 +216,11 @@ def test_state_tree_of_tensors() -> None:
     before = everything(model)
     assert all(tf.is_tensor(x) for x in keras.tree.flatten(tree))
     train(model, 2, 3)
-    # TensorFlow's variables in a tree go on with the training.
-    own = tree["optimizer_variables"]["curvature"]
-    kept = {name: np.array(x) for name, x in own.items()}
+    # The tree holds variables, which change with the training.
+    state = tree["optimizer_variables"]["curvature"]
+    kept = {name: np.array(x) for name, x in state.items()}
     assert not same(curvature(kfac_of(model)), kept)
-    model.set_state_tree({"optimizer_variables": {"curvature": own}})
+    model.set_state_tree({"optimizer_variables": {"curvature": state}})
     assert_same(curvature(kfac_of(model)), kept)
     assert not same(everything(model), before)
 
@@ -114,63 +235,8 @@ def test_legacy_file_in_a_loss_scale_optimizer(tmp_path: Path) -> None:
     assert any(v.any() for v in curvature(kfac_of(copy)).values())
 
 
-def save_checkpoint(model: Any, path: Path) -> str:
-    checkpoint = tf.train.Checkpoint(optimizer=model.optimizer)
-    return str(checkpoint.save(str(path)))
-
-
-# How to save a model, and to load the file or its copy.
-FILES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    ".keras": (
-        lambda model, path: model.save(path),
-        lambda model, path, _: keras.models.load_model(path),
-    ),
-    ".weights.h5": (
-        lambda model, path: model.save_weights(path),
-        lambda model, path, _: model.load_weights(path),
-    ),
-    "state tree": (
-        lambda model, path: model.get_state_tree("numpy_array"),
-        lambda model, path, saved: model.set_state_tree(saved),
-    ),
-    "checkpoint": (
-        save_checkpoint,
-        lambda model, path, saved: tf.train.Checkpoint(
-            optimizer=model.optimizer
-        ).restore(saved),
-    ),
-    ".h5": (
-        lambda model, path: model.save(path),
-        lambda model, path, _: keras.models.load_model(path),
-    ),
-}
-LATER = "'kfac' was written by format 2, this version of tfkfac reads format 1"
-
-
-@pytest.mark.parametrize("kind", FILES)
-def test_a_later_format_is_refused(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By an error; of a `.h5` file Keras makes a warning."""
-    model = compiled_mlp(eager=True)
-    train(model, 0, 1)
-    before = curvature(kfac_of(model))
-    save, load = FILES[kind]
-    path = tmp_path / f"model{kind.replace(' ', '')}"
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "FORMAT", 2)
-        saved = save(model, path)
-    if kind == ".h5":
-        with pytest.warns(UserWarning, match=LATER):
-            load(model, path, saved)
-    else:
-        with pytest.raises(ValueError, match=LATER):
-            load(model, path, saved)
-    assert_same(curvature(kfac_of(model)), before)
-
-
 def test_saved_without_curvature(tmp_path: Path) -> None:
-    """By another optimizer: said, not an error."""
+    """Warns where a file has no curvature."""
     file = tmp_path / "model.h5"
     model = compiled_mlp(eager=True)
     train(model, 0, 2)
@@ -179,8 +245,8 @@ def test_saved_without_curvature(tmp_path: Path) -> None:
         weights = opened["optimizer_weights"]
         del weights["curvature"]
         names = weights.attrs["weight_names"]
-        own = [name for name in names if not name.startswith("curvature")]
-        weights.attrs["weight_names"] = own
+        other = [name for name in names if not name.startswith("curvature")]
+        weights.attrs["weight_names"] = other
     tree = model.get_state_tree()
     del tree["optimizer_variables"]["curvature"]
     with pytest.warns(UserWarning, match="'kfac' finds no curvature"):
@@ -191,17 +257,17 @@ def test_saved_without_curvature(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", [deepcopy, lambda one: pickle.loads(pickle.dumps(one))]
+    "way", [deepcopy, lambda x: pickle.loads(pickle.dumps(x))]
 )
 def test_copies_of_a_new_optimizer(way: Callable[[Any], Any]) -> None:
-    """There is nothing to be found in them, and nothing to be said."""
+    """Copies cause no warnings."""
     optimizer = tfkfac.KFAC(damping=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert way(optimizer).damping == 0.5
 
 
-def test_other_optimizers_are_left_alone(tmp_path: Path) -> None:
+def test_files_without_tfkfac(tmp_path: Path) -> None:
     file = tmp_path / "model.h5"
     model = MODELS["adam"]()
     train(model, 0, 1)
@@ -216,26 +282,15 @@ def test_other_optimizers_are_left_alone(tmp_path: Path) -> None:
         copy.set_state_tree(tree)
 
 
-def test_changed_hyperparameters_are_saved(tmp_path: Path) -> None:
-    model = compiled_mlp(factor_update_interval=3, eager=True)
-    model.optimizer.damping = 0.75
-    model.optimizer.factor_update_interval = 5
-    model.optimizer.learning_rate = 0.125
-    model.save(tmp_path / "model.keras")
-    copy = keras.models.load_model(tmp_path / "model.keras").optimizer
-    assert (copy.damping, copy.factor_update_interval) == (0.75, 5)
-    assert float(copy.learning_rate) == 0.125
-
-
 @pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
 def test_saved_before_training(tmp_path: Path) -> None:
-    """Built or not: the copy starts where the original would."""
+    """The copy trains as the original, whether it is built or not."""
     model = compiled("sequential")
     model.save(tmp_path / "built.keras")
     copy = keras.models.load_model(tmp_path / "built.keras")
     assert_same(everything(copy), everything(model))
-    for one in (model, copy):
-        train(one, 0, 2)
+    for each in (model, copy):
+        train(each, 0, 2)
     assert_same(everything(copy), everything(model))
 
     MODELS["kfac, not built"]().save(tmp_path / "late.keras")
@@ -243,100 +298,6 @@ def test_saved_before_training(tmp_path: Path) -> None:
     train(copy, 0, 1)
     assert int(kfac_of(copy).factor_updates) == 1
     assert kfac_of(copy).factors()["logits"]["A"].any()
-
-
-# ---------------------------------------------------------- random layers
-def random_layers(count: int = 4) -> Any:
-    """Nested, with and without a user's seed, and in a recurrent cell."""
-    nested = keras.Sequential([layers.GaussianNoise(0.5), layers.Dense(6)])
-    some = [
-        layers.Dropout(0.5, seed=-3),
-        nested,
-        layers.Reshape((2, 3)),
-        layers.LSTM(3, dropout=0.5),
-        layers.Dropout(0.5, name="last"),
-    ]
-    shape = keras.Input((FEATURES,))
-    kept = some if count == 4 else some[:-1]
-    model = keras.Sequential([shape, *kept, layers.Dense(CLASSES)])
-    return model
-
-
-def by_keras_file(model: Any, path: Path) -> Any:
-    model.save(path / "model.keras")
-    return keras.models.load_model(path / "model.keras")
-
-
-def by_legacy_file(model: Any, path: Path) -> Any:
-    model.save(path / "model.h5")
-    return keras.models.load_model(path / "model.h5")
-
-
-def fresh(optimizer: Any) -> Any:
-    """Another model of the same layers, with other seeds."""
-    keras.utils.set_random_seed(1)
-    model = random_layers()
-    model.compile(optimizer, loss(), run_eagerly=True)
-    return model
-
-
-def by_weights_file(model: Any, path: Path) -> Any:
-    model.save_weights(path / "model.weights.h5")
-    copy = fresh(type(model.optimizer)())
-    copy.load_weights(path / "model.weights.h5")
-    return copy
-
-
-def by_checkpoint(model: Any, path: Path) -> Any:
-    tf.train.Checkpoint(model=model).write(str(path / "checkpoint"))
-    copy = fresh(type(model.optimizer)())
-    tf.train.Checkpoint(model=copy).read(str(path / "checkpoint"))
-    return copy
-
-
-@pytest.mark.parametrize(
-    ("way", "optimizer"),
-    [
-        (by_keras_file, tfkfac.KFAC),
-        (by_legacy_file, tfkfac.KFAC),
-        (by_weights_file, tfkfac.KFAC),
-        (by_checkpoint, tfkfac.KFAC),
-        (by_weights_file, tfkfac.FOSI),
-    ],
-)
-def test_random_layers_go_on(way: Any, optimizer: Any, tmp_path: Path) -> None:
-    """The draws of Keras' generators follow from their states alone."""
-    keras.utils.set_random_seed(0)
-    model = random_layers()
-    model.compile(optimizer(), loss(), run_eagerly=True)
-    train(model, 0, 2)
-    copy = way(model, tmp_path)
-    seeds = [
-        [np.array(v) for v in one.variables if "seed_generator" in v.path]
-        for one in (model, copy)
-    ]
-    assert [seed[1] for seed in seeds[0]] == [2] * 4  # two steps
-    np.testing.assert_array_equal(*seeds)
-    losses = [one.train_on_batch(*data(seed=5)) for one in (model, copy)]
-    assert losses[0] == losses[1]
-
-
-def test_random_layers_of_another_model(tmp_path: Path) -> None:
-    """They keep their states, and it is said where one is saved for them."""
-    models = [mlp(), random_layers(), random_layers(3)]
-    for model in models:
-        model.compile(tfkfac.KFAC(), loss(), run_eagerly=True)
-        train(model, 0, 1)
-    plain, four, three = models
-    store: dict[str, Any] = {}
-    plain.optimizer.save_own_variables(store)
-    assert not [key for key in store if "seed" in key]
-    four.save_weights(tmp_path / "four.weights.h5")
-    before = [np.array(v) for v in three.variables if "seed_gen" in v.path]
-    with pytest.warns(UserWarning, match="does not use .*4 seed generators"):
-        three.load_weights(tmp_path / "four.weights.h5")
-    after = [np.array(v) for v in three.variables if "seed_gen" in v.path]
-    np.testing.assert_array_equal(after, before)
 
 
 # ------------------------------------------------------------- SavedModels
@@ -355,10 +316,10 @@ def scaled() -> Any:
     ],
 )
 def test_saved_model(make: Any, optimizer: Any, tmp_path: Path) -> None:
-    """It serves what the model predicts, and training goes on."""
+    """A SavedModel serves the predictions; training goes on."""
     x, y = data()
     model = make()
-    eager = (make, optimizer) != (mlp, tfkfac.KFAC)  # one trace is enough
+    eager = (make, optimizer) != (mlp, tfkfac.KFAC)  # trace once
     model.compile(optimizer(), loss(), run_eagerly=eager)
     model.fit(x, y, verbose=0)
     want = model.predict_on_batch(x)

@@ -1,4 +1,4 @@
-"""Names of saved entries, and how they find their variables again."""
+"""Saved entries: keys, layers with other names, workers, faults."""
 
 from typing import Any
 
@@ -28,16 +28,8 @@ def load(store: dict[str, Any], entries: list[Entry]) -> None:
     load_state(found, {0: entries}, 1, "test")
 
 
-def test_a_store_without_a_format_is_refused() -> None:
-    optimizer = kfac_of(compiled_mlp())
-    words = "format unknown, this version of tfkfac reads format 1"
-    with pytest.raises(ValueError, match=words):
-        optimizer.load_own_variables({"state:factor_updates:": np.array(7)})
-    assert int(optimizer.factor_updates) == 0
-
-
-def test_keys_name_part_entry_and_layer() -> None:
-    """And nothing of the place: groups of HDF5 are made by slashes."""
+def test_keys() -> None:
+    """Keys have section, entry and layer; "/" would be a group of HDF5."""
     store = saved(
         [
             entry("", "count", 1.0),
@@ -51,22 +43,13 @@ def test_keys_name_part_entry_and_layer() -> None:
     }
 
 
-@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float16])
-def test_halves_are_cast(dtype: tf.DType) -> None:
-    """Averages were once kept in half precision."""
-    old = [Entry("a", "x", tf.Variable([1.5], dtype=dtype))]
-    new = [entry("a", "x", -1.0)]
-    load(saved(old), new)
-    assert float(new[0].variable[0]) == 1.5
-
-
 @pytest.mark.parametrize(
     ("old", "new", "values"),
     [
         ("a b c", "c a b", [2, 0, 1]),
-        # The tenth comes after the ninth, and the one without before all.
+        # Ordered by number; a name without a number is first.
         ("d_8 d_9 d_10", "d_2 d d_1", [2, 0, 1]),
-        # Names of containers are automatic, too.
+        # Containers have automatic names, too.
         ("part_1/d_5 part_2/d_6", "part_6/d_6 part_5/d_5", [1, 0]),
     ],
 )
@@ -77,24 +60,16 @@ def test_layers_are_found(old: str, new: str, values: list[int]) -> None:
     assert [int(e.variable[0]) for e in entries] == values
 
 
-def test_nothing_is_assigned_if_anything_differs() -> None:
-    old = [entry("a", "x", 1.0), Entry("b", "x", tf.Variable([1.0, 2.0]))]
-    new = [entry("a", "x", -1.0), entry("b", "x", -1.0)]
-    with pytest.raises(ValueError, match="does not fit layer 'b'"):
-        load(saved(old), new)
-    assert [float(e.variable[0]) for e in new] == [-1.0, -1.0]
-
-
-def test_other_stores() -> None:
-    """The optimizer starts anew and says why."""
+def test_stores_of_other_programs() -> None:
+    """An unknown format is refused; state of others is not used."""
     optimizer = kfac_of(compiled_mlp())
-    for words, *keys in (
-        ("another optimizer", "0", "1"),
-        ("another optimizer", "iteration"),
-    ):
-        with pytest.warns(UserWarning, match=rf"'kfac'.*{words}.*initial"):
+    words = "format unknown, this version of tfkfac reads format 1"
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_own_variables({"state:factor_updates:": np.array(7)})
+    for keys in (["0", "1"], ["iteration"]):
+        with pytest.warns(UserWarning, match=r"'kfac'.*another optim.*initial"):
             optimizer.load_own_variables(dict.fromkeys(keys, np.array(7)))
-        assert int(optimizer.factor_updates) == 0
+    assert int(optimizer.factor_updates) == 0
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])
@@ -110,7 +85,7 @@ def test_directions_do_not_depend_on_the_layout(layout: str) -> None:
     }
 
 
-# ------------------------------------------------------- workers and the whole
+# ------------------------------------------------------------ several workers
 WHOLE = np.arange(1.0, 11.0).reshape(2, 5)
 
 
@@ -126,21 +101,19 @@ def slices(workers: int, length: int) -> dict[int, list[Entry]]:
     }
 
 
-def everywhere(
-    store: dict[str, Any], entries: dict[int, list[Entry]]
-) -> list[Any]:
-    """What each worker has after loading, as processes of their own."""
+def loaded(store: dict[str, Any], entries: dict[int, list[Entry]]) -> list[Any]:
+    """The values of each worker after it has loaded the store."""
     found = Saved(store)
     found.match({"a"}, {STATE}, "test")
-    for rank, own in entries.items():
-        load_state(found, {rank: own}, len(entries), "test")
-    return [own[0].variable.numpy().tolist() for own in entries.values()]
+    for rank, local in entries.items():
+        load_state(found, {rank: local}, len(entries), "test")
+    return [e[0].variable.numpy().tolist() for e in entries.values()]
 
 
 @pytest.mark.parametrize(("workers", "length"), [(1, 8), (2, 3), (4, 2)])
-def test_slices_are_of_one_whole(workers: int, length: int) -> None:
+def test_slices_are_gathered(workers: int, length: int) -> None:
     entries = slices(workers, length)
-    got = everywhere({"state:x:a": WHOLE}, entries)
+    got = loaded({"state:x:a": WHOLE}, entries)
     padded = np.pad(WHOLE, [(0, 0), (0, workers * length - 5)])
     assert np.concatenate(got, 1).tolist() == padded.tolist()
     store: dict[str, Any] = {}
@@ -172,16 +145,11 @@ def numbers(values: list[float], spread: Spread) -> dict[int, list[Entry]]:
 def test_numbers_of_workers(
     spread: Spread, before: list[float], after: list[float]
 ) -> None:
-    """Sums stay what they are; of clocks all get the latest."""
+    """The sum over workers is kept; all workers get the latest clock."""
     store: dict[str, Any] = {}
     save_state(store, numbers(before, spread), len(before))
     new = numbers([-1.0] * len(after), spread)
-    assert everywhere(store, new) == after
-
-
-def test_clocks_of_owners_for_workers_that_share_one() -> None:
-    new = numbers([0.0, 0.0], Spread.REPLICATED)
-    assert everywhere({"state:x:a": np.array([2.0, 5.0])}, new) == [5.0, 5.0]
+    assert loaded(store, new) == after
 
 
 # ---------------------------------------------------------------- faults
@@ -210,9 +178,14 @@ def test_faults_are_named(value: list[Any], dtype: str, words: str) -> None:
 
 
 def test_all_faults_are_listed() -> None:
-    new = [entry("a", "x", 0.0), entry("a", "y", 0.0), entry("b", "x", 0.0)]
-    store = saved([entry("a", "x", np.nan), entry("b", "x", np.inf)])
+    """Nothing is assigned if any entry differs."""
+    new = [
+        entry(*names, -1.0) for names in (("a", "x"), ("a", "y"), ("b", "x"))
+    ]
+    new.append(entry("c", "x", -1.0))
+    stored = [entry("a", "x", np.nan), entry("b", "x", np.inf)]
     with pytest.raises(
         ValueError, match=r"'a': x has 1.*, y is not in the file; layer 'b': x"
     ):
-        load(store, new)
+        load(saved([*stored, entry("c", "x", 1.0)]), new)
+    assert [float(e.variable[0]) for e in new] == [-1.0] * 4
