@@ -32,37 +32,38 @@ ENDS = {TIE: "level", "less": "**better**", "more": "worse"}
 TITLES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "muon": "Muon"}
 ABOUT = """\
 Final metric on the test set: mean and standard deviation of five seeds. The
-best baseline is in bold; its final metric is the target. For K-FAC (natural-
-gradient steps) and spectral steps the second figure is a ratio: processor
-seconds on one thread until the mean of the seeds reaches the target, without
-evaluation and first step, over those of the first baseline that reaches it. The
-standard error of a ratio is that of leaving out one seed at a time. A claim
-(less or more time, better or worse at the end) needs three standard errors;
-otherwise it is a tie, or level.
+best baseline is in bold; its final metric is the target. Empty cells were not
+run.
 
-Settings were searched with a sixth of the training data held out and with small
-models. The rates of Adam and Muon, and the batches and epochs of K-FAC, were
-searched again with the full models. The test set chose no setting. K-FAC has
-its default rate, half or all of the epochs, and the setting that was, on the
-data held out, the first to end as well as the best baseline. Keras' Muon leaves
-the output layer, convolutions, attention projections, embeddings, biases and
-scales to AdamW. The settings are in `docs/trainings.json`.
+K-FAC (with natural-gradient steps) and spectral steps have a second figure: the
+ratio of their time to that of the first baseline that reaches the target. Time
+is processor seconds on one thread until the mean of the seeds reaches the
+target, without evaluation and first step. The standard error of a ratio is the
+jackknife's over the seeds. "Less", "more", "better" and "worse" need a
+difference of three standard errors; otherwise it says "tie" or "level".
+
+Settings were chosen on a sixth of the training data, held out, and with small
+models; the test set was not used. The rates of Adam and Muon, and the batches
+and epochs of K-FAC, were searched again with the full models. K-FAC has its
+default rate, and half or all of the epochs. Its setting is the first one to end
+as well as the best baseline on the held-out data. Keras' Muon leaves the output
+layer, convolutions, attention projections, embeddings, biases and scales to
+AdamW. The settings are in `docs/trainings.json`.
 """
 ABOUT_TINY = """\
-Training loss at the end, on up to 1,024 training examples, and after the
-semicolon the metric on other examples (loss unless it says accuracy): means of
-the seeds, with standard errors of the loss. In brackets the rate of a baseline.
-All have the same batches and epochs, and rates that fall linearly to 0.
-Baselines have the best of four rates, and of more if the best was the first or
-the last. K-FAC and spectral steps have their default rate, and for uncovered
-weights the Adam that was best alone. The last rows compare with Adam; means of
+Final training loss, on up to 1,024 training examples: mean and standard error
+over the seeds. After the semicolon: the mean of the metric on held-out examples
+(the loss, unless the row says accuracy). In brackets: the learning rate of a
+baseline. All methods have equal batches and epochs, and rates that fall
+linearly to 0. Baselines have the best of four rates, and of more if the best
+was the first or the last. K-FAC and spectral steps have their default rate, and
+the best Adam as rest optimizer. The last rows compare with Adam; means of
 ratios are geometric.
 """
 ABOUT_CONSTANT = """\
-As above, at constant rates, as if an optimizer is given by its name: Keras'
-Adam at its default of 0.001, K-FAC with all defaults. The length of spectral
-steps depends on the rate alone; natural-gradient steps get shorter by
-themselves.
+As above, at constant rates: Keras' Adam at its default of 0.001, K-FAC with all
+defaults. The length of spectral steps depends on the rate alone, while
+natural-gradient steps get shorter with the gradient.
 """
 
 
