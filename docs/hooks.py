@@ -1,4 +1,4 @@
-"""MkDocs' hook: every public name of the package has an entry on a page."""
+"""MkDocs hook: check that each public name of tfkfac is on a page."""
 
 import ast
 import pathlib
@@ -9,10 +9,10 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "tfkfac"
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Stops a build that lacks names.
+    """Fail the build if a public name is missing.
 
     Raises:
-        ValueError: If it does.
+        ValueError: If a public name is on no page.
     """
     site = pathlib.Path(config["site_dir"])
     if missing := public_names() - entries(site / "objects.inv"):
@@ -20,25 +20,25 @@ def on_post_build(config: Any, **_: Any) -> None:
 
 
 def public_names() -> set[str]:
-    """Names of `tfkfac.__all__`, and those of the rooms that are in it."""
+    """Return `tfkfac.__all__`, and the `__all__` of its subpackages in it."""
     names = set()
     for name in _all_of(PACKAGE):
         names.add(f"tfkfac.{name}")
         if (PACKAGE / name).is_dir():
-            parts = _all_of(PACKAGE / name)
-            names |= {f"tfkfac.{name}.{part}" for part in parts}
+            members = _all_of(PACKAGE / name)
+            names |= {f"tfkfac.{name}.{member}" for member in members}
     return names
 
 
 def entries(inventory: pathlib.Path) -> set[str]:
-    """Names of an inventory of Sphinx' format, which mkdocstrings writes."""
-    *_, packed = inventory.read_bytes().split(b"\n", 4)
-    lines = zlib.decompress(packed).decode().splitlines()
+    """Return the names in an inventory that mkdocstrings has written."""
+    *_, compressed = inventory.read_bytes().split(b"\n", 4)
+    lines = zlib.decompress(compressed).decode().splitlines()
     return {line.split(" ", 1)[0] for line in lines}
 
 
 def _all_of(package: pathlib.Path) -> list[str]:
-    """The `__all__` of a package."""
+    """Return the `__all__` of a package."""
     tree = ast.parse((package / "__init__.py").read_text())
     return next(
         ast.literal_eval(node.value)
