@@ -26,8 +26,6 @@ from tests.support.reference import (
 )
 from tests.support.small import gradients_of
 from tests.support.worker_parts import exact_polar_factors
-from tfkfac.factors import Dense
-from tfkfac.solvers.base import most_rows
 
 INPUTS, HIDDEN, OUTPUTS = 40, 32, 3
 RATE, DAMPING, CLIP = 0.5, 0.05, 0.01
@@ -152,11 +150,11 @@ def test_spectral_steps() -> None:
         want = model.get_weights()
         factors: Any = None
         for k, (x, y) in enumerate(data):
-            found, nats = numpy_blocks(want, x, y)
-            factors = found if k % every == 0 else factors
+            blocks, nats = numpy_blocks(want, x, y)
+            factors = blocks if k % every == 0 else factors
             pairs = {}
             for i, ((W, *_), (_, A, G)) in enumerate(
-                zip(found, factors, strict=True)
+                zip(blocks, factors, strict=True)
             ):
                 N = rule.add(i, W)
                 pairs[i] = N, inverse_solve(N, A, G, DAMPING)
@@ -183,7 +181,7 @@ def test_spectral_steps() -> None:
         np.testing.assert_allclose(got, exact, rtol=1e-7, atol=1e-9)
 
 
-# ---------------------------------------------------------- which way it is
+# ------------------------------------------------------ use of row gradients
 def ordinary(model: Any, **options: Any) -> Any:
     """The model's training step."""
     model.compile(optimizer(**options), loss)
@@ -197,7 +195,7 @@ def clipped(model: Any) -> Any:
     @tf.function(autograph=False)
     def train(x: Any, y: Any) -> None:
         gradients = gradients_of(model, x, y, mean_loss)
-        clipped = [tf.clip_by_norm(one, 0.1) for one in gradients]
+        clipped = [tf.clip_by_norm(g, 0.1) for g in gradients]
         kfac.apply(clipped, model.trainable_variables)
 
     return lambda x, y: train(tf.constant(x), tf.constant(y))
@@ -221,7 +219,7 @@ def shared() -> Any:
 
 CASES: dict[str, tuple[Any, Any, set[str]]] = {
     "sequences": (sequences, ordinary, {"first", "second"}),
-    "clipping of the user's own": (network, clipped, set()),
+    "clipped by the user": (network, clipped, set()),
     "a shared layer": (shared, ordinary, set()),
     "accumulation": (network, accumulated, set()),
     "spectral steps": (network, spectral, {"first", "second"}),
@@ -231,7 +229,7 @@ CASES: dict[str, tuple[Any, Any, set[str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_pruned_products(case: str) -> None:
     """The tape's product is pruned where rows are used; steps are equal."""
-    make, prepare, gone = CASES[case]
+    make, prepare, pruned = CASES[case]
     shape = (2, INPUTS) if make is sequences else ()
     x, y = batch(4, *shape)
     with floats("float64"):
@@ -240,7 +238,7 @@ def test_pruned_products(case: str) -> None:
         step = prepare(model)
         nodes = optimized_nodes(lambda: step(x, y))
         step(x, y)
-        # Eagerly there is no graph to look at: the matrix way.
+        # Eager steps use dense gradients.
         other = make()
         other.set_weights(start)
         tf.config.run_functions_eagerly(True)
@@ -250,7 +248,7 @@ def test_pruned_products(case: str) -> None:
             step(x, y)
         finally:
             tf.config.run_functions_eagerly(False)
-    found = {
+    products = {
         layer.name
         for layer in model.layers
         for node in nodes
@@ -259,8 +257,8 @@ def test_pruned_products(case: str) -> None:
         and re.search(rf"/{layer.name}(_\d+)?/", node.name)
         and (node.attr["transpose_a"].b or node.attr["adj_x"].b)
     }
-    dense = {one.name for one in model.layers if one.weights}
-    assert found == dense - gone
+    dense = {layer.name for layer in model.layers if layer.weights}
+    assert products == dense - pruned
     for got, want in zip(model.get_weights(), other.get_weights(), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
 
@@ -268,7 +266,7 @@ def test_pruned_products(case: str) -> None:
 def test_row_products_that_are_not_finite() -> None:
     """A product that would not be finite skips the step."""
     model = network()
-    # The feature changes nothing but the product.
+    # The feature enters the product only.
     kernel = model.layers[0].kernel
     kernel.assign(np.where(np.arange(INPUTS)[:, None] == 4, 0, kernel))
     model.compile(optimizer(), loss)
@@ -281,26 +279,3 @@ def test_row_products_that_are_not_finite() -> None:
         model.train_on_batch(x.astype("float32"), y.astype("float32"))
         assert int(model.optimizer.skipped_steps) == count + 1
     np.testing.assert_equal(model.get_weights(), before)
-
-
-# ------------------------------------------------------------------- counts
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("inputs, outputs", [(785, 512), (30, 251)])
-def test_most_rows(inputs: int, outputs: int, workers: int) -> None:
-    """Multiplications with rows and matrix, counted by product."""
-
-    def by_rows(n: int) -> int:
-        count = n * inputs**2 + n * outputs**2  # a A^-1, g G^-1
-        count += n * inputs * outputs  # the product of the two
-        if workers > 1:
-            return count + n * inputs * outputs  # a P
-        return count + n * n * (inputs + outputs)  # of all pairs of rows
-
-    def by_matrix(n: int) -> int:
-        count = n * inputs * outputs  # a^T g
-        return count + inputs**2 * outputs + inputs * outputs**2
-
-    factors = {"A": Dense(inputs), "G": Dense(outputs)}
-    most = most_rows(factors, workers)
-    assert by_rows(most) <= by_matrix(most)
-    assert by_rows(most + 1) > by_matrix(most + 1)

@@ -9,16 +9,14 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-import tests.support.printed  # noqa: F401
 import tfkfac
 from tests.support.harness import assert_close, compiled, randomize
 from tests.support.reference import (
+    SOLVES,
     Array,
     append_one,
-    dense_solve,
     factors,
     gradient,
-    inverse_solve,
 )
 from tests.support.small import kfac_of
 from tests.support.summaries import bind, blocks_of, leftovers_of, sequential
@@ -29,7 +27,6 @@ from tfkfac.factors import Dense, Factor, Limit, LowRank
 from tfkfac.factors.low_rank import probes
 from tfkfac.kfac import method
 from tfkfac.kfac.bank import Preconditioner
-from tfkfac.solvers import SOLVERS
 from tfkfac.solvers.registry import make_solver
 
 
@@ -50,8 +47,8 @@ def test_wide_factors_are_sketches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(method, "FACTOR_RANK", 3)
     optimizer = bind(wide(), max_factor_dim=10)
     assert leftovers_of(optimizer) == {}
-    kinds = {name: row[1:3] for name, row in blocks_of(optimizer).items()}
-    assert kinds == {
+    shapes = {name: row[1:3] for name, row in blocks_of(optimizer).items()}
+    assert shapes == {
         "inputs": ["11 x 11, rank 3", "4 x 4"],
         "fits": ["4 x 4", "4 x 4"],
         "groups": ["2 of 3 x 3", "2 of 3 x 3"],
@@ -60,22 +57,24 @@ def test_wide_factors_are_sketches(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     row = blocks_of(bind(wide(), max_factor_dim=2))["groups"]
     assert row[1:3] == ["2 of 3 x 3, rank 2", "2 of 3 x 3, rank 2"]
-    for limit in (30, None):
-        rows = blocks_of(bind(wide(), max_factor_dim=limit)).values()
-        assert not any("rank" in cell for row in rows for cell in row)
+    rows = blocks_of(bind(wide(), max_factor_dim=None)).values()
+    assert not any("rank" in cell for row in rows for cell in row)
+    tokens = sequential(layers.Embedding(50, 7, name="tokens"), shape=(4,))
+    (row,) = blocks_of(bind(tokens, max_factor_dim=5)).values()
+    assert row[1:3] == ["diagonal 50", "7 x 7, rank 3"]
 
 
 def test_default_limit() -> None:
     """The default limit is 640, including the bias row."""
     default = tfkfac.KFAC()
     limit = Limit(default.max_factor_dim, method.FACTOR_RANK)
-    for inputs, kind in (
+    for inputs, factor in (
         (639, Dense(640)),
         (640, LowRank(641, 64)),
     ):
         model = sequential(layers.Dense(1, name="wide"), shape=(inputs,))
         (block,) = build_registry(model, (), limit).blocks
-        assert block.factors["A"] == kind
+        assert block.factors["A"] == factor
     model = sequential(layers.Dense(2, name="wide"), shape=(30000,))
     optimizer = bind(model)
     model.train_on_batch(np.ones((4, 30000)), np.ones((4, 2)))
@@ -84,18 +83,10 @@ def test_default_limit() -> None:
     assert optimizer.state_bytes()["total"] == size
 
 
-def test_embedding_factors_are_diagonal() -> None:
-    """The factor A of an embedding is diagonal for any size."""
-    tokens = layers.Embedding(50, 7, name="tokens")
-    optimizer = bind(sequential(tokens, shape=(4,)), max_factor_dim=5)
-    (row,) = blocks_of(optimizer).values()
-    assert row[1:3] == ["diagonal 50", "7 x 7, rank 6"]
-
-
-class Own(tfkfac.blocks.MatrixBlock):
+class Unlimited(tfkfac.blocks.MatrixBlock):
     """A block that ignores the limit."""
 
-    kind = "Own"
+    kind = "Unlimited"
     rows = DenseBlock.rows
 
     @property
@@ -109,11 +100,12 @@ def test_a_block_above_the_limit_is_excluded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A block with a matrix above the limit is excluded."""
-    monkeypatch.setattr(registry, "_registered", {layers.Dense: {"": Own}})
-    model = sequential(layers.Dense(4, name="own"), shape=(10,))
+    blocks = {layers.Dense: {"": Unlimited}}
+    monkeypatch.setattr(registry, "_registered", blocks)
+    model = sequential(layers.Dense(4, name="wide"), shape=(10,))
     reasons = leftovers_of(bind(model, max_factor_dim=10))
     text = "factor A of 11 x 11 exceeds max_factor_dim=10"
-    assert reasons == {"own:kernel": text, "own:bias": text}
+    assert reasons == {"wide:kernel": text, "wide:bias": text}
     assert leftovers_of(bind(model, max_factor_dim=11)) == {}
 
 
@@ -142,7 +134,7 @@ def linear(solver: str, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("solver", "limit"),
-    [*((solver, 6) for solver in SOLVERS), ("inverse", 9), ("eigen", 9)],
+    [("inverse", 6), ("eigen", 6), ("inverse", 9)],
 )
 def test_step_by_its_definition(
     monkeypatch: pytest.MonkeyPatch, solver: str, limit: int
@@ -159,7 +151,7 @@ def test_step_by_its_definition(
     if limit < 7:
         G = nystroem(G, 4)
     W = gradient(a[:, None], g[:, None])
-    want = SOLUTIONS[solver](W, A, G, 0.1)
+    want = SOLVES[solver](W, A, G, 0.1)
     model.train_on_batch(x, y)
     after = model.get_weights()
     step = [b - a for b, a in zip(before, after, strict=True)]
@@ -168,38 +160,6 @@ def test_step_by_its_definition(
     kept = kfac_of(model).factors()["wide"]
     assert_close(kept["A"], A, 1e-6)
     assert_close(kept["G"], G, 1e-6)
-
-
-def plain_inverse_solve(W: Array, A: Array, G: Array, damping: float) -> Array:
-    """Solve with the whole damping on both factors."""
-    left = np.linalg.solve(A + damping * np.eye(len(A)), W)
-    right = np.linalg.solve(G + damping * np.eye(len(G)), left.T)
-    return np.asarray(right.T)
-
-
-SOLUTIONS = {
-    "inverse": inverse_solve,
-    "plain_inverse": plain_inverse_solve,
-    "eigen": dense_solve,
-    "eigen_outer": dense_solve,
-}
-
-
-def test_summary_says_what_a_sketch_explains(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(method, "FACTOR_RANK", 4)
-    model = linear("inverse", max_factor_dim=9)
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(30, 9)), rng.normal(size=(30, 7))
-    assert blocks_of(kfac_of(model))["wide"][1] == "10 x 10, rank 4"
-    model.train_on_batch(x, y)
-    A = append_one(x).T @ append_one(x) / 30
-    rest = np.linalg.eigvalsh(nystroem(A, 4))[0]
-    share = 1 - 10 * rest / np.trace(A)
-    assert 0.2 < share < 0.9
-    text = f"10 x 10, rank 4 ({share:.0%} of trace)"
-    assert blocks_of(kfac_of(model))["wide"][1] == text
 
 
 # ------------------------------------------------------------------ memory
@@ -221,9 +181,9 @@ def test_large_state_is_not_created_in_numpy(solver: str) -> None:
     assert a.dtype == tf.float32
     assert not np.asarray(a).any()
     names = state.decomposition.names
-    one = state.decomposition.tensors[names.index("A")]
-    assert one.dtype == tf.bfloat16
-    np.testing.assert_array_equal(tf.cast(one, tf.float32), np.eye(1000))
+    inverse = state.decomposition.tensors[names.index("A")]
+    assert inverse.dtype == tf.bfloat16
+    np.testing.assert_array_equal(tf.cast(inverse, "float32"), np.eye(1000))
 
 
 @pytest.mark.slow
