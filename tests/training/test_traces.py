@@ -1,5 +1,6 @@
-"""Number of traces of the training step."""
+"""Number of traces of the training step, and work in each step."""
 
+from collections import Counter
 from typing import Any
 
 import keras
@@ -8,11 +9,11 @@ from keras import layers
 from keras.optimizers.schedules import ExponentialDecay
 
 import tfkfac
+from tests.support.graphs import walk
 from tests.support.schedules import Formula
 from tests.support.small import (
     FEATURES,
     data,
-    gradients_of,
     kfac_of,
     loss,
     mlp,
@@ -22,7 +23,7 @@ from tests.support.small import (
 X, Y = data()
 
 
-class Counter(layers.Layer):
+class CountTraces(layers.Layer):
     """Count the calls from Python, one per trace."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -34,17 +35,13 @@ class Counter(layers.Layer):
         return x
 
 
-def slower(iteration: Any) -> Any:
-    return 1 if iteration < 2 else 3
-
-
-def test_one_trace_whatever_the_intervals() -> None:
+def test_one_trace_for_all_intervals() -> None:
     """Two fits with all types of steps and batches of two sizes."""
-    counter = Counter()
+    counter = CountTraces()
     model = keras.Sequential([*mlp().layers, counter])
     model.build((None, FEATURES))
     optimizer = tfkfac.KFAC(
-        factor_update_interval=Formula(slower),
+        factor_update_interval=Formula(lambda i: 1 if i < 2 else 3),
         inverse_update_interval=ExponentialDecay(2.0, 2, 1.5),
         damping=ExponentialDecay(0.1, 2, 0.5),
     )
@@ -55,38 +52,35 @@ def test_one_trace_whatever_the_intervals() -> None:
         for _ in range(2):
             model.fit(X, Y, batch_size=5, epochs=2, verbose=0)
             calls.append(counter.calls)
-    # One; since version 3.16 Keras also calls a model before it traces it.
+    # One trace; Keras 3.16 also calls a model before it traces it.
     assert calls == [calls[0]] * 4 and calls[0] <= 2
     assert int(optimizer.iterations) == 16
     assert 0 < int(optimizer.inverse_updates) < 16
 
 
-def test_one_trace_of_a_custom_step() -> None:
-    model = mlp()
-    optimizer = tfkfac.KFAC().attach(model)
-    optimizer.build(model.trainable_variables)
-    traces = 0
-
-    @tf.function
-    def step(x: Any, y: Any) -> None:
-        nonlocal traces
-        traces += 1
-        gradients = gradients_of(model, x, y)
-        optimizer.apply(gradients, model.trainable_variables)
-
-    for _ in range(4):
-        step(X, Y)
-    assert (traces, int(optimizer.iterations)) == (1, 4)
-
-
-def test_unbuilt_model_costs_no_more_traces_than_plain_sgd() -> None:
+def test_unbuilt_model_has_the_traces_of_sgd() -> None:
     """The first trace builds the model; the last batch is partial."""
     counts = []
     for optimizer in (keras.optimizers.SGD(), tfkfac.KFAC()):
-        counter = Counter()
+        counter = CountTraces()
         model = keras.Sequential([*unbuilt_sequential().layers, counter])
         model.compile(optimizer, loss())
         model.fit(X, Y, batch_size=5, epochs=2, verbose=0)
         counts.append(counter.calls)
     assert counts[1] == counts[0]
     assert int(kfac_of(model).iterations) == 8
+
+
+def test_a_step_without_updates_does_no_factor_work() -> None:
+    """Statistics and decompositions are in branches of the graph."""
+    counts = []
+    for optimizer in (keras.optimizers.SGD(), tfkfac.KFAC()):
+        model = mlp()
+        model.compile(optimizer, loss())
+        optimizer.build(model.trainable_variables)
+        step = tf.function(model.train_step, autograph=False)
+        graph = step.get_concrete_function((X, Y)).graph.as_graph_def()
+        nodes = [node.op for branches, node in walk(graph) if not branches]
+        counts.append(Counter(nodes))
+    assert counts[1]["Cholesky"] == 0
+    assert counts[1]["MatMul"] == counts[0]["MatMul"]
