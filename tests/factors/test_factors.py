@@ -1,11 +1,13 @@
 """Each factor type against NumPy."""
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.harness import assert_close
 from tests.support.reference import Array
@@ -13,38 +15,32 @@ from tfkfac.factors import (
     VALUES,
     Dense,
     Diagonal,
-    Factor,
+    Limit,
     LowRank,
-    MatrixPart,
-    Part,
     Stack,
-    Tensors,
 )
-from tfkfac.factors.low_rank import probes
+from tfkfac.factors.low_rank import nystroem_half, probes
 
-# name -> (factor, shape, elements, packed elements, operations, text)
-FACTORS: dict[str, tuple[Any, tuple[int, ...], int, int, int, str]] = {
-    "dense": (Dense(5), (5, 5), 25, 15, 125, "5 x 5"),
-    "dense 1": (Dense(1), (1, 1), 1, 1, 1, "1 x 1"),
-    "stack": (Stack(3, 4), (3, 4, 4), 48, 30, 192, "3 of 4 x 4"),
-    "stack of 1": (Stack(7, 1), (7, 1, 1), 7, 7, 7, "7 of 1 x 1"),
-    "diagonal": (Diagonal(7), (7,), 7, 7, 7, "diagonal 7"),
-    "diagonal 1": (Diagonal(1), (1,), 1, 1, 1, "diagonal 1"),
-    # One row more than the matrix, for the mean eigenvalue.
-    "wide": (LowRank(20, 6), (21, 6), 126, 126, 756, "20 x 20, rank 6"),
-    "wide stack": (
-        LowRank(15, 5, (3,)),
-        (3, 16, 5),
-        240,
-        240,
-        1200,
-        "3 of 15 x 15, rank 5",
-    ),
-    "wide, all but one": (LowRank(8, 7), (9, 7), 63, 63, 441, "8 x 8, rank 7"),
-    "wide, smallest": (LowRank(2, 1), (3, 1), 3, 3, 3, "2 x 2, rank 1"),
-}
-BY_NAME = pytest.mark.parametrize("name", FACTORS)
-SIDES = pytest.mark.parametrize("side", ["left", "right"])
+SIZES = st.integers(1, 7)
+
+
+@st.composite
+def low_rank(draw: Callable[[Any], Any]) -> LowRank:
+    size = draw(st.integers(2, 20))
+    stack = draw(st.sampled_from([(), (3,)]))
+    return LowRank(size, draw(st.integers(1, size - 1)), stack)
+
+
+FACTORS = st.one_of(
+    st.builds(Dense, SIZES),
+    st.builds(Stack, st.integers(1, 4), SIZES),
+    st.builds(Diagonal, SIZES),
+    low_rank(),
+)
+SIDES = st.sampled_from(["left", "right"])
+WIDE, WIDE_STACK = LowRank(20, 6), LowRank(15, 5, (3,))
+TYPES = [Dense(5), Stack(3, 4), Diagonal(7), WIDE, WIDE_STACK]
+few = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 class Case:
@@ -57,18 +53,18 @@ class Case:
             plus a multiple of the identity.
     """
 
-    def __init__(self, name: str, count: int = 40) -> None:
-        self.factor: Any = FACTORS[name][0]
-        self.rng = np.random.default_rng(len(name) + count)
-        self.stack, self.size = self.factor.stack_shape, self.factor.size
+    def __init__(self, factor: Any, count: int = 40) -> None:
+        self.factor = factor
+        self.rng = np.random.default_rng(4 + count)
+        self.stack, self.size = factor.stack_shape, factor.size
         rows = self.rng.normal(size=(count, 2, *self.stack, self.size))
         self.rows = rows / np.sqrt(np.arange(1, self.size + 1))
         self.exact = np.einsum("bs...i,bs...j->...ij", self.rows, self.rows)
-        self.value = self.factor.gram(tf.constant(self.rows))
+        self.value = factor.gram(tf.constant(self.rows))
         self.matrix = self.exact
-        if isinstance(self.factor, Diagonal):
+        if isinstance(factor, Diagonal):
             self.matrix = self.exact * np.eye(self.size)
-        elif isinstance(self.factor, LowRank):
+        elif isinstance(factor, LowRank):
             inside, missing = self.low_rank()
             rest = np.maximum(missing, 0)[..., None, None] / self.size
             self.matrix = inside + rest * np.eye(self.size)
@@ -86,7 +82,7 @@ class Case:
         return np.asarray(self.rng.normal(size=(*self.stack, *shape)))
 
     def solution(self, damping: Any, gradient: Array, side: str) -> Array:
-        """Multiplies a gradient by the inverse of the damped matrix."""
+        """Multiply a gradient by the inverse of the damped matrix."""
         shift = np.asarray(damping)[..., None, None] * np.eye(self.size)
         if side == "left":
             return np.asarray(np.linalg.solve(self.matrix + shift, gradient))
@@ -95,16 +91,17 @@ class Case:
         return np.asarray(np.swapaxes(solved, -1, -2))
 
     def by_inverse(self, damping: Any, gradient: Any, side: str) -> tf.Tensor:
-        """Computes `solution` by `inverse` and `multiply`."""
+        """Compute `solution` by `inverse` and `multiply`."""
         shift = tf.cast(damping, self.value.dtype)
         inverse = self.factor.inverse(self.value, shift)
+        parts = self.factor.inverse_parts()
         assert {k: v.shape for k, v in inverse.items()} == {
-            k: part.shape for k, part in self.factor.inverse_parts().items()
+            k: part.shape for k, part in parts.items()
         }
         return self.factor.multiply(inverse, tf.constant(gradient), side)
 
     def by_eigen(self, damping: Any, gradient: Any, side: str) -> tf.Tensor:
-        """Computes `solution` by `eigen` and `rotate`."""
+        """Compute `solution` by `eigen` and `rotate`."""
         eigen = self.factor.eigen(self.value)
         assert {k: v.shape for k, v in eigen.items()} == {
             k: part.shape for k, part in self.factor.eigen_parts().items()
@@ -116,30 +113,51 @@ class Case:
         return self.factor.rotate(eigen, inside * scale, side, back=True)
 
 
-@BY_NAME
-def test_counts(name: str) -> None:
-    factor, shape, elements, packed, operations, text = FACTORS[name]
-    assert factor.shape == factor.storage.shape == shape
-    assert factor.elements == factor.storage.elements == elements
-    assert math.prod(factor.storage.packed_shape) == packed
-    assert factor.operations == operations
-    assert factor.text == text
+def test_limit() -> None:
+    """Larger matrices are approximated; the rank is below the size."""
+    limit = Limit(10, 4)
+    assert limit.matrix(10) == Dense(10)
+    assert limit.matrix(11) == LowRank(11, 4)
+    assert limit.stack(3, 10) == Stack(3, 10)
+    assert limit.stack(3, 11) == LowRank(11, 4, (3,))
+    assert Limit(1, 64).matrix(2) == LowRank(2, 1)
+    assert Limit(None, 4).matrix(10**6) == Dense(10**6)
 
 
-def test_factors_are_hashable_values() -> None:
-    assert Stack(2, 3) == Stack(count=2, size=3) != Stack(3, 2)
-    factors: set[Factor] = {Dense(3), Dense(3), Dense(4), Stack(1, 3)}
-    factors |= {Diagonal(3), LowRank(5, 2), LowRank(5, 2), LowRank(5, 3)}
-    assert len(factors) == 6
+# ------------------------------------------------------------------ all types
+@few
+@given(FACTORS)
+def test_gram(factor: Any) -> None:
+    """Sum over batch and positions, each of which may be empty."""
+    case = Case(factor)
+    mean = np.trace(case.exact, axis1=-2, axis2=-1) / case.size
+    assert_close(factor.mean_eigenvalue(case.value), mean, 1e-12)
+    assert_close(factor.as_matrix(case.value), case.matrix, 1e-9)
+    want = case.exact
+    if isinstance(factor, Diagonal):
+        want = np.diagonal(want)
+    if isinstance(factor, LowRank):
+        last = np.broadcast_to(
+            mean[..., None, None], (*case.stack, 1, factor.rank)
+        )
+        want = want @ probes(case.size, factor.rank, tf.float64)
+        want = np.concatenate([want, last], -2)
+    assert_close(case.value, want, 1e-12)
+    halves = [factor.gram(tf.constant(case.rows[i::2])) for i in range(2)]
+    assert_close(halves[0] + halves[1], want, 1e-12)
+    for empty in (case.rows[:0], case.rows[:, :0]):
+        result = factor.gram(tf.constant(empty))
+        np.testing.assert_array_equal(result, np.zeros(factor.shape))
 
 
-@BY_NAME
-def test_pack_and_unpack(name: str) -> None:
-    case = Case(name)
-    inverse = case.factor.inverse(case.value, tf.constant(0.1, tf.float64))
-    parts = case.factor.inverse_parts()
+@few
+@given(FACTORS)
+def test_pack_and_unpack(factor: Any) -> None:
+    case = Case(factor)
+    inverse = factor.inverse(case.value, tf.constant(0.1, tf.float64))
+    parts = factor.inverse_parts()
     for part, value in [
-        (case.factor.storage, case.value),
+        (factor.storage, case.value),
         *((parts[key], inverse[key]) for key in parts),
     ]:
         packed = part.pack(value)
@@ -147,111 +165,145 @@ def test_pack_and_unpack(name: str) -> None:
         assert_close(part.unpack(packed), value, 1e-14)
 
 
-def test_identity() -> None:
-    got = Part((2, 3)).identity(tf.float32)
-    np.testing.assert_array_equal(got, np.ones((2, 3)))
-    for shape in ((3, 3), (2, 3, 3), (4, 2)):
-        got = MatrixPart(shape).identity(tf.float64)
-        want = np.broadcast_to(np.eye(*shape[-2:]), shape)
-        np.testing.assert_array_equal(got, want)
-        assert got.dtype == tf.float64
-
-
-@BY_NAME
-def test_gram(name: str) -> None:
-    """Sum over batch and positions, each of which may be empty."""
-    case = Case(name)
-    mean = np.trace(case.exact, axis1=-2, axis2=-1) / case.size
-    assert_close(case.factor.mean_eigenvalue(case.value), mean, 1e-12)
-    assert_close(case.factor.as_matrix(case.value), case.matrix, 1e-9)
-    want = case.exact
-    if isinstance(case.factor, Diagonal):
-        want = np.diagonal(want)
-    if isinstance(case.factor, LowRank):
-        rank = case.factor.rank
-        last = np.broadcast_to(mean[..., None, None], (*case.stack, 1, rank))
-        want = want @ probes(case.size, rank, tf.float64)
-        want = np.concatenate([want, last], -2)
-    assert_close(case.value, want, 1e-12)
-    halves = [case.factor.gram(tf.constant(case.rows[i::2])) for i in range(2)]
-    assert_close(halves[0] + halves[1], want, 1e-12)
-    for empty in (case.rows[:0], case.rows[:, :0]):
-        got = case.factor.gram(tf.constant(empty))
-        np.testing.assert_array_equal(got, np.zeros(case.factor.shape))
-
-
-@SIDES
-@BY_NAME
-def test_solvers(name: str, side: str) -> None:
+@few
+@given(FACTORS, SIDES)
+def test_solutions(factor: Any, side: str) -> None:
     """The damping may be a scalar; for `inverse` also one per matrix."""
-    case = Case(name)
+    case = Case(factor)
     gradient = case.gradient(side)
     for damping in (case.rng.uniform(0.1, 1.0, case.stack), np.float64(0.3)):
         want = case.solution(damping, gradient, side)
         assert_close(case.by_inverse(damping, gradient, side), want, 1e-9)
     want = case.solution(np.full(case.stack, 0.1), gradient, side)
     assert_close(case.by_eigen(0.1, gradient, side), want, 1e-8)
-    if not isinstance(case.factor, LowRank):
-        values = np.sort(case.factor.eigen(case.value)[VALUES], -1)
+    if not isinstance(factor, LowRank):
+        values = np.sort(factor.eigen(case.value)[VALUES], -1)
         assert_close(values, np.linalg.eigvalsh(case.matrix), 1e-10)
+        # Negative eigenvalues, which only rounding causes, are set to 0.
+        assert not np.any(factor.eigen(-case.value)[VALUES])
 
 
-@BY_NAME
-def test_zero_matrix(name: str) -> None:
-    """The inverse is I for damping 0, else I / damping."""
-    case = Case(name)
-    gradient = case.gradient("left")
-    case.value = tf.zeros_like(case.value)
-    for damping, want in ((0.0, gradient), (0.25, 4 * gradient)):
-        assert_close(case.by_inverse(damping, gradient, "left"), want, 1e-12)
-    values = case.factor.eigen(case.value)[VALUES]
-    np.testing.assert_array_equal(values, np.zeros_like(values))
-
-
-WIDE = [name for name in FACTORS if name.startswith("wide")]
-
-
-@pytest.mark.parametrize(
-    ("name", "bad"),
-    [*((name, np.nan) for name in FACTORS), *((name, np.inf) for name in WIDE)],
-)
-def test_result_is_not_finite(name: str, bad: float) -> None:
+@pytest.mark.parametrize("factor", TYPES, ids=str)
+def test_result_is_not_finite(factor: Any) -> None:
     """A decomposition of NaN or infinity must not raise an error."""
-    case = Case(name)
     damping = tf.constant(0.1, tf.float64)
-    value = case.value.numpy()
-    value[..., -1] = bad
-    for parts in (
-        case.factor.inverse(tf.constant(value), damping),
-        case.factor.eigen(tf.constant(value)),
-    ):
-        assert not all(np.isfinite(v).all() for v in parts.values())
-
-
-@pytest.mark.parametrize("name", ["dense", "stack", "diagonal"])
-def test_no_eigenvalue_below_zero(name: str) -> None:
-    case = Case(name)
-    values = case.factor.eigen(-case.value)[VALUES]
-    np.testing.assert_array_equal(values, np.zeros_like(values))
-
-
-@SIDES
-@BY_NAME
-def test_initial_values_keep_a_gradient(name: str, side: Any) -> None:
-    """In each dtype in which decompositions may be stored."""
-    factor = FACTORS[name][0]
-    gradient = tf.constant(Case(name).gradient(side), tf.float32)
-    for dtype in (tf.float32, tf.bfloat16):
-
-        def initial(parts: dict[str, Part], dtype: tf.DType = dtype) -> Tensors:
-            identity = {k: p.identity(dtype) for k, p in parts.items()}
-            return {k: tf.cast(v, tf.float32) for k, v in identity.items()}
-
-        inverse = initial(factor.inverse_parts())
-        eigen = initial(factor.eigen_parts())
-        inside = factor.rotate(eigen, gradient, side)
-        for got in (
-            factor.multiply(inverse, gradient, side),
-            factor.rotate(eigen, inside, side, back=True),
+    for bad in (np.nan, np.inf) if isinstance(factor, LowRank) else (np.nan,):
+        value = Case(factor).value.numpy()
+        value[..., -1] = bad
+        for parts in (
+            factor.inverse(tf.constant(value), damping),
+            factor.eigen(tf.constant(value)),
         ):
-            np.testing.assert_array_equal(got, gradient)
+            assert not all(np.isfinite(v).all() for v in parts.values())
+
+
+# --------------------------------------------------------- low-rank sketches
+def test_probes_never_change() -> None:
+    """Saved and sent products depend on the probes."""
+    a, b = 0.601500955, 0.371748034
+    want = [[-a, -b], [b, -a], [0, 0], [b, -a], [-a, -b]]
+    np.testing.assert_allclose(probes(5, 2, tf.float64), want, atol=1e-8)
+
+
+@pytest.mark.parametrize(("size", "rank"), [(2, 1), (50, 8), (70_000, 3)])
+def test_probes_are_orthonormal(size: int, rank: int) -> None:
+    """No coordinate has a large norm."""
+    for dtype, tolerance in ((tf.float64, 1e-11), (tf.float32, 1e-6)):
+        columns = probes(size, rank, dtype)
+        assert (columns.shape, columns.dtype) == ((size, rank), dtype)
+        gram = tf.matmul(columns, columns, transpose_a=True)
+        np.testing.assert_allclose(gram, np.eye(rank), atol=tolerance)
+        assert tf.reduce_max(tf.abs(columns)) <= np.sqrt(2 / size) + 1e-9
+
+
+@pytest.mark.parametrize("factor", [WIDE, WIDE_STACK], ids=str)
+def test_explained(factor: Any) -> None:
+    """The fraction is 1 for 2 or 4 rows, fewer than the rank."""
+    for count in (1, 2):
+        case = Case(factor, count)
+        assert_close(factor.as_matrix(case.value), case.exact, 1e-9)
+        assert float(factor.explained(case.value)) == pytest.approx(1)
+    case = Case(factor)
+    _, missing = case.low_rank()
+    trace = np.trace(case.exact, axis1=-2, axis2=-1)
+    want = 1 - np.sum(missing) / np.sum(trace)
+    assert 0.3 < want < 0.95
+    assert float(factor.explained(case.value)) == pytest.approx(want)
+    zeros = tf.zeros_like(case.value)
+    assert float(factor.explained(zeros)) == 0
+    assert not np.any(factor.as_matrix(zeros))
+    assert not np.any(factor.eigen(zeros)[VALUES])
+    # `rest I` restores the trace.
+    shown = factor.shown(case.value)
+    assert_close(np.trace(shown, axis1=-2, axis2=-1), trace, 1e-12)
+
+
+def test_multiply_takes_any_number_of_rows() -> None:
+    """The number of rows may be dynamic."""
+    case, damping = Case(WIDE), np.float64(0.3)
+    inverse = WIDE.inverse(case.value, tf.constant(damping))
+    signature = [tf.TensorSpec([None, case.size], tf.float64)]
+
+    @tf.function(input_signature=signature)
+    def multiply(rows: tf.Tensor) -> tf.Tensor:
+        return WIDE.multiply(inverse, rows, "right")
+
+    for count in (0, 1, 30):
+        rows = case.rng.normal(size=(count, case.size))
+        want = case.solution(damping, rows, "right")
+        np.testing.assert_allclose(multiply(rows), want, atol=1e-9)
+
+
+def test_eigenvectors_are_orthonormal_or_zero() -> None:
+    """Two rows have two eigenvectors; the others are zero, not noise."""
+    for count, rank in ((1, 2), (40, 6)):
+        rows = Case(WIDE, count).rows
+        for dtype in (tf.float64, tf.float32):
+            vectors = WIDE.eigen(WIDE.gram(tf.cast(rows, dtype)))[""].numpy()
+            want = np.diag(np.arange(6) >= 6 - rank)
+            np.testing.assert_allclose(vectors.T @ vectors, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_fewer_rows_than_columns(count: int) -> None:
+    """Rounding errors add no directions, in float32 and float64."""
+    case = Case(WIDE, count)
+    case.matrix = case.exact
+    gradient = case.gradient("left")
+    damping = np.float64(0.1)  # TensorFlow casts a Python float to float32.
+    want = case.solution(damping, gradient, "left")
+    for dtype, tolerance in ((tf.float64, 1e-9), (tf.float32, 1e-4)):
+        case.value = WIDE.gram(tf.cast(case.rows, dtype))
+        cast = gradient.astype(dtype.as_numpy_dtype)
+        for result in (
+            case.by_eigen(damping, cast, "left"),
+            case.by_inverse(damping, cast, "left"),
+        ):
+            assert result.dtype == dtype
+            assert_close(result, want, tolerance)
+
+
+def test_inverse_in_half_precision() -> None:
+    """The relative error is at most 2 %, at any scale of the inverse."""
+    for scale in (1e-8, 1e8):
+        case = Case(WIDE)
+        case.matrix = scale * case.matrix
+        damping = np.float64(0.3 * scale)
+        value = tf.cast(scale * case.value, tf.float32)
+        inverse = WIDE.inverse(value, tf.cast(damping, tf.float32))
+        stored = WIDE.for_products(
+            {k: tf.cast(v, tf.bfloat16) for k, v in inverse.items()}, tf.float32
+        )
+        gradient = case.gradient("left")
+        result = WIDE.multiply(stored, tf.cast(gradient, tf.float32), "left")
+        assert_close(result, case.solution(damping, gradient, "left"), 0.02)
+
+
+def test_products_in_half_precision() -> None:
+    """Rounding noise of a sketch of a matrix of lower rank is removed."""
+    rows = np.random.default_rng(0).normal(size=(10, 200))
+    columns = probes(200, 40, tf.float64)
+    product = tf.cast(rows.T @ (rows @ columns.numpy()), tf.bfloat16)
+    half = nystroem_half(tf.cast(product, tf.float64), columns, tf.float32)
+    result = tf.matmul(half, half, transpose_b=True)
+    assert_close(result, rows.T @ rows, 0.05)

@@ -1,6 +1,5 @@
 """Eigenvalues, inverses, products and packing of symmetric matrices."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,6 @@ from tfkfac.linalg.symmetric import (
     damped_inverse,
     eigh,
     from_bands,
-    pack,
-    packed_size,
-    symmetrize,
-    unpack,
 )
 
 DTYPES = ["float32", "float64"]
@@ -27,9 +22,7 @@ DTYPES = ["float32", "float64"]
 @pytest.mark.parametrize(
     "function", [lambda m: eigh(m)[0], lambda m: damped_inverse(m, 0.1)]
 )
-def test_non_finite_input_gives_non_finite_output(
-    function: Callable[[Any], Any],
-) -> None:
+def test_non_finite_input_gives_non_finite_output(function: Any) -> None:
     """An exception would end training."""
     for value in (np.nan, np.inf, -np.inf):
         matrix = gram(4, 9)
@@ -40,7 +33,7 @@ def test_non_finite_input_gives_non_finite_output(
 
 # ----------------------------------------------------------------------- eigen
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size", "rank"), [(1, 1), (6, 9), (300, 40)])
+@pytest.mark.parametrize(("size", "rank"), [(1, 1), (6, 9), (200, 40)])
 def test_eigh(size: int, rank: int, dtype: str) -> None:
     """V diag(values) V^T = M, V^T V = I, values >= 0."""
     stack = np.stack([gram(size, rank, i, dtype) for i in range(2)])
@@ -52,7 +45,6 @@ def test_eigh(size: int, rank: int, dtype: str) -> None:
     tolerance = 1e-5 if dtype == "float32" else 1e-12
     assert_close((vectors * values) @ vectors.T, matrix, tolerance)
     assert_close(vectors.T @ vectors, np.eye(size), tolerance)
-    assert np.count_nonzero(values > 1e-4 * values[-1]) == min(size, rank)
 
 
 def test_eigh_clamps_negative_values() -> None:
@@ -95,16 +87,6 @@ def test_inverse_of_a_batch(size: int) -> None:
     assert_close(got, want, 1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [10, 400])
-def test_inverse_under_xla(size: int) -> None:
-    matrix = gram(size, 2 * size)
-    invert = tf.function(damped_inverse, jit_compile=True)
-    got = invert(tf.constant(matrix), damping(0.1))
-    wide = matrix.astype(np.float64)
-    assert_close(got, np.linalg.inv(wide + 0.1 * np.eye(size)), 1e-4)
-
-
 @pytest.mark.parametrize("shift", [1e-2, 1e-8])
 def test_block_inversion_is_as_accurate_as_solving(shift: float) -> None:
     """Errors are as small as for solving in the same precision.
@@ -117,25 +99,22 @@ def test_block_inversion_is_as_accurate_as_solving(shift: float) -> None:
     want = np.linalg.inv((matrix + added).astype(np.float64))
     got = damped_inverse(tf.constant(matrix), damping(shift)).numpy()
     root = tf.linalg.cholesky(matrix + added)  # NumPy's would be in float64
-    other = tf.linalg.cholesky_solve(root, tf.eye(500)).numpy()
-    error, usual = (np.linalg.norm(x - want) for x in (got, other))
-    assert error < 2 * usual
+    solved = tf.linalg.cholesky_solve(root, tf.eye(500)).numpy()
+    assert np.linalg.norm(got - want) < 2 * np.linalg.norm(solved - want)
 
 
-def test_inverse_of_a_matrix_that_is_not_quite_symmetric() -> None:
-    """The symmetric part of the matrix is inverted."""
+def test_inverse_of_the_symmetric_part() -> None:
+    """Rounding may leave a matrix slightly asymmetric."""
     matrix = gram(4, 9)
     skewed = matrix.copy()
     skewed[0, 1] += 0.2
     skewed[1, 0] -= 0.2
     got = damped_inverse(tf.constant(skewed), damping(0.1))
     assert_close(got, np.linalg.inv(matrix + 0.1 * np.eye(4)), 1e-5)
-    np.testing.assert_allclose(symmetrize(skewed), matrix, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("size", "rank", "scale"),
-    [(1, 1, 1e12), (3, 2, 1e-12), (50, 49, 1e12), (500, 1, 1e-12)],
+    ("size", "rank", "scale"), [(1, 1, 1e12), (3, 2, 1e-12), (500, 1, 1e-12)]
 )
 def test_singular_matrix_without_damping(
     size: int, rank: int, scale: float
@@ -157,19 +136,15 @@ def test_singular_matrix_without_damping(
     assert np.sum(kept * matrix) > 0.98 * norms
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (3, 2, 2)])
-def test_zero_matrix(shape: tuple[int, ...]) -> None:
+def test_zero_matrices() -> None:
     """Without damping the inverse is I, with damping I / damping."""
-    zeros = tf.zeros(shape)
-    batch = shape[:-2]
-    identity = np.broadcast_to(np.eye(shape[-1]), shape)
-    got = damped_inverse(zeros, tf.zeros(batch))
-    np.testing.assert_allclose(got, identity, rtol=1e-6)
-    got = damped_inverse(zeros, tf.fill(batch, 0.25))
-    np.testing.assert_allclose(got, 4 * identity, rtol=1e-6)
+    identity = np.broadcast_to(np.eye(2), (3, 2, 2))
+    for shift, scale in ((0.0, 1), (0.25, 4)):
+        got = damped_inverse(tf.zeros([3, 2, 2]), tf.fill([3], shift))
+        np.testing.assert_allclose(got, scale * identity, rtol=1e-6)
 
 
-def test_indefinite_matrix_comes_out_as_nan() -> None:
+def test_inverse_of_an_indefinite_matrix_is_nan() -> None:
     """Other matrices of the batch are not affected."""
     stack = np.stack([np.diag([3.0, 1.0]), np.diag([-3.0, 1.0])])
     got = damped_inverse(tf.constant(stack), tf.zeros(2, tf.float64)).numpy()
@@ -178,7 +153,7 @@ def test_indefinite_matrix_comes_out_as_nan() -> None:
 
 
 # -------------------------------------------------------- products, triangles
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 9, 50])
+@pytest.mark.parametrize("size", [1, 2, 3, 9, 50])
 def test_sums_of_products_by_bands(size: int) -> None:
     rng = np.random.default_rng(size)
     first, second = rng.normal(size=(2, 7, size))
@@ -188,11 +163,3 @@ def test_sums_of_products_by_bands(size: int) -> None:
     want = first.T @ first + second.T @ second
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
     np.testing.assert_array_equal(got, got.T)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (5, 5), (3, 4, 4), (2, 3, 2, 2)])
-def test_triangles(shape: tuple[int, ...]) -> None:
-    matrix = symmetrize(tf.random.stateless_normal(shape, [1, 2]))
-    packed = pack(matrix)
-    assert packed.shape == (packed_size(shape),)
-    np.testing.assert_array_equal(unpack(packed, shape), matrix)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfkfac.linalg.tensors import all_finite, are_finite, rounding, select
+from tfkfac.linalg.tensors import all_finite, are_finite, select
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = ["float16", "bfloat16", "float32", "float64"]
@@ -22,8 +22,8 @@ def test_select_ignores_the_other_tensor(way: str, dtype: str) -> None:
     for shape in [(), (2, 3, 4)]:
         right = tf.cast(tf.fill(shape, 0.1), dtype)
         wrong = tf.cast(tf.fill(shape, NAN), dtype)
-        for flag, one, other in ((True, right, wrong), (False, wrong, right)):
-            got = run(tf.constant(flag), one, other)
+        for flag, x, y in ((True, right, wrong), (False, wrong, right)):
+            got = run(tf.constant(flag), x, y)
             assert got.dtype == dtype
             np.testing.assert_array_equal(got.numpy(), right.numpy())
 
@@ -54,19 +54,11 @@ def test_finite(dtype: str) -> None:
         np.testing.assert_array_equal(are_finite([fine, values]), [True, False])
 
 
-def test_finite_of_several_dtypes() -> None:
+def test_tensors_are_checked_separately() -> None:
+    """Infinities do not cancel, sums do not overflow, dtypes may differ."""
+    assert not bool(all_finite([tf.constant(INF), tf.constant(-INF)]))
+    assert bool(all_finite([tf.constant(3e38)] * 5))
     fine = [tf.ones([2], dtype) for dtype in ("float32", "float64")]
     assert bool(all_finite(fine))
     assert not bool(all_finite([*fine, tf.constant(NAN, tf.float16)]))
-
-
-def test_tensors_are_checked_separately() -> None:
-    """Infinities do not cancel between tensors, sums do not overflow."""
-    assert not bool(all_finite([tf.constant(INF), tf.constant(-INF)]))
-    assert bool(all_finite([tf.constant(3e38)] * 5))
     assert bool(all_finite([tf.fill([99], tf.constant(6e4, tf.float16))]))
-
-
-def test_rounding() -> None:
-    for dtype in ("float32", "float64"):
-        assert rounding(tf.as_dtype(dtype)) == np.finfo(dtype).eps

@@ -27,29 +27,25 @@ def space(dtypes: list[str]) -> FlatSpace:
 @pytest.mark.parametrize(
     ("dtypes", "wide"),
     [
-        (["bfloat16"] * 5, "float32"),
         (["float16", "float32", "bfloat16", "float32", "float16"], "float32"),
         (["float32", "float64", "float32", "bfloat16", "float32"], "float64"),
     ],
 )
-@pytest.mark.parametrize("length", [None, 16])
-def test_round_trip(dtypes: list[str], wide: str, length: int | None) -> None:
+def test_round_trip(dtypes: list[str], wide: str) -> None:
     """In row-major order, padded with zeros to a length."""
     flat, given = space(dtypes), tensors(dtypes)
-    vector = tf.function(flat.join)(given, length)
     assert flat.size == 13
-    assert vector.dtype == flat.dtype == wide
-    zeros = np.zeros((length or 13) - 13)
-    np.testing.assert_array_equal(vector, [*(np.arange(13) / 2), *zeros])
-    for got, want in zip(flat.split(vector), given, strict=True):
-        assert got.dtype == want.dtype
-        assert got.shape == want.shape
-        np.testing.assert_array_equal(
-            tf.cast(got, tf.float64), tf.cast(want, tf.float64)
-        )
+    for length in (13, 16):
+        vector = tf.function(flat.join)(given, length)
+        assert vector.dtype == flat.dtype == wide
+        want = [*(np.arange(13) / 2), *np.zeros(length - 13)]
+        np.testing.assert_array_equal(vector, want)
+        for part, tensor in zip(flat.split(vector), given, strict=True):
+            assert (part.dtype, part.shape) == (tensor.dtype, tensor.shape)
+            np.testing.assert_array_equal(part, tensor)
 
 
-def test_the_length_is_static() -> None:
+def test_length_is_static() -> None:
     """The static shape of a densified sparse gradient is unknown."""
     flat = FlatSpace([(4, 2), (3,)], [tf.float32] * 2)
 
@@ -73,7 +69,7 @@ def test_none_is_zero() -> None:
 # ------------------------------------------------------------------------ sums
 @pytest.mark.parametrize(
     ("rows", "size"),
-    [(1, 1), (3, CHUNK), (1, CHUNK + 1), (3, 20 * CHUNK), (1, 1_000_003)],
+    [(1, 1), (3, CHUNK), (1, CHUNK + 1), (1, 1_000_003)],
 )
 def test_products(rows: int, size: int) -> None:
     """The first product, x . x, has the largest rounding error."""
