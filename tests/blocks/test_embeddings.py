@@ -58,7 +58,7 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], Array]] = {
         lambda layer, x: layer(x, ops.convert_to_tensor(2, "int64")),
         np.tile(np.arange(2, 5), (BATCH, 1)),
     ),
-    "own positions": (
+    "given positions": (
         lambda layer, x: layer(x, positions=ops.convert_to_tensor(CHOSEN)),
         CHOSEN,
     ),
@@ -67,7 +67,7 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], Array]] = {
 
 @pytest.mark.parametrize(
     ("case", "sharing"),
-    zip(CALLS, ["expand", "reduce"] * len(CALLS), strict=False),
+    zip(CALLS, ["expand", "reduce", "expand"], strict=True),
 )
 def test_position_embedding(case: str, sharing: str) -> None:
     """The factors equal an embedding's factors with positions as tokens."""

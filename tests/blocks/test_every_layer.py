@@ -27,7 +27,7 @@ MASKED = {*DENSE, "einsum_sequence", "einsum_heads"}
 
 
 def build(case: str, dtype: str) -> tuple[Any, Block]:
-    """Creates a layer without activation, and its block."""
+    """Create a layer without activation, and its block."""
     factory, shape = LINEAR[case]
     layer = factory(name="block", dtype=dtype)
     is_embedding = case in EMBEDDING

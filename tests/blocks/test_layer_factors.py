@@ -31,11 +31,8 @@ from tests.support.layer_models import (
     problem,
     targets,
 )
-from tests.support.layer_views import (
-    normalized,
-    view_of,
-)
-from tests.support.reference import append_one, factors
+from tests.support.layer_views import view_of
+from tests.support.reference import append_one
 
 BATCH = 4
 
@@ -44,10 +41,8 @@ BATCH = 4
 @pytest.mark.parametrize(
     ("position", "activation", "eager"),
     [
-        ("fused", "tanh", True),
         ("fused", "relu", False),
-        ("separate", "tanh", False),
-        ("separate", "relu", True),
+        ("separate", "tanh", True),
         ("none", None, True),
     ],
 )
@@ -65,30 +60,11 @@ def test_activation_position(
     check_factors(step.of("block"), *expected_factors(view, a, g, "expand"))
 
 
-def test_activation_layer_object_and_callable() -> None:
-    """An activation may be a layer or a function."""
-    for activation in (layers.LeakyReLU(0.3), lambda z: z * z):
-        layer = layers.Dense(3, activation=activation, name="block")
-        model, x, y = problem(layer, (4,), BATCH)
-        y = y.astype(np.float64)
-        kernel, bias = weights_of(model)
-        a = append_one(x.astype(np.float64))
-        z = a @ np.vstack([kernel, bias])
-        if isinstance(activation, layers.LeakyReLU):
-            slope = np.where(z > 0, 1.0, 0.3)
-            g = (slope * z - y) * slope
-        else:
-            g = (z * z - y) * 2 * z
-        step = train_once(model, x, y.astype("float32"))
-        check_factors(step.of("block"), *factors(a[:, None], g[:, None]))
-
-
 @pytest.mark.parametrize(
     ("sharing", "rank", "options", "shape"),
     [
-        ("expand", 1, {"padding": "same"}, (6, 3)),
         ("reduce", 2, {"padding": "same", "strides": 2}, (5, 4, 2)),
-        ("expand", 2, {"depth_multiplier": 2}, (4, 4, 2)),
+        ("expand", 1, {"depth_multiplier": 2}, (4, 2)),
     ],
 )
 def test_separable(
@@ -118,18 +94,6 @@ def test_separable(
     check_factors(got.of("pointwise/both"), *want.of("second").values())
 
 
-def test_embedding_frequencies() -> None:
-    """Token frequencies, computed by hand."""
-    x = np.array([[0, 0, 2], [2, 2, 2]], "int32")
-    for sharing, want in (
-        ("expand", [2 / 6, 0, 4 / 6, 0]),
-        ("reduce", [(4 / 9) / 2, 0, (1 / 9 + 1) / 2, 0]),
-    ):
-        model = one_layer(layers.Embedding(4, 2, name="block"), (3,))
-        step = train_once(model, x, targets(model, x), weight_sharing=sharing)
-        assert_close(step.of("block")["A"], want, 1e-6)
-
-
 # ---------------------------------------------------------- normalisation
 @pytest.mark.parametrize("case", NORMS)
 def test_normalization(case: str) -> None:
@@ -146,18 +110,9 @@ def test_normalization(case: str) -> None:
     assert_close(block["G"], G, FACTOR_RTOL, "G")
 
 
-def test_normalization_reference_is_keras() -> None:
-    """The NumPy normalisations equal the forward passes of Keras."""
-    for case, (factory, shape) in NORMS.items():
-        layer = factory()
-        x = make_input(case, shape, 6)
-        out = np.asarray(layer(x, training=True))
-        assert_close(normalized(layer, x.astype(float)), out, 1e-5, case)
-
-
 # -------------------------------------------------------------- attention
-@pytest.mark.parametrize("kind", ["multi_head", "grouped_query", "gated"])
-def test_attention(kind: str) -> None:
+@pytest.mark.parametrize("name", ["multi_head", "grouped_query", "gated"])
+def test_attention(name: str) -> None:
     """Projections of cross attention, with `weight_sharing="reduce"`.
 
     G is the second moment of the bias gradients. A is computed from queries or
@@ -165,11 +120,11 @@ def test_attention(kind: str) -> None:
     """
 
     def build(dtype: str) -> Any:
-        if kind == "multi_head":
+        if name == "multi_head":
             # Only this layer supports a memory of another width.
             layer, width = layers.MultiHeadAttention(2, 3, dtype=dtype), 6
         else:
-            gate, width = kind == "gated", 4
+            gate, width = name == "gated", 4
             layer = layers.GroupQueryAttention(
                 3, 4, 2, use_gate=gate, dtype=dtype
             )
@@ -189,21 +144,19 @@ def test_attention(kind: str) -> None:
     model = build("float32")
     step = train_once(model, [x, memory], y, weight_sharing="reduce")
     assert len(step.factors) == len(grads)
-    for name, gradient in grads.items():
-        block, b = step.of(name), gradient.reshape(3, -1)
+    for layer, gradient in grads.items():
+        block, b = step.of(layer), gradient.reshape(3, -1)
         G = b.T @ b / 3
-        if name == "key":
+        if layer == "key":
             # Softmax is invariant to a shift of all keys.
             assert np.abs(G).max() < 1e-20
             assert np.abs(block["G"]).max() < 1e-9
         else:
-            assert_close(block["G"], G, 3e-5, f"G of {name}")
-        if name != "attention_output":
-            inputs = memory if name in ("key", "value") else x
+            assert_close(block["G"], G, 3e-5, f"G of {layer}")
+        if layer != "attention_output":
+            inputs = memory if layer in ("key", "value") else x
             a = append_one(inputs.mean(1, dtype=np.float64))
-            assert_close(block["A"], a.T @ a / 3, FACTOR_RTOL, f"A of {name}")
-    for value in step.after:
-        assert np.isfinite(value).all()
+            assert_close(block["A"], a.T @ a / 3, FACTOR_RTOL, f"A of {layer}")
 
 
 # ------------------------------------------------------------------- PReLU

@@ -23,7 +23,7 @@ from tests.support.harness import (
 )
 from tests.support.layer_cases import make_input
 from tests.support.layer_models import targets
-from tests.support.reference import Array, eigen_solve, factors, softmax
+from tests.support.reference import Array, eigen_solve, factors
 from tests.support.summaries import leftovers_of
 
 BATCH, TOKENS, WIDTH, TIME = 4, 6, 3, 5
@@ -40,18 +40,6 @@ class Head(layers.Layer):
         return self.tokens(x, reverse=True)
 
 
-class Language(keras.Model):
-    """Subclassed model that calls its embedding in `call`."""
-
-    def __init__(self, tokens: Any) -> None:
-        super().__init__()
-        self.tokens = tokens
-        self.hidden = layers.Dense(WIDTH, use_bias=False, name="hidden")
-
-    def call(self, x: Any) -> Any:
-        return self.tokens(self.hidden(self.tokens(x)), reverse=True)
-
-
 def functional(tokens: Any, in_a_layer: bool = False) -> Any:
     inputs = keras.Input((TIME,), dtype="int32")
     hidden = layers.Dense(WIDTH, use_bias=False, name="hidden")(tokens(inputs))
@@ -62,14 +50,7 @@ def functional(tokens: Any, in_a_layer: bool = False) -> Any:
 MODELS: dict[str, Callable[[Any], Any]] = {
     "functional": functional,
     "inside a layer": lambda tokens: functional(tokens, True),
-    "subclassed": Language,
 }
-# Model, weight sharing, eager.
-RUNS = [
-    ("functional", "expand", True),
-    ("inside a layer", "reduce", True),
-    ("subclassed", "expand", False),
-]
 
 
 def embedding(tie_weights: bool, **kwargs: Any) -> Any:
@@ -79,7 +60,7 @@ def embedding(tie_weights: bool, **kwargs: Any) -> Any:
 
 
 def language(case: str, tie_weights: bool, **kwargs: Any) -> Any:
-    """Creates a built model, tokens, and targets for its outputs."""
+    """Create a built model, tokens, and targets for its outputs."""
     model = MODELS[case](embedding(tie_weights, **kwargs))
     x = make_input("embedding", (TIME,), BATCH)
     model(x)
@@ -88,13 +69,8 @@ def language(case: str, tie_weights: bool, **kwargs: Any) -> Any:
 
 
 def weights_by_name(model: Any) -> dict[str, Array]:
-    return dict(
-        zip(
-            [v.name for v in model.trainable_variables],
-            weights_of(model),
-            strict=True,
-        )
-    )
+    names = [v.name for v in model.trainable_variables]
+    return dict(zip(names, weights_of(model), strict=True))
 
 
 def rows_of(model: Any, x: Array, y: Array, cap: float | None = None) -> Any:
@@ -116,15 +92,22 @@ def gradient_by(a: Array, g: Array) -> Array:
 
 
 def check_projection(step: Any, tied: bool, A: Array, G: Array) -> None:
-    """Checks A and G of the projection; tied weights exchange A and G."""
+    """Check A and G of the projection; tied weights exchange A and G."""
     if tied:
         check_factors(step.factors["tokens"], np.diagonal(G), A)
     else:
         check_factors(step.factors["reverse/tokens"], A, G)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("case", "sharing", "eager"), RUNS)
+@pytest.mark.parametrize(
+    ("case", "sharing", "eager", "tied"),
+    [
+        ("functional", "expand", False, True),
+        ("functional", "expand", True, False),
+        ("inside a layer", "reduce", True, True),
+        ("inside a layer", "reduce", False, False),
+    ],
+)
 def test_factors_and_step(
     case: str, sharing: str, eager: bool, tied: bool
 ) -> None:
@@ -164,7 +147,6 @@ def test_factors_and_step(
     assert_close(step.delta[index], eigen_solve(mean, A, G, 0.3), 1e-4, "step")
 
 
-# ------------------------------------------------- lookups or projection only
 def test_untied_projection_without_lookups() -> None:
     """The projection has a block; the lookup weights have no gradient."""
     tokens = embedding(tie_weights=False)
@@ -195,38 +177,22 @@ def test_tied_weights_without_projection() -> None:
     check_factors(step.of("tokens"), np.diagonal(A), G)
 
 
-@pytest.mark.parametrize("tie_weights", [True, False])
-def test_exact_fisher_matrix(tie_weights: bool) -> None:
-    """G is `diag(p) - p p^T` for a softmax at the logits."""
-    model, x, _ = language("functional", tie_weights)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    a, z, *_ = rows_of(model, x, 0.0)
-    p = softmax(z)
-    step = train_once(model, x, np.roll(x, -1, 1), loss=loss, fisher="type2")
-    A = np.einsum("nsi,nsj->ij", a, a) / x.size
-    G = (np.diag(p.sum((0, 1))) - np.einsum("nsi,nsj->ij", p, p)) / x.size
-    check_projection(step, tie_weights, A, G)
-
-
-# ------------------------------------------------------ lookups and projection
 @pytest.mark.parametrize(
-    ("tie_weights", "sharing"), [(True, "reduce"), (False, "expand")]
+    ("tie_weights", "sharing", "fraction"),
+    [(True, "reduce", 1.0), (False, "expand", 0.25)],
 )
-def test_soft_cap(tie_weights: bool, sharing: str) -> None:
-    """G is computed at the logits before the soft cap."""
+def test_soft_cap(tie_weights: bool, sharing: str, fraction: float) -> None:
+    """G is computed at the logits before the soft cap.
+
+    All examples are equal, so a subsample of the batch gives equal factors.
+    """
     model, x, y = language("functional", tie_weights, logit_soft_cap=0.7)
-    a, g, *_ = rows_of(model, x, y, 0.7)
-    step = train_once(model, x, y, weight_sharing=sharing)
-    check_projection(step, tie_weights, *factors(a, g, sharing))
-
-
-def test_soft_cap_with_subsample() -> None:
-    """Outputs and gradients must be of the same examples; all are equal."""
-    model, x, y = language("functional", False, logit_soft_cap=0.7)
     x, y = np.repeat(x[:1], 8, 0), np.repeat(y[:1], 8, 0)
     a, g, *_ = rows_of(model, x, y, 0.7)
-    step = train_once(model, x, y, factor_batch_fraction=0.25)
-    check_factors(step.factors["reverse/tokens"], *factors(a, g))
+    step = train_once(
+        model, x, y, weight_sharing=sharing, factor_batch_fraction=fraction
+    )
+    check_projection(step, tie_weights, *factors(a, g, sharing))
 
 
 @pytest.mark.parametrize("tie_weights", [True, False])

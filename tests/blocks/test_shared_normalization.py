@@ -47,7 +47,6 @@ def built(layer: Any, moving_mean: float = 0, frozen: str = "") -> Any:
 LAYER, BATCH = layers.LayerNormalization, layers.BatchNormalization
 # Arguments of the calls; layers with their normalised inputs.
 CASES: dict[str, tuple[dict[str, Any], list[tuple[Any, Any]]]] = {
-    "equal": ({}, [(LAYER(), over_features) for _ in range(3)]),
     "other epsilon": (
         {},
         [

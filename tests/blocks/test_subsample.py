@@ -2,14 +2,13 @@
 
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
 
-from tests.factors.test_declared import ALL, recorded
+from tests.factors.test_declared import SEPARABLE, recorded
 from tests.support.harness import (
     assert_close,
     check_factors,
@@ -17,13 +16,14 @@ from tests.support.harness import (
     find,
     weights_of,
 )
+from tests.support.layer_cases import NORMS, PRELU, TRANSPOSED
 from tests.support.layer_models import (
     expected_factors,
     expected_rows,
     problem,
 )
 from tests.support.layer_views import view_of
-from tests.support.reference import Array, append_one
+from tests.support.reference import append_one
 from tfkfac.blocks import Record
 from tfkfac.blocks.dense import EinsumDenseBlock
 from tfkfac.blocks.registry import build_registry
@@ -50,24 +50,15 @@ def selected(
 
 
 # --------------------------------------------------------- selected examples
-def test_examples_are_evenly_spaced_and_shift() -> None:
-    assert [selected(8, 0.25, t) for t in range(5)] == [
-        ([0, 4], 4.0),
-        ([1, 5], 4.0),
-        ([2, 6], 4.0),
-        ([3, 7], 4.0),
-        ([0, 4], 4.0),
-    ]
-
-
 @pytest.mark.parametrize(
     ("size", "fraction"),
-    [(0, 0.25), (1, 0.25), (3, 0.25), (5, 0.4), (12, 1 / 3), (13, 0.3), (7, 1)],
+    [(0, 0.25), (3, 0.25), (12, 1 / 3), (13, 0.3), (7, 1)],
 )
 def test_examples_are_selected_equally_often(
     size: int, fraction: float
 ) -> None:
-    """At least one example, without repetition, and with equal weights."""
+    """Evenly spaced, at least one, without repetition, with equal weights."""
+    assert selected(8, 0.25, 1) == ([1, 5], 4.0)
     count = math.ceil(fraction * size)
     totals = np.zeros(size)
     offsets = size // math.gcd(size, count) if size else 3
@@ -113,13 +104,16 @@ def test_workers_select_the_examples_of_one_process(workers: int) -> None:
             assert together == default_indices(size, offset)
 
 
-# ---------------------------------------------------------- every layer type
+# ------------------------------------------------------------- other layers
 BATCH, FRACTION = 6, 1 / 3
 
 
-@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize("case", [*NORMS, *SEPARABLE, *TRANSPOSED, *PRELU])
 def test_subsamples_are_unbiased(case: str) -> None:
-    """The mean over successive offsets is the whole batch."""
+    """The mean over successive offsets is the whole batch.
+
+    `test_every_layer.py` tests the other layers.
+    """
     model, records, _ = recorded(case)
     for block in build_registry(model, ()).blocks:
         layers = {0: (block, records)}
@@ -178,40 +172,22 @@ def test_sample_weights() -> None:
     check_factors(find(optimizer.factors(), "block"), *want)
 
 
-def dense(size: int) -> tuple[Any, list[Array], list[Array]]:
-    """Creates a model of one layer, its data, and its rows a and g."""
-    model, x, y = problem(layers.Dense(3, name="block"), (4,), size)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_batches_of_different_sizes(accumulate: bool) -> None:
+    """Also as micro-batches of one step: sums are weighted by examples."""
+    model, x, y = problem(layers.Dense(3, name="block"), (4,), 9)
     a = append_one(x.astype(np.float64))
-    return model, [x, y], [a, a @ np.vstack(weights_of(model)) - y]
-
-
-def test_micro_batches() -> None:
-    """Each micro-batch is subsampled; sums are weighted by examples."""
-    model, (x, y), rows_of_all = dense(7)
-    optimizer = compiled(
-        model, gradient_accumulation_steps=2, factor_batch_fraction=0.25
-    )
-    for rows in (slice(0, 1), slice(1, 7)):
-        model.train_on_batch(x[rows], y[rows])
-    # Row 0 of the first micro-batch; rows 0 and 3 of the second one.
-    weights = np.array([1, 3, 0, 0, 3, 0, 0])
-    want = [(r * weights[:, None]).T @ r / 7 for r in rows_of_all]
-    check_factors(find(optimizer.factors(), "block"), *want)
-
-
-def test_fit_with_a_smaller_last_batch() -> None:
-    """The batch size is dynamic."""
-    model, (x, y), rows_of_all = dense(9)
+    g = a @ np.vstack(weights_of(model)) - y
     optimizer = compiled(
         model,
         inner=0.0,
-        eager=False,
+        eager=accumulate,
         factor_batch_fraction=0.25,
         factor_decay=0.5,
+        gradient_accumulation_steps=2 if accumulate else None,
     )
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    want = [
-        (r[[0, 4]].T @ r[[0, 4]] / 2 + 2 * r[[8]].T @ r[[8]]) / 3
-        for r in rows_of_all
-    ]
+    # Rows 0 and 4 of the first batch; the only row of the second one.
+    weights = np.array([4, 4, 1]) / 9 if accumulate else np.array([1, 1, 4]) / 6
+    want = [(r.T * weights) @ r for r in (a[[0, 4, 8]], g[[0, 4, 8]])]
     check_factors(find(optimizer.factors(), "block"), *want)
