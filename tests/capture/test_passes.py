@@ -11,19 +11,11 @@ from keras import layers
 import tfkfac
 from tests.support.harness import check_factors, find, randomize, weights_of
 from tests.support.reference import append_one, factors
+from tests.support.small import data, gradients_of, mlp, summary_text
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(6, 3)).astype("float32")
 Y = RNG.normal(size=(2, 6, 2)).astype("float32")
-
-# Weights of the two gradients in the applied gradient, and in G.
-APPLIED = {
-    "sum": ((1, 1), (1, 1)),
-    "first": ((1, 0), (1, 0)),
-    "second": ((0, 1), (0, 1)),
-    "sum, clipped": ((0.1, 0.1), (1, 1)),
-    "second, clipped": ((0, 0.1), (0, 1)),
-}
 
 
 def run(applied: Any, eager: bool, layer: Any) -> Any:
@@ -54,17 +46,20 @@ def run(applied: Any, eager: bool, layer: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "eager"),
+    ("applied", "counted", "eager"),
     [
-        ("sum", False),
-        ("first", True),
-        ("second", True),
-        ("sum, clipped", True),
-        ("second, clipped", False),
+        # Weights of the two gradients in the applied gradient, and in G.
+        ((1, 1), (1, 1), False),
+        ((1, 0), (1, 0), True),
+        ((0, 1), (0, 1), True),
+        # Scaled as by clipping.
+        ((0.1, 0.1), (1, 1), True),
+        ((0, 0.1), (0, 1), False),
     ],
 )
-def test_factors_use_the_applied_gradient(name: str, eager: bool) -> None:
-    applied, counted = APPLIED[name]
+def test_factors_use_the_applied_gradient(
+    applied: Any, counted: Any, eager: bool
+) -> None:
     layer = layers.Dense(2, name="block")
     optimizer = run(applied, eager, layer)
     a = append_one(X.astype(np.float64))
@@ -75,23 +70,13 @@ def test_factors_use_the_applied_gradient(name: str, eager: bool) -> None:
 
 
 def test_warning_for_another_gradient(capfd: Any) -> None:
+    """There is no warning if the tape computed a single gradient."""
     optimizer = run((1, -3), True, layers.Dense(2, name="block"))
-    assert (
-        "tfkfac: block: the applied gradient is neither"
-        in capfd.readouterr().err
-    )
-    lines: list[str] = []
-    optimizer.summary(print_fn=lines.append)
-    assert "gradients of other passes in block: 1" in lines[0]
-
-
-def test_one_gradient_costs_nothing(capfd: Any) -> None:
-    """With one gradient nothing is compared, whatever is applied."""
-    model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+    message = "tfkfac: block: the applied gradient is neither"
+    assert message in capfd.readouterr().err
+    assert "gradients of other passes in block: 1" in summary_text(optimizer)
+    model = mlp()
     optimizer = tfkfac.KFAC().attach(model)
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(tf.square(model(X, training=True)))
-    variables = model.trainable_variables
-    grads = tape.gradient(loss, [v.value for v in variables])
-    optimizer.apply([tf.ones_like(g) for g in grads], variables)
+    gradients = gradients_of(model, *data())
+    optimizer.apply([tf.ones_like(g) for g in gradients], model.weights)
     assert "tfkfac" not in capfd.readouterr().err

@@ -1,7 +1,6 @@
 """Records of taps, and derivatives through taps."""
 
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -66,6 +65,7 @@ def test_another_tape_between_backward_pass_and_step() -> None:
     with tf.GradientTape():
         model(X[:2])
     optimizer.apply(gradients, model.trainable_variables)
+    assert optimizer.factors()["hidden"]["A"].any()
 
 
 # ------------------------------------------------------------- derivatives
@@ -92,19 +92,8 @@ def hessian_product(model: Any) -> list[Any]:
     return [accumulator.jvp(g) for g in (value, *gradients)]
 
 
-def jacobians(model: Any) -> list[Any]:
-    with tf.GradientTape(persistent=True) as tape:
-        outputs = model(X)
-    values = [v.value for v in model.trainable_variables]
-    return list(tape.jacobian(outputs, values))
-
-
-@pytest.mark.parametrize(
-    "derivative", [gradient_penalty, jacobians, hessian_product]
-)
-def test_taps_are_transparent_to_derivatives(
-    derivative: Callable[[Any], list[Any]],
-) -> None:
+@pytest.mark.parametrize("derivative", [gradient_penalty, hessian_product])
+def test_taps_are_transparent_to_derivatives(derivative: Any) -> None:
     """Bitwise equal with and without taps."""
     got, want = derivative(compiled_mlp(eager=True)), derivative(mlp())
     assert len(want) in (4, 5)
