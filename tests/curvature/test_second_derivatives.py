@@ -37,7 +37,7 @@ def double() -> Iterator[None]:
 def assert_agrees(
     model: Any, x: Any, y: Any, sample_weight: Any = None
 ) -> None:
-    """Compares two products with finite differences of the gradient."""
+    """Compare two products with finite differences of the gradient."""
     vectors = noise(weight_count(model), 2)
     want = difference_products(model, vectors, x, y, sample_weight)
     got = hessian_vector_product(model, x, y, vectors, sample_weight).numpy()
@@ -48,9 +48,9 @@ def assert_agrees(
 
 # One case of each type of layer; the other cases are slow.
 QUICK = (
-    "tanh", "softmax", "conv_strides", "max_pooling", "batch", "layer",
-    "batch_synchronized", "attention", "embedding", "dropout", "add_loss",
-    "simple_rnn", "kernel_regularizer",
+    "softmax", "conv_strides", "max_pooling", "batch_synchronized", "layer",
+    "attention", "embedding", "dropout", "add_loss", "simple_rnn",
+    "kernel_regularizer",
 )  # fmt: skip
 
 
@@ -66,18 +66,6 @@ def test_layers(case: str) -> None:
     assert_agrees(model, inputs(shape), noise(ROWS, 2))
 
 
-def perceptron(units: int, activation: Any = None) -> Any:
-    model = keras.Sequential(
-        [
-            keras.Input((3,)),
-            layers.Dense(4, activation="tanh"),
-            layers.Dense(units, activation=activation),
-        ]
-    )
-    randomize(model)
-    return model
-
-
 # Factories: a loss has the dtype of the backend at its creation.
 SPARSE = partial(losses.SparseCategoricalCrossentropy, from_logits=True)
 SMOOTH = partial(
@@ -87,66 +75,46 @@ BINARY = partial(losses.BinaryCrossentropy, from_logits=True)
 NOISE = np.random.default_rng(5).normal(size=(ROWS, 2))
 # name -> (loss, units, activation, targets)
 LOSSES: dict[str, tuple[Any, int, Any, Any]] = {
-    "mse": (losses.MeanSquaredError, 2, None, NOISE),
     "mae": (losses.MeanAbsoluteError, 2, None, NOISE),
     "huber": (losses.Huber, 2, None, 3 * NOISE),
-    "log_cosh": (losses.LogCosh, 2, None, NOISE),
     "poisson": (losses.Poisson, 2, "softplus", 1 + BITS),
     "cosine": (losses.CosineSimilarity, 2, None, NOISE),
     "sparse_logits": (SPARSE, 3, None, LABELS),
     "sparse_ignored": (partial(SPARSE, ignore_class=1), 3, None, LABELS),
     "sparse": (losses.SparseCategoricalCrossentropy, 3, "softmax", LABELS),
     "dense_logits": (SMOOTH, 3, None, ONE_HOT),
-    "dense": (losses.CategoricalCrossentropy, 3, "softmax", ONE_HOT),
     "kl_divergence": (losses.KLDivergence, 3, "softmax", ONE_HOT),
     "binary_logits": (BINARY, 2, None, BITS),
-    "binary": (losses.BinaryCrossentropy, 2, "sigmoid", BITS),
     "focal": (losses.BinaryFocalCrossentropy, 2, "sigmoid", BITS),
 }
-
-
 WEIGHTED = "huber", "sparse_logits", "binary_logits"
 
 
 @pytest.mark.parametrize(
-    "case", with_slow(LOSSES, "mae", "log_cosh", "cosine", "sparse", "dense")
+    "case", with_slow(LOSSES, "mae", "poisson", "cosine", "sparse", "focal")
 )
 def test_losses(case: str) -> None:
     loss, units, activation, y = LOSSES[case]
     weights = np.arange(ROWS) / 3.0 if case in WEIGHTED else None
-    model = perceptron(units, activation)
+    hidden = layers.Dense(4, activation="tanh")
+    last = layers.Dense(units, activation=activation)
+    model = keras.Sequential([keras.Input((3,)), hidden, last])
+    randomize(model)
     model.compile("sgd", loss())
     assert_agrees(model, inputs((3,)), y, weights)
 
 
-def two_outputs() -> Any:
-    x = keras.Input((3,))
-    h = layers.Dense(4, activation="tanh")(x)
+def test_several_inputs_and_outputs() -> None:
+    """With weights of losses and examples; a nested model is called twice."""
+    first, second = keras.Input((3,), name="p"), keras.Input((3,), name="q")
+    twice = keras.Sequential([keras.Input((3,)), layers.Dense(2, "tanh")])
+    h = layers.Concatenate()([twice(first), twice(second)])
     outputs = {n: layers.Dense(u, name=n)(h) for n, u in (("a", 2), ("b", 3))}
-    model = keras.Model(x, outputs)
+    model = keras.Model({"p": first, "q": second}, outputs)
     randomize(model)
-    return model
-
-
-def test_outputs_with_loss_weights() -> None:
-    model, x = two_outputs(), inputs((3,))
+    x = {"p": inputs((3,)), "q": noise(ROWS, 3, seed=4)}
     y = {"a": noise(ROWS, 2), "b": LABELS}
     objectives = {"a": "mse", "b": SPARSE()}
     model.compile("sgd", objectives, loss_weights={"a": 0.3, "b": 2.0})
     weights = {"a": np.arange(ROWS) / 3.0, "b": np.ones(ROWS)}
     assert_agrees(model, x, y, weights)
-
-
-@pytest.mark.parametrize("form", [list, dict])
-def test_several_inputs(form: type) -> None:
-    """A nested model with a layer is called twice."""
-    first, second = keras.Input((3,), name="p"), keras.Input((3,), name="q")
-    twice = keras.Sequential([keras.Input((3,)), layers.Dense(2, "tanh")])
-    h = layers.Concatenate()([twice(first), twice(second)])
-    x = {"p": inputs((3,)), "q": noise(ROWS, 3, seed=4)}
-    structure = {"p": first, "q": second}
-    if form is not dict:
-        x, structure = form(x.values()), form(structure.values())
-    model = keras.Model(structure, layers.Dense(2)(h))
-    model.compile("sgd", "huber")
-    assert_agrees(model, x, noise(ROWS, 2))
