@@ -22,10 +22,10 @@ def test_bad_and_empty_batches(capfd: Any) -> None:
     """
     x, y = data()
     model, twin = mlp(), mlp()
-    for one in (model, twin):
-        one.compile(small(), loss())
+    for network in (model, twin):
+        network.compile(small(), loss())
         for _ in range(3):
-            one.train_on_batch(x, y)
+            network.train_on_batch(x, y)
     optimizer = model.optimizer
     before = {**slots(optimizer), **curvature(optimizer)}
     capfd.readouterr()
@@ -87,9 +87,10 @@ def test_bad_hessians(capfd: Any) -> None:
     model.compile(optimizer, "mse")
     twin.compile(SGD(1e-6), "mse")
 
-    def train(one: Any, *batches: Any) -> None:
-        for batch in batches:  # light, which keeps the steps small
-            one.train_on_batch(batch, y, sample_weight=np.full(12, 1e-3))
+    def train(network: Any, *batches: Any) -> None:
+        weight = np.full(12, 1e-3)  # keeps the steps small
+        for batch in batches:
+            network.train_on_batch(batch, y, sample_weight=weight)
 
     capfd.readouterr()
     train(model, large, x)

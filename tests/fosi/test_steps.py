@@ -8,13 +8,12 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from keras.optimizers import SGD, Adam, AdamW
-from keras.optimizers.schedules import ExponentialDecay, PolynomialDecay
+from keras.optimizers import SGD, Adam
+from keras.optimizers.schedules import PolynomialDecay
 
 from tests.support.fosi_reference import (
     BETAS,
     ROWS,
-    SIZE,
     Fosi,
     Network,
     Rule,
@@ -46,15 +45,6 @@ def test_reference_hessian() -> None:
     network = Network(m["x"].astype("float64"), m["y"], hidden=16)
     np.testing.assert_allclose(network.gradient(w), m["gradient"], atol=1e-14)
     np.testing.assert_allclose(network.hessian(w), m["hessian"], atol=1e-13)
-
-
-def test_case_is_not_trivial(double: None) -> None:
-    """The test problem has distinct extreme curvatures, one negative."""
-    x, y = data()
-    values = np.linalg.eigvalsh(Network(x, y).hessian(flat(mlp())))
-    assert (values[:2] < -0.005).all()
-    assert np.diff(values[-4:]).min() > 0.01
-    assert np.diff(values[:3]).min() > 1e-3
 
 
 # --------------------------------------------------------------- trajectories
@@ -94,7 +84,6 @@ CASES = {
         {"num_smallest": 2, "alpha": lambda t: 0.1},
     ),
     "adam": Case(lambda: Adam(0.03, **BETAS), adam(0.03)),
-    "adamw": Case(lambda: AdamW(0.03, 0.3, **BETAS), adam(0.03, 0.3)),
     # The rate is clipped for SGD alone.
     "nesterov, rate": Case(
         lambda: SGD(0.1, 0.9, True),
@@ -106,17 +95,10 @@ CASES = {
     "adam, rate": Case(
         lambda: Adam(0.03, **BETAS), adam(0.03), {"learning_rate_clip": 2.5}
     ),
-    # The Newton part has its own scale and is not clipped.
+    # The Newton step is scaled separately and is not clipped.
     "clipping": Case(lambda: SGD(0.1, global_clipnorm=0.05), clipped),
     "decay": Case(
         lambda: SGD(0.1, 0.9, weight_decay=0.3, clipvalue=0.05), decayed
-    ),
-    "one": Case(
-        lambda: SGD(0.1),
-        sgd(0.1),
-        {"update_interval": None},
-        {"interval": lambda t: 10**6},
-        [2],
     ),
     # A number follows the inner rate, anything else is left alone.
     "rate of time": Case(
@@ -125,12 +107,11 @@ CASES = {
         {},
         {"alpha": lambda t: 0.5 * (1 - t / 12)},
     ),
-    "schedule": Case(
-        lambda: SGD(PolynomialDecay(0.1, 12, 0.0), 0.9),
-        slowing,
-        {"alpha": ExponentialDecay(0.5, 4, 0.5), "update_interval": 4},
-        {"alpha": lambda t: 0.5 * 0.5 ** (t / 4), "interval": lambda t: 4},
-        [2, 6],
+    "only smallest": Case(
+        lambda: SGD(0.1),
+        sgd(0.1),
+        {"num_largest": 0, "num_smallest": 2, "alpha": 0.05},
+        {"num_largest": 0, "num_smallest": 2, "alpha": lambda t: 0.05},
     ),
     "formulas": Case(
         lambda: SGD(0.1, 0.9),
@@ -148,7 +129,7 @@ CASES = {
         [2, 4, 8],
     ),
 }
-QUICK = "momentum", "nesterov, rate", "adam", "rate of time", "formulas"
+QUICK = "momentum", "nesterov, rate", "adam", "only smallest", "formulas"
 
 
 @pytest.mark.parametrize(
@@ -176,21 +157,7 @@ def test_sample_weights(double: None) -> None:
     """Sample weights weigh the loss and its Hessian."""
     program = Fosi(sgd(0.1), warmup=1)
     weight = np.linspace(0, 2, ROWS)
-    assert_follows(fosi(SGD(0.1), warmup_steps=1), program, 6, weight=weight)
-
-
-def test_only_smallest(double: None) -> None:
-    """Without largest directions `s` is 1."""
-    options = {"num_largest": 0, "num_smallest": 2, "alpha": 0.05}
-    x, y = data()
-    model, network = mlp(), Network(x, y)
-    model.compile(fosi(SGD(0.1), **options), loss())
-    got = fit(model, x, y, 4)
-    values, vectors = np.linalg.eigh(network.hessian(got[2]))
-    g, V = network.gradient(got[2]), vectors[:, :2]
-    c = V.T @ g
-    want = -0.1 * (g - V @ c) - 0.05 * V @ (c / np.abs(values[:2]))
-    np.testing.assert_allclose(got[3] - got[2], want, rtol=0, atol=1e-8)
+    assert_follows(fosi(SGD(0.1), warmup_steps=1), program, 4, weight=weight)
 
 
 def test_changed_numbers(double: None) -> None:
@@ -216,22 +183,6 @@ def test_changed_numbers(double: None) -> None:
     want = program.run(network.gradient, network.hessian, got[0], 9)
     assert program.estimated == [2, 4, 6, 8]
     assert_path(got, want, 1e-6)
-
-
-@pytest.mark.slow
-def test_more_directions_than_weights(double: None) -> None:
-    """Warns; directions without curvature are left to the inner optimizer."""
-    program = Fosi(adam(0.03), num_largest=SIZE, warmup=1, momentum=0.0)
-    options = {"num_largest": 99, "warmup_steps": 1, "momentum": 0.0}
-    optimizer = fosi(Adam(0.03, **BETAS), lanczos_steps=None, **options)
-    with pytest.warns(UserWarning, match=f"uses {SIZE} directions, not 99"):
-        assert_follows(optimizer, program)
-    assert program.values is not None
-    sizes = np.abs(program.values)
-    shares = sizes / sizes.max()
-    assert 2 < np.sum(shares <= 1e-3) < SIZE - 3
-    assert not ((shares > 5e-4) & (shares < 2e-3)).any()
-    assert optimizer.spectrum().shape == (SIZE,)
 
 
 # ------------------------------------------------------------------ quadratic
@@ -260,56 +211,51 @@ def test_diagonal_curvature(
         [keras.Input((4,)), layers.Dense(1, use_bias=False)]
     )
     model.layers[0].set_weights([np.ones((4, 1))])
-    own = {"lanczos_steps": 4, "warmup_steps": 0, "alpha": 0.25}
-    model.compile(fosi(SGD(0.1), **own, **options), "mse", run_eagerly=True)
+    defaults = {"lanczos_steps": 4, "warmup_steps": 0, "alpha": 0.25}
+    model.compile(
+        fosi(SGD(0.1), **defaults, **options), "mse", run_eagerly=True
+    )
     x, y = np.eye(4) * np.sqrt(2), np.zeros((4, 1))
     model.train_on_batch(x, y, sample_weight=np.array(curvature))
     np.testing.assert_allclose(1 - flat(model), want, rtol=1e-7)
 
 
-def least_squares(
-    inner: Any, num_largest: int, start: float, rank: int = 5, **options: Any
-) -> tuple[Any, Array, Array]:
-    """A model of one unit with a quadratic loss."""
+def least_squares(num_largest: int, rank: int, **options: Any) -> Any:
+    """A model of one unit with a quadratic loss, and its data."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(20, rank)) @ rng.normal(size=(rank, 5))
     x, y = x.astype(keras.config.floatx()), rng.normal(size=(20, 1))
     model = keras.Sequential([keras.Input((5,)), layers.Dense(1, name="unit")])
-    model.layers[0].set_weights([np.full((5, 1), start), np.ones(1)])
-    own = {"warmup_steps": 0, "lanczos_steps": 6, "update_interval": 1}
-    optimizer = fosi(
-        inner, num_largest=num_largest, momentum=0.0, **own, **options
+    model.layers[0].set_weights([np.full((5, 1), 2.0), np.ones(1)])
+    defaults = {"warmup_steps": 0, "lanczos_steps": 6, "update_interval": 1}
+    defaults |= {"num_largest": num_largest, "momentum": 0.0}
+    model.compile(
+        fosi(SGD(1e-3), **defaults, **options), "mse", run_eagerly=True
     )
-    model.compile(optimizer, "mse")
     return model, x, y
 
 
-@pytest.mark.parametrize("num_largest", [2, 6])
-def test_newton_step_is_exact(num_largest: int, double: None) -> None:
+def test_newton_step_is_exact(double: None) -> None:
     """One Newton step reaches the minimiser in the span of the directions."""
-    model, x, y = least_squares(SGD(1e-3), num_largest, 2.0, alpha=1.0)
+    model, x, y = least_squares(2, 5, alpha=1.0)
     model.train_on_batch(x, y)
     ones = np.hstack([x, np.ones((20, 1))])
     _, vectors = np.linalg.eigh(ones.T @ ones)
     residual = ones @ flat(model) - y[:, 0]
     slope = vectors.T @ (ones.T @ residual) / 10
-    np.testing.assert_allclose(slope[-num_largest:], 0, atol=1e-11)
-    if num_largest == 6:
-        best = np.linalg.lstsq(ones, y[:, 0], rcond=None)[0]
-        np.testing.assert_allclose(flat(model), best, atol=1e-11)
-    else:
-        assert np.abs(slope[:-num_largest]).min() > 1e-2
+    np.testing.assert_allclose(slope[-2:], 0, atol=1e-11)
+    assert np.abs(slope[:-2]).min() > 1e-2
 
 
-@pytest.mark.parametrize("inner", ["sgd", "adam"])
-def test_more_directions_than_rank(inner: str) -> None:
-    """Zero curvature is not inverted: the loss only decreases."""
-    make = SGD(1e-3) if inner == "sgd" else Adam(1e-3)
-    model, x, y = least_squares(make, 5, 1.0, rank=1)
+def test_more_directions_than_weights() -> None:
+    """A warning; zero curvature is not inverted: the loss only decreases."""
+    model, x, y = least_squares(9, 1)
     history = [model.evaluate(x, y, verbose=0)]
-    for _ in range(6):
+    with pytest.warns(UserWarning, match="uses 6 directions, not 9"):
         model.train_on_batch(x, y)
+    for _ in range(3):
         history.append(model.evaluate(x, y, verbose=0))
+        model.train_on_batch(x, y)
     assert np.isfinite(history).all()
     assert np.diff(history).max() < 1e-6
     assert history[-1] < 0.7 * history[0]

@@ -30,8 +30,8 @@ class Steps(keras.Sequential):
 
 def test_train_step_without_inputs() -> None:
     paths = []
-    for kind in (keras.Sequential, Steps):
-        model = mlp(kind)
+    for model_class in (keras.Sequential, Steps):
+        model = mlp(model_class)
         model.compile(small(), loss())
         paths.append(fit(model, *data(), 5))
     np.testing.assert_array_equal(*paths)
