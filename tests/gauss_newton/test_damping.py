@@ -3,13 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfkfac
-from tests.support.dtypes import floats
 from tfkfac.gauss_newton.solve import (
     LARGEST,
     ParameterSpace,
@@ -36,7 +33,6 @@ def tries(
     rows: bool = False,
     rate: float = 1.0,
     max_tries: int = 6,
-    second_derivatives: Any = None,
 ) -> Search:
     k, r = tf.constant(ROWS), tf.constant(RESIDUALS)
     equations: Any = ResidualSpace(k, r)
@@ -53,7 +49,7 @@ def tries(
         tf.constant(rate, tf.float64),
         max_tries,
         tf.float64,
-        second_derivatives,
+        None,
     )
 
 
@@ -123,59 +119,3 @@ def test_rounding_of_the_loss_ends_the_tries() -> None:
     assert int(result.tries) == 1
     np.testing.assert_array_equal(result.damping, 0.5)
     np.testing.assert_array_equal(result.change, 0)
-
-
-@pytest.mark.parametrize(("rows", "length"), [(0, 1e-3), (1, 1e-3), (1, 9.0)])
-def test_geodesic_acceleration(rows: bool, length: float) -> None:
-    """Add `-1/2 (K^T K + shift)^-1 K^T r''` unless it is long."""
-    second = length * RNG.normal(size=6)
-    rate, shift = 0.5, 0.5 * np.sum(ROWS**2) / 4
-    pulled = second if rows else ROWS.T @ second
-    result = tries(
-        rows=rows, rate=rate, second_derivatives=lambda change: pulled
-    )
-    straight = step(0.5)
-    matrix = ROWS.T @ ROWS + shift * np.eye(4)
-    bend = -rate / 2 * np.linalg.solve(matrix, ROWS.T @ second)
-    is_long = 2 * np.linalg.norm(bend) > 0.75 * np.linalg.norm(straight)
-    assert is_long == (length > 1)
-    want = straight + (0 if is_long else bend)
-    np.testing.assert_allclose(result.change, want, rtol=1e-9)
-    # The predicted reduction is the one without acceleration.
-    alone = tries(rows=rows, rate=rate)
-    np.testing.assert_allclose(result.predicted, alone.predicted, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("solve", "dtype", "allowed"),
-    [("parameters", "float32", 1e-4), ("residuals", "float64", 1e-9)],
-)
-def test_the_second_derivatives_are_exact(
-    solve: str, dtype: str, allowed: float
-) -> None:
-    """Outputs `w1^2 x + w2^3`, whose fourth derivatives are zero."""
-
-    class Cubic(keras.layers.Layer):
-        def build(self, shape: Any) -> None:
-            ones = keras.initializers.Ones()
-            self.w = self.add_weight(shape=(2,), initializer=ones)
-
-        def call(self, x: Any) -> Any:
-            return self.w[0] ** 2 * x + self.w[1] ** 3
-
-    x, y = np.array([[0.5], [2.0], [-1.0]]), np.array([[2.0], [3.0], [0.5]])
-    with floats(dtype):
-        model = keras.Sequential([keras.Input((1,)), Cubic()])
-        optimizer = tfkfac.GaussNewton(solve=solve, damping=0.1)
-        model.compile(optimizer, "mse")
-        model.train_on_batch(x, y)
-    root = np.sqrt(2 / 3)  # loss = sum((root (z - y))^2) / 2
-    rows = root * np.hstack([2 * x, 3 * np.ones((3, 1))])
-    matrix = rows.T @ rows
-    damped = matrix + 0.1 * np.trace(matrix) / 2 * np.eye(2)
-    velocity = -np.linalg.solve(damped, rows.T @ (root * (x + 1 - y))[:, 0])
-    second = root * (2 * velocity[0] ** 2 * x[:, 0] + 6 * velocity[1] ** 2)
-    bend = -np.linalg.solve(damped, rows.T @ second) / 2
-    assert 0.1 < 2 * np.linalg.norm(bend) / np.linalg.norm(velocity) < 0.75
-    got = np.array(model.get_weights()[0], float) - 1
-    np.testing.assert_allclose(got, velocity + bend, rtol=allowed)

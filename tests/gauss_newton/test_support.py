@@ -29,7 +29,7 @@ class Penalty(layers.Layer):
         return x
 
 
-class Own(keras.Sequential):
+class Overriding(keras.Sequential):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs) + 1.0
 
@@ -49,8 +49,8 @@ COMPILED: list[tuple[Callable[[], Any], str]] = [
         "/last/kernel' has a constraint",
     ),
     (
-        lambda: Own([keras.Input((3,)), layers.Dense(1)], name="own"),
-        "Model 'own' overrides `compute_loss`",
+        lambda: Overriding([keras.Input((3,)), layers.Dense(1)], name="net"),
+        "Model 'net' overrides `compute_loss`",
     ),
 ]
 CHANGES = "Layer 'h' of model 'net' changes its state"
