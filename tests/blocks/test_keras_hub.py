@@ -102,14 +102,20 @@ HUB = [
 ]
 # Constructor arguments and shape of an example, if not the default.
 ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    "RMSNormalization": ({"input_dim": WIDTH}, SHAPE),
-    "Gemma3nRMSNorm": ({"dim": WIDTH}, SHAPE),
-    "Gemma3nAudioCumulativeGroupNorm": (
+    HUB[0]: ({"input_dim": WIDTH}, SHAPE),
+    "models.gemma3n.rms_normalization:Gemma3nRMSNorm": ({"dim": WIDTH}, SHAPE),
+    "models.gemma3n.gemma3n_audio_layers:Gemma3nAudioCumulativeGroupNorm": (
         {"num_channels": WIDTH, "feature_dims": (3,)},
         (4, 3, WIDTH),
     ),
-    "RmsNorm2d": ({"dim": WIDTH}, (2, 3, WIDTH)),
-    "Qwen3LayerNorm": ({"head_dim": WIDTH}, (3, 2, WIDTH)),
+    "models.mobilenetv5.mobilenetv5_layers:RmsNorm2d": (
+        {"dim": WIDTH},
+        (2, 3, WIDTH),
+    ),
+    "models.qwen3.qwen3_layernorm:Qwen3LayerNorm": (
+        {"head_dim": WIDTH},
+        (3, 2, WIDTH),
+    ),
 }
 
 
@@ -136,9 +142,7 @@ def test_keras_hub_normalization(name: str) -> None:
     pytest.importorskip("keras_hub")
     module, _, cls = name.partition(":")
     layer = getattr(importlib.import_module(f"keras_hub.src.{module}"), cls)
-    arguments, shape = ARGUMENTS.get(cls, ({}, SHAPE))
-    if "gemma" in module and cls == "RMSNormalization":
-        arguments = {}
+    arguments, shape = ARGUMENTS.get(name, ({}, SHAPE))
     check_normalization(layer(**arguments), shape)
 
 
