@@ -17,6 +17,7 @@ from tests.support.fosi_reference import (
     small,
 )
 from tests.support.harness import randomize
+from tests.support.marks import with_slow
 from tests.support.small import curvature
 
 
@@ -67,7 +68,7 @@ def batch_for(name: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", with_slow(MODELS, "two_outputs"))
 def test_directions(name: str, double: None) -> None:
     """Ritz pairs are of the batch's Hessian, by finite differences.
 

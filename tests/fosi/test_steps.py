@@ -129,7 +129,7 @@ CASES = {
         [2, 4, 8],
     ),
 }
-QUICK = "momentum", "nesterov, rate", "adam", "only smallest", "formulas"
+QUICK = "nesterov, rate", "adam", "only smallest", "formulas"
 
 
 @pytest.mark.parametrize(
