@@ -227,7 +227,7 @@ def least_squares(num_largest: int, rank: int, **options: Any) -> Any:
     x, y = x.astype(keras.config.floatx()), rng.normal(size=(20, 1))
     model = keras.Sequential([keras.Input((5,)), layers.Dense(1, name="unit")])
     model.layers[0].set_weights([np.full((5, 1), 2.0), np.ones(1)])
-    defaults = {"warmup_steps": 0, "lanczos_steps": 6, "update_interval": 1}
+    defaults = {"warmup_steps": 0, "lanczos_steps": 9, "update_interval": 1}
     defaults |= {"num_largest": num_largest, "momentum": 0.0}
     model.compile(
         fosi(SGD(1e-3), **defaults, **options), "mse", run_eagerly=True
@@ -249,9 +249,9 @@ def test_newton_step_is_exact(double: None) -> None:
 
 def test_more_directions_than_weights() -> None:
     """A warning; zero curvature is not inverted: the loss only decreases."""
-    model, x, y = least_squares(9, 1)
-    history = [model.evaluate(x, y, verbose=0)]
     with pytest.warns(UserWarning, match="uses 6 directions, not 9"):
+        model, x, y = least_squares(9, 1)
+        history = [model.evaluate(x, y, verbose=0)]
         model.train_on_batch(x, y)
     for _ in range(3):
         history.append(model.evaluate(x, y, verbose=0))
