@@ -112,7 +112,7 @@ def wrapped_model() -> Any:
     [
         (nested_model, "core/first", True),
         (Pair, "first", False),
-        (wrapped_model, "wrapped/first", True),
+        (wrapped_model, "wrapped/first", False),
     ],
 )
 def test_composed_model(factory: Any, first: str, eager: bool) -> None:
@@ -147,12 +147,12 @@ def test_loss_scale_does_not_change_factors() -> None:
         layer = layers.Dense(2, activation="tanh", name="block")
         model = one_layer(layer, (3,))
         x = make_input("", (3,), BATCH)
-        optimizer = compiled(model)
+        optimizer = compiled(model, eager=False)
         if scaled:
             outer = keras.optimizers.LossScaleOptimizer(
                 optimizer, initial_scale=2.0**100
             )
-            model.compile(outer, half_squared_error, run_eagerly=True)
+            model.compile(optimizer=outer, loss=half_squared_error)
         model.train_on_batch(x, targets(model, x))
         block = find(optimizer.factors(), "block")
         runs.append([block["A"], block["G"], *weights_of(model)])

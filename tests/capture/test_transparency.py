@@ -17,6 +17,7 @@ from tests.support.small import (
     FEATURES,
     ROWS,
     assert_same,
+    compiled_mlp,
     data,
     everything,
     kfac_of,
@@ -27,8 +28,8 @@ from tests.support.small import (
 X, Y = data()
 
 
-def test_compile_changes_nothing_of_the_model(tmp_path: Path) -> None:
-    """Config, weights, outputs, clones and exports."""
+def test_compile_changes_nothing_of_the_model() -> None:
+    """Config, weights, outputs, clones, copies and exports."""
     model = mlp()
     config = model.get_config()
     names = [v.path for v in model.weights]
@@ -41,15 +42,20 @@ def test_compile_changes_nothing_of_the_model(tmp_path: Path) -> None:
     assert [v.path for v in model.weights] == names
     clone = keras.models.clone_model(model)
     assert clone.get_config() == config
-    model.export(tmp_path / "model", verbose=False)
-    exported = tf.saved_model.load(str(tmp_path / "model"))
-    want = model.predict(X, verbose=0)
-    np.testing.assert_allclose(exported.serve(X), want, rtol=1e-6, atol=1e-6)
     # Keras compiles the clone of a compiled model with a new optimizer.
     assert kfac_of(clone) is not kfac_of(model)
     before = everything(model)
     clone.train_on_batch(X, Y)
     assert_same(everything(model), before)
+
+
+def test_export_is_untouched(tmp_path: Path) -> None:
+    model = compiled_mlp()
+    model.train_on_batch(X, Y)
+    model.export(tmp_path / "model", verbose=False)
+    exported = tf.saved_model.load(str(tmp_path / "model"))
+    want = model.predict(X, verbose=0)
+    np.testing.assert_allclose(exported.serve(X), want, rtol=1e-6, atol=1e-6)
 
 
 def test_activation_is_restored_after_a_call() -> None:

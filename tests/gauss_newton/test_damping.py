@@ -33,6 +33,7 @@ def tries(
     rows: bool = False,
     rate: float = 1.0,
     max_tries: int = 6,
+    second_derivatives: Any = None,
 ) -> Search:
     k, r = tf.constant(ROWS), tf.constant(RESIDUALS)
     equations: Any = ResidualSpace(k, r)
@@ -49,7 +50,7 @@ def tries(
         tf.constant(rate, tf.float64),
         max_tries,
         tf.float64,
-        None,
+        second_derivatives,
     )
 
 
@@ -119,3 +120,24 @@ def test_rounding_of_the_loss_ends_the_tries() -> None:
     assert int(result.tries) == 1
     np.testing.assert_array_equal(result.damping, 0.5)
     np.testing.assert_array_equal(result.change, 0)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(0, 1e-3), (1, 1e-3), (1, 9.0)])
+def test_geodesic_acceleration(rows: bool, length: float) -> None:
+    """Add `-1/2 (K^T K + shift)^-1 K^T r''` unless it is long."""
+    second = length * RNG.normal(size=6)
+    rate, shift = 0.5, 0.5 * np.sum(ROWS**2) / 4
+    pulled = second if rows else ROWS.T @ second
+    result = tries(
+        rows=rows, rate=rate, second_derivatives=lambda change: pulled
+    )
+    straight = step(0.5)
+    matrix = ROWS.T @ ROWS + shift * np.eye(4)
+    bend = -rate / 2 * np.linalg.solve(matrix, ROWS.T @ second)
+    is_long = 2 * np.linalg.norm(bend) > 0.75 * np.linalg.norm(straight)
+    assert is_long == (length > 1)
+    want = straight + (0 if is_long else bend)
+    np.testing.assert_allclose(result.change, want, rtol=1e-9)
+    # The predicted reduction is the one without acceleration.
+    alone = tries(rows=rows, rate=rate)
+    np.testing.assert_allclose(result.predicted, alone.predicted, rtol=1e-12)
