@@ -1,4 +1,4 @@
-"""Squeezes images of 784 pixels through 30 numbers, with a deep autoencoder.
+"""Compresses images of 784 pixels to 30 numbers, with a deep autoencoder.
 
     python examples/autoencoder.py --optimizer kfac adam
     python examples/autoencoder.py --dataset mnist
@@ -6,17 +6,14 @@
 Without --dataset the images are scikit-learn's digits, enlarged and moved.
 """
 
-from collections.abc import Sequence
-
 import keras
 import tensorflow as tf
 
-from common import arguments, images
+from common import data
 from common.networks import autoencoder
-from common.session import Session
+from common.session import Defaults, Session, make_parser
 
-# A quarter of Adam's epochs is the guide's schedule for K-FAC.
-DEFAULTS = arguments.Defaults(
+DEFAULTS = Defaults(
     epochs=4,
     batch_size=250,
     metric="error",
@@ -26,14 +23,13 @@ DEFAULTS = arguments.Defaults(
 )
 
 
-def main(command_line: Sequence[str] | None = None) -> None:
-    parser = arguments.image_parser(__doc__, DEFAULTS, "moved_digits")
-    options = arguments.parse(parser, command_line)
+def main() -> None:
+    options = make_parser(__doc__, DEFAULTS, "moved_digits").parse_args()
     session = Session(options, f"autoencoder on {options.dataset}")
-    data = images.load_chosen(options)
+    images = data.load(options)
     if options.quick:
-        data = data.first(1000)
-    for run in session.runs(len(data.train)):
+        images = images.first(1000)
+    for run in session.runs(len(images.train)):
         with session.strategy.scope():
             model = autoencoder(shrink=4 if options.quick else 1)
             model.compile(
@@ -41,17 +37,18 @@ def main(command_line: Sequence[str] | None = None) -> None:
                 loss=keras.losses.BinaryCrossentropy(from_logits=True),
                 metrics=[keras.metrics.MeanMetricWrapper(error, name="error")],
             )
+        batches = images.train_batches(options.batch_size, options.seed)
         model.fit(
-            data.train_batches(options.batch_size, options.seed).map(pixels),
-            shuffle=False,  # they are already
+            batches.map(pixels),
+            shuffle=False,  # the batches are shuffled
             epochs=options.epochs,
-            validation_data=data.test_batches().map(pixels),
+            validation_data=images.test_batches().map(pixels),
             callbacks=run.callbacks,
         )
 
 
 def pixels(x: tf.Tensor, _: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """An image is its own target."""
+    """Return the image as its own target."""
     rows = tf.reshape(x, (-1, 784))
     return rows, rows
 

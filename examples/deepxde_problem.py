@@ -1,4 +1,4 @@
-"""Trains a DeepXDE problem (TensorFlow backend) by GaussNewton's `minimize`."""
+"""Train a DeepXDE problem (TensorFlow backend) by `GaussNewton.minimize`."""
 
 import copy
 from typing import Any
@@ -7,7 +7,6 @@ import deepxde as dde
 import numpy as np
 import tensorflow as tf
 
-import contest
 import tfkfac
 
 VALUED = (dde.icbc.DirichletBC, dde.icbc.NeumannBC, dde.icbc.IC)
@@ -16,7 +15,7 @@ PAIRED = (dde.icbc.PeriodicBC, dde.icbc.Interface2DBC)
 
 
 def conditions(data: Any, network: Any) -> tuple[dict[str, Any], ...]:
-    """Residuals and points of a `dde.data.PDE` or `TimePDE`, by name."""
+    """Return residuals and points of a `dde.data.PDE` or `TimePDE`."""
 
     def equation(x: Any) -> Any:
         dde.gradients.clear()
@@ -30,7 +29,7 @@ def conditions(data: Any, network: Any) -> tuple[dict[str, Any], ...]:
 
 
 def boundary(bc: Any, x: Any, network: Any) -> tuple[Any, Any]:
-    """A condition; beside its points stand their values and normals."""
+    """Return a condition; its points are followed by values and normals."""
     if isinstance(bc, PAIRED):
         raise ValueError(f"{type(bc).__name__} is not of single points.")
     valued, sloped = isinstance(bc, VALUED), isinstance(bc, SLOPED)
@@ -50,10 +49,12 @@ def boundary(bc: Any, x: Any, network: Any) -> tuple[Any, Any]:
 
 
 if __name__ == "__main__":
+    from equations import mlp
+
     dde.config.set_default_float("float64")
     line = dde.geometry.Interval(0, 1)
     ends = dde.icbc.DirichletBC(line, lambda x: 0 * x, lambda _, on: on)
-    pde, u = (lambda x, y: dde.grad.hessian(y, x) - x), contest.mlp(1, 16)
+    pde, u = (lambda x, y: dde.grad.hessian(y, x) - x), mlp(1, 16)
     residuals, points = conditions(dde.data.PDE(line, pde, ends, 50, 2), u)
     optimizer, weights = tfkfac.GaussNewton(), u.trainable_variables
     optimizer.minimize(residuals, weights, points, steps=100)

@@ -1,21 +1,18 @@
-"""Names, boxes and masks of the digits on a canvas: Mask R-CNN's two heads.
+"""Names, boxes and masks of the digits on a canvas: the heads of Mask R-CNN.
 
     python examples/detection.py --optimizer 'kfac:skip_layers=["neck"]' sgd
 
 The backbone has been trained before and is frozen. K-FAC preconditions the
-heads; the neck, which `skip_layers` names, is left to the inner optimizer.
+heads; the neck, which `skip_layers` names, is left to the rest optimizer.
 """
-
-from collections.abc import Sequence
 
 import keras
 from keras import layers
 
-from common import arguments, canvases, images, regions
-from common.backbone import frozen, pretrained
-from common.session import Session
+from common import canvases, data
+from common.session import Defaults, Session, make_parser
 
-DEFAULTS = arguments.Defaults(
+DEFAULTS = Defaults(
     epochs=6,
     batch_size=32,
     metric="masks_iou",
@@ -30,39 +27,73 @@ LOSSES = {
 }
 
 
-def main(command_line: Sequence[str] | None = None) -> None:
-    parser = arguments.image_parser(__doc__, DEFAULTS)
-    options = arguments.parse(parser, command_line)
+def main() -> None:
+    options = make_parser(__doc__, DEFAULTS).parse_args()
     session = Session(options, "box and mask heads")
-    source = images.load_chosen(options)
-    data = regions.load(source, 128 if options.quick else 1024)
-    weights = pretrained(source, epochs=2 if options.quick else 10)
-    for run in session.runs(len(data.train)):
+    source = data.load(options)
+    regions = canvases.load_regions(source, 128 if options.quick else 1024)
+    keras.utils.set_random_seed(options.seed)
+    weights = pretrain(source, epochs=2 if options.quick else 10)
+    for run in session.runs(len(regions.train)):
         with session.strategy.scope():
-            model = detector(frozen(weights))
+            frozen = backbone()
+            frozen.set_weights(weights)
+            frozen.trainable = False
+            model = detector(frozen)
             iou = keras.metrics.BinaryIoU([1], threshold=0, name="iou")
             metrics = {"classes": "accuracy", "masks": iou}
             model.compile(run.optimizer, LOSSES, metrics=metrics)
         model.fit(
-            data.train_batches(options.batch_size, options.seed),
-            shuffle=False,  # they are already
+            regions.train_batches(options.batch_size, options.seed),
+            shuffle=False,  # the batches are shuffled
             epochs=options.epochs,
-            validation_data=data.test_batches(),
+            validation_data=regions.test_batches(),
             callbacks=run.callbacks,
         )
 
 
-def detector(backbone: keras.Model) -> keras.Model:
-    """The two heads, each on the features of all proposals."""
+def backbone() -> keras.Model:
+    """Three convolutions; its features have half of the resolution."""
+    return keras.Sequential(
+        [
+            keras.Input((None, None, 1)),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.Conv2D(32, 3, 2, padding="same", activation="relu"),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
+        ],
+        name="backbone",
+    )
+
+
+def pretrain(images: data.Data, epochs: int) -> list:
+    """Return the weights of a backbone trained to classify digits."""
+    trained = backbone()
+    model = keras.Sequential(
+        [
+            keras.Input(images.image_shape),
+            layers.Resizing(20, 20),  # about the size of a digit on a canvas
+            trained,
+            layers.GlobalMaxPooling2D(),
+            layers.Dense(images.num_classes),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(2e-3), LOSSES["classes"])
+    batches = images.train_batches(64, seed=0)
+    model.fit(batches, epochs=epochs, shuffle=False, verbose=0)
+    return trained.get_weights()
+
+
+def detector(features_of: keras.Model) -> keras.Model:
+    """Two heads on the features of all proposals."""
     pixels = keras.Input((canvases.SIDE, canvases.SIDE, 1), name="images")
     proposals = keras.Input((canvases.DIGITS, 4), name="proposals")
     neck = layers.Conv2D(32, 1, activation="relu", name="neck")
-    features = neck(backbone(pixels))
-    x = regions.RegionAlign(7)(features, proposals)
+    features = neck(features_of(pixels))
+    x = canvases.RegionAlign(7)(features, proposals)
     x = layers.Reshape((canvases.DIGITS, -1))(x)
     for _ in range(2):
         x = layers.Dense(128, activation="relu")(x)
-    y = regions.RegionAlign(14)(features, proposals)
+    y = canvases.RegionAlign(14)(features, proposals)
     for _ in range(2):
         convolution = layers.Conv2D(32, 3, padding="same", activation="relu")
         y = layers.TimeDistributed(convolution)(y)

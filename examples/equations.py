@@ -1,7 +1,7 @@
 """Differential equations as named conditions, with their solutions.
 
-Points are `(batch, coordinates)`, time first. Networks are plain tanh ones but
-for the last problems.
+Points are `(batch, coordinates)`, time first. Networks are tanh MLPs, of sines
+in the last problems.
 """
 
 import dataclasses
@@ -12,23 +12,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-import contest
-
 Array = np.ndarray[Any, Any]
 PI = np.pi
 
 
 @dataclasses.dataclass
 class Problem:
-    """What `GaussNewton.minimize` takes, and an error that should be small.
+    """Arguments of `GaussNewton.minimize`, and an error to measure.
 
     Attributes:
         network: The network u.
         residuals: Functions of points, by condition.
         points: Points of the conditions, or functions of the step.
-        error: The relative L2 error, or of coefficients the larger one.
+        error: Relative L2 error; for coefficients the maximal relative error.
         weights: Weights of conditions.
-        unknowns: Coefficients to be found.
+        unknowns: Unknown coefficients.
         every: Steps between calls of the functions in `points`.
     """
 
@@ -45,10 +43,33 @@ class Problem:
         return [*self.network.trainable_variables, *self.unknowns]
 
 
+def mlp(
+    features: int,
+    *widths: int,
+    penalty: float = 0.0,
+    activation: Any = "tanh",
+) -> Any:
+    """Return a network of one output, with an L2 penalty."""
+    l2 = keras.regularizers.L2(penalty) if penalty else None
+    hidden = [
+        keras.layers.Dense(width, activation, kernel_regularizer=l2)
+        for width in widths
+    ]
+    last = keras.layers.Dense(1, kernel_regularizer=l2)
+    return keras.Sequential([keras.Input((features,)), *hidden, last])
+
+
+def relative_error(network: Any, x: Array, want: Array) -> Callable[[], float]:
+    """Return a function of the error's norm over the norm of the values."""
+    outputs, points = tf.function(network), tf.constant(x)
+    scale = float(np.linalg.norm(want))
+    return lambda: float(np.linalg.norm(outputs(points) - want)) / scale
+
+
 def derivatives(
     network: Any, points: Any, second: Sequence[int] = ()
 ) -> tuple[Any, list[Any], list[Any]]:
-    """u, its slopes, and its second derivatives by some coordinates."""
+    """Return u, its first derivatives, and some second derivatives."""
     x = tf.unstack(points, axis=1)
     with tf.GradientTape(persistent=True) as outer:
         outer.watch([x[i] for i in second])
@@ -65,9 +86,9 @@ def by_residual(
     count: int,
     candidates: int = 5,
 ) -> Callable[[int], Array]:
-    """Points where the residual is large now, of several candidates each.
+    """Sample points by their residual r, from `candidates * count` points.
 
-    The probability of a candidate is |r| / mean + 1.
+    The probability of a candidate is proportional to |r| / mean(|r|) + 1.
     """
     measure = tf.function(residual)
 
@@ -83,13 +104,13 @@ def by_residual(
 
 
 def box(*sides: tuple[float, float]) -> Callable[..., Array]:
-    """Draws uniformly."""
+    """Return a function that samples uniformly."""
     low, high = np.transpose(sides)
     return lambda rng, count: rng.uniform(low, high, (count, len(sides)))
 
 
 def faces(rng: Any, count: int, low: Array, high: Array) -> Array:
-    """Points on the faces of a box."""
+    """Sample points on the faces of a box."""
     x = rng.uniform(low, high, (count, len(low)))
     side = rng.integers(len(low), size=count)
     x[np.arange(count), side] = np.where(
@@ -98,7 +119,7 @@ def faces(rng: Any, count: int, low: Array, high: Array) -> Array:
     return x
 
 
-# ------------------------------------------------------------- elliptic ones
+# -------------------------------------------------------------------- elliptic
 def elliptic(
     network: Any,
     solution: Callable[[Any], Any],
@@ -127,7 +148,7 @@ def elliptic(
             "equation": rng.uniform(*ends, (sizes[0], dimension)),
             "faces": faces(rng, sizes[1], *ends),
         },
-        contest.relative_error(network, new, np.array(solution(new))[:, None]),
+        relative_error(network, new, np.array(solution(new))[:, None]),
         {"faces": weight},
     )
 
@@ -140,7 +161,7 @@ def poisson(dimension: int, network: Any = None) -> Problem:
 
     flat = dimension == 2
     return elliptic(
-        network or contest.mlp(dimension, 64),
+        network or mlp(dimension, 64),
         solution,
         lambda x: -(1 + flat) * PI**2 * solution(x),
         0.0,
@@ -154,7 +175,7 @@ def helmholtz() -> Problem:
         return tf.sin(PI * x[:, 0]) * tf.sin(4 * PI * x[:, 1])
 
     return elliptic(
-        contest.mlp(2, 20, 20, 20),
+        mlp(2, 20, 20, 20),
         solution,
         lambda x: (1 - 17 * PI**2) * solution(x),
         1.0,
@@ -164,9 +185,9 @@ def helmholtz() -> Problem:
     )
 
 
-# ---------------------------------------------------------- those with a time
+# -------------------------------------------------------------- time-dependent
 def burgers(network: Any = None, nu: float = 0.01) -> Problem:
-    network = network or contest.mlp(2, 20, 20, 20)
+    network = network or mlp(2, 20, 20, 20)
 
     def equation(x: Any) -> Any:
         u, (u_t, u_x), (u_xx,) = derivatives(network, x, [1])
@@ -189,14 +210,14 @@ def burgers(network: Any = None, nu: float = 0.01) -> Problem:
             "start": start,
             "walls": walls,
         },
-        contest.relative_error(network, new, shock(new, nu)[:, None]),
+        relative_error(network, new, shock(new, nu)[:, None]),
         {"start": 10.0, "walls": 10.0},
         every=5,
     )
 
 
 def shock(points: Array, nu: float) -> Array:
-    """Burgers' solution from -sin(pi x), by the transform of Cole and Hopf."""
+    """Solve Burgers' equation from -sin(pi x) by the Cole-Hopf transform."""
     z, weights = np.polynomial.hermite.hermgauss(100)
     t, x = points[:, :1], points[:, 1:]
     y = x - np.sqrt(4 * nu * t) * z
@@ -206,8 +227,8 @@ def shock(points: Array, nu: float) -> Array:
 
 
 def inverse_burgers() -> Problem:
-    """Two coefficients from 300 values, which are exact."""
-    network, true = contest.mlp(2, 20, 20, 20), np.array([1.0, 0.02])
+    """Find two coefficients from 300 exact values."""
+    network, true = mlp(2, 20, 20, 20), np.array([1.0, 0.02])
     found = [keras.Variable(v, dtype="float64") for v in (0.5, 0.1)]
 
     def equation(x: Any) -> Any:
@@ -236,7 +257,7 @@ def inverse_burgers() -> Problem:
 
 
 def allen_cahn() -> Problem:
-    network = contest.mlp(2, 20, 20, 20)
+    network = mlp(2, 20, 20, 20)
 
     def equation(x: Any) -> Any:
         u, (u_t, _), (u_xx,) = derivatives(network, x, [1])
@@ -261,14 +282,14 @@ def allen_cahn() -> Problem:
             "start": np.linspace(-1, 1, 300)[:, None],
             "walls": np.linspace(0, 1, 100)[:, None],
         },
-        contest.relative_error(network, new, values),
+        relative_error(network, new, values),
         {"start": 100.0},
         every=5,
     )
 
 
 def phases() -> tuple[Array, Array]:
-    """Allen and Cahn's solution, by a Fourier series in x."""
+    """Solve the Allen-Cahn equation by a Fourier series in x."""
     from scipy.integrate import solve_ivp
 
     x = np.linspace(-1, 1, 512, endpoint=False)
@@ -286,7 +307,7 @@ def phases() -> tuple[Array, Array]:
 
 
 def wave(network: Any = None) -> Problem:
-    network = network or contest.mlp(2, 20, 20, 20, 20)
+    network = network or mlp(2, 20, 20, 20, 20)
 
     def solution(t: Any, x: Any) -> Any:
         slow = np.sin(PI * x) * np.cos(2 * PI * t)
@@ -312,31 +333,31 @@ def wave(network: Any = None) -> Problem:
             "start": np.stack([0 * x, x, solution(0 * x, x)], 1),
             "walls": walls,
         },
-        contest.relative_error(network, new, solution(*new.T)[:, None]),
+        relative_error(network, new, solution(*new.T)[:, None]),
         {"equation": 1e-4},
     )
 
 
 def sine() -> Problem:
-    """A regression: sin(2 pi x), by 673 weights."""
-    network, x = contest.mlp(1, 24, 24), np.linspace(-1, 1, 1000)[:, None]
+    """Fit sin(2 pi x) by 673 weights."""
+    network, x = mlp(1, 24, 24), np.linspace(-1, 1, 1000)[:, None]
     y = np.sin(2 * PI * x)
     return Problem(
         network,
         {"values": lambda p: network(p[:, :1])[:, 0] - p[:, 1]},
         {"values": np.concatenate([x, y], 1)},
-        contest.relative_error(network, x, y),
+        relative_error(network, x, y),
     )
 
 
 def sines(*widths: int) -> Any:
-    """A network of sines, which may hold a solution exactly."""
-    return contest.mlp(2, *widths, activation=tf.sin)
+    """Return a network of sines, which can be equal to a solution."""
+    return mlp(2, *widths, activation=tf.sin)
 
 
 def periodic(*widths: int) -> Any:
-    """The same of the time and an angle: x and x + 2 are one point."""
-    network = contest.mlp(3, *widths, activation=tf.sin)
+    """Return a network of sines of period 2 in x."""
+    network = mlp(3, *widths, activation=tf.sin)
     inputs = keras.Input((2,))
     time, angle = inputs[:, :1], PI * inputs[:, 1:]
     angle = [keras.ops.sin(angle), keras.ops.cos(angle)]
@@ -354,7 +375,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "Helmholtz": helmholtz,
     "inverse Burgers": inverse_burgers,
     "regression": sine,
-    # These know more of the solution than one has before: rows of their own.
+    # These networks contain properties of the solution.
     "Poisson 2-D, sines": lambda: poisson(2, sines(64)),
     "wave, sines": lambda: wave(sines(20, 20, 20, 20)),
     "Burgers, periodic sines": lambda: burgers(periodic(20, 20, 20)),

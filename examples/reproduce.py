@@ -1,57 +1,58 @@
-"""Reproduces an experiment of a paper: a table, a CSV file and a plot.
+"""Reproduces an experiment of a paper: prints a table, writes a CSV file.
 
     python examples/reproduce.py --list
     python examples/reproduce.py distributed-kfac-table-1 --quick --jobs 4
 
-With --quick it is small models and little data, minutes on four cores. Without
-it the data are the paper's, as far as one machine can train them: what needs
-more is said.
+With --quick it takes small models and little data: minutes on four cores.
+Without it it takes the data of the paper where one machine can train them.
 """
 
 import argparse
+import concurrent.futures
+import csv
 import pathlib
-import sys
 from collections.abc import Sequence
+from typing import Any
 
-from common.argument_types import positive_int
-from experiments import EXPERIMENTS, output
-from experiments.experiment import Case, Experiment
-from experiments.running import FailedError, run_all
+from common.arguments import positive
+from common.tables import table
+from experiments import EXPERIMENTS
+from experiments.running import MEASURES
 
 
 def main(command_line: Sequence[str] | None = None) -> None:
     options = parse(command_line)
+    if options.list:
+        print("\n".join(EXPERIMENTS))
+        return
     experiment = EXPERIMENTS[options.experiment]
-    try:
-        rows = run(experiment, options)
-        print(f"Not run here: {experiment.elsewhere}")
-    except FailedError as error:
-        sys.exit(f"{options.experiment}: a training has failed:\n{error}")
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / options.experiment
-    output.write_csv(path.with_suffix(".csv"), rows)
-    output.save_plot(path.with_suffix(".png"), experiment, rows)
-    print(f"\nWritten: {path}.csv, {path}.png")
-
-
-def run(
-    experiment: Experiment, options: argparse.Namespace
-) -> list[output.Row]:
-    """Runs an experiment and prints its table, whose rows it returns."""
     print(f"{experiment.source}\n{experiment.question}\n")
     cases = experiment.cases(options.quick)
-    results = run_all(
-        [experiment.task(case, options.quick) for case in cases],
-        options.jobs,
-        lambda number: print(f"done: {described(cases[number])}", flush=True),
-    )
-    rows = output.rows_of(experiment, cases, results)
-    print(f"\n{output.table(rows)}\n")
-    return rows
+    trainings = [experiment.training(case, options.quick) for case in cases]
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as executor:
+        results = list(executor.map(lambda task: task.run(), trainings))
+    rows: list[dict[str, Any]] = [
+        {
+            **case,
+            **{name: MEASURES[name](result) for name in experiment.measures},
+        }
+        for case, result in zip(cases, results, strict=True)
+    ]
+    print(table([*rows[0]], [[*map(_text, row.values())] for row in rows]))
+    print(f"\nNot run here: {experiment.elsewhere}")
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / f"{options.experiment}.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0]])
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"Written: {path}")
 
 
-def described(case: Case) -> str:
-    return ", ".join(f"{key} {value}" for key, value in case.items())
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
@@ -59,44 +60,22 @@ def parse(command_line: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("experiment", metavar="EXPERIMENT", choices=EXPERIMENTS)
-    parser.add_argument(
-        "--list",
-        action=Names,
-        nargs=0,
-        help="prints the names of the experiments, and ends",
-    )
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument(
+    add = parser.add_argument
+    add("experiment", nargs="?", metavar="EXPERIMENT", choices=EXPERIMENTS)
+    add("--list", action="store_true", help="print all names")
+    add("--quick", action="store_true")
+    add(
         "--jobs",
-        type=positive_int,
+        type=positive,
         default=1,
         metavar="N",
-        help="trainings at a time, each with one thread for each of its "
-        "workers (default: %(default)s)",
+        help="trainings at a time, one thread for each worker",
     )
-    parser.add_argument(
-        "--output",
-        type=pathlib.Path,
-        default=pathlib.Path("reproduced"),
-        metavar="DIR",
-        help="where the CSV file and the plot go (default: %(default)s)",
-    )
-    return parser.parse_args(command_line)
-
-
-class Names(argparse.Action):
-    """Prints the names of the experiments, and ends."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        print("\n".join(EXPERIMENTS))
-        parser.exit()
+    add("--output", type=pathlib.Path, default=pathlib.Path("reproduced"))
+    options = parser.parse_args(command_line)
+    if not options.list and options.experiment is None:
+        parser.error("EXPERIMENT or --list is required")
+    return options
 
 
 if __name__ == "__main__":

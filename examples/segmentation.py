@@ -7,52 +7,61 @@ The digits are scikit-learn's unless --dataset names others, as mnist. The Dice
 score is the mean over the ten digits.
 """
 
-from collections.abc import Sequence
-
 import keras
-from keras import layers, losses
+from keras import layers
 
-from common import arguments, canvases, images
-from common.data import Data, Split
-from common.metrics import Dice
-from common.session import Session
+from common import canvases, data
+from common.session import Defaults, Session, make_parser
 
-DEFAULTS = arguments.Defaults(
+DEFAULTS = Defaults(
     epochs=6, batch_size=32, metric="dice", target=0.9, rates={"adam": 0.002}
 )
-CLASSES = 11  # the background is one of them
+CLASSES = 11  # the background and ten digits
 
 
-def main(command_line: Sequence[str] | None = None) -> None:
-    parser = arguments.image_parser(__doc__, DEFAULTS)
-    options = arguments.parse(parser, command_line)
+class Dice(keras.metrics.MeanIoU):
+    """Mean Dice score 2 |A n B| / (|A| + |B|) of all classes but class 0."""
+
+    def __init__(self) -> None:
+        super().__init__(CLASSES, sparse_y_pred=False, name="dice")
+
+    def result(self) -> keras.KerasTensor:
+        counts = keras.ops.cast(self.total_cm, "float32")
+        hits = keras.ops.diagonal(counts)
+        sizes = keras.ops.sum(counts, 0) + keras.ops.sum(counts, 1)
+        return keras.ops.mean(2 * hits[1:] / keras.ops.maximum(sizes[1:], 1))
+
+
+def main() -> None:
+    options = make_parser(__doc__, DEFAULTS).parse_args()
     session = Session(options, "U-Net on canvases")
-    source = images.load_chosen(options)
-    train, test = canvases.compose_all(source, 128 if options.quick else 1024)
-    data = Data(
-        "canvases",
-        Split(train.images, train.labels),
-        Split(test.images, test.labels),
+    count = 128 if options.quick else 1024
+    train, test = (
+        data.Split(part.images, part.labels)
+        for part in canvases.compose_all(data.load(options), count)
     )
-    for run in session.runs(len(data.train)):
+    images = data.Data(train, test)
+    for run in session.runs(len(images.train)):
         with session.strategy.scope():
             model = unet(filters=4 if options.quick else 16)
             model.compile(
                 optimizer=run.optimizer,
-                loss=losses.SparseCategoricalCrossentropy(from_logits=True),
-                metrics=[Dice(CLASSES)],
+                loss=keras.losses.SparseCategoricalCrossentropy(
+                    from_logits=True
+                ),
+                metrics=[Dice()],
             )
         model.fit(
-            data.train_batches(options.batch_size, options.seed),
-            shuffle=False,  # they are already
+            images.train_batches(options.batch_size, options.seed),
+            shuffle=False,  # the batches are shuffled
             epochs=options.epochs,
-            validation_data=data.test_batches(),
+            validation_data=images.test_batches(),
             callbacks=run.callbacks,
         )
 
 
 def unet(filters: int) -> keras.Model:
-    """Ronneberger et al.'s, in three sizes."""
+    """U-Net of Ronneberger et al., with three resolutions."""
     inputs = keras.Input((canvases.SIDE, canvases.SIDE, 1))
     fine = convolutions(inputs, filters)
     middle = convolutions(layers.MaxPooling2D()(fine), 2 * filters)

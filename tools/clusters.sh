@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs Slurm and Open MPI from Debian and Ray in an environment of its own,
-# and starts a Slurm of this machine alone. For root, on a machine to throw away:
-# it overwrites Slurm's configuration. tools/test.sh --clusters calls it.
+# Installs Slurm and Open MPI from Debian, and Ray in a new environment; starts
+# Slurm on this machine. For root, on a temporary machine: it overwrites Slurm's
+# configuration. tools/test.sh --clusters calls it.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ray="$root/.venv-ray"

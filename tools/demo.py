@@ -2,12 +2,10 @@
 
     python tools/demo.py [PLOT]
 
-K-FAC trains with its defaults, then Adam, at a good learning rate, until it has
-taken as many processor seconds: those of the clock depend on what else the
-machine does. Both rates decay to 0 over the run, whose first step is traced and
-counts for neither. What is shown are digits that neither has seen, and what the
-networks make of them after squeezing them through 30 numbers. The plot needs
-Matplotlib.
+K-FAC trains with its defaults, then Adam, at a good learning rate, for as many
+processor seconds. Both rates decay to 0 over the run; the first step, which
+traces the graph, does not count. The demo shows test digits and their
+reconstructions from 30 numbers. The plot needs Matplotlib.
 """
 
 import argparse
@@ -25,7 +23,7 @@ from targets.run import FINAL, Run
 from targets.training import Training, load
 
 ADAM_RATE = 2e-3
-MOST_STEPS = 10**6  # Adam has seconds, not steps
+MAX_STEPS = 10**6  # the time of Adam ends before
 EVALUATIONS = 4
 SHADES = " .:-=+*%@"
 SHOWN = 3  # digits in the terminal
@@ -33,7 +31,7 @@ PLOTTED = 10
 
 
 def main() -> None:
-    """Trains, and shows what came out."""
+    """Train, and show the reconstructions."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -65,7 +63,7 @@ def main() -> None:
     training = Training(kfac, data, evaluations=EVALUATIONS)
     seconds = report("K-FAC", training.run(kfac.seed))
     images["K-FAC"] = outputs(training.model, data.test_x[:PLOTTED])
-    training = Training(adam, data, steps=MOST_STEPS)
+    training = Training(adam, data, steps=MAX_STEPS)
     allowance = Allowance(training.measure, seconds, EVALUATIONS, ADAM_RATE)
     report("Adam", training.run(adam.seed, allowance))
     images["Adam"] = outputs(training.model, data.test_x[:PLOTTED])
@@ -75,7 +73,7 @@ def main() -> None:
 
 
 def report(name: str, record: Mapping[str, Mapping[str, list[float]]]) -> float:
-    """Prints a training; returns its processor seconds."""
+    """Print a training; return its processor seconds."""
     curve = record["curve"]
     for step, seconds, processor, error in zip(*curve.values(), strict=True):
         print(
@@ -87,14 +85,14 @@ def report(name: str, record: Mapping[str, Mapping[str, list[float]]]) -> float:
 
 
 def outputs(model: keras.Model, digits: np.ndarray) -> np.ndarray:
-    """Digits as they come out of a network."""
+    """Return reconstructed digits."""
     logits = model.predict(digits, verbose=0)
     found = keras.ops.convert_to_numpy(keras.ops.sigmoid(logits))
     return found.reshape(-1, 28, 28)
 
 
 def show(images: Mapping[str, np.ndarray]) -> None:
-    """Draws digits in the terminal: as they are, and as they came out."""
+    """Draw digits and their reconstructions in the terminal."""
     width = images["digits"].shape[-1] + 1
     print("\n" + "".join(f"{name:{width}}" for name in images).rstrip())
     for number in range(SHOWN):
@@ -109,7 +107,7 @@ def show(images: Mapping[str, np.ndarray]) -> None:
 
 
 def save_plot(path: pathlib.Path, images: Mapping[str, np.ndarray]) -> None:
-    """Plots more of them."""
+    """Plot digits and their reconstructions."""
     if importlib.util.find_spec("matplotlib") is None:
         print("No plot: Matplotlib is not installed")
         return

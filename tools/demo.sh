@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Trains an autoencoder of the embedded digits with K-FAC and, for the same
-# processor seconds, with Adam, in .venv (made on the first run); shows what they
-# make of digits and leaves a plot in demo/. With arguments it is the classifier
-# of examples/ that is trained, by K-FAC, SGD and Adam, on N workers of this
-# machine with --workers N, first: bash tools/demo.sh --workers 2 --epochs 5
+# processor seconds, with Adam, in .venv (created in the first run). Shows
+# reconstructed digits and writes a plot to demo/. With arguments it trains the
+# classifier of examples/ with K-FAC, SGD and Adam; --workers N, the first
+# argument, starts N workers: bash tools/demo.sh --workers 2 --epochs 5
 set -euo pipefail
 if [[ "${1:-}" == --workers && ! "${2:-}" =~ ^[1-9][0-9]*$ ]]; then
   echo "--workers needs a number: bash tools/demo.sh --workers 2" \
@@ -12,7 +12,7 @@ if [[ "${1:-}" == --workers && ! "${2:-}" =~ ^[1-9][0-9]*$ ]]; then
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-# Without it a machine without a GPU is told so as an error.
+# Else TensorFlow reports an error on machines without a GPU.
 export TF_CPP_MIN_LOG_LEVEL=3
 if (($# == 0)); then
   exec "$python" "$root/tools/demo.py" "$root/demo/digits.png"

@@ -1,17 +1,17 @@
-# Sourced by the scripts beside it: makes .venv if it is missing, installs the
-# project into it if needed, and leaves its interpreter in $python.
+# Sourced by other scripts: creates .venv if it is missing, installs the project
+# into it if needed, and sets $python to its interpreter.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 environment="$root/.venv"
 python="$environment/bin/python"
 
-# Extras of setup.cfg; a script may choose others.
+# Extras of setup.cfg; scripts can set others.
 extras="${extras:-test,examples}"
 
-# Start-up chatter of TensorFlow's C++ side; 0 shows all of it.
+# Level of TensorFlow's C++ messages; 0 shows all.
 export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 
-# TensorFlow 2.21 is built for no newer Python.
+# TensorFlow 2.21 has no wheels for newer versions of Python.
 is_supported() {
   "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
     2>/dev/null
@@ -43,8 +43,8 @@ make_environment() {
   fi
 }
 
-# What the installation depends on: the dependencies, the interpreter, and the
-# place of the sources (the project is installed in editable form).
+# The installation depends on the dependencies, the interpreter, and the folder
+# of the sources (the project is installed in editable form).
 fingerprint() {
   {
     cat "$root/setup.cfg"

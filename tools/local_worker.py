@@ -1,17 +1,24 @@
-"""A process on this machine that is a worker, and what it leaves behind."""
+"""A worker process on this machine, with its output."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from typing import IO, TextIO
 
-from worker_output import LineFilter, Terminal, pass_on
-
-LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0 is all of TensorFlow's messages
-# Reads the numbers of process groups; kills those when its input ends without
-# a last word, which is when the process at the other end is gone.
+LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"  # 0: all messages of TensorFlow
+STYLE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# Messages of TensorFlow's start at any log level: those before it reads the
+# level, and the error that there is no driver of a GPU.
+CHATTER = re.compile(
+    r"WARNING: All log messages before absl::|I\d{4} [\d:.]+ +\d+ \w+\.cc:|"
+    r"E\d{4} .*failed call to cuInit.*\(303\)$"
+)
+# Reads process groups; kills them if the input ends without "done", that is, if
+# the launcher has died.
 GUARD = """
 while read -r group; do
     [ "$group" = done ] && exit 0
@@ -19,77 +26,90 @@ while read -r group; do
 done
 [ -n "$groups" ] && kill -s KILL -- $groups
 """
+_lock = threading.Lock()  # of the output
 
 
-class CannotRunError(Exception):
-    """The command does not exist or is not a program."""
+def write_line(stream: TextIO, text: str) -> None:
+    """Write a line; without styles if the stream is no terminal."""
+    with _lock:
+        stream.write((text if stream.isatty() else STYLE.sub("", text)) + "\n")
+        stream.flush()
 
 
 class Worker:
-    """A process, and the threads that pass on what it writes.
+    """A process, and the threads that copy its output.
 
     Raises:
-        CannotRunError: If the command cannot be run.
+        OSError: If the command cannot be run.
     """
 
     def __init__(
-        self,
-        index: int,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        terminal: Terminal,
+        self, index: int, command: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         self.name = f"worker {index}"
-        try:
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C reaches us alone
-            )
-        except OSError as error:
-            raise CannotRunError(
-                f"error: cannot run {command[0]!r}: {error.strerror}"
-            ) from error
-        pipes = (
-            (self.process.stdout, sys.stdout),
-            (self.process.stderr, sys.stderr),
+        self._is_first, self._shows_all = (
+            not index,
+            environment[LOG_LEVEL] == "0",
         )
-        prefix, wants_all = f"[{self.name}] ", environment.get(LEVEL) == "0"
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C reaches the launcher only
+        )
+        assert self.process.stdout and self.process.stderr
         self._threads = [
-            threading.Thread(
-                target=pass_on,
-                args=(
-                    pipe,
-                    LineFilter(terminal, stream, prefix, not index, wants_all),
-                ),
-                daemon=True,
+            threading.Thread(target=self._copy, args=pair, daemon=True)
+            for pair in (
+                (self.process.stdout, sys.stdout),
+                (self.process.stderr, sys.stderr),
             )
-            for pipe, stream in pipes
         ]
         for thread in self._threads:
             thread.start()
 
+    def _copy(self, pipe: IO[bytes], stream: TextIO) -> None:
+        """Copy lines; of a progress bar, the last state of worker 0."""
+        try:
+            for raw in pipe:
+                line = raw.decode("utf-8", "replace").rstrip("\r\n")
+                if CHATTER.match(line) and not self._shows_all:
+                    continue
+                if "\r" in line and not self._is_first:
+                    continue
+                states = [state.rstrip("\b") for state in line.split("\r")]
+                last = next((state for state in states[::-1] if state), "")
+                write_line(stream, f"[{self.name}] {last}")
+        except BrokenPipeError:
+            pass  # the main thread receives SIGPIPE
+
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """True if the process has not ended."""
         return self.process.poll() is None
 
     def signal(self, number: int) -> None:
-        """Signals the worker and the processes it has started."""
-        if self.process.poll() is None:
+        """Signal the process and its children."""
+        if self.is_running:
             os.killpg(self.process.pid, number)
 
     def finish_output(self) -> None:
-        """Waits for its last words, but not for orphans that keep silent."""
+        """Wait for the rest of the output, but not for silent orphans."""
         for thread in self._threads:
             thread.join(timeout=1.0)
 
+    def ending(self) -> str:
+        """Describe how the process failed."""
+        code = self.process.returncode
+        if code > 0:
+            return f"{self.name} failed with exit code {code}"
+        return f"{self.name} was ended by {signal.Signals(-code).name}"
+
 
 class Guard:
-    """Kills the workers if this process dies without a chance to do it."""
+    """A process that kills the workers if the launcher is killed."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -102,22 +122,15 @@ class Guard:
         )
 
     def watch(self, worker: Worker) -> None:
-        """Tells it of a worker, which leads a process group."""
-        self._say(str(worker.process.pid))
+        """Add a worker, which leads a process group."""
+        self._send(str(worker.process.pid))
 
     def dismiss(self) -> None:
-        """All workers have ended."""
-        self._say("done")
+        """End the guard after all workers."""
+        self._send("done")
         self._process.wait()
 
-    def _say(self, text: str) -> None:
+    def _send(self, text: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(text + "\n")
         self._process.stdin.flush()
-
-
-def describe(code: int) -> str:
-    """Says how a process has failed."""
-    if code > 0:
-        return f"failed with exit code {code}"
-    return f"was ended by {signal.Signals(-code).name}"

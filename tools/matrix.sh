@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs the quick set of tests (tests/quick.txt) with each Python, TensorFlow and
-# Keras that setup.cfg allows, and with what comes next, which may fail. What came
-# of it goes to docs/matrix.json, and from there into the results page.
+# Keras that setup.cfg allows, and with nightly versions, which may fail. Writes the
+# results to docs/matrix.json, the source of a table of the results page.
 #   bash tools/matrix.sh [FOLDER]
-# The environments are made in FOLDER, by default build/matrix. Pythons are found
-# by name (python3.12); one that is not there is left out, with a line.
+# The environments are created in FOLDER, by default build/matrix. Interpreters are
+# found by name (python3.12); a missing one is skipped with a message.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 folder="$(mkdir -p "${1:-$root/build/matrix}" && cd "${1:-$root/build/matrix}" && pwd)"
@@ -35,7 +35,7 @@ print(*row.values())
 PYTHON
 }
 
-# The quick set in an environment of its own; fails only if its tests are run.
+# Runs the quick set in a new environment; nightly versions do not fail.
 try() { # NUMBER PYTHON NEXT PACKAGE...
   local environment="$folder/$1" python="$2" next="$3"
   shift 3
@@ -48,7 +48,7 @@ try() { # NUMBER PYTHON NEXT PACKAGE...
   local pip=("$environment/bin/python" -m pip install --quiet
     --disable-pip-version-check)
   "${pip[@]}" "$root[test]" "$@"
-  if [[ -n "$next" ]]; then # has the module of its elder, under another name
+  if [[ -n "$next" ]]; then # the nightly package has the same module
     "$environment/bin/python" -m pip uninstall --quiet --yes \
       "$([[ "$next" == keras* ]] && echo keras || echo tensorflow)"
     "${pip[@]}" --pre --no-deps --force-reinstall "$next"

@@ -20,7 +20,7 @@ from typing import Any
 import paths  # noqa: F401
 from targets import report
 from targets.report import markdown_table
-from targets.study import TRAININGS, Records, last_commit
+from targets.study import TRAININGS, Records
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -63,21 +63,6 @@ def commands() -> Iterator[str]:
     for study in json.loads(RECORDS.read_text())["studies"]:
         yield f"# {study['title']}"
         yield study["command"]
-
-
-def replace(title: str, new: Mapping[str, Any]) -> None:
-    """Put values of this commit into a study, and write all figures again.
-
-    Raises:
-        ValueError: If there is no study with this title.
-    """
-    records = json.loads(RECORDS.read_text())
-    studies = [s for s in records["studies"] if s["title"] == title]
-    if not studies:
-        raise ValueError(f"no study {title!r} in {RECORDS}")
-    studies[0].update(new, commits=[last_commit()])
-    RECORDS.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
-    write()
 
 
 def with_table(text: str) -> str:

@@ -1,20 +1,20 @@
-"""Says whether two versions of tfkfac train to the same bits.
+"""Compares two versions of tfkfac bit for bit.
 
-    python tools/same_bits.py write before.npz        # with the one
-    python tools/same_bits.py compare before.npz      # with the other
+    python tools/same_bits.py write before.npz        # with the first version
+    python tools/same_bits.py compare before.npz      # with the second version
 
-Small models make 20 steps in `fit` with many options, in one process, on two
+Small models make 20 steps in `fit` with many settings, in one process, on two
 replicas of a process, and on two and four workers. `compare` lists the runs
-whose weights or losses differ, and by how much of the way they have gone.
-`--only TEXT` takes the runs whose name has it; a run that one side lacks is
-said, and is no difference. Bits hold on one machine alone: write both there.
+whose weights or losses differ, and the difference over the distance from the
+initial weights. `--only TEXT` takes the runs whose names contain the text. Runs
+that only one side has are listed, but are no difference. Write and compare on
+the same machine: other processors round differently.
 """
 
 import argparse
-import json
+import functools
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 if __name__ == "__main__":
-    # One thread each: sums of several come in any order.
+    # One thread each: the order of sums over threads varies.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
     os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
@@ -33,17 +33,12 @@ import numpy as np
 import tensorflow as tf
 
 import tfkfac
+from launch import environments
 
 STEPS, BATCH = 20, 16
-# Where runs are made: processes, and replicas of each.
-PLACES = {
-    "process": (1, 1),
-    "replicas": (1, 2),
-    "two": (2, 1),
-    "four": (4, 1),
-}
+# Processes, and replicas of each process.
+PLACES = {"process": (1, 1), "replicas": (1, 2), "two": (2, 1), "four": (4, 1)}
 Data = tuple[Any, Any]
-Run = tuple[str, str, dict[str, Any]]
 layers, losses = keras.layers, keras.losses
 KFAC: Any = tfkfac.KFAC
 FOSI: Any = tfkfac.FOSI
@@ -158,318 +153,151 @@ MODELS: dict[str, Callable[..., tuple[Any, Data, dict[str, Any]]]] = {
 def spread(distribution: str, fraction: Any = None, **arguments: Any) -> Any:
     """K-FAC, spread over workers in some way."""
     names = {"assignment", "symmetric", "factor_dtype", "inverse_dtype"}
-    wire = {k: v for k, v in arguments.items() if k in names}
-    rest = {k: v for k, v in arguments.items() if k not in names}
-    return KFAC(
-        distribution=tfkfac.Distribution(distribution, fraction, **wire),
-        **rest,
-    )
+    wire = {k: arguments.pop(k) for k in names & set(arguments)}
+    mode = tfkfac.Distribution(distribution, fraction, **wire)
+    return KFAC(distribution=mode, **arguments)
 
 
+P = functools.partial
+MODES = ("comm_opt", "mem_opt", "dp_kfac")
+ALL = " ".join(MODELS)
 MOMENTUM = {
     "class_name": "SGD",
     "config": {"learning_rate": 0.05, "momentum": 0.9},
 }
-EVERY: dict[str, Any] = {
-    "factor_update_interval": 2,
-    "inverse_update_interval": 4,
-}
-# For every place: model, what is special about the run, optimizer, and
-# arguments of `compile` ("policy" is that of the layers).
-RUNS: dict[str, list[tuple[str, str, Callable[[], Any], dict[str, Any]]]] = {
+# K-FAC with updates every 2 and 4 steps, FOSI with an estimation every 6.
+OFTEN: Any = {"factor_update_interval": 2, "inverse_update_interval": 4}
+K = P(KFAC, **OFTEN)
+S = P(spread, **OFTEN)
+F = P(FOSI, warmup_steps=2, update_interval=6)
+WIDE = P(F, "adam", num_largest=3, num_smallest=1)
+ACCUMULATE: Any = {"gradient_accumulation_steps": 2}
+BFLOAT16: Any = {"factor_dtype": "bfloat16", "inverse_dtype": "bfloat16"}
+
+
+def scheduled() -> Any:
+    """K-FAC with schedules of the rate, the damping and the clip."""
+    schedules = keras.optimizers.schedules
+    return KFAC(
+        schedules.ExponentialDecay(0.1, 5, 0.8),
+        damping=schedules.CosineDecay(0.1, 20),
+        kl_clip=schedules.CosineDecay(0.01, 20),
+    )
+
+
+def scaled() -> Any:
+    """K-FAC with a loss scale."""
+    return tfkfac.LossScaleOptimizer(KFAC(), 1024.0)
+
+
+# By place: models, name of the run, optimizer, and arguments of `compile`
+# ("policy" is the dtype policy of the layers).
+TABLE: dict[str, list[tuple[Any, ...]]] = {
     "process": [
-        *((model, "defaults", lambda: KFAC(), {}) for model in MODELS),
-        *(
-            (model, "every step", lambda: KFAC(Adam(0.01), **EVERY), {})
-            for model in MODELS
-        ),
-        *(
-            (model, "eigen", lambda: KFAC(solver="eigen", **EVERY), {})
-            for model in MODELS
-        ),
-        *(
-            (model, "drawn", lambda: KFAC(fisher="monte_carlo", **EVERY), {})
-            for model in ("dense", "image", "tokens", "recurrent")
-        ),
-        *(
-            (model, "type2", lambda: KFAC(fisher="type2", **EVERY), {})
-            for model in ("dense", "image", "regression")
-        ),
-        *(
-            (model, "narrow", lambda: KFAC(max_factor_dim=6), {})
-            for model in ("dense", "image", "tokens")
-        ),
-        *(
-            (model, "reduce", lambda: KFAC(weight_sharing="reduce"), {})
-            for model in ("image", "tokens", "recurrent")
-        ),
-        *(
-            (model, "average", lambda: KFAC(weight_sharing="average"), {})
-            for model in ("image", "tokens")
-        ),
-        *(
-            (model, "spectral", lambda: KFAC(step="spectral", **EVERY), {})
-            for model in MODELS
-        ),
-        ("dense", "no clip", lambda: KFAC(0.01, kl_clip=None), {}),
-        ("dense", "skip", lambda: KFAC(skip_layers=["dense"]), {}),
-        ("dense", "part", lambda: KFAC(factor_batch_fraction=0.5), {}),
+        (ALL, "defaults", KFAC),
+        (ALL, "every step", lambda: K(Adam(0.01))),
+        (ALL, "eigen", P(K, solver="eigen")),
+        (ALL, "spectral", P(K, step="spectral")),
+        ("dense image tokens recurrent", "drawn", P(K, fisher="monte_carlo")),
+        ("dense image regression", "type2", P(K, fisher="type2")),
+        ("dense image tokens", "narrow", P(KFAC, max_factor_dim=6)),
         (
-            "dense",
-            "micro-batches",
-            lambda: KFAC(gradient_accumulation_steps=2, **EVERY),
-            {},
+            "image tokens recurrent",
+            "reduce",
+            P(KFAC, weight_sharing="reduce"),
         ),
-        (
-            "image",
-            "micro-batches",
-            lambda: KFAC(gradient_accumulation_steps=4),
-            {},
-        ),
+        ("image tokens", "average", P(KFAC, weight_sharing="average")),
+        ("dense", "no clip", P(KFAC, 0.01, kl_clip=None)),
+        ("dense", "skip", P(KFAC, skip_layers=["dense"])),
+        ("dense", "part", P(KFAC, factor_batch_fraction=0.5)),
+        ("dense", "micro-batches", P(K, **ACCUMULATE)),
+        ("image", "micro-batches", P(KFAC, gradient_accumulation_steps=4)),
         (
             "regression",
             "spectral micro-batches",
-            lambda: KFAC(
-                step="spectral", momentum=0.5, gradient_accumulation_steps=2
-            ),
-            {},
+            P(KFAC, step="spectral", momentum=0.5, **ACCUMULATE),
         ),
-        (
-            "dense",
-            "schedules",
-            lambda: KFAC(
-                keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.8),
-                damping=keras.optimizers.schedules.CosineDecay(0.1, 20),
-                kl_clip=keras.optimizers.schedules.CosineDecay(0.01, 20),
-            ),
-            {},
-        ),
+        ("dense", "schedules", scheduled),
         (
             "dense",
             "clipped norm",
             lambda: KFAC(SGD(0.1, clipnorm=0.1, use_ema=True)),
-            {},
         ),
-        (
-            "dense",
-            "half",
-            lambda: tfkfac.LossScaleOptimizer(KFAC(), 1024.0),
-            {"policy": "mixed_float16"},
-        ),
+        ("dense", "half", scaled, {"policy": "mixed_float16"}),
         ("image", "bfloat16", KFAC, {"policy": "mixed_bfloat16"}),
         ("image", "float64", KFAC, {"policy": "float64"}),
         ("dense", "eager", KFAC, {"run_eagerly": True}),
         ("image", "several at once", KFAC, {"steps_per_execution": 4}),
-        *(
-            (
-                model,
-                f"FOSI {layout}",
-                lambda layout=layout: FOSI(
-                    "adam",
-                    layout=layout,
-                    warmup_steps=2,
-                    update_interval=6,
-                    num_largest=3,
-                    num_smallest=1,
-                ),
-                {},
-            )
-            for model in ("dense", "image", "recurrent")
-            for layout in ("rows", "columns")
-        ),
-        *(
-            (
-                "regression",
-                f"FOSI {name}",
-                lambda arguments=arguments: FOSI(
-                    warmup_steps=2, update_interval=6, **arguments
-                ),
-                {},
-            )
-            for name, arguments in (
-                ("SGD", {"inner_optimizer": "sgd"}),
-                ("momentum", {"inner_optimizer": MOMENTUM}),
-                ("paper", {"final_update": "paper"}),
-            )
-        ),
-        *(
-            (model, "GaussNewton", lambda: GN(), {})
-            for model in ("dense", "regression", "scalar_loss")
-        ),
-        (
-            "regression",
-            "GaussNewton residuals",
-            lambda: GN(solve="residuals"),
-            {},
-        ),
-        (
-            "regression",
-            "GaussNewton parameters",
-            lambda: GN(solve="parameters"),
-            {},
-        ),
+        ("dense image recurrent", "FOSI rows", P(WIDE, layout="rows")),
+        ("dense image recurrent", "FOSI columns", P(WIDE, layout="columns")),
+        ("regression", "FOSI SGD", P(F, inner_optimizer="sgd")),
+        ("regression", "FOSI momentum", P(F, inner_optimizer=MOMENTUM)),
+        ("regression", "FOSI paper", P(F, final_update="paper")),
+        ("dense regression scalar_loss", "GaussNewton", GN),
+        ("regression", "GaussNewton residuals", P(GN, solve="residuals")),
+        ("regression", "GaussNewton parameters", P(GN, solve="parameters")),
     ],
     "replicas": [
-        *(
-            (
-                "dense",
-                f"KFAC {mode}",
-                lambda mode=mode: spread(mode, **EVERY),
-                {},
-            )
-            for mode in ("comm_opt", "mem_opt", "dp_kfac")
-        ),
-        ("image", "KFAC", lambda: KFAC(**EVERY), {}),
-        (
-            "dense",
-            "FOSI",
-            lambda: FOSI("sgd", warmup_steps=2, update_interval=6),
-            {},
-        ),
-        ("regression", "GaussNewton", lambda: GN(), {}),
+        *(("dense", f"KFAC {mode}", P(S, mode)) for mode in MODES),
+        ("image", "KFAC", K),
+        ("dense", "FOSI", P(F, "sgd")),
+        ("regression", "GaussNewton", GN),
     ],
     "two": [
         *(
-            (
-                model,
-                f"KFAC {mode} {solver}",
-                lambda mode=mode, solver=solver: spread(
-                    mode, solver=solver, **EVERY
-                ),
-                {},
-            )
-            for model in ("dense", "image", "tokens")
-            for mode in ("comm_opt", "mem_opt", "dp_kfac")
-            for solver in ("inverse", "eigen")
+            ("dense image tokens", f"KFAC {m} {s}", P(S, m, solver=s))
+            for m in MODES
+            for s in ("inverse", "eigen")
         ),
-        ("recurrent", "KFAC", lambda: KFAC(), {}),
-        (
-            "dense",
-            "KFAC hybrid",
-            lambda: spread("hybrid_opt", 0.5, **EVERY),
-            {},
-        ),
-        (
-            "image",
-            "KFAC triangles",
-            lambda: spread("comm_opt", symmetric=True, **EVERY),
-            {},
-        ),
-        (
-            "image",
-            "KFAC bfloat16",
-            lambda: spread(
-                "mem_opt",
-                factor_dtype="bfloat16",
-                inverse_dtype="bfloat16",
-                **EVERY,
-            ),
-            {},
-        ),
+        ("recurrent", "KFAC", KFAC),
+        ("dense", "KFAC hybrid", P(S, "hybrid_opt", 0.5)),
+        ("image", "KFAC triangles", P(S, "comm_opt", symmetric=True)),
+        ("image", "KFAC bfloat16", P(S, "mem_opt", **BFLOAT16)),
         (
             "image",
             "KFAC float16 factors",
-            lambda: spread("comm_opt", factor_dtype="float16", **EVERY),
-            {},
+            P(S, "comm_opt", factor_dtype="float16"),
         ),
-        (
-            "tokens",
-            "KFAC by memory",
-            lambda: spread("mem_opt", assignment="memory", **EVERY),
-            {},
-        ),
-        (
-            "tokens",
-            "KFAC drawn",
-            lambda: spread("mem_opt", fisher="monte_carlo", **EVERY),
-            {},
-        ),
-        (
-            "dense",
-            "KFAC narrow",
-            lambda: spread("dp_kfac", max_factor_dim=6),
-            {},
-        ),
-        (
-            "image",
-            "KFAC micro-batches",
-            lambda: spread("mem_opt", gradient_accumulation_steps=2, **EVERY),
-            {},
-        ),
-        *(
-            (
-                "image",
-                f"KFAC spectral {mode}",
-                lambda mode=mode: spread(mode, step="spectral", **EVERY),
-                {},
-            )
-            for mode in ("comm_opt", "mem_opt")
-        ),
-        *(
-            (
-                "image",
-                f"FOSI {layout}",
-                lambda layout=layout: FOSI(
-                    "adam", layout=layout, warmup_steps=2, update_interval=6
-                ),
-                {},
-            )
-            for layout in ("rows", "columns")
-        ),
-        (
-            "dense",
-            "FOSI two roles",
-            lambda: FOSI(
-                "sgd",
-                accelerator_fraction=0.5,
-                warmup_steps=2,
-                update_interval=6,
-            ),
-            {},
-        ),
-        ("regression", "GaussNewton", lambda: GN(), {}),
-        ("dense", "GaussNewton", lambda: GN(), {}),
+        ("tokens", "KFAC by memory", P(S, "mem_opt", assignment="memory")),
+        ("tokens", "KFAC drawn", P(S, "mem_opt", fisher="monte_carlo")),
+        ("dense", "KFAC narrow", P(spread, "dp_kfac", max_factor_dim=6)),
+        ("image", "KFAC micro-batches", P(S, "mem_opt", **ACCUMULATE)),
+        ("image", "KFAC spectral comm_opt", P(S, "comm_opt", step="spectral")),
+        ("image", "KFAC spectral mem_opt", P(S, "mem_opt", step="spectral")),
+        ("image", "FOSI rows", P(F, "adam", layout="rows")),
+        ("image", "FOSI columns", P(F, "adam", layout="columns")),
+        ("dense", "FOSI two roles", P(F, "sgd", accelerator_fraction=0.5)),
+        ("regression dense", "GaussNewton", GN),
     ],
     "four": [
-        *(
-            (
-                "tokens",
-                f"KFAC {mode} {fraction}",
-                lambda mode=mode, fraction=fraction: spread(
-                    mode, fraction, **EVERY
-                ),
-                {},
-            )
-            for mode, fraction in (
-                ("hybrid_opt", 0.5),
-                ("hybrid_opt", 0.25),
-                ("dp_kfac", None),
-            )
-        ),
+        ("tokens", "KFAC hybrid_opt 0.5", P(S, "hybrid_opt", 0.5)),
+        ("tokens", "KFAC hybrid_opt 0.25", P(S, "hybrid_opt", 0.25)),
+        ("tokens", "KFAC dp_kfac None", P(S, "dp_kfac")),
         (
             "image",
             "KFAC hybrid eigen",
-            lambda: spread("hybrid_opt", 0.5, solver="eigen", **EVERY),
-            {},
+            P(S, "hybrid_opt", 0.5, solver="eigen"),
         ),
         (
             "dense",
             "FOSI two roles",
-            lambda: FOSI(
-                "sgd",
-                layout="columns",
-                accelerator_fraction=0.25,
-                warmup_steps=2,
-                update_interval=6,
-            ),
-            {},
+            P(F, "sgd", layout="columns", accelerator_fraction=0.25),
         ),
     ],
 }
 
 
+def runs_of(place: str, only: str) -> Iterator[tuple[str, str, Any, Any]]:
+    """Yield name, model, optimizer and `compile` arguments of each run."""
+    for names, title, optimizer, *compiled in TABLE[place]:
+        for model in names.split():
+            name = f"{place}/{model}/{title}"
+            if only in name:
+                yield name, model, optimizer, compiled[0] if compiled else {}
+
+
 def strategy_of(place: str) -> Any:
-    """The strategy of a place."""
+    """Return the strategy of a place."""
     workers, replicas = PLACES[place]
     if workers > 1:
         return tfkfac.MultiWorkerMirroredStrategy()
@@ -482,129 +310,96 @@ def strategy_of(place: str) -> Any:
     return tf.distribute.get_strategy()
 
 
-def weights_of(
+def train(
     strategy: Any, model_name: str, optimizer: Callable[[], Any], options: Any
 ) -> dict[str, Any]:
-    """Weights before and after the steps, and the losses."""
+    """Return the weights before and after the steps, and the losses."""
     keras.backend.clear_session()
     keras.utils.set_random_seed(7)
     options = dict(options)
     keras.config.set_dtype_policy(options.pop("policy", "float32"))
     with strategy.scope():
-        model, (x, y), compiled = MODELS[model_name](np.random.default_rng(3))
+        model, data, compiled = MODELS[model_name](np.random.default_rng(3))
         model.compile(optimizer(), **compiled, **options)
-    before = [np.array(w, "float64") for w in model.get_weights()]
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(
-        BATCH, drop_remainder=True
-    )
-    history = model.fit(data, verbose=0).history
+
+    def weights() -> np.ndarray:
+        values = [np.ravel(w).astype("float64") for w in model.get_weights()]
+        return np.concatenate(values)
+
+    before = weights()
+    batches = tf.data.Dataset.from_tensor_slices(data)
+    history = model.fit(batches.batch(BATCH, drop_remainder=True), verbose=0)
     keras.config.set_dtype_policy("float32")
-    return {
-        "before": np.concatenate([w.ravel() for w in before]),
-        "after": np.concatenate(
-            [np.array(w, "float64").ravel() for w in model.get_weights()]
-        ),
-        "loss": np.array(history["loss"], "float64"),
-    }
+    loss = np.array(history.history["loss"], "float64")
+    return {"before": before, "after": weights(), "loss": loss}
 
 
 def run_place(place: str, only: str, file: str) -> None:
-    """Makes all runs of a place; the first worker writes what came out."""
+    """Make all runs of a place; the first worker writes the results."""
     strategy = strategy_of(place)
     results: dict[str, Any] = {}
-    for model, what, optimizer, options in RUNS[place]:
-        name = f"{place}/{model}/{what}"
-        if only not in name:
-            continue
+    for name, model, optimizer, options in runs_of(place, only):
         try:
-            found = weights_of(strategy, model, optimizer, options)
+            result = train(strategy, model, optimizer, options)
         except Exception as error:
             if PLACES[place][0] > 1:
                 raise
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
             continue
-        for key, value in found.items():
-            results[f"{name}|{key}"] = value
+        results |= {f"{name}|{key}": value for key, value in result.items()}
     if file:
         np.savez(file, **results)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 def start(place: str, only: str, file: str) -> list[subprocess.Popen[bytes]]:
-    """The processes of a place."""
-    workers = PLACES[place][0]
-    hosts = [f"127.0.0.1:{port}" for port in free_ports(workers)]
-    processes = []
-    for index in range(workers):
-        environment = dict(os.environ)
-        if workers > 1:
-            environment["TF_CONFIG"] = json.dumps(
-                {
-                    "cluster": {"worker": hosts},
-                    "task": {"type": "worker", "index": index},
-                }
-            )
-        command = [sys.executable, __file__, "place", place]
-        command += ["--only", only, "--file", "" if index else file]
+    """Start the processes of a place."""
+    workers, processes = PLACES[place][0], []
+    for index, environment in enumerate(environments(workers)):
+        if workers == 1:
+            del environment["TF_CONFIG"]
+        command = [sys.executable, __file__, "place", place, "--only", only]
+        command += ["--file", "" if index else file]
         processes.append(subprocess.Popen(command, env=environment))
     return processes
 
 
 def all_runs(only: str) -> dict[str, Any]:
-    """What came out of the runs of all places.
-
-    Raises:
-        SystemExit: If a process failed.
-    """
-    found: dict[str, Any] = {}
+    """Return the results of the runs of all places."""
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         # One process beside two workers; four workers alone.
         for places in (("process", "two"), ("replicas",), ("four",)):
             started = {}
             for place in places:
-                names = (f"{place}/{m}/{w}" for m, w, *_ in RUNS[place])
-                if any(only in name for name in names):
+                if any(runs_of(place, only)):
                     file = str(pathlib.Path(folder) / f"{place}.npz")
                     started[file] = start(place, only, file)
             for file, processes in started.items():
-                if any(process.wait() for process in processes):
-                    raise SystemExit(f"{pathlib.Path(file).stem}: failed")
-                found.update(np.load(file))
-    return found
+                if sum(process.wait() != 0 for process in processes):
+                    sys.exit(f"{pathlib.Path(file).stem}: failed")
+                results.update(np.load(file))
+    return results
 
 
 def compare(old: Any, new: Any, only: str) -> Iterator[str]:
-    """A line for each run that is not the same."""
+    """Yield a line for each run that differs."""
     names = sorted({key.rpartition("|")[0] for key in [*old, *new]})
     for name in names:
         if only not in name:
             continue
-        if f"{name}|after" not in old or f"{name}|after" not in new:
-            side = "before" if f"{name}|after" in old else "after"
-            yield f"only {side}: {name}"
-            continue
-        keys = ("before", "after", "loss")
-        if all(
-            np.array_equal(old[f"{name}|{k}"], new[f"{name}|{k}"], True)
-            for k in keys
-        ):
-            continue
-        a, b = old[f"{name}|after"], new[f"{name}|after"]
-        way = np.linalg.norm(a - old[f"{name}|before"])
-        gap = np.linalg.norm(a - b) / way if a.shape == b.shape else np.inf
-        yield f"DIFFERS: {name}, by {gap:.1e} of the way"
+        keys = [f"{name}|{key}" for key in ("before", "after", "loss")]
+        before, after, _ = keys
+        if after not in old or after not in new:
+            yield f"only {'before' if after in old else 'after'}: {name}"
+        elif not all(np.array_equal(old[k], new[k], True) for k in keys):
+            a, b = old[after], new[after]
+            way = np.linalg.norm(a - old[before])
+            gap = np.linalg.norm(a - b) / way if a.shape == b.shape else np.inf
+            yield f"DIFFERS: {name}, by {gap:.1e} of the way"
 
 
 def main() -> int:
-    """Runs what the command line says."""
+    """Run the command line; return 1 if a run differs."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -617,13 +412,13 @@ def main() -> int:
     if options.what == "place":
         run_place(options.name, options.only, options.file)
         return 0
-    found = all_runs(options.only)
-    count = sum(key.endswith("|after") for key in found)
+    results = all_runs(options.only)
+    count = sum(key.endswith("|after") for key in results)
     if options.what == "write":
-        np.savez(options.name, **found)
+        np.savez(options.name, **results)
         print(f"{count} runs")
         return 0
-    lines = list(compare(np.load(options.name), found, options.only))
+    lines = list(compare(np.load(options.name), results, options.only))
     differ = sum(line.startswith("DIFFERS") for line in lines)
     print("\n".join([*lines, f"{count} runs, {differ} differ"]))
     return bool(differ)

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Lints, type-checks and tests, in .venv (made on the first run).
-#   --all       also runs the slow tests
-#   --clusters  runs those of real launchers alone, which it installs; for root
+# Lints, type-checks and tests, in .venv (created in the first run).
+#   --all       runs slow tests, too
+#   --clusters  installs real launchers and runs their tests only; for root
 # Other arguments go to pytest, which runs tests in several processes:
 #   bash tools/test.sh tests/kfac -k clip
 #   bash tools/test.sh tests/kfac -n 0 --pdb
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-# Each process, with the cluster that it may have started, takes up to 4 GB.
+# Each process, with the cluster that it started, takes up to 4 GB.
 arguments=(--numprocesses auto --maxprocesses 4 --durations 20)
 slow_ones_too=false
 clusters_only=false
@@ -20,8 +20,8 @@ for argument in "$@"; do
   esac
 done
 
-# The processes share the cores; TensorFlow would start threads for all of
-# them in each.
+# The processes share the cores; TensorFlow would start threads for all cores
+# in each process.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TF_NUM_INTRAOP_THREADS="${TF_NUM_INTRAOP_THREADS:-1}"
 export TF_NUM_INTEROP_THREADS="${TF_NUM_INTEROP_THREADS:-4}"
@@ -38,7 +38,7 @@ fi
 status=0
 "$python" -m pytest "${arguments[@]}" || status=$?
 if "$slow_ones_too"; then
-  # In new processes: what all tests together have in memory is too much.
+  # In new processes: graphs of all tests together take too much memory.
   "$python" -m pytest "${arguments[@]}" -m slow || status=$?
 fi
 exit "$status"

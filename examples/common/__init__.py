@@ -1,7 +1,4 @@
-"""What the examples share: their data, command line, runs and tables.
+"""What the examples share: data, models, the command line and the table.
 
-A script makes its model, compiles and fits it; `session` hands it one
-optimizer after the other and compares the runs (`recording`, `report`).
-The data are in `images`, `canvases` and `text`, the command line in
-`arguments`. Nothing of it is needed to use tfkfac: see quickstart.py.
+Nothing of it is needed to use tfkfac: see quickstart.py.
 """

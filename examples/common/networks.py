@@ -1,4 +1,4 @@
-"""Models that several examples and tools share; they end in logits."""
+"""Models of several examples and tools; all end in logits."""
 
 import functools
 from collections.abc import Callable
@@ -43,13 +43,13 @@ def cnn(image_shape: Shape, num_classes: int, filters: int = 32) -> keras.Model:
 def resnet(
     image_shape: Shape, num_classes: int, depth: int, filters: int = 16
 ) -> keras.Model:
-    """He et al.'s for small images: three stages of residual blocks.
+    """ResNet of He et al. for small images: three stages of blocks.
 
     Args:
         image_shape: Shape of an image.
         num_classes: Number of logits.
         depth: Layers with weights on a path: 6 n + 2 for n blocks a stage.
-        filters: Those of the first stage; each has twice the ones before.
+        filters: Filters of the first stage; doubled in each next stage.
     """
     inputs = keras.Input(image_shape)
     outputs = layers.ReLU()(_convolution(inputs, filters, size=3))
@@ -84,8 +84,8 @@ def _convolution(
         use_bias=False,  # BatchNormalization adds its own
         kernel_initializer="he_normal",
     )(inputs)
-    # Keras' momentum of 0.99 is too slow for runs of a few hundred steps, and
-    # unsynchronized statistics differ between the workers of a job.
+    # Keras' momentum of 0.99 is too slow for a few hundred steps; statistics
+    # that are not synchronized differ between workers.
     return layers.BatchNormalization(momentum=0.9, synchronized=True)(outputs)
 
 
@@ -97,21 +97,6 @@ def application(name: str, image_shape: Shape, num_classes: int) -> keras.Model:
         classes=num_classes,
         classifier_activation=None,
     )
-
-
-def without_biases(model: keras.Model) -> keras.Model:
-    """The same with new weights, and convolutions without biases.
-
-    Keras' have them also before a normalisation, other frameworks' do not.
-    """
-
-    def clone(layer: layers.Layer) -> layers.Layer:
-        config = layer.get_config()
-        if isinstance(layer, layers.Conv2D):
-            config["use_bias"] = False
-        return type(layer).from_config(config)
-
-    return keras.models.clone_model(model, clone_function=clone)
 
 
 CLASSIFIERS: dict[str, Callable[[Shape, int], keras.Model]] = {
@@ -130,7 +115,7 @@ def autoencoder(shrink: int = 1) -> keras.Model:
     """Autoencoder 784-1000-500-250-30-250-500-1000-784.
 
     Args:
-        shrink: What the widths are divided by, but for that of the code.
+        shrink: Divisor of all widths but that of the code.
     """
     widths = [units // shrink for units in (1000, 500, 250)]
     return keras.Sequential(
@@ -147,11 +132,11 @@ def autoencoder(shrink: int = 1) -> keras.Model:
 def transformer_block(
     x: keras.KerasTensor, causal: bool = True
 ) -> keras.KerasTensor:
-    """Four heads and a perceptron, with normalisation before each.
+    """Four heads and an MLP, with layer normalisation before each.
 
     Args:
         x: Embeddings.
-        causal: Whether a position sees only what comes before it.
+        causal: True if a position attends to earlier positions only.
     """
     width = x.shape[-1]
     y = layers.LayerNormalization()(x)
@@ -160,3 +145,15 @@ def transformer_block(
     y = layers.LayerNormalization()(x)
     y = layers.Dense(width)(layers.Dense(4 * width, activation="gelu")(y))
     return layers.Add()([x, y])
+
+
+def transformer(vocabulary: int, length: int, width: int) -> keras.Model:
+    """Two causal blocks on embedded characters and positions."""
+    inputs = keras.Input((length,), dtype="int32")
+    positions = keras.ops.cumsum(keras.ops.ones_like(inputs), 1) - 1
+    x = layers.Embedding(vocabulary, width)(inputs)
+    x = layers.Add()([x, layers.Embedding(length, width)(positions)])
+    for _ in range(2):
+        x = transformer_block(x)
+    x = layers.LayerNormalization()(x)
+    return keras.Model(inputs, layers.Dense(vocabulary)(x), name="transformer")

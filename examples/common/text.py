@@ -1,15 +1,15 @@
-"""Characters of real text that every machine has: Python's own sources."""
+"""Characters of text that every machine has: Python's standard library."""
 
+import argparse
 import pathlib
 import sysconfig
 
 import numpy as np
 
 from common.data import Data, Split
-from common.errors import UsageError
 
 _PRINTABLE = np.arange(ord(" "), ord("~") + 1)
-# Printable ASCII and the end of a line; all others are one more.
+# Printable ASCII, the end of a line, and one code for all other characters.
 CHARACTERS = len(_PRINTABLE) + 2
 _CODES = np.full(256, CHARACTERS - 1, "int32")
 _CODES[_PRINTABLE] = np.arange(len(_PRINTABLE))
@@ -17,50 +17,42 @@ _CODES[ord("\n")] = len(_PRINTABLE)
 
 
 def standard_library() -> bytes:
-    """The sources of Python's standard library, one after the other."""
+    """Return the concatenated sources of Python's standard library."""
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     return b"".join(f.read_bytes() for f in sorted(folder.glob("*.py")))
 
 
-def tfds_text(name: str) -> bytes:
-    """The training text of a set of TensorFlow Datasets.
-
-    Raises:
-        UsageError: If it cannot be had.
-    """
-    # Of which the text that is used by default has no need.
+def tfds_text(name: str, directory: pathlib.Path | None) -> bytes:
+    """Return the training text of a set of TensorFlow Datasets."""
     import tensorflow_datasets as tfds
 
-    from common.tfds_sets import UnavailableError, named_builder, prepare
-
-    try:
-        builder = named_builder(name, None)
-        if "text" not in builder.info.features:
-            raise UnavailableError(f"{name} has no feature 'text'.")
-        prepare(name, builder)
-    except UnavailableError as error:
-        raise UsageError(f"--dataset {name}: {error}") from error
-    rows = tfds.as_numpy(builder.as_dataset(split="train"))
+    rows = tfds.as_numpy(tfds.load(name, split="train", data_dir=directory))
     return b"\n".join(row["text"] for row in rows)
 
 
 def pieces(text: bytes, length: int) -> np.ndarray:
-    """The text in pieces of so many characters, as their numbers."""
+    """Return the codes of a text, `(pieces, length)`."""
     codes = _CODES[np.frombuffer(text, np.uint8)]
     return codes[: len(codes) // length * length].reshape(-1, length)
 
 
-def load(name: str, length: int, examples: int, held_out: int = 500) -> Data:
-    """Pieces of text, and the last of them to test with; targets are inputs.
+def load(
+    options: argparse.Namespace, length: int, examples: int, held_out: int = 500
+) -> Data:
+    """Load the text of `--dataset` and `--data-dir`; targets are the inputs.
 
     Args:
-        name: "python" for its standard library, or a set of TFDS with a
-            feature "text".
+        options: The command line.
         length: Characters of an example.
-        examples: Number of examples to train on.
-        held_out: Number of examples to test with.
+        examples: Number of training examples.
+        held_out: Number of test examples, the last of the text.
     """
-    text = standard_library() if name == "python" else tfds_text(name)
-    found = pieces(text, length)
-    train, test = found[:-held_out][:examples], found[-held_out:]
-    return Data(name, Split(train, train), Split(test, test))
+    is_library = options.dataset == "python"
+    text = (
+        standard_library()
+        if is_library
+        else tfds_text(options.dataset, options.data_dir)
+    )
+    rows = pieces(text, length)
+    train, test = rows[:-held_out][:examples], rows[-held_out:]
+    return Data(Split(train, train), Split(test, test))

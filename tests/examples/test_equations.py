@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import contest
 import equations
 import gauss_newton
 from tests.support.dtypes import floats
@@ -37,7 +36,7 @@ def test_solutions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return keras.Sequential([keras.Input((features,)), Solution()])
 
     with floats("float64"):
-        monkeypatch.setattr(contest, "mlp", exact)
+        monkeypatch.setattr(equations, "mlp", exact)
         problem = equations.PROBLEMS[name]()
         for condition, residual in problem.residuals.items():
             found = residual(tf.constant(problem.points[condition]))
@@ -95,7 +94,7 @@ def test_points_by_residual() -> None:
 )
 def test_races(name: str) -> None:
     with floats("float64"):
-        race = gauss_newton.race(equations.PROBLEMS["regression"](), name, 4.0)
+        race = gauss_newton.race(equations.PROBLEMS["regression"](), name, 6.0)
     assert race is not None
-    assert race.seconds[-1] >= 4.0
+    assert race.seconds[-1] >= 6.0
     assert race.errors[-1] < race.errors[0]

@@ -1,66 +1,40 @@
+"""The Ritz values are eigenvalues of the Hessian."""
+
+from typing import Any
+
 import keras
 import numpy as np
-import pytest
 import tensorflow as tf
 
 import plot_spectrum
-from common.optimizers import parse_optimizer
-from tests.support import tiny
 
 
-@pytest.fixture(autouse=True)
-def tiny_only(monkeypatch):
-    tiny.install(monkeypatch)
-
-
-def hessian(model, images, labels):
-    variables = model.trainable_variables
+def hessian(model: Any, x: Any, y: Any) -> np.ndarray:
+    weights = [v.value for v in model.trainable_variables]
     with tf.GradientTape(persistent=True) as outer:
         with tf.GradientTape() as inner:
-            loss = model.compute_loss(y=labels, y_pred=model(images))
-        slopes = inner.gradient(loss, [v.value for v in variables])
+            loss = model.compute_loss(y=y, y_pred=model(x))
+        slopes = inner.gradient(loss, weights)
         slope = tf.concat([tf.reshape(g, [-1]) for g in slopes], 0)
-    columns = outer.jacobian(slope, [v.value for v in variables])
-    size = slope.shape[0]
-    return tf.concat([tf.reshape(c, [size, -1]) for c in columns], 1).numpy()
+    columns = outer.jacobian(slope, weights)
+    rows = [tf.reshape(c, [slope.shape[0], -1]) for c in columns]
+    return np.array(tf.concat(rows, 1))
 
 
-def test_values_are_those_of_the_current_weights():
-    data = tiny.data()
-    model = tiny.network(tiny.SHAPE, tiny.CLASSES)
-    model.compile(
-        parse_optimizer("adam").make(4, {}),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
-    batch = next(iter(data.train_batches(30, 0)))
-    recorder = plot_spectrum.SpectrumRecorder(batch, 3, 3, 2, lanczos_steps=19)
-    wanted = [hessian(model, *batch)]
-    model.fit(
-        data.train_batches(10, 0),
-        shuffle=False,
-        callbacks=[recorder],
-        verbose=0,
-    )
-    wanted.append(hessian(model, *batch))
-    assert list(recorder.spectra) == [0, 3, 4]
-    for step, matrix in zip([0, 4], wanted, strict=True):
+def test_values_are_those_of_the_current_weights() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 4)).astype("float32"), rng.integers(0, 3, 40)
+    keras.utils.set_random_seed(0)
+    hidden = keras.layers.Dense(6, "tanh")
+    model = keras.Sequential([keras.Input((4,)), hidden, keras.layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss)
+    spectrum = plot_spectrum.Spectrum((tf.constant(x), tf.constant(y)), 2)
+    wanted = {0: hessian(model, x, y)}
+    model.fit(x, y, 10, callbacks=[spectrum], verbose=0)
+    wanted[4] = hessian(model, x, y)
+    assert list(spectrum.values) == [0, 2, 4]
+    for step, matrix in wanted.items():
         values = np.linalg.eigvalsh(matrix)
-        np.testing.assert_allclose(
-            recorder.spectra[step], [*values[:2], *values[-3:]], atol=1e-4
-        )
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("--largest -1", "not below 0; received '-1'"),
-        ("--largest 0 --smallest 0", "must not both be 0"),
-        ("--lanczos-steps 9", "9 are too few for 10 values"),
-        ("--optimizer sgd adam", "one spectrum at a time"),
-    ],
-)
-def test_wrong_argument(text, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        plot_spectrum.parse(text.split())
-    assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
+        ends = [*values[:5], *values[-5:]]
+        np.testing.assert_allclose(spectrum.values[step], ends, atol=1e-4)

@@ -1,99 +1,106 @@
-"""Runs of a tiny model with the optimizers of the command line."""
+"""The command line, the runs and the records of the examples."""
 
+import argparse
 import json
+import pathlib
+import sys
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
 
 import classification
-from common.optimizers import parse_optimizer
-from common.recording import Recorder
-from tests.support import tiny
+from common import data, networks, session
+from common.data import Data, Split
 
-
-@pytest.fixture(autouse=True)
-def tiny_only(monkeypatch):
-    tiny.install(monkeypatch)
-
-
-def build(text):
-    """A tiny model with an optimizer for four steps."""
-    keras.utils.set_random_seed(0)
-    model = tiny.network(tiny.SHAPE, tiny.CLASSES)
-    model.compile(
-        parse_optimizer(text).make(4, {}),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
-    return model
-
-
-def fit(model):
-    """Two epochs of two steps."""
-    recorder, data = Recorder(), tiny.data()
-    model.fit(
-        data.train_batches(20, 0),
-        epochs=2,
-        shuffle=False,
-        validation_data=data.test_batches(),
-        callbacks=[recorder],
-        verbose=0,
-    )
-    return recorder
-
-
-FOSI_SETTINGS = ":warmup_steps=2:update_interval=2:num_largest=2"
+DEFAULTS = session.Defaults(epochs=7, batch_size=32, rates={"sgd": 0.2})
 
 
 @pytest.mark.parametrize(
-    "name", ["kfac", pytest.param("fosi_adam", marks=pytest.mark.slow), "adamw"]
+    ("text", "message"),
+    [
+        ("--optimizer lbfgs", "'lbfgs' is none of kfac, sgd"),
+        ("--optimizer kfac:damping", "'damping' is not KEY=VALUE"),
+        ("--batch-size 0", "above 0; received '0'"),
+    ],
 )
-def test_trains(name):
-    text, kinds = name, ["plain"] * 3  # without the first step
-    if name.startswith("fosi"):
-        text += FOSI_SETTINGS
-        kinds = ["warmup", "estimation", "plain"]
-    if name == "kfac":
-        text += ":factor_update_interval=2:inverse_update_interval=3"
-        kinds = ["plain", "factor", "inverse"]
-    model = build(f"{text}:learning_rate=0.1")
-    start = model.get_weights()
-    recorder = fit(model)
-    assert np.isfinite(recorder.losses).all()
-    for before, after in zip(start, model.get_weights(), strict=True):
-        assert np.isfinite(after).all()
-        assert (before != after).any()
-    # It has decayed to 0.
-    assert float(np.array(model.optimizer.learning_rate)) == 0
-    seconds = recorder.seconds_by_kind
-    assert list(seconds) == list(dict.fromkeys(kinds))
-    assert [len(x) for x in seconds.values()] == [
-        kinds.count(kind) for kind in seconds
-    ]
+def test_wrong_argument(text: str, message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        session.make_parser(None, DEFAULTS).parse_args(text.split())
+    assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_comparison(capsys, tmp_path):
-    plot, measured = tmp_path / "plots" / "plot.png", tmp_path / "runs.json"
-    fosi = "fosi" + FOSI_SETTINGS
-    classification.main(
-        f"--model mlp --optimizer {fosi} sgd --batch-size 20 --epochs 2 "
-        f"--plot {plot} --json {measured} --log-dir {tmp_path}".split()
-    )
-    said = capsys.readouterr().out
-    assert "FOSI 'fosi' of model" in said
-    _, kinds = said.split("kind of step")
-    assert [line.split()[:3] for line in kinds.split("\n")[2:6]] == [
-        [fosi, "warmup", "1"],
-        [fosi, "estimation", "1"],
-        [fosi, "plain", "1"],
-        ["sgd", "plain", "3"],
+@pytest.mark.parametrize("name", session.NAMES)
+def test_optimizers_decay_to_0(name: str) -> None:
+    variant = session.parse_optimizer(f"{name}:learning_rate=0.25")
+    optimizer = session.make_optimizer(variant, 8, {})
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    rates = [float(inner._learning_rate(step)) for step in (0, 4, 8)]
+    np.testing.assert_allclose(rates, [0.25, 0.125, 0])
+
+
+def tiny(options: argparse.Namespace) -> Data:
+    """Return 40 training images and 20 test images of 2x2 pixels."""
+    rng = np.random.default_rng(0)
+    splits = [
+        Split(
+            rng.integers(0, 256, (size, 2, 2, 1)).astype(np.uint8),
+            rng.integers(0, 3, size),
+        )
+        for size in (40, 20)
     ]
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "sgd.csv").read_text().count("\n") == 1 + 4
-    records = json.loads(measured.read_text())
-    assert list(records) == [fosi, "sgd"]
-    assert len(records["sgd"]["losses"]) == 4
-    assert [e["step"] for e in records["sgd"]["evaluations"]] == [2, 4]
-    assert records[fosi]["state_bytes"]["total"] > 0
+    return Data(*splits)
+
+
+def network(shape: tuple[int, ...], classes: int) -> keras.Model:
+    """Return a model of 19 weights."""
+    hidden = [keras.layers.Flatten(), keras.layers.Dense(2, "tanh")]
+    last = keras.layers.Dense(classes)
+    return keras.Sequential([keras.Input(shape), *hidden, last])
+
+
+def test_comparison(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: Any
+) -> None:
+    """Losses are those of the batches; the summary, a plot and files."""
+    monkeypatch.setattr(data, "load", tiny)
+    monkeypatch.setitem(networks.CLASSIFIERS, "mlp", network)
+    words = "classification.py --model mlp --optimizer kfac sgd --epochs 2 "
+    words += f"--batch-size 10 --plot {tmp_path}/plots/plot.png "
+    words += f"--json {tmp_path}/runs.json --log-dir {tmp_path}/logs"
+    monkeypatch.setattr(sys, "argv", words.split())
+    seen: list[float] = []
+    on_end = session.Run.on_train_batch_end
+
+    def end(self: session.Run, batch: int, logs: Any = None) -> None:
+        on_end(self, batch, logs)
+        # Keras' mean loss of the epoch so far.
+        epoch = self.losses[len(self.losses) - batch - 1 :]
+        seen.append(np.mean(epoch) - logs["loss"])
+
+    monkeypatch.setattr(session.Run, "on_train_batch_end", end)
+    classification.main()
+    assert len(seen) == 16 and np.abs(seen).max() < 1e-5
+    assert "Preconditioned weights" in capsys.readouterr().out
+    png = (tmp_path / "plots" / "plot.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    records = json.loads((tmp_path / "runs.json").read_text())
+    assert list(records) == ["kfac", "sgd"]
+    for name, record in records.items():
+        assert len(record["losses"]) == len(record["cpu_seconds"]) == 8
+        assert [test["step"] for test in record["evaluations"]] == [4, 8]
+        seconds = np.diff(record["seconds"], prepend=0)
+        assert (seconds > 0).all()
+        # The first step traced the graph, which does not count.
+        assert seconds[0] == pytest.approx(seconds[1:].max())
+        csv = (tmp_path / "logs" / f"{name}.csv").read_text()
+        assert csv.count("\n") == 1 + 2
+    assert records["kfac"]["state_bytes"]["total"] > 0
+
+
+def test_batches_of_more_examples_than_there_are() -> None:
+    parser = session.make_parser(None, DEFAULTS)
+    runs = session.Session(parser.parse_args([]), "title").runs(31)
+    with pytest.raises(SystemExit, match="at most 31"):
+        next(runs)

@@ -21,21 +21,10 @@ LINE = re.compile(
 )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "received"),
-    [([], "nothing"), (["--epochs", "2"], "--epochs"), (["0"], "0")],
-)
-def test_workers_without_a_number(arguments: list[str], received: str) -> None:
-    """Before an environment is made."""
-    done = subprocess.run(
-        ["bash", str(TOOLS / "demo.sh"), "--workers", *arguments],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert not done.stdout
-    said = "--workers needs a number: bash tools/demo.sh --workers 2 Received: "
-    assert done.stderr == f"{said}{received}\n"
+def test_workers_without_a_number() -> None:
+    """An error before an environment is made."""
+    command = ["bash", str(TOOLS / "demo.sh"), "--workers", "--epochs", "2"]
+    assert subprocess.run(command, capture_output=True).returncode == 2
 
 
 def test_an_allowance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@
     python tools/studies/benchmark.py --mode fit --models M1 M3
     python tools/studies/benchmark.py --variants sgd kfac-inverse@../old
     python tools/studies/benchmark.py --first-step 3 --models M3 MobileNetV2
-    python tools/studies/benchmark.py --record   # tables of the documentation
 
 A variant is NAME[@FOLDER][:KEY=VALUE...]: an optimizer, the folder from which
 its library is imported (default: this tree), and arguments of its constructor.
@@ -20,34 +19,27 @@ import os
 import pathlib
 import re
 import resource
-import select
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
-import command
-from command import Variant, intervals, parse_variant, positive
+import command  # isort: skip, sets the module path
+from common.arguments import parse_variant, positive
+from common.tables import table
 
 FIRST_ORDER = ("sgd", "adam", "adamw", "muon")
 BASES = ("sgd", "adam")  # optimizers by whose times others are divided
-FAMILIES = (
-    *FIRST_ORDER,
-    "kfac-SOLVER",
-    *(f"fosi-{name}" for name in FIRST_ORDER),
-)
 SHAPES = {
     "M1": (784,),
     "M2": (28, 28, 1),
     "M3": (32, 32, 3),
     "M4": (784,),
     "MobileNetV2": (64, 64, 3),
-    "ResNet50": (64, 64, 3),
 }
-MODELS = (*SHAPES, "mlp-WIDTHxDEPTH")
 USUAL_MODELS = ("M1", "M2", "M3", "M4", "mlp-64x100")
 USUAL_VARIANTS = (
     "sgd",
@@ -56,25 +48,14 @@ USUAL_VARIANTS = (
     "kfac-inverse:step=spectral",
     "fosi-adam",
 )
-# All rows of a batch, no sketches.
-WHOLE_FACTORS = "kfac-inverse:max_factor_dim=16384:factor_batch_fraction=1.0"
-RECORDED_VARIANTS = (*USUAL_VARIANTS, "muon", WHOLE_FACTORS)
-# Names of variants in the documentation.
-TITLES = {
-    "sgd": "SGD",
-    "adam": "Adam",
-    "muon": "Muon",
-    "kfac-inverse": "K-FAC",
-    "kfac-inverse:step=spectral": "spectral steps",
-    WHOLE_FACTORS: "K-FAC, whole factors of all rows",
-    "fosi-adam": "FOSI with Adam",
-}
 
 CLASSES = 10
 RATE = 1e-4  # small: the loss stays finite for any number of steps
 EPOCH = 25  # batches of an epoch of `fit`; the last has a third of the rows
 FOSI_ESTIMATION = 2  # step in which FOSI estimates its directions, once
 WARM_UP = 5  # steps that do not count, the first among them
+SLICE = 10  # steps of a variant before those of the next variant
+THREADS = 2  # of a process
 MIN_STEPS = 20  # steps of a round: short intervals are run several times
 GRACE_S = 20.0  # time for a process to end by itself
 
@@ -246,15 +227,10 @@ def build(model: str) -> Any:
             [keras.Input((width,)), *hidden, layers.Dense(width)]
         )
     shape = SHAPES[model]
-    if model == "M1":
-        return networks.mlp(shape, CLASSES)
-    if model == "M2":
-        return networks.cnn(shape, CLASSES)
-    if model == "M3":
-        return networks.resnet(shape, CLASSES, 20)
     if model == "M4":
         return networks.autoencoder()
-    return networks.application(model, shape, CLASSES)
+    names = {"M1": "mlp", "M2": "cnn", "M3": "resnet20"}
+    return networks.CLASSIFIERS[names.get(model, model)](shape, CLASSES)
 
 
 def make_batch(model: str, rows: int) -> tuple[Any, Any]:
@@ -285,7 +261,7 @@ def make_loss(model: str) -> Any:
 
 
 def make_optimizer(name: str, arguments: dict[str, Any]) -> Any:
-    """Return an optimizer of `FAMILIES`."""
+    """Return an optimizer by name."""
     import keras
 
     types: Mapping[str, Callable[..., Any]] = {
@@ -348,16 +324,16 @@ class Job:
     """
 
     def __init__(
-        self, model: str, variant: Variant, options: argparse.Namespace
+        self, model: str, variant: str, options: argparse.Namespace
     ) -> None:
-        task: dict[str, Any] = {"model": model, "name": variant.name}
-        task |= {"arguments": variant.arguments}
+        name, folder, arguments = split_variant(variant)
+        task = {"model": model, "name": name, "arguments": arguments}
         task |= {"batch": options.batch, "mode": options.mode}
-        self._text = variant.text
+        self._text = variant
         self._log = tempfile.TemporaryFile()  # noqa: SIM115, close() does
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--worker", json.dumps(task)],
-            env=command.process_environment(options.threads, variant.folder),
+            env=command.process_environment(THREADS, folder),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -394,7 +370,6 @@ class Job:
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
-        select.select([self._process.stdout], [], [])
         if line := self._process.stdout.readline():
             return json.loads(line)
         self._log.seek(0)
@@ -414,31 +389,25 @@ class Job:
         self._log.close()
 
 
-class Phases(NamedTuple):
-    """Time of each phase of an interval, the median over the intervals.
+def phases(period: int, first: int, times: Sequence[float]) -> Sequence[float]:
+    """Return the time of each phase of an interval, medians of intervals.
 
     A step of K-FAC takes longer where factors or inverses are due, so steps
-    are sorted by their number modulo the interval. The mean over the phases is
+    are sorted by their number modulo the interval. The mean of the phases is
     the time of a step, wherever in the interval an optimizer does its work.
+
+    Args:
+        period: Steps of an interval.
+        first: Number of the first step.
+        times: Times of the steps.
     """
-
-    times: Sequence[float]
-
-    @classmethod
-    def of(cls, period: int, first: int, times: Sequence[float]) -> "Phases":
-        """Sort the times of steps; `first` is the number of the first step."""
-        starts = [(phase - first) % period for phase in range(period)]
-        return cls([statistics.median(times[s::period]) for s in starts])
-
-    @property
-    def mean(self) -> float:
-        """Mean time of a step."""
-        return statistics.fmean(self.times)
+    starts = [(phase - first) % period for phase in range(period)]
+    return [statistics.median(times[start::period]) for start in starts]
 
 
 # ------------------------------------------------------------- the measurement
 def measure(
-    model: str, variants: Sequence[Variant], options: argparse.Namespace
+    model: str, variants: Sequence[str], options: argparse.Namespace
 ) -> list[Row]:
     """Time the first step and the later steps of all variants on a model."""
     with contextlib.ExitStack() as stack:
@@ -458,7 +427,7 @@ def measure(
 
 
 def measure_first_steps(
-    model: str, variants: Sequence[Variant], options: argparse.Namespace
+    model: str, variants: Sequence[str], options: argparse.Namespace
 ) -> list[Row]:
     """Return medians of the first step over several processes each."""
     runs: list[list[Row]] = [[] for _ in variants]
@@ -480,10 +449,10 @@ def measure_first_steps(
 
 
 def start(
-    model: str, variant: Variant, options: argparse.Namespace
+    model: str, variant: str, options: argparse.Namespace
 ) -> tuple[Row, Job | None]:
     """Return a job after its first step; None, with the reason, if it died."""
-    row: Row = {"model": model, "variant": variant.text}
+    row: Row = {"model": model, "variant": variant}
     try:
         job = Job(model, variant, options)
     except DiedError as error:
@@ -510,21 +479,21 @@ def run(
     for _, job in jobs:
         job.set_intervals(factor, inverse)
     order = list(zip(times, jobs, strict=True))
-    for begin in range(0, steps, options.turn):
+    for begin in range(0, steps, SLICE):
         for record, (_, job) in order:
-            record += job.run(min(options.turn, steps - begin))
+            record += job.run(min(SLICE, steps - begin))
         order.reverse()  # no job always runs after the same other job
     for (row, _), first, pairs in zip(jobs, firsts, times, strict=True):
         wall, processor = (
-            Phases.of(period, first, [1e3 * seconds for seconds in column])
+            phases(period, first, [1e3 * seconds for seconds in column])
             for column in zip(*pairs, strict=True)
         )
         row.setdefault("mixes", {})[f"({factor},{inverse})"] = {
             "steps": len(pairs),
-            "mean_ms": wall.mean,
-            "median_ms": statistics.median(wall.times),
-            "longest_ms": max(wall.times),
-            "cpu_mean_ms": processor.mean,
+            "mean_ms": statistics.fmean(wall),
+            "median_ms": statistics.median(wall),
+            "longest_ms": max(wall),
+            "cpu_mean_ms": statistics.fmean(processor),
             "load": os.getloadavg()[0],
         }
 
@@ -552,85 +521,31 @@ def _add_ratio(cost: Row, base: Row | None, name: str) -> None:
 
 # ------------------------------------------------------------------ the tables
 def text_table(rows: Sequence[Row]) -> str:
-    """Return a line for each variant on each model, with aligned columns."""
+    """Return a line for each variant on each model."""
     mixes = dict.fromkeys(mix for row in rows for mix in row.get("mixes", {}))
-    lines = [["model", "variant"]]
+    heading = ["model and variant"]
     for mix in mixes:
-        lines[0] += [f"{mix} ms", "/ sgd", "/ adam", "CPU / sgd", "max/med"]
-    lines[0] += [
-        "first CPU s",
-        "/ sgd",
-        "/ adam",
-        "peak MB",
-        "+ MB",
-        "state MB",
-    ]
+        heading += [f"{mix} ms", "/ sgd", "/ adam", "CPU / sgd", "max/med"]
+    heading += ["first CPU s", "/ sgd", "/ adam", "peak MB", "+ MB", "state MB"]
+    lines = []
     for row in rows:
-        line = [row["model"], row["variant"]]
+        line = [f"{row['model']} {row['variant']}"]
         for mix in mixes:
             cost = row.get("mixes", {}).get(mix, {})
             keys = ("mean_ms", "mean_ms / sgd", "mean_ms / adam")
             line += [_cell(cost, key) for key in (*keys, "cpu_mean_ms / sgd")]
-            line.append(f"{_longest(cost):.1f}" if cost else "-")
+            longest = cost and cost["longest_ms"] / cost["median_ms"]
+            line.append(f"{longest:.1f}" if cost else "-")
         for key in ("cpu_seconds", "cpu_seconds / sgd", "cpu_seconds / adam"):
             line.append(_cell(row.get("first_step", {}), key))
         for key in ("peak_bytes", "extra_peak_bytes", "state_bytes"):
             line.append(_cell(row, key, 1e-6))
         lines.append(line)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index < 2 else cell.rjust(width)
-            for index, (cell, width) in enumerate(
-                zip(line, widths, strict=True)
-            )
-        ).rstrip()
-        for line in lines
-    )
+    return table(heading, lines)
 
 
 def _cell(values: Mapping[str, float], key: str, scale: float = 1.0) -> str:
     return f"{values[key] * scale:.2f}" if key in values else "-"
-
-
-def _longest(cost: Mapping[str, float]) -> float:
-    return cost["longest_ms"] / cost["median_ms"]
-
-
-def tables(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Return the tables of the documentation, by the titles of the studies."""
-    found = {}
-    if timed := [row for row in rows if "mixes" in row]:
-        found["Time of a step"] = _matrix(timed, _ratios)
-    if started := [row for row in rows if "first_step" in row]:
-        found["Time of the first step"] = _matrix(
-            started, lambda row: _cell(row["first_step"], "cpu_seconds")
-        )
-    return found
-
-
-def _matrix(rows: Sequence[Row], cell: Callable[[Row], str]) -> dict[str, Any]:
-    models = dict.fromkeys(row["model"] for row in rows)
-    variants = dict.fromkeys(row["variant"] for row in rows)
-    cells = {(row["model"], row["variant"]): cell(row) for row in rows}
-    lines = [
-        [
-            TITLES.get(variant, f"`{variant}`"),
-            *(cells.get((model, variant), "") for model in models),
-        ]
-        for variant in variants
-    ]
-    return {"columns": ["", *models], "rows": lines}
-
-
-def _ratios(row: Row) -> str:
-    costs = list(row["mixes"].values())
-    if row["variant"] == "sgd":
-        return f"{costs[0]['mean_ms']:.1f} ms"
-    ratios = [_cell(cost, "mean_ms / sgd") for cost in costs]
-    if not row["variant"].startswith("kfac"):  # has no intervals
-        return ratios[0]
-    return f"{' / '.join(ratios)} ({_longest(costs[0]):.1f})"
 
 
 # ------------------------------------------------------------ the command line
@@ -640,12 +555,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker:
         work(options.worker)
         return 0
-    variants = [parse_variant(text) for text in options.variants]
     rows: list[Row] = []
     for model in options.models:
         method = measure_first_steps if options.first_step else measure
         try:
-            new = method(model, variants, options)
+            new = method(model, options.variants, options)
         except DiedError as error:
             sys.exit(f"{model}: {error}")
         print(text_table(new), flush=True)
@@ -655,28 +569,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.json.write_text(
                 json.dumps(facts | {"rows": rows}, indent=1)
             )
-    if options.record:
-        import results
-
-        for title, table in tables(rows).items():
-            results.replace(title, {"table": table})
     return int(any("error" in row for row in rows))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse and check the command line."""
+    fosi = [f"fosi-{name}" for name in FIRST_ORDER]
     parser = argparse.ArgumentParser(
         description=__doc__,
-        epilog=f"Variants: {', '.join(FAMILIES)}. Models: {', '.join(MODELS)}.",
+        epilog=f"Variants: {', '.join((*FIRST_ORDER, 'kfac-SOLVER', *fosi))}. "
+        f"Models: {', '.join((*SHAPES, 'mlp-WIDTHxDEPTH'))}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--models", nargs="+", type=model_name, metavar="MODEL")
-    add("--variants", nargs="+", type=variant, metavar="VARIANT")
+    add("--models", nargs="+", default=USUAL_MODELS, metavar="MODEL")
+    add("--variants", nargs="+", default=USUAL_VARIANTS, metavar="VARIANT")
     add(
         "--mixes",
         nargs="+",
-        type=intervals,
+        type=command.intervals,
         default=[(10, 100), (1, 10)],
         metavar="FACTOR,INVERSE",
         help="update intervals of K-FAC (default: 10,100 1,10)",
@@ -689,9 +600,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     for name, default, text in (
         ("rounds", 5, "intervals of each mix; a phase has their median"),
-        ("turn", 10, "steps until it is the next variant's turn"),
         ("batch", 128, "rows of a batch"),
-        ("threads", 2, "threads of a process"),
     ):
         text += " (default: %(default)s)"
         add(f"--{name}", type=positive, default=default, metavar="N", help=text)
@@ -703,39 +612,31 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "smaller last batch",
     )
     add("--json", type=pathlib.Path, metavar="FILE", help="keeps all results")
-    add(
-        "--record",
-        action="store_true",
-        help="write the tables into docs/results.json and its page",
-    )
     add("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    options.models = options.models or USUAL_MODELS
-    usual = RECORDED_VARIANTS if options.record else USUAL_VARIANTS
-    options.variants = options.variants or usual
+    for model in options.models:
+        if model not in SHAPES and mlp_size(model) is None:
+            parser.error(f"argument --models: unknown model {model!r}")
+    for variant in options.variants:
+        try:
+            name, folder, _ = split_variant(variant)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"argument --variants: {error}")
+        known = (*FIRST_ORDER, *fosi)
+        if name not in known and not name.startswith("kfac-"):
+            parser.error(f"argument --variants: unknown variant {variant!r}")
+        if folder and not folder.is_dir():
+            parser.error(f"argument --variants: {str(folder)!r} is no folder")
     return options
 
 
-def model_name(text: str) -> str:
-    """Check the name of a model."""
-    if text not in SHAPES and mlp_size(text) is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is none of {', '.join(MODELS)}"
-        )
-    return text
-
-
-def variant(text: str) -> str:
-    """Check a variant."""
-    name, arguments = (parsed := parse_variant(text)).name, parsed.arguments
-    if name not in FAMILIES and not re.fullmatch(r"kfac-\w+", name):
-        raise argparse.ArgumentTypeError(
-            f"{name!r} is none of {', '.join(FAMILIES)}"
-        )
-    for key in ("factor_update_interval", "inverse_update_interval"):
-        if key in arguments:
-            raise argparse.ArgumentTypeError(f"{key} is set by --mixes")
-    return text
+def split_variant(
+    text: str,
+) -> tuple[str, pathlib.Path | None, dict[str, Any]]:
+    """Return name, folder and arguments of NAME[@FOLDER][:KEY=VALUE...]."""
+    _, name, arguments = parse_variant(text)
+    name, _, folder = name.partition("@")
+    return name, pathlib.Path(folder).resolve() if folder else None, arguments
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Cost model of K-FAC: seconds, bytes and memory of each distribution.
 
-Sizes of factors, plans and messages are those of the library. Seconds follow
-from them and the numbers of a `Machine`.
+Sizes of factors, plans and messages are computed by the library, seconds from
+these and the numbers of a `Machine`.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import tensorflow as tf
 from tfkfac.blocks import Block
 from tfkfac.blocks.registry import build_registry
 from tfkfac.blocks.statistics import choose_subsample
-from tfkfac.checks import check_choice, check_count, check_positive, check_range
 from tfkfac.compat.models import all_layers, children
 from tfkfac.compat.overrides import overridden
 from tfkfac.distributed.collectives import BUCKET_BYTES, gradient_bytes
@@ -25,90 +24,54 @@ from tfkfac.distributed.plan import MODES, Plan, plan_layers
 from tfkfac.factors import Diagonal
 from tfkfac.factors.base import Wire
 from tfkfac.kfac.placement import BlockCost, Loads, Numbers
-from tfkfac.solvers import SOLVERS
 from tfkfac.solvers.registry import make_solver
 
-# What is not known of a machine, in terms of its products of matrices: orders
-# of magnitude, of which CPUs and GPUs are on different sides.
+# Orders of magnitude, between those of CPUs and GPUs: operations of matrix
+# products in the time of a Cholesky inverse (5 n^3), of an eigen-decomposition
+# (150 n^3), and of moving a byte of memory.
 _INVERSE, _EIGEN, _MEMORY = 5.0, 150.0, 20.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Speeds of the workers, which are all alike, and of their network.
+    """Speeds of equal workers and of their network.
 
     Attributes:
-        flops: Floating point operations a second of products of matrices.
-        inverse: Cholesky inverses of a large size n: n^3 a second.
-        eigen: Eigen-decompositions of a large size n: n^3 a second.
-        memory: Bytes a second that pass by where little is computed.
+        flops: Floating point operations a second of matrix products.
         bandwidth: Bytes a second that a worker receives.
-        latency: Seconds until a small message is there.
-        overhead: Seconds of a step that are none of these.
+        latency: Seconds of a small message.
+        overhead: Seconds of a step beside all that is modelled.
     """
 
     flops: float
-    inverse: float
-    eigen: float
-    memory: float
     bandwidth: float
     latency: float
     overhead: float = 0.0
 
-    def __post_init__(self) -> None:
-        for name in ("flops", "inverse", "eigen", "memory", "bandwidth"):
-            check_positive(name, getattr(self, name))
-        for name in ("latency", "overhead"):
-            check_range(name, getattr(self, name), 0.0)
+    @property
+    def inverse(self) -> float:
+        """Cholesky inverses of size n: n^3 a second."""
+        return self.flops / _INVERSE
 
-    @classmethod
-    def of(
-        cls, flops: float, bandwidth: float, latency: float, **known: Any
-    ) -> Self:
-        """A machine of which only the usual three numbers are known.
+    @property
+    def eigen(self) -> float:
+        """Eigen-decompositions of size n: n^3 a second."""
+        return self.flops / _EIGEN
 
-        A Cholesky inverse of size n is taken for as long as products of 5 n^3
-        operations, an eigen-decomposition of 150 n^3, and a byte of memory for
-        20 operations.
-
-        Args:
-            flops: See the attributes.
-            bandwidth: See the attributes.
-            latency: See the attributes.
-            **known: Others that are known.
-        """
-        flops = check_positive("flops", flops)
-        guessed = {
-            "inverse": flops / _INVERSE,
-            "eigen": flops / _EIGEN,
-            "memory": flops / _MEMORY,
-        }
-        return cls(
-            flops=flops,
-            bandwidth=bandwidth,
-            latency=latency,
-            **{**guessed, **known},
-        )
+    @property
+    def memory(self) -> float:
+        """Bytes of memory a second."""
+        return self.flops / _MEMORY
 
     def products(self, multiplications: float) -> float:
-        """Seconds of products of matrices.
-
-        Args:
-            multiplications: Their number; an addition comes with each.
-        """
+        """Return the seconds of multiplications, each with an addition."""
         return 2 * multiplications / self.flops
 
     def all_reduce(self, size: float, workers: int, messages: int = 1) -> float:
-        """Seconds in which workers add up `size` bytes, in some messages.
+        """Return the seconds of an all-reduce of `size` bytes.
 
-        Each receives the data twice but for its own part. In a ring a message
-        makes `2 (P - 1)` hops, up and down a tree `2 log2 P`: libraries take
-        what is quicker.
-
-        Args:
-            size: Bytes that are added up.
-            workers: Number of workers.
-            messages: Number of messages.
+        A worker receives the data twice but for its own part. A message makes
+        `2 (P - 1)` hops in a ring and `2 log2 P` in a tree: the minimum counts.
         """
         if workers == 1 or not size:
             return 0.0
@@ -119,14 +82,9 @@ class Machine:
         return received / self.bandwidth + hops * self.latency
 
     def broadcast(self, size: float, members: int, messages: int = 1) -> float:
-        """Seconds in which a worker receives `size` bytes of others.
+        """Return the seconds in which a worker receives `size` bytes.
 
-        A message makes `P - 1` hops round a ring, as with NCCL.
-
-        Args:
-            size: Bytes that it receives.
-            members: Size of the groups in which they are sent.
-            messages: Number of messages.
+        A message makes `P - 1` hops around a ring of the members, as with NCCL.
         """
         if members == 1 or not size:
             return 0.0
@@ -148,29 +106,26 @@ class Network:
     """The calls of a model's layers for a batch; traced, not run.
 
     Args:
-        model: A functional or sequential model.
+        model: A functional or sequential model with known sizes of its inputs.
         batch: Examples of a batch.
-        size: The value of unknown sizes of an input; None if there is none.
 
     Attributes:
         elements: Number of outputs of all layers.
-
-    Raises:
-        ValueError: If the model has no known inputs, or a size is missing.
     """
 
-    def __init__(
-        self, model: keras.Model, batch: int, size: int | None = None
-    ) -> None:
+    def __init__(self, model: keras.Model, batch: int) -> None:
         self._calls: dict[int, list[CallShapes]] = {}
+        # A sequential model knows its only input by this name.
+        one = len(model.inputs) == 1
         specs = keras.tree.map_structure(
-            lambda tensor: _spec(tensor, batch, size), _inputs_of(model)
+            lambda t: tf.TensorSpec([batch, *t.shape[1:]], t.dtype),
+            model.inputs[0] if one else model.input,
         )
-        layers = [one for one in all_layers(model) if one is not model]
+        layers = [layer for layer in all_layers(model) if layer is not model]
         with contextlib.ExitStack() as stack:
             for layer in layers:
-                note = self._noting(layer)
-                stack.enter_context(overridden(layer, "call", note))
+                record = self._recorder(layer)
+                stack.enter_context(overridden(layer, "call", record))
             run = tf.function(lambda x: model(x, training=True))
             run.get_concrete_function(specs)
         self.elements = sum(
@@ -180,7 +135,7 @@ class Network:
             for call in self._calls[id(layer)]
         )
 
-    def _noting(self, layer: keras.layers.Layer) -> Callable[..., Any]:
+    def _recorder(self, layer: keras.layers.Layer) -> Callable[..., Any]:
         calls = self._calls.setdefault(id(layer), [])
 
         def call(below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -194,21 +149,21 @@ class Network:
         return call
 
     def calls(self, block: Block) -> Sequence[CallShapes]:
-        """The calls of a block's layer."""
+        """Return the calls of a block's layer."""
         return self._calls[id(block.layer)]
 
     def rows(self, block: Block) -> int:
-        """Rows of a block; for a shared layer, those of all its calls."""
+        """Return the rows of a block, in all calls of a shared layer."""
         g = block.factors["G"]
-        # Not the outputs of one half of a separable convolution.
+        # `filters`: one half of a separable convolution has other outputs.
         width = getattr(block.layer, "filters", None)
         width = width or math.prod(g.stack_shape) * g.size
         return sum(math.prod(c.outputs) // width for c in self.calls(block))
 
     def multiplications(self, blocks: Sequence[Block]) -> int:
-        """Multiplications of a forward pass through the layers of blocks.
+        """Return the multiplications of a forward pass through blocks.
 
-        An embedding and what only scales multiply next to nothing.
+        Embeddings and scales count as 0.
         """
         return sum(
             self.rows(block) * math.prod(block.gradient_shape)
@@ -217,40 +172,17 @@ class Network:
         )
 
 
-def _inputs_of(model: keras.Model) -> Any:
-    try:
-        # A sequential model knows its one input by this name only.
-        return model.inputs[0] if len(model.inputs) == 1 else model.input
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"Model '{model.name}' must be functional or sequential, with "
-            f"known inputs. {error}"
-        ) from error
-
-
-def _spec(
-    tensor: keras.KerasTensor, batch: int, size: int | None
-) -> tf.TensorSpec:
-    sizes = [size if n is None else n for n in tensor.shape[1:]]
-    if None in sizes:
-        raise ValueError(
-            f"Input '{tensor.name}' has the shape {tensor.shape}, whose sizes "
-            "but the first must be known."
-        )
-    return tf.TensorSpec([batch, *sizes], tensor.dtype)
-
-
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The work of a batch of `size` examples, the same under all plans.
+    """The work of a batch of `size` examples, equal under all plans.
 
     Attributes:
-        fraction: Share of them that statistics take, see `KFAC`.
+        fraction: Share of the examples in the statistics, see `KFAC`.
         forward: Multiplications of a forward pass.
         outputs: Number of outputs of all layers.
         rows: Rows of each block.
-        statistics: Multiplications of each block's, of all examples.
-        read: Elements of the rows or images that these take.
+        statistics: Multiplications of each block's statistics.
+        read: Elements that these read.
     """
 
     size: int
@@ -270,10 +202,7 @@ class Batch:
         fraction: float | None,
         every: Sequence[Block],
     ) -> Self:
-        """Counts the work of a batch of a network.
-
-        `every` are its blocks if none of the layers is skipped.
-        """
+        """Count the work of a network; `every` includes skipped layers."""
         counts = [_statistics(network, block) for block in blocks]
         return cls(
             size,
@@ -286,10 +215,7 @@ class Batch:
         )
 
     def share(self, observers: int) -> float:
-        """Share of the examples that the statistics of a worker take.
-
-        Those of all observers are added up.
-        """
+        """Return the share of the examples in a worker's statistics."""
         part = choose_subsample(
             self.fraction, tf.constant(0, tf.int64), observers
         )
@@ -300,7 +226,7 @@ class Batch:
 
 
 def _statistics(network: Network, block: Block) -> tuple[float, float]:
-    """Multiplications of a block's statistics, and elements they take."""
+    """Return multiplications of a block's statistics, and elements read."""
     calls, rows = network.calls(block), network.rows(block)
     g = block.factors["G"]
     outputs = sum(math.prod(call.outputs) for call in calls)
@@ -317,10 +243,10 @@ def _statistics(network: Network, block: Block) -> tuple[float, float]:
     return inputs + of_g, patches + outputs
 
 
-# Up to this, in units of the quickest, less memory decides.
+# Plans within this factor of the fastest are equal: the memory decides.
 _LEVEL = 1.02
-# How often the memory is passed: by the output of a layer in a step; by a
-# weight, a factor or a decomposition when it is renewed.
+# Passes through memory: of a layer's output in a step; of a weight, a factor or
+# a decomposition when it is updated.
 _OUTPUT_MOVES, _RENEWAL_MOVES = 6, 4
 _FLOAT = 4  # bytes
 
@@ -353,16 +279,16 @@ class Estimate:
 
     Attributes:
         candidate: The distribution.
-        stages: Seconds of each stage on the worker for which it takes longest.
-            Those of the decompositions are of all turns.
-        longest_turn: Seconds of the longest turn, with sending its results.
-        received: Bytes that a worker receives at most, by kind of message.
-        state: Bytes of curvature state that a worker has at most.
+        stages: Seconds of each stage on the slowest worker; decompositions of
+            all schedule groups.
+        longest_group: Seconds of the slowest schedule group, with messages.
+        received: Maximal bytes that a worker receives, by type of message.
+        state: Maximal bytes of curvature state of a worker.
     """
 
     candidate: Candidate
     stages: Mapping[str, float]
-    longest_turn: float
+    longest_group: float
     received: Mapping[str, int]
     state: Mapping[str, int]
 
@@ -371,7 +297,7 @@ class Estimate:
 
     @property
     def plain(self) -> float:
-        """Seconds of a step that renews nothing."""
+        """Seconds of a step without updates."""
         return self._sum(
             "first_order", "gradients", "precondition", "share_gradients"
         )
@@ -383,16 +309,11 @@ class Estimate:
 
     @property
     def inverse(self) -> float:
-        """Seconds of the longest step that decomposes, without factors."""
-        return self.plain + self.longest_turn
+        """Seconds of the slowest inverse update, without factor update."""
+        return self.plain + self.longest_group
 
     def amortised(self, factor_interval: int, inverse_interval: int) -> float:
-        """Mean seconds of a step.
-
-        Args:
-            factor_interval: Steps between updates of the factors.
-            inverse_interval: Steps between decompositions of a block.
-        """
+        """Return the mean seconds of a step at some update intervals."""
         factors = self._sum("statistics", "reduce_factors")
         inverses = self._sum("decompose", "share_decompositions")
         rest = factors / factor_interval + inverses / inverse_interval
@@ -404,95 +325,54 @@ class Workload:
     """A model and its settings, to be distributed.
 
     Attributes:
-        turns: The turn in which each block is decomposed.
+        groups: The schedule group of each block.
         gradients: Bytes of all gradients of the model.
-        batch: A worker's batch; None leaves out its work.
-        passes: Further backward passes where factors are updated.
+        batch: A worker's batch.
     """
 
     blocks: Sequence[Block]
-    turns: Sequence[int]
+    groups: Sequence[int]
     gradients: int
+    batch: Batch
     wire: Wire = dataclasses.field(default_factory=Wire)
     assignment: str | None = None
-    batch: Batch | None = None
-    passes: int = 0
 
 
 def compare(
-    optimizer: Any,
-    machine: Machine,
-    workers: int,
-    batch: int,
-    *,
-    solvers: Sequence[str] = ("inverse", "eigen"),
-    size: int | None = None,
-    passes: int = 0,
+    optimizer: Any, machine: Machine, workers: int, batch: int
 ) -> list[Estimate]:
-    """Estimates what K-FAC costs on a cluster, for every distribution.
-
-    >>> optimizer = tfkfac.KFAC().attach(model)
-    >>> machine = Machine.of(14e12, 12.5e9, 5e-6)
-    >>> compare(optimizer, machine, workers=64, batch=32)
-
-    Nothing is run. The arguments of the optimizer count, but for its
-    distribution and solver.
+    """Estimate the cost of K-FAC for every distribution and solver.
 
     Args:
         optimizer: A `KFAC`, attached to a built model.
         machine: The machine.
         workers: Number of workers.
         batch: Examples of a worker's batch.
-        solvers: Names of solvers to compare.
-        size: The value of unknown sizes of the model's input, as an image's.
-        passes: Further backward passes where factors are updated: 1 for the
-            Fisher matrix "monte_carlo", 0 for "empirical".
-
-    Returns:
-        An estimate of each distribution.
-
-    Raises:
-        TypeError: If a number is no integer.
-        ValueError: If an argument is not allowed, or the model's inputs are
-            not known.
     """
-    check_count("workers", workers, 1)
-    check_count("batch", batch, 1)
-    check_count("passes", passes)
-    for solver in solvers:
-        check_choice("solvers", solver, tuple(SOLVERS))
     model = optimizer.bound_model()
     placement = optimizer.method.placement
-    work = Batch.of(
-        Network(model, batch, size),
-        placement.blocks,
-        batch,
-        optimizer.factor_batch_fraction,
-        build_registry(model, ()).blocks,
-    )
     load = Workload(
         placement.blocks,
         placement.schedule_groups,
         gradient_bytes(model.trainable_variables),
+        Batch.of(
+            Network(model, batch),
+            placement.blocks,
+            batch,
+            optimizer.factor_batch_fraction,
+            build_registry(model, ()).blocks,
+        ),
         placement.wire,
         placement.distribution.assignment,
-        work,
-        passes,
     )
-    some = list(candidates(workers, solvers, tuple(MODES)))
+    some = list(candidates(workers, ("inverse", "eigen"), tuple(MODES)))
     return compare_plans(load, some, machine, workers)
 
 
 def recommend(
     estimates: Sequence[Estimate], factor_interval: int, inverse_interval: int
 ) -> Estimate:
-    """The quickest one; among those within 2 % of it that of least memory.
-
-    Args:
-        estimates: The estimates to choose from.
-        factor_interval: Steps between updates of the factors.
-        inverse_interval: Steps between decompositions of a block.
-    """
+    """Return the fastest estimate; within 2 % that of least memory."""
     intervals = factor_interval, inverse_interval
     least = min(one.amortised(*intervals) for one in estimates)
     level = [
@@ -506,12 +386,12 @@ def recommend(
 def candidates(
     workers: int, solvers: Sequence[str], distributions: Sequence[str]
 ) -> Iterator[Candidate]:
-    """All distributions, with each fraction that is not another mode's."""
+    """Yield all distributions, with all fractions of "hybrid_opt"."""
     for solver, mode in itertools.product(solvers, distributions):
         if MODES[mode].gradient_workers != "fraction":
             yield Candidate(mode, None, solver)
             continue
-        # Of one worker and of all it is "mem_opt" and "comm_opt".
+        # One worker is "mem_opt", all workers are "comm_opt".
         for count in range(2, workers):
             if workers % count == 0:
                 yield Candidate(mode, count / workers, solver)
@@ -520,7 +400,7 @@ def candidates(
 def compare_plans(
     load: Workload, some: Sequence[Candidate], machine: Machine, workers: int
 ) -> list[Estimate]:
-    """Estimates the cost of some distributions of a model over workers."""
+    """Estimate the cost of some distributions of a model."""
     factors = [block.factors for block in load.blocks]
     solvers = {name: make_solver(name) for _, _, name in some}
     costs = {
@@ -540,7 +420,7 @@ def compare_plans(
             one.fraction,
             load.assignment,
             solver.whole_layers,
-            load.turns,
+            load.groups,
         )
         plan = Plan(MODES[one.distribution], workers, layers)
         rate = machine.inverse if solver.is_explicit else machine.eigen
@@ -550,10 +430,7 @@ def compare_plans(
 
 
 class Estimator(Loads):
-    """Seconds of each stage of a plan.
-
-    The machine decomposes at a rate of so many n^3 a second.
-    """
+    """Seconds of each stage of a plan; `rate` is n^3 a second."""
 
     def __init__(
         self,
@@ -568,15 +445,14 @@ class Estimator(Loads):
         self._costs = costs
         self._machine = machine
         self._rate = rate
-        none = [0] * len(load.blocks)
-        self._batch = load.batch or Batch(1, 1.0, 0, 0, none, none, none)
+        self._batch = load.batch
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """The cost of the plan, which is that of a candidate."""
+        """Return the cost of the plan of a candidate."""
         received = self.received(self._costs, self._load.gradients)
         state = self.state(self._costs)
         state["total"] = state["factors"] + state["decompositions"]
-        turns = [self._turn(turn) for turn in sorted({*self._load.turns})]
+        groups = [self._group(g) for g in sorted({*self._load.groups})]
         statistics = sum(one.statistics for one in self._costs)
         stages = {
             "first_order": self._first_order(),
@@ -585,21 +461,21 @@ class Estimator(Loads):
             "reduce_factors": self._all_reduce(
                 statistics * self.plan.reduces_factors
             ),
-            "decompose": sum(made for made, _ in turns),
-            "share_decompositions": sum(sent for _, sent in turns),
+            "decompose": sum(made for made, _ in groups),
+            "share_decompositions": sum(sent for _, sent in groups),
             "precondition": self._precondition(),
             "share_gradients": self._share_gradients(received),
         }
         return Estimate(
             candidate,
             stages,
-            max((made + sent for made, sent in turns), default=0.0),
+            max((made + sent for made, sent in groups), default=0.0),
             {kind: int(sums.max()) for kind, sums in received.items()},
             {kind: int(sums.max()) for kind, sums in state.items()},
         )
 
     def _first_order(self) -> float:
-        """Forward pass, back to inputs and to weights, and the update."""
+        """Return the seconds of forward pass, backward pass and update."""
         batch, machine = self._batch, self._machine
         moved = _OUTPUT_MOVES * batch.outputs * _FLOAT
         return (
@@ -610,28 +486,26 @@ class Estimator(Loads):
         )
 
     def _statistics(self) -> float:
-        """Statistics of the batch, and the averages that they move."""
+        """Return the seconds of the statistics and their averages."""
         batch, machine, plan = self._batch, self._machine, self.plan
         share = batch.share(plan.observers)
         seconds = [
             share * (machine.products(m) + 2 * _FLOAT * read / machine.memory)
             for m, read in zip(batch.statistics, batch.read, strict=True)
         ]
-        # To the pre-activations; the rest of a step is forward and to weights.
-        draw = self._load.passes * self._first_order() / 3
         taken: Any = sum(seconds)
         if not plan.mode.reduces_factors:
             taken = self.preconditioned(seconds)  # by the layers' owners
         kept = self.owned([one.factors for one in self._costs])
-        return draw + (taken + self._renewed(kept)).max()
+        return float((taken + self._renewed(kept)).max())
 
     def _renewed(self, size: Any) -> Any:
-        """Seconds in which so many bytes are renewed in memory."""
+        """Return the seconds of an update of `size` bytes of memory."""
         return _RENEWAL_MOVES * size / self._machine.memory
 
-    def _turn(self, turn: int) -> tuple[float, float]:
-        """Seconds of the decompositions of one turn, and of sending them."""
-        mine = [one == turn for one in self._load.turns]
+    def _group(self, group: int) -> tuple[float, float]:
+        """Return seconds of the decompositions and messages of a group."""
+        mine = [one == group for one in self._load.groups]
         seconds = [
             {
                 name: here * count / self._rate
@@ -660,14 +534,14 @@ class Estimator(Loads):
             for named, layer in zip(parts, plan.layers, strict=True)
             for name in named
         }
-        # Messages in one of the columns, which all send at once.
+        # Messages of one column: all columns send at the same time.
         messages = math.ceil(len(owners) / plan.columns)
         messages += math.ceil(received / BUCKET_BYTES)
         members = plan.workers // plan.columns
         return self._machine.broadcast(received, members, messages)
 
     def _precondition(self) -> float:
-        """The products, and the clip of all that comes of them."""
+        """Return the seconds of the products and of the clip."""
         machine = self._machine
         everywhere = self.plan.columns == 1
         work = [

@@ -1,19 +1,18 @@
-"""The figures of the papers, and what the cost model says of them.
+"""The figures of the papers beside those of the cost model.
 
-DP-KFAC (arXiv 2206.15143): counts of table 2, seconds of an iteration that
-renews everything on 64 GPUs of table 5. KAISA (arXiv 2107.01739): which of its
-distributions is quicker where updates are stale and where they are fresh.
+DP-KFAC (arXiv 2206.15143): counts of table 2, and seconds of an iteration with
+all updates on 64 GPUs of table 5. KAISA (arXiv 2107.01739): the time that
+COMM-OPT saves over MEM-OPT.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import keras
 
 import experiments.printed  # noqa: F401
 import tfkfac
-from common.networks import without_biases
 from cost_model import (
     Batch,
     Candidate,
@@ -23,24 +22,37 @@ from cost_model import (
     Workload,
     compare_plans,
 )
-from tfkfac.blocks import Block
 from tfkfac.distributed.collectives import gradient_bytes
+from tfkfac.shell.tables import table
 
 WORKERS = 64
-# Fitted to the three times of ResNet-50 alone (`fit` does it anew): bandwidth
-# and overhead. The products are taken at the peak of the cards, the latency is
-# of the kind of network; without the bound on the products the fit is exact,
-# at 21 TFLOP/s, which they do not have.
+# Peak of the GPUs and latency of the type of network; `fit` finds bandwidth and
+# overhead. With the peak as a third parameter the fit is exact at 21 TFLOP/s,
+# which these GPUs do not have.
 PEAK, LATENCY = 13.4e12, 5e-6
-# A cluster like KAISA's by its parts, V100 and InfiniBand EDR; nothing of it is
-# fitted. What COMM-OPT gains there over MEM-OPT; steps between updates of
-# factors and of decompositions that are taken for stale.
-KAISA_CLUSTER = Machine.of(15.7e12, 12.5e9, LATENCY)
+# V100 and InfiniBand EDR, not fitted.
+KAISA_CLUSTER = Machine(15.7e12, 12.5e9, LATENCY)
+# The gain that KAISA reports, and update intervals that count as stale.
 KAISA_GAIN, STALE = 0.244, (50, 500)
 
 
+def without_biases(model: keras.Model) -> keras.Model:
+    """Return a new model whose convolutions have no biases.
+
+    Keras' have biases also before a normalisation, other frameworks' do not.
+    """
+
+    def clone(layer: keras.layers.Layer) -> keras.layers.Layer:
+        config = layer.get_config()
+        if isinstance(layer, keras.layers.Conv2D):
+            config["use_bias"] = False
+        return type(layer).from_config(config)
+
+    return keras.models.clone_model(model, clone_function=clone)
+
+
 class Marks(NamedTuple):
-    """Seconds of an iteration in table 5 of the paper."""
+    """Seconds of an iteration in table 5."""
 
     dp_kfac: float
     mem_opt: float
@@ -49,13 +61,7 @@ class Marks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A network of the paper.
-
-    Attributes:
-        build: Builds it.
-        batch: Examples of a worker.
-        marks: The paper's seconds.
-    """
+    """A network of table 5: model, examples of a worker, seconds."""
 
     build: Callable[[], keras.Model]
     batch: int
@@ -77,21 +83,17 @@ CASES = {
 
 
 class Counts(NamedTuple):
-    """Table 2: elements of all factors, and of all weights."""
+    """Table 2: elements of all factors and of all weights."""
 
     factors: int
     weights: int
 
 
 class PaperNetwork:
-    """A network as the paper's programs see it.
+    """A network with the settings of the paper's program.
 
-    They precondition convolutions and dense layers only, keep every factor
-    whole, take all examples, form the patches, and go round robin.
-
-    Args:
-        case: The network.
-        solver: Name of the solver.
+    Convolutions and dense layers only, whole factors of all examples,
+    statistics from patches, assignment round robin.
     """
 
     def __init__(self, case: Case, solver: str = "plain_inverse") -> None:
@@ -104,7 +106,12 @@ class PaperNetwork:
         network = Network(model, case.batch)
         batch = Batch.of(network, blocks, case.batch, 1.0, blocks)
         batch = dataclasses.replace(
-            batch, statistics=_by_patches(network, blocks)
+            batch,
+            statistics=[
+                network.rows(block)
+                * sum(f.multiplications for f in block.factors.values())
+                for block in blocks
+            ],
         )
         weights = gradient_bytes(model.trainable_variables)
         self._solver = solver
@@ -116,40 +123,30 @@ class PaperNetwork:
             blocks,
             optimizer.method.placement.schedule_groups,
             weights,
+            batch,
             assignment="round_robin",
-            batch=batch,
         )
 
     def estimate(
         self, machine: Machine, modes: dict[str, float | None]
     ) -> list[Estimate]:
-        """What some modes, with their fractions, cost on 64 workers."""
+        """Estimate modes with their fractions on 64 workers."""
         some = [Candidate(m, f, self._solver) for m, f in modes.items()]
         return compare_plans(self._load, some, machine, WORKERS)
 
     def fresh(self, machine: Machine) -> Marks:
-        """Seconds of an iteration that renews everything."""
-        found = self.estimate(machine, dict.fromkeys(Marks._fields))
-        return Marks(*(one.amortised(1, 1) for one in found))
-
-
-def _by_patches(network: Network, blocks: tuple[Block, ...]) -> list[float]:
-    """Multiplications of statistics that are made of all rows."""
-    return [
-        network.rows(block)
-        * sum(f.multiplications for f in block.factors.values())
-        for block in blocks
-    ]
+        """Return the seconds of an iteration with all updates."""
+        estimates = self.estimate(machine, dict.fromkeys(Marks._fields))
+        return Marks(*(estimate.amortised(1, 1) for estimate in estimates))
 
 
 def fit(network: PaperNetwork, marks: Marks) -> Machine:
-    """Bandwidth and overhead that come closest to the marks of a network.
+    """Fit bandwidth and overhead to the seconds of a network.
 
-    Seconds are linear in the overhead and in the inverse of the bandwidth, so
-    that the least squares are those of a line.
+    Seconds are linear in the overhead and in 1 / bandwidth.
     """
     slow, fast = (
-        Machine.of(PEAK, bandwidth, LATENCY) for bandwidth in (1e9, 1e30)
+        Machine(PEAK, bandwidth, LATENCY) for bandwidth in (1e9, 1e30)
     )
     fixed = network.fresh(fast)
     sent = [a - b for a, b in zip(network.fresh(slow), fixed, strict=True)]
@@ -160,89 +157,80 @@ def fit(network: PaperNetwork, marks: Marks) -> Machine:
         for s, r in zip(sent, rest, strict=True)
     ) / sum((s - mean_sent) ** 2 for s in sent)
     overhead = mean_rest - slope * mean_sent
-    return Machine.of(PEAK, 1e9 / slope, LATENCY, overhead=overhead)
+    return Machine(PEAK, 1e9 / slope, LATENCY, overhead)
 
 
-class Kaisa(NamedTuple):
-    """Mean seconds of a step of KAISA on a cluster, by mode.
+def kaisa(
+    network: PaperNetwork, machine: Machine, intervals: tuple[int, int] = STALE
+) -> dict[str, float]:
+    """Return the mean seconds of a step of KAISA, by mode, fastest first."""
+    modes = {"comm_opt": None, "hybrid_opt": 0.5, "mem_opt": None}
+    seconds = {
+        estimate.candidate.text: estimate.amortised(*intervals)
+        for estimate in network.estimate(machine, modes)
+    }
+    return dict(sorted(seconds.items(), key=lambda item: item[1]))
 
-    Attributes:
-        stale: With factors and decompositions that last.
-        fresh: With both renewed in every step.
-    """
 
-    stale: dict[str, float]
-    fresh: dict[str, float]
-
-    @property
-    def gain(self) -> float:
-        """What COMM-OPT spares of a step of MEM-OPT with stale updates."""
-        return 1 - self.stale["comm_opt"] / self.stale["mem_opt"]
-
-    @classmethod
-    def of(cls, network: PaperNetwork, machine: Machine) -> Self:
-        """Estimates the three modes."""
-        modes = {"comm_opt": None, "hybrid_opt": 0.5, "mem_opt": None}
-        found = network.estimate(machine, modes)
-        stale, fresh = (
-            {one.candidate.text: one.amortised(*steps) for one in found}
-            for steps in (STALE, (1, 1))
-        )
-        return cls(stale, fresh)
+def gain(seconds: dict[str, float]) -> float:
+    """Return the share of a step of MEM-OPT that COMM-OPT saves."""
+    return 1 - seconds["comm_opt"] / seconds["mem_opt"]
 
 
 def hop_of_kaisa(network: PaperNetwork) -> float:
-    """Seconds of a hop with which COMM-OPT gains what KAISA says.
+    """Return the seconds of a hop with which the gain is `KAISA_GAIN`.
 
     The seconds of a step are linear in those of a hop.
     """
-    at = {
-        hop: Kaisa.of(
-            network, dataclasses.replace(KAISA_CLUSTER, latency=hop)
-        ).stale
-        for hop in (0.0, LATENCY)
-    }
-    # Zero where COMM-OPT gains just that.
-    none, some = (
-        times["comm_opt"] - (1 - KAISA_GAIN) * times["mem_opt"]
-        for times in at.values()
-    )
+    differences = []
+    for hop in (0.0, LATENCY):
+        machine = dataclasses.replace(KAISA_CLUSTER, latency=hop)
+        seconds = kaisa(network, machine)
+        reduced = (1 - KAISA_GAIN) * seconds["mem_opt"]
+        differences.append(seconds["comm_opt"] - reduced)
+    none, some = differences
     return LATENCY * none / (none - some)
 
 
-class Reproduction(NamedTuple):
-    """What the model says of the papers' figures.
-
-    Attributes:
-        machine: The cluster, fitted to ResNet-50.
-        counts: Table 2, by network.
-        times: Table 5, by network: the model's seconds and the paper's.
-        fitted: KAISA on that cluster.
-        own: KAISA on a cluster like its own.
-        hop: Seconds of a hop there with which it gains what the paper says.
-    """
-
-    machine: Machine
-    counts: dict[str, Counts]
-    times: dict[str, tuple[Marks, Marks]]
-    fitted: Kaisa
-    own: Kaisa
-    hop: float
-
-
-def reproduce() -> Reproduction:
-    """Counts and times of all networks."""
+def report() -> str:
+    """Return the papers' figures beside the model's."""
     networks = {name: PaperNetwork(case) for name, case in CASES.items()}
     machine = fit(networks["ResNet-50"], CASES["ResNet-50"].marks)
+    lines = ["DP-KFAC, table 2: elements of factors and of weights"]
+    for name, network in networks.items():
+        counts = network.counts
+        lines.append(
+            f"  {name}: {counts.factors / 1e6:.2f} M, "
+            f"{counts.weights / 1e6:.2f} M"
+        )
+    lines += [
+        "  (the paper: ResNet-50 153.9 M, 25.6 M)",
+        "",
+        "DP-KFAC, table 5: seconds of an iteration on 64 GPUs. Fitted to "
+        f"ResNet-50 only: {machine.bandwidth / 1e9:.3g} GB/s, "
+        f"{machine.overhead:.3g} s of overhead",
+    ]
+    rows = []
+    for name, network in networks.items():
+        ours, paper = network.fresh(machine), CASES[name].marks
+        for mode, mine, theirs in zip(ours._fields, ours, paper, strict=True):
+            ratio = (ours.dp_kfac / mine) / (paper.dp_kfac / theirs)
+            numbers = (f"{theirs:.3f}", f"{mine:.3f}", f"{ratio - 1:+.0%}")
+            rows.append((name, mode, *numbers))
+    header = "Network", "Distribution", "paper s", "model s", "ratio off by"
+    lines += [*table(header, rows), ""]
     eigen = PaperNetwork(CASES["ResNet-50"], "eigen")
-    return Reproduction(
-        machine,
-        {name: network.counts for name, network in networks.items()},
-        {
-            name: (network.fresh(machine), CASES[name].marks)
-            for name, network in networks.items()
-        },
-        Kaisa.of(eigen, machine),
-        Kaisa.of(eigen, KAISA_CLUSTER),
-        hop_of_kaisa(eigen),
+    for cluster, at in (("fitted", machine), ("V100", KAISA_CLUSTER)):
+        for updates, intervals in (("stale", STALE), ("fresh", (1, 1))):
+            seconds = kaisa(eigen, at, intervals)
+            text = " < ".join(f"{m} {s:.4g} s" for m, s in seconds.items())
+            lines.append(
+                f"KAISA, {cluster} cluster, {updates} updates: {text}; "
+                f"comm_opt saves {gain(seconds):.1%} of mem_opt"
+            )
+    hop = 1e6 * hop_of_kaisa(eigen)
+    lines.append(
+        f"  (the paper: 24.4 %, as with {hop:.1f} us a hop of a broadcast in "
+        "place of 5 us)"
     )
+    return "\n".join(lines)

@@ -14,17 +14,15 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 
-from command import intervals, key_value, positive
+from command import intervals  # isort: skip, sets the module path
+from common.arguments import positive
 from cost_model import Estimate, Machine, compare, recommend
 from tfkfac import KFAC
 from tfkfac.shell.tables import bytes_text, table
-
-if TYPE_CHECKING:
-    from papers import Reproduction
 
 _PREFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "K": 1e3,
              "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}  # fmt: skip
@@ -34,11 +32,11 @@ _NUMBER = re.compile(r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([numkKMGTP]?)(.*)")
 def quantity(
     units: dict[str, float], zero: bool = False
 ) -> Callable[[str], float]:
-    """Parser of a number with a prefix and a unit.
+    """Return a parser of a number with a prefix and a unit.
 
     Args:
-        units: What each unit is in that of the result; "" for none.
-        zero: Whether it may be 0.
+        units: Factor of each unit; "" for none.
+        zero: True to allow 0.
     """
     names = " or ".join(repr(name) for name in units if name)
 
@@ -65,36 +63,21 @@ bandwidth = quantity({"bit": 1 / 8, "b": 1 / 8, "B": 1.0})
 latency = quantity({"s": 1.0}, zero=True)
 
 
-def build(name: str, size: int | None) -> keras.Model:
-    """Builds a model without its weights.
-
-    Args:
-        name: One of `keras.applications`.
-        size: Height and width of its images; None is the usual one.
-
-    Raises:
-        ValueError: If there is none of that name, or it refuses the size.
-    """
+def build(name: str) -> keras.Model:
+    """Build a model of `keras.applications` without its weights."""
     make = getattr(keras.applications, name, None)
     if not callable(make):
-        known = sorted(
-            key
-            for key, value in vars(keras.applications).items()
-            if callable(value)
-        )
         raise ValueError(
-            f"MODEL must be one of {', '.join(known)}. Received: {name!r}"
+            f"MODEL must be of keras.applications. Received: {name!r}"
         )
-    shape = None if size is None else (size, size, 3)
-    return make(weights=None, input_shape=shape)
+    return make(weights=None)
 
 
 Intervals = tuple[int, int]
-_PAPER_BOUND = 0.25  # relative errors beyond this are marked
 
 
 def machine_text(machine: Machine) -> str:
-    """What is known of the machine."""
+    """Describe the machine."""
     return (
         f"A worker: {machine.flops / 1e12:.3g} TFLOP/s of products; n^3 of "
         f"decompositions {machine.inverse / 1e9:.3g} G/s (inverse), "
@@ -105,7 +88,7 @@ def machine_text(machine: Machine) -> str:
 
 
 def counts_text(optimizer: Any) -> str:
-    """Elements of the factors and weights."""
+    """Count the elements of factors and weights."""
     registry = optimizer.method.placement.registry
     factors = sum(
         factor.elements
@@ -123,7 +106,7 @@ def counts_text(optimizer: Any) -> str:
 def plan_text(
     estimates: Sequence[Estimate], intervals: Sequence[Intervals]
 ) -> str:
-    """All distributions, and the one to take."""
+    """Return all distributions, and the recommendation."""
     header = (
         "Solver",
         "Distribution",
@@ -179,142 +162,48 @@ def _row(one: Estimate, intervals: Sequence[Intervals]) -> tuple[str, ...]:
     )
 
 
-# ------------------------------------------------------------------ papers
-def papers_text(found: "Reproduction", stale: Intervals) -> str:
-    """The papers' figures beside the model's.
-
-    Args:
-        found: What the model says.
-        stale: Steps between KAISA's stale updates.
-    """
-    machine = found.machine
-    lines = [
-        "DP-KFAC, table 2: elements of factors N_f and of weights N_g",
-        *(
-            f"  {name}: {c.factors / 1e6:.2f} M, {c.weights / 1e6:.2f} M"
-            for name, c in found.counts.items()
-        ),
-        "  (the paper: ResNet-50 153.9 M, 25.6 M)",
-        "",
-        "DP-KFAC, table 5: seconds of an iteration on 64 GPUs. Fitted to "
-        f"ResNet-50 alone: {machine.bandwidth / 1e9:.3g} GB/s, "
-        f"{machine.overhead:.3g} s of overhead",
-    ]
-    rows = []
-    for name, (ours, theirs) in found.times.items():
-        for mode in ours._fields:
-            mine, paper = getattr(ours, mode), getattr(theirs, mode)
-            ratio = (ours.dp_kfac / mine) / (theirs.dp_kfac / paper) - 1
-            rows.append(
-                (
-                    name,
-                    mode,
-                    f"{paper:.3f}",
-                    f"{mine:.3f}",
-                    f"{theirs.dp_kfac / paper:.3f}",
-                    f"{ours.dp_kfac / mine:.3f}",
-                    _marked(ratio, _PAPER_BOUND),
-                )
-            )
-    header = ("Network", "Distribution", "paper s", "model s",
-              "paper dp/", "model dp/", "off by")  # fmt: skip
-    lines += [*table(header, rows), "", *_kaisa(found, stale)]
-    return "\n".join(lines)
-
-
-def _kaisa(found: "Reproduction", stale: Intervals) -> list[str]:
-    lines = [
-        "KAISA: ResNet-50, eigen, quickest first. Stale: factors are renewed "
-        f"every {stale[0]} steps, decompositions every {stale[1]}"
-    ]
-    clusters = {"fitted": found.fitted, "V100": found.own}
-    for cluster, kaisa in clusters.items():
-        for updates, times in kaisa._asdict().items():
-            order = sorted(times, key=times.__getitem__)
-            text = " < ".join(f"{mode} {times[mode]:.4g} s" for mode in order)
-            lines.append(f"  {cluster} cluster, {updates} updates: {text}")
-    return [
-        *lines,
-        "  comm_opt is quicker than mem_opt with stale updates by "
-        f"{found.fitted.gain:.1%} (fitted) and {found.own.gain:.1%} (V100); "
-        "the paper says 24.4 %.",
-        "  mem_opt loses by the hops of its broadcasts, 63 round a ring for "
-        "each layer's owner: it would",
-        f"  be the 24.4 % with {1e6 * found.hop:.1f} us for each of them, "
-        "where 5 us are assumed.",
-    ]
-
-
-def _marked(error: float, bound: float) -> str:
-    return f"{error:+.0%}{' (!)' if abs(error) > bound else ''}"
-
-
+# ------------------------------------------------------------ the command line
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line."""
+    """Run the command line."""
     parser = make_parser()
     options = parser.parse_args(arguments)
-    check(parser, options)
+    if bool(options.model) == options.papers:
+        parser.error("either MODEL or --papers is needed")
     if options.papers:
         import papers
 
-        print(papers_text(papers.reproduce(), papers.STALE))
+        print(papers.report())
         return
-    plan(parser, options)
-
-
-def plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Compares the distributions of a model."""
-    # Of one worker nothing is sent.
-    bandwidth, latency = options.bandwidth or 1.0, options.latency or 0.0
+    needed = ["flops"] + ["bandwidth", "latency"] * (options.workers > 1)
+    for name in needed:
+        if getattr(options, name) is None:
+            parser.error(f"--{name} is needed for {options.workers} workers")
     try:
-        machine = Machine.of(options.flops, bandwidth, latency)
-        # An optimizer does not keep its model.
-        model = build(options.model, options.image_size)
-        optimizer = KFAC(**dict(options.kfac)).attach(model)
-        estimates = compare(
-            optimizer,
-            machine,
-            options.workers,
-            options.batch,
-            solvers=options.solvers,
-            size=options.image_size,
-            passes=options.fisher_passes,
-        )
-    except (TypeError, ValueError) as error:
+        model = build(options.model)
+    except ValueError as error:
         parser.error(str(error))
+    # One worker receives nothing.
+    bandwidth, latency = options.bandwidth or 1.0, options.latency or 0.0
+    machine = Machine(options.flops, bandwidth, latency)
+    optimizer = KFAC().attach(model)
     print(machine_text(machine))
     print(counts_text(optimizer))
+    estimates = compare(optimizer, machine, options.workers, options.batch)
     print(plan_text(estimates, options.intervals))
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help="a model of keras.applications",
-    )
+    add("model", nargs="?", metavar="MODEL", help="one of keras.applications")
     add("--workers", type=positive, default=1, metavar="N")
-    add(
-        "--batch",
-        type=positive,
-        default=32,
-        metavar="N",
-        help="examples of a worker (default: 32)",
-    )
-    add("--image-size", type=positive, metavar="PIXELS")
-    add("--flops", type=flops, help="of products of matrices, as 14T")
-    add(
-        "--bandwidth",
-        type=bandwidth,
-        help="that a worker receives, as 100Gbit or 12.5GB",
-    )
+    add("--batch", type=positive, default=32, metavar="N", help="of a worker")
+    add("--flops", type=flops, help="of matrix products, as 14T")
+    add("--bandwidth", type=bandwidth, help="as 100Gbit or 12.5GB")
     add("--latency", type=latency, help="of a message, as 5us")
     add(
         "--intervals",
@@ -322,38 +211,11 @@ def make_parser() -> argparse.ArgumentParser:
         type=intervals,
         default=[(10, 100), (1, 1)],
         metavar="FACTOR,INVERSE",
-        help="steps between updates (default: 10,100 1,1); the recommendation "
-        "is for the first",
+        help="update intervals (default: 10,100 1,1); the recommendation is "
+        "for the first",
     )
-    add("--solvers", nargs="+", default=["inverse", "eigen"], metavar="NAME")
-    add(
-        "--fisher-passes",
-        type=int,
-        default=0,
-        metavar="N",
-        help='backward passes more for factors: 1 for fisher="monte_carlo"',
-    )
-    add(
-        "--kfac",
-        nargs="+",
-        type=key_value,
-        default=[],
-        metavar="KEY=VALUE",
-        help="arguments of KFAC, values in JSON",
-    )
-    add("--papers", action="store_true", help="the papers' figures, instead")
+    add("--papers", action="store_true", help="print the papers' figures")
     return parser
-
-
-def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse combinations of options that have no meaning."""
-    if bool(options.model) == options.papers:
-        parser.error("either MODEL or --papers is needed")
-    needed = ["flops"] * bool(options.model)
-    needed += ["bandwidth", "latency"] * (options.workers > 1)
-    for name in needed:
-        if options.model and getattr(options, name) is None:
-            parser.error(f"--{name} is needed for {options.workers} workers")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long optimizers take until a model is as good as it gets with others.
+"""Measures how long optimizers take to the best result of the baselines.
 
     python tools/studies/time_to_target.py --size tiny  # 13 problems
     python tools/studies/time_to_target.py --problem mlp cnn --search-size small
@@ -6,17 +6,16 @@
 
 The target is the final metric of the best baseline: SGD with momentum, Adam,
 AdamW or Keras' Muon. Each has four learning rates, three batches and weight
-decays of three effective sizes, chosen with training data that were held out;
-K-FAC has its own rate, half or all of the epochs, and the same batches and
-decays. All rates fall linearly to 0. Then what was chosen is trained with all
-training data, and measured with the test set.
+decays of three effective sizes, chosen on held-out training data; K-FAC has its
+default rate, half or all of the epochs, and the same batches and decays. All
+rates fall linearly to 0. The chosen settings are trained with all training data
+and measured with the test set.
 
-Tiny problems say how well a model is learnt: all rates, all seeds, and the
-training loss at the end.
+Tiny problems compare the training loss at the end: all rates, all seeds.
 
-Each setting is a process of its own, in Keras' `fit`, on one thread. Look at
-processor seconds: the others depend on what else the machine does. A study can
-be continued: what is in the file of --json is not done again.
+Each setting is a process, in Keras' `fit`, on one thread. Compare processor
+seconds: wall seconds depend on the load of the machine. A study can be
+continued: trainings in the file of --json are not repeated.
 """
 
 import argparse
@@ -26,8 +25,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from command import positive
-from targets import report, study
+from targets import report, study  # isort: skip, sets the module path
+from common.arguments import positive
 from targets.methods import BASELINES, KFAC, outside, parse
 from targets.plan import Plan
 from targets.problems import SIZES, TINY, problems_of
@@ -40,15 +39,14 @@ METHODS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 1 if a training has failed, else 0."""
+    """Run the command line; return 1 if a training has failed, else 0."""
     words = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(words)
     records = study.Records(options.json, words)
-    records.forget(options.again)
     failures: list[str] = []
     lock = threading.Lock()
 
-    def note(run: Run, result: Mapping[str, Any]) -> None:
+    def add(run: Run, result: Mapping[str, Any]) -> None:
         with lock:
             records.add(run, result)
         curve = result["curve"]
@@ -58,13 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flush=True,
         )
 
-    plan = make_plan(options)
-    for stage in plan.stages(records.runs):
+    for stage in make_plan(options).stages(records.runs):
         missing = records.missing(stage)
         if missing:
             print(f"{len(missing)} trainings", flush=True)
         failures += study.train_all(
-            missing, options.data, options.files, options.jobs, note
+            missing, options.data, options.files, options.jobs, add
         )
     print("\n" + "\n\n".join(report.sections(records)))
     for failure in failures:
@@ -73,10 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """What the options ask for, without what cannot be run here."""
+    """Return the plan of the options, without problems that cannot be run."""
     problems = {}
     for name, problem in problems_of(options.size).items():
-        if name not in (options.problem or problems_of(options.size)):
+        if options.problem and name not in options.problem:
             continue
         if problem.is_here:
             problems[name] = study.data_name(problem.data, options.data)
@@ -87,35 +84,72 @@ def make_plan(options: argparse.Namespace) -> Plan:
         for name in ("rates", "decays", "batches", "shares")
         if getattr(options, name) is not None
     }
-    usual = METHODS[TINY if options.size == TINY else "full"]
-    methods = [*options.method, *options.files]
+    tiny = options.size == TINY
     return Plan(
         options.size,
         options.search_size or options.size,
         problems,
-        methods or usual,
-        options.seeds or range(3 if options.size == TINY else 5),
-        options.search_seeds,
+        [*options.method, *options.files] or METHODS[TINY if tiny else "full"],
+        options.seeds or range(3 if tiny else 5),
         grid,
     )
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parses and checks the command line."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="A method is NAME[:KEY=VALUE...] with arguments of its "
         f"constructor; names: {', '.join((*BASELINES, KFAC))}. Of kfac, "
-        "rest=adam makes Adam, with the rate that was best for it, the rest "
-        "optimizer.",
+        "rest=adam makes the rest optimizer an Adam with its best rate.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_study(parser.add_argument_group("what is trained"))
-    add_grid(parser.add_argument_group("what is tried of each method"))
-    add_process(parser.add_argument_group("how it is run"))
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="full")
+    add(
+        "--search-size",
+        choices=("full", "small"),
+        help="size at which settings are searched; small has a quarter of the "
+        "weights and half of the examples (default: that of --size)",
+    )
+    add("--problem", nargs="+", default=[], help="default: all of the size")
+    for name, kind, metavar, text in (
+        ("method", method, "METHOD", "optimizers (default: see README.md)"),
+        (
+            "optimizer",
+            outside,
+            "FILE:FUNCTION",
+            "functions of learning_rate (a schedule) and weight_decay (or "
+            "None) that return an optimizer; tried with Adam's rates",
+        ),
+        ("data", directory, "NAME=DIR", "idx files of mnist, fashion_mnist"),
+    ):
+        add(
+            f"--{name}",
+            nargs="+",
+            type=kind,
+            default=[],
+            metavar=metavar,
+            help=text,
+        )
+    for name, convert, text in (
+        ("rates", number, "learning rates of all but K-FAC"),
+        ("batches", positive, "examples of a batch"),
+        ("decays", number, "parts of the weights that decay over a training"),
+        ("shares", number, "lengths of the schedule, all epochs = 1"),
+        ("seeds", int, "seeds of what is measured"),
+    ):
+        add(f"--{name}", nargs="+", type=convert, metavar="X", help=text)
+    add("--jobs", type=positive, default=1, metavar="N", help="processes")
+    add(
+        "--json",
+        type=pathlib.Path,
+        default=study.TRAININGS,
+        metavar="FILE",
+        help="all results (default: docs/trainings.json)",
+    )
     options = parser.parse_args(arguments)
-    options.data = dict(options.data)
-    options.files = dict(options.optimizer)
+    options.data, options.files = dict(options.data), dict(options.optimizer)
     known = problems_of(options.size)
     if unknown := set(options.problem) - set(known):
         parser.error(
@@ -127,138 +161,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def add_study(group: argparse._ArgumentGroup) -> None:
-    """Adds what is trained."""
-    group.add_argument("--size", choices=SIZES, default="full")
-    group.add_argument(
-        "--search-size",
-        choices=("full", "small"),
-        help="size of the models and data that settings are searched with: "
-        "small has a quarter of the weights and half of the examples "
-        "(default: that of --size)",
-    )
-    group.add_argument(
-        "--problem", nargs="+", default=[], help="default: all of the size"
-    )
-    group.add_argument(
-        "--method",
-        nargs="+",
-        type=method,
-        default=[],
-        metavar="METHOD",
-        help=f"default: {' '.join(METHODS['full'])}; of tiny problems "
-        f"{' '.join(METHODS[TINY])}",
-    )
-    group.add_argument(
-        "--optimizer",
-        nargs="+",
-        type=file_optimizer,
-        default=[],
-        metavar="FILE:FUNCTION",
-        help="optimizers that the function makes, from a learning_rate (a "
-        "schedule) and a weight_decay (that of Keras, or None); it has Adam's "
-        "rates unless there are --rates",
-    )
-    group.add_argument(
-        "--data",
-        nargs="+",
-        type=directory,
-        default=[],
-        metavar="NAME=DIR",
-        help="directories of the idx files of mnist and fashion_mnist; digits "
-        "of scikit-learn stand in",
-    )
-
-
-def add_grid(group: argparse._ArgumentGroup) -> None:
-    """Adds what is tried of each method."""
-    group.add_argument(
-        "--rates",
-        nargs="+",
-        type=number,
-        metavar="RATE",
-        help="learning rates of all but K-FAC (default: four of each problem "
-        "and method)",
-    )
-    group.add_argument(
-        "--batches",
-        nargs="+",
-        type=positive,
-        metavar="N",
-        help="default: three of each problem, one if it is tiny",
-    )
-    group.add_argument(
-        "--decays",
-        nargs="+",
-        type=number,
-        metavar="PART",
-        help="what weight decay takes away over a training; all but the first "
-        "are tried with what was best with it (default: 0 0.05 0.25)",
-    )
-    group.add_argument(
-        "--shares",
-        nargs="+",
-        type=number,
-        metavar="PART",
-        help="lengths of the schedule over the problem's epochs (default: 1, "
-        "for K-FAC 0.5 and 1)",
-    )
-    group.add_argument(
-        "--seeds",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help="default: 0 to 4; of tiny problems 0 to 2",
-    )
-    group.add_argument(
-        "--search-seeds", nargs="+", type=int, metavar="N", default=[0]
-    )
-
-
-def add_process(group: argparse._ArgumentGroup) -> None:
-    """Adds how it is run."""
-    group.add_argument(
-        "--jobs",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="processes at a time (default: %(default)s)",
-    )
-    group.add_argument(
-        "--json",
-        type=pathlib.Path,
-        default=study.TRAININGS,
-        metavar="FILE",
-        help="keeps all results; those it has are not measured again (default: "
-        "docs/trainings.json)",
-    )
-    group.add_argument(
-        "--again",
-        nargs="+",
-        type=method,
-        default=[],
-        metavar="METHOD",
-        help="measures these methods again",
-    )
-
-
 def method(text: str) -> str:
-    """Checks a method."""
+    """Check a method."""
     return parse(text).text
 
 
-def file_optimizer(text: str) -> tuple[str, str]:
-    """Checks FILE:FUNCTION."""
-    return outside(text)
-
-
 def number(text: str) -> float:
-    """Parses a number that is not negative."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
+    """Parse a number that is not negative."""
+    if not 0 <= (value := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(
             f"must be a number of at least 0; received {text!r}"
         )
@@ -266,10 +176,10 @@ def number(text: str) -> float:
 
 
 def directory(text: str) -> tuple[str, pathlib.Path]:
-    """Parses NAME=DIR."""
-    name, equals, path = text.partition("=")
+    """Parse NAME=DIR."""
+    name, _, path = text.partition("=")
     known = name in ("mnist", "fashion_mnist")
-    if not known or not equals or not pathlib.Path(path).is_dir():
+    if not known or not path or not pathlib.Path(path).is_dir():
         raise argparse.ArgumentTypeError(
             "must be mnist or fashion_mnist, = and a directory; received "
             f"{text!r}"

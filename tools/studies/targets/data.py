@@ -1,4 +1,4 @@
-"""The data: images, characters, and the torques of a robot's arm."""
+"""The data at full size: images, characters, torques of a robot's arm."""
 
 import dataclasses
 import pathlib
@@ -11,19 +11,18 @@ from targets.problems import HELD_OUT
 
 SEQUENCE = 64
 SIDE = 28
-# Examples at most that are measured with.
-MEASURED = 5_000
+MEASURED = 5_000  # examples of a measurement
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Examples to train on, and others to measure with.
+    """Training and test examples.
 
     Attributes:
         x: Inputs, one array or several; pixels are in [0, 1].
-        y: Targets: labels, numbers, or the pixels themselves.
-        test_x: Inputs of the other examples.
-        test_y: Their targets.
+        y: Targets: labels, numbers, or the pixels.
+        test_x: Inputs of the test examples.
+        test_y: Targets of the test examples.
     """
 
     x: Any
@@ -32,7 +31,7 @@ class Data:
     test_y: np.ndarray
 
     def held_out(self) -> "Data":
-        """The training examples, the last of them to measure with."""
+        """Return the training examples, split into two sets."""
         first = round(len(self.y) * (1 - HELD_OUT))
         last = slice(first, first + MEASURED)
 
@@ -43,19 +42,17 @@ class Data:
 
 
 def tokens(words: np.ndarray) -> dict[str, np.ndarray]:
-    """Words as keras-hub's models take them."""
+    """Return the inputs of keras-hub's models."""
     return {"token_ids": words, "padding_mask": np.ones_like(words)}
 
 
 def load(name: str, directory: pathlib.Path | None, examples: int) -> Data:
-    """Loads the data of the full size.
+    """Load data of the full size.
 
     Args:
-        name: "text" (sources of Python's standard library), "tokens" (the same
-            as keras-hub's models take it), "arm", or the name of a set of
-            images.
-        directory: Where the images' idx files are; without it digits that are
-            embedded in scikit-learn stand in for them.
+        name: "text" (sources of Python's standard library), "tokens" (the text
+            as inputs of keras-hub's models), "arm", or a set of images.
+        directory: Directory of idx files; None takes scikit-learn's digits.
         examples: Number of training examples.
     """
     if name in ("text", "tokens"):
@@ -71,39 +68,31 @@ def load(name: str, directory: pathlib.Path | None, examples: int) -> Data:
 
 
 def idx_images(directory: pathlib.Path, examples: int) -> Data:
-    """The first images of a directory in MNIST's format."""
-    from common.idx_images import find_idx_files, read_split
+    """Return the first images of a directory in MNIST's format."""
+    from common import data
 
-    files = find_idx_files(directory)
-    x, y = read_split(files["train"])
-    return _images(x[:examples], y[:examples], *read_split(files["test"]))
+    images = data.idx_images(directory)
+    return _images(images.train.first(examples), images.test)
 
 
 def moved_digits(examples: int, measured: int = MEASURED) -> Data:
-    """Scikit-learn's digits, enlarged and moved about a frame of 28x28."""
-    from common import images
+    """Return scikit-learn's digits at random places of 28x28."""
+    from common import data
 
-    digits = images.moved_digits(examples, min(measured, examples))
-    train, test = digits.train, digits.test
-    return _images(train.x, train.y, test.x, test.y)
+    digits = data.moved_digits(examples, min(measured, examples))
+    return _images(digits.train, digits.test)
 
 
-def _images(
-    x: np.ndarray, y: np.ndarray, test_x: np.ndarray, test_y: np.ndarray
-) -> Data:
-    def pixels(images: np.ndarray) -> np.ndarray:
-        return images.astype("float32") / 255
-
-    return Data(
-        pixels(x),
-        y.astype("int32"),
-        pixels(test_x[:MEASURED]),
-        test_y[:MEASURED].astype("int32"),
-    )
+def _images(train: Any, test: Any) -> Data:
+    """Scale the pixels to [0, 1]."""
+    arrays = []
+    for split in (train, test.first(MEASURED)):
+        arrays += [split.x.astype("float32") / 255, split.y.astype("int32")]
+    return Data(*arrays)
 
 
 def characters(examples: int) -> Data:
-    """Python's standard library, and as held-out text the last of it."""
+    """Return Python's standard library; its end is the test set."""
     from common import text
 
     pieces = text.pieces(text.standard_library(), SEQUENCE + 1)
@@ -113,10 +102,9 @@ def characters(examples: int) -> Data:
 
 
 def arm(examples: int) -> Data:
-    """Torques in the two joints of an arm, for its motion.
+    """Return the inverse dynamics of two equal rods in a plane.
 
-    The inverse dynamics of two equal rods in a plane: angles, velocities and
-    accelerations of the joints to torques, in units of their deviation.
+    Angles, velocities and accelerations of two joints to normalised torques.
     """
     random = np.random.RandomState(0)
     count = examples + MEASURED
@@ -132,7 +120,7 @@ def arm(examples: int) -> Data:
 def _torques(
     angles: np.ndarray, velocities: np.ndarray, accelerations: np.ndarray
 ) -> np.ndarray:
-    """Of rods of unit mass and length, by Lagrange's equations."""
+    """Return torques of rods of unit mass and length (Lagrange)."""
     (q1, q2), (v1, v2) = angles.T, velocities.T
     a1, a2 = accelerations.T
     cosine, sine, gravity = np.cos(q2), np.sin(q2), 9.81

@@ -1,38 +1,35 @@
-"""The optimizers by name, and what is tried of each.
+"""The optimizers by name, and the settings that are tried of each.
 
 A method is NAME[:KEY=VALUE...] with arguments of the constructor. Of "kfac",
-`rest=adam` makes the rest optimizer Adam with the rate that was best for Adam
-itself. With `schedule=constant` at the end rates do not fall.
+`rest=adam` makes the rest optimizer Adam with the rate that was best for Adam.
+With `schedule=constant` at the end, rates are constant.
 """
 
 import argparse
-import dataclasses
 import hashlib
 import math
 import pathlib
 import runpy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from command import Variant, parse_variant
+from common.arguments import Variant, parse_variant
 from targets.problems import Problem
 from targets.run import Run
 
 BASELINES = ("sgd", "adam", "adamw", "muon")
 KFAC = "kfac"
 OUTSIDE = ".py"  # is in the name of an optimizer from a file
-CONSTANT = ":schedule=constant"  # of no optimizer; ends the name of a method
-FIRST_KFAC_RATE = 0.1
+CONSTANT = ":schedule=constant"  # ends the name of a method
 
 
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """What is tried of a method: all rates with all batches, then decays.
+class Grid(NamedTuple):
+    """The settings that are tried: all rates with all batches, then decays.
 
     Attributes:
-        rates: First learning rates; None is the optimizer's own.
-        decays: Parts of the weights that weight decay takes away over a
-            training; the others are tried with what was best with the first.
+        rates: Initial learning rates; None is the optimizer's default.
+        decays: Parts of the weights that weight decay removes over a training;
+            all but the first are tried with the best setting of the first.
         shares: Lengths of the schedule over the problem's epochs.
     """
 
@@ -42,16 +39,10 @@ class Grid:
 
 
 def parse(text: str) -> Variant:
-    """Parses a method.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is none.
-    """
+    """Parse a method."""
     variant = parse_variant(text)
     known = (*BASELINES, KFAC)
-    if variant.folder or (
-        variant.name not in known and OUTSIDE not in variant.name
-    ):
+    if variant.name not in known and OUTSIDE not in variant.name:
         raise argparse.ArgumentTypeError(
             f"{text!r} is none of {', '.join(known)}"
         )
@@ -59,12 +50,9 @@ def parse(text: str) -> Variant:
 
 
 def outside(text: str) -> tuple[str, str]:
-    """Name and place of an optimizer of FILE:FUNCTION.
+    """Return the name and the path of the optimizer FILE:FUNCTION.
 
-    The name tells versions of the file apart.
-
-    Raises:
-        argparse.ArgumentTypeError: If there is no such function.
+    The name has a hash of the file, which distinguishes its versions.
     """
     place, _, function = text.rpartition(":")
     path = pathlib.Path(place).resolve()
@@ -77,14 +65,13 @@ def outside(text: str) -> tuple[str, str]:
 
 
 def is_baseline(method: str) -> bool:
-    """Whether a method is not one of ours."""
+    """Return True if a method is not K-FAC."""
     return parse(method).name != KFAC
 
 
 def grid_of(method: str, problem: Problem) -> Grid:
-    """What is tried of a method on a problem."""
-    variant = parse(method)
-    name = variant.name
+    """Return the settings that are tried of a method on a problem."""
+    name = parse(method).name
     if name == KFAC:
         return Grid((None,), shares=(0.5, 1.0))
     rates = problem.rates.get(name, problem.rates["adam"])
@@ -94,25 +81,24 @@ def grid_of(method: str, problem: Problem) -> Grid:
 
 
 def follows_adam(method: str) -> bool:
-    """Whether a method has a rate that was searched for Adam."""
+    """Return True if a method has the best rate of Adam."""
     return parse(method).arguments.get("rest") == "adam"
 
 
 def is_constant(method: str) -> bool:
-    """Whether its learning rate does not fall."""
+    """Return True if the learning rate is constant."""
     return method.endswith(CONSTANT)
 
 
 def keras_decay(part: float, rate: float, steps: int) -> float | None:
-    """The `weight_decay` of Keras that takes away a part of all weights.
+    """Return the `weight_decay` of Keras that removes a part of all weights.
 
-    In each step Keras takes away the learning rate times that many of them, and
-    the rates of a schedule that falls linearly to 0 have the sum
-    `rate (steps + 1) / 2`.
+    In each step Keras removes the learning rate times `weight_decay` of each
+    weight; rates that fall linearly to 0 have the sum `rate (steps + 1) / 2`.
 
     Args:
-        part: What is taken away over the whole training, in [0, 1).
-        rate: First learning rate.
+        part: Part of the weights, in [0, 1).
+        rate: Initial learning rate.
         steps: Number of steps.
     """
     if not part:
@@ -121,27 +107,30 @@ def keras_decay(part: float, rate: float, steps: int) -> float | None:
 
 
 def make_optimizer(run: Run, steps: int, model: Any, path: str | None) -> Any:
-    """Makes an optimizer for a training of so many steps.
+    """Return an optimizer for a training of `steps` steps.
 
     Args:
         run: The training.
         steps: Number of its steps.
-        model: What is trained.
+        model: The model.
         path: The file of an optimizer from outside.
     """
     import keras
 
     variant = parse(run.method)
     arguments = dict(variant.arguments)
-    make_rate = _decaying
-    if is_constant(run.method):
-        make_rate = _constant
-        del arguments["schedule"]
+
+    def falling(rate: float) -> Any:
+        return keras.optimizers.schedules.PolynomialDecay(rate, steps, 0.0)
+
+    schedule: Callable[[float], Any] = falling
+    if arguments.pop("schedule", None) is not None:
+        schedule = float
     if variant.name == KFAC:
-        return _kfac(run, steps, arguments, make_rate)
+        return _kfac(run, steps, arguments, schedule)
     assert run.rate is not None
     options = {
-        "learning_rate": make_rate(run.rate, steps),
+        "learning_rate": schedule(run.rate),
         "weight_decay": keras_decay(run.decay, run.rate, steps),
     }
     if path is not None:
@@ -153,7 +142,7 @@ def make_optimizer(run: Run, steps: int, model: Any, path: str | None) -> Any:
         from targets.models import output_layer
 
         options["adam_weight_decay"] = options["weight_decay"]
-        # As its documentation asks for; embeddings are left out by themselves.
+        # As its documentation asks for; it excludes embeddings by itself.
         options["exclude_layers"] = [f"^{output_layer(model).path}/"]
     types = {
         "sgd": keras.optimizers.SGD,
@@ -168,42 +157,24 @@ def _kfac(
     run: Run,
     steps: int,
     arguments: dict[str, Any],
-    make_rate: Callable[[float, int], Any],
+    schedule: Callable[[float], Any],
 ) -> Any:
-    """K-FAC, with a step and a rest optimizer of its own where these are."""
+    """Return K-FAC; `run.rest` is the rate of its rest optimizer."""
     import keras
 
     import tfkfac
 
-    step = arguments.get("step")
-    rate, momentum = FIRST_KFAC_RATE, 0.5
-    if step == "spectral":
-        rate, momentum = 1.0, 0.0  # `KFAC` has the momentum
+    spectral = arguments.get("step") == "spectral"
+    rate = run.rate or (1.0 if spectral else 0.1)
     if arguments.pop("rest", None) is not None:
         assert run.rest is not None
         arguments["rest_optimizer"] = keras.optimizers.Adam(
-            make_rate(run.rest, steps),
+            schedule(run.rest),
             weight_decay=keras_decay(run.decay, run.rest, steps),
         )
-    rate = run.rate or rate
     inner = keras.optimizers.SGD(
-        make_rate(rate, steps),
-        momentum=momentum,
+        schedule(rate),
+        momentum=0.0 if spectral else 0.5,  # spectral: momentum of `KFAC`
         weight_decay=keras_decay(run.decay, rate, steps),
     )
     return tfkfac.KFAC(inner, **arguments)
-
-
-def _constant(rate: float, steps: int) -> float:
-    """No schedule."""
-    del steps
-    return rate
-
-
-def _decaying(rate: float, steps: int) -> Any:
-    """A schedule that falls linearly to 0."""
-    import keras
-
-    return keras.optimizers.schedules.PolynomialDecay(
-        rate, steps, end_learning_rate=0.0
-    )

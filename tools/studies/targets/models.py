@@ -1,4 +1,4 @@
-"""The models and how good they are, by the name of a problem."""
+"""The models, losses and metrics of the problems."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,19 +15,18 @@ from targets.tiny import WORDS
 
 CLASSES = 10
 IMAGE = (SIDE, SIDE, 1)
-# Rows that go through the model at a time where it is measured.
-CHUNK = 512
+CHUNK = 512  # rows of a batch of a measurement
 
 
 def build(problem: str, size: str) -> keras.Model:
-    """Makes a model."""
+    """Build the model of a problem."""
     if size == TINY:
         return _TINY[problem]()
     return _FULL[problem](SIZES[size])
 
 
 def output_layer(model: keras.Model) -> keras.layers.Layer:
-    """The last layer of a model."""
+    """Return the last layer of a model."""
     layer = model.layers[-1]
     return output_layer(layer) if isinstance(layer, keras.Model) else layer
 
@@ -50,21 +49,8 @@ def _deep_mlp(shrink: int) -> keras.Model:
     return _stack(IMAGE, layers.Flatten(), *hidden, outputs=CLASSES)
 
 
-def _transformer(shrink: int) -> keras.Model:
-    """Two causal blocks of width 128, of characters and their positions."""
-    width = 128 // shrink
-    inputs = keras.Input((SEQUENCE,), dtype="int32")
-    positions = ops.cumsum(ops.ones_like(inputs), 1) - 1
-    x = layers.Embedding(CHARACTERS, width)(inputs)
-    x = layers.Add()([x, layers.Embedding(SEQUENCE, width)(positions)])
-    for _ in range(2):
-        x = networks.transformer_block(x)
-    x = layers.LayerNormalization()(x)
-    return keras.Model(inputs, layers.Dense(CHARACTERS)(x))
-
-
 def _llama(words: int, width: int, tied: bool = False) -> keras.Model:
-    """Two blocks with four heads that share two pairs of keys and values."""
+    """Two blocks with four heads and two pairs of keys and values."""
     from keras_hub import models
 
     backbone = models.Llama3Backbone(
@@ -85,9 +71,9 @@ def _regressor(shrink: int) -> keras.Model:
 
 
 class Sampling(layers.Layer):
-    """A draw from a normal distribution, whose divergence it adds to the loss.
+    """Samples a normal distribution, and adds its divergence to the loss.
 
-    The inputs are means and logarithms of variances, side by side.
+    The inputs are the concatenated means and logarithms of variances.
     """
 
     def __init__(self) -> None:
@@ -95,7 +81,7 @@ class Sampling(layers.Layer):
         self.seed = keras.random.SeedGenerator(1)
 
     def call(self, inputs: Any) -> Any:
-        """Returns the draw."""
+        """Return the sample."""
         mean, log_variance = ops.split(inputs, 2, axis=-1)
         variance = ops.exp(log_variance)
         nats = (variance + ops.square(mean) - 1 - log_variance) / 2
@@ -105,7 +91,7 @@ class Sampling(layers.Layer):
 
 
 def _variational(width: int, code: int) -> list[layers.Layer]:
-    """The hidden layers of a variational autoencoder."""
+    """Return the hidden layers of a variational autoencoder."""
     return [
         layers.Dense(width, "relu"),
         layers.Dense(2 * code),
@@ -121,7 +107,9 @@ _FULL: Mapping[str, Callable[[int], keras.Model]] = {
     "resnet20": lambda shrink: networks.resnet(
         IMAGE, CLASSES, 20, 16 // shrink
     ),
-    "transformer": _transformer,
+    "transformer": lambda shrink: networks.transformer(
+        CHARACTERS, SEQUENCE, 128 // shrink
+    ),
     "llama": lambda shrink: _llama(CHARACTERS, 128 // shrink),
     "regression": _regressor,
     "vae": lambda shrink: _stack(
@@ -163,7 +151,7 @@ def _tiny_mlp() -> keras.Model:
 
 
 def _siamese() -> keras.Model:
-    """The distance of two codes tells whether digits are equal."""
+    """Classify pairs by the distance of their codes."""
     code = keras.Sequential([layers.Dense(64, "relu"), layers.Dense(16)])
     inputs = [keras.Input((64,)), keras.Input((64,))]
     square = ops.square(code(inputs[0]) - code(inputs[1]))
@@ -249,7 +237,7 @@ _TINY: Mapping[str, Callable[[], keras.Model]] = {
 # -------------------------------------------------------- losses and metrics
 @keras.saving.register_keras_serializable(package="targets")
 def summed_pixels(y: Any, logits: Any) -> Any:
-    """Binary cross-entropy of each image, in nats."""
+    """Return the binary cross-entropy of each image, in nats."""
     return ops.sum(ops.binary_crossentropy(y, logits, from_logits=True), -1)
 
 
@@ -268,7 +256,7 @@ LOSSES: Mapping[str, Callable[[], Any]] = {
 
 
 def targets_of(loss: str, x: Any, y: Any) -> Any:
-    """What the outputs of a batch are compared with."""
+    """Return the targets of a batch for a loss."""
     if loss.endswith("pixels"):
         return tf.reshape(x, [tf.shape(x)[0], -1])
     return tf.one_hot(y, CLASSES) if loss.startswith("smoothed") else y
@@ -277,16 +265,16 @@ def targets_of(loss: str, x: Any, y: Any) -> Any:
 def make_measure(
     model: keras.Model, problem: Problem, score: str, x: Any, y: Any
 ) -> Callable[[], float]:
-    """Returns what measures a model.
+    """Return a function that measures a model.
 
-    Not `Model.evaluate`, which would reset what `fit` reports.
+    `Model.evaluate` would reset the metrics of `fit`.
 
     Args:
         model: The model.
-        problem: What it is trained on.
+        problem: Its problem.
         score: "accuracy", "loss", or "pixels", the squared error of an image.
         x: Inputs of all examples.
-        y: Their targets.
+        y: Targets of all examples.
     """
     rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(CHUNK).cache()
     loss = LOSSES[problem.loss]()

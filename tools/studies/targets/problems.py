@@ -1,18 +1,17 @@
-"""What is trained: data, loss, epochs, batches, and the rates that are tried.
+"""The problems: data, loss, epochs, batches, and the rates that are tried.
 
-The models and the data themselves are in `models`, `data` and `tiny`, under the
-same names.
+The models and the data are in `models`, `data` and `tiny`, by the same names.
 """
 
 import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 
-# What the widths of the layers are divided by. Small twins have about a quarter
-# of the weights, and half of the examples; tiny problems are others.
+# Divisors of the layers' widths. Small problems have about a quarter of the
+# weights and half of the examples of full ones; tiny problems are others.
 SIZES = {"full": 1, "small": 2, "tiny": 1}
 TINY = "tiny"
-# Share of the training examples that a search measures with.
+# Share of the training examples that a search holds out.
 HELD_OUT = 1 / 6
 
 
@@ -21,20 +20,19 @@ class Problem:
     """A model, its data, and how it is trained.
 
     Attributes:
-        metric: What is measured, in words.
-        score: How: "accuracy", "loss" or "pixels", see `models`.
+        metric: The metric, in words.
+        score: "accuracy", "loss" or "pixels", see `models.make_measure`.
         data: Name of the data.
-        examples: Number of training examples, of the full size.
+        examples: Number of training examples at full size.
         epochs: Epochs of a schedule of full length.
-        batches: Numbers of examples of a batch that are tried.
+        batches: Batch sizes that are tried.
         rates: Learning rates that are tried, by optimizer.
-        loss: Name of the loss that is trained on, see `models`.
-        augmented: Whether images are shifted and flipped.
-        batch_statistics: Whether normalisations use those of the batch when
-            they are measured with: averages need longer trainings.
-        needs: A package that need not be installed, or "".
-        validation: What else is measured at the end, on examples that were
-            not trained on, or "".
+        loss: Name of the loss, see `models.LOSSES`.
+        augmented: True to shift and flip images.
+        batch_statistics: True to measure with the statistics of the batch:
+            moving averages need longer trainings.
+        needs: An optional package, or "".
+        validation: Second metric at the end, of test examples, or "".
     """
 
     metric: str
@@ -52,40 +50,40 @@ class Problem:
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether a larger metric is a better one."""
+        """True if a larger metric is better."""
         return self.score == "accuracy"
 
     def count_examples(self, size: str) -> int:
-        """Number of training examples."""
+        """Return the number of training examples."""
         return self.examples // SIZES[size]
 
     @property
     def is_here(self) -> bool:
-        """Whether what it needs is installed."""
+        """True if the package that it needs is installed."""
         return (
             not self.needs or importlib.util.find_spec(self.needs) is not None
         )
 
 
 def problem_of(name: str, size: str) -> Problem:
-    """The problem of a name and a size."""
+    """Return a problem by name and size."""
     return problems_of(size)[name]
 
 
 def problems_of(size: str) -> Mapping[str, Problem]:
-    """All problems of a size, by name."""
+    """Return all problems of a size, by name."""
     return TINY_PROBLEMS if size == TINY else FULL_PROBLEMS
 
 
 def _doubled(first: float) -> Sequence[float]:
-    """Four rates, each twice the one before."""
+    """Return four rates, each twice the previous rate."""
     return first, 2 * first, 4 * first, 8 * first
 
 
 def _rates(
     sgd: float, adam: float = 1e-3, muon: float = 2e-3
 ) -> Mapping[str, Sequence[float]]:
-    """The rates of all optimizers, from the smallest of each."""
+    """Return the rates of all optimizers, from their smallest."""
     return {
         "sgd": _doubled(sgd),
         "adam": _doubled(adam),
@@ -193,7 +191,7 @@ def _tiny(
     needs: str = "",
     batch_statistics: bool = False,
 ) -> Problem:
-    """A problem of seconds; what is measured is how well it is learnt."""
+    """Return a problem of seconds; its result is the training loss."""
     return Problem(
         metric="training loss",
         score="loss",
@@ -210,7 +208,7 @@ def _tiny(
 
 
 def _language(examples: int, batch: int, epochs: int) -> Problem:
-    """A language model of keras-hub, on sequences that are drawn."""
+    """Return a language model of keras-hub on random sequences."""
     return _tiny(
         examples, batch, epochs, "drawn", validation="loss", needs="keras_hub"
     )

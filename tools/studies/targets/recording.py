@@ -1,4 +1,4 @@
-"""What a training was like: its metric against steps and seconds."""
+"""The metric of a training against steps and seconds."""
 
 import math
 import time
@@ -9,19 +9,19 @@ import keras
 
 
 class Recorder(keras.callbacks.Callback):
-    """Measures the metric every so many steps, and at the last one.
+    """Measures the metric at regular steps, and at the last step.
 
-    The clocks stand still while it does. They start after the first step,
-    which also traces the graph: that one is kept apart.
+    The clocks stop meanwhile. They start after the first step, which traces the
+    graph and is recorded separately.
 
     Args:
         measure: Returns the metric.
         steps: Number of steps of the training.
-        evaluations: Number of times to measure.
+        evaluations: Number of measurements.
 
     Attributes:
         first_step: Processor seconds of the first step.
-        curve: For each evaluation the number of steps, the seconds and
+        curve: For each measurement the number of steps, the seconds and
             processor seconds so far, and the metric, None if it is not finite.
     """
 
@@ -42,11 +42,11 @@ class Recorder(keras.callbacks.Callback):
         self._started = (0.0, 0.0)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Starts the clocks."""
+        """Start the clocks."""
         self._started = _now()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Measures if that is due."""
+        """Measure if a measurement is due."""
         step = batch + 1
         if step > 1 and step not in self._due:
             return
@@ -56,7 +56,7 @@ class Recorder(keras.callbacks.Callback):
         self._started = _now()
 
     def _stop(self, step: int) -> None:
-        """Adds what has passed since the clocks were started."""
+        """Stop the clocks."""
         now = _now()
         self._elapsed = (
             self._elapsed[0] + now[0] - self._started[0],
@@ -67,22 +67,22 @@ class Recorder(keras.callbacks.Callback):
             self._elapsed = (0.0, 0.0)
 
     def _evaluate(self, step: int) -> None:
-        """Adds a point to the curve."""
+        """Add a point to the curve."""
         values = (step, *map(_short, (*self._elapsed, self._measure())))
         for column, value in zip(self.curve.values(), values, strict=True):
             column.append(value)
 
 
 class Allowance(Recorder):
-    """Ends a training after some processor seconds, and measures on the way.
+    """Ends a training after some processor seconds.
 
-    Meanwhile the learning rate falls linearly to 0.
+    The learning rate falls linearly to 0 over this time.
 
     Args:
         measure: Returns the metric.
         seconds: Processor seconds of the training after its first step.
-        evaluations: Number of times to measure.
-        rate: Learning rate at first.
+        evaluations: Number of measurements.
+        rate: Initial learning rate.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Allowance(Recorder):
         self._rate = rate
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Measures if that is due; sets the rate."""
+        """Measure if a measurement is due; set the rate."""
         self._stop(batch + 1)
         spent = min(self._elapsed[1] / self._seconds, 1.0)
         if spent >= (len(self.curve["step"]) + 1) / self._evaluations:
@@ -112,5 +112,5 @@ def _now() -> tuple[float, float]:
 
 
 def _short(value: float) -> float | None:
-    """A number with six digits; JSON has none that is not finite."""
+    """Round to six digits; None if not finite, which JSON cannot store."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The tables."""
+"""The tables of the trainings."""
 
 import dataclasses
 import math
@@ -149,9 +149,9 @@ def _cell(row: Row, comparison: Comparison) -> str:
 
 
 def summary(records: Sequence[Record]) -> Table:
-    """The table of the README: a row for each problem, at its largest size.
+    """Return the README's table: each problem at its largest size.
 
-    It has those methods of ours that were run on all problems.
+    With the variants of K-FAC that were run on all problems.
     """
     comparisons, adams = (
         _largest(compare(records, *target)) for target in ((), ("adam",))
@@ -192,18 +192,18 @@ def summary(records: Sequence[Record]) -> Table:
 
 
 def _largest(comparisons: Iterable[Comparison]) -> list[Comparison]:
-    """Those of full size, and the small twins of problems without one."""
-    found = list(comparisons)
-    full = {_place(one)[0] for one in found if _place(one)[1] == "full"}
+    """Return problems at full size, or small if there is no full size."""
+    places = {_place(comparison): comparison for comparison in comparisons}
+    full = {problem for problem, size, _ in places if size == "full"}
     return [
-        one
-        for one in found
-        if _place(one)[1] == "full" or _place(one)[0] not in full
+        comparison
+        for (problem, size, _), comparison in places.items()
+        if size == "full" or problem not in full
     ]
 
 
 def _place(comparison: Comparison) -> tuple[str, str, str]:
-    """Problem, size and data."""
+    """Return problem, size and data."""
     run = comparison.best.setting
     return run.problem, run.size, run.data
 
@@ -224,7 +224,7 @@ def title(method: str) -> str:
 
 
 def _short(to_adam: Row | None, to_best: Row | None) -> str:
-    """Parts of Adam's time and of the best baseline's, and the end."""
+    """Return time over Adam's and the best baseline's, and the claim."""
     if to_adam is None or to_best is None:
         return ""
     parts = [
@@ -237,7 +237,7 @@ def _short(to_adam: Row | None, to_best: Row | None) -> str:
 # ----------------------------------------------------------------------- tiny
 @dataclasses.dataclass(frozen=True)
 class End:
-    """How a method ends on a tiny problem, with the best of its rates.
+    """The result of a method on a tiny problem, with its best rate.
 
     Attributes:
         run: The setting.
@@ -261,7 +261,7 @@ Ends = Mapping[str, Mapping[str, End]]
 
 
 def tiny_ends(records: Iterable[Record], constant: bool = False) -> Ends:
-    """The ends by problem and method, at falling rates or at constant ones."""
+    """Return the ends by problem and method, of one type of schedule."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         run = record["run"]
@@ -332,7 +332,7 @@ def _loss(end: End | None) -> str:
 
 
 def spread(values: Sequence[Any]) -> str:
-    """Mean and standard deviation."""
+    """Return mean and standard deviation."""
     if not values or None in values:
         return ""
     text = f"{statistics.fmean(values):.4g}"

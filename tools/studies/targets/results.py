@@ -1,4 +1,4 @@
-"""What may be claimed of the trainings."""
+"""Comparisons of trainings, with their claims."""
 
 import dataclasses
 import math
@@ -11,13 +11,12 @@ from targets.problems import TINY
 from targets.run import FINAL, Run
 from targets.study import Record
 
-# A claim takes a mean difference of so many standard errors.
-SIGMAS = 3.0
+SIGMAS = 3.0  # standard errors of a claim
 TIE = "tie"
 
 
 def settings_of(records: Iterable[Record]) -> dict[Run, list[Record]]:
-    """Records by their setting, in the order of their seeds."""
+    """Return records by setting, in the order of their seeds."""
     groups: dict[Run, list[Record]] = defaultdict(list)
     for record in sorted(records, key=lambda r: r["run"]["seed"]):
         groups[Run(**record["run"]).setting].append(record)
@@ -25,38 +24,36 @@ def settings_of(records: Iterable[Record]) -> dict[Run, list[Record]]:
 
 
 def loss_of(run: Run, metric: float | None) -> float:
-    """The smaller the better: errors in place of accuracies."""
+    """Return the metric, or the error for an accuracy."""
     if metric is None or not math.isfinite(metric):
         return math.inf
     return 1 - metric if run.row.higher_is_better else metric
 
 
 def finals(records: Sequence[Record]) -> list[float | None]:
-    """The metric at the end, by seed."""
+    """Return the final metrics, by seed."""
     return [record["curve"]["metric"][-1] for record in records]
 
 
 def seconds_of(records: Sequence[Record]) -> float:
-    """Processor seconds of a whole training."""
+    """Return the mean processor seconds of a training."""
     return statistics.fmean(r["curve"]["cpu_seconds"][-1] for r in records)
 
 
 def judge(differences: Sequence[float]) -> str:
-    """What may be claimed of differences, one for each seed.
+    """Return the claim of differences, one for each seed.
 
     Returns:
-        "less" or "more" where (mean difference) * sqrt(n) is at least three
+        "less" or "more" if (mean difference) * sqrt(n) is at least three
         standard deviations, else "tie".
     """
     if len(differences) < 2:
         return TIE
     if math.inf in differences:
         return "more"
-    mean, deviation = (
-        statistics.fmean(differences),
-        statistics.stdev(differences),
-    )
-    if abs(mean) * math.sqrt(len(differences)) < SIGMAS * deviation or not mean:
+    mean = statistics.fmean(differences)
+    bound = SIGMAS * statistics.stdev(differences)
+    if abs(mean) * math.sqrt(len(differences)) < bound or not mean:
         return TIE
     return "less" if mean < 0 else "more"
 
@@ -64,24 +61,22 @@ def judge(differences: Sequence[float]) -> str:
 # ------------------------------------------------------------ time to a target
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """How a method comes to the target.
+    """The comparison of a method with the target.
 
     Attributes:
         setting: Its setting.
-        finals: Its metric at the end, by seed.
-        seconds: Processor seconds after which the mean of the seeds is at the
-            target; None if it never is.
-        ratio: These over those of the baseline that is there first, or None.
-        error: Standard error of the ratio, by leaving out one seed after the
-            other; infinite if the target is not reached without some seed.
+        finals: Its final metrics, by seed.
+        ratio: Processor seconds until the mean of the seeds reaches the target,
+            over those of the first baseline there; None if never.
+        error: Standard error of the ratio, by leaving out one seed at a time;
+            infinite if the target is not reached without some seed.
         claim: "less" or "more" seconds than that baseline, "tie", "not
             reached", or "" for a baseline.
-        end: "less" or "more" loss at the end than the target, or "tie".
+        end: "less" or "more" final loss than the target, or "tie".
     """
 
     setting: Run
     finals: Sequence[float | None]
-    seconds: float | None
     ratio: float | None
     error: float
     claim: str
@@ -93,23 +88,18 @@ class Comparison:
     """All methods on a problem, at one size, on one data set.
 
     Attributes:
-        best: The baseline that ends best: its mean metric is the target.
+        best: The best baseline: its mean final metric is the target.
         rows: All methods that have all seeds.
-        seeds: These seeds.
     """
 
     best: Row
     rows: Sequence[Row]
-    seeds: Sequence[int]
 
 
 def compare(
     records: Iterable[Record], rival: str | None = None
 ) -> Iterator[Comparison]:
-    """Yields the comparison of each problem that has a baseline.
-
-    With all baselines, or with a rival alone.
-    """
+    """Yield the comparison with all baselines, or with `rival` only."""
     problems: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in records:
         run = record["run"]
@@ -134,13 +124,13 @@ def compare(
                 one: _row(settings, one, best, rivals, seeds)
                 for one in settings
             }
-            yield Comparison(rows[best], [*rows.values()], seeds)
+            yield Comparison(rows[best], [*rows.values()])
 
 
 def mean_curve(
     run: Run, records: Sequence[Record]
 ) -> list[tuple[float, float]]:
-    """Processor seconds and loss, means of the seeds, point by point."""
+    """Return processor seconds and loss, means over the seeds."""
     curves = [record["curve"] for record in records]
     seconds = zip(*(curve["cpu_seconds"] for curve in curves), strict=True)
     losses = zip(
@@ -158,10 +148,10 @@ def _row(
     rivals: Sequence[Run],
     seeds: Sequence[int],
 ) -> Row:
-    """The row of a method."""
+    """Return the row of a method."""
 
     def times(left_out: int | None) -> dict[Run, float]:
-        """Seconds to the target of those that come there."""
+        """Return the seconds of those that reach the target."""
         curves = {
             one: mean_curve(
                 one,
@@ -204,7 +194,6 @@ def _row(
     return Row(
         own,
         finals(settings[own]),
-        times(None).get(own),
         None if math.isinf(whole) else whole,
         error,
         "" if is_baseline(own.method) else claim,
@@ -215,7 +204,7 @@ def _row(
 def geometric_means(
     comparisons: Sequence[Comparison],
 ) -> dict[str, tuple[float, int]]:
-    """Mean ratio of each of our methods, and on how many problems it is one."""
+    """Return mean ratio and number of problems, by variant of K-FAC."""
     ratios: dict[str, list[float]] = defaultdict(list)
     for comparison in comparisons:
         for row in comparison.rows:

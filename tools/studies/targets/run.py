@@ -1,4 +1,4 @@
-"""A training, told from all others."""
+"""The settings of a training."""
 
 import dataclasses
 
@@ -9,24 +9,22 @@ SEARCH, FINAL = "search", "final"
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A training, told from all others.
+    """The settings of a training.
 
     Attributes:
-        phase: `SEARCH` measures with a part of the training examples, which is
-            not trained on; `FINAL` trains on all of them and measures with the
-            test set.
+        phase: `SEARCH` measures with held-out training examples; `FINAL`
+            trains on all of them and measures with the test set.
         problem: Name of the problem.
         size: One of `SIZES`.
-        data: What it is trained on.
+        data: Name of the data.
         method: The optimizer, see `methods.parse`.
-        rate: First learning rate; None is the optimizer's own.
-        rest: First learning rate of K-FAC's rest optimizer, an Adam; None is
-            the optimizer's own choice.
-        decay: Part of the weights that weight decay takes away over the whole
-            training.
+        rate: Initial learning rate; None is the optimizer's default.
+        rest: Initial learning rate of K-FAC's rest optimizer, an Adam; None is
+            the default.
+        decay: Part of the weights that weight decay removes over the training.
         batch: Examples of a batch.
         share: Length of the schedule over the problem's epochs.
-        seed: That of weights and batches.
+        seed: Seed of weights and batches.
     """
 
     phase: str
@@ -52,15 +50,15 @@ class Run:
         return dataclasses.replace(self, seed=-1)
 
     def count_steps(self) -> int:
-        """Steps of the whole training; its batches are full ones."""
+        """Return the number of steps, all with full batches."""
         examples = self.row.count_examples(self.size)
         if self.phase == SEARCH:
             examples = round(examples * (1 - HELD_OUT))
         return round(self.row.epochs * self.share * examples / self.batch)
 
     def __str__(self) -> str:
-        parts = [f"{self.problem} ({self.size}, {self.data}), {self.method}"]
-        parts += [f"rate {self.rate:g}"] if self.rate is not None else []
-        parts += [f"rest {self.rest:g}"] if self.rest is not None else []
-        parts += [f"decay {self.decay:g}"] if self.decay else []
-        return ", ".join([*parts, f"batch {self.batch}", f"seed {self.seed}"])
+        text = f"{self.problem} ({self.size}, {self.data}), {self.method}"
+        for name in ("rate", "rest", "decay"):
+            if (value := getattr(self, name)) is not None:
+                text += f", {name} {value:g}"
+        return f"{text}, batch {self.batch}, seed {self.seed}"

@@ -1,4 +1,4 @@
-"""Trains what is not among the results yet, each setting in a process."""
+"""Train the runs that have no record, each setting in a process."""
 
 import concurrent.futures
 import json
@@ -15,27 +15,27 @@ from typing import Any
 from command import ROOT, STUDIES, installed, process_environment
 from targets.run import Run
 
-# A run, the number of its environment, and what `training.train` has returned.
+# A run, the number of its environment, and the result of `training.train`.
 Record = dict[str, Any]
 TRAININGS = ROOT / "docs" / "trainings.json"
-# Data that need no directory.
+# Data without a directory.
 EMBEDDED = ("text", "tokens", "arm", "digits", "drawn")
 MODULES = ("tensorflow", "keras", "keras_hub")
 
 
 class FailedError(Exception):
-    """A training has ended in an error."""
+    """A training has failed."""
 
 
 class Records:
-    """All results of a file, a line for each.
+    """The records of a file.
 
     Args:
-        path: The file, which need not exist yet.
-        command: Arguments of the command line that results are added by.
+        path: The file; it may not exist.
+        command: Arguments of the command line that adds records.
 
     Attributes:
-        environments: What machines and versions there were, and the command.
+        environments: Machines, versions and commands.
         runs: The records.
     """
 
@@ -52,16 +52,12 @@ class Records:
             self.runs = stored["runs"]
 
     def missing(self, runs: Sequence[Run]) -> list[Run]:
-        """The runs that have no record yet."""
+        """Return the runs that have no record."""
         known = {Run(**record["run"]) for record in self.runs}
         return [run for run in dict.fromkeys(runs) if run not in known]
 
-    def forget(self, methods: Sequence[str]) -> None:
-        """Drops the records of methods."""
-        self.runs = [r for r in self.runs if r["run"]["method"] not in methods]
-
     def add(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Adds a record; the file is there as a whole at any time."""
+        """Add a record; replace the file atomically."""
         assert self._command is not None
         here = environment(self._command)
         if here not in self.environments:
@@ -79,7 +75,7 @@ class Records:
 
 
 def environment(command: Sequence[str]) -> dict[str, Any]:
-    """What figures depend on, without names of machines and folders."""
+    """Return machine, versions and command, without private names."""
     names = re.findall(r"model name\s*: (.*)", _read("/proc/cpuinfo"))
     return {
         "script": "tools/studies/time_to_target.py",
@@ -94,7 +90,7 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
 
 
 def last_commit() -> str:
-    """The last commit of the library; "+" if files differ."""
+    """Return the last commit of the library; "+" if files differ."""
     commit = _git("log", "-1", "--format=%h", "--", "tfkfac")
     differs = "+" * bool(_git("status", "--porcelain", "--", "tfkfac"))
     return f"{commit}{differs}"
@@ -111,7 +107,7 @@ def _git(*words: str) -> str:
 
 
 def _without_path(word: str) -> str:
-    """A word of a command line; of a path there is the last name."""
+    """Return a word of a command line; of a path, its last name."""
     name, equals, path = word.rpartition("=")
     return f"{name}{equals}{pathlib.PurePath(path).name}"
 
@@ -121,19 +117,19 @@ def train_all(
     directories: Mapping[str, pathlib.Path],
     files: Mapping[str, str],
     jobs: int,
-    note: Callable[[Run, Mapping[str, Any]], None],
+    add: Callable[[Run, Mapping[str, Any]], None],
 ) -> list[str]:
-    """Trains; runs that differ in their seeds share a process.
+    """Train; runs that differ in their seeds only share a process.
 
     Args:
-        runs: What to train.
-        directories: Where the idx files of a data set are.
-        files: Those of optimizers from outside, by their names.
+        runs: The runs.
+        directories: Directories of idx files, by data set.
+        files: Files of optimizers from outside, by name.
         jobs: Number of processes at a time.
-        note: Called after each training.
+        add: Called with the run and the result of each training.
 
     Returns:
-        What failed, and its last words.
+        A text for each failure.
     """
     settings: dict[Run, list[Run]] = {}
     for run in runs:
@@ -145,7 +141,7 @@ def train_all(
         try:
             results = train(group, directory, file)
             for run, result in zip(group, results, strict=True):
-                note(run, result)
+                add(run, result)
         except FailedError as error:
             return f"{first}:\n{error}"
         return None
@@ -158,11 +154,7 @@ def train_all(
 def train(
     runs: Sequence[Run], directory: pathlib.Path | None, file: str | None
 ) -> Iterator[Mapping[str, Any]]:
-    """Trains in a new process; yields what it says of each run.
-
-    Raises:
-        FailedError: If it fails.
-    """
+    """Train in a new process; yield the result of each run."""
     task = {
         "runs": [run.__dict__ for run in runs],
         "directory": directory and str(directory),
@@ -186,5 +178,5 @@ def train(
 
 
 def data_name(name: str, directories: Mapping[str, pathlib.Path]) -> str:
-    """What is trained on: "digits" stand in for images that are not given."""
+    """Return the name, or "digits" for images without a directory."""
     return name if name in (*directories, *EMBEDDED) else "digits"

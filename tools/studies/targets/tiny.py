@@ -15,11 +15,11 @@ TRAINED_DIGITS = 1440  # of 1,797
 
 
 def load(name: str, directory: pathlib.Path | None, examples: int) -> Data:
-    """Loads the data of a problem.
+    """Load the data of a problem.
 
     Args:
         name: Name of the problem.
-        directory: Where the idx files of its images are, if there are any.
+        directory: Directory of idx files, or None.
         examples: Number of training examples.
     """
     if name == "mlp":
@@ -34,7 +34,7 @@ def load(name: str, directory: pathlib.Path | None, examples: int) -> Data:
 
 
 def _split(pair: tuple[Any, np.ndarray], examples: int, trained: int) -> Data:
-    """The first examples to train on, and those from `trained` on."""
+    """Train on the first examples; test with those from `trained` on."""
 
     def part(rows: slice) -> tuple[Any, np.ndarray]:
         return tree.map_structure(lambda a: a[rows], pair)
@@ -43,7 +43,7 @@ def _split(pair: tuple[Any, np.ndarray], examples: int, trained: int) -> Data:
 
 
 def _fashion(directory: pathlib.Path | None, examples: int) -> Data:
-    """Images as vectors; the last 4,000 training images are held out."""
+    """Return images; the last 4,000 training images are held out."""
     held_out = 4_000
     if directory is None:
         return moved_digits(examples, held_out)
@@ -57,7 +57,7 @@ def _fashion(directory: pathlib.Path | None, examples: int) -> Data:
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
-    """Scikit-learn's digits in a fixed order, 8x8 with one channel."""
+    """Return scikit-learn's digits in a fixed order, 8x8x1."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -88,7 +88,7 @@ _DIGITS: dict[str, Callable[..., Any]] = {
 
 
 def _pairs(x: np.ndarray, y: np.ndarray) -> Data:
-    """Pairs of digits: all equal ones, and three times as many others."""
+    """Return pairs of equal digits, and three times as many others."""
     random = np.random.default_rng(0)
     x = x.reshape(-1, 64)
 
@@ -106,7 +106,7 @@ def _pairs(x: np.ndarray, y: np.ndarray) -> Data:
 
 
 def _function(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A smooth function of six numbers, with noise."""
+    """Return a smooth function of six numbers, with noise."""
     x = random.uniform(-1, 1, (1500, 6)).astype("float32")
     a, b, c, d, e, f = x.T
     y = np.sin(3 * a * b) + c**2 - np.exp(d * e) + 0.5 * np.sin(5 * f)
@@ -115,7 +115,7 @@ def _function(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _majority(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Whether more than half of the words are of the second kind."""
+    """Return 1 if more than half of the words are above 25."""
     words = random.integers(1, 50, (900, 20)).astype("int32")
     lengths = random.integers(8, 21, 900)
     words[np.arange(20)[None] >= lengths[:, None]] = 0
@@ -123,7 +123,7 @@ def _majority(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _counts(random: np.random.Generator) -> tuple[Any, np.ndarray]:
-    """Fewer than four of the first eight words large, four, or more."""
+    """Count large words: fewer than four, four, or more."""
     words = random.integers(1, 60, (1800, 16)).astype("int32")
     large = (words[:, :8] > 30).sum(1)
     y = np.where(large < 4, 0, np.where(large == 4, 1, 2)).astype("int32")
@@ -131,13 +131,13 @@ def _counts(random: np.random.Generator) -> tuple[Any, np.ndarray]:
 
 
 def _sums(random: np.random.Generator) -> tuple[Any, np.ndarray]:
-    """Running sums of random steps; the next one is asked for."""
+    """Return running sums of random steps, to predict the next."""
     steps = random.integers(1, 4, (700, 33))
     return _next((np.cumsum(steps, 1) % 97).astype("int32"))
 
 
 def _markov(random: np.random.Generator) -> tuple[Any, np.ndarray]:
-    """Sequences in which a word has twenty successors."""
+    """Return Markov chains with twenty successors of a word."""
     successors, count, length = 20, 1264, 33
     odds = random.dirichlet(np.full(successors, 0.3), size=WORDS)
     words = random.integers(0, WORDS, (WORDS, successors))

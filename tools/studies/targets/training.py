@@ -1,7 +1,7 @@
-"""Trainings of one setting, a seed after the other, in a process of their own.
+"""Train one setting with several seeds, in this process.
 
-Told by its command line. For each run a line of JSON goes to the standard
-output; what else is written there goes to the standard error.
+The command line has the runs as JSON. Each result is a line of JSON on the
+standard output; other output goes to the standard error.
 """
 
 import json
@@ -23,16 +23,15 @@ from targets.problems import TINY
 from targets.recording import Recorder
 from targets.run import FINAL, SEARCH, Run
 
-# How often a run is measured: once where it is only searched.
+# Number of measurements of a run.
 EVALUATIONS = {SEARCH: 1, FINAL: 24}
 TINY_EVALUATIONS = 1
-# Training examples that a tiny problem is measured with.
-LEARNT = 1024
-SHIFT = 2  # pixels at most
+LEARNT = 1024  # training examples that tiny problems are measured with
+SHIFT = 2  # maximal shift of augmented images, pixels
 
 
 def main() -> None:
-    """Trains as the command line says."""
+    """Train the runs of the command line."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     task = json.loads(sys.argv[1])
@@ -45,12 +44,12 @@ def main() -> None:
 def train(
     runs: Sequence[Run], directory: pathlib.Path | None, file: str | None
 ) -> Iterator[dict[str, Any]]:
-    """Trains as a study does; yields curve and first step of each run.
+    """Yield the result of each run.
 
     Args:
-        runs: Trainings that differ in their seeds.
-        directory: Where the idx files of its images are, if there are any.
-        file: That of an optimizer from outside.
+        runs: Trainings that differ in their seeds only.
+        directory: Directory of idx files, or None.
+        file: File of an optimizer from outside, or None.
     """
     training = Training(runs[0], load(runs[0], directory), file)
     for run in runs:
@@ -58,7 +57,7 @@ def train(
 
 
 def load(run: Run, directory: pathlib.Path | None) -> Data:
-    """Loads what a run trains on and measures with."""
+    """Load the data of a run."""
     examples = run.row.count_examples(run.size)
     if run.size == TINY:
         return tiny.load(run.problem, directory, examples)
@@ -67,17 +66,17 @@ def load(run: Run, directory: pathlib.Path | None) -> Data:
 
 
 class Training:
-    """A compiled model that is trained from its beginning again and again.
+    """A compiled model that is trained from the start for each seed.
 
-    Tracing a step takes longer than a tiny training. So all variables are put
-    back where they were, but for weights, which each seed has its own of.
+    Tracing a step takes longer than a tiny training, so all variables are reset
+    in place, and the weights to those of the seed.
 
     Args:
-        run: What is trained.
-        data: What it is trained on.
-        file: That of an optimizer from outside.
+        run: The settings.
+        data: The data.
+        file: File of an optimizer from outside, or None.
         steps: Number of steps; None is that of the run.
-        evaluations: Number of times to measure; None is that of the run.
+        evaluations: Number of measurements; None is that of the run.
 
     Attributes:
         model: The model.
@@ -100,8 +99,8 @@ class Training:
         self.model = models.build(run.problem, run.size)
         optimizer = make_optimizer(run, self._steps, self.model, file)
         self.model.compile(optimizer, models.LOSSES[run.row.loss]())
-        # Variables made in the first trace would cost Keras' optimizers a
-        # second one.
+        # Variables that are created in the first trace cost Keras' optimizers
+        # a second trace.
         optimizer.build(self.model.trainable_variables)
         self._optimizers: dict[Any, dict[str, Any]] = {
             part: {} for part in _parts(optimizer)
@@ -123,19 +122,19 @@ class Training:
     def run(
         self, seed: int, recorder: Recorder | None = None
     ) -> dict[str, Any]:
-        """Trains; everything random depends on the seed alone.
+        """Train; only the seed determines random numbers.
 
         Args:
-            seed: That of weights and batches.
-            recorder: Recorder of the curve. None measures at even steps.
+            seed: Seed of weights and batches.
+            recorder: Recorder of the curve. None measures at regular steps.
 
         Returns:
-            The curve, what the first step took, and for tiny problems the
+            The curve, the time of the first step, and for tiny problems the
             metric on other examples.
         """
         keras.utils.set_random_seed(seed)
         fresh = models.build(self._run.problem, self._run.size)
-        self.measure()  # traces it
+        self.measure()  # trace its graph
         for part, state in self._optimizers.items():
             part.load_own_variables(state)
         for own, new in zip(self.model.variables, fresh.variables, strict=True):
@@ -145,7 +144,7 @@ class Training:
         self.model.fit(
             batches(self._run, self._data, seed),
             steps_per_epoch=self._steps,
-            shuffle=False,  # they are already
+            shuffle=False,  # the batches are shuffled
             callbacks=[recorder],
             verbose=0,
         )
@@ -156,14 +155,14 @@ class Training:
 
 
 def _parts(optimizer: Any) -> list[keras.optimizers.Optimizer]:
-    """An optimizer, and those that it has inside."""
+    """Return an optimizer and its inner optimizers."""
     inside = vars(optimizer).values()
     kind = keras.optimizers.Optimizer
     return [optimizer, *(part for part in inside if isinstance(part, kind))]
 
 
 def batches(run: Run, data: Data, seed: int) -> tf.data.Dataset:
-    """Full batches without end, in an order that only the seed determines."""
+    """Return an infinite set of full batches, shuffled by the seed."""
     x, y = tree.map_structure(tf.constant, (data.x, data.y))
     order = tf.data.Dataset.range(len(data.y))
     order = order.shuffle(len(data.y), seed=seed).repeat()
@@ -181,7 +180,7 @@ def batches(run: Run, data: Data, seed: int) -> tf.data.Dataset:
 
 
 def moved(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    """Images shifted by up to two pixels, every other one flipped."""
+    """Shift images by up to two pixels; flip half of them."""
     count, rows, columns, _ = images.shape
     draws = tf.random.stateless_uniform(
         [count, 2], seed, 0, 2 * SHIFT + 1, tf.int32
