@@ -14,7 +14,6 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers
 
 import tfkfac
@@ -245,47 +244,3 @@ def test_two_outputs(summed: bool) -> None:
         want = want + unit / 2 * total / ROWS
     assert_close(find(factors, "hidden")["G"], want, 2e-5)
     assert_close(find(factors, "bits")["G"], hessians[1].mean(0) / 8, 2e-5)
-
-
-# ------------------------------------------------------------- identities
-def test_deep_linear_network_has_gauss_newton_blocks() -> None:
-    """For a linear network, "type2" gives the exact Gauss-Newton blocks."""
-    damping = 0.05
-
-    def build(dtype: str) -> Any:
-        dense = [layers.Dense(n, dtype=dtype) for n in (3, 4, OUT)]
-        model = keras.Sequential([keras.Input((4,)), *dense])
-        randomize(model)
-        return model
-
-    twin = build("float64")
-    values = [v.value for v in twin.trainable_variables]
-    with tf.GradientTape(persistent=True) as tape:
-        outputs = twin(X.astype("float64"))
-        loss = tf.reduce_mean(tf.reduce_sum((outputs - REAL) ** 2, -1)) / 2
-    jacobians = [
-        np.reshape(j, (ROWS, OUT, -1)) for j in tape.jacobian(outputs, values)
-    ]
-    gradients = [np.ravel(g) for g in tape.gradient(loss, values)]
-    model = build("float32")
-    optimizer = tfkfac.KFAC(
-        keras.optimizers.SGD(1.0),
-        fisher="type2",
-        solver="eigen",
-        damping=damping,
-        kl_clip=None,
-    )
-    model.compile(optimizer, "mse", run_eagerly=True)
-    before = weights_of(model)
-    model.train_on_batch(X, REAL)
-    steps = [
-        np.ravel(a - b) for a, b in zip(before, weights_of(model), strict=True)
-    ]
-    for i in range(0, 6, 2):
-        jacobian = np.concatenate(jacobians[i : i + 2], -1)
-        block = np.einsum("nki,nkj->ij", jacobian, jacobian) / ROWS
-        gradient = np.concatenate(gradients[i : i + 2])
-        # `mse` over three outputs is 2/3 of the half squares, divided out.
-        want = np.linalg.solve(block + damping * np.eye(len(block)), gradient)
-        got = np.concatenate(steps[i : i + 2])
-        assert_close(got, want, 1e-4, f"layer {i // 2}")

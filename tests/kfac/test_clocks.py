@@ -191,19 +191,6 @@ def test_change_between_number_and_schedule(
     assert getattr(optimizer, name) is start
 
 
-# -------------------------------------------------------------- learning rates
-def test_learning_rate_callbacks() -> None:
-    """Callbacks read and write the inner optimizer's learning rate."""
-    model = compiled_mlp(keras.optimizers.SGD(0.5), eager=True)
-    halved = keras.callbacks.LearningRateScheduler(
-        lambda epoch, rate: rate / 2 if epoch else rate
-    )
-    history = model.fit(X, Y, epochs=3, verbose=0, callbacks=[halved]).history
-    assert history["learning_rate"] == pytest.approx([0.5, 0.25, 0.125])
-    inner = kfac_of(model).inner_optimizer
-    assert float(inner.learning_rate) == pytest.approx(0.125)
-
-
 # ------------------------------------------------------------ the inner options
 INNER: dict[str, Callable[[], Any]] = {
     "scheduled": lambda: keras.optimizers.SGD(
@@ -247,26 +234,6 @@ def test_inner_options_act_on_the_preconditioned_gradient(case: str) -> None:
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     for one in models[:2]:
         assert not np.array_equal(one.get_weights()[0], mlp().get_weights()[0])
-
-
-def test_averages_replace_the_weights_after_fit() -> None:
-    """The inner optimizer's `finalize_variable_values` is called."""
-    model = compiled_mlp(
-        keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5), eager=True
-    )
-    seen: list[Array] = []
-    watch = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: seen.append(
-            model.get_weights()[0]
-        )
-    )
-    model.fit(X, Y, batch_size=4, verbose=0, callbacks=[watch])
-    average = seen[0]
-    for value in seen[1:]:
-        average = 0.5 * average + 0.5 * value
-    got = model.get_weights()[0]
-    assert_close(got, average, 1e-5)
-    assert not np.allclose(got, seen[-1], rtol=1e-3)
 
 
 def test_constraints_hold() -> None:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfkfac
-from tests.support.small import compiled_mlp, curvature, kfac_of, mlp
+from tests.support.small import compiled_mlp, kfac_of
 from tfkfac.saving.entries import STATE, Entry, Region, Spread
 from tfkfac.saving.store import Saved, load_state, save_state
 
@@ -70,19 +69,6 @@ def test_stores_of_other_programs() -> None:
         with pytest.warns(UserWarning, match=r"'kfac'.*another optim.*initial"):
             optimizer.load_own_variables(dict.fromkeys(keys, np.array(7)))
     assert int(optimizer.factor_updates) == 0
-
-
-@pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_directions_do_not_depend_on_the_layout(layout: str) -> None:
-    """`V^T` of 3 directions and 53 weights, without padding."""
-    optimizer = tfkfac.FOSI(layout=layout, num_largest=3)
-    model = mlp()
-    model.compile(optimizer, "mse")
-    assert {k: v.shape for k, v in curvature(optimizer).items() if v.ndim} == {
-        "state:directions:": (3, 53),
-        "state:ritz_values:": (3,),
-        "state:momentum:": (3,),
-    }
 
 
 # ------------------------------------------------------------ several workers
@@ -153,28 +139,6 @@ def test_numbers_of_workers(
 
 
 # ---------------------------------------------------------------- faults
-@pytest.mark.parametrize(
-    ("value", "dtype", "words"),
-    [
-        ([1.0, np.nan], "float32", "has 1 of 2 numbers that are not finite"),
-        ([np.inf, np.inf], "float32", "has 2 of 2"),
-        ([1, 2], "float32", "is of dtype int64, not float32"),
-        ([1.0, 2.0], "int64", "is of dtype float64, not int64"),
-        ([3, -1], "int64", "is -1, less than 0"),
-        ([1.0], "float32", r"has shape \(2,\), and \(1,\) in the file"),
-        (
-            [[1.0, 2.0]],
-            "float32",
-            r"has shape \(2,\), and \(1, 2\) in the file",
-        ),
-        (["a", "b"], "float32", "is of dtype <U1"),
-    ],
-)
-def test_faults_are_named(value: list[Any], dtype: str, words: str) -> None:
-    new = [Entry("a/b", "x", tf.Variable([0, 0], dtype=dtype))]
-    with pytest.raises(ValueError, match=f"'test'.*layer 'a/b': x {words}"):
-        load({"state:x:a|b": np.array(value)}, new)
-    assert new[0].variable.numpy().tolist() == [0, 0]
 
 
 def test_all_faults_are_listed() -> None:
