@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.test_channel import connection_pair, wait_until
 from tests.cluster.test_rendezvous import LIMIT_S, SHORT_S, Workers
 from tests.support.ports import address, claim_ports
 from tfkfac.cluster import coordinator, waiting
@@ -22,7 +23,7 @@ from tfkfac.cluster.authentication import (
     make_nonce,
     read_secret,
 )
-from tfkfac.cluster.channel import Connection, parse
+from tfkfac.cluster.channel import Connection
 from tfkfac.cluster.config import Cluster
 from tfkfac.cluster.rendezvous import RefusedError, wait_for_all
 
@@ -44,12 +45,13 @@ def make_greeting(index: int = 1, **changes: Any) -> dict[str, Any]:
 def connect(addresses: Sequence[str]) -> socket.socket:
     """Connect to worker 0, once it listens."""
     host, _, port = addresses[0].rpartition(":")
-    end = time.monotonic() + LIMIT_S
-    while True:
+
+    def attempt() -> socket.socket | None:
         with contextlib.suppress(ConnectionRefusedError):
             return socket.create_connection((host, int(port)), LIMIT_S)
-        assert time.monotonic() < end
-        time.sleep(0.01)
+        return None
+
+    return wait_until(attempt)
 
 
 @contextlib.contextmanager
@@ -68,12 +70,14 @@ def waiting_worker_0(
 
 def lines_until(capsys: Any, text: str, count: int = 1) -> list[str]:
     """Wait for `count` lines on stderr that contain a text."""
-    end, lines = time.monotonic() + LIMIT_S, []
-    while len(lines) < count:
-        assert time.monotonic() < end, lines
-        time.sleep(0.01)
+    lines: list[str] = []
+
+    def read() -> bool:
         new = capsys.readouterr().err.splitlines()
-        lines += [line for line in new if text in line]
+        lines.extend(line for line in new if text in line)
+        return len(lines) >= count
+
+    wait_until(read)
     return lines
 
 
@@ -82,65 +86,45 @@ def encode(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-MALFORMED = {
-    "HTTP": b"GET / HTTP/1.1\r",
-    "binary": b"\xff\x00\x9f\x1b[31m",
-    "deep nesting": b"[" * 60_000,
-    "closed nesting": b'{"a":' * 10_000 + b"1" + b"}" * 10_000,
-    "a number of many digits": b"1" * 5000,
-    "not an object": b"[]",
-    "null": b"null",
-    "NaN": b'{"worker": NaN}',
-    "infinity": b'{"worker": -Infinity}',
-    "empty": b"{}",
-    "an earlier version": encode({"worker": 1, "cluster": ["a:1", "b:2"]}),
-    "more fields": encode(make_greeting() | {"more": 1}),
-    "another worker 0": encode(make_greeting(0)),
-    **{
-        f"{name} {value!r}": encode(make_greeting(**{name: value}))
+MALFORMED = [
+    b"GET / HTTP/1.1\r",
+    b"\xff\x00\x9f\x1b[31m",
+    b"[" * 60_000,
+    b'{"a":' * 10_000 + b"1" + b"}" * 10_000,
+    b"1" * 5000,
+    b"[]",
+    b'{"worker": NaN}',
+    b"{}",
+    encode(make_greeting() | {"more": 1}),
+    encode(make_greeting(0)),
+    *(
+        encode(make_greeting(**{name: value}))
         for name, value in [
-            *(("worker", x) for x in (-1, 2, 99, True, 1.0, "1", None, [1])),
-            ("worker", 10**400),
-            *(("cluster", x) for x in (None, "a:1", {}, [], ["a:1"])),
-            ("cluster", ["a:1", 2]),
-            ("cluster", ["a:1", None]),
+            *(("worker", x) for x in (-1, 2, True, 1.0, "1", None, 10**400)),
+            *(("cluster", x) for x in (None, "a:1", [], ["a:1"], ["a:1", 2])),
             ("cluster", ["a:1", ""]),
             ("cluster", ["", "b:2"]),
-            ("cluster", ["a:1", "b"]),
-            ("cluster", ["a:1", "b:0"]),
-            ("cluster", ["a:1", "b:65536"]),
-            ("cluster", ["a:1", "http://b:1"]),
-            ("cluster", ["a:1", "::1:2"]),
             ("cluster", ["a:1", "b\n:2"]),
-            ("cluster", ["a:1", "b" * 300 + ":2"]),
             ("job", 1),
             ("process", None),
             ("nonce", []),
             ("knock", 1),
             ("knock", True),
         ]
-    },
-}
-
-
-@pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_greeting_raises_value_error(name: str) -> None:
-    with pytest.raises(ValueError):
-        Greeting.read(parse(MALFORMED[name]))
+    ),
+]
 
 
 def test_malformed_greetings_are_dropped_and_reported(
     addresses: Any, capsys: Any
 ) -> None:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(waiting_worker_0(addresses))
-        for text in MALFORMED.values():
+    with waiting_worker_0(addresses):
+        for text in MALFORMED:
             connect(addresses).sendall(text + b"\n")
         lines = lines_until(capsys, "worker 0 has dropped", len(MALFORMED))
     assert len(lines) == len(MALFORMED)
     for line in lines:
-        assert line.startswith("tfkfac: worker 0 has dropped a connection")
-        assert "from 127.0.0.1 port " in line
+        assert "dropped a connection from 127.0.0.1 port " in line
         assert line.isprintable() and len(line) < 300
     assert any(r"'\xff\x00\x9f\x1b[31m'" in line for line in lines)
 
@@ -162,20 +146,13 @@ def drip(peers: Sequence[socket.socket], done: threading.Event) -> None:
                 peer.sendall(b" ")
 
 
-@pytest.mark.parametrize("is_dripping", [False, True])
-def test_idle_connections_do_not_delay_the_start(
-    addresses: Any, is_dripping: bool
-) -> None:
-    """`waiting_worker_0` limits the time of the rendezvous."""
+def test_slow_connections_do_not_delay_the_start(addresses: Any) -> None:
+    """`waiting_worker_0` limits the time; half of the peers are silent."""
     done = threading.Event()
     with contextlib.ExitStack() as stack, waiting_worker_0(addresses):
-        peers = [connect(addresses) for _ in range(40)]
-        for peer in peers:
-            stack.enter_context(peer)
-        if is_dripping:
-            threading.Thread(target=drip, args=(peers, done)).start()
-            stack.callback(done.set)
-            time.sleep(0.2)
+        stack.callback(done.set)
+        peers = [stack.enter_context(connect(addresses)) for _ in range(40)]
+        threading.Thread(target=drip, args=(peers[::2], done)).start()
 
 
 def test_a_greeting_has_a_deadline(
@@ -192,7 +169,7 @@ def test_a_greeting_has_a_deadline(
 
 def test_slow_peers_do_not_extend_the_wait(addresses: Any) -> None:
     workers, done = Workers(), threading.Event()
-    workers.join(addresses, 0, timeout=1.0)
+    workers.join(addresses, 0, timeout=0.5)
     peers = [connect(addresses) for _ in range(3)]
     threading.Thread(target=drip, args=(peers, done)).start()
     assert isinstance(workers.wait_for(0, 2.0), TimeoutError)
@@ -239,13 +216,6 @@ class RawWorker:
         return self.connection.receive(LIMIT_S)
 
 
-def test_a_greeting_without_proof_is_not_admitted(addresses: Any) -> None:
-    """The peer must also answer the nonce."""
-    with waiting_worker_0(addresses):
-        stranger = RawWorker(addresses)
-    stranger.connection.close()
-
-
 def test_without_a_secret_the_address_must_be_the_senders(
     addresses: Any,
 ) -> None:
@@ -257,8 +227,6 @@ def test_without_a_secret_the_address_must_be_the_senders(
 
 def test_a_lost_worker_is_missing_again(addresses: Any, capsys: Any) -> None:
     """Its index is free for another process."""
-    with waiting_worker_0((*addresses, "")[:2]):
-        pass
     first = (addresses[0], "", "")
     workers = Workers()
     workers.join(first, 0)
@@ -266,10 +234,8 @@ def test_a_lost_worker_is_missing_again(addresses: Any, capsys: Any) -> None:
     assert lost.prove() == {"missing": [2]}
     lost.connection.close()
     lines_until(capsys, "the connection has ended")
-    workers.join(first, 1)
-    time.sleep(0.2)
-    assert not workers.results
-    workers.join(first, 2)
+    for index in (1, 2):
+        workers.join(first, index)
     assert workers.end() == {0: None, 1: None, 2: None}
 
 
@@ -319,7 +285,7 @@ def test_a_message_before_the_start_drops_the_worker(
     """It would be read as a message of the running job."""
     first = (addresses[0], "", "")
     workers = Workers()
-    workers.join(first, 0, timeout=1.0)
+    workers.join(first, 0, timeout=0.5)
     peer = RawWorker(first, known=(addresses[0], "127.0.0.1:9", ""))
     assert peer.prove() == {"missing": [2]}
     peer.connection.send({"stop": True})
@@ -388,25 +354,17 @@ def test_a_start_without_authentication_is_reported(
     monkeypatch.setattr(coordinator, "is_loopback", lambda _: False)
     monkeypatch.setenv("TFKFAC_SECRET", secret)
     with waiting_worker_0(addresses):
-        time.sleep(0.2)
-    printed = capsys.readouterr().err.splitlines()
-    lines = [line for line in printed if "not authenticated" in line]
-    assert len(lines) == (0 if secret else 1)
-    assert all("TFKFAC_SECRET" in line for line in lines)
+        pass
+    printed = capsys.readouterr().err
+    assert ("not authenticated" in printed) == (not secret)
 
 
 # ---------------------------------------------------------------------- secret
 @pytest.fixture
 def with_secret(monkeypatch: pytest.MonkeyPatch, addresses: Any) -> bytes:
+    """The secret of worker 0 and of the worker 1 that starts."""
     monkeypatch.setenv("TFKFAC_SECRET", "of this job")
     return b"of this job"
-
-
-def test_workers_with_the_same_secret_start(
-    addresses: Any, with_secret: bytes
-) -> None:
-    with waiting_worker_0(addresses):
-        pass
 
 
 @pytest.mark.parametrize("secret", [b"", b"of another job"])
@@ -431,19 +389,15 @@ def test_proofs_cannot_be_reused(addresses: Any, with_secret: bytes) -> None:
     with waiting_worker_0(addresses):
         worker = RawWorker(addresses)
         worker.connection.send({"proof": worker.answer["proof"]})
-        assert (
-            worker.connection.receive(LIMIT_S) is None
-            and worker.connection.closed
-        )
+        assert worker.connection.receive(LIMIT_S) is None
+        assert worker.connection.closed
         earlier = RawWorker(addresses)
         proof = earlier.session(with_secret).prove(PEER)
         earlier.connection.close()
         worker = RawWorker(addresses)
         worker.connection.send({"proof": proof})
-        assert (
-            worker.connection.receive(LIMIT_S) is None
-            and worker.connection.closed
-        )
+        assert worker.connection.receive(LIMIT_S) is None
+        assert worker.connection.closed
 
 
 @pytest.mark.parametrize("field", ["worker", "cluster", "job", "nonce"])
@@ -483,58 +437,40 @@ def test_a_worker_rejects_a_worker_0_without_the_secret(
     assert workers.end() == {0: None, 1: None}
 
 
-def connection_pair() -> tuple[Connection, Connection]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        client = socket.create_connection(server.getsockname())
-        peer, _ = server.accept()
-    return Connection(client, LIMIT_S), Connection(peer, LIMIT_S)
+ATTACKS: dict[str, Any] = {
+    "none": lambda first, second: [first, second],
+    "no MAC": lambda first, _: [first.partition(b" ")[2]],
+    "changed": lambda first, _: [first.replace(b": 0", b": 5")],
+    "repeated": lambda first, _: [first, first],
+    "reordered": lambda _, second: [second],
+    "mirrored": lambda first, _: [first],
+}
 
 
-@pytest.mark.parametrize(
-    "attack", ["none", "no MAC", "changed", "repeated", "reordered", "mirrored"]
-)
+@pytest.mark.parametrize("attack", ATTACKS)
 def test_messages_carry_a_mac_with_a_counter(attack: str) -> None:
     """Any line except the sender's next message ends the connection."""
     sender, receiver = connection_pair()
     recorder, tap = connection_pair()
-    recorder.enable_mac(b"key of one", b"key of the other")
+    keys = [b"key of a sender", b"key of its peer"]
+    recorder.enable_mac(*keys)
     for number in range(2):
         recorder.send({"number": number})
-    texts = []
-    while len(texts) < 2:
-        tap.read()
-        while (text := tap.pop_line()) is not None:
-            texts.append(text)
-    first, second = texts
-    is_mirrored = attack == "mirrored"
-    keys = [b"key of the other", b"key of one"]
-    receiver.enable_mac(*(reversed(keys) if is_mirrored else keys))
-    sent = {
-        "none": [first, second],
-        "no MAC": [first.partition(b" ")[2]],
-        "changed": [first.replace(b'"number": 0', b'"number": 5')],
-        "repeated": [first, first],
-        "reordered": [second],
-        "mirrored": [first],
-    }[attack]
-    expected = {"none": 2, "repeated": 1}.get(attack, 0)
-    sender._socket.sendall(b"".join(text + b"\n" for text in sent))
+    lines = tap._socket.makefile("rb")
+    sent = ATTACKS[attack](lines.readline(), lines.readline())
+    receiver.enable_mac(*(keys if attack == "mirrored" else keys[::-1]))
+    sender._socket.sendall(b"".join(sent))
     received = [receiver.receive(LIMIT_S) for _ in sent]
-    assert received[:expected] == [{"number": n} for n in range(expected)]
-    assert received[expected:] == [None] * (len(sent) - expected)
+    num_valid = {"none": 2, "repeated": 1}.get(attack, 0)
+    expected = [{"number": n} if n < num_valid else None for n in range(2)]
+    assert received == expected[: len(sent)]
     assert receiver.closed == (attack != "none")
 
 
-@pytest.mark.parametrize(
-    ("value", "secret"),
-    [("", b""), ("  ", b""), ("word", b"word"), ("a/b", b"a/b")],
-)
-def test_the_value_of_the_secret(value: str, secret: bytes) -> None:
-    assert read_secret({"TFKFAC_SECRET": value}) == secret
+def test_the_secret_is_a_word_or_in_a_file(tmp_path: Any) -> None:
+    for value, secret in (("", b""), ("  ", b""), ("a/b", b"a/b")):
+        assert read_secret({"TFKFAC_SECRET": value}) == secret
     assert read_secret({}) == b""
-
-
-def test_the_file_of_the_secret(tmp_path: Any) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"word \xff\n")
     assert read_secret({"TFKFAC_SECRET": str(path)}) == b"word \xff"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import tfkfac
+from tests.cluster.test_channel import wait_until
 from tests.support.ports import address, claim_ports
 from tfkfac.cluster import rendezvous, waiting
 from tfkfac.cluster.config import Cluster
@@ -21,15 +22,11 @@ SHORT_S = 3.0  # limit of an immediate error on a busy machine
 
 
 @pytest.fixture
-def addresses() -> Any:
+def addresses(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.delenv("TFKFAC_SECRET", raising=False)
     with contextlib.ExitStack() as stack:
         ports = [stack.enter_context(port) for port in claim_ports(3)]
         yield tuple(address(port) for port in ports)
-
-
-@pytest.fixture(autouse=True)
-def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TFKFAC_SECRET", raising=False)
 
 
 class Workers:
@@ -65,10 +62,7 @@ class Workers:
 
     def wait_for(self, name: Any, seconds: float = SHORT_S) -> Any:
         """Return the result of one worker, while others still wait."""
-        end = time.monotonic() + seconds
-        while name not in self.results:
-            assert time.monotonic() < end, f"{name} still waits"
-            time.sleep(0.01)
+        wait_until(lambda: name in self.results, seconds)
         return self.results[name]
 
     def end(self) -> dict[Any, BaseException | None]:
@@ -78,43 +72,30 @@ class Workers:
         return self.results
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
-def test_all_workers_start_when_all_are_connected(
-    addresses: Any, order: Sequence[int]
-) -> None:
-    workers = Workers()
-    for index in order[:-1]:
-        workers.join(addresses, index)
-    time.sleep(0.3)
-    assert not workers.results, "two of three workers started"
-    workers.join(addresses, order[-1])
-    assert workers.end() == {0: None, 1: None, 2: None}
-    # The port is free for TensorFlow's server.
-    port = int(addresses[0].rpartition(":")[2])
-    with socket.create_server(("", port)):
-        pass
-
-
-def test_the_seed_is_equal_on_all_workers_and_new_for_each_job(
-    addresses: Any,
-) -> None:
+def test_all_workers_start_when_all_are_connected(addresses: Any) -> None:
+    """With one seed, which is new for each job."""
     seeds = set()
-    for _ in range(3):
+    for order in ((0, 1, 2), (2, 1, 0)):
         workers = Workers()
-        for index in range(3):
+        for index in order[:-1]:
             workers.join(addresses, index)
+        time.sleep(0.3)
+        assert not workers.results, "two of three workers started"
+        workers.join(addresses, order[-1])
         assert workers.end() == {0: None, 1: None, 2: None}
+        # The port is free for TensorFlow's server.
+        with socket.create_server(("", int(addresses[0].rpartition(":")[2]))):
+            pass
         (seed,) = workers.seeds
         assert seed is not None and 0 <= seed < 2**31
         seeds.add(seed)
-    assert len(seeds) == 3
-    alone = wait_for_all(Cluster(addresses[:1], 0), None)
-    assert alone.seed is None
+    assert len(seeds) == 2
+    assert wait_for_all(Cluster(addresses[:1], 0), None).seed is None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
 def test_only_the_address_of_worker_0_is_required(host: str) -> None:
-    """All workers receive the same addresses."""
+    """All workers receive the same addresses, with free ports."""
     with contextlib.closing(*claim_ports(1)) as claim:
         first = f"{host}:{claim.getsockname()[1]}"
         workers = Workers()
@@ -125,78 +106,63 @@ def test_only_the_address_of_worker_0_is_required(host: str) -> None:
     assert addresses[0] == first
     assert len(set(addresses)) == 3
     for other in addresses[1:]:
-        other_host, _, port = other.rpartition(":")
-        assert other_host == host
-        with socket.create_server(("", int(port))):
+        assert other.rpartition(":")[0] == host
+        with socket.create_server(("", int(other.rpartition(":")[2]))):
             pass
 
 
-def test_a_missing_worker_is_named(addresses: Any) -> None:
+def test_the_timeout_names_missing_and_dropped_workers(addresses: Any) -> None:
     workers = Workers()
     workers.join(addresses, 0, timeout=0.5)
     workers.join(addresses, 2)
-    for error in workers.end().values():
+    workers.join(addresses[:2], 1)
+    results = workers.end()
+    assert isinstance(results.pop(1), RefusedError)
+    for error in results.values():
         assert isinstance(error, TimeoutError)
         assert f"for worker 1 at {addresses[1]}" in str(error)
+        assert "Dropped: worker 1 from 127.0.0.1" in str(error)
         assert "worker 2 at" not in str(error)
 
 
-@pytest.mark.parametrize(("index", "missing"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize("index", [0, 1])
 def test_reminders_name_the_missing_worker(
-    addresses: Any,
-    index: int,
-    missing: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
+    addresses: Any, index: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """One reminder in the first 0.5 s."""
     monkeypatch.setattr(waiting, "TIMEOUT_S", 0.1)
-    name = f"worker {missing} at {addresses[missing]}"
+    name = f"worker {1 - index} at {addresses[1 - index]}"
     with pytest.raises(TimeoutError, match=name):
         wait_for_all(Cluster(addresses[:2], index), 0.5)
     (line,) = capsys.readouterr().err.splitlines()
     assert f"worker {index} is waiting for {name}" in line
 
 
-@pytest.mark.parametrize("what", ["index", "cluster", "job"])
 def test_a_worker_with_wrong_settings_is_refused_at_once(
-    addresses: Any, what: str, capsys: Any
+    addresses: Any, capsys: Any
 ) -> None:
     """The refused worker receives the reason; the others start."""
     workers = Workers()
     for index in (0, 1):
         workers.join(addresses, index, job="job 7")
     time.sleep(0.3)
-    if what == "index":
-        workers.join(addresses, 1, "refused")
-        words = "Two processes are worker 1 at", addresses[1]
-    elif what == "cluster":
-        workers.join(addresses[:2], 1, "refused")
-        words = "must have the same cluster.", addresses[2]
-    else:
-        workers.join(addresses, 2, "refused", job="job 8")
-        words = "another job", "'job 8' here, 'job 7' there"
-    error = workers.wait_for("refused")
-    assert isinstance(error, RefusedError)
-    assert all(word in str(error) for word in words)
-    assert len(workers.results) == 1
+    refused: dict[str, tuple[Any, ...]] = {
+        "Two processes are worker 1 at": (addresses, 1, "index"),
+        "must have the same cluster.": (addresses[:2], 1, "cluster"),
+        "'job 8' here, 'job 7' there": (addresses, 2, "job", LIMIT_S, "job 8"),
+    }
+    for words, arguments in refused.items():
+        workers.join(*arguments)
+        error = workers.wait_for(arguments[2])
+        assert isinstance(error, RefusedError)
+        assert words in str(error)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("tfkfac: worker 0 has dropped worker ")
+        assert words in line
+    assert len(workers.results) == 3
     workers.join(addresses, 2)
     results = workers.end()
     assert [results[index] for index in range(3)] == [None] * 3
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("tfkfac: worker 0 has dropped worker ")
-    assert all(word in line for word in words)
-
-
-def test_the_timeout_names_dropped_workers(addresses: Any) -> None:
-    workers = Workers()
-    workers.join(addresses[:2], 0, timeout=1.0)
-    workers.join(addresses, 2)
-    error = workers.wait_for(0)
-    assert isinstance(error, TimeoutError)
-    assert "for worker 1 at" in str(error)
-    assert "Dropped: worker 2 from 127.0.0.1" in str(error)
-    assert isinstance(workers.end()[2], RefusedError)
 
 
 def test_the_port_of_worker_0_is_in_use(
@@ -214,9 +180,8 @@ def test_the_port_of_worker_0_is_in_use(
 
 @pytest.mark.parametrize(
     ("jobs", "first_fails"),
-    [(("", ""), True), (("A", ""), True), (("A", "A"), True),
-     (("A", "B"), False)],
-)  # fmt: skip
+    [(("", ""), True), (("A", "A"), True), (("A", "B"), False)],
+)
 def test_two_jobs_with_one_port(
     addresses: Any, jobs: Any, first_fails: bool
 ) -> None:
@@ -245,8 +210,6 @@ def test_a_reason_of_worker_0_is_escaped() -> None:
 
 # ------------------------------------------------------ why worker 0 is missing
 NAME = "no-such-host.invalid"
-NO_ADDRESS = f"host name '{NAME}' cannot be resolved"
-REFUSED = "the connection is refused"
 NOT_WORKER_0 = "does not answer as worker 0"
 
 
@@ -274,14 +237,11 @@ def answering(port: int, answer: bytes) -> Any:
 @pytest.mark.parametrize(
     ("host", "answer", "cause"),
     [
-        (NAME, None, NO_ADDRESS),
-        ("a..b", None, "host name 'a..b' cannot be resolved"),
-        ("127.0.0.1", None, REFUSED),
-        ("127.0.0.1", b"HTTP/1.1 400 Bad Request\r\n\r\n", NOT_WORKER_0),
+        (NAME, None, f"host name '{NAME}' cannot be resolved"),
+        ("127.0.0.1", None, "the connection is refused"),
         ("127.0.0.1", b'{"go": [], "seed": 1}\n', NOT_WORKER_0),
         ("127.0.0.1", b"[" * 100_000 + b"\n", NOT_WORKER_0),
         ("127.0.0.1", b" ", NOT_WORKER_0),  # no end of line
-        ("127.0.0.1", b"", NOT_WORKER_0),
     ],
 )
 def test_reminder_and_timeout_contain_the_cause(
@@ -292,39 +252,27 @@ def test_reminder_and_timeout_contain_the_cause(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
 ) -> None:
-    monkeypatch.setattr(waiting, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(waiting, "TIMEOUT_S", 0.1)
     port = int(addresses[0].rpartition(":")[2])
-    start = time.monotonic()
     with (
         contextlib.nullcontext() if answer is None else answering(port, answer),
         pytest.raises(TimeoutError) as caught,
     ):
-        wait_for_all(Cluster((f"{host}:{port}", ""), 1), 1.0)
-    assert time.monotonic() - start < 2.0
+        wait_for_all(Cluster((f"{host}:{port}", ""), 1), 0.5)
     assert re.search(f"Last cause: .*{cause}", str(caught.value))
     lines = capsys.readouterr().err.splitlines()
     assert cause in lines[0]
 
 
-def test_a_name_server_that_hangs_does_not_extend_the_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        rendezvous.socket, "getaddrinfo", lambda *_, **__: time.sleep(5)
-    )
-    start = time.monotonic()
-    with pytest.raises(TimeoutError, match="no answer of the name server"):
-        wait_for_all(Cluster(("host:1", ""), 1), 0.3)
-    assert time.monotonic() - start < 2.0
-
-
-def test_a_host_name_that_is_published_late(
+def test_a_name_server_that_is_slow_or_does_not_know_the_host_yet(
     addresses: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For example the name of a pod of Kubernetes."""
     resolve, published = socket.getaddrinfo, threading.Event()
 
     def getaddrinfo(host: str, port: int, **options: Any) -> Any:
+        if host == "slow":
+            published.wait(LIMIT_S)
         if host != "pod-0.service":
             return resolve(host, port, **options)
         if not published.is_set():
@@ -332,6 +280,8 @@ def test_a_host_name_that_is_published_late(
         return resolve("127.0.0.1", port, **options)
 
     monkeypatch.setattr(rendezvous.socket, "getaddrinfo", getaddrinfo)
+    with pytest.raises(TimeoutError, match="no answer of the name server"):
+        wait_for_all(Cluster(("slow:1", ""), 1), 0.3)
     known = (addresses[0].replace("127.0.0.1", "pod-0.service"), "")
     workers = Workers()
     for index in (0, 1):
@@ -343,9 +293,9 @@ def test_a_host_name_that_is_published_late(
 
 
 @pytest.mark.parametrize(
-    ("value", "error"), [(0, ValueError), (-1, ValueError), ("1", TypeError),
-                         (True, TypeError), (float("nan"), ValueError)]
-)  # fmt: skip
+    ("value", "error"),
+    [(0, ValueError), (float("nan"), ValueError), (True, TypeError)],
+)
 def test_invalid_timeouts(value: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="Argument `start_timeout`"):
         tfkfac.MultiWorkerMirroredStrategy(start_timeout=value)

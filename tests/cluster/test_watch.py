@@ -66,15 +66,13 @@ def failed(fit: int | None) -> Any:
 def test_a_failure_of_another_worker_aborts_the_collective(
     clock: Clock,
 ) -> None:
-    with pytest.raises(WorkerFailedError) as caught, clock.watch.fit():
+    cause = "worker 1 at host1:2 has failed: OSError: no disk"
+    with pytest.raises(WorkerFailedError, match=cause), clock.watch.fit():
         clock.watch.on_message(1, failed(1))
         assert clock.after(2.9) == []
-        cause = "worker 1 at host1:2 has failed: OSError: no disk"
         assert clock.after(0.2) == [cause]
         assert clock.after(60) == [cause], "only once"
         raise COLLECTIVE_ERROR
-    assert str(caught.value) == cause
-    assert caught.value.__context__ is COLLECTIVE_ERROR
     assert clock.channel.sent == [], "no second report"
 
 
@@ -100,7 +98,7 @@ def test_an_error_on_all_workers_aborts_nothing(clock: Clock) -> None:
 def test_the_end_of_a_process_aborts_collectives(
     clock: Clock, how: Any
 ) -> None:
-    """Inside and outside of a `fit`."""
+    """Here outside of a `fit`."""
     clock.watch.on_message(2, how)
     assert clock.after(2.9) == []
     (cause,) = clock.after(0.2)
@@ -142,15 +140,15 @@ def test_uncaught_exceptions_are_broadcast(clock: Clock, capsys: Any) -> None:
     assert "KeyError" in capsys.readouterr().err, "the previous hook is called"
 
 
-@pytest.mark.parametrize("has_started", [False, True])
-@pytest.mark.parametrize("how", [PEER_LOST, PEER_EXITED, failed(None)])
+@pytest.mark.parametrize(
+    ("how", "has_started"),
+    [(PEER_LOST, False), (PEER_LOST, True), (PEER_EXITED, False)],
+)
 def test_only_a_loss_before_the_first_step_ends_the_process(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, how: Any, has_started: bool
 ) -> None:
     signals: list[int] = []
-    monkeypatch.setattr(
-        module.os, "kill", lambda _, number: signals.append(number)
-    )
+    monkeypatch.setattr(module.os, "kill", lambda _, x: signals.append(x))
     if has_started:
         with clock.watch.fit():
             pass
@@ -170,7 +168,7 @@ def test_two_processes() -> None:
     error_type, text = failure
     assert error_type == "WorkerFailedError"
     assert text.startswith("worker 1 at 127.0.0.1:")
-    assert text.endswith("failed: OSError: [Errno 28] No space left on device")
+    assert text.endswith(f"failed: OSError: {others[1]}")
 
 
 # -------------------------------------------------------------- standstill
