@@ -15,15 +15,8 @@ import tfkfac
 
 @pytest.mark.slow
 def test_another_backend_is_an_import_error() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PRETENDED],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command = [sys.executable, "-c", PRETENDED]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     error = done.stderr.strip().splitlines()[-1]
     assert error.startswith("ImportError: tfkfac needs Keras' TensorFlow")
-    assert "KERAS_BACKEND=tensorflow" in error
-    assert error.endswith("Received: backend='jax'")

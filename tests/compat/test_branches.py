@@ -71,21 +71,13 @@ def test_errors_in_a_branch() -> None:
 def test_branches_are_freed() -> None:
     count = state_variable(0, "int64", "count")
 
-    class Object:
-        """An object that a branch refers to."""
-
-        def add(self) -> None:
+    def make() -> tuple[Any, Any]:
+        def add() -> None:
             count.assign_add(1)
 
-    def make() -> tuple[Any, Any]:
-        kept = Object()
-
-        @tf.function(autograph=False)
-        def traced(wanted: Any) -> None:
-            when(wanted, kept.add)
-
+        traced = tf.function(lambda wanted: when(wanted, add), autograph=False)
         traced(tf.constant(True))
-        return traced, weakref.ref(kept)
+        return traced, weakref.ref(add)
 
     traced, alive = make()
     assert alive() is not None

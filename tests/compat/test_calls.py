@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,6 @@ from tfkfac.compat.graphs import state_variable
 SHARED = "compat.functions.shared_call"
 
 
-def doubling(traces: list[Any]) -> Callable[..., Any]:
-    """A function of tensors and a variable that records its traces."""
-
-    def double(pair: Any, variable: Any) -> Any:
-        traces.append(pair["x"].shape)
-        return variable.assign(2 * pair["x"] + pair["y"])
-
-    return double
-
-
 @pytest.mark.parametrize("alone", [True, False])
 def test_shared_calls_are_traced_once_per_key(
     alone: bool, monkeypatch: pytest.MonkeyPatch
@@ -37,11 +26,15 @@ def test_shared_calls_are_traced_once_per_key(
     variables = [state_variable(0.0, "float32", "v") for _ in range(6)]
     wide = state_variable([0.0, 0.0], "float32", "wide")
 
+    def double(pair: Any, variable: Any) -> Any:
+        traces.append(pair["x"].shape)
+        return variable.assign(2 * pair["x"] + pair["y"])
+
     @tf.function(autograph=False)
     def step(x: Any) -> Any:
         def call(key: str, variable: Any, x: Any) -> Any:
             pair = {"x": x, "y": tf.ones_like(x)}
-            return shared_call(key, doubling(traces), pair, variable)
+            return shared_call(key, double, pair, variable)
 
         def branch() -> Any:
             return tf.add_n([call("one", v, x) for v in variables[2:5]])
@@ -57,45 +50,23 @@ def test_shared_calls_are_traced_once_per_key(
 
 
 @contract(
-    SHARED, "A function with an `input_signature` is traced once for all sizes."
+    SHARED,
+    "A function with an `input_signature` is traced once for all sizes; a "
+    "`ResourceVariable` built from a handle has values of any size.",
 )
 def test_calls_of_any_size_are_traced_once_per_rank() -> None:
-    shapes: list[Any] = []
-
-    def twice(x: Any) -> Any:
-        shapes.append(x.shape.as_list())
-        return x + x
-
-    def call(x: Any) -> Any:
-        return shared_call("twice", twice, x, any_size=True)
-
-    @tf.function(autograph=False)
-    def step(x: Any) -> Any:
-        parts = [call(x[:n]) for n in (1, 2, 3)]
-        return tf.concat([*parts, call(x[:2, None])[:, 0]], 0)
-
-    x = tf.constant([1.0, 2.0, 3.0])
-    assert list(step(x)) == [2, 2, 4, 2, 4, 6, 2, 4]
-    assert shapes == [[None], [None, None]]
-    assert list(call(x)) == [2, 4, 6]
-
-
-@contract(
-    SHARED,
-    "A `ResourceVariable` built from a handle has values of any size.",
-)
-def test_calls_of_any_size_change_variables() -> None:
     shapes: list[Any] = []
     variables = [state_variable(np.ones(n), "float64", "v") for n in (1, 2, 3)]
 
     def double(named: Any) -> Any:
-        variable = named["one"]
-        shapes.append(variable.shape.as_list())
+        variable = named["variable"]
+        shapes.append(named["tensor"].shape.as_list())
         variable.assign(2 * variable)
-        return variable + named["two"]
+        return variable + named["tensor"]
 
-    def call(variable: Any) -> Any:
-        pair = {"one": variable, "two": tf.ones(1, tf.float64)}
+    def call(variable: Any, *shape: int) -> Any:
+        tensor = tf.ones(shape or [1], tf.float64)
+        pair = {"variable": variable, "tensor": tensor}
         return shared_call("double", double, pair, any_size=True)
 
     @tf.function(autograph=False)
@@ -107,11 +78,13 @@ def test_calls_of_any_size_change_variables() -> None:
 
         both = tf.cond(flag, branch, lambda: tf.ones(6, tf.float64))
         # Reads come after the calls, by automatic control dependencies.
-        return tf.concat([first, both, *variables], 0)
+        rows = tf.concat([first, both, *variables], 0)
+        return rows, call(variables[2], 1, 1)
 
-    result = step(tf.constant(True))
-    assert list(result) == [3, 5, 3, 3, 3, 3, 3, 4, 2, 2, 2, 2, 2]
-    assert shapes == [[None]]
+    rows, matrix = step(tf.constant(True))
+    assert list(rows) == [3, 5, 3, 3, 3, 3, 3, 4, 2, 2, 2, 2, 2]
+    assert matrix.numpy().tolist() == [[5, 5, 5]]
+    assert shapes == [[None], [None, None]]
     assert list(call(variables[1])) == [5, 5]
 
 
@@ -156,9 +129,9 @@ def test_errors_in_shared_calls_name_the_call() -> None:
     @tf.function(autograph=False)
     def step(x: Any) -> Any:
         with tf.name_scope("first"):
-            one = shared_call("checked", checked, x)
+            root = shared_call("checked", checked, x)
         with tf.name_scope("second"):
-            return one + shared_call("checked", checked, -x)
+            return root + shared_call("checked", checked, -x)
 
     with pytest.raises(tf.errors.InvalidArgumentError) as error:
         step(tf.constant(3.0))
@@ -170,9 +143,7 @@ def test_errors_in_shared_calls_name_the_call() -> None:
     SHARED, "A called function does not keep the graph of its caller alive."
 )
 def test_shared_calls_end_with_their_graph() -> None:
-    alive = []
-
-    def use() -> None:
+    def use() -> list[Any]:
         def plus_one(x: Any) -> Any:
             return x + 1.0
 
@@ -182,10 +153,9 @@ def test_shared_calls_end_with_their_graph() -> None:
                 x > 0, lambda: shared_call("one", plus_one, x), lambda: x
             )
 
-        step(tf.constant(1.0))
         graph = step.get_concrete_function(tf.constant(1.0)).graph
-        alive.extend([weakref.ref(graph), weakref.ref(plus_one)])
+        return [weakref.ref(graph), weakref.ref(plus_one)]
 
-    use()
+    alive = use()
     gc.collect()
     assert [reference() for reference in alive] == [None, None]

@@ -1,6 +1,7 @@
-"""What compat relies on in the data of a `fit`."""
+"""Internals of the data of a `fit`."""
 
 import pathlib
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,33 +28,50 @@ def seed() -> int:
     return 5
 
 
-@contract("compat.data.global_seed", "`global_seed` is that of `set_seed`.")
-def test_global_seed(seed: int) -> None:
-    assert global_seed() == seed
-
-
 @contract(
     "compat.data.shuffle_seeds",
-    "Datasets have `_inputs`, `_functions`, and seeds of a shuffle.",
+    "Datasets have `_inputs`, `_functions`, and seeds of a shuffle; "
+    "`global_seed` is that of `set_seed`.",
 )
 def test_shuffle_seeds(seed: int, tmp_path: pathlib.Path) -> None:
+    def with_policy(dataset: Any, policy: Any) -> Any:
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = policy
+        return dataset.with_options(options)
+
+    assert global_seed() == seed
     rows = tf.data.Dataset.from_tensor_slices(X)
-    assert shuffle_seeds(rows.batch(2)) == []
     shuffled = rows.shuffle(12, seed=7).map(lambda x: x).batch(2).prefetch(1)
-    assert shuffle_seeds(shuffled) == [(seed, 7)]
     inside = tf.data.Dataset.range(2).interleave(lambda _: rows.shuffle(3, 8))
-    assert shuffle_seeds(inside.batch(2)) == [(seed, 0)]
     chosen = tf.data.Dataset.sample_from_datasets([rows, rows], seed=9)
-    assert shuffle_seeds(chosen.batch(2)) == [(seed, 9)]
     files = tf.data.Dataset.from_tensor_slices([str(tmp_path / "rows.txt")])
     lines = files.interleave(tf.data.TextLineDataset).shuffle(12, seed=7)
-    assert shuffle_seeds(lines) == []
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = Policy.OFF
-    assert shuffle_seeds(shuffled.with_options(options)) == []
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = Policy.DATA
-    assert shuffle_seeds(lines.with_options(options)) == [(seed, 7)]
+    for dataset, seeds in (
+        (rows.batch(2), []),
+        (shuffled, [(seed, 7)]),
+        (inside.batch(2), [(seed, 0)]),
+        (chosen.batch(2), [(seed, 9)]),
+        (lines, []),
+        (with_policy(shuffled, Policy.OFF), []),
+        (with_policy(lines, Policy.DATA), [(seed, 7)]),
+    ):
+        assert shuffle_seeds(dataset) == seeds
+
+
+class Rows(keras.layers.Layer):
+    """Record the rows of each eager call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: Any = []
+
+    def call(self, x: Any) -> Any:
+        if tf.executing_eagerly() and tf.is_tensor(x):
+            self.rows.extend(int(v) for v in x[:, 0])
+        return x
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return shape
 
 
 @contract(
@@ -61,45 +79,25 @@ def test_shuffle_seeds(seed: int, tmp_path: pathlib.Path) -> None:
     "Arrays are shuffled by `tf.random.shuffle`, the same in each epoch.",
 )
 @pytest.mark.parametrize("shuffle", [True, "batch"])
-def test_reshuffle_arrays(seed: int, shuffle: bool | str) -> None:
+def test_reshuffle_arrays(seed: int, shuffle: Any) -> None:
     def orders(steps: int | None) -> list[list[int]]:
         """The rows of each epoch, as a model sees them."""
-        rows: list[int] = []
-
-        class Rows(keras.layers.Layer):
-            def call(self, x: tf.Tensor) -> tf.Tensor:
-                if tf.executing_eagerly() and tf.is_tensor(x):
-                    rows.extend(int(v) for v in x[:, 0])
-                return x
-
-            def compute_output_shape(self, shape: tuple) -> tuple:
-                return shape
-
         model = keras.Sequential(
             [keras.Input((1,)), Rows(), keras.layers.Dense(1)]
         )
         model.compile("sgd", "mse", run_eagerly=True)
-        model.fit(
-            X,
-            X,
-            batch_size=4,
-            epochs=3,
-            steps_per_epoch=steps,
-            shuffle=shuffle,
-            verbose=0,
-        )
-        seen = np.array(rows[-36:]).reshape(3, 12)
-        return seen.tolist()
+        model.fit(X, X, 4, 3, 0, shuffle=shuffle, steps_per_epoch=steps)
+        return np.reshape(model.layers[0].rows[-36:], (3, 12)).tolist()
 
-    assert orders(None)[0] == orders(None)[1]
+    first, again, _ = orders(None)
+    assert first == again
     for steps in None, 3:
         with reshuffle_arrays(seed):
-            first, again = orders(steps), orders(steps)
-        assert first == again
-        assert first[0] != first[1] != first[2]
-        for order in first:
+            epochs, repeated = orders(steps), orders(steps)
+        assert epochs == repeated
+        assert epochs[0] != epochs[1] != epochs[2]
+        for order in epochs:
             assert sorted(order) == list(range(12))
-    assert orders(None)[0] == orders(None)[1]
 
 
 @contract(
@@ -110,28 +108,24 @@ def test_label_checksums() -> None:
     class Batches(keras.utils.PyDataset):
         def __init__(self, inputs: float, labels: float) -> None:
             super().__init__()
-            self._batch = {"x": X + np.float32(inputs)}, X + labels
-            self.read = 0
+            self._batch = X + np.float32(inputs), X + labels
 
         def __len__(self) -> int:
             return 2
 
-        def __getitem__(self, index: int) -> tuple[dict, np.ndarray]:
-            self.read += 1
+        def __getitem__(self, index: int) -> Any:
             inputs, labels = self._batch
             return inputs, labels + index
 
-    found = []
+    result = []
     for change in (0, 0), (1, 0), (0, 1):
-        input_layer = keras.Input((1,), name="x")
-        outputs = keras.layers.Dense(1)(input_layer)
-        model = keras.Model({"x": input_layer}, outputs)
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         with label_checksums() as checksums:
             model.fit(Batches(*change), verbose=0)
         assert len(checksums) == 1
-        found += checksums
-    assert found[0] == found[1] != found[2]
+        result += checksums
+    assert result[0] == result[1] != result[2]
 
 
 BATCHES = {

@@ -29,19 +29,19 @@ def calls_in(graph: Any) -> int:
 
 @pytest.mark.parametrize("any_size", [False, True])
 def test_each_returns_the_result_of_each_row(any_size: bool) -> None:
-    """Eight rows with three keys and one row without a key."""
+    """Eight rows with two keys or none; a row with None is skipped."""
     sizes = [3, 3, 5, 3, 3, 3, 3, 3]
     x = [np.arange(n) + 10.0 * i for i, n in enumerate(sizes)]
-    keys = ["one"] * 6 + ["another"]
+    keys = ["first"] * 6 + ["second"]
     column = [tf.constant(v) for v in x]
     numbers = [tf.constant(1.0 * i, tf.float64) for i in range(len(x))]
     args = ([squares_plus] * len(x), [*column, None], [*numbers, None])
     like = [*(Kind(key, any_size) for key in keys), None, None]
-    for result in (run(*args, like=like)[0], each(*args, like=like)):
-        assert result.pop() is None
-        for i, (one, v) in enumerate(zip(result, x, strict=True)):
-            assert_close(one["sum"], (v * v).sum() + i, 1e-6)
-            assert_close(one["x"], 2 * v, 1e-6)
+    for results in (run(*args, like=like)[0], each(*args, like=like)):
+        assert results.pop() is None
+        for i, (result, v) in enumerate(zip(results, x, strict=True)):
+            assert_close(result["sum"], (v * v).sum() + i, 1e-6)
+            assert_close(result["x"], 2 * v, 1e-6)
 
 
 class Total(Member):
@@ -70,11 +70,9 @@ def test_each_call_writes_its_state() -> None:
     want = [10.0 + i + i % 2 for i in range(32)]
     numbers, large = fields([*rows, None], 2)
     assert [float(x) for x in numbers[:-1]] == want
-    assert [float(one.total) for one in states] == want
-    assert flags(large, otherwise=True).numpy().tolist() == [
-        *(x > 20 for x in want),
-        True,
-    ]
+    assert [float(state.total) for state in states] == want
+    expected = [*(x > 20 for x in want), True]
+    assert flags(large, otherwise=True).numpy().tolist() == expected
     assert calls_in(graph) == 16
 
 
