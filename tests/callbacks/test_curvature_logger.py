@@ -92,16 +92,12 @@ def test_ritz_values_of_fosi() -> None:
 
 
 @pytest.mark.slow
-def test_steps_of_gauss_newton_under_a_strategy(tmp_path: Path) -> None:
+def test_steps_of_gauss_newton_under_a_strategy() -> None:
     """The strategy mirrors `iterations` of the optimizer."""
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
-        model, logs = fit(
-            tfkfac.GaussNewton(), CurvatureLogger(tmp_path), epochs=1
-        )
+        model, logs = fit(tfkfac.GaussNewton(), CurvatureLogger(), epochs=1)
     for name, value in model.optimizer.last_step.items():
         assert logs[f"curvature/{name}"][-1] == pytest.approx(value)
-    (tries,) = written(tmp_path, "tries").values()
-    assert tries >= 1
 
 
 def test_wrong_arguments_are_refused(monkeypatch: Any) -> None:
