@@ -22,7 +22,7 @@ MODULES = [
 
 
 def names_of(module: types.ModuleType) -> list[tuple[str, Any]]:
-    """Its public classes and functions."""
+    """The public classes and functions of a module."""
     return [
         (f"{module.__name__}.{name}", value)
         for name in module.__all__
@@ -37,7 +37,7 @@ PUBLIC = dict(
 
 
 def documented(value: Any) -> str:
-    """The docstring; of a class, those of the classes below it as well."""
+    """The docstring; of a class, with the docstrings of its base classes."""
     if not inspect.isclass(value):
         return inspect.getdoc(value) or ""
     ours = (c for c in value.__mro__ if c.__module__.startswith("tfkfac"))
@@ -53,56 +53,34 @@ def described(text: str) -> set[str]:
     return set(re.findall(r"^ {4,}\**(\w+): ", text, re.MULTILINE))
 
 
+def public_members(owner: type) -> Iterator[tuple[str, Any]]:
+    """The public methods and properties that a class defines."""
+    kinds = (property, staticmethod, classmethod, types.FunctionType)
+    for name, value in vars(owner).items():
+        if not name.startswith("_") and isinstance(value, kinds):
+            yield name, getattr(owner, name)
+
+
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_argument_is_described(name: str) -> None:
+def test_every_argument_and_method_is_described(name: str) -> None:
+    """Arguments of methods only in the classes for all users."""
     value = PUBLIC[name]
     text = documented(value)
     assert text
     assert arguments(value) <= described(text)
-
-
-def own_members(owner: type) -> Iterator[str]:
-    """Its own public methods and properties."""
-    for name, value in vars(owner).items():
-        kinds = (property, staticmethod, classmethod, types.FunctionType)
-        if not name.startswith("_") and isinstance(value, kinds):
-            yield name
-
-
-CLASSES = [name for name in PUBLIC if inspect.isclass(PUBLIC[name])]
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_every_method_says_what_it_does(name: str) -> None:
-    """So does an overriding one, by itself or by that it overrides."""
-    owner = PUBLIC[name]
-    for member in own_members(owner):
-        assert inspect.getdoc(getattr(owner, member)), member
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in CLASSES
-        if name.rpartition(".")[0] in ("tfkfac", "tfkfac.callbacks")
-    ],
-)
-def test_every_argument_of_a_method_is_described(name: str) -> None:
-    """Of the classes that users have; blocks' are for those who add some."""
-    owner = PUBLIC[name]
-    for member in own_members(owner):
-        value = getattr(owner, member)
-        text = inspect.getdoc(value) or ""
-        if callable(value):
-            assert arguments(value) <= described(text), member
+    for member, method in (
+        public_members(value) if inspect.isclass(value) else ()
+    ):
+        # An overriding method may have the docstring of the overridden one.
+        text = inspect.getdoc(method) or ""
+        assert text, member
+        is_for_all = name.rpartition(".")[0] in ("tfkfac", "tfkfac.callbacks")
+        if is_for_all and callable(method):
+            assert arguments(method) <= described(text), member
 
 
 def test_first_lines_name_the_thing() -> None:
-    """A relative clause (`What ...`) names nothing that one could search.
-
-    Private helpers have a sentence, and no list of their arguments.
-    """
+    """Not a relative clause (`What ...`); private helpers have no `Args`."""
     faults = []
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
