@@ -28,17 +28,16 @@ def fit(optimizer: Any, *callbacks: Any, epochs: int = 2) -> Any:
     return model, history.history
 
 
-def written(folder: Path, quantity: str) -> dict[tuple[int, str], float]:
-    """Read the scalars of a quantity from event files, by step and layer."""
-    values = {}
-    for path in sorted(folder.glob("events.*")):
-        for event in tf.compat.v1.train.summary_iterator(str(path)):
-            for item in event.summary.value:
-                _, name, *layer = item.tag.split("/")
-                if name == quantity:
-                    key = event.step, "/".join(layer)
-                    values[key] = float(tf.make_ndarray(item.tensor))
-    return values
+def written(folder: Path) -> dict[tuple[int, str], float]:
+    """Read the scalars of event files, by step and "quantity/layer"."""
+    return {
+        (event.step, item.tag.partition("/")[2]): float(
+            tf.make_ndarray(item.tensor)
+        )
+        for path in sorted(folder.glob("events.*"))
+        for event in tf.compat.v1.train.summary_iterator(str(path))
+        for item in event.summary.value
+    }
 
 
 def spd(rng: np.random.Generator, *shape: int) -> Array:
@@ -68,20 +67,18 @@ def test_trace_and_condition_of_the_dense_block(factor: str) -> None:
 def test_scalars_of_kfac(tmp_path: Path) -> None:
     optimizer = tfkfac.KFAC(factor_update_interval=2, inverse_update_interval=6)
     _, history = fit(optimizer, CurvatureLogger(tmp_path, every=3))
-    traces = written(tmp_path, "trace")
-    assert sorted({step for step, _ in traces}) == [3, 6, 8, 9, 12, 15, 16]
+    logged = written(tmp_path)
+    assert sorted({step for step, _ in logged}) == [3, 6, 8, 9, 12, 15, 16]
     for layer, factors in optimizer.factors().items():
         trace, condition = layer_curvature(factors, 0.01)
-        assert traces[16, layer] == pytest.approx(trace, rel=1e-5)
-        conditions = written(tmp_path, "condition")
-        assert conditions[16, layer] == pytest.approx(condition, rel=1e-3)
+        assert logged[16, f"trace/{layer}"] == pytest.approx(trace, rel=1e-5)
+        result = logged[16, f"condition/{layer}"]
+        assert result == pytest.approx(condition, rel=1e-3)
     for name, value in optimizer.last_step.items():
-        logged = written(tmp_path, name)[16, ""]
-        assert logged == pytest.approx(value, rel=1e-6)
+        assert logged[16, name] == pytest.approx(value, rel=1e-6)
         assert history[f"curvature/{name}"][-1] == pytest.approx(value)
     assert history["curvature/factor_updates"] == [4, 8]
-    losses = written(tmp_path, "loss")
-    assert losses[8, ""] == pytest.approx(history["loss"][0], rel=1e-6)
+    assert logged[8, "loss"] == pytest.approx(history["loss"][0], rel=1e-6)
 
 
 def test_ritz_values_of_fosi() -> None:

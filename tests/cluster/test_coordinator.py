@@ -225,35 +225,31 @@ def test_without_a_secret_the_address_must_be_the_senders(
             assert "must be the same host" in stranger.prove()["refused"]
 
 
-def test_a_lost_worker_is_missing_again(addresses: Any, capsys: Any) -> None:
-    """Its index is free for another process."""
+def test_an_index_is_free_after_the_loss_of_its_worker(
+    addresses: Any, capsys: Any
+) -> None:
+    """A process can connect again before worker 0 detects the loss."""
     first = (addresses[0], "", "")
+    known = (addresses[0], "127.0.0.1:9", "")
     workers = Workers()
     workers.join(first, 0)
-    lost = RawWorker(first, known=(*first[:1], "127.0.0.1:9", ""))
+    peers = []
+    for _ in range(2):
+        peers.append(RawWorker(first, "same process", known))
+        assert peers[-1].prove() == {"missing": [2]}
+    other = RawWorker(first, "another process", known)
+    assert "Two processes are worker 1" in other.prove()["refused"]
+    # It would be read as a message of the running job.
+    peers[-1].connection.send({"stop": True})
+    lines_until(capsys, "it has sent a message before the start")
+    lost = RawWorker(first, "another process", known)
     assert lost.prove() == {"missing": [2]}
     lost.connection.close()
     lines_until(capsys, "the connection has ended")
     for index in (1, 2):
         workers.join(first, index)
     assert workers.end() == {0: None, 1: None, 2: None}
-
-
-def test_a_process_can_connect_again(addresses: Any, capsys: Any) -> None:
-    """Also before worker 0 detects the end of the old connection."""
-    first = (addresses[0], "", "")
-    workers = Workers()
-    workers.join(first, 0)
-    known = (addresses[0], "127.0.0.1:9", "")
-    old = RawWorker(first, "same process", known)
-    assert old.prove() == {"missing": [2]}
-    new = RawWorker(first, "same process", known)
-    assert new.prove() == {"missing": [2]}
-    other = RawWorker(first, "another process", known)
-    assert "Two processes are worker 1" in other.prove()["refused"]
-    workers.join(first, 2)
-    assert workers.end() == {0: None, 2: None}
-    for peer in (old, new, other):
+    for peer in (*peers, other):
         peer.connection.close()
 
 
@@ -277,20 +273,6 @@ def test_a_worker_connects_again_after_a_disconnect(
             connection.send({"missing": [1]})
     workers.join(addresses, 0)
     assert workers.end() == {0: None, 1: None}
-
-
-def test_a_message_before_the_start_drops_the_worker(
-    addresses: Any, capsys: Any
-) -> None:
-    """It would be read as a message of the running job."""
-    first = (addresses[0], "", "")
-    workers = Workers()
-    workers.join(first, 0, timeout=0.5)
-    peer = RawWorker(first, known=(addresses[0], "127.0.0.1:9", ""))
-    assert peer.prove() == {"missing": [2]}
-    peer.connection.send({"stop": True})
-    lines_until(capsys, "it has sent a message before the start")
-    assert isinstance(workers.end()[0], TimeoutError)
 
 
 @pytest.mark.parametrize("secret", ["", "secret"])

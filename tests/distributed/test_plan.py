@@ -1,10 +1,6 @@
 """Plans: assignment by cost, gradient workers, receivers."""
 
 import itertools
-import os
-import pathlib
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tfkfac
 from tfkfac.distributed.plan import (
     MODES,
     LayerPlan,
@@ -127,27 +122,6 @@ class TestPlan:
         for policy, owners in (("compute", [0, 1]), ("memory", [1, 0])):
             layers = plan_layers(shapes, 2, "mem_opt", policy=policy)
             assert [p.owners["A"] for p in layers] == owners
-
-    def test_same_in_another_process(self) -> None:
-        """And without TensorFlow and the rest of the package."""
-        code = (
-            "import ast, sys, types\n"
-            "for name in ('tfkfac', 'tfkfac.distributed'):\n"
-            "    sys.modules[name] = types.ModuleType(name)\n"
-            "    path = '/'.join([sys.argv[1], *name.split('.')])\n"
-            "    sys.modules[name].__path__ = [path]\n"
-            "from tfkfac.distributed.plan import plan_layers\n"
-            "shapes = ast.literal_eval(sys.argv[2])\n"
-            "print(plan_layers(shapes, 4, 'comm_opt'))\n"
-            "assert 'tensorflow' not in sys.modules"
-        )
-        root = str(pathlib.Path(tfkfac.__file__).parents[1])
-        output = subprocess.check_output(
-            [sys.executable, "-c", code, root, repr(SHAPES)],
-            env=os.environ | {"PYTHONHASHSEED": "1"},
-            text=True,
-        )
-        assert output.strip() == repr(plan("comm_opt", 4))
 
     @pytest.mark.parametrize(
         ("mode", "arguments", "message"),
