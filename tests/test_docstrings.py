@@ -40,8 +40,9 @@ def documented(value: Any) -> str:
     """The docstring; of a class, with the docstrings of its base classes."""
     if not inspect.isclass(value):
         return inspect.getdoc(value) or ""
-    ours = (c for c in value.__mro__ if c.__module__.startswith("tfkfac"))
-    return "\n".join(inspect.cleandoc(vars(c)["__doc__"] or "") for c in ours)
+    classes = [c for c in value.__mro__ if c.__module__.startswith("tfkfac")]
+    texts = (inspect.cleandoc(vars(c)["__doc__"] or "") for c in classes)
+    return "\n".join(texts)
 
 
 def arguments(value: Callable[..., Any]) -> set[str]:

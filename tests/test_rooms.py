@@ -1,6 +1,6 @@
 """Structure of tfkfac/: imports between packages, private names, sizes.
 
-Also how often the trace of a step changes from one file to another.
+Also the number of changes of file in the trace of a step.
 """
 
 import ast
@@ -51,14 +51,14 @@ MAY = {
 }  # fmt: skip
 EVERYBODY = "checks"  # a module that every package may import
 UNPROMISED = ("keras.src", "tensorflow.python", "tensorflow.compiler")
-# `cls` too: a class method may use what its own class keeps to itself.
+# Names of a method's object; `cls`: a class method may use private names.
 OWN = {"self", "cls"}
 # Documented names of named tuples, and of `sys`.
 PROMISED = {"_asdict", "_replace", "_current_frames"}
 LONGEST_MODULE = 600
 LONGEST_FUNCTION = 60
 MOST_MODULES = 12  # of a room
-# Modules of less than so many lines that one other module alone imports.
+# Lines of a short module, and the number of short modules with one importer.
 SHORT, MOST_SHORT = 60, 5
 # Upper bounds: calls into another file, outside of compat/, in the trace of a
 # step of two dense layers.
@@ -106,7 +106,7 @@ def test_a_package_imports_only_packages_below_it() -> None:
     for room, others in MAY.items():
         for other in others:
             above = order.index(other) <= order.index(room)
-            # These two are on one level.
+            # These two are on the same level.
             assert not above or (other, room) == ("linalg", "capture")
     faults = []
     for path in MODULES:

@@ -205,7 +205,7 @@ class Container(layers.Layer):
 
 @contract(
     "compat.models.children",
-    "`_flatten_layers` are a layer and all below, or its own alone.",
+    "`_flatten_layers` are a layer and all below, or its direct layers.",
 )
 def test_layers_in_layers() -> None:
     layer = Container()

@@ -106,12 +106,12 @@ def test_own_copy() -> None:
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     with strategy.scope():
         mirrored = tf.Variable(1.0)
-        own = state_variable(1.0, "float64", "own")
+        local = state_variable(1.0, "float64", "local")
     (copy,) = strategy.experimental_local_results(mirrored)
     assert copy is not mirrored
     assert strategy.run(lambda: own_copy(mirrored) is copy)
-    assert own_copy(own) is own
-    assert (own.dtype, own.trainable) == (tf.float64, False)
+    assert own_copy(local) is local
+    assert (local.dtype, local.trainable) == (tf.float64, False)
 
 
 WRITTEN = "compat.graphs.written_variables"

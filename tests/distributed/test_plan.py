@@ -159,8 +159,8 @@ class TestAssign:
     def test_lpt_bound(self, costs: list[int], workers: int) -> None:
         chosen = assign(costs, workers, "compute")
         best = min(
-            makespan(costs, every, workers)
-            for every in itertools.product(range(workers), repeat=len(costs))
+            makespan(costs, owners, workers)
+            for owners in itertools.product(range(workers), repeat=len(costs))
         )
         # 4/3 - 1/(3m), without fractions.
         bound = (4 * workers - 1) * best

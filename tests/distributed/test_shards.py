@@ -48,11 +48,11 @@ def test_messages(size: int, workers: int) -> None:
         ]
 
     results = run_together(workers, work)
-    for rank, ((local, first, every, total), received) in enumerate(results):
+    for rank, ((local, first, rows, total), received) in enumerate(results):
         place = rank * shards.length
         want = longer[:, place : place + shards.length]
         np.testing.assert_array_equal(local, want)
         np.testing.assert_array_equal(first, wholes[0])
-        np.testing.assert_array_equal(every, longer)
+        np.testing.assert_array_equal(rows, longer)
         np.testing.assert_allclose(total, want.sum(0), atol=1e-14)
         assert received == (2 + workers) * shards.length * (workers - 1)
