@@ -156,13 +156,14 @@ def test_a_worker_with_wrong_settings_is_refused_at_once(
         error = workers.wait_for(arguments[2])
         assert isinstance(error, RefusedError)
         assert words in str(error)
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("tfkfac: worker 0 has dropped worker ")
-        assert words in line
     assert len(workers.results) == 3
     workers.join(addresses, 2)
     results = workers.end()
     assert [results[index] for index in range(3)] == [None] * 3
+    lines = capsys.readouterr().err.splitlines()
+    for words, line in zip(refused, lines, strict=True):
+        assert line.startswith("tfkfac: worker 0 has dropped worker ")
+        assert words in line
 
 
 def test_the_port_of_worker_0_is_in_use(

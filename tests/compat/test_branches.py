@@ -75,7 +75,10 @@ def test_branches_are_freed() -> None:
         def add() -> None:
             count.assign_add(1)
 
-        traced = tf.function(lambda wanted: when(wanted, add), autograph=False)
+        @tf.function(autograph=False)
+        def traced(wanted: Any) -> None:
+            when(wanted, add)
+
         traced(tf.constant(True))
         return traced, weakref.ref(add)
 

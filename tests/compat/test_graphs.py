@@ -82,7 +82,7 @@ def test_time_is_stamped() -> None:
 )
 @pytest.mark.parametrize("jit", [True, False])
 def test_graphs_of_branches(jit: bool) -> None:
-    graphs: list[list[Any]] = []
+    graphs: list[Any] = []
     flags: list[bool] = []
 
     @tf.function(autograph=False, jit_compile=jit)
@@ -92,11 +92,11 @@ def test_graphs_of_branches(jit: bool) -> None:
             flags.append(in_xla())
             return x + 1
 
-        graphs.append(list(open_graphs()))
+        graphs.extend([x.graph, list(open_graphs())])
         return tf.cond(x > 0, branch, lambda: x)
 
-    graph = step.get_concrete_function(tf.constant(1.0)).graph
-    outside, inside = graphs
+    step(tf.constant(1.0))
+    graph, outside, inside = graphs
     assert outside[0] is graph
     assert inside[1:] == outside
     assert flags == [jit]

@@ -166,7 +166,8 @@ def test_around_an_overridden_fit() -> None:
 
     class Anything(keras.Sequential):
         def fit(self, *args: Any, **kwargs: Any) -> Any:
-            return super().fit(*args[0], *args[1:], **kwargs)
+            data = args[0] if len(args) == 1 else args
+            return super().fit(*data, **kwargs)
 
     class Nothing(keras.Sequential):
         def fit(self, data: Any) -> Any:
@@ -179,6 +180,9 @@ def test_around_an_overridden_fit() -> None:
         model.fit((X, X), **({"callbacks": THEIRS} if gets else {}))
         assert fit.given == [([THEIRS] if gets else [], 0)]
         assert fit.epochs == ([0] if gets else [])
+        if model_class is Anything:
+            model.fit(X, X, 2, 1, 0, [THEIRS])  # positional, without a name
+            assert fit.epochs == [0]
 
 
 def test_changing_variables() -> None:

@@ -177,8 +177,8 @@ def test_kept_variables(graph: bool) -> None:
 def test_graphs_with_effects() -> None:
     variable = tf.Variable(1.0)
     effects: list[Any] = [
-        variable.assign,
-        tf.print,
+        lambda x: [variable.assign(x), x][1],
+        lambda x: [tf.print(x), x][1],
         lambda x: x + tf.random.uniform([]),
         lambda x: x * variable,
     ]
